@@ -1,0 +1,41 @@
+"""The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse (any subset).
+
+graph, place, plan  print what was made     time     seconds by op, after each run
+nan                 stop at the first value that is not finite, naming op, tensor, line and input ranges
+poison              fill bytes with NaN before they are written and after they are freed
+compare             run every op against its numpy kernel        noreuse  plan without using any byte twice
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+FLAGS = ("graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse")
+_set: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
+
+
+def flags() -> frozenset[str]:
+    """The flags in force: those of the innermost `with debug(...)`, else of the environment."""
+    inner = _set.get()
+    return _parse(os.environ.get("PACKTRAIN_DEBUG", "")) if inner is None else inner
+
+
+@contextmanager
+def debug(text: str) -> Iterator[None]:
+    """`with debug("nan,poison"):` sets the flags for the block; they count when executors are made and run."""
+    token = _set.set(_parse(text))
+    try:
+        yield
+    finally:
+        _set.reset(token)
+
+
+def _parse(text: str) -> frozenset[str]:
+    given = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
+    unknown = sorted(given - set(FLAGS))
+    if unknown:
+        raise ValueError(
+            f"PACKTRAIN_DEBUG: {', '.join(unknown)} unknown; choose from {', '.join(FLAGS)}"
+        )
+    return given

@@ -1,0 +1,208 @@
+"""Reverse-mode differentiation: a loss goes in, tensors that compute its gradients come out.
+
+Gradients are ordinary calls written after the forward ones, so they are planned and run like any other.
+Forward values that are not kept are written a second time, just before the backward pass of their segment.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from packtrain.graph import Graph
+from packtrain.ops.elementwise import add
+from packtrain.tensor import Call, GraphError, Tensor, constant, named, written_for
+
+Sink = Callable[[Tensor, Tensor], None]
+
+
+def differentiate(
+    loss: Tensor,
+    wrt: Sequence[Tensor],
+    keep: Collection[Tensor] | None = None,
+    then: Sink | None = None,
+) -> dict[Tensor, Tensor]:
+    """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
+
+    keep  forward values the backward pass may read; others are recomputed from them, segment by segment
+          (gradient checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
+          writing ops and whatever comes after the last kept value are always kept.
+    then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
+          written: an update placed here consumes the gradient at once instead of keeping all of them.
+
+    Raises GraphError: the loss is no scalar, does not depend on a tensor, or an op has no gradient (all named).
+    """
+    if loss.shape != ():
+        raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
+    calls = Graph([loss]).calls
+    active = _dependents(calls, wrt)
+    _check(loss, calls, active, wrt)
+    return _Backward(calls, active, wrt, _Recompute(calls, keep), then).run(loss)
+
+
+def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
+    """Tensors on a way from `wrt` onwards."""
+    active = set(wrt)
+    for call in calls:
+        if any(t in active for t in call.inputs):
+            active.update(call.results)
+    return active
+
+
+def _check(loss: Tensor, calls: Iterable[Call], active: set[Tensor], wrt: Sequence[Tensor]) -> None:
+    read = {t for call in calls for t in call.reads} | {loss}
+    unread = [t.label for t in wrt if t not in read]
+    if unread:
+        raise GraphError(f"the loss does not depend on {', '.join(unread)}")
+    without = [c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.inputs)]
+    if without:
+        lines = [f"    {c.results[0]}" for c in without]
+        raise GraphError("\n".join([f"no gradient (vjp) for {len(without)} calls:", *lines]))
+
+
+class _Recompute:
+    """Gives a forward value to the backward pass: itself if kept, else a copy written just before."""
+
+    def __init__(self, calls: Sequence[Call], keep: Collection[Tensor] | None) -> None:
+        last = max((t.call.serial for t in keep if t.call), default=-1) if keep is not None else -1
+        self.keep = keep
+        self.tail = last
+        self.copies: dict[Tensor, Tensor] = {}
+        self.forward = set(calls)
+
+    def kept(self, t: Tensor) -> bool:
+        return (
+            self.keep is None
+            or t.call is None
+            or t in self.keep
+            or t.call.serial > self.tail
+            or t.call not in self.forward
+            or bool(t.call.op.writes)
+        )
+
+    def values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+        wanted = list(tensors)
+        missing: dict[Call, None] = {}
+        stack = [t for t in wanted if t is not None]
+        while stack:
+            t = stack.pop()
+            if self.kept(t) or t in self.copies or t.call in missing:
+                continue
+            assert t.call is not None
+            missing[t.call] = None
+            stack.extend(t.call.reads)
+        for call in sorted(missing, key=lambda c: c.serial):
+            self._again(call)
+        return [t if t is None else self.copies.get(t, t) for t in wanted]
+
+    def _again(self, call: Call) -> None:
+        inputs = [t if t is None else self.copies.get(t, t) for t in call.inputs]
+        with written_for(call, "recomputed"):
+            made = call.op(*inputs, **call.attrs)
+        for old, new in zip(
+            call.results, made if isinstance(made, tuple) else (made,), strict=True
+        ):
+            if old.name and old not in self.copies:
+                named(f"{old.name} again", new)
+            self.copies[old] = new
+
+
+class _Backward:
+    """One walk over the calls in reverse, collecting gradients until they are complete."""
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        active: set[Tensor],
+        wrt: Sequence[Tensor],
+        recompute: _Recompute,
+        then: Sink | None,
+    ) -> None:
+        self.calls, self.active, self.recompute, self.then = calls, active, recompute, then
+        self.wrt = list(dict.fromkeys(wrt))
+        self.partial: dict[Tensor, Tensor] = {}
+        self.first_use = self._first_uses()
+
+    def _first_uses(self) -> dict[Call | None, list[Tensor]]:
+        """For each call the tensors of `wrt` whose gradient is complete once that call's backward is written."""
+        wanted, first = set(self.wrt), dict[Tensor, Call]()
+        for call in self.calls:
+            for t in call.reads:
+                if t in wanted:
+                    first.setdefault(t, call)
+        done: dict[Call | None, list[Tensor]] = {}
+        for t in self.wrt:
+            done.setdefault(first.get(t), []).append(t)
+        return done
+
+    def run(self, loss: Tensor) -> dict[Tensor, Tensor]:
+        gradients: dict[Tensor, Tensor] = {}
+        self.partial[loss] = constant("one", np.ones(()))
+        self._complete(None, gradients)
+        for call in reversed(self.calls):
+            if any(t in self.partial for t in call.results):
+                self._backward(call)
+            self._complete(call, gradients)
+        return {t: gradients[t] for t in self.wrt}
+
+    def _backward(self, call: Call) -> None:
+        dy = [self.partial.pop(t, None) for t in call.results]
+        for t, d in zip(call.results, dy, strict=True):
+            if t.name and d is not None and d.name is None:
+                named(f"d/{t.name}", d)
+        count = len(call.results)
+        values = self.recompute.values([*call.results, *call.inputs])
+        y, inputs = values[:count], values[count:]
+        rule: Any = call.op.vjp_rule
+        with written_for(call, "backward"):
+            given = list(rule(*((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs))
+            newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
+            folded = self._fold(call, given, newest)
+            for i, (t, d) in enumerate(zip(call.inputs, given, strict=True)):
+                if t is None or d is None or t not in self.active:
+                    continue
+                if d.shape != t.shape:
+                    raise GraphError(
+                        f"{call.op.name}: its gradient for {t.label} {t.spec} is {d.spec}\n  at {call.where}"
+                    )
+                before = None if i in folded else self.partial.get(t)
+                self.partial[t] = d if before is None else add(before, d)
+
+    def _fold(self, call: Call, given: list[Tensor | None], newest: int) -> set[int]:
+        """Where a gradient meets an earlier one and the op that just made it can add (`acc`), let it add there.
+
+        `given` is changed: the call is written anew, so its other results are taken from the new one too.
+        """
+        folded = set()
+        for i, t in enumerate(call.inputs):
+            d = given[i]
+            if t is None or d is None or t not in self.partial or call.inputs.index(t) != i:
+                continue
+            made = d.call
+            adds = (
+                made is not None
+                and made.serial > newest
+                and d.index == 0
+                and made.op.acc is not None
+            )
+            if made is None or not adds or made.inputs[made.op.acc or 0] is not None:
+                continue
+            inputs = [self.partial[t] if k == made.op.acc else x for k, x in enumerate(made.inputs)]
+            anew = made.op(*inputs, **made.attrs)
+            results = anew if isinstance(anew, tuple) else (anew,)
+            given[:] = [g if g is None or g.call is not made else results[g.index] for g in given]
+            folded.add(i)
+        return folded
+
+    def _complete(self, call: Call | None, gradients: dict[Tensor, Tensor]) -> None:
+        for t in self.first_use.get(call, ()):
+            if t not in self.partial:
+                raise GraphError(
+                    f"no gradient reaches {t.label}: every way from it to the loss has gradient zero"
+                )
+            gradient = self.partial[t]
+            if gradient.name is None:
+                named(f"d/{t.label}", gradient)
+            gradients[t] = gradient
+            if self.then is not None:
+                self.then(t, gradient)

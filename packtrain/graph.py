@@ -1,0 +1,91 @@
+"""Graph: the calls that some outputs need, in the order they were written; verified when made, printable."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from packtrain.tensor import Call, GraphError, Tensor
+
+
+class Graph:
+    """The calls that `outputs` (values to read) and `updates` (leaf handles to bring about) need, as written.
+
+    Raises GraphError if two leaves share a name or a call reads a leaf's older handle after a write to it.
+    """
+
+    def __init__(
+        self, outputs: Mapping[str, Tensor] | Iterable[Tensor], updates: Iterable[Tensor] = ()
+    ) -> None:
+        listed = outputs if isinstance(outputs, Mapping) else {t.label: t for t in outputs}
+        self.outputs: dict[str, Tensor] = dict(listed)
+        self.updates = tuple(updates)
+        self.calls = _reachable([*self.outputs.values(), *self.updates])
+        read = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
+        self.leaves = tuple(dict.fromkeys(t.base for t in read if t.base.kind))
+        self.names = self._unique_names()
+        self._check_handles()
+
+    def _unique_names(self) -> dict[Tensor, str]:
+        """Leaf names as they are; other names made unique by a number behind a hash."""
+        names: dict[Tensor, str] = {}
+        count: dict[str, int] = {}
+        for leaf in self.leaves:
+            names[leaf] = leaf.label
+            if count.setdefault(leaf.label, 1) and len(count) < len(names):
+                raise GraphError(
+                    f"two leaves are called {leaf.name}; a leaf's name must be its own"
+                )
+        for t in (t for call in self.calls for t in call.results):
+            name = t.name or t.label.rpartition(" ")[2]
+            count[name] = count.get(name, 0) + 1
+            names[t] = name if count[name] == 1 else f"{name}#{count[name]}"
+        return names
+
+    def _check_handles(self) -> None:
+        current: dict[Tensor, Tensor] = {}
+        for call in self.calls:
+            for t in call.reads:
+                if t.base.kind:
+                    self._check_fresh(t, current, call.op.name, call.where)
+            for index in range(len(call.op.writes)):
+                current[call.results[index].base] = call.results[index]
+        for name, t in self.outputs.items():
+            if t.base.kind:
+                self._check_fresh(t, current, f"output {name}", "")
+
+    def _check_fresh(self, t: Tensor, current: dict[Tensor, Tensor], who: str, where: str) -> None:
+        newest = current.get(t.base, t.base)
+        if t.handle is newest:
+            return
+        assert newest.call is not None
+        site = f"\n  at {where}" if where else ""
+        raise GraphError(
+            f"{who}: reads {t.base.name} as it was before {newest.call.op.name} wrote it at {newest.call.where}; "
+            f"read the handle that {newest.call.op.name} returned, or copy the value before the write{site}"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for graphs of the same calls, specs, attributes and names, wherever they were written."""
+        return hashlib.sha256("\n".join(self._lines(origins=False)).encode()).hexdigest()[:16]
+
+    def _lines(self, *, origins: bool) -> list[str]:
+        lines = [f"{leaf.kind} {leaf.line(self.names)}" for leaf in self.leaves]
+        for call in self.calls:
+            where = f"  # {call.where}" if origins else ""
+            lines += [t.line(self.names) + where for t in call.results]
+        return lines + [f"output {name} = {self.names[t]}" for name, t in self.outputs.items()]
+
+    def __str__(self) -> str:
+        return "\n".join([f"graph of {len(self.calls)} calls", *self._lines(origins=True)])
+
+
+def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:
+    found: set[Call] = set()
+    stack = [t.call for t in roots]
+    while stack:
+        call = stack.pop()
+        if call is None or call in found:
+            continue
+        found.add(call)
+        stack.extend(t.call for t in call.inputs if t is not None)
+    return tuple(sorted(found, key=lambda call: call.serial))

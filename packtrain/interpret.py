@@ -1,0 +1,59 @@
+"""The executable specification: run a Graph with `numpy` kernels on fresh arrays, in any float precision.
+
+No place, no plan, no reuse. Slow and plain; what the engine does must equal this.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtrain.graph import Graph
+from packtrain.tensor import Call, Tensor
+
+
+def interpret(
+    graph: Graph, values: Mapping[str, Any], real: type = np.float64
+) -> dict[str, np.ndarray]:
+    """Outputs, and new values of updated leaves, by name; f32 tensors are computed as `real`.
+
+    values  a value for every weight, state and input leaf, by name
+    """
+    return _Interpreter(values, real).run(graph)
+
+
+class _Interpreter:
+    def __init__(self, values: Mapping[str, Any], real: type) -> None:
+        self.values, self.real = values, np.dtype(real)
+        self.storage: dict[Tensor, np.ndarray] = {}
+
+    def run(self, graph: Graph) -> dict[str, np.ndarray]:
+        for leaf in graph.leaves:
+            value = leaf.value if leaf.kind == "constant" else self.values[leaf.label]
+            self.storage[leaf] = np.array(value, self._dtype(leaf), order="C").reshape(leaf.shape)
+        with np.errstate(all="ignore"):
+            for call in graph.calls:
+                if not call.op.view:
+                    self._call(call)
+        updated = {t.base.label: self.storage[t.base].copy() for t in graph.updates}
+        return updated | {name: self._array(t).copy() for name, t in graph.outputs.items()}
+
+    def _call(self, call: Call) -> None:
+        inputs = [None if t is None else self._array(t) for t in call.inputs]
+        for t in call.results:
+            if t.base is t:
+                self.storage[t] = np.full(
+                    t.shape, np.nan if t.dtype.numpy == np.float32 else 0, self._dtype(t)
+                )
+        results = tuple(self._array(t) for t in call.results)
+        call.op.kernels["numpy"].run(results if call.several else results[0], *inputs, **call.attrs)
+
+    def _dtype(self, t: Tensor) -> np.dtype:
+        assert t.dtype.numpy is not None
+        return self.real if t.dtype.numpy == np.float32 else t.dtype.numpy
+
+    def _array(self, t: Tensor) -> np.ndarray:
+        storage = self.storage[t.base]
+        wider = storage.itemsize // t.dtype.block_nbytes
+        strides = tuple(s * wider for s in t.strides)
+        return np.ndarray(t.shape, storage.dtype, storage, t.offset * wider, strides)

@@ -1,0 +1,358 @@
+"""Functions of each element alone, on flat arrays: results may be written over any input, exactly."""
+
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from packtrain.kernels.counter import FIRST, GOLDEN, SECOND
+from packtrain.kernels.simd import (
+    BITS,
+    F32,
+    I64,
+    LANES,
+    VECTOR,
+    absolute,
+    cos,
+    exp,
+    f32x16,
+    fma,
+    in1,
+    in2,
+    kernel,
+    load_part,
+    log,
+    maximum,
+    neg,
+    out1,
+    out2,
+    select_less,
+    sigmoid,
+    sin,
+    splat,
+    spread,
+    sqrt,
+    store_part,
+    tanh,
+)
+
+i64, f32, void = types.int64, types.float32, types.void
+SERIAL = 1 << 15  # elements that do not pay for a parallel region
+BLOCK = 1 << 13
+
+NAMES = "neg abs sgn step sqr sqrt log exp sin cos relu sigmoid silu tanh gelu gelu_quick"
+UNARY = {name: code for code, name in enumerate(NAMES.split())}
+BINARY = {name: code for code, name in enumerate(["add", "sub", "mul", "div"])}
+NEG, ABS, SGN, STEP, SQR, SQRT, LOG, EXP, SIN, COS, RELU, SIGMOID, SILU, TANH, GELU, GELU_QUICK = (
+    UNARY.values()
+)
+ADD, SUB, MUL, DIV = BINARY.values()
+
+
+@kernel(f32x16(i64, f32x16))
+def rare(code, x):
+    if code == SIN:
+        return sin(x)
+    if code == COS:
+        return cos(x)
+    if code == LOG:
+        return log(x)
+    return tanh(x)
+
+
+@kernel(f32x16(i64, f32x16), forceinline=True)
+def one(code, x):
+    """The function of that code; gelu is the tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    if code == NEG:
+        return neg(x)
+    if code == ABS:
+        return absolute(x)
+    if code == SGN:
+        return select_less(x, 0.0, -1.0, select_less(0.0, x, 1.0, x))
+    if code == STEP:
+        return select_less(0.0, x, 1.0, 0.0)
+    if code == SQR:
+        return x * x
+    if code == SQRT:
+        return sqrt(x)
+    if code == EXP:
+        return exp(x)
+    if code == RELU:
+        return maximum(x, 0.0)
+    if code == SIGMOID:
+        return sigmoid(x)
+    if code == SILU:
+        return x * sigmoid(x)
+    if code == GELU:
+        return x * sigmoid(fma(x * x, x * 0.044715, x) * 1.5957691216057308)
+    if code == GELU_QUICK:
+        return x * sigmoid(x * 1.702)
+    return rare(code, x)
+
+
+@kernel(f32x16(i64, f32x16, f32x16), forceinline=True)
+def two(code, a, b):
+    if code == ADD:
+        return a + b
+    if code == SUB:
+        return a - b
+    if code == MUL:
+        return a * b
+    return a / b
+
+
+@kernel(void(i64, out1, in1, i64, i64))
+def unary_span(code, y, x, start, stop):
+    for i in range(start, stop, LANES):
+        left = stop - i
+        store_part(y, i, one(code, load_part(x, i, left)), left)
+
+
+@kernel(void(i64, out1, in1), parallel=True)
+def unary(code, y, x):
+    """y = f(x), code from UNARY; y may be x.
+
+    x, y  (N,)  f32
+    """
+    n = x.size
+    if n <= SERIAL:
+        unary_span(code, y, x, 0, n)
+        return
+    for b in prange(-(-n // BLOCK)):
+        unary_span(code, y, x, b * BLOCK, min(n, (b + 1) * BLOCK))
+
+
+@kernel(void(i64, out1, in1, in1, i64, i64))
+def binary_span(code, y, a, b, start, stop):
+    for i in range(start, stop, LANES):
+        left = stop - i
+        store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
+
+
+@kernel(void(i64, out1, in1, in1), parallel=True)
+def binary(code, y, a, b):
+    """y = a (+ - * /) b, code from BINARY; y may be a or b.
+
+    a, b, y  (N,)  f32
+    """
+    n = y.size
+    if n <= SERIAL:
+        binary_span(code, y, a, b, 0, n)
+        return
+    for t in prange(-(-n // BLOCK)):
+        binary_span(code, y, a, b, t * BLOCK, min(n, (t + 1) * BLOCK))
+
+
+@kernel(void(i64, out2, in2, in1, i64, i64))
+def rows_span(code, y, a, b, start, stop):
+    width = b.size
+    for row in range(start, stop):
+        for i in range(0, width, LANES):
+            left = width - i
+            at = row * width + i
+            store_part(y, at, two(code, load_part(a, at, left), load_part(b, i, left)), left)
+
+
+@kernel(void(i64, out2, in2, in1), parallel=True)
+def binary_rows(code, y, a, b):
+    """y = a (+ - * /) b with b the same for every row; y may be a.
+
+    a, y  (N, C)  f32
+    b     (C,)    f32
+    """
+    n = a.shape[0]
+    rows = max(1, BLOCK // max(1, b.size))
+    if a.size <= SERIAL:
+        rows_span(code, y, a, b, 0, n)
+        return
+    for t in prange(-(-n // rows)):
+        rows_span(code, y, a, b, t * rows, min(n, (t + 1) * rows))
+
+
+@kernel(void(i64, out1, in1, f32, i64, i64))
+def scalar_span(code, y, a, b, start, stop):
+    many = splat(b)
+    for i in range(start, stop, LANES):
+        left = stop - i
+        store_part(y, i, two(code, load_part(a, i, left), many), left)
+
+
+@kernel(void(i64, out1, in1, in1), parallel=True)
+def binary_scalar(code, y, a, b):
+    """y = a (+ - * /) b[0]; y may be a.
+
+    a, y  (N,)  f32
+    b     (1,)  f32
+    """
+    n = y.size
+    number = b[0]
+    if n <= SERIAL:
+        scalar_span(code, y, a, number, 0, n)
+        return
+    for t in prange(-(-n // BLOCK)):
+        scalar_span(code, y, a, number, t * BLOCK, min(n, (t + 1) * BLOCK))
+
+
+@kernel(void(out1, in1, f32, f32, i64, i64))
+def scale_span(y, x, by, bias, start, stop):
+    for i in range(start, stop, LANES):
+        left = stop - i
+        store_part(y, i, load_part(x, i, left) * by + bias, left)
+
+
+@kernel(void(out1, in1, f32, f32), parallel=True)
+def scale(y, x, by, bias):
+    """y = x * by + bias; y may be x.
+
+    x, y  (N,)  f32
+    """
+    n = x.size
+    if n <= SERIAL:
+        scale_span(y, x, by, bias, 0, n)
+        return
+    for t in prange(-(-n // BLOCK)):
+        scale_span(y, x, by, bias, t * BLOCK, min(n, (t + 1) * BLOCK))
+
+
+@kernel(f32x16(f32x16, f32x16, f32x16), forceinline=True)
+def silu_slope(dy, x, s):
+    """dy * silu'(x), s = sigmoid(x)."""
+    return dy * s * fma(x, 1.0 - s, 1.0)
+
+
+@kernel(void(out1, in1, in1, i64, i64))
+def silu_back_span(dx, dy, x, start, stop):
+    for i in range(start, stop, LANES):
+        left = stop - i
+        v = load_part(x, i, left)
+        store_part(dx, i, silu_slope(load_part(dy, i, left), v, sigmoid(v)), left)
+
+
+@kernel(void(out1, in1, in1), parallel=True)
+def silu_back(dx, dy, x):
+    """dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dy or x.
+
+    dx, dy, x  (N,)  f32
+    """
+    n = x.size
+    if n <= SERIAL:
+        silu_back_span(dx, dy, x, 0, n)
+        return
+    for t in prange(-(-n // BLOCK)):
+        silu_back_span(dx, dy, x, t * BLOCK, min(n, (t + 1) * BLOCK))
+
+
+@kernel(void(out1, in1, in1, i64, i64))
+def swiglu_span(y, gate, up, start, stop):
+    for i in range(start, stop, LANES):
+        left = stop - i
+        v = load_part(gate, i, left)
+        store_part(y, i, v * sigmoid(v) * load_part(up, i, left), left)
+
+
+@kernel(void(out1, in1, in1), parallel=True)
+def swiglu(y, gate, up):
+    """y = silu(gate) * up; y may be gate or up.
+
+    gate, up, y  (N,)  f32
+    """
+    n = y.size
+    if n <= SERIAL:
+        swiglu_span(y, gate, up, 0, n)
+        return
+    for t in prange(-(-n // BLOCK)):
+        swiglu_span(y, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
+
+
+@kernel(void(out1, out1, in1, in1, in1, i64, i64))
+def swiglu_back_span(dgate, dup, dy, gate, up, start, stop):
+    for i in range(start, stop, LANES):
+        left = stop - i
+        v = load_part(gate, i, left)
+        w = load_part(up, i, left)
+        d = load_part(dy, i, left)
+        s = sigmoid(v)
+        store_part(dgate, i, silu_slope(d * w, v, s), left)
+        store_part(dup, i, d * v * s, left)
+
+
+@kernel(void(out1, out1, in1, in1, in1), parallel=True)
+def swiglu_back(dgate, dup, dy, gate, up):
+    """Gradients of swiglu; dgate and dup may each be any of dy, gate, up, but not each other.
+
+    dgate, dup, dy, gate, up  (N,)  f32
+    """
+    n = dy.size
+    if n <= SERIAL:
+        swiglu_back_span(dgate, dup, dy, gate, up, 0, n)
+        return
+    for t in prange(-(-n // BLOCK)):
+        swiglu_back_span(dgate, dup, dy, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
+
+
+def emit_mix(builder, z):
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        by, times = (ir.Constant(z.type, [n] * z.type.count) for n in (shift, factor))
+        z = builder.mul(builder.xor(z, builder.lshr(z, by)), times)
+    return z
+
+
+@intrinsic
+def uniform(typingctx, key, index):
+    """Uniforms number index .. index + 15 of a stream (see counter.py); index is even."""
+
+    def codegen(context, builder, sig, args):
+        wide = ir.VectorType(I64, LANES // 2)
+        key, index = args
+        first = spread_wide(builder, builder.add(builder.lshr(index, I64(1)), I64(1)), wide)
+        counter = builder.add(first, ir.Constant(wide, list(range(LANES // 2))))
+        golden = ir.Constant(wide, [GOLDEN] * (LANES // 2))
+        z = builder.add(builder.mul(counter, golden), spread_wide(builder, key, wide))
+        bits = builder.bitcast(emit_mix(builder, z), BITS)
+        bits = builder.lshr(bits, ir.Constant(BITS, [8] * LANES))
+        return builder.fmul(
+            builder.sitofp(bits, VECTOR), spread(builder, ir.Constant(F32, 2.0**-24), VECTOR)
+        )
+
+    return f32x16(types.int64, types.int64), codegen
+
+
+def spread_wide(builder, value, kind):
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I64(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    return builder.shuffle_vector(first, first, zeros)
+
+
+@intrinsic
+def mix(typingctx, z):
+    """counter.mix."""
+
+    def codegen(context, builder, sig, args):
+        wide = ir.VectorType(I64, 2)
+        z = spread_wide(builder, builder.add(args[0], I64(GOLDEN)), wide)
+        return builder.extract_element(emit_mix(builder, z), I64(0))
+
+    return types.int64(types.int64), codegen
+
+
+@kernel(void(out1, in1, i64, f32, i64, i64))
+def dropout_span(y, x, key, p, start, stop):
+    factor = splat(f32(1.0) / (f32(1.0) - p))
+    for i in range(start, stop, LANES):
+        left = stop - i
+        kept = select_less(uniform(key, i), p, 0.0, factor)
+        store_part(y, i, load_part(x, i, left) * kept, left)
+
+
+@kernel(void(out1, in1, i64, i64, i64, f32), parallel=True)
+def dropout(y, x, seed, step, stream, p):
+    """y = x / (1 - p) where uniform(seed, step, stream, index) >= p, else 0; y may be x.
+
+    x, y  (N,)  f32
+    """
+    n = x.size
+    key = mix(mix(mix(seed) + step) + stream)
+    if n <= SERIAL:
+        dropout_span(y, x, key, p, 0, n)
+        return
+    for t in prange(-(-n // BLOCK)):
+        dropout_span(y, x, key, p, t * BLOCK, min(n, (t + 1) * BLOCK))

@@ -1,0 +1,218 @@
+"""Cross-entropy over rows of logits, and the fused head: projection, softmax and all gradients by chunks.
+
+A target below zero leaves its row out. Losses are summed in float64 in the order of the rows.
+"""
+
+import math
+
+from numba import njit, prange, types
+
+from packtrain.kernels.matmul import sgemm
+from packtrain.kernels.simd import (
+    INFINITY,
+    LANES,
+    address,
+    exp,
+    keep_first,
+    largest,
+    load,
+    load_part,
+    maximum,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store_part,
+    total,
+)
+
+MOST_COLUMNS, LEAST_COLUMNS = 512, 64  # of logits in a task: 256 rows of them fit the L2 cache
+MOST_ACROSS, LEAST_ACROSS = 128, 64  # columns of dx in a task
+ROWS = 256  # rows of dx in a task
+MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
+SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves
+
+a2, a1, i1 = "f4[:,::1]", "f4[::1]", "i4[::1]"
+i64, f32 = types.int64, types.float32
+
+
+@njit(f32(i64, i64), cache=True)
+def log_sum_exp(row, count):
+    """log(sum(exp(row))) of `count` f32 at an address."""
+    top = splat(-INFINITY)
+    for i in range(0, count, LANES):
+        v = load_part(row, i, count - i)
+        top = maximum(keep_first(v, count - i, splat(-INFINITY)), top)
+    high = largest(top)
+    if high == -INFINITY or high == INFINITY:
+        return high
+    a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+    whole = count // (4 * LANES) * (4 * LANES)
+    for i in range(0, whole, 4 * LANES):
+        a, b = a + exp(load(row, i) - high), b + exp(load(row, i + LANES) - high)
+        i += 2 * LANES
+        c, d = c + exp(load(row, i) - high), d + exp(load(row, i + LANES) - high)
+    for i in range(whole, count, LANES):
+        e = exp(load_part(row, i, count - i) - high)
+        a = a + keep_first(e, count - i, splat(0.0))
+    return high + f32(math.log(total((a + b) + (c + d))))
+
+
+@njit(types.void(i64, i64, i64, f32, f32), cache=True)
+def probabilities(y, x, count, lse, weight):
+    """y = weight * exp(x - lse), `count` f32 at addresses; y may be x."""
+    for i in range(0, count, LANES):
+        e = exp(load_part(x, i, count - i) - lse)
+        store_part(y, i, e * weight, count - i)
+
+
+@njit(types.void(i64, i64), cache=True)
+def fill_zero(y, count):
+    for i in range(0, count, LANES):
+        store_part(y, i, splat(0.0), count - i)
+
+
+@njit(f"void({a1}, {a1}, {a1})", cache=True)
+def weighted_sum(loss, losses, weights):
+    result = 0.0
+    for i in range(losses.shape[0]):
+        result += float(losses[i]) * float(weights[i])
+    loss[0] = result
+
+
+@njit(f"void({a1}, {a2}, {i1}, i8)", cache=True)
+def row_loss(losses, logits, targets, i):
+    target, V = i64(targets[i]), logits.shape[1]
+    losses[i] = log_sum_exp(address(logits, i * V), V) - logits[i, target] if target >= 0 else 0.0
+
+
+@njit(f"void({a1}, {a1}, {a2}, {i1}, {a1})", parallel=True, cache=True)
+def cross_entropy(loss, losses, logits, targets, weights):
+    """The loss of each row and their weighted sum.
+
+    losses = logsumexp(logits) - logits[target], loss = sum(weights * losses)
+
+        loss (1,), losses (N,), logits (N, V), targets (N,) int32, weights (N,)
+    """
+    N, V = logits.shape
+    if N * V < SERIAL:
+        for i in range(N):
+            row_loss(losses, logits, targets, i)
+    else:
+        for i in prange(N):
+            row_loss(losses, logits, targets, i)
+    weighted_sum(loss, losses, weights)
+
+
+@njit(f"void({a2}, f4, {a2}, {i1}, {a1}, i8)", cache=True)
+def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
+    V = logits.shape[1]
+    x, y = address(logits, i * V), address(d_logits, i * V)
+    target, weight = i64(targets[i]), d_loss * weights[i]
+    if target < 0:
+        fill_zero(y, V)
+        return
+    probabilities(y, x, V, log_sum_exp(x, V), weight)
+    poke(y, target, peek(y, target) - weight)
+
+
+@njit(f"void({a2}, {a1}, {a2}, {i1}, {a1})", parallel=True, cache=True)
+def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
+    """d_logits = d_loss * weights * (softmax(logits) - onehot(target)); d_logits may be logits.
+
+    d_logits (N, V), d_loss (1,), logits (N, V), targets (N,) int32, weights (N,)
+    """
+    N, V = logits.shape
+    if N * V < SERIAL:
+        for i in range(N):
+            row_loss_back(d_logits, d_loss[0], logits, targets, weights, i)
+    else:
+        for i in prange(N):
+            row_loss_back(d_logits, d_loss[0], logits, targets, weights, i)
+
+
+@njit(f"void({a2}, {a2}, {a2}, i8, i8, i8, i8)", cache=True)
+def project(logits, x, w, first, rows, start, stop):
+    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T."""
+    C, V = w.shape[1], w.shape[0]
+    x_at, w_at, out = address(x, first * C), address(w, start * C), address(logits, start)
+    sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
+
+
+@njit(f"void({a1}, i8, {a2}, {i1}, i8, i8)", cache=True)
+def row_lse(losses, lse, logits, targets, first, i):
+    """The loss of row first + i, and its log-sum-exp to lse[i]."""
+    target, V = i64(targets[first + i]), logits.shape[1]
+    losses[first + i] = 0.0
+    if target >= 0:
+        value = log_sum_exp(address(logits, i * V), V)
+        poke(lse, i, value)
+        losses[first + i] = value - logits[i, target]
+
+
+@njit(f"void({a2}, {a2}, {a2}, {i1}, {a1}, i8, i8, i8, i8, i8)", cache=True)
+def slice_back(dw, logits, x, targets, weights, lse, first, rows, start, stop):
+    """Columns start:stop of d_logits, over logits, and of them dw[start:stop] (+)= d_logits.T @ x."""
+    C, V = x.shape[1], logits.shape[1]
+    for i in range(rows):
+        at, target, weight = address(logits, i * V), i64(targets[first + i]), weights[first + i]
+        if target < 0:
+            fill_zero(at + 4 * start, stop - start)
+            continue
+        probabilities(at + 4 * start, at + 4 * start, stop - start, peek(lse, i), weight)
+        if start <= target < stop:
+            poke(at, target, peek(at, target) - weight)
+    if dw.size:
+        at, x_at, out = address(logits, start), address(x, first * C), address(dw, start * C)
+        sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, min(first, 1), out, C)
+
+
+@njit(f"void({a2}, {a2}, {a2}, i8, i8, i8, i8, i8)", cache=True)
+def tile_back(dx, logits, w, first, row, rows, start, stop):
+    """dx[first + row:first + row + rows, start:stop] = d_logits[row:row + rows] @ w[:, start:stop]."""
+    C, V = dx.shape[1], logits.shape[1]
+    at, out = address(logits, row * V), address(dx, (first + row) * C + start)
+    sgemm(0, 0, rows, stop - start, V, 1.0, at, V, address(w, start), C, 0.0, out, C)
+
+
+@njit(types.UniTuple(i64, 2)(i64, i64, i64), cache=True)
+def parts(size, most, least):
+    """(count, width): an even number of equal parts of multiples of 16, as a function of the size."""
+    count = max(2 * -(-size // (2 * most)), min(8, size // least), 1)
+    width = -(-size // (count * LANES)) * LANES
+    return -(-size // max(width, 1)), width
+
+
+@njit(f"void({a1}, {a1}, {a2}, {a2}, {a2}, {a2}, {a2}, {i1}, {a1})", parallel=True, cache=True)
+def linear_cross_entropy(loss, losses, dx, dw, logits, x, w, targets, weights):
+    """The loss of the head and, where dx and dw are not of size 0, its gradients at d_loss = 1.
+
+    losses = logsumexp(x w^T) - (x w^T)[target], loss = sum(weights * losses)
+
+        x, dx (N, C), w, dw (V, C), losses, targets int32, weights (N,), loss (1,), logits (chunk, V) workspace
+    """
+    N, C, V = x.shape[0], x.shape[1], w.shape[0]
+    chunk, lse = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS)
+    slices, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS)
+    tiles, across = parts(C, MOST_ACROSS, LEAST_ACROSS)
+    if N == 0:
+        fill_zero(address(dw, 0), dw.size)
+    for first in range(0, N, chunk):
+        rows = min(chunk, N - first)
+        for s in prange(slices):
+            project(logits, x, w, first, rows, s * width, min(V, (s + 1) * width))
+        for i in prange(rows):
+            row_lse(losses, lse, logits, targets, first, i)
+        if dx.size + dw.size == 0:
+            continue
+        for s in prange(slices):
+            stop = min(V, (s + 1) * width)
+            slice_back(dw, logits, x, targets, weights, lse, first, rows, s * width, stop)
+        if dx.size == 0:
+            continue
+        for task in prange(-(-rows // ROWS) * tiles):
+            row, start = task // tiles * ROWS, task % tiles * across
+            tile_back(
+                dx, logits, w, first, row, min(ROWS, rows - row), start, min(C, start + across)
+            )
+    weighted_sum(loss, losses, weights)

@@ -1,0 +1,156 @@
+"""Root mean square normalization of rows, times a weight, and its gradients."""
+
+import math
+
+from numba import prange, types
+
+from packtrain.kernels.simd import (
+    LANES,
+    fma,
+    in1,
+    in2,
+    kernel,
+    load_part,
+    out1,
+    out2,
+    splat,
+    store_part,
+    total,
+)
+
+i64, f32, void = types.int64, types.float32, types.void
+SERIAL = 1 << 14
+BLOCK = 1 << 13
+ROWS = 64  # rows that share one row of partial sums of dw
+COLUMNS = 256
+
+
+@kernel(f32(in2, i64, f32))
+def inverse_rms(x, row, eps):
+    """1 / sqrt(mean(x[row]**2) + eps)."""
+    width = x.shape[1]
+    base = row * width
+    s0 = splat(0.0)
+    s1 = splat(0.0)
+    for i in range(0, width, 2 * LANES):
+        a = load_part(x, base + i, width - i)
+        b = load_part(x, base + i + LANES, width - i - LANES)
+        s0 = fma(a, a, s0)
+        s1 = fma(b, b, s1)
+    return f32(1.0 / math.sqrt(total(s0 + s1) / width + eps))
+
+
+@kernel(void(out2, in2, in1, f32, i64, i64))
+def norm_rows(y, x, w, eps, start, stop):
+    width = x.shape[1]
+    for row in range(start, stop):
+        r = splat(inverse_rms(x, row, eps))
+        for i in range(0, width, LANES):
+            left = width - i
+            v = load_part(x, row * width + i, left) * r
+            if w.size:
+                v *= load_part(w, i, left)
+            store_part(y, row * width + i, v, left)
+
+
+@kernel(void(out2, in2, in1, f32), parallel=True)
+def rms_norm(y, x, w, eps):
+    """y = x / sqrt(mean(x**2) + eps) * w; y may be x.
+
+    x, y  (N, C)  f32
+    w     (C,)    f32, or (0,) for none
+    """
+    n, width = x.shape
+    if x.size <= SERIAL:
+        norm_rows(y, x, w, eps, 0, n)
+        return
+    rows = max(1, BLOCK // max(1, width))
+    for t in prange(-(-n // rows)):
+        norm_rows(y, x, w, eps, t * rows, min(n, (t + 1) * rows))
+
+
+@kernel(f32(in2, in2, in1, i64))
+def gradient_dot(dy, x, w, row):
+    """sum(dy * w * x) of one row."""
+    width = x.shape[1]
+    lanes = splat(0.0)
+    for i in range(0, width, LANES):
+        left = width - i
+        g = load_part(dy, row * width + i, left)
+        if w.size:
+            g *= load_part(w, i, left)
+        lanes = fma(g, load_part(x, row * width + i, left), lanes)
+    return total(lanes)
+
+
+@kernel(void(out2, out2, in2, in2, in1, in2, f32, i64))
+def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
+    """dx of 64 rows; partial[block] = the sum of dy * x / rms over them.
+
+    All of a row's inputs are read before its dx is written, lane by lane.
+    """
+    n, width = x.shape
+    for row in range(block * ROWS, min(n, (block + 1) * ROWS)):
+        inverse = inverse_rms(x, row, eps)
+        pull = f32(0.0)
+        if dx.size:
+            pull = gradient_dot(dy, x, w, row) * inverse * inverse * inverse / f32(width)
+        r = splat(inverse)
+        for i in range(0, width, LANES):
+            left = width - i
+            at = row * width + i
+            d = load_part(dy, at, left)
+            v = load_part(x, at, left)
+            if partial.size:
+                part = d * v * r
+                if row > block * ROWS:
+                    part += load_part(partial, block * width + i, left)
+                store_part(partial, block * width + i, part, left)
+            if dx.size:
+                if w.size:
+                    d *= load_part(w, i, left)
+                d = d * r - v * pull
+                if acc.size:
+                    d += load_part(acc, at, left)
+                store_part(dx, at, d, left)
+
+
+@kernel(void(out1, in2, i64, i64, i64))
+def add_partials(dw, partial, count, start, stop):
+    width = dw.size
+    for i in range(start, stop, LANES):
+        left = stop - i
+        lanes = splat(0.0)
+        for block in range(count):
+            lanes += load_part(partial, block * width + i, left)
+        store_part(dw, i, lanes, left)
+
+
+@kernel(void(out2, out1, out2, in2, in2, in1, in2, f32), parallel=True)
+def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
+    """Gradients of rms_norm; dx may be dy, x or acc.
+
+    dx = acc + (g - x * mean(g * x) / rms**2) / rms, g = dy * w;  dw = sum of dy * x / rms over rows
+
+        x, dy    (N, C)            f32
+        dx, acc  (N, C)            f32, or (0, 0) for none
+        w, dw    (C,)              f32, or (0,) for none
+        partial  (ceil(N / 64), C) f32 workspace, or (0, 0) without dw
+    """
+    n, width = x.shape
+    blocks = -(-n // ROWS)
+    if dw.size and partial.size < blocks * width:
+        raise ValueError("rms_norm_back: partial must be (ceil(N / 64), C)")
+    if n * width <= SERIAL:
+        for block in range(blocks):
+            norm_back_block(dx, partial, dy, x, w, acc, eps, block)
+    else:
+        for block in prange(blocks):
+            norm_back_block(dx, partial, dy, x, w, acc, eps, block)
+    if dw.size == 0:
+        return
+    if blocks * width <= SERIAL:
+        add_partials(dw, partial, blocks, 0, width)
+        return
+    for t in prange(-(-width // COLUMNS)):
+        add_partials(dw, partial, blocks, t * COLUMNS, min(width, (t + 1) * COLUMNS))

@@ -1,0 +1,136 @@
+"""Sums in a fixed order: short runs in f32 lanes, everything longer in f64."""
+
+from numba import prange, types
+
+from packtrain.kernels.simd import (
+    LANES,
+    in1,
+    in2,
+    kernel,
+    load_part,
+    out1,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store_part,
+    total,
+)
+
+i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
+RUN = 8 * LANES  # elements added in f32 lanes before they go to f64
+PARTS = 64  # tasks of one sum
+SERIAL = 1 << 15
+COLUMNS = 64  # columns of one task
+ROWS = 64  # rows added in f32 before they go to the sum over all rows
+
+
+@kernel(f64(in1, i64, i64, types.boolean))
+def span_sum(x, start, stop, squared):
+    """The sum of x[start:stop], or of its squares."""
+    result = f64(0.0)
+    for run in range(start, stop, RUN):
+        lanes = splat(0.0)
+        for i in range(run, min(run + RUN, stop), LANES):
+            v = load_part(x, i, stop - i)
+            lanes += v * v if squared else v
+        result += f64(total(lanes))
+    return result
+
+
+@kernel(void(out1, in1, types.boolean), parallel=True)
+def fold(y, x, squared):
+    """y[0] = the sum; partial sums wait as pairs of f32 (head and rest of an f64)."""
+    n = x.size
+    if n <= SERIAL:
+        y[0] = f32(span_sum(x, 0, n, squared))
+        return
+    parts = scratch(128)
+    length = -(-n // (PARTS * RUN)) * RUN
+    for t in prange(PARTS):
+        part = span_sum(x, t * length, min(n, (t + 1) * length), squared)
+        poke(parts, 2 * t, f32(part))
+        poke(parts, 2 * t + 1, f32(part - f64(f32(part))))
+    result = f64(0.0)
+    for t in range(PARTS):
+        result += f64(peek(parts, 2 * t)) + f64(peek(parts, 2 * t + 1))
+    y[0] = f32(result)
+
+
+@kernel(void(out1, in1))
+def sum_all(y, x):
+    """y = sum(x).
+
+    x  (N,)  f32
+    y  (1,)  f32
+    """
+    fold(y, x, False)
+
+
+@kernel(void(out1, in1))
+def sum_squares(y, x):
+    """y = sum(x**2).
+
+    x  (N,)  f32
+    y  (1,)  f32
+    """
+    fold(y, x, True)
+
+
+@kernel(f64(in2, i64))
+def row_sum(x, row):
+    width = x.shape[1]
+    result = f64(0.0)
+    for run in range(0, width, RUN):
+        lanes = splat(0.0)
+        for i in range(run, min(run + RUN, width), LANES):
+            lanes += load_part(x, row * width + i, width - i)
+        result += f64(total(lanes))
+    return result
+
+
+@kernel(void(out1, in2), parallel=True)
+def sum_rows(y, x):
+    """y[i] = sum(x[i]).
+
+    x  (N, C)  f32
+    y  (N,)    f32
+    """
+    n, width = x.shape
+    if x.size <= SERIAL:
+        for row in range(n):
+            y[row] = f32(row_sum(x, row))
+        return
+    rows = max(1, (SERIAL // 4) // max(1, width))
+    for t in prange(-(-n // rows)):
+        for row in range(t * rows, min(n, (t + 1) * rows)):
+            y[row] = f32(row_sum(x, row))
+
+
+@kernel(void(out1, in2, i64, i64))
+def columns_sum(y, x, start, stop):
+    n, width = x.shape
+    for i in range(start, stop, LANES):
+        left = stop - i
+        lanes = splat(0.0)
+        for first in range(0, n, ROWS):
+            part = splat(0.0)
+            for row in range(first, min(n, first + ROWS)):
+                part += load_part(x, row * width + i, left)
+            lanes += part
+        store_part(y, i, lanes, left)
+
+
+@kernel(void(out1, in2), parallel=True)
+def sum_cols(y, x):
+    """y[j] = sum(x[:, j]).
+
+    x  (N, C)  f32
+    y  (C,)    f32
+    """
+    width = x.shape[1]
+    if x.size <= SERIAL:
+        columns_sum(y, x, 0, width)
+        return
+    for t in prange(-(-width // COLUMNS)):
+        columns_sum(y, x, t * COLUMNS, min(width, (t + 1) * COLUMNS))

@@ -1,0 +1,162 @@
+"""Rows by index: gather, scatter, add back. Indices below zero are skipped.
+
+Each function returns the position of the first index that is too large, before anything is written, or -1.
+"""
+
+from numba import prange, types
+
+from packtrain.kernels.simd import (
+    LANES,
+    address,
+    ids1,
+    in2,
+    kernel,
+    load_part,
+    out2,
+    splat,
+    store_part,
+)
+
+i64, f32, void = types.int64, types.float32, types.void
+SERIAL = 1 << 14
+BLOCK = 1 << 13
+COLUMNS = 64  # columns of one task where the order of rows matters
+
+
+@kernel(i64(ids1, i64))
+def first_bad(ids, limit):
+    for i in range(ids.size):
+        if ids[i] >= limit:
+            return i
+    return -1
+
+
+@kernel(void(i64, i64, i64))
+def copy(target, source, count):
+    for i in range(0, count, LANES):
+        store_part(target, i, load_part(source, i, count - i), count - i)
+
+
+@kernel(void(i64, i64))
+def clear(target, count):
+    for i in range(0, count, LANES):
+        store_part(target, i, splat(0.0), count - i)
+
+
+@kernel(void(out2, in2, ids1, i64, i64))
+def gather(y, w, ids, start, stop):
+    width = y.shape[1]
+    for i in range(start, stop):
+        if ids[i] >= 0:
+            copy(address(y, i * width), address(w, i64(ids[i]) * width), width)
+        else:
+            clear(address(y, i * width), width)
+
+
+@kernel(i64(out2, in2, ids1), parallel=True)
+def get_rows(y, w, ids):
+    """y[i] = w[ids[i]], zeros where ids[i] < 0.
+
+    w    (V, C)  f32
+    ids  (N,)    i32
+    y    (N, C)  f32
+    """
+    n, width = y.shape
+    bad = first_bad(ids, w.shape[0])
+    if bad >= 0:
+        return bad
+    if y.size <= SERIAL:
+        gather(y, w, ids, 0, n)
+    else:
+        rows = max(1, BLOCK // width)
+        for t in prange(-(-n // rows)):
+            gather(y, w, ids, t * rows, min(n, (t + 1) * rows))
+    return -1
+
+
+@kernel(void(out2, in2, ids1, types.boolean, i64, i64))
+def scatter(w, x, ids, add, start, stop):
+    """Columns start .. stop of w[ids[i]] = x[i], or += x[i], in the order of i."""
+    width = x.shape[1]
+    for i in range(ids.size):
+        if ids[i] < 0:
+            continue
+        at = i64(ids[i]) * width
+        for j in range(start, stop, LANES):
+            v = load_part(x, i * width + j, stop - j)
+            if add:
+                v += load_part(w, at + j, stop - j)
+            store_part(w, at + j, v, stop - j)
+
+
+@kernel(void(out2, in2, ids1, types.boolean), parallel=True)
+def scatter_all(w, x, ids, add):
+    width = x.shape[1]
+    if x.size <= SERIAL:
+        scatter(w, x, ids, add, 0, width)
+        return
+    for t in prange(-(-width // COLUMNS)):
+        scatter(w, x, ids, add, t * COLUMNS, min(width, (t + 1) * COLUMNS))
+
+
+@kernel(void(out2), parallel=True)
+def clear_all(y):
+    size = y.size
+    if size <= SERIAL:
+        clear(address(y, 0), size)
+        return
+    for t in prange(-(-size // BLOCK)):
+        clear(address(y, t * BLOCK), min(BLOCK, size - t * BLOCK))
+
+
+@kernel(i64(out2, in2, ids1, types.boolean))
+def get_rows_back(dw, dy, ids, accumulate):
+    """dw[ids[i]] += dy[i] in the order of i; dw starts from zero unless `accumulate`.
+
+    dy   (N, C)  f32
+    ids  (N,)    i32
+    dw   (V, C)  f32
+    """
+    bad = first_bad(ids, dw.shape[0])
+    if bad >= 0:
+        return bad
+    if not accumulate:
+        clear_all(dw)
+    scatter_all(dw, dy, ids, True)
+    return -1
+
+
+@kernel(i64(out2, in2, ids1))
+def set_rows(w, x, ids):
+    """w[ids[i]] = x[i]; of equal indices the last wins.
+
+    x    (N, C)  f32
+    ids  (N,)    i32
+    w    (V, C)  f32
+    """
+    bad = first_bad(ids, w.shape[0])
+    if bad < 0:
+        scatter_all(w, x, ids, False)
+    return bad
+
+
+@kernel(i64(out2, in2, ids1), parallel=True)
+def zero_rows(y, x, ids):
+    """y = x with rows ids[i] zero; y may be x.
+
+    x, y  (N, C)  f32
+    ids   (M,)    i32
+    """
+    n, width = x.shape
+    bad = first_bad(ids, n)
+    if bad >= 0:
+        return bad
+    size = x.size
+    if address(x, 0) != address(y, 0):
+        for t in prange(-(-size // BLOCK)):
+            at = t * BLOCK
+            copy(address(y, at), address(x, at), min(BLOCK, size - at))
+    for i in range(ids.size):
+        if ids[i] >= 0:
+            clear(address(y, i64(ids[i]) * width), width)
+    return -1

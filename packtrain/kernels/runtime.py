@@ -1,0 +1,283 @@
+"""The policy of compiled code, set once, before the first kernel module loads.
+
+Threads from affinity, cgroup quota and the user's own variables; OpenMP bound to cores; one BLAS thread;
+kernels in a cache directory of their own, filled by a short-lived child. Importing this loads neither numba
+nor numpy; `prepare` does.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+NOT_KERNELS = {"__init__", "__main__", "runtime", "counter"}
+filling: Path | None = None  # in the compiling child: the folder it fills
+
+
+@dataclass(frozen=True, slots=True)
+class Blas:
+    """A single-threaded cblas_sgemm: its name, where it is, and whether its integers have 64 bits."""
+
+    symbol: str
+    address: int
+    wide: bool
+
+
+def modules() -> list[str]:
+    """The kernel modules, the largest source first."""
+    files = [f for f in FOLDER.glob("*.py") if f.stem not in NOT_KERNELS]
+    return [f.stem for f in sorted(files, key=lambda f: (-f.stat().st_size, f.stem))]
+
+
+def allowed_cpus() -> int:
+    """The cores that affinity and the cgroup quota (v2, v1) leave to this process."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        own = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        for folder in (root / own, *(root / own).parents):
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()[:2]
+                if quota != "max":
+                    count = min(count, max(1, -(-int(quota) // int(period))))
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
+        if quota_us > 0:
+            count = min(count, max(1, -(-quota_us // period_us)))
+    return count
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set variables the user has not set, and take them back afterwards."""
+    ours = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def affinity_kept() -> Iterator[None]:
+    """Give the calling thread the cores back that it had."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@cache
+def start_threads() -> None:
+    """Choose the thread pool: OpenMP bound to cores, else numba's workqueue.
+
+    Unbound, the first parallel region after 20 ms of idling cost 7 ms. Variable and binding of this thread
+    are taken back once libgomp has loaded (equally fast), else other threads and children inherit one core.
+    """
+    count = allowed_cpus()
+    with environment(OMP_PROC_BIND="true"), affinity_kept():
+        import numba
+
+        try:
+            importlib.import_module("numba.np.ufunc.omppool")
+            layer = "omp"
+        except ImportError:
+            layer = "workqueue"
+    if "NUMBA_THREADING_LAYER" not in os.environ:
+        numba.config.THREADING_LAYER = layer
+    if not {"NUMBA_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
+        with contextlib.suppress(RuntimeError):
+            numba.config.NUMBA_NUM_THREADS = count
+
+
+@cache
+def blas() -> Blas | None:
+    """NumPy's own sgemm, one thread, known to compiled code as `packtrain_sgemm`; None if not found."""
+    import llvmlite.binding
+    import numpy  # noqa: F401  loads the library
+    import threadpoolctl
+
+    names = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
+    found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    for library in sorted(found, key=lambda item: "numpy" not in item.filepath):
+        handle = ctypes.CDLL(library.filepath)
+        for name in names:
+            function = getattr(handle, name, None)
+            if function is not None:
+                library.set_num_threads(1)
+                address = ctypes.cast(function, ctypes.c_void_p).value or 0
+                llvmlite.binding.add_symbol("packtrain_sgemm", address)
+                return Blas(name, address, name.endswith("64_"))
+    return None
+
+
+def fingerprint() -> str:
+    """Everything compiled code depends on; numba checks modification times, so they count too."""
+    import llvmlite
+    import llvmlite.binding
+    import numba
+
+    found = blas()
+    parts = [
+        numba.__version__,
+        llvmlite.__version__,
+        sys.version,
+        llvmlite.binding.get_host_cpu_name(),
+        llvmlite.binding.get_host_cpu_features().flatten(),
+        found.symbol if found else "own sgemm",
+        str(numba.config.THREADING_LAYER),
+    ]
+    for file in sorted(FOLDER.glob("*.py")):
+        if file.stem not in NOT_KERNELS:
+            parts += [str(file), str(file.stat().st_mtime_ns), file.read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def cache_root() -> Path:
+    """The user's cache folder by the rule of the platform."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "packtrain"
+    if platform.system() == "Darwin":
+        return Path.home() / "Library/Caches/packtrain"
+    if platform.system() == "Windows" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "packtrain/cache"
+    return Path.home() / ".cache/packtrain"
+
+
+def say(text: str) -> None:
+    print(f"packtrain: {text}", file=sys.stderr, flush=True)
+
+
+def writable(root: Path) -> Path:
+    """`root`, or a temporary folder that goes with the process, said in one line."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return root
+    except OSError as error:
+        import atexit
+
+        folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        say(f"cannot write {root} ({error.strerror}); compiled kernels go to {folder}")
+        return folder
+
+
+@cache
+def cache_folder() -> Path:
+    """The folder with this machine's compiled kernels; filled by a child if it does not exist.
+
+    It is filled under another name and renamed, so that it is complete whenever it exists and processes that
+    start at once do not disturb each other.
+    """
+    folder = writable(cache_root()) / f"kernels-{fingerprint()}"
+    if folder.exists():
+        return folder
+    say("compiling kernels (once for this machine, about a minute) …")
+    start = time.perf_counter()
+    partial = Path(tempfile.mkdtemp(prefix=folder.name + "-", dir=folder.parent))
+    error = compile_in_children(partial)
+    if error:
+        shutil.rmtree(partial, ignore_errors=True)
+        say(f"the compiling child failed ({error}); compiling in this process")
+        return folder.with_name(folder.name + "-unfinished")
+    say(f"kernels compiled in {time.perf_counter() - start:.0f} s")
+    with contextlib.suppress(OSError):
+        partial.rename(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def compile_in_children(folder: Path) -> str:
+    """Compile every module into `folder`, on two processes where there are two cores; what went wrong."""
+    names = modules()
+    shares = [names] if allowed_cpus() == 1 else [names[0::2], names[1::2]]
+    paths = [str(FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", __package__, str(folder), *share],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for share in shares
+    ]
+    try:
+        errors = [child.communicate()[1].strip() for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    failed = [i for i, child in enumerate(children) if child.returncode]
+    lines = [(errors[i] or f"exit {children[i].returncode}").splitlines()[-1] for i in failed]
+    return "; ".join(lines)
+
+
+def compile_into(folder: str, names: list[str]) -> None:
+    """What the child does; it must never start children of its own."""
+    global filling
+    filling = Path(folder)
+    for name in names:
+        load(name)
+
+
+@contextlib.contextmanager
+def numba_cache(folder: Path) -> Iterator[None]:
+    """Let numba cache in `folder` meanwhile; the user's own numba code keeps its place."""
+    import numba
+
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def load(name: str) -> object:
+    """Import one kernel module under the policy."""
+    start_threads()
+    blas()
+    with numba_cache(filling or cache_folder()):
+        return importlib.import_module(f"{__package__}.{name}")
+
+
+def threads() -> int:
+    """How many threads kernels use."""
+    start_threads()
+    import numba
+
+    return int(numba.get_num_threads())
+
+
+def set_threads(count: int) -> None:
+    """Use `count` threads, at most as many as the pool has; results do not depend on it."""
+    start_threads()
+    import numba
+
+    limit = int(numba.config.NUMBA_NUM_THREADS)
+    if not 1 <= count <= limit:
+        raise ValueError(f"set_threads: count ({count}) must lie between 1 and {limit}")
+    numba.set_num_threads(count)

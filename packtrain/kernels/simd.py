@@ -1,0 +1,428 @@
+"""Vectors of 16 f32 for kernels: `v = load(x, i)`, `v * w + 1.0`, `fma`, `exp`, `store(y, i, v)`.
+
+`x` is an f32 array of any rank, counted flat from its first element, or an address (int64).
+`load(x, i, left)` touches only the first `left` lanes when `left` < 16 and fills with zeros, so that a tail
+runs the same instructions as the rest. Portable LLVM vectors: AVX-512 takes one register, AVX2 two, NEON four.
+"""
+
+import operator
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
+
+LANES = 16
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
+VECTOR = ir.VectorType(F32, LANES)
+BITS = ir.VectorType(I32, LANES)
+MASK = ir.VectorType(ir.IntType(1), LANES)
+INFINITY = float("inf")
+NAN = float("nan")
+
+
+class Vector(types.Type):
+    """The numba type of 16 f32 in one LLVM vector."""
+
+    def __init__(self):
+        super().__init__(name="f32x16")
+
+
+f32x16 = Vector()
+
+
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, VECTOR)
+
+
+def spread(builder, value, kind):
+    """One scalar in every lane."""
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(BITS, [0] * LANES))
+
+
+def call(builder, name, kind, *args):
+    """An LLVM intrinsic of that name."""
+    found = ir.FunctionType(kind, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, found, name), args)
+
+
+@lower_cast(types.Number, Vector)
+def number_to_vector(context, builder, fromty, toty, value):
+    return spread(builder, context.cast(builder, value, fromty, types.float32), VECTOR)
+
+
+def binary_operator(symbol, instruction):
+    @infer_global(symbol)
+    class Operator(AbstractTemplate):
+        def generic(self, args, kws):
+            if f32x16 in args and all(isinstance(a, (Vector, types.Number)) for a in args):
+                return signature(f32x16, f32x16, f32x16)
+            return None
+
+    @lower_builtin(symbol, f32x16, f32x16)
+    def lower(context, builder, sig, args):
+        return getattr(builder, instruction)(*args)
+
+
+for symbol, instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    binary_operator(symbol, instruction)
+    inplace = getattr(operator, "i" + symbol.__name__)
+    binary_operator(inplace, instruction)
+
+
+def lanewise(emit, count):
+    """An intrinsic on `count` vectors (numbers are spread); emit(builder, *values) -> value."""
+
+    def codegen(context, builder, sig, args):
+        return emit(builder, *args)
+
+    if count == 1:
+        return intrinsic(lambda typingctx, a: (f32x16(f32x16), codegen))
+    if count == 2:
+        return intrinsic(lambda typingctx, a, b: (f32x16(f32x16, f32x16), codegen))
+    if count == 3:
+        return intrinsic(lambda typingctx, a, b, c: (f32x16(*[f32x16] * 3), codegen))
+    return intrinsic(lambda typingctx, a, b, c, d: (f32x16(*[f32x16] * 4), codegen))
+
+
+def named(name):
+    return lambda builder, *args: call(builder, f"llvm.{name}.v16f32", VECTOR, *args)
+
+
+def emit_select(builder, a, b, x, y):
+    return builder.select(builder.fcmp_ordered("<", a, b), x, y)
+
+
+def emit_max(builder, a, b):
+    """A NaN in `a` wins: in a running maximum keep the new value first."""
+    return builder.select(builder.fcmp_unordered(">", a, b), a, b)
+
+
+def emit_scaled(builder, p, t):
+    shift = ir.Constant(BITS, [23] * LANES)
+    power = builder.shl(builder.bitcast(t, BITS), shift)
+    return builder.bitcast(builder.add(builder.bitcast(p, BITS), power), VECTOR)
+
+
+def emit_exponent(builder, x):
+    shift, bias = (ir.Constant(BITS, [n] * LANES) for n in (23, 127))
+    field = builder.ashr(builder.bitcast(x, BITS), shift)
+    return builder.sitofp(builder.sub(field, bias), VECTOR)
+
+
+def emit_mantissa(builder, x):
+    keep, one = (ir.Constant(BITS, [n] * LANES) for n in (0x7FFFFF, 0x3F800000))
+    return builder.bitcast(builder.or_(builder.and_(builder.bitcast(x, BITS), keep), one), VECTOR)
+
+
+splat = lanewise(lambda builder, a: a, 1)
+neg = lanewise(lambda builder, a: builder.fneg(a), 1)
+fma = lanewise(named("fma"), 3)
+sqrt = lanewise(named("sqrt"), 1)
+absolute = lanewise(named("fabs"), 1)
+copysign = lanewise(named("copysign"), 2)
+sin = lanewise(named("sin"), 1)
+cos = lanewise(named("cos"), 1)
+maximum = lanewise(emit_max, 2)
+minimum = lanewise(lambda builder, a, b: builder.select(builder.fcmp_unordered("<", a, b), a, b), 2)
+select_less = lanewise(emit_select, 4)  # (a, b, x, y): x where a < b, else y
+scaled = lanewise(emit_scaled, 2)  # (p, t): p * 2**n, n the low bits of t = n + 1.5 * 2**23
+exponent = lanewise(emit_exponent, 1)
+mantissa = lanewise(emit_mantissa, 1)
+
+
+def element(context, builder, kind, value, index):
+    """The pointer to element `index` of an f32 array, counted flat, or of the address `value`."""
+    if isinstance(kind, types.Array):
+        base = context.make_array(kind)(context, builder, value).data
+    else:
+        base = builder.inttoptr(value, F32.as_pointer())
+    return builder.gep(base, [index])
+
+
+def lanes_at(context, builder, kind, value, index):
+    return builder.bitcast(element(context, builder, kind, value, index), VECTOR.as_pointer())
+
+
+def first_lanes(builder, left):
+    lanes = ir.Constant(BITS, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, spread(builder, builder.trunc(left, I32), BITS))
+
+
+def where_full(builder, left, full, part):
+    """Branch: full() where left >= 16, else part(mask); the value of either, if they have one."""
+    with builder.if_else(builder.icmp_signed(">=", left, I64(LANES)), likely=True) as (then, other):
+        with then:
+            a, a_block = full(), builder.block
+        with other:
+            b, b_block = part(first_lanes(builder, left)), builder.block
+    if isinstance(a.type, ir.VoidType):
+        return None
+    phi = builder.phi(a.type)
+    phi.add_incoming(a, a_block)
+    phi.add_incoming(b, b_block)
+    return phi
+
+
+def is_source(kind):
+    return isinstance(kind, types.Integer) or (
+        isinstance(kind, types.Array) and kind.dtype == types.float32
+    )
+
+
+def place(kind):
+    return kind if isinstance(kind, types.Array) else types.int64
+
+
+@intrinsic
+def load(typingctx, x, i):
+    """Elements i .. i + 15."""
+    if not is_source(x):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.load(lanes_at(context, builder, sig.args[0], *args), align=4)
+
+    return f32x16(place(x), types.int64), codegen
+
+
+@intrinsic
+def load_part(typingctx, x, i, left):
+    """Elements i .. i + min(left, 16) - 1, then zeros; nothing behind them is touched."""
+    if not is_source(x):
+        return None
+
+    def codegen(context, builder, sig, args):
+        pointer = lanes_at(context, builder, sig.args[0], *args[:2])
+        zero = ir.Constant(VECTOR, [0.0] * LANES)
+        return where_full(
+            builder,
+            args[2],
+            lambda: builder.load(pointer, align=4),
+            lambda mask: call(
+                builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, zero
+            ),
+        )
+
+    return f32x16(place(x), types.int64, types.int64), codegen
+
+
+@intrinsic
+def store(typingctx, y, i, v):
+    """Write elements i .. i + 15."""
+    if not is_source(y):
+        return None
+
+    def codegen(context, builder, sig, args):
+        builder.store(args[2], lanes_at(context, builder, sig.args[0], *args[:2]), align=4)
+        return context.get_dummy_value()
+
+    return types.void(place(y), types.int64, f32x16), codegen
+
+
+@intrinsic
+def store_part(typingctx, y, i, v, left):
+    """Write elements i .. i + min(left, 16) - 1."""
+    if not is_source(y):
+        return None
+
+    def codegen(context, builder, sig, args):
+        pointer = lanes_at(context, builder, sig.args[0], *args[:2])
+        where_full(
+            builder,
+            args[3],
+            lambda: builder.store(args[2], pointer, align=4),
+            lambda mask: call(
+                builder,
+                "llvm.masked.store.v16f32.p0",
+                ir.VoidType(),
+                args[2],
+                pointer,
+                I32(4),
+                mask,
+            ),
+        )
+        return context.get_dummy_value()
+
+    return types.void(place(y), types.int64, f32x16, types.int64), codegen
+
+
+@intrinsic
+def keep_first(typingctx, v, left, fill):
+    """The first `left` lanes of v, `fill` in the others."""
+
+    def codegen(context, builder, sig, args):
+        v, left, fill = args
+        return builder.select(first_lanes(builder, left), v, fill)
+
+    return f32x16(f32x16, types.int64, f32x16), codegen
+
+
+def folding(combine):
+    """An intrinsic that folds 16 lanes to one by halves: a fixed order on every machine."""
+
+    def codegen(context, builder, sig, args):
+        value, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            low, high = (
+                ir.Constant(ir.VectorType(I32, width), list(range(start, start + width)))
+                for start in (0, width)
+            )
+            value = combine(
+                builder,
+                builder.shuffle_vector(value, value, low),
+                builder.shuffle_vector(value, value, high),
+            )
+        return builder.extract_element(value, I32(0))
+
+    return intrinsic(lambda typingctx, v: (types.float32(f32x16), codegen))
+
+
+total = folding(lambda builder, a, b: builder.fadd(a, b))
+largest = folding(emit_max)
+
+
+@intrinsic
+def address(typingctx, x, i):
+    """The address (int64) of element i of an f32 array, counted flat; the caller keeps it alive."""
+    if not is_source(x):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.ptrtoint(element(context, builder, sig.args[0], *args), I64)
+
+    return types.int64(place(x), types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def scratch(typingctx, size):
+    """The address of `size` (a literal) f32 on the stack of the calling function, 64-byte aligned."""
+    if not isinstance(size, types.IntegerLiteral):
+        raise TypeError("scratch takes a literal size")
+
+    def codegen(context, builder, sig, args):
+        kind = ir.ArrayType(F32, size.literal_value)
+        with builder.goto_entry_block():
+            room = builder.alloca(kind)
+        room.align = 64
+        return builder.ptrtoint(room, I64)
+
+    return types.int64(size), codegen
+
+
+@intrinsic
+def peek(typingctx, x, i):
+    """Element i of an f32 array, counted flat, or of an address."""
+    if not is_source(x):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.load(element(context, builder, sig.args[0], *args))
+
+    return types.float32(place(x), types.int64), codegen
+
+
+@intrinsic
+def poke(typingctx, y, i, value):
+    """Write element i of an f32 array, counted flat, or of an address."""
+    if not is_source(y):
+        return None
+
+    def codegen(context, builder, sig, args):
+        builder.store(args[2], element(context, builder, sig.args[0], *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(place(y), types.int64, types.float32), codegen
+
+
+def rank(count, layout="C", readonly=False):
+    return types.Array(types.float32, count, layout, readonly=readonly)
+
+
+# In signatures: `in2` also takes arrays that are not writeable (a mapped file), `out2` does not.
+in1, in2, in3 = (rank(count, readonly=True) for count in (1, 2, 3))
+out1, out2, out3 = (rank(count) for count in (1, 2, 3))
+any_in2, any_out2 = rank(2, "A", readonly=True), rank(2, "A")
+ids1 = types.Array(types.int32, 1, "C", readonly=True)
+
+
+def kernel(signature, **options):
+    """Compile for exactly that signature, now or from the cache; other Python threads run meanwhile."""
+    return njit(signature, cache=True, nogil=True, error_model="numpy", **options)
+
+
+lanewise_function = njit(f32x16(f32x16), cache=True, forceinline=True)
+
+
+@lanewise_function
+def exp(x):
+    """e**x to 1.2e-7: 0 below -87.3 (no denormals), inf above 88.72, NaN stays NaN."""
+    t = fma(x, 1.4426950408889634, 12582912.0)
+    n = t - 12582912.0
+    r = fma(n, -0.693359375, x)
+    r = fma(n, 2.12194440e-4, r)
+    p = fma(r, 0.00139505, 0.00836892)
+    p = fma(p, r, 0.04166621)
+    p = fma(p, r, 0.16666519)
+    p = fma(p, r, 0.50000001)
+    p = fma(p, r * r, r) + 1.0
+    y = select_less(x, -87.33654, 0.0, scaled(p, t))
+    return select_less(x, 88.72284, y, x + INFINITY)
+
+
+@lanewise_function
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (exp(neg(x)) + 1.0)
+
+
+@lanewise_function
+def tanh(x):
+    """A polynomial below 0.625, so that small x keep their digits."""
+    z = x * x
+    p = fma(z, -0.005717044684987945, 0.02065058695433056)
+    p = fma(p, z, -0.05374349797385402)
+    p = fma(p, z, 0.133314912857102)
+    p = fma(p, z, -0.3333328392524079)
+    small = fma(p * z, x, x)
+    size = absolute(x)
+    large = copysign(1.0 - 2.0 / (exp(size * 2.0) + 1.0), x)
+    return select_less(size, 0.625, small, large)
+
+
+@lanewise_function
+def log(x):
+    """The natural logarithm to 1.5e-7: -inf at 0, NaN below."""
+    tiny = splat(1.1754943508222875e-38)
+    normal = select_less(x, tiny, x * 8388608.0, x)
+    shift = select_less(x, tiny, -23.0, 0.0)
+    m = mantissa(normal)
+    n = exponent(normal) + shift
+    n = select_less(1.41421356, m, n + 1.0, n)
+    r = select_less(1.41421356, m, m * 0.5, m) - 1.0
+    z = r * r
+    p = fma(r, 0.06915111115, -0.11789680763)
+    p = fma(p, r, 0.11873024298)
+    p = fma(p, r, -0.12384373307)
+    p = fma(p, r, 0.14218654708)
+    p = fma(p, r, -0.16669249269)
+    p = fma(p, r, 0.20002226735)
+    p = fma(p, r, -0.2499998663)
+    p = fma(p, r, 0.33333310438)
+    p = fma(p * z, r, fma(n, -2.12194440e-4, z * -0.5))
+    y = fma(n, 0.693359375, p + r)
+    y = select_less(x, INFINITY, y, x)
+    y = select_less(0.0, x, y, select_less(x, 0.0, NAN, x - INFINITY))
+    return y

@@ -1,0 +1,113 @@
+"""Softmax of rows with a scale and an additive mask, and its gradient."""
+
+from numba import prange, types
+
+from packtrain.kernels.simd import (
+    INFINITY,
+    LANES,
+    exp,
+    f32x16,
+    fma,
+    in2,
+    keep_first,
+    kernel,
+    largest,
+    load_part,
+    maximum,
+    out2,
+    splat,
+    store_part,
+    total,
+)
+
+i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
+SERIAL = 1 << 13
+BLOCK = 1 << 13
+RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
+
+
+@kernel(f32x16(in2, in2, i64, i64, i64, f32), forceinline=True)
+def masked(x, mask, row, i, left, scale):
+    """scale * x + mask; -inf beyond `left` lanes."""
+    width = x.shape[1]
+    v = load_part(x, row * width + i, left) * scale
+    if mask.size:
+        v += load_part(mask, row % mask.shape[0] * width + i, left)
+    return keep_first(v, left, -INFINITY)
+
+
+@kernel(void(out2, in2, in2, f32, i64, i64))
+def soft_max_rows(y, x, mask, scale, start, stop):
+    width = x.shape[1]
+    for row in range(start, stop):
+        lanes = splat(-INFINITY)
+        for i in range(0, width, LANES):
+            lanes = maximum(masked(x, mask, row, i, width - i, scale), lanes)
+        top = largest(lanes)
+        if top == -INFINITY:
+            for i in range(0, width, LANES):
+                store_part(y, row * width + i, splat(0.0), width - i)
+            continue
+        weight = f64(0.0)
+        for run in range(0, width, RUN):
+            lanes = splat(0.0)
+            for i in range(run, min(run + RUN, width), LANES):
+                v = exp(masked(x, mask, row, i, width - i, scale) - top)
+                store_part(y, row * width + i, v, width - i)
+                lanes += v
+            weight += f64(total(lanes))
+        share = splat(f32(1.0 / weight))
+        for i in range(0, width, LANES):
+            at = row * width + i
+            store_part(y, at, load_part(y, at, width - i) * share, width - i)
+
+
+@kernel(void(out2, in2, in2, f32), parallel=True)
+def soft_max(y, x, mask, scale):
+    """y = softmax(scale * x + mask) of each row; y may be x.
+
+    x, y  (N, C)  f32
+    mask  (M, C)  f32, N a multiple of M, row i takes mask[i % M]; or (0, 0) for none
+
+    A row masked as a whole (-inf) gives zeros.
+    """
+    n, width = x.shape
+    if x.size <= SERIAL:
+        soft_max_rows(y, x, mask, scale, 0, n)
+        return
+    rows = max(1, BLOCK // max(1, width))
+    for t in prange(-(-n // rows)):
+        soft_max_rows(y, x, mask, scale, t * rows, min(n, (t + 1) * rows))
+
+
+@kernel(void(out2, in2, in2, f32, i64, i64))
+def soft_max_back_rows(dx, dy, y, scale, start, stop):
+    width = y.shape[1]
+    for row in range(start, stop):
+        dot = f64(0.0)
+        for run in range(0, width, RUN):
+            lanes = splat(0.0)
+            for i in range(run, min(run + RUN, width), LANES):
+                at = row * width + i
+                lanes = fma(load_part(dy, at, width - i), load_part(y, at, width - i), lanes)
+            dot += f64(total(lanes))
+        mean = splat(f32(dot))
+        for i in range(0, width, LANES):
+            at = row * width + i
+            v = load_part(y, at, width - i) * scale
+            store_part(dx, at, v * (load_part(dy, at, width - i) - mean), width - i)
+
+
+@kernel(void(out2, in2, in2, f32), parallel=True)
+def soft_max_back(dx, dy, y, scale):
+    """dx = scale * y * (dy - sum(dy * y)) of each row; dx may be dy or y.
+
+    dx, dy, y  (N, C)  f32
+    """
+    n, width = y.shape
+    if y.size <= SERIAL:
+        soft_max_back_rows(dx, dy, y, scale, 0, n)
+        return
+    rows = max(1, BLOCK // max(1, width))
+    for t in prange(-(-n // rows)):
+        soft_max_back_rows(dx, dy, y, scale, t * rows, min(n, (t + 1) * rows))

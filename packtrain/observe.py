@@ -1,0 +1,182 @@
+"""The slow way through a bound plan: the same kernels with someone looking. See debug for the flags."""
+
+import fnmatch
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from packtrain.debug import flags
+from packtrain.place import Placed, Step
+from packtrain.plan import Plan
+from packtrain.tensor import Tensor
+
+if TYPE_CHECKING:
+    from packtrain.run import Executor
+
+TOLERANCE = 1e-4  # of the largest value: what a cpu kernel may differ from the f32 specification
+
+
+class Stopped(Exception):
+    """A run that was asked to stop between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A step with its arrays."""
+
+    step: Step
+    results: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    work: tuple[Any, ...]
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    pattern: str
+    see: Callable[[str, np.ndarray], None]
+
+
+def report(placed: Placed, plan: Plan) -> None:
+    """Print what the flags graph, place and plan ask for."""
+    for flag, made in (("graph", placed.graph), ("place", placed), ("plan", plan)):
+        if flag in flags():
+            print(made, file=sys.stderr)
+
+
+class Observer:
+    """Runs an executor's steps one by one with watchers and checks."""
+
+    def __init__(
+        self,
+        executor: "Executor",
+        on: frozenset[str],
+        stop: Callable[[], bool] | None,
+        *,
+        updates: bool = True,
+    ) -> None:
+        self.executor, self.on, self.stop, self.updates = executor, on, stop, updates
+        self.names = executor.placed.names
+        self.seconds: Counter[str] = Counter()
+        self.freed = self._freed() if "poison" in on else {}
+
+    @staticmethod
+    def wanted(executor: "Executor", stop: Callable[[], bool] | None) -> "Observer | None":
+        on = flags() & {"time", "nan", "poison", "compare"}
+        return Observer(executor, on, stop) if on or stop or executor.watchers else None
+
+    def run(self) -> None:
+        for self.executor.at, bound in enumerate(self.executor.bound):
+            if self.stop is not None and self.stop():
+                raise Stopped(f"stopped before {bound.step.op.name}")
+            if self.updates or not bound.step.op.writes:
+                self._step(self.executor.at, bound)
+        if "time" in self.on:
+            total = sum(self.seconds.values())
+            for name, seconds in self.seconds.most_common():
+                print(f"{seconds * 1e3:10.3f} ms {seconds / total:6.1%}  {name}", file=sys.stderr)
+
+    def _step(self, i: int, bound: Bound) -> None:
+        before = (
+            [None if x is None else np.array(x) for x in bound.inputs]
+            if self.on & {"compare", "nan"}
+            else []
+        )
+        if "poison" in self.on:
+            self._poison_fresh(bound)
+        began = time.perf_counter()
+        bound.run()
+        self.seconds[bound.step.op.name] += time.perf_counter() - began
+        if "nan" in self.on:
+            self._check_finite(bound, before)
+        if "compare" in self.on:
+            self._compare(bound, before)
+        for watcher in self.executor.watchers:
+            for t, array in zip(bound.step.results, bound.results, strict=True):
+                if array is not None and fnmatch.fnmatchcase(self.names[t], watcher.pattern):
+                    watcher.see(self.names[t], bound.step.backend.download(array))
+        for array in self.freed.get(i, ()):
+            array.fill(255)
+
+    # ---- poison
+
+    def _poison_fresh(self, bound: Bound) -> None:
+        for array in (*bound.results, *bound.work):
+            read = [x for x in bound.inputs if x is not None]
+            if array is not None and not any(np.shares_memory(array, x) for x in read):
+                array.reshape(-1).view(np.uint8).fill(255)
+
+    def _freed(self) -> dict[int, list[np.ndarray]]:
+        """For each step the bytes of the buffers that end there; outputs end after the last step."""
+        plan, freed = self.executor.plan, dict[int, list[np.ndarray]]()
+        for b in plan.buffers:
+            if b.end <= plan.steps:
+                whole = self.executor.session.buffer(b.space)
+                freed.setdefault(b.end - 1, []).append(whole[b.offset : b.offset + b.nbytes])
+        outputs = [b for name, b in self.executor.offsets.items() if name in self._output_names()]
+        keep = {(b.space, b.offset) for b in outputs}
+        last = freed.get(plan.steps - 1, [])
+        base = {
+            s: self.executor.session.buffer(s).ctypes.data for s in {b.space for b in plan.buffers}
+        }
+        freed[plan.steps - 1] = [
+            a for a in last if not any(a.ctypes.data == base[s] + o for s, o in keep)
+        ]
+        return freed
+
+    def _output_names(self) -> set[str]:
+        return {self.names[t.base] for t in self.executor.placed.graph.outputs.values()}
+
+    # ---- checks
+
+    def _check_finite(self, bound: Bound, before: list[Any]) -> None:
+        step = bound.step
+        for t, array in zip(step.results, bound.results, strict=True):
+            if array is None or array.dtype.kind != "f" or np.isfinite(array).all():
+                continue
+            bad = np.argwhere(~np.isfinite(array))[0].tolist()
+            lines = [
+                f"{step.op.name}: {self.names[t]} is {array[tuple(bad)]} at {bad}",
+                f"  at {step.call.where} ({step.call.phase})",
+            ]
+            lines += [
+                f"    {self._range(x, a)}"
+                for x, a in zip(step.inputs, before, strict=True)
+                if x is not None
+            ]
+            raise FloatingPointError("\n".join(lines))
+
+    def _range(self, t: Tensor, array: np.ndarray) -> str:
+        name = self.names.get(t) or self.names[t.base]
+        return (
+            f"{name}: {t.spec} from {array.min():.6g} to {array.max():.6g}"
+            if array.size
+            else f"{name}: {t.spec}"
+        )
+
+    def _compare(self, bound: Bound, before: list[Any]) -> None:
+        step = bound.step
+        if step.op is not step.call.op:
+            return
+        inputs = [None if x is None else x.copy() for x in before]
+        wrote = [inputs[i] for i in step.op.writes]
+        results = tuple(
+            wrote[k] if k < len(wrote) else None if a is None else np.zeros_like(a)
+            for k, a in enumerate(bound.results)
+        )
+        out = results if step.call.several else results[0]
+        step.op.kernels["numpy"].run(out, *inputs, **step.call.attrs)
+        for t, want, got in zip(step.results, results, bound.results, strict=True):
+            if want is None or got.dtype.kind != "f":
+                continue
+            top = float(np.abs(want[np.isfinite(want)]).max(initial=1e-30))
+            if not np.allclose(got, want, rtol=0, atol=TOLERANCE * top, equal_nan=True):
+                worst = float(np.nanmax(np.abs(got - want)))
+                raise AssertionError(
+                    f"{step.op.name}: {self.names[t]} differs from the specification by {worst:.3g} (largest value {top:.3g})\n  at {step.call.where}"
+                )

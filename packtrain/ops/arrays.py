@@ -1,0 +1,29 @@
+"""Small shapes of arrays that rooms share when they call kernels."""
+
+import numpy as np
+
+ABSENT = np.empty(0, np.float32)
+ABSENT_IDS = np.empty(0, np.int32)
+
+
+def rows(x):
+    """x (..., C) as (N, C), without a copy."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def rows_or_absent(x):
+    return ABSENT.reshape(0, 0) if x is None else x.reshape(-1, x.shape[-1])
+
+
+def flat(x):
+    return x.reshape(-1)
+
+
+def flat_or_absent(x, absent=ABSENT):
+    return absent if x is None else x.reshape(-1)
+
+
+def start_with(y, acc):
+    """Make y start as acc; they may already be the same bytes."""
+    if y.__array_interface__["data"] != acc.__array_interface__["data"]:
+        np.copyto(y, acc)

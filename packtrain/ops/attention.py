@@ -1,0 +1,205 @@
+"""Attention with online softmax: causal, grouped queries, packed segments, and reading a KV cache."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i32
+from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+
+@op()
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_seq: Tensor | None = None,
+    k_seq: Tensor | None = None,
+    length: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Spec, ...]:
+    """Softmax-weighted mean of the values that each query may see; query head h reads kv head h // (H / K).
+
+    y = softmax(scale * q k^T) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length.
+    Without positions, position = index (S = T); a query that sees nothing gives zeros.
+
+        q, y          (B, T, H, D)  f32
+        k, v          (B, S, K, D)  f32; a KV cache has B = 1 and S cells
+        q_pos, q_seq  (B, T)        i32
+        k_pos, k_seq  (B, S)        i32; cells of no sequence have a k_seq that no query has
+        length        (1,)          i32; cells from there on are not looked at
+        lse           (B, H, T)     f32, the second result: log of the softmax's denominator
+    Dao 2023, arXiv 2307.08691; ggml_flash_attn_ext.
+    """
+    want(
+        len(q.shape) == 4 and len(k.shape) == 4,
+        f"q is {q.spec} and k is {k.spec}; both need four axes",
+    )
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    want(
+        q.dtype == k.dtype == v.dtype == f32,
+        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; all must be f32",
+    )
+    fits = k.shape == (b, s, kv, d) == v.shape
+    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be f32[{b}, S, K, {d}]")
+    want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
+    want(
+        (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None),
+        "q and k need both or none",
+    )
+    want(
+        q_pos is not None or t == s,
+        f"q has {t} and k has {s} positions; without q_pos and k_pos they must be equal",
+    )
+    for name, ids, n in (
+        ("q_pos", q_pos, t),
+        ("k_pos", k_pos, s),
+        ("q_seq", q_seq, t),
+        ("k_seq", k_seq, s),
+    ):
+        want(
+            ids is None or ids.spec == Spec((b, n), i32),
+            f"{name} is {ids and ids.spec}; it must be i32[{b}, {n}]",
+        )
+    want(
+        length is None or length.spec == Spec((1,), i32),
+        f"length is {length and length.spec}; it must be i32[1]",
+    )
+    return q.spec, Spec((b, h, t))
+
+
+@attention.vjp
+def attention_vjp(dy, y, q, k, v, *where, scale):
+    want(dy[1] is None, "the log-sum-exp has no gradient here")
+    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *where, scale=scale)
+    return dq, dk, dv, None, None, None, None, None
+
+
+def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length):
+    (b, t), s = q.shape[:2], k.shape[1]
+    if q_pos is None:
+        hidden = np.broadcast_to(np.tri(t, s) == 0, (b, t, s)).copy()
+    else:
+        hidden = k_pos[:, None, :] > q_pos[:, :, None]
+    if q_seq is not None:
+        hidden |= k_seq[:, None, :] != q_seq[:, :, None]
+    if length is not None:
+        hidden |= np.arange(s) >= length[0]
+    return hidden[:, None]
+
+
+def _probabilities(q, k, where, scale):
+    """P (B, H, T, S), its log-denominator (B, H, T), and k by query head (B, H, S, D)."""
+    wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
+    z = np.where(_hidden(q, k, *where), -np.inf, scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3))
+    top = z.max(-1, keepdims=True)
+    e = np.exp(z - np.where(np.isinf(top), 0, top))
+    total = e.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + np.where(np.isinf(top), 0, top)
+    return e / np.where(total == 0, 1, total), lse[..., 0], wide
+
+
+@attention.kernel("numpy")
+def attention_numpy(out, q, k, v, *where, scale):
+    y, lse = out
+    p, lse[...], _ = _probabilities(q, k, where, scale)
+    wide = np.repeat(v, q.shape[2] // v.shape[2], axis=2).swapaxes(1, 2)
+    y[...] = (p @ wide).swapaxes(1, 2)
+
+
+def _where(q_pos, k_pos, q_seq, k_seq, length):
+    absent = ABSENT_IDS.reshape(0, 0)
+    ids = [absent if x is None else x for x in (q_pos, k_pos, q_seq, k_seq)]
+    return (*ids, flat_or_absent(length, ABSENT_IDS))
+
+
+@attention.kernel("cpu")
+def attention_cpu(out, q, k, v, *where, scale):
+    kernels.attention.attention(*out, q, k, v, *_where(*where), scale)
+
+
+def _samples():
+    def qkv(b, t, h, s, kv, d):
+        return input("q", (b, t, h, d)), input("k", (b, s, kv, d)), input("v", (b, s, kv, d))
+
+    for b, t, h, kv, d in (
+        (1, 1, 1, 1, 8),
+        (2, 15, 2, 1, 16),
+        (1, 65, 4, 2, 20),
+        (1, 130, 2, 2, 64),
+    ):
+        yield qkv(b, t, h, t, kv, d), ()
+    pos = constant("pos", np.tile([0, 1, 2, 0, 1, 2, 3, 0], (2, 1)), i32)
+    seq = constant("seq", np.tile([0, 0, 0, 1, 1, 1, 1, 2], (2, 1)), i32)
+    yield qkv(2, 8, 4, 8, 2, 8), (pos, pos, seq, seq)
+    cells = np.arange(70)
+    cell_pos, cell_seq = constant("k_pos", [cells // 2], i32), constant("k_seq", [cells % 2], i32)
+    for q_pos, q_seq in (
+        ([[20]], [[1]]),
+        ([[5, 6, 7, 30]], [[0, 0, 0, 1]]),
+        ([[3] * 17], [[0, 1, 9] * 5 + [0, 1]]),
+    ):
+        t = len(q_pos[0])
+        ids = constant("q_pos", q_pos, i32), cell_pos, constant("q_seq", q_seq, i32), cell_seq
+        yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32))
+
+
+@attention.samples
+def attention_samples():
+    for qkv, where in _samples():
+        yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5)[0]
+
+
+@op(inplace={0: (0, 1, 3)})
+def attention_back(
+    dy: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_seq: Tensor | None = None,
+    k_seq: Tensor | None = None,
+    length: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Spec, ...]:
+    """Gradients of attention for q, k and v; probabilities come again from the log-sum-exp, block by block.
+
+    With P = exp(scale q k^T - lse) and dS = P * (dy v^T - sum(dy * y)):
+    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention.
+    """
+    want(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
+    return q.spec, k.spec, v.spec
+
+
+@attention_back.kernel("numpy")
+def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale):
+    p, _, wide_k = _probabilities(q, k, where, scale)
+    group = q.shape[2] // k.shape[2]
+    wide_v = np.repeat(v, group, axis=2).swapaxes(1, 2)
+    dy, y, q = dy.swapaxes(1, 2), y.swapaxes(1, 2), q.swapaxes(1, 2)
+    ds = scale * p * (dy @ wide_v.swapaxes(2, 3) - (dy * y).sum(-1, keepdims=True))
+    wide = ds @ wide_k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy
+    for d, value, heads in zip(out, wide, (1, group, group), strict=True):
+        b, h, t, width = value.shape
+        d[...] = value.reshape(b, h // heads, heads, t, width).sum(2).swapaxes(1, 2)
+
+
+@attention_back.kernel("cpu")
+def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale):
+    kernels.attention.attention_back(*out, dy, y, lse, q, k, v, *_where(*where), scale)
+
+
+@attention_back.samples
+def attention_back_samples():
+    for (q, k, v), where in _samples():
+        scale = q.shape[-1] ** -0.5
+        y, lse = attention(q, k, v, *where, scale=scale)
+        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *where, scale=scale)

@@ -1,0 +1,311 @@
+"""Element-wise ops: arithmetic with broadcasting, functions of one value."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.ops.arrays import flat, rows
+from packtrain.ops.reduce import sum_like
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is done before threads have started
+
+
+def _broadcast(a: Tensor, b: Tensor) -> Spec:
+    want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
+    try:
+        shape = np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        want(False, f"a {a.spec} and b {b.spec} do not broadcast to one shape")
+    return Spec(shape)
+
+
+def _real(x: Tensor) -> Spec:
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    return x.spec
+
+
+# ---- two inputs ----------------------------------------------------------------------------------------------
+
+
+@op(inplace=(0, 1))
+def add(a: Tensor, b: Tensor) -> Spec:
+    """y = a + b, broadcast as in NumPy. All f32."""
+    return _broadcast(a, b)
+
+
+@add.vjp
+def add_vjp(dy, y, a, b):
+    return sum_like(dy, a), sum_like(dy, b)
+
+
+@op(inplace=(0, 1))
+def sub(a: Tensor, b: Tensor) -> Spec:
+    """y = a - b, broadcast as in NumPy. All f32."""
+    return _broadcast(a, b)
+
+
+@sub.vjp
+def sub_vjp(dy, y, a, b):
+    return sum_like(dy, a), sum_like(neg(dy), b)
+
+
+@op(inplace=(0, 1))
+def mul(a: Tensor, b: Tensor) -> Spec:
+    """y = a * b, broadcast as in NumPy. All f32."""
+    return _broadcast(a, b)
+
+
+@mul.vjp
+def mul_vjp(dy, y, a, b):
+    return sum_like(mul(dy, b), a), sum_like(mul(dy, a), b)
+
+
+@op(inplace=(0, 1))
+def div(a: Tensor, b: Tensor) -> Spec:
+    """y = a / b, broadcast as in NumPy. All f32."""
+    return _broadcast(a, b)
+
+
+@div.vjp
+def div_vjp(dy, y, a, b):
+    da = div(dy, b)
+    return sum_like(da, a), sum_like(neg(mul(da, y)), b)
+
+
+def _binary_cpu(name, ufunc):
+    def run(y, a, b):
+        if y.size < PARALLEL_FROM or not (a.flags.c_contiguous and b.flags.c_contiguous):
+            ufunc(a, b, out=y)
+        elif a.shape == b.shape:
+            kernels.elementwise.binary(kernels.elementwise.BINARY[name], flat(y), flat(a), flat(b))
+        elif a.shape == y.shape and b.size == 1:
+            kernels.elementwise.binary_scalar(
+                kernels.elementwise.BINARY[name], flat(y), flat(a), flat(b)
+            )
+        elif a.shape == y.shape and b.shape == a.shape[-1:]:
+            kernels.elementwise.binary_rows(kernels.elementwise.BINARY[name], rows(y), rows(a), b)
+        else:
+            ufunc(a, b, out=y)
+
+    return run
+
+
+def _binary_numpy(ufunc):
+    return lambda y, a, b: ufunc(a, b, out=y)
+
+
+def _binary_samples(binary):
+    def samples():
+        for n in (1, 15, 64, 40_000):
+            b = constant("b", 0.5 + np.arange(n) % 7)
+            yield binary(input("a", (n,)), b)
+        yield binary(input("a", (3, 1, 5)), constant("b", 1.0 + np.arange(20).reshape(4, 5)))
+        yield binary(input("a", (300, 128)), constant("b", np.full(128, 1.5)))
+        yield binary(input("a", (300, 128)), constant("b", np.array(-2.0)))
+
+    return samples
+
+
+for _op, _ufunc in ((add, np.add), (sub, np.subtract), (mul, np.multiply), (div, np.divide)):
+    _op.kernel("numpy")(_binary_numpy(_ufunc))
+    _op.kernel("cpu", strided=True)(_binary_cpu(_op.name, _ufunc))
+    _op.samples(_binary_samples(_op))
+
+
+# ---- one input -----------------------------------------------------------------------------------------------
+
+
+@op(inplace=(0,))
+def scale(x: Tensor, *, by: float, bias: float = 0.0) -> Spec:
+    """y = by * x + bias."""
+    return _real(x)
+
+
+@scale.vjp
+def scale_vjp(dy, y, x, *, by, bias):
+    return (scale(dy, by=by),)
+
+
+@scale.kernel("numpy")
+def scale_numpy(y, x, *, by, bias):
+    np.add(x * x.dtype.type(by), x.dtype.type(bias), out=y)
+
+
+@scale.kernel("cpu")
+def scale_cpu(y, x, *, by, bias):
+    kernels.elementwise.scale(flat(y), flat(x), by, bias)
+
+
+@scale.samples
+def scale_samples():
+    for n in (1, 17, 63, 40_000):
+        yield scale(input("x", (n,)), by=-1.5, bias=0.25)
+
+
+@op(inplace=(0,))
+def neg(x: Tensor) -> Spec:
+    """y = -x."""
+    return _real(x)
+
+
+@neg.vjp
+def neg_vjp(dy, y, x):
+    return (neg(dy),)
+
+
+@op(inplace=(0,))
+def sqr(x: Tensor) -> Spec:
+    """y = x**2."""
+    return _real(x)
+
+
+@sqr.vjp
+def sqr_vjp(dy, y, x):
+    return (scale(mul(dy, x), by=2.0),)
+
+
+@op(inplace=(0,))
+def sqrt(x: Tensor) -> Spec:
+    """y = sqrt(x)."""
+    return _real(x)
+
+
+@sqrt.vjp
+def sqrt_vjp(dy, y, x):
+    return (scale(div(dy, y), by=0.5),)
+
+
+@op(inplace=(0,))
+def log(x: Tensor) -> Spec:
+    """y = ln(x)."""
+    return _real(x)
+
+
+@log.vjp
+def log_vjp(dy, y, x):
+    return (div(dy, x),)
+
+
+@op(inplace=(0,))
+def exp(x: Tensor) -> Spec:
+    """y = e**x."""
+    return _real(x)
+
+
+@exp.vjp
+def exp_vjp(dy, y, x):
+    return (mul(dy, y),)
+
+
+@op(inplace=(0,))
+def step(x: Tensor) -> Spec:
+    """y = 1 where x > 0, else 0. Its gradient is 0."""
+    return _real(x)
+
+
+@step.vjp
+def step_vjp(dy, y, x):
+    return (None,)
+
+
+@op(inplace=(0,))
+def relu(x: Tensor) -> Spec:
+    """y = max(x, 0)."""
+    return _real(x)
+
+
+@relu.vjp
+def relu_vjp(dy, y, x):
+    return (mul(dy, step(y)),)
+
+
+@op(inplace=(0,))
+def sigmoid(x: Tensor) -> Spec:
+    """y = 1 / (1 + e**-x)."""
+    return _real(x)
+
+
+@sigmoid.vjp
+def sigmoid_vjp(dy, y, x):
+    return (mul(dy, mul(y, scale(y, by=-1.0, bias=1.0))),)
+
+
+@op(inplace=(0,))
+def tanh(x: Tensor) -> Spec:
+    """y = tanh(x)."""
+    return _real(x)
+
+
+@tanh.vjp
+def tanh_vjp(dy, y, x):
+    return (mul(dy, scale(sqr(y), by=-1.0, bias=1.0)),)
+
+
+@op(inplace=(0,))
+def silu(x: Tensor) -> Spec:
+    """y = x * sigmoid(x)."""
+    return _real(x)
+
+
+@silu.vjp
+def silu_vjp(dy, y, x):
+    return (silu_back(dy, x),)
+
+
+def _unary_cpu(name):
+    def run(y, x):
+        kernels.elementwise.unary(kernels.elementwise.UNARY[name], flat(y), flat(x))
+
+    return run
+
+
+def _unary_numpy(function):
+    def run(y, x):
+        y[...] = function(x)
+
+    return run
+
+
+def _unary_samples(unary):
+    def samples():
+        for n in (1, 16, 65, 40_000):
+            yield unary(constant("x", 0.3 + 0.01 * ((np.arange(n) * 37) % 211)))
+        if unary not in (log, sqrt):
+            yield unary(input("x", (5, 13)))
+
+    return samples
+
+
+for _op, _function in (
+    (neg, np.negative), (sqr, np.square), (sqrt, np.sqrt), (log, np.log), (exp, np.exp), (tanh, np.tanh),
+    (step, lambda x: (x > 0).astype(x.dtype)), (relu, lambda x: np.maximum(x, 0)),
+    (sigmoid, lambda x: 1 / (1 + np.exp(-x))), (silu, lambda x: x / (1 + np.exp(-x))),
+):  # fmt: skip
+    _op.kernel("numpy")(_unary_numpy(_function))
+    _op.kernel("cpu")(_unary_cpu(_op.name))
+    _op.samples(_unary_samples(_op))
+
+
+@op(inplace=(0,))
+def silu_back(dy: Tensor, x: Tensor) -> Spec:
+    """Gradient of silu: dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x)."""
+    want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    return x.spec
+
+
+@silu_back.kernel("numpy")
+def silu_back_numpy(dx, dy, x):
+    s = 1 / (1 + np.exp(-x))
+    dx[...] = dy * s * (1 + x * (1 - s))
+
+
+@silu_back.kernel("cpu")
+def silu_back_cpu(dx, dy, x):
+    kernels.elementwise.silu_back(flat(dx), flat(dy), flat(x))
+
+
+@silu_back.samples
+def silu_back_samples():
+    for n in (1, 17, 64, 40_000):
+        yield silu_back(input("dy", (n,)), input("x", (n,)))

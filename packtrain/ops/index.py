@@ -1,0 +1,183 @@
+"""Rows by index: embeddings, the KV cache, and their gradients. An index below 0 stands for no row."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i32
+from packtrain.ops.arrays import flat, start_with
+from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
+
+
+def _check(op_name: str, bad: int, ids, count: int) -> None:
+    if bad >= 0:
+        raise IndexError(
+            f"{op_name}: index {ids.flat[bad]} at position {bad} is outside the {count} rows"
+        )
+
+
+def _check_numpy(op_name: str, ids, count: int) -> None:
+    beyond = np.flatnonzero(ids >= count)
+    _check(op_name, int(beyond[0]) if beyond.size else -1, ids, count)
+
+
+@op()
+def get_rows(w: Tensor, ids: Tensor) -> Spec:
+    """Rows of w by index: y[i] = w[ids[i]], zeros where ids[i] < 0. ggml_get_rows.
+
+    w    (V, ...)         f32
+    ids  (...)            i32
+    y    ids.shape + ...  f32
+    """
+    want(
+        w.dtype == f32 and len(w.shape) >= 2,
+        f"w is {w.spec}; it must be f32 with at least two axes",
+    )
+    want(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
+    return Spec(ids.shape + w.shape[1:])
+
+
+@get_rows.vjp
+def get_rows_vjp(dy, y, w, ids):
+    return get_rows_back(dy, ids, shape=w.shape), None
+
+
+@get_rows.kernel("numpy")
+def get_rows_numpy(y, w, ids):
+    _check_numpy("get_rows", ids, len(w))
+    y[...] = w[np.maximum(ids, 0)]
+    y[ids < 0] = 0
+
+
+@get_rows.kernel("cpu")
+def get_rows_cpu(y, w, ids):
+    bad = kernels.rows.get_rows(y.reshape(ids.size, -1), w.reshape(len(w), -1), flat(ids))
+    _check("get_rows", bad, ids, len(w))
+
+
+@get_rows.samples
+def get_rows_samples():
+    for n, v, c in ((1, 1, 1), (17, 5, 15), (64, 9, 65), (3, 2, 64)):
+        yield get_rows(input("w", (v, c)), _ids(n, v))
+    yield get_rows(input("w", (6, 2, 4)), constant("ids", np.array([[0, 5, 5], [-1, 2, 1]]), i32))
+
+
+@op(inplace=(2,), acc=2)
+def get_rows_back(
+    dy: Tensor, ids: Tensor, acc: Tensor | None = None, *, shape: tuple[int, ...]
+) -> Spec:
+    """Add rows of dy into zeros (or acc) by index, in order: dw[ids[i]] += dy[i]. ggml_get_rows_back."""
+    want(
+        dy.shape == ids.shape + shape[1:],
+        f"dy is {dy.spec}; for ids {ids.spec} it must be {ids.shape + shape[1:]}",
+    )
+    want(
+        acc is None or acc.spec == Spec(shape),
+        f"acc is {acc and acc.spec}; it must be {Spec(shape)}",
+    )
+    return Spec(shape)
+
+
+@get_rows_back.vjp
+def get_rows_back_vjp(ddw, dw, dy, ids, acc, *, shape):
+    return get_rows(ddw, ids), None, (None if acc is None else ddw)
+
+
+@get_rows_back.kernel("numpy")
+def get_rows_back_numpy(dw, dy, ids, acc, *, shape):
+    _check_numpy("get_rows_back", ids, len(dw))
+    dw[...] = 0 if acc is None else acc
+    np.add.at(dw, ids[ids >= 0], dy[ids >= 0])
+
+
+@get_rows_back.kernel("cpu")
+def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
+    if acc is not None:
+        start_with(dw, acc)
+    wide = dw.reshape(len(dw), -1)
+    bad = kernels.rows.get_rows_back(wide, dy.reshape(ids.size, -1), flat(ids), acc is not None)
+    _check("get_rows_back", bad, ids, len(dw))
+
+
+@get_rows_back.samples
+def get_rows_back_samples():
+    for n, v, c in ((1, 1, 1), (17, 5, 15), (64, 9, 65)):
+        yield get_rows_back(input("dy", (n, c)), _ids(n, v), shape=(v, c))
+    yield get_rows_back(input("dy", (5, 4)), _ids(5, 3), input("acc", (3, 4)), shape=(3, 4))
+
+
+@op(writes=(0,))
+def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
+    """Write rows of x into a leaf by index: leaf[ids[i]] = x[i]. ggml_set_rows; how a KV cache is filled.
+
+    leaf (V, ...) f32, x ids.shape + (...) f32, ids (...) i32: distinct, or below 0 to write nothing.
+    Returns the leaf's new handle (as a tuple of one).
+    """
+    want(
+        leaf.dtype == f32 and x.dtype == f32,
+        f"leaf is {leaf.spec} and x is {x.spec}; both must be f32",
+    )
+    fits = x.shape == ids.shape + leaf.shape[1:] and ids.dtype == i32
+    want(
+        fits,
+        f"x is {x.spec} with ids {ids.spec}; it must be {ids.shape + leaf.shape[1:]} with i32 ids",
+    )
+    return (leaf.spec,)
+
+
+@set_rows.vjp
+def set_rows_vjp(dy, y, leaf, x, ids):
+    return zero_rows(dy[0], ids), get_rows(dy[0], ids), None
+
+
+@set_rows.kernel("numpy")
+def set_rows_numpy(out, leaf, x, ids):
+    _check_numpy("set_rows", ids, len(leaf))
+    leaf[ids[ids >= 0]] = x[ids >= 0]
+
+
+@set_rows.kernel("cpu")
+def set_rows_cpu(out, leaf, x, ids):
+    bad = kernels.rows.set_rows(leaf.reshape(len(leaf), -1), x.reshape(ids.size, -1), flat(ids))
+    _check("set_rows", bad, ids, len(leaf))
+
+
+@set_rows.samples
+def set_rows_samples():
+    for ids in ([0], [3, 0, -1, 2], [[4, 1], [-1, 0]]):
+        chosen = constant("ids", np.array(ids), i32)
+        yield set_rows(state("cache", (5, 2, 15)), input("x", (*chosen.shape, 2, 15)), chosen)[0]
+
+
+@op(inplace=(0,))
+def zero_rows(x: Tensor, ids: Tensor) -> Spec:
+    """y = x with the rows named by ids set to zero: what remains of a gradient once set_rows wrote there."""
+    want(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
+    return x.spec
+
+
+@zero_rows.vjp
+def zero_rows_vjp(dy, y, x, ids):
+    return zero_rows(dy, ids), None
+
+
+@zero_rows.kernel("numpy")
+def zero_rows_numpy(y, x, ids):
+    _check_numpy("zero_rows", ids, len(x))
+    y[...] = x
+    y[ids[ids >= 0]] = 0
+
+
+@zero_rows.kernel("cpu")
+def zero_rows_cpu(y, x, ids):
+    bad = kernels.rows.zero_rows(y.reshape(len(y), -1), x.reshape(len(x), -1), flat(ids))
+    _check("zero_rows", bad, ids, len(x))
+
+
+@zero_rows.samples
+def zero_rows_samples():
+    for n, v, c in ((1, 1, 1), (3, 5, 15), (17, 64, 65)):
+        yield zero_rows(input("x", (v, c)), _ids(n, v))
+
+
+def _ids(n: int, below: int) -> Tensor:
+    return constant("ids", (np.arange(n) * 7 + 3) % below, i32)

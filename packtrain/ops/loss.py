@@ -1,0 +1,194 @@
+"""Cross-entropy, on logits and fused with the projection that makes them. A target below 0 counts for nothing."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i32
+from packtrain.ops.arrays import flat, rows, rows_or_absent
+from packtrain.ops.elementwise import mul
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+
+def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> None:
+    want(targets.spec == Spec(shape, i32), f"targets is {targets.spec}; it must be i32{[*shape]}")
+    want(weights.spec == Spec(shape), f"weights is {weights.spec}; it must be f32{[*shape]}")
+
+
+def _losses(logits, targets):
+    """Per row: log-sum-exp less the target's logit, and the softmax."""
+    top = logits.max(-1, keepdims=True)
+    e = np.exp(logits - top)
+    total = e.sum(-1, keepdims=True)
+    at = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
+    losses = (np.log(total) + top - at)[..., 0]
+    return np.where(targets < 0, 0, losses), e / total
+
+
+def _dlogits(p, targets, weights):
+    d = p * np.where(targets < 0, 0, weights)[..., None]
+    np.put_along_axis(d, np.maximum(targets, 0)[..., None], _at_target(d, targets, weights), -1)
+    return d
+
+
+def _at_target(d, targets, weights):
+    at = np.take_along_axis(d, np.maximum(targets, 0)[..., None], -1)
+    return at - np.where(targets < 0, 0, weights)[..., None]
+
+
+@op()
+def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Spec, ...]:
+    """loss = sum of weights * losses, losses = log-sum-exp(logits) - logits[target]. ggml_cross_entropy_loss.
+
+    logits   (..., V)  f32
+    targets  (...)     i32; below 0: no loss, no gradient
+    weights  (...)     f32; 1 / number of targets gives the mean
+    loss     ()        f32, first result
+    losses   (...)     f32, second result
+    """
+    want(
+        logits.dtype == f32 and len(logits.shape) > 0,
+        f"logits is {logits.spec}; it must be f32[..., V]",
+    )
+    _check_targets(targets, weights, logits.shape[:-1])
+    return Spec(()), targets.spec.__class__(targets.shape)
+
+
+@cross_entropy.vjp
+def cross_entropy_vjp(dy, y, logits, targets, weights):
+    want(dy[1] is None, "only the loss has a gradient, not the losses by row")
+    return cross_entropy_back(dy[0], logits, targets, weights), None, mul(y[1], dy[0])
+
+
+@cross_entropy.kernel("numpy")
+def cross_entropy_numpy(out, logits, targets, weights):
+    loss, losses = out
+    losses[...] = _losses(logits, targets)[0]
+    loss[...] = (losses * weights).sum(dtype=np.float64)
+
+
+@cross_entropy.kernel("cpu")
+def cross_entropy_cpu(out, logits, targets, weights):
+    loss, losses = out
+    kernels.loss.cross_entropy(flat(loss), flat(losses), rows(logits), flat(targets), flat(weights))
+
+
+def _targets(shape, v):
+    n = int(np.prod(shape))
+    targets = (np.arange(n) * 5 + 2) % v
+    targets[n // 2 :: 4] = -1 if n > 2 else targets[0]
+    return constant("targets", targets.reshape(shape), i32), input("weights", shape)
+
+
+@cross_entropy.samples
+def cross_entropy_samples():
+    for n, v in ((1, 1), (3, 15), (17, 64), (65, 130)):
+        yield cross_entropy(input("logits", (n, v)), *_targets((n,), v))[0]
+    yield cross_entropy(input("logits", (2, 3, 7)), *_targets((2, 3), 7))[0]
+
+
+@op(inplace=(1,))
+def cross_entropy_back(dloss: Tensor, logits: Tensor, targets: Tensor, weights: Tensor) -> Spec:
+    """Gradient of cross_entropy: dlogits = dloss * weights * (softmax(logits) - onehot(targets))."""
+    _check_targets(targets, weights, logits.shape[:-1])
+    want(dloss.spec == Spec(()), f"dloss is {dloss.spec}; it must be f32[]")
+    return logits.spec
+
+
+@cross_entropy_back.kernel("numpy")
+def cross_entropy_back_numpy(dlogits, dloss, logits, targets, weights):
+    dlogits[...] = dloss * _dlogits(_losses(logits, targets)[1], targets, weights)
+
+
+@cross_entropy_back.kernel("cpu")
+def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
+    kernels.loss.cross_entropy_back(
+        rows(dlogits), flat(dloss), rows(logits), flat(targets), flat(weights)
+    )
+
+
+@cross_entropy_back.samples
+def cross_entropy_back_samples():
+    for n, v in ((1, 1), (3, 15), (17, 64)):
+        yield cross_entropy_back(input("dloss", ()), input("logits", (n, v)), *_targets((n,), v))
+
+
+@op(optional=(2, 3))
+def linear_cross_entropy(
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 256
+) -> tuple[Spec, ...]:
+    """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
+
+    The gradients for a loss gradient of 1 come with the value, from the same logits: nothing is computed
+    twice, and a graph that does not read them (evaluation) does not pay for them.
+
+        x        (..., C)  f32
+        w        (V, C)    f32
+        targets  (...)     i32; below 0: no loss, no gradient
+        weights  (...)     f32
+        loss     ()        f32
+        losses   (...)     f32, by row, not weighted
+        dx, dw             f32, as x and w
+    Exact; the idea of chunks as in Liger-Kernel's fused linear cross-entropy.
+    """
+    want(
+        x.dtype == f32 and len(w.shape) == 2 and w.dtype == f32,
+        f"x is {x.spec} and w is {w.spec}; w must be f32[V, C]",
+    )
+    want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
+    want(chunk > 0, f"chunk is {chunk}; it must be positive")
+    _check_targets(targets, weights, x.shape[:-1])
+    return Spec(()), weights.spec, x.spec, w.spec
+
+
+@linear_cross_entropy.vjp
+def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, *, chunk):
+    dloss, *others = dy
+    want(not any(others), "only the loss has a gradient, not the losses by row or the gradients")
+    _, losses, dx, dw = y
+    return _times(dloss, dx), _times(dloss, dw), None, _times(dloss, losses)
+
+
+def _times(dloss: Tensor, d: Tensor) -> Tensor:
+    return d if dloss.kind == "constant" and dloss.value == 1 else mul(d, dloss)
+
+
+@linear_cross_entropy.workspace("cpu")
+def linear_cross_entropy_work(x, w, targets, weights, *, chunk):
+    return (Spec((min(chunk, max(targets.spec.size, 1)), w.shape[0])),)
+
+
+@linear_cross_entropy.kernel("numpy")
+def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
+    loss, losses, dx, dw = out
+    losses[...], p = _losses(x @ w.T, targets)
+    loss[...] = (losses * weights).sum(dtype=np.float64)
+    d = _dlogits(p, targets, weights)
+    if dx is not None:
+        dx[...] = d @ w
+    if dw is not None:
+        dw[...] = rows(d).T @ x.reshape(-1, x.shape[-1])
+
+
+@linear_cross_entropy.kernel("cpu")
+def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, work):
+    loss, losses, dx, dw = out
+    kernels.loss.linear_cross_entropy(
+        flat(loss),
+        flat(losses),
+        rows_or_absent(dx),
+        rows_or_absent(dw),
+        work[0],
+        rows(x),
+        w,
+        flat(targets),
+        flat(weights),
+    )
+
+
+@linear_cross_entropy.samples
+def linear_cross_entropy_samples():
+    for n, c, v, chunk in ((1, 1, 1, 4), (17, 15, 64, 8), (65, 16, 130, 64), (64, 33, 1000, 64)):
+        x, w = input("x", (n, c)), input("w", (v, c))
+        yield linear_cross_entropy(x, w, *_targets((n,), v), chunk=chunk)[0]
+    x, w = input("x", (2, 3, 8)), input("w", (7, 8))
+    yield linear_cross_entropy(x, w, *_targets((2, 3), 7), chunk=4)[0]

@@ -1,0 +1,112 @@
+"""Root-mean-square normalisation, with its weight folded in."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.ops.arrays import flat_or_absent, rows, rows_or_absent
+from packtrain.tensor import Spec, Tensor, input, op, want
+
+PARTIAL_ROWS = 64  # rows whose weight gradients are summed before they meet the others
+
+
+@op(inplace=(0,))
+def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float) -> Spec:
+    """Divide by the root mean square of the last axis, times a weight.
+
+    y = x / sqrt(mean(x**2) + eps) * w
+
+        x  (..., C)  f32
+        w  (C,)      f32, or None for 1
+        y  (..., C)  f32
+    Zhang & Sennrich 2019, arXiv 1910.07467; ggml_rms_norm.
+    """
+    want(
+        x.dtype == f32 and len(x.shape) > 0,
+        f"x is {x.spec}; rms_norm computes in f32 over a last axis",
+    )
+    want(
+        w is None or w.spec == Spec(x.shape[-1:]),
+        f"w is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}",
+    )
+    return x.spec
+
+
+@rms_norm.vjp
+def rms_norm_vjp(dy, y, x, w, *, eps):
+    dx, dw = rms_norm_back(dy, x, w, eps=eps)
+    return dx, (None if w is None else dw)
+
+
+@rms_norm.kernel("numpy")
+def rms_norm_numpy(y, x, w, *, eps):
+    y[...] = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (1 if w is None else w)
+
+
+@rms_norm.kernel("cpu")
+def rms_norm_cpu(y, x, w, *, eps):
+    kernels.norm.rms_norm(rows(y), rows(x), flat_or_absent(w), eps)
+
+
+@rms_norm.samples
+def rms_norm_samples():
+    for n, c in ((1, 1), (3, 15), (17, 64), (2, 65), (100, 128)):
+        yield rms_norm(input("x", (n, c)), input("w", (c,)), eps=1e-5)
+    yield rms_norm(input("x", (2, 3, 16)), eps=1e-5)
+
+
+@op(inplace=(0, 3), acc=3, optional=(0, 1))
+def rms_norm_back(
+    dy: Tensor, x: Tensor, w: Tensor | None = None, acc: Tensor | None = None, *, eps: float
+) -> tuple[Spec, ...]:
+    """Gradients of rms_norm: with r = 1 / sqrt(mean(x**2) + eps), u = x * r and g = dy * w,
+
+    dx = r * (g - u * mean(g * u)) (+ acc),  dw = sum over rows of dy * u.
+    """
+    want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    want(acc is None or acc.spec == x.spec, f"acc is {acc and acc.spec}; it must be {x.spec}")
+    return x.spec, Spec(x.shape[-1:])
+
+
+@rms_norm_back.workspace("cpu")
+def rms_norm_back_work(dy, x, w, acc, *, eps):
+    blocks = -(-(x.spec.size // x.shape[-1]) // PARTIAL_ROWS)
+    return (Spec((blocks, x.shape[-1])),)
+
+
+@rms_norm_back.kernel("numpy")
+def rms_norm_back_numpy(out, dy, x, w, acc, *, eps):
+    dx, dw = out
+    r = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    u, g = x * r, dy * (1 if w is None else w)
+    from_dy = r * (g - u * (g * u).mean(-1, keepdims=True))
+    for_w = (dy * u).reshape(-1, x.shape[-1]).sum(0)
+    if dx is not None:
+        dx[...] = from_dy if acc is None else from_dy + acc
+    if dw is not None:
+        dw[...] = for_w
+
+
+@rms_norm_back.kernel("cpu")
+def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
+    dx, dw = out
+    kernels.norm.rms_norm_back(
+        rows_or_absent(dx),
+        flat_or_absent(dw),
+        work[0],
+        rows(dy),
+        rows(x),
+        flat_or_absent(w),
+        rows_or_absent(acc),
+        eps,
+    )
+
+
+@rms_norm_back.samples
+def rms_norm_back_samples():
+    for n, c in ((1, 1), (3, 15), (65, 64), (130, 17)):
+        yield from rms_norm_back(
+            input("dy", (n, c)), input("x", (n, c)), input("w", (c,)), eps=1e-5
+        )
+    x = input("x", (2, 3, 16))
+    yield rms_norm_back(input("dy", (2, 3, 16)), x, None, input("acc", (2, 3, 16)), eps=1e-5)[0]

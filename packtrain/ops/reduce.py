@@ -1,0 +1,144 @@
+"""Sums and their adjoint, broadcasting. Sums have a fixed order and are carried in f64."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.ops.arrays import flat, rows
+from packtrain.ops.shape import cont
+from packtrain.tensor import Spec, Tensor, View, input, op, want
+
+
+def sum_like(d: Tensor, x: Tensor) -> Tensor:
+    """The gradient d of a broadcast x, summed to x's shape; d itself if nothing was broadcast."""
+    return d if d.shape == x.shape else sum_to(d, shape=x.shape)
+
+
+@op(view=True)
+def broadcast_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
+    """x repeated along new or unit axes by strides of zero, as np.broadcast_to. ggml_repeat without the copy."""
+    padded = (1,) * (len(shape) - len(x.shape)) + x.shape
+    fits = len(padded) == len(shape) and all(
+        n in (1, s) for n, s in zip(padded, shape, strict=True)
+    )
+    want(fits, f"x {x.spec} does not broadcast to {tuple(shape)}")
+    strides = (0,) * (len(shape) - len(x.shape)) + x.strides
+    steps = tuple(0 if n == 1 != s else b for n, s, b in zip(padded, shape, strides, strict=True))
+    return View(tuple(shape), x.dtype, steps)
+
+
+@broadcast_to.vjp
+def broadcast_to_vjp(dy, y, x, *, shape):
+    return (sum_like(dy, x),)
+
+
+@broadcast_to.samples
+def broadcast_to_samples():
+    yield broadcast_to(input("x", (3, 1)), shape=(2, 3, 4))
+    yield broadcast_to(input("x", ()), shape=(5,))
+    yield cont(broadcast_to(input("x", (3, 1)), shape=(2, 3, 4)))
+
+
+@op()
+def sum(x: Tensor) -> Spec:
+    """y = sum of all elements: x (...) f32, y () f32. ggml_sum."""
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    return Spec(())
+
+
+@sum.vjp
+def sum_vjp(dy, y, x):
+    return (broadcast_to(dy, shape=x.shape),)
+
+
+@sum.kernel("numpy")
+def sum_numpy(y, x):
+    y[...] = x.sum(dtype=np.float64)
+
+
+@sum.kernel("cpu")
+def sum_cpu(y, x):
+    kernels.reduce.sum_all(flat(y), flat(x))
+
+
+@sum.samples
+def sum_samples():
+    for n in (1, 15, 64, 70_000):
+        yield sum(input("x", (n,)))
+
+
+@op()
+def sum_rows(x: Tensor) -> Spec:
+    """y = sum over the last axis: x (..., C) f32, y (..., 1) f32. ggml_sum_rows."""
+    want(
+        x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
+    )
+    return Spec((*x.shape[:-1], 1))
+
+
+@sum_rows.vjp
+def sum_rows_vjp(dy, y, x):
+    return (broadcast_to(dy, shape=x.shape),)
+
+
+@sum_rows.kernel("numpy")
+def sum_rows_numpy(y, x):
+    y[...] = x.sum(-1, keepdims=True, dtype=np.float64)
+
+
+@sum_rows.kernel("cpu")
+def sum_rows_cpu(y, x):
+    kernels.reduce.sum_rows(flat(y), rows(x))
+
+
+@sum_rows.samples
+def sum_rows_samples():
+    for c in (1, 15, 63, 129):
+        yield sum_rows(input("x", (3, 5, c)))
+    yield sum_rows(input("x", (600, 65)))
+
+
+@op()
+def sum_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
+    """Sum the axes that broadcasting from `shape` to x's shape would repeat. ggml_repeat_back."""
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    padded = (1,) * (len(x.shape) - len(shape)) + tuple(shape)
+    fits = len(padded) == len(x.shape) and all(
+        s in (1, n) for s, n in zip(padded, x.shape, strict=True)
+    )
+    want(fits, f"{tuple(shape)} does not broadcast to x {x.spec}")
+    return Spec(tuple(shape))
+
+
+@sum_to.vjp
+def sum_to_vjp(dy, y, x, *, shape):
+    return (broadcast_to(dy, shape=x.shape),)
+
+
+@sum_to.kernel("numpy")
+def sum_to_numpy(y, x, *, shape):
+    padded = (1,) * (x.ndim - y.ndim) + y.shape
+    axes = tuple(i for i, n in enumerate(padded) if n == 1 and x.shape[i] != 1)
+    y[...] = x.sum(axes, keepdims=True, dtype=np.float64).reshape(y.shape)
+
+
+@sum_to.kernel("cpu")
+def sum_to_cpu(y, x, *, shape):
+    if y.size == 1:
+        kernels.reduce.sum_all(flat(y), flat(x))
+    elif shape == x.shape[x.ndim - len(shape) :]:
+        kernels.reduce.sum_cols(flat(y), x.reshape(-1, y.size))
+    elif shape == (*x.shape[:-1], 1):
+        kernels.reduce.sum_rows(flat(y), rows(x))
+    else:
+        axes = tuple(
+            i for i in range(x.ndim) if ((1,) * (x.ndim - y.ndim) + y.shape)[i] != x.shape[i]
+        )
+        np.add.reduce(x, axes, out=y.reshape([n for i, n in enumerate(x.shape) if i not in axes]))
+
+
+@sum_to.samples
+def sum_to_samples():
+    for shape in ((), (17,), (5, 17), (1, 17), (3, 1, 1), (3, 5, 1), (1, 5, 1), (3, 5, 17)):
+        yield sum_to(input("x", (3, 5, 17)), shape=shape)
+    yield sum_to(input("x", (1000, 64)), shape=(64,))

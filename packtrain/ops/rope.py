@@ -1,0 +1,118 @@
+"""Rotary position embedding: a table of rotations made once a step, and the rotation of queries and keys."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i32
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+
+def _inverse_frequencies(dims: int, base: float) -> np.ndarray:
+    return base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+
+
+@op()
+def rope_table(pos: Tensor, *, dims: int, base: float) -> Spec:
+    """Rotations for positions: t[..., i] = (cos, sin)(pos * base**(-2i / dims)), angles in f64.
+
+    pos  (...)               i32
+    t    (..., dims / 2, 2)  f32
+    """
+    want(pos.dtype == i32, f"pos is {pos.spec}; it must be i32")
+    want(dims > 0 and dims % 2 == 0, f"dims is {dims}; it must be even and positive")
+    return Spec((*pos.shape, dims // 2, 2))
+
+
+@rope_table.vjp
+def rope_table_vjp(dt, t, pos, *, dims, base):
+    return (None,)
+
+
+@rope_table.kernel("numpy")
+def rope_table_numpy(t, pos, *, dims, base):
+    angles = pos[..., None].astype(np.float64) * _inverse_frequencies(dims, base)
+    t[..., 0], t[..., 1] = np.cos(angles), np.sin(angles)
+
+
+@rope_table.kernel("cpu")
+def rope_table_cpu(t, pos, *, dims, base):
+    kernels.rope.table(
+        t.reshape(pos.size, -1, 2), pos.reshape(-1), _inverse_frequencies(dims, base), 1.0
+    )
+
+
+@rope_table.samples
+def rope_table_samples():
+    yield rope_table(
+        constant("pos", np.array([[0, 1, 500], [7, 2, 100_000]]), i32), dims=6, base=10_000.0
+    )
+    yield rope_table(constant("pos", np.arange(65), i32), dims=64, base=1e6)
+
+
+@op(inplace=(0,))
+def rope(x: Tensor, table: Tensor, *, neox: bool = False, inverse: bool = False) -> Spec:
+    """Rotate pairs of x by the table: (a, b) -> (a cos - b sin, a sin + b cos).
+
+    Pairs are (2i, 2i + 1), or (i, i + R / 2) with `neox`; elements beyond R pass through. `inverse` turns back.
+
+        x      (..., H, D)      f32
+        table  (..., R / 2, 2)  f32, R <= D, leading axes as x's without H
+        y      (..., H, D)      f32
+    Su et al. 2021, arXiv 2104.09864; ggml_rope_ext.
+    """
+    want(
+        x.dtype == f32 and table.dtype == f32,
+        f"x is {x.spec} and table is {table.spec}; both must be f32",
+    )
+    fits = len(x.shape) >= 2 and table.shape[:-2] == x.shape[:-2] and table.shape[-1:] == (2,)
+    want(
+        fits, f"x is {x.spec} and table is {table.spec}; it must be f32{[*x.shape[:-2], 'R/2', 2]}"
+    )
+    want(
+        2 * table.shape[-2] <= x.shape[-1],
+        f"table turns {2 * table.shape[-2]} elements, x has {x.shape[-1]}",
+    )
+    return x.spec
+
+
+@rope.vjp
+def rope_vjp(dy, y, x, table, *, neox, inverse):
+    return rope(dy, table, neox=neox, inverse=not inverse), None
+
+
+@rope.kernel("numpy")
+def rope_numpy(y, x, table, *, neox, inverse):
+    half = table.shape[-2]
+    first, second = (
+        (slice(half), slice(half, 2 * half))
+        if neox
+        else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    )
+    cos, sin = table[..., None, :, 0], table[..., None, :, 1] * (-1 if inverse else 1)
+    a, b = x[..., first], x[..., second]
+    turned = a * cos - b * sin, a * sin + b * cos
+    y[...] = x
+    y[..., first], y[..., second] = turned
+
+
+@rope.kernel("cpu")
+def rope_cpu(y, x, table, *, neox, inverse):
+    heads = (-1, *x.shape[-2:])
+    kernels.rope.rope(
+        y.reshape(heads), x.reshape(heads), table.reshape(-1, *table.shape[-2:]), neox, inverse
+    )
+
+
+@rope.samples
+def rope_samples():
+    for t, h, d, r in (
+        (1, 1, 2, 2),
+        (3, 2, 16, 16),
+        (17, 3, 64, 64),
+        (5, 2, 65, 32),
+        (15, 1, 8, 6),
+    ):
+        table = rope_table(constant("pos", np.arange(t) * 3, i32), dims=r, base=10_000.0)
+        for neox in (False, True):
+            yield rope(input("x", (t, h, d)), table, neox=neox)
+        yield rope(input("x", (t, h, d)), table, inverse=True)

@@ -1,0 +1,179 @@
+"""Views (the same bytes seen with another shape or strides) and the copies that make them dense."""
+
+import math
+
+import numpy as np
+
+from packtrain.tensor import Spec, Tensor, View, input, op, want
+
+
+def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides that show x's elements in the new shape without a copy, or None."""
+    if x.dense:
+        return Spec(shape, x.dtype).strides
+    runs: list[
+        tuple[int, int]
+    ] = []  # axes joined wherever the outer one only continues the inner one
+    for n, step in zip(x.shape, x.strides, strict=True):
+        if n == 1:
+            continue
+        joins = runs and runs[-1][1] == n * step
+        runs[-1:] = [(runs[-1][0] * n, step)] if joins else [*runs[-1:], (n, step)]
+    strides = []
+    for n in reversed(shape):
+        if n == 1:
+            strides.append(x.dtype.block_nbytes)
+            continue
+        if not runs or runs[-1][0] % n:
+            return None
+        size, step = runs.pop()
+        strides.append(step)
+        if size != n:
+            runs.append((size // n, step * n))
+    return tuple(reversed(strides))
+
+
+@op(view=True)
+def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
+    """The same elements in another shape; needs no copy or is refused (then use cont first)."""
+    shape = tuple(int(n) for n in shape)
+    want(
+        math.prod(shape) == x.spec.size,
+        f"x {x.spec} has {x.spec.size} elements, shape {shape} has another number",
+    )
+    same_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
+    want(same_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
+    strides = _strides_for(x, shape)
+    want(
+        strides is not None,
+        f"x {x.spec} with strides {x.strides} cannot become {shape} without a copy; use cont",
+    )
+    return View(shape, x.dtype, strides)
+
+
+@reshape.vjp
+def reshape_vjp(dy, y, x, *, shape):
+    return (reshape(dy if dy.dense else cont(dy), shape=x.shape),)
+
+
+@op(view=True)
+def permute(x: Tensor, *, axes: tuple[int, ...]) -> Spec:
+    """Axes in another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
+    want(
+        sorted(axes) == list(range(len(x.shape))),
+        f"axes {axes} are not an order of the {len(x.shape)} axes of x",
+    )
+    want(
+        not x.dtype.quantized or axes[-1] == len(axes) - 1,
+        f"x {x.spec} is quantized, so its rows stay last",
+    )
+    return View(tuple(x.shape[i] for i in axes), x.dtype, tuple(x.strides[i] for i in axes))
+
+
+@permute.vjp
+def permute_vjp(dy, y, x, *, axes):
+    return (permute(dy, axes=tuple(sorted(range(len(axes)), key=lambda i: axes[i]))),)
+
+
+def transpose(x: Tensor) -> Tensor:
+    """x (..., M, N) seen as (..., N, M)."""
+    n = len(x.shape)
+    return permute(x, axes=(*range(n - 2), n - 1, n - 2))
+
+
+@op(view=True)
+def narrow(x: Tensor, *, axis: int, start: int, length: int) -> Spec:
+    """x[..., start : start + length, ...] along one axis. ggml_view with an offset."""
+    want(0 <= axis < len(x.shape), f"axis {axis} is not an axis of x {x.spec}")
+    want(
+        0 <= start <= start + length <= x.shape[axis],
+        f"{start}:{start + length} is outside axis {axis} of x {x.spec}",
+    )
+    want(
+        not x.dtype.quantized or axis < len(x.shape) - 1,
+        f"x {x.spec} is quantized and is cut between rows only",
+    )
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+    return View(shape, x.dtype, x.strides, start * x.strides[axis])
+
+
+@narrow.vjp
+def narrow_vjp(dy, y, x, *, axis, start, length):
+    return (narrow_back(dy, axis=axis, start=start, size=x.shape[axis]),)
+
+
+@reshape.samples
+def reshape_samples():
+    yield reshape(input("x", (4, 6)), shape=(2, 2, 3, 2))
+    yield reshape(permute(input("x", (2, 3, 4)), axes=(1, 0, 2)), shape=(3, 2, 2, 2))
+    yield reshape(narrow(input("x", (5, 6)), axis=0, start=1, length=4), shape=(2, 12))
+    yield reshape(narrow(input("x", (5, 6)), axis=1, start=2, length=3), shape=(5, 3, 1))
+
+
+@permute.samples
+def permute_samples():
+    yield permute(input("x", (2, 3, 4)), axes=(2, 0, 1))
+    yield transpose(input("x", (5, 3)))
+
+
+@narrow.samples
+def narrow_samples():
+    yield narrow(input("x", (5, 4)), axis=0, start=1, length=3)
+    yield narrow(input("x", (5, 4)), axis=1, start=0, length=1)
+
+
+@op()
+def cont(x: Tensor) -> Spec:
+    """A dense copy of x. ggml_cont."""
+    want(not x.dtype.quantized, f"x is {x.spec}; quantized rows are not copied here")
+    return x.spec
+
+
+@cont.vjp
+def cont_vjp(dy, y, x):
+    return (dy,)
+
+
+@cont.kernel("numpy")
+def cont_numpy(y, x):
+    np.copyto(y, x)
+
+
+@cont.kernel("cpu", strided=True)
+def cont_cpu(y, x):
+    np.copyto(y, x)
+
+
+@cont.samples
+def cont_samples():
+    yield cont(input("x", (3, 5)))
+    yield cont(permute(input("x", (2, 3, 4)), axes=(2, 0, 1)))
+    yield cont(narrow(transpose(input("x", (64, 65))), axis=0, start=3, length=17))
+
+
+@op()
+def narrow_back(dy: Tensor, *, axis: int, start: int, size: int) -> Spec:
+    """Zeros of the given size along one axis, with dy at `start`: the gradient of narrow."""
+    end = start + dy.shape[axis]
+    want(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
+    return Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)
+
+
+@narrow_back.vjp
+def narrow_back_vjp(ddx, dx, dy, *, axis, start, size):
+    return (narrow(ddx, axis=axis, start=start, length=dy.shape[axis]),)
+
+
+@narrow_back.kernel("numpy")
+def narrow_back_numpy(dx, dy, *, axis, start, size):
+    dx[...] = 0
+    np.moveaxis(dx, axis, 0)[start : start + dy.shape[axis]] = np.moveaxis(dy, axis, 0)
+
+
+narrow_back.kernel("cpu", strided=True)(narrow_back_numpy)
+
+
+@narrow_back.samples
+def narrow_back_samples():
+    yield narrow_back(input("dy", (3, 4)), axis=0, start=1, size=5)
+    yield narrow_back(input("dy", (3, 4)), axis=1, start=0, size=4)

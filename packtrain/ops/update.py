@@ -1,0 +1,130 @@
+"""Optimizer steps: what is done to a weight once its gradient is there, and the norm that clips it."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.ops.arrays import flat
+from packtrain.ops.elementwise import mul, scale
+from packtrain.tensor import Spec, Tensor, constant, input, op, state, want, weight
+
+
+@op(acc=1)
+def sum_squares(x: Tensor, acc: Tensor | None = None) -> Spec:
+    """y = sum of x**2 (+ acc): x (...) f32, acc and y () f32. For clipping by global norm."""
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    want(acc is None or acc.spec == Spec(()), f"acc is {acc and acc.spec}; it must be f32[]")
+    return Spec(())
+
+
+@sum_squares.vjp
+def sum_squares_vjp(dy, y, x, acc):
+    from_x = scale(mul(x, dy), by=2.0)
+    return from_x, (None if acc is None else dy)
+
+
+@sum_squares.kernel("numpy")
+def sum_squares_numpy(y, x, acc):
+    y[...] = np.square(x, dtype=np.float64).sum() + (0 if acc is None else acc)
+
+
+@sum_squares.kernel("cpu")
+def sum_squares_cpu(y, x, acc):
+    before = 0.0 if acc is None else float(acc)
+    kernels.reduce.sum_squares(flat(y), flat(x))
+    if acc is not None:
+        y += np.float32(before)
+
+
+@sum_squares.samples
+def sum_squares_samples():
+    for n in (1, 15, 64, 70_000):
+        yield sum_squares(input("x", (n,)))
+    yield sum_squares(input("x", (3, 5)), input("acc", ()))
+
+
+@op()
+def clip_gate(squares: Tensor, *, max_norm: float) -> Spec:
+    """What a gradient is multiplied by: min(1, max_norm / (norm + 1e-6)), or NaN if the norm is not finite.
+
+    An optimizer step leaves everything as it is when its gate is not finite: so a bad step is skipped whole.
+    As torch.nn.utils.clip_grad_norm_.
+
+        squares  ()  f32   the sum of squares of all gradients
+        gate     ()  f32
+    """
+    want(squares.spec == Spec(()), f"squares is {squares.spec}; it must be f32[]")
+    return Spec(())
+
+
+@clip_gate.kernel("numpy")
+def clip_gate_numpy(gate, squares, *, max_norm):
+    norm = np.sqrt(squares)
+    gate[...] = np.minimum(1.0, max_norm / (norm + 1e-6)) if np.isfinite(norm) else np.nan
+
+
+clip_gate.kernel("cpu")(clip_gate_numpy)
+
+
+@clip_gate.samples
+def clip_gate_samples():
+    for squares in (0.01, 4.0, np.inf, np.nan):
+        yield clip_gate(constant("squares", np.array(squares)), max_norm=1.0)
+
+
+ADAMW_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - beta2**t")
+
+
+@op(writes=(0, 2, 3))
+def opt_step_adamw(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Tensor, gate: Tensor, *, decay: bool
+) -> tuple[Spec, ...]:
+    """One AdamW step in one pass; returns the new handles of w, m and v. ggml_opt_step_adamw.
+
+    g' = gate * g;  m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2
+    w = w (1 - lr * weight_decay) - lr (m / c1) / (sqrt(v / c2) + eps)
+
+        w, g, m, v  (...)  f32
+        hyper       (7,)   f32   see ADAMW_HYPER: c1 and c2 come as numbers, so one plan serves every step
+        gate        ()     f32   see clip_gate; nothing changes if it is not finite
+    Loshchilov & Hutter 2019, arXiv 1711.05101.
+    """
+    same = w.spec == g.spec == m.spec == v.spec and w.dtype == f32
+    want(same, f"w {w.spec}, g {g.spec}, m {m.spec} and v {v.spec} must be equal and f32")
+    want(
+        hyper.spec == Spec((7,)),
+        f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(ADAMW_HYPER)}",
+    )
+    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    return w.spec, m.spec, v.spec
+
+
+@opt_step_adamw.kernel("numpy")
+def opt_step_adamw_numpy(out, w, g, m, v, hyper, gate, *, decay):
+    if not np.isfinite(gate):
+        return
+    lr, beta1, beta2, eps, weight_decay, c1, c2 = hyper
+    g = g * gate
+    m[...] = beta1 * m + (1 - beta1) * g
+    v[...] = beta2 * v + (1 - beta2) * g * g
+    w[...] = w * (1 - lr * weight_decay * decay) - lr * (m / c1) / (np.sqrt(v / c2) + eps)
+
+
+@opt_step_adamw.kernel("cpu")
+def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, *, decay):
+    kernels.update.adamw(flat(w), flat(g), flat(m), flat(v), hyper, float(decay), flat(gate))
+
+
+@opt_step_adamw.samples
+def opt_step_adamw_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975]))
+    for n, gate, decay in (
+        (1, 1.0, True),
+        (17, 0.5, False),
+        (64, np.nan, True),
+        (70_000, 1.0, True),
+    ):
+        w, m, v = weight("w", (n,)), state("m", (n,)), state("v", (n,))
+        yield from opt_step_adamw(
+            w, input("g", (n,)), m, v, hyper, constant("gate", np.array(gate)), decay=decay
+        )

@@ -1,0 +1,141 @@
+"""Decides which backend runs each call and where each tensor lives; inserts the copies this needs.
+
+A Graph goes in, a Placed list of Steps comes out. The Graph is not changed and can be placed again.
+"""
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packtrain import backends
+from packtrain.backends import Backend
+from packtrain.graph import Graph
+from packtrain.ops.shape import cont
+from packtrain.tensor import Call, GraphError, Kernel, Op, Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One kernel run: `kernel(results, *inputs, **attrs)` on `backend`, for `call` of the graph."""
+
+    op: Op[..., Any]
+    call: Call
+    backend: Backend
+    kernel: Kernel
+    inputs: tuple[Tensor | None, ...]
+    results: tuple[Tensor, ...]
+
+    @property
+    def reads(self) -> list[Tensor]:
+        return [t for t in self.inputs if t is not None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A Graph with a backend for every call: steps in written order without views, and a home per storage."""
+
+    graph: Graph
+    steps: tuple[Step, ...]
+    home: Mapping[Tensor, Backend]
+    names: Mapping[Tensor, str]
+
+    @property
+    def splits(self) -> list[tuple[Backend, list[Step]]]:
+        """Runs of steps on one backend."""
+        return [(b, list(steps)) for b, steps in itertools.groupby(self.steps, lambda s: s.backend)]
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Ops that run their `numpy` kernel because no backend that was asked for has one."""
+        asked = {b for b in self.home.values() if b != backends.numpy}
+        return (
+            sorted({s.op.name for s in self.steps if s.backend == backends.numpy}) if asked else []
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{self.names[step.results[0]]}: {step.op.name} on {step.backend.name}"
+            for step in self.steps
+        )
+
+
+def place(
+    graph: Graph,
+    among: Sequence[Backend] = (backends.cpu,),
+    homes: Mapping[str, Backend] | None = None,
+) -> Placed:
+    """Give every call a backend: where its leaves live, else where its inputs are, else the first that can.
+
+    among   backends in order of preference; the `numpy` specification stands in, with a warning, where none has
+            a kernel
+    homes   leaf name -> backend, for leaves that shall not live on the first one
+    """
+    placing = _Placing(graph, among, homes or {})
+    for call in graph.calls:
+        placing.add(call)
+    if placing.fallen:
+        warnings.warn(
+            f"no kernel of {[b.name for b in among]} for {sorted(placing.fallen)}; using numpy's",
+            stacklevel=2,
+        )
+    return Placed(graph, tuple(placing.steps), placing.home, placing.names)
+
+
+class _Placing:
+    def __init__(
+        self, graph: Graph, among: Sequence[Backend], homes: Mapping[str, Backend]
+    ) -> None:
+        unknown = homes.keys() - {leaf.name for leaf in graph.leaves}
+        if unknown:
+            raise GraphError(f"homes names {sorted(unknown)}, which are no leaves of the graph")
+        self.among = among
+        self.home = {leaf: homes.get(leaf.label, among[0]) for leaf in graph.leaves}
+        self.names = dict(graph.names)
+        self.steps: list[Step] = []
+        self.copies: dict[tuple[Tensor, str], Tensor] = {}
+        self.fallen: set[str] = set()
+
+    def add(self, call: Call) -> None:
+        if call.op.view:
+            return
+        backend = self._choose(call)
+        kernel = call.op.kernels[backend.name]
+        inputs = [
+            t if t is None else self._bring(call, t, backend, kernel.takes_view(i))
+            for i, t in enumerate(call.inputs)
+        ]
+        for t in call.results:
+            self.home.setdefault(t.base, backend)
+        self.steps.append(Step(call.op, call, backend, kernel, tuple(inputs), call.results))
+
+    def _choose(self, call: Call) -> Backend:
+        near = [
+            self.home[t.base]
+            for t in sorted(call.reads, key=lambda t: t.base.kind not in ("weight", "state"))
+        ]
+        for backend in (*near[:1], *self.among):
+            if backend.name in call.op.kernels:
+                return backend
+        if "numpy" not in call.op.kernels:
+            raise GraphError(f"{call.op.name} has no kernel at all\n  at {call.where}")
+        self.fallen.add(call.op.name)
+        return backends.numpy
+
+    def _bring(self, call: Call, t: Tensor, backend: Backend, strided: bool) -> Tensor:
+        """t, or a copy of it that `backend` can read: dense if its kernel wants that, in its space."""
+        source = self.home[t.base]
+        if not t.dense and not (strided and source.space == backend.space):
+            t = self._copy(call, t, source, cont.kernels[source.name], f"{self.names[t]} dense")
+        if source.space != backend.space:
+            moved = Kernel(lambda y, x: backend.upload(y, source.download(x)), strided=False)
+            t = self._copy(call, t, backend, moved, f"{self.names[t]} on {backend.space}")
+        return t
+
+    def _copy(self, call: Call, t: Tensor, backend: Backend, kernel: Kernel, name: str) -> Tensor:
+        if (t, backend.space) not in self.copies:
+            copy = self.copies[t, backend.space] = cont(t)
+            self.home[copy], self.names[copy] = backend, name
+            self.steps.append(Step(cont, call, backend, kernel, (t,), (copy,)))
+        return self.copies[t, backend.space]

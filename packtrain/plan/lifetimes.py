@@ -1,0 +1,106 @@
+"""Which tensors share bytes, and from which step to which they are needed."""
+
+from dataclasses import dataclass, field
+
+from packtrain.place import Placed, Step
+from packtrain.tensor import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Bytes that a chain of tensors uses in turn, needed during steps [start, end)."""
+
+    name: str
+    op: str
+    category: str
+    space: str
+    nbytes: int
+    start: int
+    end: int
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+def storages(placed: Placed, *, reuse: bool = True) -> list[Storage]:
+    """The arena's storages: inputs, results and workspaces. Weights, states and constants are elsewhere.
+
+    reuse  False gives every storage its bytes for the whole run and nothing is done in place: to find out
+           whether a wrong result is the planner's fault.
+    """
+    last = _last_reads(placed)
+    outputs = {t.base for t in placed.graph.outputs.values()}
+    found: dict[Tensor, Storage] = {}
+    made = [_input(placed, leaf, last) for leaf in placed.graph.leaves if leaf.kind == "input"]
+    found.update((s.tensors[0], s) for s in made)
+    for i, step in enumerate(placed.steps):
+        work = step.op.workspaces.get(step.backend.name)
+        for spec in work(*step.inputs, **step.call.attrs) if work else ():
+            name = f"{placed.names[step.results[0]]} work"
+            made.append(
+                Storage(name, step.op.name, "workspace", step.backend.space, spec.nbytes, i, i + 1)
+            )
+        taken: set[Storage] = set()
+        for index, t in enumerate(step.results):
+            if t.base.kind or (t not in last and index in step.op.optional):
+                continue
+            storage = _dying(step, index, i, found, taken) if reuse else None
+            if storage is None:
+                storage = Storage(
+                    placed.names[t],
+                    step.op.name,
+                    _category(step, t, outputs),
+                    step.backend.space,
+                    t.spec.nbytes,
+                    i,
+                    i + 1,
+                )
+                made.append(storage)
+            taken.add(storage)
+            storage.tensors.append(t)
+            storage.end = max(last.get(t, i) + 1, i + 1)
+            found[t] = storage
+    if not reuse:
+        for storage in made:
+            storage.start, storage.end = 0, len(placed.steps)
+    return made
+
+
+def _last_reads(placed: Placed) -> dict[Tensor, int]:
+    """For each storage-owning tensor the last step that reads it; outputs are read after the last step."""
+    last = {t.base: i for i, step in enumerate(placed.steps) for t in step.reads}
+    last.update((t.base, len(placed.steps)) for t in placed.graph.outputs.values())
+    return last
+
+
+def _input(placed: Placed, leaf: Tensor, last: dict[Tensor, int]) -> Storage:
+    space = placed.home[leaf].space
+    return Storage(leaf.label, "input", "input", space, leaf.spec.nbytes, 0, last[leaf] + 1, [leaf])
+
+
+def _category(step: Step, t: Tensor, outputs: set[Tensor]) -> str:
+    if t in outputs:
+        return "output"
+    return {"forward": "activation", "backward": "gradient", "recomputed": "recomputed"}[
+        step.call.phase
+    ]
+
+
+def _dying(
+    step: Step, index: int, i: int, found: dict[Tensor, Storage], taken: set[Storage]
+) -> Storage | None:
+    """The storage of an input that result `index` may take over: last read here, once, whole and dense."""
+    result = step.results[index]
+    reads = [t.base for t in step.reads]
+    for candidate in step.op.inplace.get(index, ()):
+        t = step.inputs[candidate]
+        storage = None if t is None else found.get(t.base)
+        if t is None or storage is None or storage in taken or storage.end != i + 1:
+            continue
+        whole = (
+            t.dense
+            and t.offset == 0
+            and t.spec == result.spec
+            and t.spec.nbytes == t.base.spec.nbytes
+        )
+        if whole and storage.nbytes == result.spec.nbytes and reads.count(t.base) == 1:
+            return storage
+    return None

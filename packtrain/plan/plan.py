@@ -1,0 +1,158 @@
+"""Plan: where every byte of a run lives, as data that prints, compares, verifies and goes to JSON."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from packtrain.place import Placed
+from packtrain.plan.lifetimes import Storage, storages
+from packtrain.plan.pack import height, lower_bound, pack
+from packtrain.tensor import GraphError
+
+Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """`nbytes` at `offset` of a space's arena during steps [start, end), used by `tensors` one after another."""
+
+    name: str
+    op: str
+    category: str
+    space: str
+    start: int
+    end: int
+    offset: int
+    nbytes: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """One memory space: its bytes, the most bytes alive at once and when, and what lives outside the arena."""
+
+    space: str
+    nbytes: int
+    lower_bound: int
+    peak_step: int
+    weight_nbytes: int
+    state_nbytes: int
+    constant_nbytes: int
+
+    @property
+    def gap(self) -> float:
+        """Bytes lost to packing, as a fraction of the lower bound; 0 is proven best."""
+        return self.nbytes / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Offsets for all that lives inside one run of the graph with this fingerprint, and of no other."""
+
+    fingerprint: str
+    steps: int
+    arenas: tuple[Arena, ...]
+    buffers: tuple[Buffer, ...]
+
+    def arena(self, space: str = "host") -> Arena:
+        return next(a for a in self.arenas if a.space == space)
+
+    def peak(self, space: str = "host") -> list[Buffer]:
+        """Who owns the peak: buffers alive at the fullest step, largest first."""
+        at = self.arena(space).peak_step
+        alive = [b for b in self.buffers if b.space == space and b.start <= at < b.end]
+        return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
+
+    def check_belongs(self, placed: Placed) -> None:
+        """Raise GraphError unless this plan was made from a graph like `placed`."""
+        made_for = placed.graph.fingerprint
+        if made_for != self.fingerprint:
+            raise GraphError(
+                f"the plan is for graph {self.fingerprint}, not for this graph {made_for}; make_plan it anew"
+            )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Raise ValueError if the text is not a plan."""
+        try:
+            fields = json.loads(text)
+            arenas = tuple(Arena(**a) for a in fields.pop("arenas"))
+            buffers = tuple(
+                Buffer(**{**b, "tensors": tuple(b["tensors"])}) for b in fields.pop("buffers")
+            )
+            return Plan(**fields, arenas=arenas, buffers=buffers)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is not a plan in JSON: {error}") from None
+
+    def __str__(self) -> str:
+        lines = [f"plan of {self.steps} steps for graph {self.fingerprint}"]
+        for a in self.arenas:
+            outside = a.weight_nbytes + a.state_nbytes + a.constant_nbytes
+            lines.append(
+                f"{a.space}: arena {size_text(a.nbytes)}, lower bound {size_text(a.lower_bound)} at step {a.peak_step}, "
+                f"gap {a.gap:.2%}, outside it {size_text(outside)}"
+            )
+            rows = sorted(
+                (b for b in self.buffers if b.space == a.space), key=lambda b: (b.offset, b.start)
+            )
+            lines.append(f"{'offset':>12} {'bytes':>12} {'steps':>13}  {'category':10}  buffer")
+            lines += [
+                f"{b.offset:>12,} {b.nbytes:>12,} {b.start:>6}{b.end - 1:>7}  {b.category:10}  {' = '.join(b.tensors) or b.name}"
+                for b in rows
+            ]
+        return "\n".join(lines)
+
+
+def size_text(nbytes: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size, unit = float(nbytes), 0
+    while size >= 1024 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{nbytes} B"
+
+
+def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> Plan:
+    """Offsets for every storage of the arena, one arena per memory space.
+
+    packer  (start, end, size) -> offsets, see pack
+    reuse   False: nothing is done in place and no byte is used twice (debugging)
+    """
+    names = placed.names
+    buffers: list[Buffer] = []
+    arenas: list[Arena] = []
+    made = storages(placed, reuse=reuse)
+    for space, alignment in sorted({(b.space, b.alignment) for b in placed.home.values()}):
+        here = [s for s in made if s.space == space]
+        start, end, size = (np.array(column, np.int64) for column in _columns(here, alignment))
+        offsets = packer(start, end, size)
+        bound, at = lower_bound(start, end, size)
+        outside = {"weight": 0, "state": 0, "constant": 0, "input": 0}
+        for leaf in placed.graph.leaves:
+            outside[str(leaf.kind)] += leaf.spec.nbytes * (placed.home[leaf].space == space)
+        arenas.append(
+            Arena(
+                space,
+                height(size, offsets),
+                bound,
+                at,
+                outside["weight"],
+                outside["state"],
+                outside["constant"],
+            )
+        )
+        for s, offset in zip(here, offsets.tolist(), strict=True):
+            tensors = tuple(names[t] for t in s.tensors)
+            buffers.append(
+                Buffer(s.name, s.op, s.category, space, s.start, s.end, offset, s.nbytes, tensors)
+            )
+    return Plan(placed.graph.fingerprint, len(placed.steps), tuple(arenas), tuple(buffers))
+
+
+def _columns(here: list[Storage], alignment: int) -> tuple[list[int], list[int], list[int]]:
+    sizes = [max(-(-s.nbytes // alignment), 1) * alignment for s in here]
+    return [s.start for s in here], [s.end for s in here], sizes

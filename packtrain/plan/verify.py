@@ -1,0 +1,168 @@
+"""Replays a plan step by step and keeps account of which tensor owns each byte.
+
+It shares nothing with what made the plan: neither lifetimes nor offsets are taken on trust.
+"""
+
+import numpy as np
+
+from packtrain.place import Placed, Step
+from packtrain.plan.plan import Buffer, Plan
+from packtrain.tensor import Tensor
+
+Extent = tuple[str, int, int]  # space, first unit, unit after the last
+FREE, WORK = 0, 1
+
+
+class PlanError(AssertionError):
+    """A plan under which a run would read or overwrite bytes that are not its own."""
+
+
+def verify(plan: Plan, placed: Placed) -> None:
+    """Raise PlanError unless every read of a run meets the bytes that were written for it.
+
+    Checked at each step: inputs are still whole; results and workspace lie inside the arena, aligned, apart from
+    each other and from the inputs, unless the op may overwrite that very input and nobody reads it later.
+    """
+    plan.check_belongs(placed)
+    _Replay(plan, placed).run()
+
+
+class _Replay:
+    def __init__(self, plan: Plan, placed: Placed) -> None:
+        self.placed = placed
+        self.units = {b.space: b.alignment for b in placed.home.values()}
+        self.where = {name: b for b in plan.buffers for name in b.tensors}
+        self.works: dict[tuple[int, str], list[Buffer]] = {}
+        for b in plan.buffers:
+            if b.category == "workspace":
+                self.works.setdefault((b.start, b.space), []).append(b)
+        self.owner = {
+            a.space: np.zeros(-(-a.nbytes // self.units[a.space]), np.int64) for a in plan.arenas
+        }
+        self.ids: dict[Tensor, int] = {}
+
+    def run(self) -> None:
+        for leaf in self.placed.graph.leaves:
+            if leaf.kind == "input":
+                self._own(leaf, "before the first step")
+        read = {t.base for step in self.placed.steps for t in step.reads}
+        read |= {t.base for t in self.placed.graph.outputs.values()}
+        for i, step in enumerate(self.placed.steps):
+            for t in step.reads:
+                self._check_whole(t, f"step {i} {step.op.name} reads")
+            self._write(i, step, read)
+        for name, t in self.placed.graph.outputs.items():
+            self._check_whole(t, f"output {name} reads")
+
+    def _write(self, i: int, step: Step, read: set[Tensor]) -> None:
+        who = f"step {i} {step.op.name}"
+        inputs = [
+            (k, t, self._extent(t.base))
+            for k, t in enumerate(step.inputs)
+            if t is not None and _in_arena(t)
+        ]
+        taken: list[tuple[str, Extent]] = []
+        for index, t in enumerate(step.results):
+            if t.base.kind or (
+                t not in read
+                and index in step.op.optional
+                and self.placed.names[t] not in self.where
+            ):
+                continue
+            extent = self._extent(t)
+            for k, x, other in inputs:
+                in_place = (
+                    k in step.op.inplace.get(index, ())
+                    and extent == other
+                    and _once(step, x)
+                    and _same(x, t)
+                )
+                if _overlap(extent, other) and not in_place:
+                    raise PlanError(
+                        f"{who}: result {self._name(t)} overwrites input {self._name(x)} while it is read"
+                    )
+            self._check_apart(who, self._name(t), extent, taken)
+        for spec, b in self._workspace(i, step):
+            extent = self._clip(b)
+            if b.nbytes < spec.nbytes:
+                raise PlanError(f"{who}: workspace has {b.nbytes} bytes and needs {spec.nbytes}")
+            for _, x, other in inputs:
+                if _overlap(extent, other):
+                    raise PlanError(f"{who}: workspace overwrites input {self._name(x)}")
+            self._check_apart(who, "workspace", extent, taken)
+            self.owner[extent[0]][extent[1] : extent[2]] = WORK
+        for t in step.results:
+            if not t.base.kind and self.placed.names[t] in self.where:
+                self._own(t, who)
+
+    def _workspace(self, i: int, step: Step):  # type: ignore[no-untyped-def]
+        rule = step.op.workspaces.get(step.backend.name)
+        specs = rule(*step.inputs, **step.call.attrs) if rule else ()
+        buffers = self.works.get((i, step.backend.space), [])
+        if len(buffers) != len(specs):
+            raise PlanError(
+                f"step {i} {step.op.name}: {len(buffers)} workspaces planned, {len(specs)} needed"
+            )
+        return zip(specs, buffers, strict=True)
+
+    def _check_apart(
+        self, who: str, name: str, extent: Extent, taken: list[tuple[str, Extent]]
+    ) -> None:
+        for other, there in taken:
+            if _overlap(extent, there):
+                raise PlanError(f"{who}: {name} and {other} share bytes")
+        taken.append((name, extent))
+
+    def _own(self, t: Tensor, who: str) -> None:
+        space, first, last = self._extent(t)
+        self.ids[t] = self.ids.get(t, len(self.ids) + WORK + 1)
+        self.owner[space][first:last] = self.ids[t]
+
+    def _check_whole(self, t: Tensor, who: str) -> None:
+        base = t.base
+        if not _in_arena(t):
+            return
+        space, first, last = self._extent(base)
+        owners = self.owner[space][first:last]
+        if base not in self.ids or not (owners == self.ids[base]).all():
+            thief = next(
+                (self._name(x) for x, k in self.ids.items() if k in owners and x is not base),
+                "a workspace",
+            )
+            raise PlanError(f"{who} {self._name(t)}, but its bytes were overwritten by {thief}")
+
+    def _extent(self, t: Tensor) -> Extent:
+        buffer = self.where.get(self._name(t))
+        if buffer is None:
+            raise PlanError(f"{self._name(t)} has no bytes in the plan")
+        if buffer.nbytes < t.spec.nbytes:
+            raise PlanError(f"{self._name(t)} has {buffer.nbytes} bytes and needs {t.spec.nbytes}")
+        return self._clip(buffer)
+
+    def _clip(self, b: Buffer) -> Extent:
+        unit = self.units[b.space]
+        first, last = b.offset // unit, -(-(b.offset + b.nbytes) // unit)
+        if b.offset % unit or b.offset < 0 or last > len(self.owner[b.space]):
+            raise PlanError(
+                f"{b.name}: offset {b.offset} is not a multiple of {unit} inside the arena"
+            )
+        return b.space, first, last
+
+    def _name(self, t: Tensor) -> str:
+        return self.placed.names.get(t) or self.placed.names[t.base]
+
+
+def _in_arena(t: Tensor) -> bool:
+    return t.base.kind in (None, "input")
+
+
+def _overlap(a: Extent, b: Extent) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+
+
+def _once(step: Step, x: Tensor) -> bool:
+    return sum(t.base is x.base for t in step.reads) == 1
+
+
+def _same(x: Tensor, t: Tensor) -> bool:
+    return x.spec == t.spec and x.dense and x.offset == 0

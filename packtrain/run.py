@@ -1,0 +1,271 @@
+"""Session and Executor: bind a plan to memory once, then run its kernels in order.
+
+The Session owns the bytes: leaves by name, and one arena per space that all its plans share. An Executor owns
+nothing; it is a list of calls with their arrays.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from packtrain.backends import Backend
+from packtrain.debug import flags
+from packtrain.observe import Bound, Observer, Watcher, report
+from packtrain.place import Placed, Step
+from packtrain.plan import Buffer, Plan, make_plan
+from packtrain.tensor import Spec, Tensor
+
+_running = threading.Lock()
+
+
+class RunError(RuntimeError):
+    """A run that cannot start: what is missing or in the way."""
+
+
+@dataclass(slots=True)
+class _Leaf:
+    spec: Spec
+    backend: Backend
+    array: Any
+    given: bool
+
+
+class Session:
+    """Leaves, allocated once by name, and an arena per space as large as the largest plan needs.
+
+    Add all executors before the first run to allocate everything up front; one added later may move the arena.
+    """
+
+    def __init__(self) -> None:
+        self.dirty: str | None = None
+        self.generation = 0
+        self._leaves: dict[str, _Leaf] = {}
+        self._constants: dict[Tensor, Any] = {}
+        self._arenas: dict[str, tuple[int, Any]] = {}
+
+    def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
+        """Bind a placed graph, by its plan (made here if none is given), to this session's memory."""
+        plan = plan or make_plan(placed, reuse="noreuse" not in flags())
+        plan.check_belongs(placed)
+        report(placed, plan)
+        for leaf in placed.graph.leaves:
+            self._adopt(leaf, placed.home[leaf])
+        for arena in plan.arenas:
+            backend = next(b for b in placed.home.values() if b.space == arena.space)
+            if arena.nbytes > self._arenas.get(arena.space, (-1, None))[0]:
+                self._arenas.pop(arena.space, None)
+                self.generation += 1
+                self._arenas[arena.space] = arena.nbytes, backend.alloc(arena.nbytes)
+        return Executor(self, placed, plan)
+
+    def _adopt(self, leaf: Tensor, backend: Backend) -> None:
+        if leaf.kind == "constant" and leaf not in self._constants:
+            array = self._constants[leaf] = _alloc(backend, leaf.spec)
+            assert leaf.value is not None
+            backend.upload(array, leaf.value)
+        if leaf.kind not in ("weight", "state"):
+            return
+        known = self._leaves.get(leaf.label)
+        if known is None:
+            self._leaves[leaf.label] = _Leaf(
+                leaf.spec, backend, _alloc(backend, leaf.spec), leaf.kind == "state"
+            )
+        elif known.spec != leaf.spec or known.backend.space != backend.space:
+            here = f"{known.spec} on {known.backend.space}"
+            raise RunError(
+                f"{leaf.name} is {here} in this session, the graph wants {leaf.spec} on {backend.space}"
+            )
+
+    def array(self, t: Tensor) -> Any:
+        """The session's own array of a leaf; it changes as the session runs."""
+        return self._constants[t] if t.kind == "constant" else self._leaves[t.label].array
+
+    def buffer(self, space: str) -> Any:
+        return self._arenas[space][1]
+
+    def set(self, values: Mapping[str, np.ndarray]) -> None:
+        """Give leaves their values by name; shapes must be the leaves' own."""
+        for name, value in values.items():
+            leaf = self._known(name)
+            if np.shape(value) != leaf.spec.shape:
+                raise RunError(
+                    f"{name} is {leaf.spec}; a value of shape {list(np.shape(value))} does not fit"
+                )
+            leaf.backend.upload(leaf.array, np.asarray(value))
+            leaf.given = True
+
+    def get(self, name: str) -> np.ndarray:
+        """A copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
+        if self.dirty:
+            raise RunError(f"the session is dirty and must not be saved: {self.dirty}")
+        leaf = self._known(name)
+        return leaf.backend.download(leaf.array)
+
+    def _known(self, name: str) -> _Leaf:
+        if name not in self._leaves:
+            raise RunError(
+                f"no leaf is called {name}; there are {', '.join(sorted(self._leaves)) or 'none'}"
+            )
+        return self._leaves[name]
+
+    def unset(self, placed: Placed) -> list[str]:
+        """Weights of a graph that were never given a value."""
+        weights = [leaf.label for leaf in placed.graph.leaves if leaf.kind == "weight"]
+        return [name for name in weights if not self._leaves[name].given]
+
+
+def _alloc(backend: Backend, spec: Spec) -> Any:
+    return backend.view(backend.alloc(spec.nbytes), 0, spec, spec.strides)
+
+
+class Executor:
+    """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`."""
+
+    def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
+        self.session, self.placed, self.plan = session, placed, plan
+        self.watchers: list[Watcher] = []
+        self.offsets = {name: b for b in plan.buffers for name in b.tensors}
+        self.works: dict[int, list[Buffer]] = {}
+        for b in plan.buffers:
+            if b.category == "workspace":
+                self.works.setdefault(b.start, []).append(b)
+        writing = [i for i, step in enumerate(placed.steps) if step.op.writes]
+        self.first_write = writing[0] if writing else len(placed.steps)
+        self._bind()
+
+    # ---- binding
+
+    def _bind(self) -> None:
+        self.generation = self.session.generation
+        self.bound = [self._bind_step(i, step) for i, step in enumerate(self.placed.steps)]
+        self.calls = [b.run for b in self.bound]
+        inputs = (leaf for leaf in self.placed.graph.leaves if leaf.kind == "input")
+        self.inputs = {leaf.label: (self.placed.home[leaf], self._array(leaf)) for leaf in inputs}
+        outputs = self.placed.graph.outputs.items()
+        self.outputs = {name: (self.placed.home[t.base], self._array(t)) for name, t in outputs}
+
+    def _bind_step(self, i: int, step: Step) -> Bound:
+        names = self.placed.names
+        results = tuple(
+            None if names[t] not in self.offsets and not t.base.kind else self._array(t)
+            for t in step.results
+        )
+        inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
+        attrs = dict(step.call.attrs) if step.op is step.call.op else {}
+        work = self._work(i, step)
+        if work:
+            attrs["work"] = work
+        out = results if step.call.several and step.op is step.call.op else results[0]
+        return Bound(step, results, inputs, work, partial(step.kernel.run, out, *inputs, **attrs))
+
+    def _work(self, i: int, step: Step) -> tuple[Any, ...]:
+        rule = step.op.workspaces.get(step.backend.name)
+        if rule is None:
+            return ()
+        specs = rule(*step.inputs, **step.call.attrs)
+        buffers = self.works[i]
+        space = self.session.buffer(step.backend.space)
+        return tuple(
+            step.backend.view(space, b.offset, s, s.strides)
+            for s, b in zip(specs, buffers, strict=True)
+        )
+
+    def _array(self, t: Tensor) -> Any:
+        """The bytes of t, or of the leaf or storage that it shows."""
+        backend = self.placed.home[t.base]
+        if t.base.kind in ("weight", "state", "constant"):
+            if t.base is t or (t.dense and t.offset == 0 and t.spec == t.base.spec):
+                return self.session.array(t.base)
+            whole = self.session.array(t.base)
+            return backend.view(whole.reshape(-1).view(np.uint8), t.offset, t.spec, t.strides)
+        offset = self.offsets[self.placed.names[t.base]].offset + t.offset
+        return backend.view(self.session.buffer(backend.space), offset, t.spec, t.strides)
+
+    # ---- running
+
+    def watch(self, pattern: str, see: Callable[[str, np.ndarray], None]) -> None:
+        """Call `see(name, value)` whenever a step makes a tensor whose name matches the shell pattern."""
+        self.watchers.append(Watcher(pattern, see))
+
+    def __call__(
+        self, inputs: Mapping[str, Any] | None = None, *, stop: Callable[[], bool] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Run once. Outputs are copies. `stop` is asked before each step and ends the run with Stopped.
+
+        Raises RunError if inputs or weights are missing or another run is under way. A step that fails once
+        updates have begun leaves the session dirty: its leaves can no longer be read.
+        """
+        with _one_at_a_time(), np.errstate(all="ignore"):
+            self._prepare(inputs or {})
+            observer = Observer.wanted(self, stop)
+            if observer is not None:
+                self._guarded(observer.run)
+            else:
+                self._guarded(self._run)
+            return {
+                name: backend.download(array) for name, (backend, array) in self.outputs.items()
+            }
+
+    def _run(self) -> None:
+        for self.at, call in enumerate(self.calls):
+            call()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            if self.at >= self.first_write:
+                self.session.dirty = (
+                    f"{self.placed.steps[self.at].op.name} failed during the update: {error!r}"
+                )
+            raise
+
+    def _prepare(self, inputs: Mapping[str, Any]) -> None:
+        self.at = 0
+        if self.generation != self.session.generation:
+            self._bind()
+        if self.session.dirty:
+            raise RunError(f"the session is dirty: {self.session.dirty}")
+        if inputs.keys() != self.inputs.keys():
+            missing, unknown = (
+                self.inputs.keys() - inputs.keys(),
+                inputs.keys() - self.inputs.keys(),
+            )
+            raise RunError(
+                f"inputs missing: {sorted(missing) or 'none'}; unknown: {sorted(unknown) or 'none'}"
+            )
+        unset = self.session.unset(self.placed)
+        if unset:
+            raise RunError(f"weights without a value: {', '.join(unset)}")
+        for name, (backend, array) in self.inputs.items():
+            value = np.asarray(inputs[name])
+            if value.shape != array.shape:
+                raise RunError(
+                    f"input {name} has shape {list(value.shape)}; it must be {list(array.shape)}"
+                )
+            backend.upload(array, value)
+
+    def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
+        """Run again without updates and say which step first makes a value that is not finite, if any does."""
+        with _one_at_a_time(), np.errstate(all="ignore"):
+            self._prepare(inputs)
+            try:
+                Observer(self, frozenset(["nan"]), None, updates=False).run()
+            except FloatingPointError as error:
+                return str(error)
+        return None
+
+
+@contextmanager
+def _one_at_a_time():  # type: ignore[no-untyped-def]
+    if not _running.acquire(blocking=False):
+        raise RunError("another executor is running in this process; one runs at a time")
+    try:
+        yield
+    finally:
+        _running.release()

@@ -1,0 +1,400 @@
+"""Spec, Op, Tensor: what is computed. Read this first.
+
+Calling an Op on Tensors runs its shape rule and gives new Tensors that remember the Call. Nothing here knows
+of memory, backends or values.
+"""
+
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+
+import numpy as np
+
+from packtrain.dtypes import Dtype, f32
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+Kind = Literal["weight", "state", "input", "constant"]
+Phase = Literal["forward", "backward", "recomputed"]
+
+
+class GraphError(ValueError):
+    """A graph that cannot be: says op, fact, requirement, call site and the inputs."""
+
+
+class Unmet(Exception):
+    """A requirement of a shape rule that does not hold; the Op adds who and where."""
+
+
+def want(holds: bool, fact: str) -> None:
+    """State a requirement inside a shape rule."""
+    if not holds:
+        raise Unmet(fact)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Logical shape in NumPy order and element type."""
+
+    shape: tuple[int, ...]
+    dtype: Dtype = f32
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        rows = math.prod(self.shape[:-1])
+        return rows * self.dtype.row_nbytes(self.shape[-1] if self.shape else 1)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes between neighbours along each axis when the tensor is dense."""
+        step, strides = self.dtype.block_nbytes, []
+        for axis in range(len(self.shape) - 1, -1, -1):
+            strides.append(step)
+            last = axis == len(self.shape) - 1
+            step = self.dtype.row_nbytes(self.shape[axis]) if last else step * self.shape[axis]
+        return tuple(reversed(strides))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class View(Spec):
+    """What the shape rule of a view gives: where in the input's storage the elements are, in bytes."""
+
+    layout: tuple[int, ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Call:
+    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`."""
+
+    op: "Op[..., Any]"
+    inputs: tuple["Tensor | None", ...]
+    attrs: dict[str, Any]
+    serial: int
+    origin: tuple[str, int]
+    phase: Phase
+    results: tuple["Tensor", ...] = ()
+
+    @property
+    def reads(self) -> list["Tensor"]:
+        return [t for t in self.inputs if t is not None]
+
+    @property
+    def several(self) -> bool:
+        """Whether kernels and vjps get a tuple of results, as the caller did."""
+        return len(self.results) > 1 or bool(self.op.writes)
+
+    @property
+    def where(self) -> str:
+        return f"{self.origin[0].rpartition('/')[2]}:{self.origin[1]}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Tensor:
+    """A value to be: immutable, compared by identity, named at most once (see `named`).
+
+    A leaf has a `kind`; any other tensor is result `index` of its `call`. A view, and the new handle that a
+    writing op returns, share the bytes of `base`.
+    """
+
+    spec: Spec
+    strides: tuple[int, ...]
+    offset: int = 0
+    call: Call | None = None
+    index: int = 0
+    kind: Kind | None = None
+    value: np.ndarray | None = None
+    shared: "Tensor | None" = None
+    name: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.spec.dtype
+
+    @property
+    def base(self) -> "Tensor":
+        return self.shared or self
+
+    @property
+    def dense(self) -> bool:
+        return self.shared is None or self.strides == self.spec.strides or self.spec.size <= 1
+
+    @property
+    def handle(self) -> "Tensor":
+        """The leaf, result or updated leaf that this tensor is a view of (itself if it is no view)."""
+        t = self
+        while t.call is not None and t.call.op.view:
+            t = t.call.reads[0]
+        return t
+
+    @property
+    def label(self) -> str:
+        return self.name or (f"a result of {self.call.op.name}" if self.call else "a leaf")
+
+    def line(self, names: Mapping["Tensor", str]) -> str:
+        """`name: spec = op(inputs, attrs)`, or `name: spec` for a leaf."""
+        head = f"{names.get(self) or self.label}: {self.spec}"
+        if self.call is None:
+            return head
+        given = list(self.call.inputs)
+        while given and given[-1] is None:
+            given.pop()
+        parts = ["None" if x is None else names.get(x) or x.label for x in given]
+        parts += [f"{key}={value!r}" for key, value in self.call.attrs.items()]
+        return f"{head} = {self.call.op.name}({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        return self.line({}) + (f"  # {self.call.where}" if self.call else "")
+
+    def __repr__(self) -> str:
+        return f"<{self.label}: {self.spec}>"
+
+
+def named(name: str, tensor: Tensor) -> Tensor:
+    """Give a fresh tensor its name; a tensor is named once."""
+    if tensor.name is not None:
+        raise GraphError(f"{tensor.name} already has a name and cannot become {name}")
+    object.__setattr__(tensor, "name", name)
+    return tensor
+
+
+# ---- leaves --------------------------------------------------------------------------------------------------
+
+
+def weight(name: str, shape: tuple[int, ...], dtype: Dtype = f32) -> Tensor:
+    """A leaf that is trained or frozen, and saved."""
+    return _leaf(name, shape, dtype, "weight")
+
+
+def state(name: str, shape: tuple[int, ...], dtype: Dtype = f32) -> Tensor:
+    """A leaf that a run may update and the next run reads: optimizer moments, KV cache. Starts as zeros."""
+    return _leaf(name, shape, dtype, "state")
+
+
+def input(name: str, shape: tuple[int, ...], dtype: Dtype = f32) -> Tensor:
+    """A leaf given anew at every run."""
+    return _leaf(name, shape, dtype, "input")
+
+
+def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
+    """A leaf whose value is part of the graph."""
+    value = np.asarray(value, dtype.numpy)
+    return _leaf(name, value.shape, dtype, "constant", value)
+
+
+def _leaf(
+    name: str, shape: tuple[int, ...], dtype: Dtype, kind: Kind, value: np.ndarray | None = None
+) -> Tensor:
+    shape = tuple(int(n) for n in shape)
+    if any(n < 0 for n in shape) or (shape[-1] if shape else 1) % dtype.block:
+        raise GraphError(
+            f"{name}: a {dtype} tensor cannot have shape {shape}; rows are blocks of {dtype.block}"
+        )
+    spec = Spec(shape, dtype)
+    return Tensor(spec, spec.strides, kind=kind, value=value, name=name)
+
+
+# ---- ops -----------------------------------------------------------------------------------------------------
+
+OPS: dict[str, "Op[..., Any]"] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One backend's `(out, *inputs, **attrs) -> None`; `strided`: inputs it takes as views that are not dense."""
+
+    run: Callable[..., None]
+    strided: bool | tuple[int, ...]
+
+    def takes_view(self, index: int) -> bool:
+        return self.strided if isinstance(self.strided, bool) else index in self.strided
+
+
+class Op(Generic[P, R]):
+    """A named operation and every rule about it. Calling it on Tensors gives its result Tensors.
+
+    inplace   result -> inputs whose bytes it may take over once nobody needs them (a tuple is for result 0)
+    view      the result is input 0's bytes, where the rule's View says
+    writes    inputs (leaves) that are updated; result i is the new handle of the i-th of them
+    acc       an optional input that is added to result 0
+    optional  results a kernel can leave out: it gets None for one that nobody reads
+    """
+
+    def __init__(self, rule: Callable[..., Any], declared: Mapping[str, Any]) -> None:
+        self.rule, self.name, self.__doc__ = rule, rule.__name__, rule.__doc__
+        self.view: bool = declared.get("view", False)
+        inplace = declared.get("inplace", ())
+        self.inplace: dict[int, tuple[int, ...]] = (
+            inplace if isinstance(inplace, dict) else {0: inplace}
+        )
+        self.writes: tuple[int, ...] = declared.get("writes", ())
+        self.acc: int | None = declared.get("acc")
+        self.optional: tuple[int, ...] = declared.get("optional", ())
+        parameters = inspect.signature(rule).parameters.values()
+        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self.arity = len(parameters) - len(keyword)
+        self.defaults = {p.name: p.default for p in keyword if p.default is not p.empty}
+        self.vjp_rule: Callable[..., Any] | None = None
+        self.kernels: dict[str, Kernel] = {}
+        self.workspaces: dict[str, Callable[..., Any]] = {}
+        self.sample_rule: Callable[[], Iterator[Tensor]] | None = None
+        if OPS.setdefault(self.name, self) is not self:
+            raise GraphError(f"two ops are called {self.name}")
+
+    def vjp(self, rule: Rule) -> Rule:
+        """Declare `(dy, y, *inputs, **attrs) -> a gradient or None per input`; tuples for several results."""
+        self.vjp_rule = rule
+        return rule
+
+    def kernel(
+        self, backend: str, *, strided: bool | tuple[int, ...] = False
+    ) -> Callable[[Rule], Rule]:
+        """Declare a backend's kernel. The `numpy` one is the specification and always takes strides."""
+
+        def declare(run: Rule) -> Rule:
+            self.kernels[backend] = Kernel(run, strided or backend == "numpy")
+            return run
+
+        return declare
+
+    def workspace(self, backend: str) -> Callable[[Rule], Rule]:
+        """Declare `(*inputs, **attrs) -> tuple of Spec`: what the kernel gets as `work` while it runs."""
+
+        def declare(rule: Rule) -> Rule:
+            self.workspaces[backend] = rule
+            return rule
+
+        return declare
+
+    def samples(self, rule: Rule) -> Rule:
+        """Declare a generator of small result tensors from which tests and benchmarks draw."""
+        self.sample_rule = rule
+        return rule
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        inputs: tuple[Any, ...] = args + (None,) * (self.arity - len(args))
+        attrs: dict[str, Any] = {**self.defaults, **kwargs}
+        author = _author.get()
+        origin = author.origin if author else _caller()
+        try:
+            for i, t in enumerate(inputs):
+                want(
+                    t is None or isinstance(t, Tensor),
+                    f"input {i} is {t!r}; only tensors are inputs",
+                )
+            given = self.rule(*inputs, **attrs)
+        except Unmet as unmet:
+            raise GraphError(_refusal(self, str(unmet), origin, inputs)) from None
+        specs = given if isinstance(given, tuple) else (given,)
+        call = Call(
+            self, inputs, attrs, next(_serial), origin, author.phase if author else "forward"
+        )
+        results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
+        object.__setattr__(call, "results", results)
+        return results if isinstance(given, tuple) else results[0]  # type: ignore[return-value]
+
+    def _result(self, call: Call, index: int, spec: Spec) -> Tensor:
+        if isinstance(spec, View):
+            x = call.reads[0]
+            plain = Spec(spec.shape, spec.dtype)
+            return Tensor(plain, spec.layout, x.offset + spec.offset, call, shared=x.base)
+        if index < len(self.writes):
+            leaf = call.inputs[self.writes[index]]
+            assert leaf is not None
+            if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf:
+                fact = f"{leaf.label} is written, so it must be a whole weight or state leaf"
+                raise GraphError(_refusal(self, fact, call.origin, call.inputs))
+            return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)
+        return Tensor(spec, spec.strides, call=call, index=index)
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+
+class _Declare:
+    """What `@op(...)` returns: turns a shape rule into an Op of the same signature."""
+
+    def __init__(self, declared: Mapping[str, Any]) -> None:
+        self.declared = declared
+
+    @overload
+    def __call__(self, rule: Callable[P, Spec]) -> Op[P, Tensor]: ...
+    @overload
+    def __call__(self, rule: Callable[P, tuple[Spec, ...]]) -> Op[P, tuple[Tensor, ...]]: ...
+    def __call__(self, rule: Callable[P, Any]) -> Op[P, Any]:
+        return Op(rule, self.declared)
+
+
+def op(
+    *,
+    inplace: tuple[int, ...] | dict[int, tuple[int, ...]] = (),
+    view: bool = False,
+    writes: tuple[int, ...] = (),
+    acc: int | None = None,
+    optional: tuple[int, ...] = (),
+) -> _Declare:
+    """Declare an op; the decorated function is its shape rule. See Op for the declarations."""
+    return _Declare(
+        {"inplace": inplace, "view": view, "writes": writes, "acc": acc, "optional": optional}
+    )
+
+
+# ---- who wrote it --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Author:
+    origin: tuple[str, int]
+    phase: Phase
+
+
+_serial = itertools.count()
+_author: ContextVar[_Author | None] = ContextVar("author", default=None)
+_inside: dict[str, bool] = {}
+_OWN = ("packtrain.ops", "packtrain.tensor", "packtrain.grad", "contextlib")
+
+
+@contextmanager
+def written_for(call: Call, phase: Phase) -> Iterator[None]:
+    """Calls made here bear the origin of `call`: gradients and recomputation name the forward line."""
+    token = _author.set(_Author(call.origin, phase))
+    try:
+        yield
+    finally:
+        _author.reset(token)
+
+
+def _caller() -> tuple[str, int]:
+    frame = sys._getframe(2)
+    while True:
+        file = frame.f_code.co_filename
+        inside = _inside.get(file)
+        if inside is None:
+            inside = _inside[file] = str(frame.f_globals.get("__name__")).startswith(_OWN)
+        if not inside or frame.f_back is None:
+            return file, frame.f_lineno
+        frame = frame.f_back
+
+
+def _refusal(op: Op[..., Any], fact: str, origin: tuple[str, int], inputs: Iterable[Any]) -> str:
+    tensors = dict.fromkeys(t for t in inputs if isinstance(t, Tensor))
+    lines = [f"{op.name}: {fact}", f"  at {origin[0].rpartition('/')[2]}:{origin[1]}"]
+    return "\n".join(lines + [f"    {t}" for t in tensors])

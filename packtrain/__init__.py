@@ -16,7 +16,16 @@ from packtrain.place import Placed, place
 from packtrain.plan import Plan, PlanError, make_plan, verify
 from packtrain.run import Executor, RunError, Session
 from packtrain.tensor import (
-    GraphError, Op, Spec, Tensor, constant, input, named, op, state, weight,
+    GraphError,
+    Op,
+    Spec,
+    Tensor,
+    constant,
+    input,
+    named,
+    op,
+    state,
+    weight,
 )  # fmt: skip
 
 __version__ = "0.1.0"

@@ -147,20 +147,27 @@ class _Backward:
 
     def _backward(self, call: Call) -> None:
         dy = [self.partial.pop(t, None) for t in call.results]
-        for t, d in zip(call.results, dy, strict=True):
-            if t.name and d is not None and d.name is None:
-                named(f"d/{t.name}", d)
+        for result, arrived in zip(call.results, dy, strict=True):
+            if result.name and arrived is not None and arrived.name is None:
+                named(f"d/{result.name}", arrived)
         count = len(call.results)
         values = self.recompute.values([*call.results, *call.inputs])
         y, inputs = values[:count], values[count:]
         rule: Any = call.op.vjp_rule
         with written_for(call, "backward"):
-            given = list(rule(*((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs))
+            given: list[Any] = list(
+                rule(*((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs)
+            )
             newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
             folded = self._fold(call, given, newest)
-            for i, (t, d) in enumerate(zip(call.inputs, given, strict=True)):
-                if t is None or d is None or t not in self.active:
+            for i, t in enumerate(call.inputs):
+                d = given[i]
+                if t is None or t not in self.active:
                     continue
+                if d is None:
+                    raise GraphError(
+                        f"{call.op.name}: no gradient for its input {t.label}\n  at {call.where}"
+                    )
                 if d.shape != t.shape:
                     raise GraphError(
                         f"{call.op.name}: its gradient for {t.label} {t.spec} is {d.spec}\n  at {call.where}"

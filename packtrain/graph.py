@@ -1,6 +1,7 @@
 """Graph: the calls that some outputs need, in the order they were written; verified when made, printable."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from packtrain.tensor import Call, GraphError, Tensor
@@ -25,18 +26,17 @@ class Graph:
         self._check_handles()
 
     def _unique_names(self) -> dict[Tensor, str]:
-        """Leaf names as they are; other names made unique by a number behind a hash."""
-        names: dict[Tensor, str] = {}
-        count: dict[str, int] = {}
-        for leaf in self.leaves:
-            names[leaf] = leaf.label
-            if count.setdefault(leaf.label, 1) and len(count) < len(names):
-                raise GraphError(
-                    f"two leaves are called {leaf.name}; a leaf's name must be its own"
-                )
-        for t in (t for call in self.calls for t in call.results):
+        """Weights, states and inputs by their own names; others made unique by a number behind a hash."""
+        own = [leaf for leaf in self.leaves if leaf.kind != "constant"]
+        count = Counter(leaf.label for leaf in own)
+        twice = [name for name, times in count.items() if times > 1]
+        if twice:
+            raise GraphError(f"two leaves are called {twice[0]}; a leaf's name must be its own")
+        names = {leaf: leaf.label for leaf in own}
+        results = (t for call in self.calls for t in call.results)
+        for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
             name = t.name or t.label.rpartition(" ")[2]
-            count[name] = count.get(name, 0) + 1
+            count[name] += 1
             names[t] = name if count[name] == 1 else f"{name}#{count[name]}"
         return names
 

@@ -3,7 +3,7 @@
 import fnmatch
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ class Observer:
     ) -> None:
         self.executor, self.on, self.stop, self.updates = executor, on, stop, updates
         self.names = executor.placed.names
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.freed = self._freed() if "poison" in on else {}
 
     @staticmethod
@@ -71,14 +71,15 @@ class Observer:
         return Observer(executor, on, stop) if on or stop or executor.watchers else None
 
     def run(self) -> None:
-        for self.executor.at, bound in enumerate(self.executor.bound):
+        for at, bound in enumerate(self.executor.bound):
+            self.executor.at = at
             if self.stop is not None and self.stop():
                 raise Stopped(f"stopped before {bound.step.op.name}")
             if self.updates or not bound.step.op.writes:
-                self._step(self.executor.at, bound)
+                self._step(at, bound)
         if "time" in self.on:
             total = sum(self.seconds.values())
-            for name, seconds in self.seconds.most_common():
+            for name, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
                 print(f"{seconds * 1e3:10.3f} ms {seconds / total:6.1%}  {name}", file=sys.stderr)
 
     def _step(self, i: int, bound: Bound) -> None:
@@ -178,5 +179,6 @@ class Observer:
             if not np.allclose(got, want, rtol=0, atol=TOLERANCE * top, equal_nan=True):
                 worst = float(np.nanmax(np.abs(got - want)))
                 raise AssertionError(
-                    f"{step.op.name}: {self.names[t]} differs from the specification by {worst:.3g} (largest value {top:.3g})\n  at {step.call.where}"
+                    f"{step.op.name}: {self.names[t]} differs from the specification by {worst:.3g} "
+                    f"(largest value {top:.3g})\n  at {step.call.where}"
                 )

@@ -102,6 +102,13 @@ class _Placing:
             return
         backend = self._choose(call)
         kernel = call.op.kernels[backend.name]
+        for t in (
+            t for t in call.results if t.base.kind and self.home[t.base].space != backend.space
+        ):
+            raise GraphError(
+                f"{call.op.name}: it runs on {backend.space} and cannot write {t.base.name}, which lives on "
+                f"{self.home[t.base].space}; all that one call writes must live in one place\n  at {call.where}"
+            )
         inputs = [
             t if t is None else self._bring(call, t, backend, kernel.takes_view(i))
             for i, t in enumerate(call.inputs)

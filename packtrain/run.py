@@ -212,7 +212,8 @@ class Executor:
             }
 
     def _run(self) -> None:
-        for self.at, call in enumerate(self.calls):
+        for at, call in enumerate(self.calls):
+            self.at = at
             call()
 
     def _guarded(self, run: Callable[[], None]) -> None:

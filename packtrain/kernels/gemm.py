@@ -20,6 +20,7 @@ from packtrain.kernels.simd import (
     load_part,
     scratch,
     store,
+    store_part,
 )
 
 AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
@@ -27,6 +28,8 @@ ROWS, WIDE = (12, 2) if AVX512 else (6, 1)
 PANEL = WIDE * LANES
 DEPTH = 256
 STACK = DEPTH * PANEL
+CHUNK = 10 * ROWS  # columns of a transposed a that are packed at once
+TURNED = DEPTH * CHUNK
 i64, f32 = types.int64, types.float32
 SGEMM = types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, i64, f32, i64, i64)
 
@@ -166,27 +169,56 @@ def pack(panel, b, tb, ldb, depth, n):
             transpose(source, ldb, last, depth - k, address(panel, k * PANEL + w), PANEL)
 
 
+@kernel(types.void(i64, i64, i64, i64, i64))
+def pack_turned(block, a, lda, depth, m):
+    """`block` = m <= CHUNK columns of a, ROWS side by side as (depth, ROWS): a's pages are far apart."""
+    for k in range(depth):
+        for i in range(0, m, ROWS):
+            v = load_part(a, k * lda + i, min(m - i, ROWS))
+            store_part(block, i * depth + k * ROWS, v, ROWS)
+
+
+@kernel(types.void(i64, i64, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64))
+def tiles(turned, m, a, row_step, step, panel, depth, alpha, beta, c, ldc, left):
+    """All rows of c against one panel of b; a is packed by `pack_turned` if `turned`."""
+    i = 0
+    while i < m:
+        source = address(a, i * row_step)
+        if turned:
+            source = address(a, i // ROWS * ROWS * depth + i % ROWS)
+        target = address(c, i * ldc)
+        if m - i >= ROWS:
+            tile(ROWS, source, row_step, step, panel, depth, alpha, beta, target, ldc, left)
+            i += ROWS
+        elif m - i >= 4:
+            tile(4, source, row_step, step, panel, depth, alpha, beta, target, ldc, left)
+            i += 4
+        else:
+            tile(1, source, row_step, step, panel, depth, alpha, beta, target, ldc, left)
+            i += 1
+
+
 @kernel(SGEMM)
 def own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """As matmul.sgemm, without BLAS."""
+    """As matmul.sgemm, without BLAS. Blocks of a stay in the second cache, a panel of b in the first."""
     panel = scratch(STACK)
-    row_step, step = (1, lda) if ta else (lda, 1)
-    for j in range(0, n, PANEL):
-        left = min(n - j, PANEL)
-        for p in range(0, max(k, 1), DEPTH):
-            depth = min(k - p, DEPTH)
-            pack(panel, address(b, j * ldb + p if tb else p * ldb + j), tb, ldb, depth, left)
-            keep = beta if p == 0 else f32(1.0)
-            i = 0
-            while i < m:
-                source = address(a, i * row_step + p * step)
+    block = scratch(TURNED)
+    rows = CHUNK if ta else max(m, 1)
+    for p in range(0, max(k, 1), DEPTH):
+        depth = min(k - p, DEPTH)
+        keep = beta if p == 0 else f32(1.0)
+        for i in range(0, m, rows):
+            height = min(m - i, rows)
+            source, row_step, step = address(a, i * lda + p), lda, i64(1)
+            if ta:
+                pack_turned(block, address(a, p * lda + i), lda, depth, height)
+                source, row_step, step = block, i64(1), i64(ROWS)
+            for j in range(0, n, PANEL):
+                left = min(n - j, PANEL)
+                columns = address(b, j * ldb + p if tb else p * ldb + j)
+                pack(panel, columns, tb, ldb, depth, left)
                 target = address(c, i * ldc + j)
-                if m - i >= ROWS:
-                    tile(ROWS, source, row_step, step, panel, depth, alpha, keep, target, ldc, left)
-                    i += ROWS
-                elif m - i >= 4:
-                    tile(4, source, row_step, step, panel, depth, alpha, keep, target, ldc, left)
-                    i += 4
-                else:
-                    tile(1, source, row_step, step, panel, depth, alpha, keep, target, ldc, left)
-                    i += 1
+                tiles(
+                    *(ta, height, source, row_step, step, panel, depth),
+                    *(alpha, keep, target, ldc, left),
+                )

@@ -80,7 +80,7 @@ def weighted_sum(loss, losses, weights):
     loss[0] = result
 
 
-@njit(f"void({a1}, {a2}, {i1}, i8)", cache=True)
+@njit(inline="always")
 def row_loss(losses, logits, targets, i):
     target, V = i64(targets[i]), logits.shape[1]
     losses[i] = log_sum_exp(address(logits, i * V), V) - logits[i, target] if target >= 0 else 0.0
@@ -104,7 +104,7 @@ def cross_entropy(loss, losses, logits, targets, weights):
     weighted_sum(loss, losses, weights)
 
 
-@njit(f"void({a2}, f4, {a2}, {i1}, {a1}, i8)", cache=True)
+@njit(inline="always")
 def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     V = logits.shape[1]
     x, y = address(logits, i * V), address(d_logits, i * V)
@@ -131,7 +131,7 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
             row_loss_back(d_logits, d_loss[0], logits, targets, weights, i)
 
 
-@njit(f"void({a2}, {a2}, {a2}, i8, i8, i8, i8)", cache=True)
+@njit(inline="always")
 def project(logits, x, w, first, rows, start, stop):
     """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T."""
     C, V = w.shape[1], w.shape[0]
@@ -139,7 +139,7 @@ def project(logits, x, w, first, rows, start, stop):
     sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
 
 
-@njit(f"void({a1}, i8, {a2}, {i1}, i8, i8)", cache=True)
+@njit(inline="always")
 def row_lse(losses, lse, logits, targets, first, i):
     """The loss of row first + i, and its log-sum-exp to lse[i]."""
     target, V = i64(targets[first + i]), logits.shape[1]
@@ -150,7 +150,7 @@ def row_lse(losses, lse, logits, targets, first, i):
         losses[first + i] = value - logits[i, target]
 
 
-@njit(f"void({a2}, {a2}, {a2}, {i1}, {a1}, i8, i8, i8, i8, i8)", cache=True)
+@njit(inline="always")
 def slice_back(dw, logits, x, targets, weights, lse, first, rows, start, stop):
     """Columns start:stop of d_logits, over logits, and of them dw[start:stop] (+)= d_logits.T @ x."""
     C, V = x.shape[1], logits.shape[1]
@@ -167,7 +167,7 @@ def slice_back(dw, logits, x, targets, weights, lse, first, rows, start, stop):
         sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, min(first, 1), out, C)
 
 
-@njit(f"void({a2}, {a2}, {a2}, i8, i8, i8, i8, i8)", cache=True)
+@njit(inline="always")
 def tile_back(dx, logits, w, first, row, rows, start, stop):
     """dx[first + row:first + row + rows, start:stop] = d_logits[row:row + rows] @ w[:, start:stop]."""
     C, V = dx.shape[1], logits.shape[1]

@@ -34,6 +34,7 @@ FEW_ROWS = 8  # up to so many rows a product with a transposed b reads b once, b
 SMALL = 1 << 19  # multiply-adds that do not pay for a parallel region
 TASK = 1 << 24  # multiply-adds of one task, unless that makes more than MOST_TASKS
 MOST_TASKS = 32
+SIDE = 128  # a longer side may be halved
 
 
 @kernel(gemm.SGEMM)
@@ -49,11 +50,11 @@ def own_or_blas(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
-    With AVX-512 the own kernel is 1.1 to 1.3 times as fast as OpenBLAS unless a is transposed.
+    With AVX-512 the own kernel is 1.1 to 1.3 times as fast as OpenBLAS unless there are few rows.
     """
     if m <= 0 or n <= 0:
         return
-    if ta == 0 and m >= 16:
+    if m >= 16:
         gemm.own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
     else:
         rows_a, rows_b = max(lda, m if ta else k, 1), max(ldb, k if tb else n, 1)
@@ -108,9 +109,9 @@ def tile_shape(m, n, k):
     rows, columns = m, n
     count = 1
     while rows * columns * k > TASK and count < MOST_TASKS:
-        if columns >= rows and columns > 64:
+        if columns >= rows and columns > SIDE:
             columns = (columns + 1) // 2
-        elif rows > 64:
+        elif rows > SIDE:
             rows = (rows + 1) // 2
         else:
             break

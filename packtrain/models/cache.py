@@ -27,14 +27,18 @@ class Cells:
 
     def take(self, seq: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Cells and positions for the next `count` tokens of a sequence, i32 (count,) each."""
-        free = np.flatnonzero(self.seq == FREE)[:count]
-        if len(free) < count:
-            raise CacheFull(f"{count} cells wanted, {len(free)} of {len(self.seq)} are free")
+        free = self._free(count)
         mine = self.pos[self.seq == seq]
         first = int(mine.max()) + 1 if mine.size else 0
         self.seq[free] = seq
         self.pos[free] = np.arange(first, first + count)
         return free.astype(np.int32), self.pos[free]
+
+    def _free(self, count: int) -> np.ndarray:
+        free = np.flatnonzero(self.seq == FREE)
+        if len(free) < count:
+            raise CacheFull(f"{count} cells wanted, {len(free)} of {len(self.seq)} are free")
+        return free[:count]
 
     def drop(self, seq: int, since: int = 0) -> None:
         """Forget a sequence from position `since` on."""
@@ -42,6 +46,7 @@ class Cells:
 
     def feed(self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         """All inputs of a generation step for tokens (T,) of sequences (T,), in order; logits wanted at `rows`."""
+        self._free(len(seqs))
         taken = [self.take(int(seq), 1) for seq in seqs]
         cell, pos = (np.concatenate(part) for part in zip(*taken, strict=True))
         return {

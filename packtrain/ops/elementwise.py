@@ -107,10 +107,10 @@ def _binary_samples(binary):
     return samples
 
 
-for _op, _ufunc in ((add, np.add), (sub, np.subtract), (mul, np.multiply), (div, np.divide)):
-    _op.kernel("numpy")(_binary_numpy(_ufunc))
-    _op.kernel("cpu", strided=True)(_binary_cpu(_op.name, _ufunc))
-    _op.samples(_binary_samples(_op))
+for _binary, _ufunc in ((add, np.add), (sub, np.subtract), (mul, np.multiply), (div, np.divide)):
+    _binary.kernel("numpy")(_binary_numpy(_ufunc))
+    _binary.kernel("cpu", strided=True)(_binary_cpu(_binary.name, _ufunc))
+    _binary.samples(_binary_samples(_binary))
 
 
 # ---- one input -----------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def step(x: Tensor) -> Spec:
 
 @step.vjp
 def step_vjp(dy, y, x):
-    return (None,)
+    return (scale(dy, by=0.0),)
 
 
 @op(inplace=(0,))
@@ -277,14 +277,14 @@ def _unary_samples(unary):
     return samples
 
 
-for _op, _function in (
+for _unary, _function in (
     (neg, np.negative), (sqr, np.square), (sqrt, np.sqrt), (log, np.log), (exp, np.exp), (tanh, np.tanh),
     (step, lambda x: (x > 0).astype(x.dtype)), (relu, lambda x: np.maximum(x, 0)),
     (sigmoid, lambda x: 1 / (1 + np.exp(-x))), (silu, lambda x: x / (1 + np.exp(-x))),
 ):  # fmt: skip
-    _op.kernel("numpy")(_unary_numpy(_function))
-    _op.kernel("cpu")(_unary_cpu(_op.name))
-    _op.samples(_unary_samples(_op))
+    _unary.kernel("numpy")(_unary_numpy(_function))
+    _unary.kernel("cpu")(_unary_cpu(_unary.name))
+    _unary.samples(_unary_samples(_unary))
 
 
 @op(inplace=(0,))

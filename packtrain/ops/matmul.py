@@ -27,8 +27,10 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
         len(x.shape) >= 1 and len(w.shape) >= 2,
         f"x is {x.spec} and w is {w.spec}; w needs two axes",
     )
-    k, l = x.shape[-1], w.shape[-1]
-    want(k == l, f"last axis of x {x.spec} ({k}) must equal last axis of w {w.spec} ({l})")
+    k, rows_k = x.shape[-1], w.shape[-1]
+    want(
+        k == rows_k, f"last axis of x {x.spec} ({k}) must equal last axis of w {w.spec} ({rows_k})"
+    )
     batched = len(w.shape) > 2
     want(
         not batched or w.shape[:-2] == x.shape[:-2],
@@ -46,9 +48,9 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
 @matmul.vjp
 def matmul_vjp(dy, y, x, w, acc):
     batched = len(w.shape) > 2
-    dx = matmul(dy, transpose(w))
+    # dw is written first: x is then no longer needed when dx comes to be
     dw = matmul(transpose(dy), transpose(x)) if batched else out_prod(dy, x)
-    return dx, dw, (None if acc is None else dy)
+    return matmul(dy, transpose(w)), dw, (None if acc is None else dy)
 
 
 @matmul.kernel("numpy")

@@ -44,11 +44,9 @@ def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     same_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
     want(same_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
     strides = _strides_for(x, shape)
-    want(
-        strides is not None,
-        f"x {x.spec} with strides {x.strides} cannot become {shape} without a copy; use cont",
-    )
-    return View(shape, x.dtype, strides)
+    fact = f"x {x.spec} with strides {x.strides} cannot become {shape} without a copy; use cont"
+    want(strides is not None, fact)
+    return View(shape, x.dtype, strides or ())
 
 
 @reshape.vjp

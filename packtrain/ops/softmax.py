@@ -5,6 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import rows, rows_or_absent
+from packtrain.ops.reduce import sum_like
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -27,7 +28,8 @@ def soft_max(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Sp
 
 @soft_max.vjp
 def soft_max_vjp(dy, y, x, mask, *, scale):
-    return soft_max_back(dy, y, scale=scale), None
+    dmask = None if mask is None else sum_like(soft_max_back(dy, y, scale=1.0), mask)
+    return soft_max_back(dy, y, scale=scale), dmask
 
 
 @soft_max.kernel("numpy")

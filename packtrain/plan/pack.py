@@ -7,7 +7,7 @@ import numpy as np
 
 Ints = np.ndarray
 
-TRIES = 40  # squeaky-wheel tries for few buffers,
+TRIES = 30  # squeaky-wheel tries for few buffers,
 CHEAP = 500**2  # fewer as the square of their number passes this
 
 
@@ -26,37 +26,46 @@ def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
 def pack(start: Ints, end: Ints, size: Ints) -> Ints:
     """The best of several first fits: int64 offsets (n,). Stops as soon as one reaches the lower bound.
 
-    The first order lays out what is alive at the peak without gaps and fills in by distance from it: it is best
-    for a graph with one peak. The others are for graphs with many, as recomputation makes them. Then the buffers
-    that stick out above the bound go first in the next try, while tries are cheap (squeaky wheel; Joslin &
-    Clements 1999, arXiv 1105.5454).
+    Orders are tried as they are; then, from each, the buffers that stick out above the bound go first in the
+    next try, as long as tries are cheap (squeaky wheel; Joslin & Clements 1999, arXiv 1105.5454).
     """
-    bound, peak = lower_bound(start, end, size)
+    bound, _ = lower_bound(start, end, size)
+    best = np.zeros(0, np.int64)
+
+    def better(order: Ints) -> Ints:
+        nonlocal best
+        offsets = first_fit(start, end, size, order)
+        if not len(best) or height(size, offsets) < height(size, best):
+            best = offsets
+        return offsets
+
+    orders = _orders(start, end, size)
+    tries = [better(orders[0])]
+    for order in orders[1:]:
+        if height(size, best) > bound:
+            tries.append(better(order))
+    for order, offsets in zip(orders, tries, strict=False):
+        for _ in range(TRIES * CHEAP // (len(size) ** 2 + CHEAP)):
+            if height(size, best) <= bound:
+                return best
+            high = offsets[order] + size[order] > bound
+            order = np.concatenate((order[high], order[~high]))
+            offsets = better(order)
+    return best
+
+
+def _orders(start: Ints, end: Ints, size: Ints) -> list[Ints]:
+    """By distance from the peak instant, then size: best for one peak. The others are for many peaks."""
+    _, peak = lower_bound(start, end, size)
     distance = np.maximum(np.maximum(start - peak, peak + 1 - end), 0)
     life = end - start
-    orders = [
+    return [
         np.lexsort((start, -size, distance)),
         np.lexsort((start, -size)),
+        np.lexsort((-size, -np.log2(np.maximum(life, 1)).astype(np.int64))),
         np.lexsort((-size, -life, distance)),
-        np.lexsort((-size, distance > 0)),
+        np.lexsort((-life, -size)),
     ]
-    best, order = first_fit(start, end, size, orders[0]), orders[0]
-    for other in orders[1:]:
-        if height(size, best) <= bound:
-            return best
-        offsets = first_fit(start, end, size, other)
-        if height(size, offsets) < height(size, best):
-            best, order = offsets, other
-    offsets = best
-    for _ in range(TRIES * CHEAP // (len(size) ** 2 + CHEAP)):
-        if height(size, best) <= bound:
-            break
-        high = offsets[order] + size[order] > bound
-        order = np.concatenate((order[high], order[~high]))
-        offsets = first_fit(start, end, size, order)
-        if height(size, offsets) < height(size, best):
-            best = offsets
-    return best
 
 
 def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:

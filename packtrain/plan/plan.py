@@ -46,6 +46,13 @@ class Arena:
         """Bytes lost to packing, as a fraction of the lower bound; 0 is proven best."""
         return self.nbytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
+    def __str__(self) -> str:
+        outside = self.weight_nbytes + self.state_nbytes + self.constant_nbytes
+        return (
+            f"{self.space}: arena {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
+            f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(outside)}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -92,17 +99,14 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"plan of {self.steps} steps for graph {self.fingerprint}"]
         for a in self.arenas:
-            outside = a.weight_nbytes + a.state_nbytes + a.constant_nbytes
-            lines.append(
-                f"{a.space}: arena {size_text(a.nbytes)}, lower bound {size_text(a.lower_bound)} at step {a.peak_step}, "
-                f"gap {a.gap:.2%}, outside it {size_text(outside)}"
-            )
+            lines.append(str(a))
             rows = sorted(
                 (b for b in self.buffers if b.space == a.space), key=lambda b: (b.offset, b.start)
             )
             lines.append(f"{'offset':>12} {'bytes':>12} {'steps':>13}  {'category':10}  buffer")
             lines += [
-                f"{b.offset:>12,} {b.nbytes:>12,} {b.start:>6}{b.end - 1:>7}  {b.category:10}  {' = '.join(b.tensors) or b.name}"
+                f"{b.offset:>12,} {b.nbytes:>12,} {b.start:>6}{b.end - 1:>7}  {b.category:10}  "
+                + (" = ".join(b.tensors) or b.name)
                 for b in rows
             ]
         return "\n".join(lines)

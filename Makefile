@@ -1,0 +1,32 @@
+# `make test` sets up all it needs in .venv; nothing outside this folder is touched but the kernel cache.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: test lint bench goldens clean
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+test: $(VENV)/.ready lint
+	$(RUN) -m pytest
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# Figures that the README and the changelog quote. The peer, PyTorch, is not installed by this file.
+bench: $(VENV)/.ready
+	$(RUN) -m benchmarks.packing
+	$(RUN) -m benchmarks.engine
+	$(RUN) -m benchmarks.train
+
+# Records tests/goldens anew from PyTorch.
+goldens: $(VENV)/.ready
+	$(RUN) -m tests.golden
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,118 @@
+"""Small llamas with their values and batches, and ways to run them: what whole-model tests share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtrain import Executor, Graph, Session, backends, differentiate, ops, place
+from packtrain.dtypes import i32
+from packtrain.models import llama
+from packtrain.tensor import Tensor, input, named
+from packtrain.train.optim import AdamW, training
+
+CONFIG = llama.Config(
+    vocab_size=50,
+    context_length=32,
+    embedding_length=24,
+    block_count=2,
+    feed_forward_length=36,
+    head_count=4,
+    head_count_kv=2,
+)
+NO_TARGET = -1
+
+
+def values(config: llama.Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights large enough that every block matters. RandomState's stream is frozen; so are these numbers."""
+    rng, made = np.random.RandomState(seed), {}
+    for name, leaf in llama.weights(config).items():
+        uniform = rng.random_sample(leaf.shape) * 2 - 1
+        value = uniform * (3 / leaf.shape[-1]) ** 0.5 if len(leaf.shape) > 1 else 1 + 0.3 * uniform
+        made[name] = value.astype(np.float32)
+    return made
+
+
+def batch(config: llama.Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Rows that each hold two samples of random lengths, uneven weights, and some tokens without a target."""
+    rng = np.random.RandomState(1000 + seed)
+    tokens = rng.randint(0, config.vocab_size, (rows, time + 1))
+    targets = np.where(rng.random_sample((rows, time)) < 0.1, NO_TARGET, tokens[:, 1:])
+    cut = rng.randint(1, time, (rows, 1)) if time > 1 else np.ones((rows, 1), int)
+    at = np.arange(time)[None]
+    weights = (0.5 + rng.random_sample((rows, time))) / (rows * time)
+    return {
+        "tokens": tokens[:, :-1].astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "weights": weights.astype(np.float32),
+        "pos": np.where(at < cut, at, at - cut).astype(np.int32),
+        "seq": (at >= cut).astype(np.int32),
+    }
+
+
+def gradients(
+    config: llama.Config, rows: int, time: int, *, keep: str | None = None, chunk: int = 16
+) -> Graph:
+    """Outputs `loss`, `losses` and `d/<name>` of every weight."""
+    weights = llama.weights(config)
+    made = llama.loss(config, weights, rows, time, chunk=chunk)
+    kept = made.blocks if keep == "blocks" else None
+    found = differentiate(made.loss, list(weights.values()), kept)
+    by_name = {f"d/{w.name}": d for w, d in found.items()}
+    return Graph({"loss": made.loss, "losses": made.losses, **by_name})
+
+
+def steps(
+    config: llama.Config,
+    rows: int,
+    time: int,
+    optimizer: AdamW,
+    *,
+    keep: str | None = None,
+    max_norm: float | None = None,
+) -> Graph:
+    """One training step with the outputs `loss` and `squares`."""
+    weights = llama.weights(config)
+    made = llama.loss(config, weights, rows, time, chunk=16)
+    kept = made.blocks if keep == "blocks" else None
+    return training(
+        {"loss": made.loss}, list(weights.values()), optimizer, keep=kept, max_norm=max_norm
+    )
+
+
+def logits(config: llama.Config, rows: int, time: int) -> Graph:
+    """The full forward without a cache: `logits` (rows, time, V) from `tokens`, `pos` and `seq`."""
+    weights = llama.weights(config)
+    tokens, pos, seq = (input(name, (rows, time), i32) for name in ("tokens", "pos", "seq"))
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention(q, k, v, pos, pos, seq, seq, scale=config.head_width**-0.5)[0]
+
+    h = llama.stream(config, weights, tokens, pos, attend)[-1]
+    x = llama.output_norm(config, weights, h)
+    return Graph([named("logits", ops.matmul(x, llama.head(weights)))])
+
+
+def bind(
+    graph: Graph,
+    given: Mapping[str, Any] | None = None,
+    session: Session | None = None,
+    backend: backends.Backend = backends.cpu,
+) -> Executor:
+    """An executor of the graph in a session (a fresh one by default), with its leaves given their values."""
+    run = (session or Session()).executor(place(graph, [backend]))
+    run.session.set(given or {})
+    return run
+
+
+def apart(got: np.ndarray, expected: np.ndarray) -> float:
+    """How far two arrays are from each other, relative to the norm of what is expected."""
+    norm = float(np.linalg.norm(expected))
+    return float(np.linalg.norm(np.asarray(got, np.float64) - expected)) / (norm or 1.0)
+
+
+def same_bits(got: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Whether two results have the same names and the same bytes."""
+    return got.keys() == expected.keys() and all(
+        np.asarray(got[k]).tobytes() == np.asarray(expected[k]).tobytes() for k in expected
+    )

@@ -1,0 +1,195 @@
+"""Generation through the KV cache against the full forward without one, for any cutting of the prompt."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from packtrain import Executor, Graph, Session, interpret
+from packtrain.models import llama
+from packtrain.models.cache import FREE, CacheFull, Cells
+from tests.models import CONFIG, bind, logits, same_bits, values
+
+TOLERANCE = 1e-5  # of the largest logit
+CELLS = 48
+NO_ONE = -2
+PADDING = {"tokens": 0, "pos": 0, "seq": NO_ONE, "cell": -1, "rows": -1}
+WEIGHTS = values(CONFIG)
+
+
+@dataclass
+class Cached:
+    """A model with a cache in one session, and a plan for every chunk size in `sizes`."""
+
+    sizes: tuple[int, ...] = (1, 8)
+    cells: Cells = field(default_factory=lambda: Cells(CELLS))
+    session: Session = field(default_factory=Session)
+    runs: dict[int, Executor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            made, handles = llama.generation(
+                CONFIG, llama.weights(CONFIG), size, len(self.cells.pos), wanted=size
+            )
+            self.runs[size] = bind(Graph([made], handles), session=self.session)
+        self.session.set(WEIGHTS)
+
+    def feed(self, tokens: np.ndarray, seqs: np.ndarray) -> np.ndarray:
+        """The logits of every token given; the smallest plan that holds them runs, filled with padding."""
+        count = len(tokens)
+        size = min(size for size in self.sizes if size >= count)
+        fed = self.cells.feed(tokens, seqs, np.arange(count, dtype=np.int32))
+        for name, value in PADDING.items():
+            filler = np.full(size - count, value, np.int32)
+            fed[name] = np.concatenate((fed[name], filler))
+        return self.runs[size](fed)["logits"][:count]
+
+    def say(self, seq: int, tokens: np.ndarray, chunk: int = 8) -> np.ndarray:
+        """The logits of one sequence's next tokens, a chunk at a time."""
+        pieces = [tokens[i : i + chunk] for i in range(0, len(tokens), chunk)]
+        return np.concatenate([self.feed(p, np.full(len(p), seq, np.int32)) for p in pieces])
+
+
+def prompt(length: int, seed: int) -> np.ndarray:
+    return np.random.RandomState(seed).randint(0, CONFIG.vocab_size, length).astype(np.int32)
+
+
+def full(tokens: np.ndarray) -> np.ndarray:
+    """Logits (T, V) of the full forward, by the specification in float64."""
+    one = np.arange(len(tokens), dtype=np.int32)[None]
+    fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}
+    return interpret(logits(CONFIG, 1, len(tokens)), WEIGHTS | fed)["logits"][0]
+
+
+def close(got: np.ndarray, expected: np.ndarray) -> bool:
+    return bool(np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max())
+
+
+def pieces(tokens: np.ndarray, lengths: Iterable[int]) -> list[np.ndarray]:
+    return np.split(tokens, np.cumsum([*lengths]))[:-1]
+
+
+CUTTINGS = {
+    "token by token": [1] * 23,
+    "whole chunks and a rest": [8, 8, 7],
+    "ends with decoding": [8, 8, 1, 1, 1, 1, 1, 1, 1],
+    **{
+        f"at random {seed}": np.diff(
+            [0, *np.unique(np.random.RandomState(seed).randint(1, 23, 12)), 23]
+        ).tolist()
+        for seed in range(4)
+    },
+}
+
+
+def test_the_full_forward_on_the_cpu():
+    tokens = prompt(23, 1)
+    one = np.arange(23, dtype=np.int32)[None]
+    fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}
+    got = bind(logits(CONFIG, 1, 23), WEIGHTS)(fed)["logits"][0]
+    assert close(got, full(tokens))
+
+
+@pytest.mark.parametrize("lengths", CUTTINGS.values(), ids=CUTTINGS)
+def test_any_cutting_of_the_prompt_gives_the_full_logits(lengths):
+    tokens = prompt(23, 1)
+    cut = [piece for part in pieces(tokens, lengths) for piece in np.split(part, [8, 16])]
+    model = Cached()
+    got = [model.say(0, piece) for piece in cut if len(piece)]
+    assert close(np.concatenate(got), full(tokens))
+
+
+def test_padding_leaves_no_trace():
+    tokens = prompt(5, 2)
+    padded = Cached((8,))
+    assert close(padded.say(0, tokens), full(tokens))
+    for name in (f"cache.{kv}.{i}" for kv in "kv" for i in range(CONFIG.block_count)):
+        assert padded.session.get(name)[:5].all(), f"tokens were not written to {name}"
+        assert not padded.session.get(name)[5:].any(), f"padding was written to {name}"
+
+
+def test_one_decode_plan_serves_every_position():
+    model, tokens = Cached((1,)), prompt(CELLS, 3)
+    before = model.session.generation
+    assert close(model.say(0, tokens, chunk=1), full(tokens))
+    assert model.session.generation == before and len(model.runs) == 1
+
+
+def interleaved(model: Cached, first: np.ndarray, second: np.ndarray, order: str) -> np.ndarray:
+    """Feed two sequences in the order given by letters; the logits of a, then those of b."""
+    told: dict[str, list[np.ndarray]] = {"a": [], "b": []}
+    left = {"a": list(first), "b": list(second)}
+    for group in order.split():
+        tokens = np.array([left[c].pop(0) for c in group], np.int32)
+        seqs = np.array([ord(c) for c in group], np.int32)
+        for c, row in zip(group, model.feed(tokens, seqs), strict=True):
+            told[c].append(row)
+    return np.array(told["a"] + told["b"])
+
+
+ORDER = "aab b a babab aaa b bbab a b"
+
+
+def test_two_sequences_do_not_see_each_other():
+    count = {c: ORDER.count(c) for c in "ab"}
+    first, second = prompt(count["a"], 4), prompt(count["b"], 5)
+    got = interleaved(Cached(), first, second, ORDER)
+    assert close(got[: count["a"]], full(first))
+    assert close(got[count["a"] :], full(second))
+
+
+def test_changing_one_sequence_changes_no_bit_of_the_other():
+    count = {c: ORDER.count(c) for c in "ab"}
+    first, second, third = prompt(count["a"], 4), prompt(count["b"], 5), prompt(count["b"], 6)
+    before = interleaved(Cached(), first, second, ORDER)
+    after = interleaved(Cached(), first, third, ORDER)
+    assert same_bits({"a": after[: count["a"]]}, {"a": before[: count["a"]]})
+    assert not np.array_equal(after[count["a"] :], before[count["a"] :])
+
+
+def test_cells_of_a_dropped_sequence_are_used_again():
+    model, gone, stays, comes = Cached(), prompt(20, 7), prompt(24, 8), prompt(22, 9)
+    model.say(0, gone)
+    got_stays = [model.say(1, stays[:12])]
+    left_by_gone = set(np.flatnonzero(model.cells.seq == 0))
+    model.cells.drop(0)
+    got_comes = model.say(2, comes)
+    got_stays.append(model.say(1, stays[12:]))
+    assert set(np.flatnonzero(model.cells.seq == 2)) & left_by_gone
+    assert close(got_comes, full(comes))
+    assert close(np.concatenate(got_stays), full(stays))
+
+
+def test_a_sequence_is_taken_back_to_an_earlier_position():
+    model, tokens, other = Cached(), prompt(18, 10), prompt(9, 11)
+    model.say(0, tokens)
+    model.cells.drop(0, since=7)
+    anew = np.concatenate((tokens[:7], other))
+    assert close(model.say(0, other), full(anew)[7:])
+
+
+def test_a_full_cache_refuses_and_takes_nothing():
+    cells = Cells(6)
+    cells.take(0, 4)
+    before = cells.seq.copy(), cells.pos.copy()
+    with pytest.raises(CacheFull, match="3 cells wanted, 2 of 6 are free"):
+        cells.take(1, 3)
+    tokens = np.zeros(3, np.int32)
+    with pytest.raises(CacheFull):
+        cells.feed(tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
+    assert np.array_equal(cells.seq, before[0]) and np.array_equal(cells.pos, before[1])
+    cells.drop(0)
+    assert (cells.seq == FREE).all() and cells.length == 0
+    cells.take(1, 6)
+    assert cells.length == 6
+
+
+def test_positions_go_on_where_a_sequence_stopped():
+    cells = Cells(8)
+    cells.take(5, 2)
+    cells.take(6, 2)
+    assert cells.take(5, 2)[1].tolist() == [2, 3]
+    cells.drop(5, since=1)
+    assert cells.take(5, 1)[1].tolist() == [1]
+    assert cells.length == 4

@@ -1,0 +1,134 @@
+"""Recomputation: what is kept changes memory, never a bit of a result."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import Graph, Session, Tensor, differentiate, make_plan, ops, place
+from packtrain.dtypes import i32, i64
+from packtrain.models import llama
+from packtrain.train.optim import AdamW
+from tests.models import CONFIG, batch, bind, same_bits, steps, values
+
+OPTIMIZER = AdamW(lr=1e-2)
+ROWS, TIME = 2, 17
+
+
+def phases(graph: Graph) -> list[str]:
+    return [call.phase for call in graph.calls]
+
+
+def trained(graph: Graph) -> dict[str, np.ndarray]:
+    """All outputs of three steps, and every leaf after them."""
+    session, seen = Session(), {}
+    run = bind(graph, values(CONFIG), session)
+    for t in range(1, 4):
+        out = run(batch(CONFIG, ROWS, TIME, t) | OPTIMIZER.inputs(t))
+        seen |= {f"{t} {name}": value for name, value in out.items()}
+    leaves = [leaf.label for leaf in graph.leaves if leaf.kind in ("weight", "state")]
+    return seen | {name: session.get(name) for name in leaves}
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_blocks_give_the_same_bits_as_keeping_everything(max_norm):
+    everything = steps(CONFIG, ROWS, TIME, OPTIMIZER, max_norm=max_norm)
+    blocks = steps(CONFIG, ROWS, TIME, OPTIMIZER, keep="blocks", max_norm=max_norm)
+    assert "recomputed" not in phases(everything) and phases(blocks).count("recomputed") > 10
+    assert same_bits(trained(blocks), trained(everything))
+
+
+def random_gradients(share: float, seed: int) -> Graph:
+    """Loss and gradients of a llama that keeps a random share of its forward values, views among them."""
+    weights = llama.weights(CONFIG)
+    made = llama.loss(CONFIG, weights, ROWS, TIME, chunk=16)
+    rng = np.random.RandomState(seed)
+    forward = [t for call in Graph([made.loss]).calls for t in call.results]
+    keep = [t for t in forward if rng.random_sample() < share]
+    found = differentiate(made.loss, list(weights.values()), keep)
+    return Graph({"loss": made.loss} | {f"d/{w.name}": d for w, d in found.items()})
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_kept_values_give_the_same_bits(share, seed):
+    graph = random_gradients(share, seed)
+    assert "recomputed" in phases(graph)
+    given, fed = values(CONFIG), batch(CONFIG, ROWS, TIME)
+    expected = bind(random_gradients(1.0, seed), given)(fed)
+    placed = place(graph)
+    pt.verify(make_plan(placed), placed)
+    assert same_bits(bind(graph, given)(fed), expected)
+
+
+def arena(keep: str | None, max_norm: float | None) -> int:
+    deep = replace(CONFIG, block_count=12, embedding_length=32, feed_forward_length=88)
+    graph = steps(deep, 4, 64, OPTIMIZER, keep=keep, max_norm=max_norm)
+    return make_plan(place(graph)).arena().nbytes
+
+
+def test_blocks_at_least_halve_the_arena_of_twelve_blocks():
+    assert arena("blocks", None) <= arena(None, None) / 2
+
+
+# ---- randomness ----------------------------------------------------------------------------------------------
+
+
+def dropped(keep: bool) -> Graph:
+    """Loss and gradients of three layers with dropout; keep decides whether their inputs alone are kept."""
+    h, key = pt.input("x", (9, 32)), pt.input("key", (2,), i64)
+    layers = [pt.weight(f"w{i}", (32, 32)) for i in range(3)]
+    stream = [h]
+    for i, w in enumerate(layers):
+        h = ops.add(h, ops.sqr(ops.dropout(ops.matmul(h, w), key, p=0.4, stream=i)))
+        stream.append(h)
+    loss = ops.sum(ops.sqr(h))
+    found = differentiate(loss, layers, stream if keep else None)
+    return Graph({"loss": loss} | {f"d/{w.name}": d for w, d in found.items()})
+
+
+def test_recomputed_dropout_drops_the_same():
+    rng = np.random.RandomState(0)
+    given = {f"w{i}": rng.standard_normal((32, 32)).astype(np.float32) * 0.2 for i in range(3)}
+    x = rng.standard_normal((9, 32)).astype(np.float32)
+    again, once = bind(dropped(True), given), bind(dropped(False), given)
+    recomputed = [c.op.name for c in again.placed.graph.calls if c.phase == "recomputed"]
+    assert recomputed.count("dropout") == 3
+    first = again({"x": x, "key": np.array([3, 1])})
+    assert same_bits(first, once({"x": x, "key": np.array([3, 1])}))
+    for key in ([3, 2], [4, 1]):
+        assert not same_bits(first, again({"x": x, "key": np.array(key)}))
+
+
+# ---- writes --------------------------------------------------------------------------------------------------
+
+
+def written(keep: Collection[str] | None) -> Graph:
+    """A forward pass that writes rows of a state and reads them back, then two layers that could be recomputed."""
+    x, w = pt.input("x", (2, 8)), pt.weight("w", (8, 8))
+    memory, ids = pt.state("memory", (5, 8)), pt.constant("ids", np.array([3, 1]), i32)
+    found: dict[str, Tensor] = {}
+    found["a"] = ops.sqr(ops.matmul(x, w))
+    (handle,) = ops.set_rows(memory, found["a"], ids)
+    found["b"] = ops.silu(ops.matmul(handle, w))
+    found["c"] = ops.tanh(ops.matmul(found["b"], w))
+    loss = ops.sum(ops.sqr(found["c"]))
+    kept = None if keep is None else [found[name] for name in keep]
+    return Graph({"loss": loss, "d/w": differentiate(loss, [w], kept)[w]}, [handle])
+
+
+@pytest.mark.parametrize("keep", ["c", "ac", "bc"])
+def test_an_op_that_writes_is_never_recomputed(keep):
+    graph, plain = written(keep), written(None)
+    again = [call.op for call in graph.calls if call.phase == "recomputed"]
+    assert again and not any(op.writes for op in again)
+    rng = np.random.RandomState(0)
+    w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 8), (2, 8)))
+    results = []
+    for made in (graph, plain):
+        run = bind(made, {"w": w * 0.3})
+        results.append(run({"x": x}) | {"memory": run.session.get("memory")})
+    assert same_bits(*results)
+    assert results[0]["memory"].any(axis=1).tolist() == [False, True, False, True, False]

@@ -110,7 +110,7 @@ class _Placing:
                 f"{self.home[t.base].space}; all that one call writes must live in one place\n  at {call.where}"
             )
         inputs = [
-            t if t is None else self._bring(call, t, backend, kernel.takes_view(i))
+            t if t is None else self._bring(call, t, backend, kernel.takes(i, t))
             for i, t in enumerate(call.inputs)
         ]
         for t in call.results:
@@ -130,10 +130,10 @@ class _Placing:
         self.fallen.add(call.op.name)
         return backends.numpy
 
-    def _bring(self, call: Call, t: Tensor, backend: Backend, strided: bool) -> Tensor:
+    def _bring(self, call: Call, t: Tensor, backend: Backend, taken: bool) -> Tensor:
         """t, or a copy of it that `backend` can read: dense if its kernel wants that, in its space."""
         source = self.home[t.base]
-        if not t.dense and not (strided and source.space == backend.space):
+        if not (taken and (t.dense or source.space == backend.space)):
             t = self._copy(call, t, source, cont.kernels[source.name], f"{self.names[t]} dense")
         if source.space != backend.space:
             moved = Kernel(lambda y, x: backend.upload(y, source.download(x)), strided=False)

@@ -217,15 +217,21 @@ def _leaf(
 OPS: dict[str, "Op[..., Any]"] = {}
 
 
+Takes = Callable[[int, Tensor], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One backend's `(out, *inputs, **attrs) -> None`; `strided`: inputs it takes as views that are not dense."""
+    """One backend's `(out, *inputs, **attrs) -> None`, and which of its inputs may be views that are not dense."""
 
     run: Callable[..., None]
-    strided: bool | tuple[int, ...]
+    strided: bool | Takes
 
-    def takes_view(self, index: int) -> bool:
-        return self.strided if isinstance(self.strided, bool) else index in self.strided
+    def takes(self, index: int, t: Tensor) -> bool:
+        """Whether input `index` can be t as it is; else `place` makes a dense copy."""
+        return t.dense or (
+            self.strided if isinstance(self.strided, bool) else self.strided(index, t)
+        )
 
 
 class Op(Generic[P, R]):
@@ -264,13 +270,11 @@ class Op(Generic[P, R]):
         self.vjp_rule = rule
         return rule
 
-    def kernel(
-        self, backend: str, *, strided: bool | tuple[int, ...] = False
-    ) -> Callable[[Rule], Rule]:
+    def kernel(self, backend: str, *, strided: bool | Takes = False) -> Callable[[Rule], Rule]:
         """Declare a backend's kernel. The `numpy` one is the specification and always takes strides."""
 
         def declare(run: Rule) -> Rule:
-            self.kernels[backend] = Kernel(run, strided or backend == "numpy")
+            self.kernels[backend] = Kernel(run, backend == "numpy" or strided)
             return run
 
         return declare

@@ -80,6 +80,12 @@ def steps(
     )
 
 
+def evaluation(config: llama.Config, rows: int, time: int) -> Graph:
+    """The outputs `loss` and `losses` alone."""
+    made = llama.loss(config, llama.weights(config), rows, time, chunk=16)
+    return Graph({"loss": made.loss, "losses": made.losses})
+
+
 def logits(config: llama.Config, rows: int, time: int) -> Graph:
     """The full forward without a cache: `logits` (rows, time, V) from `tokens`, `pos` and `seq`."""
     weights = llama.weights(config)

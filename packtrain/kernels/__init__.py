@@ -1,7 +1,7 @@
 """Heavy loops as plain functions on arrays; they know no graph.
 
-`packtrain.kernels.norm` and its siblings load when first named, under the policy in `runtime`: importing this
-package loads neither numba nor torch.
+`packtrain.kernels.norm` and its siblings load when first named, under the policy in `runtime`:
+importing this package loads neither numba nor torch.
 """
 
 import importlib

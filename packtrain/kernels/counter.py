@@ -1,4 +1,4 @@
-"""Counter-based uniforms: value = f(seed, step, stream, index), the same for any order or thread count.
+"""Counter-based uniforms: value = f(seed, step, stream, index), in any order, on any thread.
 
 The NumPy twin of `elementwise.dropout`; loads no numba.
 """

@@ -1,4 +1,4 @@
-"""Functions of each element alone, on flat arrays: results may be written over any input, exactly."""
+"""Functions of each element alone, on flat arrays: a result may be exactly one of the inputs."""
 
 from llvmlite import ir
 from numba import prange, types

@@ -1,6 +1,6 @@
 """The own single-thread sgemm: register tiles of fused multiply-adds over packed panels of b.
 
-Every element of c is a sum over k in order, whatever the tile, so results do not depend on the partition.
+Every element of c is a sum over k in order, whatever the tile.
 """
 
 import llvmlite.binding
@@ -105,7 +105,7 @@ def emit_write(builder, value, alpha, beta, c, left):
 
 @intrinsic(prefer_literal=True)
 def tile(typingctx, rows, a, row_step, step, panel, depth, alpha, beta, c, ldc, left):
-    """`rows` (a literal) rows of c, `left` columns of one panel: c = alpha * a @ panel + beta * c."""
+    """c = alpha * a @ panel + beta * c for `rows` (a literal) rows and `left` columns."""
     if not isinstance(rows, types.IntegerLiteral):
         return None
 
@@ -126,7 +126,7 @@ def tile(typingctx, rows, a, row_step, step, panel, depth, alpha, beta, c, ldc, 
 
 @intrinsic
 def transpose(typingctx, source, ld, last, left, target, ld_target):
-    """Columns 0..15 of 16 rows of `source` (row numbers stop at `last`, columns at `left`) as rows."""
+    """16 x 16 of `source` transposed; its rows stop at `last`, its columns at `left`."""
 
     def codegen(context, builder, sig, args):
         source, ld, last, left, target, ld_target = args
@@ -171,7 +171,7 @@ def pack(panel, b, tb, ldb, depth, n):
 
 @kernel(types.void(i64, i64, i64, i64, i64))
 def pack_turned(block, a, lda, depth, m):
-    """`block` = m <= CHUNK columns of a, ROWS side by side as (depth, ROWS): a's pages are far apart."""
+    """`block` = m <= CHUNK columns of a in groups (depth, ROWS): a's own lie pages apart."""
     for k in range(depth):
         for i in range(0, m, ROWS):
             v = load_part(a, k * lda + i, min(m - i, ROWS))
@@ -200,7 +200,10 @@ def tiles(turned, m, a, row_step, step, panel, depth, alpha, beta, c, ldc, left)
 
 @kernel(SGEMM)
 def own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """As matmul.sgemm, without BLAS. Blocks of a stay in the second cache, a panel of b in the first."""
+    """As matmul.sgemm. A block of a stays in the second cache, a panel of b in the first.
+
+    The packed block takes 120 KiB of stack, the panel 32.
+    """
     panel = scratch(STACK)
     block = scratch(TURNED)
     rows = CHUNK if ta else max(m, 1)

@@ -30,49 +30,38 @@ foreign_sgemm = types.ExternalFunction(
         *(f32, i64, integer, i64, integer, f32, i64, integer),
     ),
 )
-FEW_ROWS = 8  # up to so many rows a product with a transposed b reads b once, by dot products
+FEW_ROWS = 4  # up to so many rows a product with a transposed b reads b once, by dot products
 SMALL = 1 << 19  # multiply-adds that do not pay for a parallel region
 TASK = 1 << 24  # multiply-adds of one task, unless that makes more than MOST_TASKS
 MOST_TASKS = 32
 SIDE = 128  # a longer side may be halved
 
 
-@kernel(gemm.SGEMM)
-def blas_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """As sgemm, by NumPy's BLAS."""
+def call_blas(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    order, rows_a, rows_b = i32(101), max(lda, m if ta else k, 1), max(ldb, k if tb else n, 1)
     foreign_sgemm(
-        i32(101), i32(111 + ta), i32(111 + tb), m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
+        *(order, i32(111 + ta), i32(111 + tb), m, n, k),
+        *(alpha, a, rows_a, b, rows_b, beta, c, max(ldc, n)),
     )
 
 
-def own_or_blas(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """c (m, n) = alpha * op(a) @ op(b) + beta * c on one thread; row-major, `a`, `b`, `c` are addresses.
+blas_sgemm = gemm.own_sgemm if BLAS is None else kernel(gemm.SGEMM)(call_blas)
+
+
+@kernel(gemm.SGEMM)
+def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    """c (m, n) = alpha * op(a) @ op(b) + beta * c on one thread; a, b, c are addresses, row-major.
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
-    With AVX-512 the own kernel is 1.1 to 1.3 times as fast as OpenBLAS unless there are few rows.
+    With AVX-512 the own kernel is 1.1 to 1.3 times as fast as OpenBLAS unless rows are few.
     """
     if m <= 0 or n <= 0:
         return
-    if m >= 16:
+    if gemm.AVX512 and (m >= 8 or tb == 1):
         gemm.own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
     else:
-        rows_a, rows_b = max(lda, m if ta else k, 1), max(ldb, k if tb else n, 1)
-        blas_sgemm(ta, tb, m, n, k, alpha, a, rows_a, b, rows_b, beta, c, max(ldc, n))
-
-
-def only_blas(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    if m > 0 and n > 0:
-        rows_a, rows_b = max(lda, m if ta else k, 1), max(ldb, k if tb else n, 1)
-        blas_sgemm(ta, tb, m, n, k, alpha, a, rows_a, b, rows_b, beta, c, max(ldc, n))
-
-
-only_blas.__doc__ = own_or_blas.__doc__
-
-if BLAS is None:
-    sgemm = gemm.own_sgemm
-else:
-    sgemm = kernel(gemm.SGEMM)(own_or_blas if gemm.AVX512 else only_blas)
+        blas_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
 
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64))
@@ -139,7 +128,7 @@ def product(y, a, b, accumulate):
         b  (K, N)  f32, unit stride on either axis
         y  (M, N)  f32, unit stride on the last axis
 
-    Up to 8 rows against a transposed b go by dot products, bound by reading b once.
+    Up to 4 rows against a transposed b go by dot products, bound by reading b once.
     """
     m, k = a.shape
     n = b.shape[1]

@@ -1,4 +1,4 @@
-"""Rotary positions: a table of cosines and sines, and the rotation by it, forward and transposed."""
+"""Rotary positions: a table of cosines and sines, and the rotation by it, forward and back."""
 
 import math
 

@@ -1,6 +1,7 @@
 """Rows by index: gather, scatter, add back. Indices below zero are skipped.
 
-Each function returns the position of the first index that is too large, before anything is written, or -1.
+Each function returns -1, or the position of the first index that is too large, and then writes
+nothing.
 """
 
 from numba import prange, types

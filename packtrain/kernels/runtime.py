@@ -1,8 +1,8 @@
 """The policy of compiled code, set once, before the first kernel module loads.
 
-Threads from affinity, cgroup quota and the user's own variables; OpenMP bound to cores; one BLAS thread;
-kernels in a cache directory of their own, filled by a short-lived child. Importing this loads neither numba
-nor numpy; `prepare` does.
+Threads from affinity, cgroup quota and the user's own variables; OpenMP bound to cores; one BLAS
+thread; kernels in a cache directory of their own, filled by a short-lived child. Importing this
+loads neither numba nor numpy.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ filling: Path | None = None  # in the compiling child: the folder it fills
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """A single-threaded cblas_sgemm: its name, where it is, and whether its integers have 64 bits."""
+    """A single-threaded cblas_sgemm; its integers have 64 bits if `wide`."""
 
     symbol: str
     address: int
@@ -43,10 +43,8 @@ def modules() -> list[str]:
 
 def allowed_cpus() -> int:
     """The cores that affinity and the cgroup quota (v2, v1) leave to this process."""
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
+    bound = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    count = len(bound) or os.cpu_count() or 1
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         own = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
@@ -92,8 +90,8 @@ def affinity_kept() -> Iterator[None]:
 def start_threads() -> None:
     """Choose the thread pool: OpenMP bound to cores, else numba's workqueue.
 
-    Unbound, the first parallel region after 20 ms of idling cost 7 ms. Variable and binding of this thread
-    are taken back once libgomp has loaded (equally fast), else other threads and children inherit one core.
+    Unbound, the first parallel region after 20 ms of idling cost 7 ms. Variable and binding of this
+    thread are taken back once libgomp has loaded (equally fast): else children inherit one core.
     """
     count = allowed_cpus()
     with environment(OMP_PROC_BIND="true"), affinity_kept():
@@ -113,7 +111,7 @@ def start_threads() -> None:
 
 @cache
 def blas() -> Blas | None:
-    """NumPy's own sgemm, one thread, known to compiled code as `packtrain_sgemm`; None if not found."""
+    """NumPy's own sgemm, which compiled code calls `packtrain_sgemm`; None if not found."""
     import llvmlite.binding
     import numpy  # noqa: F401  loads the library
     import threadpoolctl
@@ -146,7 +144,7 @@ def fingerprint() -> str:
         llvmlite.binding.get_host_cpu_name(),
         llvmlite.binding.get_host_cpu_features().flatten(),
         found.symbol if found else "own sgemm",
-        str(numba.config.THREADING_LAYER),
+        *map(str, (numba.config.THREADING_LAYER, numba.config.CPU_NAME, numba.config.CPU_FEATURES)),
     ]
     for file in sorted(FOLDER.glob("*.py")):
         if file.stem not in NOT_KERNELS:
@@ -188,8 +186,8 @@ def writable(root: Path) -> Path:
 def cache_folder() -> Path:
     """The folder with this machine's compiled kernels; filled by a child if it does not exist.
 
-    It is filled under another name and renamed, so that it is complete whenever it exists and processes that
-    start at once do not disturb each other.
+    It is filled under another name and renamed, so that it is complete whenever it exists and
+    processes that start at once do not disturb each other.
     """
     folder = writable(cache_root()) / f"kernels-{fingerprint()}"
     if folder.exists():
@@ -210,7 +208,7 @@ def cache_folder() -> Path:
 
 
 def compile_in_children(folder: Path) -> str:
-    """Compile every module into `folder`, on two processes where there are two cores; what went wrong."""
+    """Compile every module into `folder`, two processes at most; what went wrong, or nothing."""
     names = modules()
     shares = [names] if allowed_cpus() == 1 else [names[0::2], names[1::2]]
     paths = [str(FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")]

@@ -1,15 +1,15 @@
 """Vectors of 16 f32 for kernels: `v = load(x, i)`, `v * w + 1.0`, `fma`, `exp`, `store(y, i, v)`.
 
 `x` is an f32 array of any rank, counted flat from its first element, or an address (int64).
-`load(x, i, left)` touches only the first `left` lanes when `left` < 16 and fills with zeros, so that a tail
-runs the same instructions as the rest. Portable LLVM vectors: AVX-512 takes one register, AVX2 two, NEON four.
+`load_part(x, i, left)` touches only the first `left` lanes and fills with zeros, so that a tail
+runs the same instructions as the rest. A vector is one AVX-512 register, two of AVX2, four of NEON.
 """
 
 import operator
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, errors
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
@@ -70,15 +70,9 @@ def binary_operator(symbol, instruction):
         return getattr(builder, instruction)(*args)
 
 
-for symbol, instruction in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
-    (operator.truediv, "fdiv"),
-):
-    binary_operator(symbol, instruction)
-    inplace = getattr(operator, "i" + symbol.__name__)
-    binary_operator(inplace, instruction)
+for name, instruction in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
+    binary_operator(getattr(operator, name), instruction)
+    binary_operator(getattr(operator, "i" + name), instruction)
 
 
 def lanewise(emit, count):
@@ -87,31 +81,26 @@ def lanewise(emit, count):
     def codegen(context, builder, sig, args):
         return emit(builder, *args)
 
-    if count == 1:
-        return intrinsic(lambda typingctx, a: (f32x16(f32x16), codegen))
-    if count == 2:
-        return intrinsic(lambda typingctx, a, b: (f32x16(f32x16, f32x16), codegen))
-    if count == 3:
-        return intrinsic(lambda typingctx, a, b, c: (f32x16(*[f32x16] * 3), codegen))
-    return intrinsic(lambda typingctx, a, b, c, d: (f32x16(*[f32x16] * 4), codegen))
+    typed = {
+        1: lambda typingctx, a: (f32x16(f32x16), codegen),
+        2: lambda typingctx, a, b: (f32x16(f32x16, f32x16), codegen),
+        3: lambda typingctx, a, b, c: (f32x16(*[f32x16] * 3), codegen),
+        4: lambda typingctx, a, b, c, d: (f32x16(*[f32x16] * 4), codegen),
+    }
+    return intrinsic(typed[count])
 
 
 def named(name):
     return lambda builder, *args: call(builder, f"llvm.{name}.v16f32", VECTOR, *args)
 
 
-def emit_select(builder, a, b, x, y):
-    return builder.select(builder.fcmp_ordered("<", a, b), x, y)
-
-
 def emit_max(builder, a, b):
     """A NaN in `a` wins: in a running maximum keep the new value first."""
-    return builder.select(builder.fcmp_unordered(">", a, b), a, b)
+    return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
 
 def emit_scaled(builder, p, t):
-    shift = ir.Constant(BITS, [23] * LANES)
-    power = builder.shl(builder.bitcast(t, BITS), shift)
+    power = builder.shl(builder.bitcast(t, BITS), ir.Constant(BITS, [23] * LANES))
     return builder.bitcast(builder.add(builder.bitcast(p, BITS), power), VECTOR)
 
 
@@ -135,8 +124,9 @@ copysign = lanewise(named("copysign"), 2)
 sin = lanewise(named("sin"), 1)
 cos = lanewise(named("cos"), 1)
 maximum = lanewise(emit_max, 2)
-minimum = lanewise(lambda builder, a, b: builder.select(builder.fcmp_unordered("<", a, b), a, b), 2)
-select_less = lanewise(emit_select, 4)  # (a, b, x, y): x where a < b, else y
+select_less = lanewise(  # (a, b, x, y): x where a < b, else y
+    lambda builder, a, b, x, y: builder.select(builder.fcmp_ordered("<", a, b), x, y), 4
+)
 scaled = lanewise(emit_scaled, 2)  # (p, t): p * 2**n, n the low bits of t = n + 1.5 * 2**23
 exponent = lanewise(emit_exponent, 1)
 mantissa = lanewise(emit_mantissa, 1)
@@ -175,21 +165,18 @@ def where_full(builder, left, full, part):
     return phi
 
 
-def is_source(kind):
-    return isinstance(kind, types.Integer) or (
-        isinstance(kind, types.Array) and kind.dtype == types.float32
-    )
-
-
 def place(kind):
-    return kind if isinstance(kind, types.Array) else types.int64
+    """The type of a place in memory: an f32 array, or an address."""
+    if isinstance(kind, types.Array) and kind.dtype == types.float32:
+        return kind
+    if isinstance(kind, types.Integer):
+        return types.int64
+    raise errors.TypingError(f"expected an f32 array or an address, not {kind}")
 
 
 @intrinsic
 def load(typingctx, x, i):
     """Elements i .. i + 15."""
-    if not is_source(x):
-        return None
 
     def codegen(context, builder, sig, args):
         return builder.load(lanes_at(context, builder, sig.args[0], *args), align=4)
@@ -200,8 +187,6 @@ def load(typingctx, x, i):
 @intrinsic
 def load_part(typingctx, x, i, left):
     """Elements i .. i + min(left, 16) - 1, then zeros; nothing behind them is touched."""
-    if not is_source(x):
-        return None
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
@@ -221,8 +206,6 @@ def load_part(typingctx, x, i, left):
 @intrinsic
 def store(typingctx, y, i, v):
     """Write elements i .. i + 15."""
-    if not is_source(y):
-        return None
 
     def codegen(context, builder, sig, args):
         builder.store(args[2], lanes_at(context, builder, sig.args[0], *args[:2]), align=4)
@@ -234,8 +217,6 @@ def store(typingctx, y, i, v):
 @intrinsic
 def store_part(typingctx, y, i, v, left):
     """Write elements i .. i + min(left, 16) - 1."""
-    if not is_source(y):
-        return None
 
     def codegen(context, builder, sig, args):
         pointer = lanes_at(context, builder, sig.args[0], *args[:2])
@@ -263,8 +244,7 @@ def keep_first(typingctx, v, left, fill):
     """The first `left` lanes of v, `fill` in the others."""
 
     def codegen(context, builder, sig, args):
-        v, left, fill = args
-        return builder.select(first_lanes(builder, left), v, fill)
+        return builder.select(first_lanes(builder, args[1]), args[0], args[2])
 
     return f32x16(f32x16, types.int64, f32x16), codegen
 
@@ -297,8 +277,6 @@ largest = folding(emit_max)
 @intrinsic
 def address(typingctx, x, i):
     """The address (int64) of element i of an f32 array, counted flat; the caller keeps it alive."""
-    if not is_source(x):
-        return None
 
     def codegen(context, builder, sig, args):
         return builder.ptrtoint(element(context, builder, sig.args[0], *args), I64)
@@ -308,9 +286,9 @@ def address(typingctx, x, i):
 
 @intrinsic(prefer_literal=True)
 def scratch(typingctx, size):
-    """The address of `size` (a literal) f32 on the stack of the calling function, 64-byte aligned."""
+    """The address of `size` (a literal) f32 on the caller's stack, 64-byte aligned."""
     if not isinstance(size, types.IntegerLiteral):
-        raise TypeError("scratch takes a literal size")
+        raise errors.TypingError("scratch takes a literal size")
 
     def codegen(context, builder, sig, args):
         kind = ir.ArrayType(F32, size.literal_value)
@@ -325,8 +303,6 @@ def scratch(typingctx, size):
 @intrinsic
 def peek(typingctx, x, i):
     """Element i of an f32 array, counted flat, or of an address."""
-    if not is_source(x):
-        return None
 
     def codegen(context, builder, sig, args):
         return builder.load(element(context, builder, sig.args[0], *args))
@@ -337,8 +313,6 @@ def peek(typingctx, x, i):
 @intrinsic
 def poke(typingctx, y, i, value):
     """Write element i of an f32 array, counted flat, or of an address."""
-    if not is_source(y):
-        return None
 
     def codegen(context, builder, sig, args):
         builder.store(args[2], element(context, builder, sig.args[0], *args[:2]))
@@ -359,7 +333,7 @@ ids1 = types.Array(types.int32, 1, "C", readonly=True)
 
 
 def kernel(signature, **options):
-    """Compile for exactly that signature, now or from the cache; other Python threads run meanwhile."""
+    """Compile for exactly that signature, now or from the cache; runs without the GIL."""
     return njit(signature, cache=True, nogil=True, error_model="numpy", **options)
 
 
@@ -407,9 +381,8 @@ def log(x):
     """The natural logarithm to 1.5e-7: -inf at 0, NaN below."""
     tiny = splat(1.1754943508222875e-38)
     normal = select_less(x, tiny, x * 8388608.0, x)
-    shift = select_less(x, tiny, -23.0, 0.0)
     m = mantissa(normal)
-    n = exponent(normal) + shift
+    n = exponent(normal) + select_less(x, tiny, -23.0, 0.0)
     n = select_less(1.41421356, m, n + 1.0, n)
     r = select_less(1.41421356, m, m * 0.5, m) - 1.0
     z = r * r
@@ -424,5 +397,4 @@ def log(x):
     p = fma(p * z, r, fma(n, -2.12194440e-4, z * -0.5))
     y = fma(n, 0.693359375, p + r)
     y = select_less(x, INFINITY, y, x)
-    y = select_less(0.0, x, y, select_less(x, 0.0, NAN, x - INFINITY))
-    return y
+    return select_less(0.0, x, y, select_less(x, 0.0, NAN, x - INFINITY))

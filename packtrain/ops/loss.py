@@ -14,6 +14,15 @@ def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> 
     want(weights.spec == Spec(shape), f"weights is {weights.spec}; it must be f32{[*shape]}")
 
 
+def _check_ids(op_name, targets, classes):
+    top = int(targets.max(initial=-1))
+    if top >= classes:
+        at = int(targets.argmax())
+        raise IndexError(
+            f"{op_name}: target {top} at position {at} is outside the {classes} classes"
+        )
+
+
 def _losses(logits, targets):
     """Per row: log-sum-exp less the target's logit, and the softmax."""
     top = logits.max(-1, keepdims=True)
@@ -61,6 +70,7 @@ def cross_entropy_vjp(dy, y, logits, targets, weights):
 
 @cross_entropy.kernel("numpy")
 def cross_entropy_numpy(out, logits, targets, weights):
+    _check_ids("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
     losses[...] = _losses(logits, targets)[0]
     loss[...] = (losses * weights).sum(dtype=np.float64)
@@ -68,6 +78,7 @@ def cross_entropy_numpy(out, logits, targets, weights):
 
 @cross_entropy.kernel("cpu")
 def cross_entropy_cpu(out, logits, targets, weights):
+    _check_ids("cross_entropy", targets, logits.shape[-1])
     loss, losses = out
     kernels.loss.cross_entropy(flat(loss), flat(losses), rows(logits), flat(targets), flat(weights))
 
@@ -96,11 +107,13 @@ def cross_entropy_back(dloss: Tensor, logits: Tensor, targets: Tensor, weights: 
 
 @cross_entropy_back.kernel("numpy")
 def cross_entropy_back_numpy(dlogits, dloss, logits, targets, weights):
+    _check_ids("cross_entropy_back", targets, logits.shape[-1])
     dlogits[...] = dloss * _dlogits(_losses(logits, targets)[1], targets, weights)
 
 
 @cross_entropy_back.kernel("cpu")
 def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
+    _check_ids("cross_entropy_back", targets, logits.shape[-1])
     kernels.loss.cross_entropy_back(
         rows(dlogits), flat(dloss), rows(logits), flat(targets), flat(weights)
     )
@@ -159,6 +172,7 @@ def linear_cross_entropy_work(x, w, targets, weights, *, chunk):
 
 @linear_cross_entropy.kernel("numpy")
 def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
+    _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, dx, dw = out
     losses[...], p = _losses(x @ w.T, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
@@ -171,6 +185,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
 
 @linear_cross_entropy.kernel("cpu")
 def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, work):
+    _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, dx, dw = out
     kernels.loss.linear_cross_entropy(
         flat(loss),

@@ -9,8 +9,12 @@ from packtrain.ops.shape import transpose
 from packtrain.tensor import Spec, Tensor, input, op, want
 
 
-def _unit_axis(w: Tensor) -> bool:
-    return 4 in w.strides[-2:] or w.dense
+def _is_matrix(index: int, t: Tensor) -> bool:
+    """Whether w is a matrix as BLAS knows it, or a transposed one: one axis contiguous, the other apart."""
+    if index != 1:
+        return False
+    (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
+    return (column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n)
 
 
 @op(inplace=(2,), acc=2)
@@ -18,7 +22,7 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     """Multiply rows of x by rows of w: y = x @ w.T (+ acc). ggml_mul_mat.
 
     x    (..., K)   f32
-    w    (N, K)     f32, or a transposed view; or (..., N, K) with the leading axes of x
+    w    (N, K)     f32, or (..., N, K) with the leading axes of x; a transposed view is as good
     acc  (..., N)   f32
     y    (..., N)   f32
     """
@@ -35,10 +39,6 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     want(
         not batched or w.shape[:-2] == x.shape[:-2],
         f"leading axes of w {w.spec} must be those of x {x.spec}",
-    )
-    want(
-        _unit_axis(w),
-        f"w {w.spec} has strides {w.strides}; one of its last two axes must be contiguous (use cont)",
     )
     y = Spec((*x.shape[:-1], w.shape[-2]))
     want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
@@ -59,7 +59,7 @@ def matmul_numpy(y, x, w, acc):
     y[...] = product if acc is None else product + acc
 
 
-@matmul.kernel("cpu", strided=(1,))
+@matmul.kernel("cpu", strided=_is_matrix)
 def matmul_cpu(y, x, w, acc):
     if acc is not None:
         start_with(y, acc)

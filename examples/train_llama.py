@@ -1,0 +1,53 @@
+"""Train a small llama on the letters of its own source, then let it write: python examples/train_llama.py"""
+
+from pathlib import Path
+
+import numpy as np
+
+import packtrain as pt
+from packtrain.models import llama
+from packtrain.models.cache import Cells
+from packtrain.train.optim import AdamW, training
+
+ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
+
+
+def main() -> None:
+    text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
+    config = llama.Config(256, TIME, 64, 2, 128, 4, 2)
+    weights = llama.weights(config)
+    made, optimizer = llama.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
+    step_graph = training({"loss": made.loss}, list(weights.values()), optimizer, max_norm=1.0)
+    logits, handles = llama.generation(config, weights, 1, CELLS)
+
+    session = pt.Session()
+    train = session.executor(pt.place(step_graph))
+    decode = session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
+    session.set(llama.initial(config))
+    print(train.plan.arena())
+
+    rng = np.random.default_rng(0)
+    fixed = {
+        "weights": np.full((ROWS, TIME), 1 / (ROWS * TIME), np.float32),
+        "pos": np.tile(np.arange(TIME, dtype=np.int32), (ROWS, 1)),
+        "seq": np.zeros((ROWS, TIME), np.int32),
+    }
+    for t in range(1, STEPS + 1):
+        starts = rng.integers(0, len(text) - TIME - 1, ROWS)
+        rows = np.stack([text[s : s + TIME + 1] for s in starts])
+        got = train(fixed | optimizer.inputs(t) | {"tokens": rows[:, :-1], "targets": rows[:, 1:]})
+        if t == 1 or t % 20 == 0:
+            print(f"step {t:4}  loss {got['loss']:.3f}")
+
+    cells, written = Cells(CELLS), list(b"import ")
+    one = np.zeros(1, np.int32)
+    for i in range(60):
+        token = np.array([written[i]], np.int32)
+        choice = int(decode(cells.feed(token, one, one))["logits"].argmax())
+        if i + 1 == len(written):
+            written.append(choice)
+    print(repr(bytes(written).decode(errors="replace")))
+
+
+if __name__ == "__main__":
+    main()

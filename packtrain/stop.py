@@ -1,0 +1,29 @@
+"""Ctrl-C and SIGTERM as a flag that long work looks at between steps; the second Ctrl-C leaves at once."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """`with stop_on_signals() as stopped:` gives a function that tells whether a signal has come.
+
+    Training asks between steps; generation gives it to the executor, which asks between ops (`run(..., stop=)`).
+    A second signal raises KeyboardInterrupt wherever the program is. Main thread only, as Python's signals are.
+    """
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,38 @@
+"""What training does about a step whose loss or gradients are not finite."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtrain.run import Executor
+
+IN_A_ROW = 3
+
+
+class NotFinite(ArithmeticError):
+    """Several steps in a row had no finite loss or gradient; says which op made the first such value."""
+
+
+class FiniteGuard:
+    """Looks at each step's `loss` and `squares`; the graph's gate has already skipped the update of a bad one."""
+
+    def __init__(self) -> None:
+        self.bad = 0
+
+    def check(
+        self, run: Executor, inputs: Mapping[str, Any], got: Mapping[str, np.ndarray]
+    ) -> str | None:
+        """None for a good step; else the op, tensor and line that made the bad value.
+
+        Raises NotFinite for the third bad step in a row. Works because a skipped step changed nothing: running
+        it again without updates gives the same values.
+        """
+        if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
+            self.bad = 0
+            return None
+        self.bad += 1
+        what = run.diagnose(inputs) or "the sum of squares of the gradients overflows"
+        if self.bad == IN_A_ROW:
+            raise NotFinite(f"{IN_A_ROW} steps in a row without a finite loss and gradient; {what}")
+        return what

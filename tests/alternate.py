@@ -1,0 +1,79 @@
+"""Children of test_session: `python -m tests.alternate rounds 100` and `python -m tests.alternate threads 3`.
+
+rounds   one session alternates training, another batch size and evaluation; it says `round N` after each round and
+         waits for a line before it goes on, so that the parent can look at this process from outside
+threads  the same training steps with 1, 2, … threads; one line with the digest of all results for each number
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from packtrain import Executor, Session, backends, kernels
+from packtrain.models.llama import Config
+from packtrain.train.optim import AdamW
+from tests.models import batch, bind, evaluation, steps, values
+
+CONFIG = Config(300, 64, 64, 2, 160, 4, 2)
+OPTIMIZER = AdamW(lr=1e-3)
+SHAPES = {"train": (2, 32), "small": (1, 24), "eval": (2, 32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Alternating:
+    """Executors of one session, or of one session each, for the plans `train`, `small` and `eval`."""
+
+    runs: dict[str, Executor]
+
+    @classmethod
+    def bind(cls, session: Session, names: Iterable[str] = SHAPES) -> "Alternating":
+        graphs = {
+            name: evaluation(CONFIG, *SHAPES[name])
+            if name == "eval"
+            else steps(CONFIG, *SHAPES[name], OPTIMIZER, keep="blocks", max_norm=1.0)
+            for name in names
+        }
+        return cls({name: bind(graph, session=session) for name, graph in graphs.items()})
+
+    def turn(self, name: str, t: int, seed: int) -> float:
+        settings = {} if name == "eval" else OPTIMIZER.inputs(t)
+        return float(self.runs[name](batch(CONFIG, *SHAPES[name], seed) | settings)["loss"])
+
+
+def rounds(count: int) -> None:
+    session = Session()
+    model = Alternating.bind(session)
+    session.set(values(CONFIG))
+    for n in range(count):
+        for name in model.runs:
+            model.turn(name, n + 1, n)
+        print(f"round {n}", flush=True)
+        sys.stdin.readline()
+
+
+def digest(threads: int) -> str:
+    """Of two training steps with and without recomputation: all outputs, and every leaf after them."""
+    kernels.set_threads(threads)
+    seen = hashlib.sha256()
+    for keep in (None, "blocks"):
+        session = Session()
+        graph = steps(CONFIG, 4, 64, OPTIMIZER, keep=keep, max_norm=1.0)
+        run = bind(graph, values(CONFIG), session, backends.cpu)
+        for t in (1, 2):
+            out = run(batch(CONFIG, 4, 64, t) | OPTIMIZER.inputs(t))
+            seen.update(b"".join(np.asarray(value).tobytes() for value in out.values()))
+        leaves = [leaf.label for leaf in graph.leaves if leaf.kind in ("weight", "state")]
+        seen.update(b"".join(session.get(name).tobytes() for name in leaves))
+    return seen.hexdigest()
+
+
+if __name__ == "__main__":
+    what, number = sys.argv[1], int(sys.argv[2])
+    if what == "rounds":
+        rounds(number)
+    else:
+        for count in range(1, number + 1):
+            print(digest(count), flush=True)

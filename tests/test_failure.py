@@ -1,0 +1,66 @@
+"""The failure rules: signals are flags, bad steps are skipped and named, the third in a row ends the run."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain.stop import stop_on_signals
+from packtrain.train.finite import FiniteGuard, NotFinite
+from packtrain.train.optim import AdamW, training
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_is_a_flag_and_second_leaves(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), stop_on_signals() as stopped:
+        assert not stopped()
+        os.kill(os.getpid(), number)
+        assert stopped()
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_run_ends_between_two_steps():
+    y = pt.input("x", (4,))
+    for _ in range(5):
+        y = pt.neg(y)
+    run = pt.Session().executor(pt.place(pt.Graph({"y": y})))
+    with stop_on_signals() as stopped:
+        run({"x": np.ones(4)}, stop=stopped)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(pt.Stopped, match="stopped before neg"):
+            run({"x": np.ones(4)}, stop=stopped)
+
+
+def step_of_one_weight():
+    x, w = pt.input("x", (3,)), pt.weight("w", (3,))
+    loss = pt.sum(pt.log(pt.mul(x, w)))
+    optimizer = AdamW()
+    session = pt.Session()
+    run = session.executor(pt.place(training({"loss": loss}, [w], optimizer, max_norm=1.0)))
+    session.set({"w": np.ones(3)})
+    return session, run, optimizer.inputs(1)
+
+
+def test_a_bad_step_changes_nothing_and_is_named():
+    session, run, hyper = step_of_one_weight()
+    bad = hyper | {"x": np.array([1.0, -1.0, 1.0])}
+    got = run(bad)
+    guard = FiniteGuard()
+    what = guard.check(run, bad, got)
+    assert what is not None and what.startswith("log: log is nan at [1]\n  at test_failure.py:")
+    for name in ("w", "m/w", "v/w"):
+        assert (session.get(name) == (name == "w")).all()
+
+
+def test_good_steps_reset_the_count_and_three_bad_ones_raise():
+    _, run, hyper = step_of_one_weight()
+    good, bad = hyper | {"x": np.ones(3)}, hyper | {"x": -np.ones(3)}
+    guard = FiniteGuard()
+    for inputs in (bad, bad, good, bad, bad):
+        guard.check(run, inputs, run(inputs))
+    with pytest.raises(NotFinite, match="3 steps in a row"):
+        guard.check(run, bad, run(bad))

@@ -1,0 +1,321 @@
+"""One session, many plans: leaves and arenas are shared, nothing is allocated later, failures are kept apart."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import Graph, RunError, Session, Stopped, backends, make_plan, ops, place
+from packtrain.tensor import Kernel
+from tests import alternate
+from tests.alternate import Alternating
+from tests.models import CONFIG, apart, batch, bind, evaluation, same_bits, steps, values
+from tests.models import gradients as gradients_of
+
+OPTIMIZER = alternate.OPTIMIZER
+LINUX = sys.platform.startswith("linux")
+ROOT = Path(__file__).parents[1]
+SLACK = 16 * 4096  # bytes: what the interpreter itself may come to use
+
+
+def child(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.alternate", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def leaves_of(graph: Graph) -> list[str]:
+    """The names of what a session keeps for a graph."""
+    return [leaf.label for leaf in graph.leaves if leaf.kind in ("weight", "state")]
+
+
+# ---- plans that alternate ------------------------------------------------------------------------------------
+
+
+def test_alternating_plans_give_the_losses_of_fresh_sessions():
+    shared = Session()
+    together = Alternating.bind(shared)
+    shared.set(values(alternate.CONFIG))
+    alone: dict[str, np.ndarray] = values(alternate.CONFIG)
+    for t, name in enumerate(("train", "eval", "small", "eval", "train", "small", "train"), 1):
+        fresh = Session()
+        single = Alternating.bind(fresh, (name,))
+        leaves = leaves_of(single.runs[name].placed.graph)
+        fresh.set({n: alone[n] for n in leaves if n in alone})
+        assert single.turn(name, t, t) == together.turn(name, t, t)
+        alone |= {n: fresh.get(n) for n in leaves}
+    assert same_bits({n: shared.get(n) for n in alone}, alone)
+
+
+@pytest.mark.skipif(not LINUX, reason="private memory of another process is read from /proc")
+def test_a_hundred_rounds_allocate_nothing_after_the_first():
+    seen = []
+    with child("rounds", "100") as process:
+        for line in process.stdout:
+            assert line == f"round {len(seen)}\n"
+            seen.append(_private_dirty(process.pid))
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0 and len(seen) == 100
+    assert max(seen[1:]) - seen[0] <= SLACK
+
+
+def _private_dirty(pid: int) -> int:
+    """Bytes that no other process shares and that cannot be read anew from a file."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return 1024 * sum(int(kib) for kib in re.findall(r"Private_Dirty: +(\d+) kB", text))
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    with child("threads", "3", NUMBA_NUM_THREADS="3") as process:
+        digests = process.communicate()[0].split()
+    assert process.returncode == 0 and len(digests) == 3
+    assert len(set(digests)) == 1
+
+
+def test_an_executor_added_later_moves_the_arena_of_the_earlier_ones():
+    session = Session()
+    small = bind(evaluation(CONFIG, 1, 8), values(CONFIG), session)
+    before = small(batch(CONFIG, 1, 8))
+    large = bind(evaluation(CONFIG, 4, 32), session=session)
+    large(batch(CONFIG, 4, 32))
+    assert large.plan.arena().nbytes > small.plan.arena().nbytes
+    assert same_bits(small(batch(CONFIG, 1, 8)), before)
+
+
+# ---- failures ------------------------------------------------------------------------------------------------
+
+
+def update() -> pt.Executor:
+    graph = steps(CONFIG, 1, 8, OPTIMIZER, max_norm=1.0)
+    return bind(graph, values(CONFIG))
+
+
+def fed(t: int = 1) -> dict[str, np.ndarray]:
+    return batch(CONFIG, 1, 8, t) | OPTIMIZER.inputs(t)
+
+
+def test_an_exception_inside_the_update_makes_the_session_dirty(monkeypatch):
+    left = [3]
+    real = ops.opt_step_adamw.kernels["cpu"].run
+
+    def failing(*args, **attrs):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError("the lights went out")
+        real(*args, **attrs)
+
+    monkeypatch.setitem(ops.opt_step_adamw.kernels, "cpu", Kernel(failing, strided=False))
+    run = update()
+    with pytest.raises(OSError, match="lights"):
+        run(fed())
+    for refused in (lambda: run.session.get("output_norm.weight"), lambda: run(fed(2))):
+        with pytest.raises(RunError, match=r"dirty.*opt_step_adamw failed.*the lights went out"):
+            refused()
+
+
+def test_an_exception_before_the_update_leaves_everything_as_it_was():
+    run, other = update(), update()
+    run(fed(1)), other(fed(1))
+    bad = fed(2)
+    bad["tokens"][0, 3] = CONFIG.vocab_size
+    with pytest.raises(IndexError, match=f"index {CONFIG.vocab_size} at position 3"):
+        run(bad)
+    assert run.session.dirty is None
+    assert same_bits(run(fed(3)), other(fed(3)))
+
+
+def test_stop_is_asked_before_each_step():
+    run, other = update(), update()
+    asked = []
+
+    def stop() -> bool:
+        asked.append(None)
+        return len(asked) > 5
+
+    with pytest.raises(Stopped, match=f"stopped before {run.placed.steps[5].op.name}"):
+        run(fed(), stop=stop)
+    assert run.session.dirty is None
+    assert same_bits(run(fed(), stop=lambda: False), other(fed()))
+
+
+def test_stopping_inside_the_update_makes_the_session_dirty():
+    run = update()
+    left = [run.first_write + 2]
+
+    def stop() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    with pytest.raises(Stopped):
+        run(fed(), stop=stop)
+    with pytest.raises(RunError, match="dirty"):
+        run.session.get("token_embd.weight")
+
+
+def test_a_second_executor_at_the_same_time_is_refused():
+    run, other = update(), update()
+    refusals: list[str] = []
+
+    def intrude() -> None:
+        try:
+            other(fed())
+        except RunError as error:
+            refusals.append(str(error))
+
+    def see(name: str, value: np.ndarray) -> None:
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+        intrude()
+
+    run.watch("blk.0.attn_norm", see)
+    run(fed())
+    assert refusals == ["another executor is running in this process; one runs at a time"] * 2
+    other(fed())
+
+
+# ---- what a run needs ----------------------------------------------------------------------------------------
+
+
+def test_inputs_missing_and_unknown_are_all_named():
+    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
+    given = batch(CONFIG, 1, 8)
+    del given["pos"], given["seq"]
+    with pytest.raises(RunError, match=r"inputs missing: \['pos', 'seq'\]; unknown: \['noise'\]"):
+        run(given | {"noise": np.zeros(3)})
+
+
+def test_an_input_of_another_shape():
+    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
+    with pytest.raises(RunError, match=r"input tokens has shape \[1, 7\]; it must be \[1, 8\]"):
+        run(batch(CONFIG, 1, 8) | {"tokens": np.zeros((1, 7), np.int32)})
+
+
+def test_an_input_of_another_kind_is_not_cut_to_fit():
+    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
+    with pytest.raises((RunError, TypeError), match="tokens"):
+        run(batch(CONFIG, 1, 8) | {"tokens": np.full((1, 8), 0.7)})
+
+
+def test_weights_without_a_value_are_all_named():
+    given = values(CONFIG)
+    del given["blk.0.attn_q.weight"], given["output_norm.weight"]
+    run = bind(evaluation(CONFIG, 1, 8), given)
+    text = "weights without a value: blk.0.attn_q.weight, output_norm.weight"
+    with pytest.raises(RunError, match=text):
+        run(batch(CONFIG, 1, 8))
+
+
+def test_values_that_fit_no_leaf():
+    session = bind(evaluation(CONFIG, 1, 8)).session
+    with pytest.raises(RunError, match=r"output_norm.weight is f32\[24\]; .* \[23\] does not fit"):
+        session.set({"output_norm.weight": np.ones(23)})
+    with pytest.raises(RunError, match=r"no leaf is called blk.9; there are blk.0.attn_k.weight"):
+        session.set({"blk.9": np.ones(3)})
+    with pytest.raises(RunError, match=r"no leaf is called blk\.9"):
+        session.get("blk.9")
+
+
+def test_a_leaf_that_two_graphs_see_differently():
+    session = Session()
+    bind(Graph([ops.neg(pt.weight("w", (3,)))]), session=session)
+    with pytest.raises(RunError, match=r"w is f32\[3\] on host .* wants f32\[4\] on host"):
+        bind(Graph([ops.neg(pt.weight("w", (4,)))]), session=session)
+
+
+def test_constants_belong_to_their_graphs():
+    session, x = Session(), np.arange(3, dtype=np.float32)
+    graphs = [
+        Graph({"y": ops.mul(pt.input("x", (3,)), pt.constant("k", np.full(3, k)))}) for k in (2, 3)
+    ]
+    double, triple = (bind(graph, session=session) for graph in graphs)
+    for _ in range(2):
+        assert double({"x": x})["y"].tolist() == [0, 2, 4]
+        assert triple({"x": x})["y"].tolist() == [0, 3, 6]
+
+
+def test_outputs_and_leaves_are_copies():
+    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
+    first = run(batch(CONFIG, 1, 8, 1))
+    kept = {name: value.copy() for name, value in first.items()}
+    run(batch(CONFIG, 1, 8, 2))
+    assert same_bits(first, kept)
+    run.session.get("output_norm.weight")[:] = 0
+    assert run.session.get("output_norm.weight").all()
+
+
+# ---- memory spaces -------------------------------------------------------------------------------------------
+
+OTHER = backends.Host("numpy", "other")
+AWAY = [n for n in values(CONFIG) if n.startswith("blk.1.") or n == "output_norm.weight"]
+
+
+def test_weights_in_another_space_are_copied_to_and_fro():
+    graph = gradients_of(CONFIG, 2, 9)
+    placed = place(graph, [backends.cpu], homes=dict.fromkeys(AWAY, OTHER))
+    plan = make_plan(placed)
+    pt.verify(plan, placed)
+    assert [a.space for a in plan.arenas] == ["host", "other"]
+    assert all(a.nbytes > 0 for a in plan.arenas)
+    assert plan.arena("other").weight_nbytes == 4 * sum(values(CONFIG)[n].size for n in AWAY)
+    session = Session()
+    run = session.executor(placed, plan)
+    session.set(values(CONFIG))
+    got, expected = run(batch(CONFIG, 2, 9)), bind(graph, values(CONFIG))(batch(CONFIG, 2, 9))
+    assert got.keys() == expected.keys()
+    far = {name: apart(got[name], expected[name]) for name in got}
+    assert max(far.values()) < 1e-5
+
+
+def test_copies_stand_at_the_borders_and_nowhere_else():
+    graph = evaluation(CONFIG, 2, 9)
+    placed = place(graph, [backends.numpy], homes=dict.fromkeys(AWAY, OTHER))
+    crossing = 0
+    for step in placed.steps:
+        spaces = {placed.home[t.base].space for t in (*step.reads, *step.results)}
+        assert len(spaces) == 1 or step.op.name == "cont", f"{step.op.name} works on {spaces}"
+        crossing += len(spaces) > 1
+    assert crossing >= 2
+    assert [b.space for b, _ in placed.splits][:2] == ["host", "other"]
+    at_home = bind(graph, values(CONFIG), backend=backends.numpy)
+    session = Session()
+    run = session.executor(placed)
+    session.set(values(CONFIG))
+    assert same_bits(run(batch(CONFIG, 2, 9)), at_home(batch(CONFIG, 2, 9)))
+
+
+def test_training_with_weights_and_their_moments_away():
+    graph = steps(CONFIG, 2, 9, OPTIMIZER, max_norm=1.0)
+    away = {f"{kind}{name}": OTHER for name in AWAY for kind in ("", "m/", "v/")}
+    session, alone = Session(), Session()
+    runs = [
+        session.executor(place(graph, [backends.numpy], homes=away)),
+        bind(graph, session=alone, backend=backends.numpy),
+    ]
+    for s in (session, alone):
+        s.set(values(CONFIG))
+    for t in (1, 2, 3):
+        one, two = (run(batch(CONFIG, 2, 9, t) | OPTIMIZER.inputs(t)) for run in runs)
+        assert same_bits(one, two)
+    names = leaves_of(graph)
+    assert same_bits({n: session.get(n) for n in names}, {n: alone.get(n) for n in names})
+
+
+def test_one_leaf_cannot_live_in_two_spaces_of_a_session():
+    session = Session()
+    graph = Graph([ops.neg(pt.weight("w", (3,)))])
+    session.executor(place(graph, [backends.numpy]))
+    with pytest.raises(RunError, match=r"w is f32\[3\] on host .* wants f32\[3\] on other"):
+        session.executor(place(graph, [backends.numpy], homes={"w": OTHER}))

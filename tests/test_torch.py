@@ -1,0 +1,215 @@
+"""Every op against its peer in PyTorch: value and, by autograd, every gradient, in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import ops
+from packtrain.tensor import OPS, Call
+from tests import checks
+
+torch: Any = pytest.importorskip("torch")
+
+# gradients of other ops: compared as those ops' gradients
+NO_PEER = {
+    "silu_back", "swiglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
+    "dropout",  # another generator of random numbers
+}  # fmt: skip
+
+
+def rms_norm(x, w, *, eps):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def soft_max(x, mask, *, scale):
+    if mask is None:
+        return (scale * x).softmax(-1)
+    seen = mask.isfinite().any(-1)
+    y = torch.zeros_like(x)
+    y[..., seen, :] = (scale * x + mask)[..., seen, :].softmax(-1)
+    return y
+
+
+def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale):
+    b, t, s = *q.shape[:2], k.shape[1]
+    q_pos = torch.arange(t).expand(b, t) if q_pos is None else q_pos
+    k_pos = torch.arange(s).expand(b, s) if k_pos is None else k_pos
+    seen = k_pos[:, None, :] <= q_pos[:, :, None]
+    if q_seq is not None:
+        seen = seen & (k_seq[:, None, :] == q_seq[:, :, None])
+    if length is not None:
+        seen = seen & (torch.arange(s) < length)
+    y = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=seen[:, None],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return y.transpose(1, 2)
+
+
+def cross_entropy(logits, targets, weights):
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), targets.flatten().long(), reduction="none", ignore_index=-1
+    )
+    return (losses * weights.flatten()).sum()
+
+
+def linear_cross_entropy(x, w, targets, weights, *, chunk):
+    return cross_entropy(torch.nn.functional.linear(x, w), targets, weights)
+
+
+def matmul(x, w, acc):
+    return x @ w.mT + (0 if acc is None else acc)
+
+
+def out_prod(a, b, acc):
+    return torch.einsum("...p,...q->pq", a, b) + (0 if acc is None else acc)
+
+
+def get_rows(w, ids):
+    wide = torch.cat([w, torch.zeros_like(w[:1])])  # index -1 is the row of zeros
+    return torch.nn.functional.embedding(ids.long() % len(wide), wide.flatten(1)).unflatten(
+        -1, w.shape[1:]
+    )
+
+
+def get_rows_back(dy, ids, acc, *, shape):
+    start = torch.zeros(shape, dtype=dy.dtype) if acc is None else acc
+    known = ids.flatten() >= 0
+    return start.index_add(0, ids.flatten()[known], dy.flatten(0, ids.ndim - 1)[known])
+
+
+def set_rows(leaf, x, ids):
+    known = ids.flatten() >= 0
+    return leaf.index_copy(0, ids.flatten()[known].long(), x.flatten(0, ids.ndim - 1)[known])
+
+
+def zero_rows(x, ids):
+    return x.index_fill(0, ids.long(), 0)
+
+
+def rope(x, table, *, neox, inverse):
+    half = table.shape[-2]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = turned.unflatten(-1, (2, half)).mT if neox else turned.unflatten(-1, (half, 2))
+    turn = torch.view_as_complex(table)[..., None, :]
+    made = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * (turn.conj() if inverse else turn)
+    )
+    return torch.cat([(made.mT if neox else made).flatten(-2), rest], -1)
+
+
+def rope_table(pos, *, dims, base):
+    rates = base ** (-torch.arange(0, dims, 2).double() / dims)
+    angles = pos[..., None] * rates
+    return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
+
+
+def narrow_back(dy, *, axis, start, size):
+    behind = size - start - dy.shape[axis]
+    return torch.nn.functional.pad(dy.movedim(axis, -1), (start, behind)).movedim(-1, axis)
+
+
+def clip_gate(squares, *, max_norm):
+    """What clip_grad_norm_ makes of a gradient of 1; NaN, as we want it, where the norm is not finite."""
+    if not squares.isfinite():
+        return torch.full((), torch.nan)
+    parameter = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    parameter.grad = squares.sqrt()
+    torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+    return parameter.grad / squares.sqrt()
+
+
+def opt_step_adamw(w, g, m, v, hyper, gate, *, decay):
+    """One step of torch.optim.AdamW that had made one step before, as the samples' corrections say."""
+    if not gate.isfinite():
+        return w, m, v
+    lr, beta1, beta2, eps, weight_decay = hyper[:5].tolist()
+    parameter = w.detach().clone().requires_grad_()
+    parameter.grad = (g * gate).detach()
+    betas = beta1, beta2
+    made = torch.optim.AdamW([parameter], lr, betas, eps, weight_decay if decay else 0.0)
+    one = torch.tensor(1.0)
+    made.state[parameter] = {"step": one, "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    made.step()
+    state = made.state[parameter]
+    return parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
+
+
+PEERS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "scale": lambda x, by, bias: by * x + bias,
+    "neg": lambda x: -x,
+    "sqr": lambda x: x.square(),
+    "sqrt": lambda x: x.sqrt(),
+    "log": lambda x: x.log(),
+    "exp": lambda x: x.exp(),
+    "step": lambda x: torch.heaviside(x, torch.zeros((), dtype=x.dtype)),
+    "relu": lambda x: x.relu(),
+    "sigmoid": lambda x: x.sigmoid(),
+    "tanh": lambda x: x.tanh(),
+    "silu": lambda x: torch.nn.functional.silu(x),
+    "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+    "sum": lambda x: x.sum(),
+    "sum_rows": lambda x: x.sum(-1, keepdim=True),
+    "sum_to": lambda x, shape: x.sum_to_size(shape),
+    "sum_squares": lambda x, acc: x.square().sum() + (0 if acc is None else acc),
+    "broadcast_to": lambda x, shape: x.expand(shape),
+    "reshape": lambda x, shape: x.reshape(shape),
+    "permute": lambda x, axes: x.permute(axes),
+    "narrow": lambda x, axis, start, length: x.narrow(axis, start, length),
+    "cont": lambda x: x.clone(),
+    **{f.__name__: f for f in (
+        rms_norm, soft_max, attention, cross_entropy, linear_cross_entropy, matmul, out_prod, get_rows, get_rows_back,
+        set_rows, zero_rows, rope, rope_table, narrow_back, clip_gate, opt_step_adamw,
+    )},
+}  # fmt: skip
+
+
+def test_ops_without_a_peer_are_listed() -> None:
+    assert OPS.keys() - PEERS.keys() == NO_PEER
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_pytorch_agrees(name: str) -> None:
+    for k, (call, given) in enumerate(checks.differentiable(name)):
+        inputs = _inputs(call, given)
+        made = PEERS[name](*inputs, **call.attrs)
+        made = made if isinstance(made, tuple) else (made,)
+        got = pt.interpret(checks.graph_of(call), given)
+        for i, y in enumerate(made):
+            checks.close(got[f"result {i}"], y.detach().numpy(), f"{name} sample {k} result {i}")
+        if OPS[name].vjp_rule and name not in checks.FLAT and made[0].requires_grad:
+            _check_gradients(f"{name} sample {k}", call, given, inputs, made[0])
+
+
+def _inputs(call: Call, given: checks.Values) -> list[Any]:
+    """Tensors for the call's inputs; f32 ones are float64 and want a gradient."""
+    graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
+    made = {name: torch.from_numpy(array) for name, array in pt.interpret(graph, given).items()}
+    for t in made.values():
+        if t.dtype == torch.float64:
+            t.requires_grad_()
+    return [made.get(str(i)) for i in range(len(call.inputs))]
+
+
+def _check_gradients(
+    what: str, call: Call, given: checks.Values, inputs: list[Any], y: Any
+) -> None:
+    places = [i for i, t in enumerate(call.inputs) if inputs[i] is not None]
+    places = [i for i in places if inputs[i].requires_grad]
+    weights = np.random.default_rng(3).standard_normal(y.shape)
+    want = torch.autograd.grad((y * torch.from_numpy(weights)).sum(), [inputs[i] for i in places])
+    loss = ops.sum(ops.mul(call.results[0], pt.input("weights of results", call.results[0].shape)))
+    found = pt.differentiate(loss, [call.inputs[i] for i in places])
+    graph = pt.Graph({str(i): found[call.inputs[i]] for i in places})
+    made = pt.interpret(graph, {**given, "weights of results": weights})
+    for i, gradient in zip(places, want, strict=True):
+        checks.close(made[str(i)], gradient.numpy(), f"{what}, gradient of input {i}")

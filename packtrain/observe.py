@@ -5,41 +5,21 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from packtrain.bound import Bound, Program
 from packtrain.debug import flags
-from packtrain.place import Placed, Step
+from packtrain.place import Placed
 from packtrain.plan import Plan
 from packtrain.tensor import Tensor
-
-if TYPE_CHECKING:
-    from packtrain.run import Executor
 
 TOLERANCE = 1e-4  # of the largest value: what a cpu kernel may differ from the f32 specification
 
 
 class Stopped(Exception):
     """A run that was asked to stop between two steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A step with its arrays."""
-
-    step: Step
-    results: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    work: tuple[Any, ...]
-    run: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    pattern: str
-    see: Callable[[str, np.ndarray], None]
 
 
 def report(placed: Placed, plan: Plan) -> None:
@@ -54,25 +34,25 @@ class Observer:
 
     def __init__(
         self,
-        executor: "Executor",
+        program: Program,
         on: frozenset[str],
         stop: Callable[[], bool] | None,
         *,
         updates: bool = True,
     ) -> None:
-        self.executor, self.on, self.stop, self.updates = executor, on, stop, updates
-        self.names = executor.placed.names
+        self.program, self.on, self.stop, self.updates = program, on, stop, updates
+        self.names = program.placed.names
         self.seconds: dict[str, float] = defaultdict(float)
         self.freed = self._freed() if "poison" in on else {}
 
     @staticmethod
-    def wanted(executor: "Executor", stop: Callable[[], bool] | None) -> "Observer | None":
+    def wanted(program: Program, stop: Callable[[], bool] | None) -> "Observer | None":
         on = flags() & {"time", "nan", "poison", "compare"}
-        return Observer(executor, on, stop) if on or stop or executor.watchers else None
+        return Observer(program, on, stop) if on or stop or program.watchers else None
 
     def run(self) -> None:
-        for at, bound in enumerate(self.executor.bound):
-            self.executor.at = at
+        for at, bound in enumerate(self.program.steps):
+            self.program.at = at
             if self.stop is not None and self.stop():
                 raise Stopped(f"stopped before {bound.step.op.name}")
             if self.updates or not bound.step.op.writes:
@@ -97,7 +77,7 @@ class Observer:
             self._check_finite(bound, before)
         if "compare" in self.on:
             self._compare(bound, before)
-        for watcher in self.executor.watchers:
+        for watcher in self.program.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
                 if array is not None and fnmatch.fnmatchcase(self.names[t], watcher.pattern):
                     watcher.see(self.names[t], bound.step.backend.download(array))
@@ -113,25 +93,16 @@ class Observer:
                 array.reshape(-1).view(np.uint8).fill(255)
 
     def _freed(self) -> dict[int, list[np.ndarray]]:
-        """For each step the bytes of the buffers that end there; outputs end after the last step."""
-        plan, freed = self.executor.plan, dict[int, list[np.ndarray]]()
-        for b in plan.buffers:
-            if b.end <= plan.steps:
-                whole = self.executor.session.buffer(b.space)
-                freed.setdefault(b.end - 1, []).append(whole[b.offset : b.offset + b.nbytes])
-        outputs = [b for name, b in self.executor.offsets.items() if name in self._output_names()]
-        keep = {(b.space, b.offset) for b in outputs}
-        last = freed.get(plan.steps - 1, [])
-        base = {
-            s: self.executor.session.buffer(s).ctypes.data for s in {b.space for b in plan.buffers}
+        """For each step the bytes of the buffers that nobody needs after it; outputs are read after the last."""
+        freed: dict[int, list[np.ndarray]] = {}
+        outputs = [t.base for t in self.program.placed.graph.outputs.values()]
+        read_later = {
+            self.program.where[self.names[t]] for t in outputs if t.kind in (None, "input")
         }
-        freed[plan.steps - 1] = [
-            a for a in last if not any(a.ctypes.data == base[s] + o for s, o in keep)
-        ]
+        for b in set(self.program.plan.buffers) - read_later:
+            arena = self.program.arenas[b.space]
+            freed.setdefault(b.end - 1, []).append(arena[b.offset : b.offset + b.nbytes])
         return freed
-
-    def _output_names(self) -> set[str]:
-        return {self.names[t.base] for t in self.executor.placed.graph.outputs.values()}
 
     # ---- checks
 

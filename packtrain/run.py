@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from packtrain.backends import Backend
+from packtrain.bound import Bound, Program, Watcher
 from packtrain.debug import flags
-from packtrain.observe import Bound, Observer, Watcher, report
+from packtrain.observe import Observer, report
 from packtrain.place import Placed, Step
 from packtrain.plan import Buffer, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
@@ -128,8 +129,8 @@ class Executor:
 
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
         self.session, self.placed, self.plan = session, placed, plan
-        self.watchers: list[Watcher] = []
-        self.offsets = {name: b for b in plan.buffers for name in b.tensors}
+        self.where = {name: b for b in plan.buffers for name in b.tensors}
+        self.program = Program(placed, plan, self.where, [])
         self.works: dict[int, list[Buffer]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
@@ -142,8 +143,9 @@ class Executor:
 
     def _bind(self) -> None:
         self.generation = self.session.generation
-        self.bound = [self._bind_step(i, step) for i, step in enumerate(self.placed.steps)]
-        self.calls = [b.run for b in self.bound]
+        self.program.arenas = {a.space: self.session.buffer(a.space) for a in self.plan.arenas}
+        self.program.steps = [self._bind_step(i, step) for i, step in enumerate(self.placed.steps)]
+        self.calls = [bound.run for bound in self.program.steps]
         inputs = (leaf for leaf in self.placed.graph.leaves if leaf.kind == "input")
         self.inputs = {leaf.label: (self.placed.home[leaf], self._array(leaf)) for leaf in inputs}
         outputs = self.placed.graph.outputs.items()
@@ -152,7 +154,7 @@ class Executor:
     def _bind_step(self, i: int, step: Step) -> Bound:
         names = self.placed.names
         results = tuple(
-            None if names[t] not in self.offsets and not t.base.kind else self._array(t)
+            None if names[t] not in self.where and not t.base.kind else self._array(t)
             for t in step.results
         )
         inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
@@ -183,14 +185,14 @@ class Executor:
                 return self.session.array(t.base)
             whole = self.session.array(t.base)
             return backend.view(whole.reshape(-1).view(np.uint8), t.offset, t.spec, t.strides)
-        offset = self.offsets[self.placed.names[t.base]].offset + t.offset
+        offset = self.where[self.placed.names[t.base]].offset + t.offset
         return backend.view(self.session.buffer(backend.space), offset, t.spec, t.strides)
 
     # ---- running
 
     def watch(self, pattern: str, see: Callable[[str, np.ndarray], None]) -> None:
         """Call `see(name, value)` whenever a step makes a tensor whose name matches the shell pattern."""
-        self.watchers.append(Watcher(pattern, see))
+        self.program.watchers.append(Watcher(pattern, see))
 
     def __call__(
         self, inputs: Mapping[str, Any] | None = None, *, stop: Callable[[], bool] | None = None
@@ -202,7 +204,7 @@ class Executor:
         """
         with _one_at_a_time(), np.errstate(all="ignore"):
             self._prepare(inputs or {})
-            observer = Observer.wanted(self, stop)
+            observer = Observer.wanted(self.program, stop)
             if observer is not None:
                 self._guarded(observer.run)
             else:
@@ -212,22 +214,21 @@ class Executor:
             }
 
     def _run(self) -> None:
+        program = self.program
         for at, call in enumerate(self.calls):
-            self.at = at
+            program.at = at
             call()
 
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
             run()
         except BaseException as error:
-            if self.at >= self.first_write:
-                self.session.dirty = (
-                    f"{self.placed.steps[self.at].op.name} failed during the update: {error!r}"
-                )
+            if self.program.at >= self.first_write:
+                self.session.dirty = f"{self.placed.steps[self.program.at].op.name} failed during the update: {error!r}"
             raise
 
     def _prepare(self, inputs: Mapping[str, Any]) -> None:
-        self.at = 0
+        self.program.at = 0
         if self.generation != self.session.generation:
             self._bind()
         if self.session.dirty:
@@ -256,7 +257,7 @@ class Executor:
         with _one_at_a_time(), np.errstate(all="ignore"):
             self._prepare(inputs)
             try:
-                Observer(self, frozenset(["nan"]), None, updates=False).run()
+                Observer(self.program, frozenset(["nan"]), None, updates=False).run()
             except FloatingPointError as error:
                 return str(error)
         return None

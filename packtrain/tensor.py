@@ -21,6 +21,7 @@ from packtrain.dtypes import Dtype, f32
 P = ParamSpec("P")
 R = TypeVar("R")
 Rule = TypeVar("Rule", bound=Callable[..., Any])
+Shape = tuple[int, ...]
 Kind = Literal["weight", "state", "input", "constant"]
 Phase = Literal["forward", "backward", "recomputed"]
 
@@ -43,7 +44,7 @@ def want(holds: bool, fact: str) -> None:
 class Spec:
     """Logical shape in NumPy order and element type."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: Dtype = f32
 
     @property
@@ -56,7 +57,7 @@ class Spec:
         return rows * self.dtype.row_nbytes(self.shape[-1] if self.shape else 1)
 
     @property
-    def strides(self) -> tuple[int, ...]:
+    def strides(self) -> Shape:
         """Bytes between neighbours along each axis when the tensor is dense."""
         step, strides = self.dtype.block_nbytes, []
         for axis in range(len(self.shape) - 1, -1, -1):
@@ -73,7 +74,7 @@ class Spec:
 class View(Spec):
     """What the shape rule of a view gives: where in the input's storage the elements are, in bytes."""
 
-    layout: tuple[int, ...] = ()
+    layout: Shape = ()
     offset: int = 0
 
 
@@ -112,7 +113,7 @@ class Tensor:
     """
 
     spec: Spec
-    strides: tuple[int, ...]
+    strides: Shape
     offset: int = 0
     call: Call | None = None
     index: int = 0
@@ -122,7 +123,7 @@ class Tensor:
     name: str | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return self.spec.shape
 
     @property
@@ -179,17 +180,17 @@ def named(name: str, tensor: Tensor) -> Tensor:
 # ---- leaves --------------------------------------------------------------------------------------------------
 
 
-def weight(name: str, shape: tuple[int, ...], dtype: Dtype = f32) -> Tensor:
+def weight(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
     """A leaf that is trained or frozen, and saved."""
     return _leaf(name, shape, dtype, "weight")
 
 
-def state(name: str, shape: tuple[int, ...], dtype: Dtype = f32) -> Tensor:
+def state(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
     """A leaf that a run may update and the next run reads: optimizer moments, KV cache. Starts as zeros."""
     return _leaf(name, shape, dtype, "state")
 
 
-def input(name: str, shape: tuple[int, ...], dtype: Dtype = f32) -> Tensor:
+def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
     """A leaf given anew at every run."""
     return _leaf(name, shape, dtype, "input")
 
@@ -200,13 +201,11 @@ def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
     return _leaf(name, value.shape, dtype, "constant", value)
 
 
-def _leaf(
-    name: str, shape: tuple[int, ...], dtype: Dtype, kind: Kind, value: np.ndarray | None = None
-) -> Tensor:
+def _leaf(name: str, shape: Shape, dtype: Dtype, kind: Kind, value: Any = None) -> Tensor:
     shape = tuple(int(n) for n in shape)
     if any(n < 0 for n in shape) or (shape[-1] if shape else 1) % dtype.block:
         raise GraphError(
-            f"{name}: a {dtype} tensor cannot have shape {shape}; rows are blocks of {dtype.block}"
+            f"{name}: shape {shape} cannot be; {dtype} rows are blocks of {dtype.block}"
         )
     spec = Spec(shape, dtype)
     return Tensor(spec, spec.strides, kind=kind, value=value, name=name)
@@ -248,12 +247,10 @@ class Op(Generic[P, R]):
         self.rule, self.name, self.__doc__ = rule, rule.__name__, rule.__doc__
         self.view: bool = declared.get("view", False)
         inplace = declared.get("inplace", ())
-        self.inplace: dict[int, tuple[int, ...]] = (
-            inplace if isinstance(inplace, dict) else {0: inplace}
-        )
-        self.writes: tuple[int, ...] = declared.get("writes", ())
+        self.inplace: dict[int, Shape] = inplace if isinstance(inplace, dict) else {0: inplace}
+        self.writes: Shape = declared.get("writes", ())
         self.acc: int | None = declared.get("acc")
-        self.optional: tuple[int, ...] = declared.get("optional", ())
+        self.optional: Shape = declared.get("optional", ())
         parameters = inspect.signature(rule).parameters.values()
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.arity = len(parameters) - len(keyword)
@@ -349,11 +346,11 @@ class _Declare:
 
 def op(
     *,
-    inplace: tuple[int, ...] | dict[int, tuple[int, ...]] = (),
+    inplace: Shape | dict[int, Shape] = (),
     view: bool = False,
-    writes: tuple[int, ...] = (),
+    writes: Shape = (),
     acc: int | None = None,
-    optional: tuple[int, ...] = (),
+    optional: Shape = (),
 ) -> _Declare:
     """Declare an op; the decorated function is its shape rule. See Op for the declarations."""
     return _Declare(

@@ -1,0 +1,42 @@
+"""A plan bound to memory: its steps with their arrays. `run` makes it, `observe` looks at it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from packtrain.place import Placed, Step
+from packtrain.plan import Buffer, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A step with its arrays, and the call that runs it."""
+
+    step: Step
+    results: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    work: tuple[Any, ...]
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """`see(name, value)` is called when a step makes a tensor whose name matches the shell pattern."""
+
+    pattern: str
+    see: Callable[[str, np.ndarray], None]
+
+
+@dataclass(slots=True)
+class Program:
+    """All steps of a plan in order; `at` is the one that runs, or ran last."""
+
+    placed: Placed
+    plan: Plan
+    where: Mapping[str, Buffer]
+    watchers: list[Watcher]
+    arenas: Mapping[str, Any] = field(default_factory=dict)
+    steps: list[Bound] = field(default_factory=list)
+    at: int = 0

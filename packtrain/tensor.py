@@ -22,6 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 Shape = tuple[int, ...]
+Indices = tuple[int, ...]
 Kind = Literal["weight", "state", "input", "constant"]
 Phase = Literal["forward", "backward", "recomputed"]
 
@@ -243,14 +244,11 @@ class Op(Generic[P, R]):
     optional  results a kernel can leave out: it gets None for one that nobody reads
     """
 
-    def __init__(self, rule: Callable[..., Any], declared: Mapping[str, Any]) -> None:
+    def __init__(self, rule: Callable[..., Any], declared: "Declare") -> None:
         self.rule, self.name, self.__doc__ = rule, rule.__name__, rule.__doc__
-        self.view: bool = declared.get("view", False)
-        inplace = declared.get("inplace", ())
-        self.inplace: dict[int, Shape] = inplace if isinstance(inplace, dict) else {0: inplace}
-        self.writes: Shape = declared.get("writes", ())
-        self.acc: int | None = declared.get("acc")
-        self.optional: Shape = declared.get("optional", ())
+        self.view, self.writes, self.acc = declared.view, declared.writes, declared.acc
+        self.optional, inplace = declared.optional, declared.inplace
+        self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
         parameters = inspect.signature(rule).parameters.values()
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.arity = len(parameters) - len(keyword)
@@ -330,32 +328,25 @@ class Op(Generic[P, R]):
         return f"<op {self.name}>"
 
 
-class _Declare:
-    """What `@op(...)` returns: turns a shape rule into an Op of the same signature."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declare:
+    """What `@op(...)` says of an op; called on a shape rule it makes an Op of the same signature."""
 
-    def __init__(self, declared: Mapping[str, Any]) -> None:
-        self.declared = declared
+    inplace: Indices | dict[int, Indices] = ()
+    view: bool = False
+    writes: Indices = ()
+    acc: int | None = None
+    optional: Indices = ()
 
     @overload
     def __call__(self, rule: Callable[P, Spec]) -> Op[P, Tensor]: ...
     @overload
     def __call__(self, rule: Callable[P, tuple[Spec, ...]]) -> Op[P, tuple[Tensor, ...]]: ...
     def __call__(self, rule: Callable[P, Any]) -> Op[P, Any]:
-        return Op(rule, self.declared)
+        return Op(rule, self)
 
 
-def op(
-    *,
-    inplace: Shape | dict[int, Shape] = (),
-    view: bool = False,
-    writes: Shape = (),
-    acc: int | None = None,
-    optional: Shape = (),
-) -> _Declare:
-    """Declare an op; the decorated function is its shape rule. See Op for the declarations."""
-    return _Declare(
-        {"inplace": inplace, "view": view, "writes": writes, "acc": acc, "optional": optional}
-    )
+op = Declare
 
 
 # ---- who wrote it --------------------------------------------------------------------------------------------

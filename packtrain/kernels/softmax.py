@@ -33,7 +33,7 @@ def masked(x, mask, row, i, left, scale):
     v = load_part(x, row * width + i, left) * scale
     if mask.size:
         v += load_part(mask, row % mask.shape[0] * width + i, left)
-    return keep_first(v, left, -INFINITY)
+    return v if left >= LANES else keep_first(v, left, -INFINITY)
 
 
 @kernel(void(out2, in2, in2, f32, i64, i64))

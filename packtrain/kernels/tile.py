@@ -1,0 +1,154 @@
+"""Register tiles written as LLVM IR: small products and a transpose, on addresses.
+
+Each is compiled once as a function of its own, however many kernels call it. Rows are `ld` floats
+apart; columns behind the last full vector are read and written under a mask.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, call, first_lanes, spread
+
+POINTER = ir.PointerType()
+ZERO = ir.Constant(VECTOR, [0.0] * LANES)
+HEIGHTS = (12, 4, 1)  # rows of a tile: 24 sums, 2 columns and a spread fill 32 registers
+
+
+def at(builder, base, row, stride, column):
+    """The pointer to base[row * stride + column]."""
+    index = builder.add(builder.mul(row, stride), column)
+    return builder.gep(base, [index], source_etype=F32)
+
+
+def read(builder, pointer, mask):
+    if mask is None:
+        return builder.load(pointer, typ=VECTOR, align=4)
+    return call(builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO)
+
+
+def write(builder, value, pointer, mask):
+    if mask is None:
+        return builder.store(value, pointer, align=4)
+    name, void = "llvm.masked.store.v16f32.p0", ir.VoidType()
+    return call(builder, name, void, value, pointer, I32(4), mask)
+
+
+def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, depth, add):
+    """c (height, width * 16) = a b, + c where `add`, with the sums in registers."""
+    cells = [(i, j) for i in range(height) for j in range(width)]
+    spots = {(i, j): at(builder, c, I64(i), ldc, I64(j * LANES)) for i, j in cells}
+    sums = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
+    with builder.if_then(add):
+        for cell in cells:
+            builder.store(read(builder, spots[cell], mask), sums[cell])
+    with cgutils.for_range(builder, depth) as loop:
+        k = loop.index
+        rights = [read(builder, at(builder, b, k, ldb, I64(j * LANES)), mask) for j in range(width)]
+        for i in range(height):
+            order = (k, lda, I64(i)) if by_column else (I64(i), lda, k)
+            left = builder.load(at(builder, a, *order), typ=F32, align=4)
+            left = spread(builder, left, VECTOR)
+            for j in range(width):
+                total = builder.load(sums[i, j])
+                total = call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], total)
+                builder.store(total, sums[i, j])
+    for cell in cells:
+        write(builder, builder.load(sums[cell]), spots[cell], mask)
+
+
+def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
+    """All tiles: 32 columns at a time, then 16 or what is left of them."""
+    pairs = builder.and_(n, I64(-2 * LANES))
+    for start, stop, width in ((I64(0), pairs, 2), (pairs, n, 1)):
+        step = I64(width * LANES)
+        with cgutils.for_range_slice(builder, start, stop, step, inc=True) as (j, _):
+            mask = None if width == 2 else first_lanes(builder, builder.sub(n, j))
+            done = I64(0)
+            for height in HEIGHTS:
+                rest = builder.srem(builder.sub(m, done), I64(height))
+                end = builder.sub(m, rest)
+                with cgutils.for_range_slice(builder, done, end, I64(height), inc=True) as (i, _):
+                    corner = at(builder, c, i, ldc, j)
+                    top = at(builder, a, *((I64(0), lda, i) if by_column else (i, lda, I64(0))))
+                    right = at(builder, b, I64(0), ldb, j)
+                    args = corner, ldc, top, lda, right, ldb, depth, add
+                    emit_tile(builder, height, width, mask, by_column, *args)
+                done = end
+
+
+def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
+    """y = x transposed: y (16, 16) of which y_rows, y_columns are written; x likewise, the rest zeros."""
+    nothing = ir.Constant(MASK, [0] * LANES)
+
+    def inside(rows, columns, i):
+        lanes = first_lanes(builder, columns)
+        return builder.select(builder.icmp_signed("<", I64(i), rows), lanes, nothing)
+
+    lines = [
+        read(builder, at(builder, x, I64(i), ldx, I64(0)), inside(x_rows, x_columns, i))
+        for i in range(LANES)
+    ]
+    for step in (8, 4, 2, 1):
+        first = [i + LANES - step if i & step else i for i in range(LANES)]
+        second = [i + step for i in first]
+        for i in (i for i in range(LANES) if not i & step):
+            pair = lines[i], lines[i + step]
+            for line, order in ((i, first), (i + step, second)):
+                lines[line] = builder.shuffle_vector(*pair, ir.Constant(BITS, order))
+    for i in range(LANES):
+        write(builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i))
+
+
+def compiled(name, emit, kinds):
+    """An intrinsic that calls emit(builder, *args) as one function; 'p' is an address, 'i' an int."""
+    kind = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
+
+    def codegen(context, builder, sig, args):
+        function = builder.module.globals.get(name)
+        if function is None:
+            form = ir.FunctionType(ir.VoidType(), [kind[k] for k in kinds])
+            function = ir.Function(builder.module, form, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block())
+            emit(inner, *function.args)
+            inner.ret_void()
+        fixed = (builder.inttoptr(a, POINTER) if k == "p" else a for k, a in zip(kinds, args))
+        builder.call(function, list(fixed))
+        return context.get_dummy_value()
+
+    number = {"p": types.int64, "i": types.int64, "b": types.boolean}
+    return intrinsic_of(len(kinds), types.void(*[number[k] for k in kinds]), codegen)
+
+
+def intrinsic_of(count, sig, codegen):
+    """numba reads an intrinsic's parameters from its source, hence one lambda for each count."""
+    if count == 8:
+        return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h: (sig, codegen))
+    return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h, i, j: (sig, codegen))
+
+
+# (m, n, depth, c, ldc, a, lda, b, ldb, add): c (m, n) = a b [+ c]; a (m, depth) by rows, or by columns
+rows_product = compiled(
+    "packtrain_rows_product",
+    lambda builder, *args: emit_product(builder, False, *args),
+    "iiipipipib",
+)
+columns_product = compiled(
+    "packtrain_columns_product",
+    lambda builder, *args: emit_product(builder, True, *args),
+    "iiipipipib",
+)
+turn = compiled("packtrain_turn", emit_turn, "piiipiii")
+
+
+@intrinsic
+def room(typingctx, size):
+    """The address of `size` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
+
+    def codegen(context, builder, sig, args):
+        return builder.ptrtoint(builder.alloca(F32, size=args[0]), I64)
+
+    return types.int64(types.int64), codegen

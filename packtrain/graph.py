@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from packtrain.tensor import Call, GraphError, Tensor
 
@@ -63,7 +64,7 @@ class Graph:
             f"read the handle that {newest.call.op.name} returned, or copy the value before the write{site}"
         )
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for graphs of the same calls, specs, attributes and names, wherever they were written."""
         return hashlib.sha256("\n".join(self._lines(origins=False)).encode()).hexdigest()[:16]

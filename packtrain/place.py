@@ -3,6 +3,7 @@
 A Graph goes in, a Placed list of Steps comes out. The Graph is not changed and can be placed again.
 """
 
+import hashlib
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,13 @@ class Placed:
     steps: tuple[Step, ...]
     home: Mapping[Tensor, Backend]
     names: Mapping[Tensor, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal graphs (see Graph) that were placed alike."""
+        lines = [self.graph.fingerprint]
+        lines += [f"{step.op.name} {step.backend.name} {step.backend.space}" for step in self.steps]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @property
     def splits(self) -> list[tuple[Backend, list[Step]]]:

@@ -93,11 +93,7 @@ class Session:
         """Give leaves their values by name; shapes must be the leaves' own."""
         for name, value in values.items():
             leaf = self._known(name)
-            if np.shape(value) != leaf.spec.shape:
-                raise RunError(
-                    f"{name} is {leaf.spec}; a value of shape {list(np.shape(value))} does not fit"
-                )
-            leaf.backend.upload(leaf.array, np.asarray(value))
+            leaf.backend.upload(leaf.array, _fitting(name, value, leaf.spec))
             leaf.given = True
 
     def get(self, name: str) -> np.ndarray:
@@ -118,6 +114,20 @@ class Session:
         """Weights of a graph that were never given a value."""
         weights = [leaf.label for leaf in placed.graph.leaves if leaf.kind == "weight"]
         return [name for name in weights if not self._leaves[name].given]
+
+
+def _fitting(name: str, value: Any, spec: Spec) -> np.ndarray:
+    """The value as an array that fits the spec: same shape, same kind of number, nothing cut off."""
+    given, dtype = np.asarray(value), spec.dtype.numpy
+    if given.shape != spec.shape:
+        raise RunError(f"{name} is {spec}; a value of shape {list(given.shape)} does not fit")
+    if dtype is None or not np.can_cast(given.dtype, dtype, "same_kind"):
+        raise RunError(f"{name} is {spec}; a value of {given.dtype} does not fit")
+    if dtype.kind == "i" and given.size and given.dtype.itemsize > dtype.itemsize:
+        low, high = int(given.min()), int(given.max())
+        if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+            raise RunError(f"{name} is {spec}; values from {low} to {high} do not fit")
+    return given
 
 
 def _alloc(backend: Backend, spec: Spec) -> Any:
@@ -146,8 +156,8 @@ class Executor:
         self.program.arenas = {a.space: self.session.buffer(a.space) for a in self.plan.arenas}
         self.program.steps = [self._bind_step(i, step) for i, step in enumerate(self.placed.steps)]
         self.calls = [bound.run for bound in self.program.steps]
-        inputs = (leaf for leaf in self.placed.graph.leaves if leaf.kind == "input")
-        self.inputs = {leaf.label: (self.placed.home[leaf], self._array(leaf)) for leaf in inputs}
+        inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
+        self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
         outputs = self.placed.graph.outputs.items()
         self.outputs = {name: (self.placed.home[t.base], self._array(t)) for name, t in outputs}
 
@@ -244,13 +254,8 @@ class Executor:
         unset = self.session.unset(self.placed)
         if unset:
             raise RunError(f"weights without a value: {', '.join(unset)}")
-        for name, (backend, array) in self.inputs.items():
-            value = np.asarray(inputs[name])
-            if value.shape != array.shape:
-                raise RunError(
-                    f"input {name} has shape {list(value.shape)}; it must be {list(array.shape)}"
-                )
-            backend.upload(array, value)
+        for name, (backend, array, spec) in self.inputs.items():
+            backend.upload(array, _fitting(name, inputs[name], spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
         """Run again without updates and say which step first makes a value that is not finite, if any does."""

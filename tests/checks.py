@@ -23,12 +23,13 @@ TOLERANCE = {"float32": 2e-5, "float64": 1e-9, "finite difference": 1e-6}
 
 # by how much inputs are scaled, beside 1: so small that an eps counts, so large that exp overflows
 SMALL = 1e-3
-LARGE = {"soft_max": 40, "cross_entropy": 100, "cross_entropy_back": 100, "attention": 8, "linear_cross_entropy": 8}  # fmt: skip
+LARGE = {
+    "soft_max": 40, "cross_entropy": 100, "cross_entropy_back": 100, "linear_cross_entropy": 8, "attention": 8,
+}  # fmt: skip
 NO_GRADIENT = {
     "silu_back", "swiglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
     "opt_step_adamw", "clip_gate",
 }  # fmt: skip
-FLAT = {"step"}  # their gradient is zero everywhere
 OWN_ORDER = {"matmul"}  # the library sums in another order where an input is transposed
 
 
@@ -98,12 +99,15 @@ def graph_of(call: Call) -> pt.Graph:
 
 
 def run(
-    graph: pt.Graph, given: Values, among: tuple[Backend, ...] = (backends.cpu,), **planned: Any
+    graph: pt.Graph, given: Values, among: tuple[Backend, ...] = (backends.cpu,)
 ) -> dict[str, np.ndarray]:
     """Outputs and new values of updated leaves of one run in a fresh session, as `interpret` gives them."""
-    placed = pt.place(graph, among)
-    session = pt.Session()
-    executor = session.executor(placed, pt.make_plan(placed, **planned))
+    return execute(pt.Session().executor(pt.place(graph, among)), given)
+
+
+def execute(executor: pt.Executor, given: Values) -> dict[str, np.ndarray]:
+    """Set the leaves, run once, and give outputs and new values of updated leaves."""
+    session, graph = executor.session, executor.placed.graph
     kinds: dict[str, Kind | None] = {leaf.label: leaf.kind for leaf in graph.leaves}
     session.set({n: v for n, v in given.items() if kinds.get(n) in ("weight", "state")})
     outputs = executor({n: v for n, v in given.items() if kinds.get(n) == "input"})
@@ -228,14 +232,22 @@ def check_gradient(name: str) -> None:
             made = pt.interpret(graph, given)
             rng = np.random.default_rng(11)
             way = {leaf.label: rng.standard_normal(leaf.shape) for leaf in leaves}
-            terms = np.concatenate([(made[f"d/{n}"] * d).ravel() for n, d in way.items()])
-            slope = _slope(pt.Graph({"loss": graph.outputs["loss"]}), given, way)
-            off = abs(float(terms.sum()) - slope) / (float(np.sqrt((terms**2).sum())) + 1e-3)
-            what = f"{name} sample {k}, result {weighted.__name__}: gradient of {', '.join(way)}"
-            assert off <= TOLERANCE["finite difference"], f"{what} is off by {off:.3g}"
+            measured = slope(pt.Graph({"loss": graph.outputs["loss"]}), given, way)
+            terms = {n: made[f"d/{n}"] * direction for n, direction in way.items()}
+            is_slope(measured, terms, f"{name} sample {k}, result {weighted.__name__}")
 
 
-def _slope(graph: pt.Graph, given: Values, way: Values) -> float:
+def is_slope(measured: float, terms: Values, what: str) -> None:
+    """Raise unless the sum of all terms is the slope, relative to the terms' root of the sum of squares."""
+    every = np.concatenate([term.ravel() for term in terms.values()])
+    off = abs(float(every.sum()) - measured) / (float(np.sqrt((every**2).sum())) + 1e-3)
+    limit = TOLERANCE["finite difference"]
+    assert off <= limit, f"{what}: gradient of {', '.join(terms)} is off by {off:.3g}"
+
+
+def slope(graph: pt.Graph, given: Values, way: Values) -> float:
+    """How fast the graph's `loss` changes along `way`: central differences of fourth order."""
+
     def loss(by: float) -> float:
         return float(
             pt.interpret(graph, {n: v + by * way.get(n, 0) for n, v in given.items()})["loss"]
@@ -365,7 +377,7 @@ def _strided(
         all_close(got, want, what)
     else:
         same_bits(got, want, what)
-    if call.op.name not in NO_GRADIENT | FLAT:
+    if call.op.name not in NO_GRADIENT:
         _strided_gradient(what, call, leaf, given, other, *made)
     return set()
 

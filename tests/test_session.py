@@ -136,6 +136,19 @@ def test_an_exception_before_the_update_leaves_everything_as_it_was():
     assert same_bits(run(fed(3)), other(fed(3)))
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("weight", [np.inf, np.nan])
+def test_training_goes_on_as_if_a_bad_step_had_not_been(max_norm, weight):
+    graph = steps(CONFIG, 1, 8, OPTIMIZER, max_norm=max_norm)
+    run, other = (bind(graph, values(CONFIG)) for _ in range(2))
+    run(fed(1)), other(fed(1))
+    bad = fed(2)
+    bad["weights"][0, 2] = weight
+    assert not np.isfinite(run(bad)["loss"])
+    for t in (2, 3):
+        assert same_bits(run(fed(t)), other(fed(t)))
+
+
 def test_stop_is_asked_before_each_step():
     run, other = update(), update()
     asked = []

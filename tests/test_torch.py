@@ -151,7 +151,7 @@ PEERS: dict[str, Callable[..., Any]] = {
     "sqrt": lambda x: x.sqrt(),
     "log": lambda x: x.log(),
     "exp": lambda x: x.exp(),
-    "step": lambda x: torch.heaviside(x, torch.zeros((), dtype=x.dtype)),
+    "step": lambda x: (x > 0).to(x.dtype),
     "relu": lambda x: x.relu(),
     "sigmoid": lambda x: x.sigmoid(),
     "tanh": lambda x: x.tanh(),
@@ -173,20 +173,27 @@ PEERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@np.vectorize
+def as_written(x: float) -> float:
+    """0.9 for the f32 next to 0.9."""
+    return float(f"{x:.6g}")
+
+
 def test_ops_without_a_peer_are_listed() -> None:
     assert OPS.keys() - PEERS.keys() == NO_PEER
 
 
 @pytest.mark.parametrize("name", sorted(PEERS))
 def test_pytorch_agrees(name: str) -> None:
-    for k, (call, given) in enumerate(checks.differentiable(name)):
+    for k, (call, rounded) in enumerate(checks.differentiable(name)):
+        given = {n: as_written(v) if n == "hyper" else v for n, v in rounded.items()}
         inputs = _inputs(call, given)
         made = PEERS[name](*inputs, **call.attrs)
         made = made if isinstance(made, tuple) else (made,)
         got = pt.interpret(checks.graph_of(call), given)
         for i, y in enumerate(made):
             checks.close(got[f"result {i}"], y.detach().numpy(), f"{name} sample {k} result {i}")
-        if OPS[name].vjp_rule and name not in checks.FLAT and made[0].requires_grad:
+        if OPS[name].vjp_rule and made[0].requires_grad:
             _check_gradients(f"{name} sample {k}", call, given, inputs, made[0])
 
 
@@ -203,8 +210,8 @@ def _inputs(call: Call, given: checks.Values) -> list[Any]:
 def _check_gradients(
     what: str, call: Call, given: checks.Values, inputs: list[Any], y: Any
 ) -> None:
-    places = [i for i, t in enumerate(call.inputs) if inputs[i] is not None]
-    places = [i for i in places if inputs[i].requires_grad]
+    places = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
+    places = [i for i in places if (call.op.name, i) != ("rope", 1)]  # no gradient for the table
     weights = np.random.default_rng(3).standard_normal(y.shape)
     want = torch.autograd.grad((y * torch.from_numpy(weights)).sum(), [inputs[i] for i in places])
     loss = ops.sum(ops.mul(call.results[0], pt.input("weights of results", call.results[0].shape)))

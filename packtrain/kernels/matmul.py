@@ -120,6 +120,31 @@ def layout(x):
     raise ValueError("product: each matrix must have unit stride on one of its axes")
 
 
+@kernel(void(any_out2, any_in2, any_in2))
+def check(y, a, b):
+    if b.shape[0] != a.shape[1] or y.shape[0] != a.shape[0] or y.shape[1] != b.shape[1]:
+        raise ValueError("product: shapes must be (M, K) @ (K, N) -> (M, N)")
+    if y.size and y.strides[1] != 4 and y.shape[1] > 1:
+        raise ValueError("product: y must have unit stride on its last axis")
+
+
+@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64))
+def block(y, a, b, accumulate, i, rows, j, columns):
+    """y[i : i + rows, j : j + columns], cut off at the edges of y."""
+    m, k = a.shape
+    n = b.shape[1]
+    ta, lda = layout(a)
+    tb, ldb = layout(b)
+    ldy = y.strides[0] // 4
+    beta = f32(1.0) if accumulate else f32(0.0)
+    source_a = address(a, i if ta else i * lda)
+    source_b = address(b, j * ldb if tb else j)
+    sgemm(
+        *(ta, tb, min(rows, m - i), min(columns, n - j), k, f32(1.0)),
+        *(source_a, lda, source_b, ldb, beta, address(y, i * ldy + j), ldy),
+    )
+
+
 @kernel(void(any_out2, any_in2, any_in2, types.boolean), parallel=True)
 def product(y, a, b, accumulate):
     """y = a @ b, or y + a @ b.
@@ -130,19 +155,12 @@ def product(y, a, b, accumulate):
 
     Up to 4 rows against a transposed b go by dot products, bound by reading b once.
     """
+    check(y, a, b)
+    if y.size == 0:
+        return
     m, k = a.shape
     n = b.shape[1]
-    ldy = y.strides[0] // 4
-    if b.shape[0] != k or y.shape[0] != m or y.shape[1] != n:
-        raise ValueError("product: shapes must be (M, K) @ (K, N) -> (M, N)")
-    if m == 0 or n == 0:
-        return
-    if y.strides[1] != 4 and n > 1:
-        raise ValueError("product: y must have unit stride on its last axis")
-    ta, lda = layout(a)
-    tb, ldb = layout(b)
-    beta = f32(1.0) if accumulate else f32(0.0)
-    if m <= FEW_ROWS and tb == 1 and ta == 0:
+    if m <= FEW_ROWS and layout(b)[0] == 1 and layout(a)[0] == 0:
         step = max(16, -(-(1 << 16) // max(k * m, 1)))
         if n <= step:
             dot_rows(y, a, b, accumulate, 0, n)
@@ -152,18 +170,8 @@ def product(y, a, b, accumulate):
         return
     rows, columns = tile_shape(m, n, k)
     if m * n * k <= SMALL or (rows >= m and columns >= n):
-        sgemm(
-            *(ta, tb, m, n, k, f32(1.0), address(a, 0), lda, address(b, 0), ldb),
-            *(beta, address(y, 0), ldy),
-        )
+        block(y, a, b, accumulate, 0, m, 0, n)
         return
     across = -(-n // columns)
     for t in prange(-(-m // rows) * across):
-        i = t // across * rows
-        j = t % across * columns
-        source_a = address(a, i if ta else i * lda)
-        source_b = address(b, j * ldb if tb else j)
-        sgemm(
-            *(ta, tb, min(rows, m - i), min(columns, n - j), k, f32(1.0)),
-            *(source_a, lda, source_b, ldb, beta, address(y, i * ldy + j), ldy),
-        )
+        block(y, a, b, accumulate, t // across * rows, rows, t % across * columns, columns)

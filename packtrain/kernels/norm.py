@@ -6,6 +6,7 @@ from numba import prange, types
 
 from packtrain.kernels.simd import (
     LANES,
+    address,
     fma,
     in1,
     in2,
@@ -25,16 +26,14 @@ ROWS = 64  # rows that share one row of partial sums of dw
 COLUMNS = 256
 
 
-@kernel(f32(in2, i64, f32))
-def inverse_rms(x, row, eps):
-    """1 / sqrt(mean(x[row]**2) + eps)."""
-    width = x.shape[1]
-    base = row * width
+@kernel(f32(i64, i64, f32))
+def inverse_rms(x, width, eps):
+    """1 / sqrt(mean(x**2) + eps) of the row at that address."""
     s0 = splat(0.0)
     s1 = splat(0.0)
     for i in range(0, width, 2 * LANES):
-        a = load_part(x, base + i, width - i)
-        b = load_part(x, base + i + LANES, width - i - LANES)
+        a = load_part(x, i, width - i)
+        b = load_part(x, i + LANES, width - i - LANES)
         s0 = fma(a, a, s0)
         s1 = fma(b, b, s1)
     return f32(1.0 / math.sqrt(total(s0 + s1) / width + eps))
@@ -44,7 +43,7 @@ def inverse_rms(x, row, eps):
 def norm_rows(y, x, w, eps, start, stop):
     width = x.shape[1]
     for row in range(start, stop):
-        r = splat(inverse_rms(x, row, eps))
+        r = splat(inverse_rms(address(x, row * width), width, eps))
         for i in range(0, width, LANES):
             left = width - i
             v = load_part(x, row * width + i, left) * r
@@ -69,17 +68,16 @@ def rms_norm(y, x, w, eps):
         norm_rows(y, x, w, eps, t * rows, min(n, (t + 1) * rows))
 
 
-@kernel(f32(in2, in2, in1, i64))
-def gradient_dot(dy, x, w, row):
-    """sum(dy * w * x) of one row."""
-    width = x.shape[1]
+@kernel(f32(i64, i64, i64, i64))
+def gradient_dot(dy, x, w, width):
+    """sum(dy * w * x) of the rows at these addresses; no w is 0."""
     lanes = splat(0.0)
     for i in range(0, width, LANES):
         left = width - i
-        g = load_part(dy, row * width + i, left)
-        if w.size:
+        g = load_part(dy, i, left)
+        if w:
             g *= load_part(w, i, left)
-        lanes = fma(g, load_part(x, row * width + i, left), lanes)
+        lanes = fma(g, load_part(x, i, left), lanes)
     return total(lanes)
 
 
@@ -90,11 +88,14 @@ def norm_back_block(dx, partial, dy, x, w, acc, eps, block):
     All of a row's inputs are read before its dx is written, lane by lane.
     """
     n, width = x.shape
+    weight = address(w, 0) if w.size else 0
     for row in range(block * ROWS, min(n, (block + 1) * ROWS)):
-        inverse = inverse_rms(x, row, eps)
+        source = address(x, row * width)
+        inverse = inverse_rms(source, width, eps)
         pull = f32(0.0)
         if dx.size:
-            pull = gradient_dot(dy, x, w, row) * inverse * inverse * inverse / f32(width)
+            dot = gradient_dot(address(dy, row * width), source, weight, width)
+            pull = dot * inverse * inverse * inverse / f32(width)
         r = splat(inverse)
         for i in range(0, width, LANES):
             left = width - i

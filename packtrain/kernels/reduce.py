@@ -4,6 +4,7 @@ from numba import prange, types
 
 from packtrain.kernels.simd import (
     LANES,
+    address,
     in1,
     in2,
     kernel,
@@ -77,14 +78,14 @@ def sum_squares(y, x):
     fold(y, x, True)
 
 
-@kernel(f64(in2, i64))
-def row_sum(x, row):
-    width = x.shape[1]
+@kernel(f64(i64, i64))
+def row_sum(x, width):
+    """The sum of the row at that address."""
     result = f64(0.0)
     for run in range(0, width, RUN):
         lanes = splat(0.0)
         for i in range(run, min(run + RUN, width), LANES):
-            lanes += load_part(x, row * width + i, width - i)
+            lanes += load_part(x, i, width - i)
         result += f64(total(lanes))
     return result
 
@@ -99,12 +100,12 @@ def sum_rows(y, x):
     n, width = x.shape
     if x.size <= SERIAL:
         for row in range(n):
-            y[row] = f32(row_sum(x, row))
+            y[row] = f32(row_sum(address(x, row * width), width))
         return
     rows = max(1, (SERIAL // 4) // max(1, width))
     for t in prange(-(-n // rows)):
         for row in range(t * rows, min(n, (t + 1) * rows)):
-            y[row] = f32(row_sum(x, row))
+            y[row] = f32(row_sum(address(x, row * width), width))
 
 
 @kernel(void(out1, in2, i64, i64))

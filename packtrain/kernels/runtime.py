@@ -182,6 +182,13 @@ def writable(root: Path) -> Path:
         return folder
 
 
+def sweep(root: Path) -> None:
+    """Remove kernels of other versions that were compiled more than a month ago."""
+    for folder in root.glob("kernels-*"):
+        if time.time() - folder.stat().st_mtime > 30 * 24 * 3600:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @cache
 def cache_folder() -> Path:
     """The folder with this machine's compiled kernels; filled by a child if it does not exist.
@@ -192,6 +199,7 @@ def cache_folder() -> Path:
     folder = writable(cache_root()) / f"kernels-{fingerprint()}"
     if folder.exists():
         return folder
+    sweep(folder.parent)
     say("compiling kernels (once for this machine, about a minute) …")
     start = time.perf_counter()
     partial = Path(tempfile.mkdtemp(prefix=folder.name + "-", dir=folder.parent))

@@ -5,6 +5,7 @@ from numba import prange, types
 from packtrain.kernels.simd import (
     INFINITY,
     LANES,
+    address,
     exp,
     f32x16,
     fma,
@@ -26,13 +27,12 @@ BLOCK = 1 << 13
 RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
 
 
-@kernel(f32x16(in2, in2, i64, i64, i64, f32), forceinline=True)
-def masked(x, mask, row, i, left, scale):
-    """scale * x + mask; -inf beyond `left` lanes."""
-    width = x.shape[1]
-    v = load_part(x, row * width + i, left) * scale
-    if mask.size:
-        v += load_part(mask, row % mask.shape[0] * width + i, left)
+@kernel(f32x16(i64, i64, i64, i64, f32), forceinline=True)
+def masked(x, mask, i, left, scale):
+    """scale * x + mask, -inf beyond `left` lanes; rows by address, since arrays would be counted."""
+    v = load_part(x, i, left) * scale
+    if mask:
+        v += load_part(mask, i, left)
     return v if left >= LANES else keep_first(v, left, -INFINITY)
 
 
@@ -40,9 +40,11 @@ def masked(x, mask, row, i, left, scale):
 def soft_max_rows(y, x, mask, scale, start, stop):
     width = x.shape[1]
     for row in range(start, stop):
+        source = address(x, row * width)
+        added = address(mask, row % mask.shape[0] * width) if mask.size else 0
         lanes = splat(-INFINITY)
         for i in range(0, width, LANES):
-            lanes = maximum(masked(x, mask, row, i, width - i, scale), lanes)
+            lanes = maximum(masked(source, added, i, width - i, scale), lanes)
         top = largest(lanes)
         if top == -INFINITY:
             for i in range(0, width, LANES):
@@ -52,7 +54,7 @@ def soft_max_rows(y, x, mask, scale, start, stop):
         for run in range(0, width, RUN):
             lanes = splat(0.0)
             for i in range(run, min(run + RUN, width), LANES):
-                v = exp(masked(x, mask, row, i, width - i, scale) - top)
+                v = exp(masked(source, added, i, width - i, scale) - top)
                 store_part(y, row * width + i, v, width - i)
                 lanes += v
             weight += f64(total(lanes))

@@ -9,7 +9,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, call, first_lanes, spread
+from packtrain.kernels.simd import (
+    BITS,
+    F32,
+    I32,
+    I64,
+    LANES,
+    MASK,
+    VECTOR,
+    call,
+    first_lanes,
+    spread,
+)
 
 POINTER = ir.PointerType()
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
@@ -51,15 +62,15 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
             left = builder.load(at(builder, a, *order), typ=F32, align=4)
             left = spread(builder, left, VECTOR)
             for j in range(width):
-                total = builder.load(sums[i, j])
-                total = call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], total)
-                builder.store(total, sums[i, j])
+                done = builder.load(sums[i, j])
+                done = call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], done)
+                builder.store(done, sums[i, j])
     for cell in cells:
         write(builder, builder.load(sums[cell]), spots[cell], mask)
 
 
 def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """All tiles: 32 columns at a time, then 16 or what is left of them."""
+    """c (m, n) = a b, + c where `add`: 32 columns at a time, then 16 or what is left of them."""
     pairs = builder.and_(n, I64(-2 * LANES))
     for start, stop, width in ((I64(0), pairs, 2), (pairs, n, 1)):
         step = I64(width * LANES)
@@ -79,7 +90,7 @@ def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
 
 
 def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
-    """y = x transposed: y (16, 16) of which y_rows, y_columns are written; x likewise, the rest zeros."""
+    """y = x transposed, both (16, 16): only y_rows, y_columns are written; x is 0 outside its own."""
     nothing = ir.Constant(MASK, [0] * LANES)
 
     def inside(rows, columns, i):
@@ -102,7 +113,10 @@ def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
 
 
 def compiled(name, emit, kinds):
-    """An intrinsic that calls emit(builder, *args) as one function; 'p' is an address, 'i' an int."""
+    """An intrinsic that calls emit(builder, *args) as one function.
+
+    kinds, a letter for each argument: p address, i int, b bool
+    """
     kind = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
 
     def codegen(context, builder, sig, args):
@@ -115,7 +129,10 @@ def compiled(name, emit, kinds):
             inner = ir.IRBuilder(function.append_basic_block())
             emit(inner, *function.args)
             inner.ret_void()
-        fixed = (builder.inttoptr(a, POINTER) if k == "p" else a for k, a in zip(kinds, args))
+        fixed = (
+            builder.inttoptr(a, POINTER) if k == "p" else a
+            for k, a in zip(kinds, args, strict=True)
+        )
         builder.call(function, list(fixed))
         return context.get_dummy_value()
 
@@ -124,13 +141,14 @@ def compiled(name, emit, kinds):
 
 
 def intrinsic_of(count, sig, codegen):
-    """numba reads an intrinsic's parameters from its source, hence one lambda for each count."""
+    """One lambda for each count, as numba reads an intrinsic's parameters from its source."""
     if count == 8:
         return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h: (sig, codegen))
     return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h, i, j: (sig, codegen))
 
 
-# (m, n, depth, c, ldc, a, lda, b, ldb, add): c (m, n) = a b [+ c]; a (m, depth) by rows, or by columns
+# (m, n, depth, c, ldc, a, lda, b, ldb, add): c (m, n) = a b [+ c]; b (depth, n); a (m, depth) lies
+# by rows, or by columns: a[i, k] at a + i * lda + k, or at a + k * lda + i
 rows_product = compiled(
     "packtrain_rows_product",
     lambda builder, *args: emit_product(builder, False, *args),
@@ -141,6 +159,7 @@ columns_product = compiled(
     lambda builder, *args: emit_product(builder, True, *args),
     "iiipipipib",
 )
+# (y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns), see emit_turn
 turn = compiled("packtrain_turn", emit_turn, "piiipiii")
 
 
@@ -149,6 +168,8 @@ def room(typingctx, size):
     """The address of `size` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
 
     def codegen(context, builder, sig, args):
-        return builder.ptrtoint(builder.alloca(F32, size=args[0]), I64)
+        block = builder.alloca(F32, size=args[0])
+        block.align = 64
+        return builder.ptrtoint(block, I64)
 
     return types.int64(types.int64), codegen

@@ -8,44 +8,7 @@ from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
-@op()
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor | None = None,
-    k_pos: Tensor | None = None,
-    q_seq: Tensor | None = None,
-    k_seq: Tensor | None = None,
-    length: Tensor | None = None,
-    *,
-    scale: float,
-) -> tuple[Spec, ...]:
-    """Softmax-weighted mean of the values that each query may see; query head h reads kv head h // (H / K).
-
-    y = softmax(scale * q k^T) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length.
-    Without positions, position = index (S = T); a query that sees nothing gives zeros.
-
-        q, y          (B, T, H, D)  f32
-        k, v          (B, S, K, D)  f32; a KV cache has B = 1 and S cells
-        q_pos, q_seq  (B, T)        i32
-        k_pos, k_seq  (B, S)        i32; cells of no sequence have a k_seq that no query has
-        length        (1,)          i32; cells from there on are not looked at
-        lse           (B, H, T)     f32, the second result: log of the softmax's denominator
-    Dao 2023, arXiv 2307.08691; ggml_flash_attn_ext.
-    """
-    want(
-        len(q.shape) == 4 and len(k.shape) == 4,
-        f"q is {q.spec} and k is {k.spec}; both need four axes",
-    )
-    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
-    want(
-        q.dtype == k.dtype == v.dtype == f32,
-        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; all must be f32",
-    )
-    fits = k.shape == (b, s, kv, d) == v.shape
-    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be f32[{b}, S, K, {d}]")
-    want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
+def _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
     want(
         (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None),
         "q and k need both or none",
@@ -68,6 +31,47 @@ def attention(
         length is None or length.spec == Spec((1,), i32),
         f"length is {length and length.spec}; it must be i32[1]",
     )
+
+
+@op()
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_seq: Tensor | None = None,
+    k_seq: Tensor | None = None,
+    length: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Spec, ...]:
+    """Softmax-weighted mean of the values that each query may see; query head h reads kv head h // (H / K).
+
+    y = softmax(scale * q k^T) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length.
+    Without positions, position = index (S = T); a query that sees nothing gives y = lse = 0.
+
+        q, y          (B, T, H, D)  f32
+        k, v          (B, S, K, D)  f32; a KV cache has B = 1 and S cells
+        q_pos, q_seq  (B, T)        i32
+        k_pos, k_seq  (B, S)        i32; cells of no sequence have a k_seq that no query has
+        length        (1,)          i32; cells from there on are not looked at
+        lse           (B, H, T)     f32, the second result: log of the softmax's denominator
+    Dao 2023, arXiv 2307.08691; ggml_flash_attn_ext.
+    """
+    want(
+        len(q.shape) == 4 and len(k.shape) == 4,
+        f"q is {q.spec} and k is {k.spec}; both need four axes",
+    )
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    want(
+        q.dtype == k.dtype == v.dtype == f32,
+        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; all must be f32",
+    )
+    fits = k.shape == (b, s, kv, d) == v.shape
+    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be f32[{b}, S, K, {d}]")
+    want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
+    _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
     return q.spec, Spec((b, h, t))
 
 
@@ -92,15 +96,15 @@ def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length):
 
 
 def _probabilities(q, k, where, scale):
-    """P (B, H, T, S), its log-denominator (B, H, T), and k by query head (B, H, S, D)."""
+    """P (B, H, T, S), its log-denominator (B, H, T), and k by query head; P and lse are 0 of no key."""
     wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
     z = np.where(_hidden(q, k, *where), -np.inf, scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3))
     top = z.max(-1, keepdims=True)
-    e = np.exp(z - np.where(np.isinf(top), 0, top))
+    top = np.where(np.isinf(top), 0, top)
+    e = np.exp(z - top)
     total = e.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total) + np.where(np.isinf(top), 0, top)
-    return e / np.where(total == 0, 1, total), lse[..., 0], wide
+    total = np.where(total == 0, 1, total)
+    return e / total, (np.log(total) + top)[..., 0], wide
 
 
 @attention.kernel("numpy")
@@ -154,7 +158,7 @@ def attention_samples():
         yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5)[0]
 
 
-@op(inplace={0: (0, 1, 3)})
+@op(inplace=(1,))  # dq over y, which is read first; dy and q are read until a block is done
 def attention_back(
     dy: Tensor,
     y: Tensor,
@@ -194,7 +198,7 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale):
 
 @attention_back.kernel("cpu")
 def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale):
-    kernels.attention.attention_back(*out, dy, y, lse, q, k, v, *_where(*where), scale)
+    kernels.attention_back.attention_back(*out, dy, y, lse, q, k, v, *_where(*where), scale)
 
 
 @attention_back.samples

@@ -23,8 +23,7 @@ class Storage:
 def storages(placed: Placed, *, reuse: bool = True) -> list[Storage]:
     """The arena's storages: inputs, results and workspaces. Weights, states and constants are elsewhere.
 
-    reuse  False gives every storage its bytes for the whole run and nothing is done in place: to find out
-           whether a wrong result is the planner's fault.
+    reuse  False: nothing is done in place
     """
     last = _last_reads(placed)
     outputs = {t.base for t in placed.graph.outputs.values()}
@@ -58,9 +57,6 @@ def storages(placed: Placed, *, reuse: bool = True) -> list[Storage]:
             storage.tensors.append(t)
             storage.end = max(last.get(t, i) + 1, i + 1)
             found[t] = storage
-    if not reuse:
-        for storage in made:
-            storage.start, storage.end = 0, len(placed.steps)
     return made
 
 

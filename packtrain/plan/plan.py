@@ -56,7 +56,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Offsets for all that lives inside one run of the graph with this fingerprint, and of no other."""
+    """Offsets for all that lives inside one run of the placed graph with this fingerprint, and of no other."""
 
     fingerprint: str
     steps: int
@@ -73,11 +73,10 @@ class Plan:
         return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
 
     def check_belongs(self, placed: Placed) -> None:
-        """Raise GraphError unless this plan was made from a graph like `placed`."""
-        made_for = placed.graph.fingerprint
-        if made_for != self.fingerprint:
+        """Raise GraphError unless this plan was made from a graph like this one, placed alike."""
+        if placed.fingerprint != self.fingerprint:
             raise GraphError(
-                f"the plan is for graph {self.fingerprint}, not for this graph {made_for}; make_plan it anew"
+                f"the plan is for graph {self.fingerprint}, not for this one, {placed.fingerprint}; make_plan it anew"
             )
 
     def to_json(self) -> str:
@@ -124,7 +123,8 @@ def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> P
     """Offsets for every storage of the arena, one arena per memory space.
 
     packer  (start, end, size) -> offsets, see pack
-    reuse   False: nothing is done in place and no byte is used twice (debugging)
+    reuse   False: nothing is done in place and no byte is used twice, to find out whether a wrong result is
+            the planner's fault
     """
     names = placed.names
     buffers: list[Buffer] = []
@@ -133,7 +133,7 @@ def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> P
     for space, alignment in sorted({(b.space, b.alignment) for b in placed.home.values()}):
         here = [s for s in made if s.space == space]
         start, end, size = (np.array(column, np.int64) for column in _columns(here, alignment))
-        offsets = packer(start, end, size)
+        offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
         bound, at = lower_bound(start, end, size)
         outside = {"weight": 0, "state": 0, "constant": 0, "input": 0}
         for leaf in placed.graph.leaves:
@@ -154,7 +154,7 @@ def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> P
             buffers.append(
                 Buffer(s.name, s.op, s.category, space, s.start, s.end, offset, s.nbytes, tensors)
             )
-    return Plan(placed.graph.fingerprint, len(placed.steps), tuple(arenas), tuple(buffers))
+    return Plan(placed.fingerprint, len(placed.steps), tuple(arenas), tuple(buffers))
 
 
 def _columns(here: list[Storage], alignment: int) -> tuple[list[int], list[int], list[int]]:

@@ -40,19 +40,23 @@ class _Replay:
             a.space: np.zeros(-(-a.nbytes // self.units[a.space]), np.int64) for a in plan.arenas
         }
         self.ids: dict[Tensor, int] = {}
+        self.plan = plan
+        self.used: dict[Buffer, tuple[int, int]] = {}  # first write, one past the last use
 
     def run(self) -> None:
         for leaf in self.placed.graph.leaves:
             if leaf.kind == "input":
-                self._own(leaf, "before the first step")
+                self._own(leaf)
+                self._use(self._buffer(leaf), 0)
         read = {t.base for step in self.placed.steps for t in step.reads}
         read |= {t.base for t in self.placed.graph.outputs.values()}
         for i, step in enumerate(self.placed.steps):
             for t in step.reads:
-                self._check_whole(t, f"step {i} {step.op.name} reads")
+                self._check_whole(i, t, f"step {i} {step.op.name} reads")
             self._write(i, step, read)
         for name, t in self.placed.graph.outputs.items():
-            self._check_whole(t, f"output {name} reads")
+            self._check_whole(len(self.placed.steps), t, f"output {name} reads")
+        self._check_certificate()
 
     def _write(self, i: int, step: Step, read: set[Tensor]) -> None:
         who = f"step {i} {step.op.name}"
@@ -90,10 +94,12 @@ class _Replay:
                 if _overlap(extent, other):
                     raise PlanError(f"{who}: workspace overwrites input {self._name(x)}")
             self._check_apart(who, "workspace", extent, taken)
+            self._use(b, i)
             self.owner[extent[0]][extent[1] : extent[2]] = WORK
         for t in step.results:
             if not t.base.kind and self.placed.names[t] in self.where:
-                self._own(t, who)
+                self._own(t)
+                self._use(self._buffer(t), i)
 
     def _workspace(self, i: int, step: Step):  # type: ignore[no-untyped-def]
         rule = step.op.workspaces.get(step.backend.name)
@@ -113,15 +119,16 @@ class _Replay:
                 raise PlanError(f"{who}: {name} and {other} share bytes")
         taken.append((name, extent))
 
-    def _own(self, t: Tensor, who: str) -> None:
+    def _own(self, t: Tensor) -> None:
         space, first, last = self._extent(t)
         self.ids[t] = self.ids.get(t, len(self.ids) + WORK + 1)
         self.owner[space][first:last] = self.ids[t]
 
-    def _check_whole(self, t: Tensor, who: str) -> None:
+    def _check_whole(self, i: int, t: Tensor, who: str) -> None:
         base = t.base
         if not _in_arena(t):
             return
+        self._use(self._buffer(base), i)
         space, first, last = self._extent(base)
         owners = self.owner[space][first:last]
         if base not in self.ids or not (owners == self.ids[base]).all():
@@ -131,10 +138,37 @@ class _Replay:
             )
             raise PlanError(f"{who} {self._name(t)}, but its bytes were overwritten by {thief}")
 
-    def _extent(self, t: Tensor) -> Extent:
+    def _use(self, b: Buffer, i: int) -> None:
+        first, end = self.used.get(b, (i, i + 1))
+        self.used[b] = min(first, i), max(end, i + 1)
+
+    def _check_certificate(self) -> None:
+        """What the plan says of itself: lifetimes, arena sizes and lower bounds, from this replay's own account."""
+        for b in self.plan.buffers:
+            if self.used.get(b) != (b.start, b.end):
+                raise PlanError(
+                    f"{b.name}: planned for steps [{b.start}, {b.end}), used in {self.used.get(b)}"
+                )
+        for a in self.plan.arenas:
+            alive, unit = [0] * (self.plan.steps + 2), self.units[a.space]
+            here = [b for b in self.plan.buffers if b.space == a.space]
+            for b in here:
+                nbytes = max(-(-b.nbytes // unit), 1) * unit
+                for i in range(b.start, b.end):
+                    alive[i] += nbytes
+            if (max(alive), alive.index(max(alive))) != (a.lower_bound, a.peak_step):
+                raise PlanError(
+                    f"{a.space}: lower bound {a.lower_bound} at step {a.peak_step}, counted {max(alive)}"
+                )
+
+    def _buffer(self, t: Tensor) -> Buffer:
         buffer = self.where.get(self._name(t))
         if buffer is None:
             raise PlanError(f"{self._name(t)} has no bytes in the plan")
+        return buffer
+
+    def _extent(self, t: Tensor) -> Extent:
+        buffer = self._buffer(t)
         if buffer.nbytes < t.spec.nbytes:
             raise PlanError(f"{self._name(t)} has {buffer.nbytes} bytes and needs {t.spec.nbytes}")
         return self._clip(buffer)

@@ -1,0 +1,155 @@
+"""The backward of attention, by the same blocks: probabilities come again from the log-sum-exp.
+
+A task is all of one kv head of one batch, so that dk and dv are summed in a fixed order, without atomics.
+"""
+
+from numba import njit, prange
+
+from packtrain.kernels.attention import (
+    LOG2E,
+    SERIAL,
+    STATE,
+    clear,
+    extent,
+    f32,
+    ids1,
+    ids2,
+    in3,
+    in4,
+    out4,
+    pack,
+    packed_rows,
+    power,
+    queries_in_block,
+    void,
+)
+from packtrain.kernels.simd import (
+    LANES,
+    address,
+    fma,
+    kernel,
+    load,
+    load_part,
+    poke,
+    scratch,
+    splat,
+    store,
+    total,
+)
+from packtrain.kernels.tile import columns_product, room, rows_product
+from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, place_queries, sight
+
+KEYS = 64  # keys in a block, where they fit
+LESS_KEYS = 48  # four tiles of 12 rows
+ROOM = 15360  # f32 of packed queries and scores: 60 KiB, exceeded by heads wider than 192
+
+
+@njit(cache=True)
+def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
+    """What the rows of a block need: lse in powers of two, and delta = scale * sum(dy * y).
+
+    state  (2, QUERIES)   lse and delta
+    dy, y  (rows, width)
+    lse    (rows,)
+    """
+    for i in range(0, lanes, LANES):
+        store(state, i, load_part(lse, i, rows - i) * LOG2E)
+    for i in range(lanes):
+        lane_sums = splat(0.0)
+        if i < rows:
+            for d in range(0, width, LANES):
+                at, left = i * stride + d, width - d
+                lane_sums = fma(load_part(dy, at, left), load_part(y, at, left), lane_sums)
+        poke(state, QUERIES + i, total(lane_sums) * scale)
+
+
+@njit(cache=True)
+def soften_back(scores, d_scores, lanes, count, state):
+    """scores = p = 2**(scores - lse), d_scores = p * (d_scores - delta); both (count, lanes)."""
+    for i in range(0, lanes, LANES):
+        lse, delta = load(state, i), load(state, QUERIES + i)
+        for j in range(i, count * lanes, lanes):
+            p = power(load(scores, j) - lse)
+            store(scores, j, p)
+            store(d_scores, j, p * (load(d_scores, j) - delta))
+
+
+@njit(cache=True)
+def keys_in_block(lanes, width):
+    return KEYS if 2 * (packed_rows(width) + KEYS) * lanes <= ROOM else LESS_KEYS
+
+
+@njit(cache=True)
+def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, b, h, first):
+    """One block of queries of one head: sets its rows of dq, adds to dk and dv."""
+    dq, dk, dv = grads
+    q_pos, k_pos, q_seq, k_seq = places_of
+    T, H, D = q.shape[1:]
+    S, K = k.shape[1:3]
+    rows = min(queries_in_block(D), T - first)
+    lanes = -(-rows // LANES) * LANES
+    q_columns, dy_columns = room(packed_rows(D) * lanes), room(packed_rows(D) * lanes)
+    block = keys_in_block(lanes, D)
+    p, ds = room(block * lanes), room(block * lanes)
+    places, state = scratch(PLACES), scratch(STATE)
+    at, wide, line = ((b * T + first) * H + h) * D, H * D, K * D
+    q_rows, dy_rows, dq_rows = address(q, at), address(dy, at), address(dq, at)
+    pack(q_columns, lanes, q_rows, wide, rows, D, scale * LOG2E)
+    pack(dy_columns, lanes, dy_rows, wide, rows, D, scale)
+    from_lse = address(lse, (b * H + h) * T + first)
+    prepare_back(state, dy_rows, address(y, at), wide, from_lse, rows, lanes, D, scale)
+    span = place_queries(places, q_pos, q_seq, b, first, rows)
+    clear(dq_rows, wide, rows, D)
+    for start in range(0, keys, block):
+        count = min(block, keys - start)
+        seen = sight(span, k_pos, k_seq, b, start, count)
+        if seen == NO:
+            continue
+        at = ((b * S + start) * K + h // (H // K)) * D
+        key, value = address(k, at), address(v, at)
+        rows_product(count, lanes, D, p, lanes, key, line, q_columns, lanes, False)
+        rows_product(count, lanes, D, ds, lanes, value, line, dy_columns, lanes, False)
+        if seen == SOME:
+            hide(p, lanes, places, k_pos, k_seq, b, start, count)
+        soften_back(p, ds, lanes, count, state)
+        rows_product(count, D, rows, address(dv, at), line, p, lanes, dy_rows, wide, True)
+        rows_product(count, D, rows, address(dk, at), line, ds, lanes, q_rows, wide, True)
+        columns_product(rows, D, count, dq_rows, wide, ds, lanes, key, line, True)
+
+
+@njit(inline="always")
+def head_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, task):
+    """All of one kv head of one batch."""
+    T, H, D = q.shape[1:]
+    S, K = k.shape[1:3]
+    b, head, group = task // K, task % K, H // K
+    for x in grads[1:]:
+        clear(address(x, (b * S * K + head) * D), K * D, S, D)
+    for h in range(head * group, (head + 1) * group):
+        for first in range(0, T, queries_in_block(D)):
+            attend_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, b, h, first)
+
+
+@kernel(
+    void(out4, out4, out4, in4, in4, in3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32),
+    parallel=True,
+)
+def attention_back(dq, dk, dv, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale):
+    """Gradients of attention at (y, lse); a query that sees no key gives and gets none.
+
+    dv_j = sum_i p_ij dy_i, ds_ij = scale * p_ij (dy_i v_j - dy_i y_i),
+    dq_i = sum_j ds_ij k_j, dk_j = sum_i ds_ij q_i
+
+        q, y, dy, dq  (B, T, H, D)  f32
+        k, v, dk, dv  (B, S, K, D)  f32, zeros where no query sees the key
+        the rest as in attention; dq may be y
+    """
+    B, T, H, D = q.shape
+    keys = extent(k, length, D)
+    grads, places_of = (dq, dk, dv), (q_pos, k_pos, q_seq, k_seq)
+    if B * T * H * D * keys < SERIAL:
+        for task in range(B * k.shape[2]):
+            head_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, task)
+    else:
+        for task in prange(B * k.shape[2]):
+            head_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, task)

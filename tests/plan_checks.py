@@ -1,0 +1,289 @@
+"""What every placed, planned and run graph must satisfy, as functions that raise AssertionError."""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import packtrain as pt
+from packtrain import backends, ops
+from packtrain.backends import Host
+from packtrain.plan import best_fit, lower_bound
+from packtrain.plan.pack import height
+from packtrain.plan.plan import Packer, Plan
+from tests import checks
+from tests.random_graphs import Case, random_case
+
+Change = Callable[[Plan], Plan]
+
+FAR = Host("cpu", "far")  # a second memory space with the same kernels
+
+
+def plans(placed: pt.Placed) -> dict[str, pt.Plan]:
+    return {
+        "reuse": pt.make_plan(placed),
+        "no reuse": pt.make_plan(placed, reuse=False),
+        "best fit": pt.make_plan(placed, packer=best_fit),
+    }
+
+
+def bits(case: Case, placed: pt.Placed, plan: pt.Plan) -> dict[str, np.ndarray]:
+    """The results of a run whose bytes are NaN before they are written and after they are freed."""
+    executor = pt.Session().executor(placed, plan)
+    with pt.debug("poison"):
+        return checks.execute(executor, case.values)
+
+
+def check_case(seed: int) -> None:
+    """Plans verify; any of them gives the same bits; these are near the specification."""
+    case = random_case(seed)
+    placed = pt.place(case.graph)
+    made = {}
+    for name, plan in plans(placed).items():
+        pt.verify(plan, placed)
+        made[name] = bits(case, placed, plan)
+    for name, got in made.items():
+        checks.same_bits(got, made["no reuse"], f"seed {seed}, {name}")
+    want = pt.interpret(case.graph, case.values)
+    checks.all_close(made["reuse"], want, f"seed {seed} on cpu")
+
+
+def check_verified(seed: int) -> None:
+    """The verifier alone: it finds what is wrong with a plan before anything runs."""
+    placed = pt.place(random_case(seed).graph)
+    for plan in plans(placed).values():
+        pt.verify(plan, placed)
+
+
+def check_numpy(seed: int) -> None:
+    """The numpy backend, planned, gives the bits of its kernels run on fresh arrays."""
+    case = random_case(seed)
+    placed = pt.place(case.graph, [backends.numpy])
+    plan = pt.make_plan(placed)
+    pt.verify(plan, placed)
+    want = pt.interpret(case.graph, case.values, np.float32)
+    checks.same_bits(bits(case, placed, plan), want, f"seed {seed} on numpy")
+
+
+def check_recomputed(seed: int) -> None:
+    """Recomputation changes no bit, and the backward pass reads no forward value that it was not to keep."""
+    case, whole = random_case(seed), random_case(seed, keep=False)
+    got, want = checks.run(case.graph, case.values), checks.run(whole.graph, whole.values)
+    checks.same_bits(got, want, f"seed {seed}, recomputed")
+    if case.keep is None:
+        return
+    last = max((t.call.serial for t in case.keep if t.call), default=-1)
+    for call in case.graph.calls:
+        for t in call.reads if call.phase != "forward" else ():
+            made = t.call
+            kept = made is None or t in case.keep or made.serial > last or made.op.writes
+            early = made is not None and made.phase == "forward"
+            assert kept or not early, f"seed {seed}: {call.op.name} reads {t}, which is not kept"
+
+
+def check_slope(seed: int) -> None:
+    """Gradients through uses of a value in several places, recomputed or not, are the loss's slope in float64."""
+    case = random_case(seed, style="outputs")
+    given = {n: v * np.ones((), v.dtype if v.dtype.kind == "i" else float) for n, v in case.values.items()}  # fmt: skip
+    made = pt.interpret(case.graph, given)
+    rng = np.random.default_rng(seed)
+    way = {n[2:]: rng.standard_normal(g.shape) for n, g in made.items() if n.startswith("d/")}
+    slope = checks.slope(pt.Graph({"loss": case.graph.outputs["loss"]}, case.graph.updates), given, way)  # fmt: skip
+    checks.is_slope(slope, {n: made[f"d/{n}"] * d for n, d in way.items()}, f"seed {seed}")
+
+
+def check_spaces(seed: int) -> None:
+    """Leaves and calls spread over two memory spaces give what one gives.
+
+    Not its bits: a transposed view that goes to the other space arrives dense, and BLAS then adds in another order.
+    """
+    case = random_case(seed)
+    written = {t.base for t in case.graph.updates}
+    rng = np.random.default_rng(seed)
+    movable = [
+        leaf for leaf in case.graph.leaves if leaf not in written and leaf.kind != "constant"
+    ]
+    homes = {leaf.label: FAR for leaf in movable if rng.random() < 0.5}
+    placed = pt.place(case.graph, [backends.cpu, FAR], homes)
+    plan = pt.make_plan(placed)
+    pt.verify(plan, placed)
+    for step in placed.steps:
+        there = {t.label for t in step.reads if placed.home[t.base].space != step.backend.space}
+        assert not there or step.op is ops.cont, f"{step.op.name} reads {there} in another space"
+    want = checks.run(case.graph, case.values)
+    checks.all_close(bits(case, placed, plan), want, f"seed {seed} with {sorted(homes)} far")
+
+
+def check_session(seeds: Sequence[int]) -> None:
+    """Executors of one session share its arena and give what they give alone."""
+    cases = [random_case(seed, prefix=f"{seed}.") for seed in seeds]
+    alone = [checks.run(case.graph, case.values) for case in cases]
+    session = pt.Session()
+    executors = [session.executor(pt.place(case.graph)) for case in cases]
+    sizes = [e.plan.arena().nbytes for e in executors]
+    assert session.buffer("host").nbytes == max(sizes), (
+        "the arena is not as large as the largest plan"
+    )
+    for _ in range(2):
+        made = [checks.execute(e, case.values) for case, e in zip(cases, executors, strict=True)]
+        for got, want in zip(made, alone, strict=True):
+            checks.same_bits(got, want, f"seeds {seeds}, together")
+
+
+# ---- the verifier --------------------------------------------------------------------------------------------
+
+
+def small(width: int = 32) -> pt.Placed:
+    """Five values of one size; x is read at steps 0 and 2; step 3 has a workspace and two results."""
+    x, w = pt.input("x", (width, width)), pt.weight("w", (width,))
+    exp = pt.named("exp", ops.exp(x))
+    negative = pt.named("negative", ops.neg(exp))
+    total = pt.named("total", ops.add(negative, x))
+    dx, dw = ops.rms_norm_back(exp, total, w, eps=1e-5)
+    twice = pt.named("twice", ops.mul(pt.named("dx", dx), dx))
+    out = pt.named("out", ops.add(ops.transpose(twice), w))
+    return pt.place(pt.Graph({"out": out, "dw": pt.named("dw", dw)}))
+
+
+def apart(placed: pt.Placed) -> Plan:
+    """Nothing in place and no two buffers at one offset, so that one change is one mistake."""
+    return pt.make_plan(placed, reuse=False)
+
+
+def changed(plan: Plan, name: str, **fields: Any) -> Plan:
+    """The plan with one buffer changed, in an arena that is large enough."""
+    assert any(b.name == name for b in plan.buffers), name
+    made = tuple(replace(b, **fields) if b.name == name else b for b in plan.buffers)
+    top = max(b.offset + b.nbytes for b in made) + 64
+    arenas = tuple(replace(a, nbytes=max(a.nbytes, top)) for a in plan.arenas)
+    return replace(plan, buffers=made, arenas=arenas)
+
+
+def moved(name: str, other: str, by: int = 0) -> Change:
+    """`name` to where `other` is, or beside."""
+
+    def change(plan: Plan) -> Plan:
+        at = next(b.offset for b in plan.buffers if b.name == other)
+        return changed(plan, name, offset=at + by)
+
+    return change
+
+
+def dropped(name: str) -> Change:
+    return lambda plan: replace(plan, buffers=tuple(b for b in plan.buffers if b.name != name))
+
+
+def arena(**fields: int) -> Change:
+    return lambda plan: replace(plan, arenas=tuple(replace(a, **fields) for a in plan.arenas))
+
+
+# what is changed, and what the verifier says
+BROKEN: dict[str, tuple[Change, str]] = {
+    "a result over an input that is read later": (moved("exp", "x"), "add reads x, .* overwritten by exp"),
+    "a result over a value that is read later": (moved("negative", "x"), "add reads x, .* by negative"),
+    "a result over another result": (moved("dw", "dx"), "dw and dx share bytes"),
+    "over an input, not permitted": (moved("dw", "total"), "dw overwrites input total"),
+    "over an input, shifted": (moved("dx", "total", 1024), "dx overwrites input total"),
+    "over an input that is read twice": (moved("twice", "dx"), "twice overwrites input dx"),
+    "over an input that is read transposed": (moved("out", "twice"), "out overwrites input a result of permute"),
+    "a workspace over an input": (moved("dx work", "exp"), "workspace overwrites input exp"),
+    "a workspace over a result": (moved("dx work", "dw"), "workspace and dw share bytes"),
+    "an output over another": (moved("out", "dw"), "output dw reads dw, .* by out"),
+    "an offset that is not aligned": (moved("dw", "out", 8192 + 32), "dw: offset .* multiple of 64"),
+    "an offset below zero": (lambda p: changed(p, "out", offset=-64), "out: offset -64"),
+    "a buffer too small": (lambda p: changed(p, "total", nbytes=4095), "4095 bytes and needs 4096"),
+    "a workspace too small": (lambda p: changed(p, "dx work", nbytes=127), "127 bytes and needs 128"),
+    "a workspace for another step": (lambda p: changed(p, "dx work", start=2, end=3), "1 workspaces planned, 0 needed"),
+    "a workspace missing": (dropped("dx work"), "0 workspaces planned, 1 needed"),
+    "a tensor missing": (dropped("total"), "total has no bytes"),
+    "an arena too small": (arena(nbytes=8192), "offset 8192 .* inside the arena"),
+    "a life that begins too late": (lambda p: changed(p, "exp", start=1), r"\[1, 4\), used in \(0, 4\)"),
+    "a life that ends too early": (lambda p: changed(p, "total", end=3), r"\[2, 3\), used in \(2, 4\)"),
+    "an output that ends too early": (lambda p: changed(p, "dw", end=6), r"\[3, 6\), used in \(3, 7\)"),
+    "a lower bound that is none": (arena(lower_bound=64), "lower bound 64"),
+    "a peak at another step": (arena(peak_step=0), "at step 0"),
+}  # fmt: skip
+
+
+def check_rejected(name: str) -> None:
+    """The verifier rejects one kind of broken plan, and says why."""
+    change, text = BROKEN[name]
+    placed = small()
+    pt.verify(apart(placed), placed)
+    raises((pt.PlanError,), text, lambda: pt.verify(change(apart(placed)), placed))
+
+
+def check_belonging() -> None:
+    """A plan is refused by a graph it was not made for."""
+    placed, plan = small(), pt.make_plan(small(width=24))
+    for use in (lambda: pt.verify(plan, placed), lambda: pt.Session().executor(placed, plan)):
+        raises((pt.GraphError,), "the plan is for .* not for this one", use)
+
+
+def raises(kinds: tuple[type[Exception], ...], text: str, use: Callable[[], object]) -> None:
+    try:
+        use()
+    except kinds as error:
+        assert re.search(text, str(error)), f"{error} does not say {text}"
+        return
+    raise AssertionError(f"nothing was raised that says {text}")
+
+
+# ---- packing -------------------------------------------------------------------------------------------------
+
+
+def problem(seed: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """start, end and size of up to `most` buffers."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, most + 1))
+    start = rng.integers(0, 8, n)
+    return start, start + rng.integers(1, 5, n), 64 * rng.integers(1, 6, n)
+
+
+def check_packer(packer: Packer) -> None:
+    """No two buffers share a byte at one time, by looking at each pair."""
+    for seed in range(200):
+        start, end, size = problem(seed, 24)
+        at = packer(start, end, size)
+        for i, j in itertools.combinations(range(len(size)), 2):
+            together = start[i] < end[j] and start[j] < end[i]
+            share = at[i] < at[j] + size[j] and at[j] < at[i] + size[i]
+            assert not (together and share), f"problem {seed}: buffers {i} and {j} share bytes"
+        assert at.min() == 0
+        assert height(size, at) >= lower_bound(start, end, size)[0]
+
+
+def check_lower_bound() -> None:
+    for seed in range(200):
+        start, end, size = problem(seed, 24)
+        alive = [int(size[(start <= t) & (t < end)].sum()) for t in range(int(end.max()))]
+        want = max(alive), alive.index(max(alive))
+        got = lower_bound(start, end, size)
+        assert got == want, f"problem {seed}: lower bound {got}, counted {want}"
+
+
+# (start, end, units of 64 bytes) in order of allocation, and the offset of the last one
+TRACES = {
+    "the smallest block that fits": ([(0, 1, 3), (0, 9, 1), (0, 1, 2), (0, 9, 1), (1, 2, 2)], 4),
+    "among equal blocks the last": ([(0, 1, 2), (0, 9, 1), (0, 1, 2), (0, 9, 1), (1, 2, 1)], 3),
+    "the unbounded block as last resort": ([(0, 1, 2), (0, 9, 1), (1, 2, 3)], 3),
+    "any block before the unbounded one": ([(0, 1, 9), (0, 9, 1), (1, 2, 1)], 0),
+    "freed blocks merge to the left": ([(0, 1, 1), (0, 2, 1), (0, 9, 1), (2, 3, 2)], 0),
+    "freed blocks merge to the right": ([(0, 2, 1), (0, 1, 1), (0, 9, 1), (2, 3, 2)], 0),
+    "freed blocks merge on both sides": ([(0, 1, 1), (0, 2, 1), (0, 1, 1), (0, 9, 1), (2, 3, 3)], 0),
+    "the unbounded block grows downwards": ([(0, 9, 1), (0, 1, 1), (0, 2, 1), (2, 3, 9)], 1),
+    "a block in use is not taken": ([(0, 1, 2), (0, 9, 1), (1, 3, 1), (1, 3, 1), (2, 3, 1)], 3),
+    "what is left of a block stays free": ([(0, 1, 3), (0, 9, 1), (1, 3, 2), (2, 3, 1)], 2),
+    "a block is free at the step after the last read": ([(0, 2, 2), (1, 2, 2), (2, 3, 4)], 0),
+}  # fmt: skip
+
+
+def check_trace(name: str) -> None:
+    """best_fit puts buffers where ggml's allocator does, in traces made by hand."""
+    buffers, expected = TRACES[name]
+    start, end, units = (np.array(column) for column in zip(*buffers, strict=True))
+    at = int(best_fit(start, end, 64 * units)[-1])
+    assert at == 64 * expected, f"{name}: at {at}, not {64 * expected}"

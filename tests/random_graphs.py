@@ -1,0 +1,270 @@
+"""Random graphs by seed.
+
+They mix views, several results, writes to leaves, gradients, recomputation and updates: what the planner has to get
+right at once. Values stay of order one, so that f32 can be compared with float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import packtrain as pt
+from packtrain import ops
+from packtrain.tensor import Tensor
+
+ADAMW = np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975], np.float32)
+
+
+@dataclass
+class Case:
+    """A graph with values for its leaves; `keep` is what its backward pass was allowed to read."""
+
+    graph: pt.Graph
+    values: dict[str, np.ndarray]
+    keep: list[Tensor] | None
+
+
+@dataclass
+class Writer:
+    """A graph being written: `pool` are values to go on from, `pure` those that may be recomputed."""
+
+    rng: np.random.Generator
+    prefix: str
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: list[Tensor] = field(default_factory=list)
+    handles: list[Tensor] = field(default_factory=list)
+    pool: list[Tensor] = field(default_factory=list)
+
+    def number(self, low: int, high: int) -> int:
+        return int(self.rng.integers(low, high))
+
+    def choice(self, of: list) -> object:  # type: ignore[type-arg]
+        return of[self.number(0, len(of))]
+
+    def leaf(
+        self, make: Callable[..., Tensor], shape: tuple[int, ...], scale: float = 1.0
+    ) -> Tensor:
+        t = make(f"{self.prefix}{make.__name__}{len(self.values)}", shape)
+        self.values[t.label] = (scale * self.rng.standard_normal(shape)).astype(np.float32)
+        if make is pt.weight:
+            self.weights.append(t)
+        return t
+
+    def weight(self, *shape: int) -> Tensor:
+        """A new weight, or one that was used before."""
+        known = [w for w in self.weights if w.shape == shape]
+        if known and self.rng.random() < 0.5:
+            return self.choice(known)  # type: ignore[return-value]
+        return self.leaf(pt.weight, shape, shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+
+    def ids(self, count: int, below: int, *, distinct: bool = False) -> Tensor:
+        chosen = (
+            self.rng.permutation(below)[:count] if distinct else self.rng.integers(-1, below, count)
+        )
+        return pt.constant("ids", chosen, pt.i32)
+
+    def matrix(self) -> Tensor:
+        """A value from the pool as (T, C)."""
+        x: Tensor = self.choice(self.pool[-8:])  # type: ignore[assignment]
+        if len(x.shape) == 2:
+            return x
+        width = x.shape[-1] if x.shape else 1
+        return ops.reshape(x if x.dense else ops.cont(x), shape=(x.spec.size // width, width))
+
+
+# ---- moves: each writes a few calls and returns new values ------------------------------------------------------
+
+
+def elementwise(g: Writer, x: Tensor) -> list[Tensor]:
+    one = ops.scale(ops.sqr(x), by=0.5, bias=1.0)
+    made: list[Callable[[], Tensor]] = [
+        lambda: ops.silu(x), lambda: ops.tanh(x), lambda: ops.sigmoid(x), lambda: ops.neg(x),
+        lambda: ops.relu(x), lambda: ops.scale(x, by=-0.7, bias=0.1), lambda: ops.sqrt(one),
+        lambda: ops.log(one), lambda: ops.exp(ops.tanh(x)), lambda: ops.div(x, one), lambda: ops.sqr(ops.tanh(x)),
+        lambda: ops.add(x, x), lambda: ops.mul(x, ops.step(x)),
+    ]  # fmt: skip
+    return [made[g.number(0, len(made))]()]
+
+
+def binary(g: Writer, x: Tensor) -> list[Tensor]:
+    alike = [t for t in g.pool if t.shape == x.shape]
+    other = g.weight(x.shape[-1]) if g.rng.random() < 0.4 else g.choice(alike)
+    a, b = (x, other) if g.rng.random() < 0.5 else (other, x)
+    function = (ops.add, ops.sub, ops.mul)[g.number(0, 3)]
+    made = function(a, b)  # type: ignore[arg-type]
+    return [ops.tanh(made) if function is ops.mul else made]
+
+
+def product(g: Writer, x: Tensor) -> list[Tensor]:
+    width = g.number(1, 4) * 8
+    if g.rng.random() < 0.3:
+        return [ops.matmul(x, ops.transpose(g.weight(x.shape[1], width)))]
+    y = ops.matmul(x, g.weight(width, x.shape[1]))
+    alike = [t for t in g.pool if t.shape == y.shape and t.dense]
+    return [ops.matmul(y, g.weight(width, width), g.choice(alike) if alike else y)]  # type: ignore[arg-type]
+
+
+def batched(g: Writer, x: Tensor) -> list[Tensor]:
+    y = ops.rms_norm(x, eps=1e-5)
+    one = ops.reshape(y, shape=(1, *x.shape))
+    scores = ops.soft_max(ops.matmul(one, one), scale=x.shape[1] ** -0.5)
+    return [ops.reshape(ops.matmul(scores, ops.transpose(one)), shape=x.shape)]
+
+
+def norm(g: Writer, x: Tensor) -> list[Tensor]:
+    return [ops.rms_norm(x, g.weight(x.shape[1]) if g.rng.random() < 0.7 else None, eps=1e-3)]
+
+
+def gated(g: Writer, x: Tensor) -> list[Tensor]:
+    width = g.number(1, 3) * 8
+    gate, up = (ops.matmul(x, g.weight(width, x.shape[1])) for _ in range(2))
+    return [ops.swiglu(gate, up), gate]
+
+
+def attend(g: Writer, x: Tensor) -> list[Tensor]:
+    t, heads, kv, d = x.shape[0], 4, g.choice([1, 2, 4]), 8
+    table = ops.rope_table(pt.constant("pos", np.arange(t), pt.i32), dims=d, base=1e4)
+
+    def part(count: int, *, turn: bool) -> Tensor:
+        made = ops.reshape(ops.matmul(x, g.weight(count * d, x.shape[1])), shape=(t, count, d))
+        made = ops.rope(made, table, neox=bool(g.number(0, 2))) if turn else made
+        return ops.reshape(made, shape=(1, t, count, d))
+
+    q, k, v = part(heads, turn=True), part(kv, turn=True), part(kv, turn=False)  # type: ignore[arg-type]
+    y, _ = ops.attention(q, k, v, scale=d**-0.5)
+    return [ops.reshape(y, shape=(t, heads * d))]
+
+
+def see(g: Writer, x: Tensor) -> list[Tensor]:
+    """Views of several kinds, one on top of the other."""
+    t, c = x.shape
+    start, length = g.number(0, t), g.number(1, t + 1)
+    part = ops.narrow(x, axis=0, start=min(start, t - length), length=length)
+    left, right = (ops.narrow(part, axis=1, start=s, length=c // 2) for s in (0, c - c // 2))
+    turned = ops.transpose(part)
+    first = ops.reshape(ops.narrow(x, axis=0, start=0, length=1), shape=(c,))
+    wide = ops.broadcast_to(first, shape=x.shape)
+    made = [part, ops.add(left, right), turned, ops.cont(turned), wide, _square(x)]
+    return [t for t in made if t.spec.size] if c > 1 else [part]
+
+
+def _square(x: Tensor) -> Tensor:
+    """A square value read transposed, where its shape alone would let it be overwritten."""
+    square = ops.matmul(x, x)
+    return ops.add(ops.transpose(ops.tanh(square)), ops.scale(square, by=0.1))
+
+
+def reduce(g: Writer, x: Tensor) -> list[Tensor]:
+    rows = ops.scale(ops.sum_rows(x), by=1 / x.shape[1])
+    columns = ops.scale(ops.sum_to(x, shape=x.shape[1:]), by=1 / x.shape[0])
+    return [ops.sub(x, rows), ops.mul(ops.tanh(x), columns)]
+
+
+def pick(g: Writer, x: Tensor) -> list[Tensor]:
+    return [ops.get_rows(x, g.ids(g.number(1, 7), x.shape[0]))]
+
+
+def remember(g: Writer, x: Tensor) -> list[Tensor]:
+    """Write rows of x into a state and go on from its new handle, and from what it held before."""
+    count = x.shape[0] + 2
+    cache = g.leaf(pt.state, (count, x.shape[1]))
+    before = ops.cont(cache) if g.rng.random() < 0.3 else x
+    (handle,) = ops.set_rows(cache, x, g.ids(x.shape[0], count, distinct=True))
+    g.handles.append(handle)
+    return [handle, before]
+
+
+def drop(g: Writer, x: Tensor) -> list[Tensor]:
+    key = pt.input(f"{g.prefix}key{len(g.values)}", (2,), pt.i64)
+    g.values[key.label] = g.rng.integers(0, 1000, 2)
+    return [ops.dropout(x, key, p=0.3, stream=g.number(0, 100))]
+
+
+MOVES = (
+    elementwise, elementwise, elementwise, binary, binary, product, batched, norm, gated, attend, see, see, reduce,
+    pick, remember, drop,
+)  # fmt: skip
+
+
+# ---- a whole graph -------------------------------------------------------------------------------------------
+
+
+STYLES = ("none", "outputs", "updates", "clipped")
+
+
+def random_case(
+    seed: int, *, keep: bool = True, prefix: str = "", style: str | None = None
+) -> Case:
+    """Forward moves, a loss over some of them, gradients as outputs or used by updates, some other outputs.
+
+    keep   False keeps all forward values: the same graph without recomputation
+    style  what becomes of the gradients, if not what the seed says; see STYLES
+    """
+    g = Writer(np.random.default_rng(seed), prefix)
+    g.pool.append(g.leaf(pt.input, (g.number(1, 7), 8 * g.number(1, 4))))
+    g.pool.append(ops.matmul(g.pool[0], g.weight(16, g.pool[0].shape[1])))
+    for _ in range(g.number(4, 16)):
+        g.pool += MOVES[g.number(0, len(MOVES))](g, g.matrix())
+    loss = _loss(g)
+    kept = [t for t in g.pool if g.rng.random() < 0.3]
+    recompute = g.rng.random() < 0.7
+    kept += [t for t in g.pool if t.call and any(x.kind == "state" for x in t.call.reads)]
+    outputs = {"loss": loss} | {f"value {i}": t for i, t in enumerate(g.pool) if g.rng.random() < 0.15}  # fmt: skip
+    keeping = kept if keep and recompute else None
+    style = style or STYLES[g.number(0, len(STYLES))]
+    return Case(_with_gradients(g, style, loss, outputs, keeping), g.values, keeping)
+
+
+def _loss(g: Writer) -> Tensor:
+    ends = [g.pool[-1], *(t for t in g.pool[1:-1] if g.rng.random() < 0.4)]
+    parts = [ops.scale(ops.sum(ops.sqr(t)), by=1 / t.spec.size) for t in ends]
+    if g.rng.random() < 0.5:
+        x, classes = g.matrix(), 11
+        targets = g.ids(x.shape[0], classes)
+        weights = pt.constant("mean", np.full(x.shape[0], 1 / x.shape[0]))
+        head = g.weight(classes, x.shape[1])
+        by_chunks = ops.linear_cross_entropy(x, head, targets, weights, chunk=2)[0]
+        whole = ops.cross_entropy(ops.matmul(x, head), targets, weights)[0]
+        parts.append(by_chunks if g.rng.random() < 0.5 else whole)
+    total = parts[0]
+    for part in parts[1:]:
+        total = ops.add(total, part)
+    return total
+
+
+def _with_gradients(
+    g: Writer, style: str, loss: Tensor, outputs: dict[str, Tensor], keep: list[Tensor] | None
+) -> pt.Graph:
+    reached = {leaf for leaf in pt.Graph([loss]).leaves if leaf.kind == "weight"}
+    wrt = [w for w in g.weights if w in reached and g.rng.random() < 0.8]
+    read = {t.handle.base for t in outputs.values()}
+    if style == "none" or not wrt:
+        return pt.Graph(outputs, g.handles)
+    if style == "outputs":
+        made = pt.differentiate(loss, wrt, keep)
+        return pt.Graph(outputs | {f"d/{w.label}": d for w, d in made.items()}, g.handles)
+    hyper = pt.constant("adamw", ADAMW)
+    updated = [w for w in wrt if w not in read]
+    if style == "updates":
+
+        def update(w: Tensor, d: Tensor) -> None:
+            if w in updated:
+                g.handles.extend(_update(g, w, d, hyper, pt.constant("open", np.ones(()))))
+
+        pt.differentiate(loss, wrt, keep, then=update)
+        return pt.Graph(outputs, g.handles)
+    made, squares = pt.differentiate(loss, wrt, keep), None
+    for d in made.values():
+        squares = ops.sum_squares(d, squares)
+    assert squares is not None
+    gate = ops.clip_gate(squares, max_norm=1.0)
+    for w in updated:
+        g.handles.extend(_update(g, w, made[w], hyper, gate))
+    return pt.Graph(outputs | {"squares": squares}, g.handles)
+
+
+def _update(g: Writer, w: Tensor, d: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+    m, v = g.leaf(pt.state, w.shape), g.leaf(pt.state, w.shape)
+    g.values[v.label] = 0.1 + np.abs(g.values[v.label])
+    return ops.opt_step_adamw(w, d, m, v, hyper, gate, decay=bool(len(w.shape) > 1))

@@ -1,0 +1,331 @@
+"""What an error says: op, fact with both numbers, requirement, call site, and one line per input."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import Graph, GraphError, debug, differentiate, make_plan, ops, place
+from packtrain.dtypes import i32
+from packtrain.tensor import Kernel, named
+from packtrain.train.optim import AdamW
+from tests.models import CONFIG, batch, bind, same_bits, steps, values
+
+FILE = "test_errors.py"
+
+
+def line() -> int:
+    """The number of the line that calls this."""
+    return inspect.currentframe().f_back.f_lineno
+
+
+def message(error: pytest.ExceptionInfo[BaseException]) -> str:
+    return str(error.value)
+
+
+# ---- building ------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_that_does_not_fit():
+    h, w = pt.input("h", (3, 4)), pt.weight("blk.0.attn_q.weight", (5, 6))
+    made_at = line() + 1
+    x = named("blk.0.attn_norm", ops.rms_norm(h, eps=1e-5))
+    with pytest.raises(GraphError) as error:
+        ops.matmul(x, w)
+    assert message(error).splitlines() == [
+        "matmul: last axis of x f32[3, 4] (4) must equal last axis of w f32[5, 6] (6)",
+        f"  at {FILE}:{made_at + 2}",
+        f"    blk.0.attn_norm: f32[3, 4] = rms_norm(h, eps=1e-05)  # {FILE}:{made_at}",
+        "    blk.0.attn_q.weight: f32[5, 6]",
+    ]
+
+
+def test_a_dtype_that_does_not_fit():
+    ids = pt.input("ids", (3,), i32)
+    with pytest.raises(GraphError) as error:
+        ops.add(ids, pt.input("x", (3,)))
+    assert message(error).startswith("add: ")
+    assert "i32[3]" in message(error) and "f32[3]" in message(error)
+    assert "    ids: i32[3]\n    x: f32[3]" in message(error)
+
+
+def test_an_input_that_is_no_tensor():
+    with pytest.raises(GraphError, match=r"matmul: input 1 is 3; only tensors are inputs"):
+        ops.matmul(pt.input("x", (3, 4)), 3)
+
+
+def test_an_attribute_that_is_misspelt():
+    with pytest.raises(TypeError, match="epsilon"):
+        ops.rms_norm(pt.input("x", (3, 4)), epsilon=1e-5)
+
+
+def test_a_view_that_needs_a_copy():
+    x = ops.transpose(pt.input("x", (3, 4)))
+    with pytest.raises(GraphError, match=r"reshape: x f32\[4, 3\] .* without a copy; use cont"):
+        ops.reshape(x, shape=(12,))
+
+
+def test_a_leaf_of_an_impossible_shape():
+    with pytest.raises(GraphError, match=r"w: shape \(2, 100\) cannot be; q4_K .*256"):
+        pt.weight("w", (2, 100), pt.dtypes.DTYPES["q4_K"])
+
+
+def test_a_tensor_is_named_once():
+    x = named("x", ops.neg(pt.input("y", (3,))))
+    with pytest.raises(GraphError, match="x already has a name and cannot become z"):
+        named("z", x)
+
+
+def test_two_leaves_of_one_name():
+    one, two = pt.weight("w", (3,)), pt.weight("w", (3,))
+    with pytest.raises(GraphError, match="two leaves are called w"):
+        Graph([ops.add(one, two)])
+
+
+def test_only_a_whole_leaf_is_written():
+    x, ids = pt.input("x", (2, 3)), pt.constant("ids", np.arange(2), i32)
+    for target in (x, ops.narrow(pt.state("s", (5, 3)), axis=0, start=0, length=4)):
+        with pytest.raises(GraphError, match="so it must be a whole weight or state leaf"):
+            ops.set_rows(target, x, ids)
+
+
+# ---- handles -------------------------------------------------------------------------------------------------
+
+
+def written() -> tuple[pt.Tensor, pt.Tensor, int]:
+    """A state leaf, its handle after a write, and the line of that write."""
+    leaf, x = pt.state("cache", (5, 3)), pt.input("x", (2, 3))
+    at = line() + 1
+    (handle,) = ops.set_rows(leaf, x, pt.constant("ids", np.arange(2), i32))
+    return leaf, handle, at
+
+
+def test_a_leaf_read_as_it_was_before_a_write():
+    leaf, handle, wrote_at = written()
+    stale = ops.narrow(leaf, axis=0, start=1, length=2)
+    with pytest.raises(GraphError) as error:
+        Graph([ops.neg(stale)], updates=[handle])
+    assert message(error) == (
+        f"narrow: reads cache as it was before set_rows wrote it at {FILE}:{wrote_at}; read the handle that "
+        f"set_rows returned, or copy the value before the write\n  at {FILE}:{stale.call.origin[1]}"
+    )
+
+
+def test_a_leaf_read_before_the_write_and_an_output_of_it():
+    leaf, _, _ = written()
+    with pytest.raises(GraphError, match="output old: reads cache as it was before set_rows"):
+        Graph({"old": leaf, "new": written_again(leaf)})
+
+
+def written_again(leaf: pt.Tensor) -> pt.Tensor:
+    ids = pt.constant("ids", np.arange(2), i32)
+    return ops.set_rows(leaf, pt.input("x", (2, 3)), ids)[0]
+
+
+def test_a_gradient_that_needs_the_value_before_a_write():
+    leaf, w = pt.state("cache", (5, 3)), pt.weight("w", (4, 3))
+    before = ops.sum(ops.sqr(ops.matmul(leaf, w)))
+    (handle,) = ops.set_rows(leaf, pt.input("x", (2, 3)), pt.constant("ids", np.arange(2), i32))
+    found = differentiate(before, [w])[w]
+    with pytest.raises(GraphError, match="out_prod: reads cache as it was before set_rows wrote"):
+        Graph([found], updates=[handle])
+
+
+# ---- differentiating -----------------------------------------------------------------------------------------
+
+
+def test_missing_gradients_are_named_all_at_once():
+    x = pt.weight("x", (3, 4))
+    gate = ops.clip_gate(ops.sum_squares(x), max_norm=1.0)
+    dy = pt.input("dy", (3, 4))
+    back = ops.silu_back(dy, ops.mul(x, ops.broadcast_to(gate, shape=(3, 4))))
+    with pytest.raises(GraphError) as error:
+        differentiate(ops.sum(back), [x])
+    text = message(error).splitlines()
+    assert text[0] == "no gradient (vjp) for 2 calls:"
+    assert [re.search(r"= (\w+)\(", given).group(1) for given in text[1:]] == [
+        "clip_gate",
+        "silu_back",
+    ]
+    assert all(f"# {FILE}:" in given for given in text[1:])
+
+
+def test_a_loss_that_is_no_scalar():
+    x = pt.weight("x", (3,))
+    with pytest.raises(GraphError, match=r"the loss is f32\[3\]; only a scalar f32\[\]"):
+        differentiate(ops.neg(x), [x])
+
+
+def test_a_loss_that_does_not_depend_on_a_weight():
+    x, y, z = (pt.weight(name, (3,)) for name in "xyz")
+    with pytest.raises(GraphError, match="the loss does not depend on y, z"):
+        differentiate(ops.sum(x), [x, y, z])
+
+
+# ---- placing and planning ------------------------------------------------------------------------------------
+
+
+def test_homes_of_unknown_leaves():
+    graph = Graph([ops.neg(pt.weight("w", (3,)))])
+    with pytest.raises(GraphError, match=r"homes names \['v'\], which are no leaves"):
+        place(graph, homes={"v": pt.backends.cpu})
+
+
+def test_a_plan_of_another_graph():
+    def placed(n: int) -> pt.Placed:
+        return place(Graph({"y": ops.neg(pt.input("x", (n,)))}))
+
+    one, same, other = placed(3), placed(3), placed(4)
+    plan = make_plan(one)
+    pt.Session().executor(same, plan)
+    for use in (lambda: pt.Session().executor(other, plan), lambda: pt.verify(plan, other)):
+        with pytest.raises(GraphError) as error:
+            use()
+        made_for, given = one.graph.fingerprint, other.graph.fingerprint
+        assert made_for != given
+        expected = (
+            f"the plan is for graph {made_for}, not for this graph {given}; make_plan it anew"
+        )
+        assert message(error) == expected
+
+
+def test_text_that_is_no_plan():
+    good = make_plan(place(Graph({"y": ops.neg(pt.input("x", (3,)))})))
+    assert pt.Plan.from_json(good.to_json()) == good
+    for text in ("", "[]", "{}", '{"arenas": 3}', good.to_json().replace('"offset"', '"of"')):
+        with pytest.raises(ValueError, match="this is not a plan in JSON"):
+            pt.Plan.from_json(text)
+
+
+# ---- running with someone looking ----------------------------------------------------------------------------
+
+
+def test_nan_in_the_forward_pass_names_op_and_line():
+    x = pt.input("x", (2, 3))
+    at = line() + 1
+    y = named("root", ops.sqrt(x))
+    run = bind(Graph({"y": ops.neg(y)}))
+    given = np.array([[1, 4, 9], [1, -7, 2]], np.float32)
+    assert np.isnan(run({"x": given})["y"]).any()
+    with debug("nan"), pytest.raises(FloatingPointError) as error:
+        run({"x": given})
+    assert message(error).splitlines() == [
+        "sqrt: root is nan at [1, 1]",
+        f"  at {FILE}:{at} (forward)",
+        "    x: f32[2, 3] from -7 to 9",
+    ]
+
+
+def test_nan_in_the_backward_pass_names_the_forward_line():
+    x = pt.weight("x", (3,))
+    at = line() + 1
+    loss = ops.sum(ops.sqrt(x))
+    run = bind(Graph({"loss": loss, "d/x": differentiate(loss, [x])[x]}))
+    run.session.set({"x": np.array([1, 0, 4])})
+    with debug("nan"), pytest.raises(FloatingPointError) as error:
+        run({})
+    first, where, *inputs = message(error).splitlines()
+    assert re.fullmatch(r"\w+: \S+ is (inf|nan) at \[1\]", first)
+    assert where == f"  at {FILE}:{at} (backward)"
+    assert "    sqrt: f32[3] from 0 to 2" in inputs
+
+
+def test_an_unknown_flag(monkeypatch):
+    text = "PACKTRAIN_DEBUG: nans, x unknown; choose from graph, place, plan, time, nan, poison"
+    with pytest.raises(ValueError, match=text), debug("nans,poison,x"):
+        pass
+    monkeypatch.setenv("PACKTRAIN_DEBUG", "poison,nans,x")
+    with pytest.raises(ValueError, match=text):
+        bind(Graph({"y": ops.neg(pt.input("x", (3,)))}))
+
+
+def test_flags_come_from_the_environment(monkeypatch):
+    run = bind(Graph({"y": ops.sqrt(pt.input("x", (3,)))}))
+    monkeypatch.setenv("PACKTRAIN_DEBUG", " nan, ")
+    with pytest.raises(FloatingPointError, match="sqrt: "):
+        run({"x": np.array([-1, 0, 1])})
+    with debug(""):
+        run({"x": np.array([-1, 0, 1])})
+
+
+def test_printing_flags(capsys):
+    x = pt.input("x", (3,))
+    with debug("graph,place,plan,time"):
+        bind(Graph({"y": ops.neg(x)}))({"x": np.ones(3)})
+    shown = capsys.readouterr().err
+    for expected in (
+        "graph of 1 calls", "input x: f32[3]", "neg: neg on cpu", "plan of 1 steps", "ms 100.0%  neg",
+    ):  # fmt: skip
+        assert expected in shown
+
+
+def test_a_planted_wrong_kernel_is_caught_by_comparing(monkeypatch):
+    def wrong(y, gate, up):
+        ops.swiglu.kernels["numpy"].run(y, gate, up)
+        y.reshape(-1)[-1] *= 1.01
+
+    monkeypatch.setitem(ops.swiglu.kernels, "cpu", Kernel(wrong, strided=False))
+    run = bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG))
+    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    with debug("compare"), pytest.raises(AssertionError) as error:
+        run(fed)
+    text = (
+        r"swiglu: blk.0.ffn_swiglu differs from the specification by \S+ \(.*\)\n  at llama.py:\d+"
+    )
+    assert re.fullmatch(text, message(error))
+
+
+def test_comparing_finds_nothing_where_nothing_is_wrong():
+    plain, compared = (
+        bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG)) for _ in range(2)
+    )
+    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    expected = plain(fed)
+    with debug("compare,poison,nan"):
+        assert same_bits(compared(fed), expected)
+
+
+# ---- a step that is not finite -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [None, "blocks"])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_explained(keep):
+    run = bind(steps(CONFIG, 1, 8, AdamW(), keep=keep, max_norm=1.0), values(CONFIG))
+    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    run(fed)
+    leaves = [x.label for x in run.placed.graph.leaves if x.kind in ("weight", "state")]
+    before = {name: run.session.get(name) for name in leaves}
+    bad = fed | {"weights": fed["weights"] * np.float32(np.inf)}
+    assert not np.isfinite(run(bad)["squares"])
+    assert same_bits({name: run.session.get(name) for name in leaves}, before)
+    said = run.diagnose(bad)
+    assert re.match(
+        r"linear_cross_entropy: loss is \w+ at \[\]\n  at llama.py:\d+ \(forward\)", said
+    )
+    assert "weights: f32[1, 8] from inf to inf" in said
+    assert same_bits({name: run.session.get(name) for name in leaves}, before)
+    assert run.diagnose(fed) is None
+    assert np.isfinite(run(fed)["loss"])
+
+
+# ---- watching ------------------------------------------------------------------------------------------------
+
+
+def test_watchers_see_what_the_pattern_names():
+    run = bind(steps(CONFIG, 1, 8, AdamW(), max_norm=1.0), values(CONFIG))
+    fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
+    seen: list[tuple[str, np.ndarray]] = []
+    for pattern in ("blk.?.ffn_down", "d/blk.0.attn_q.weight", "loss"):
+        run.watch(pattern, lambda name, value: seen.append((name, value)))
+    out = run(fed)
+    names, given = zip(*seen, strict=True)
+    assert names == ("blk.0.ffn_down", "blk.1.ffn_down", "loss", "d/blk.0.attn_q.weight")
+    assert given[0].shape == (1, 8, CONFIG.embedding_length)
+    assert given[2] == out["loss"]
+    before = [value.copy() for value in given]
+    run(fed)
+    assert len(seen) == 8
+    assert all(map(np.array_equal, given, before)), "a watcher's value is a copy"
+    assert not np.array_equal(seen[4][1], before[0]), "the second run saw the update of the first"

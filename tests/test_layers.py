@@ -1,0 +1,112 @@
+"""Who may import whom, and how light `import packtrain` is."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import packtrain
+
+ROOT = Path(packtrain.__file__).parent
+
+# every module of the first level, in reading order, and what it may import
+LAYERS = {
+    "dtypes": "",
+    "tensor": "dtypes",
+    "graph": "dtypes tensor",
+    "kernels": "",
+    "ops": "dtypes tensor kernels",
+    "grad": "dtypes tensor graph ops",
+    "interpret": "dtypes tensor graph",
+    "backends": "dtypes tensor",
+    "place": "dtypes tensor graph ops backends",
+    "debug": "",
+    "stop": "",
+    "plan": "dtypes tensor place",
+    "bound": "dtypes tensor backends place plan",
+    "observe": "dtypes tensor debug place plan bound",
+    "run": "dtypes tensor backends debug place plan bound observe",
+    "models": "dtypes tensor ops",
+    "train": "dtypes tensor graph ops grad run",
+}
+OUTSIDE = {"kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"}}
+LATE = {"kernels"}  # numba and llvmlite are loaded when first needed
+SECONDS = 0.3  # of the processor, so that a busy machine changes nothing
+
+
+def sources() -> Iterator[tuple[str, str, ast.Module]]:
+    """Module of the first level, place in the tree, and syntax of every file but the public `__init__`."""
+    for file in sorted(ROOT.rglob("*.py")):
+        path = file.relative_to(ROOT)
+        if path != Path("__init__.py"):
+            yield path.parts[0].removesuffix(".py"), str(path), ast.parse(file.read_text())
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Dotted names of what is imported; `from a import b` counts as a.b, which may be more than a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: a relative import"
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_every_module_has_its_layer():
+    assert sorted({module for module, _, _ in sources()}) == sorted(LAYERS)
+
+
+def test_the_layers_have_no_cycle():
+    for i, (module, allowed) in enumerate(LAYERS.items()):
+        assert set(allowed.split()) <= set(list(LAYERS)[:i]), f"{module} comes before what it uses"
+
+
+def test_imports_point_down_the_layers():
+    wrong = []
+    for module, path, tree in sources():
+        for node, name in imported(tree):
+            top, *rest = name.split(".")
+            target = rest[0] if top == "packtrain" else module
+            if target not in {module, *LAYERS[module].split()}:
+                wrong.append(f"{path}:{node.lineno}: {module} imports {target}")
+    assert wrong == []
+
+
+def test_other_packages_are_imported_where_they_may_be():
+    wrong = []
+    for module, path, tree in sources():
+        allowed = OUTSIDE.get(module, {"numpy"}) | sys.stdlib_module_names | {"packtrain"}
+        for node, name in imported(tree):
+            if name.partition(".")[0] not in allowed:
+                wrong.append(f"{path}:{node.lineno}: {module} imports {name}")
+    assert wrong == []
+
+
+def test_nothing_is_imported_late():
+    wrong = []
+    for module, path, tree in sources():
+        top = {id(node) for node in tree.body}
+        late = [node.lineno for node, _ in imported(tree) if id(node) not in top]
+        wrong += [f"{path}:{number}: a late import" for number in late if module not in LATE]
+    assert wrong == []
+
+
+def test_importing_is_light():
+    code = (
+        "import time; began = time.process_time(); import packtrain, sys; "
+        "print(time.process_time() - began, *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
+    )
+    seconds = []
+    for _ in range(5):
+        said = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        assert said[1:] == [], f"import packtrain loads {said[1:]}"
+        seconds.append(float(said[0]))
+    assert statistics.median(seconds) <= SECONDS

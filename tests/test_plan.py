@@ -1,0 +1,147 @@
+"""Plans: offsets, lifetimes and what is done in place, proven by replaying them and by random graphs."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import backends, ops
+from packtrain.plan import Plan, best_fit, lower_bound, pack
+from packtrain.plan.pack import first_fit, height
+from packtrain.plan.plan import Packer
+from tests import plan_checks
+from tests.plan_checks import small
+from tests.random_graphs import random_case
+
+SEEDS = range(200)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_graph_needs_no_luck(seed: int) -> None:
+    plan_checks.check_case(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_numpy_planned_is_numpy_on_fresh_arrays(seed: int) -> None:
+    plan_checks.check_numpy(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_recomputation_changes_no_bit(seed: int) -> None:
+    plan_checks.check_recomputed(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_gradients_of_a_random_graph_are_its_slope(seed: int) -> None:
+    plan_checks.check_slope(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[1::4])
+def test_two_memory_spaces(seed: int) -> None:
+    plan_checks.check_spaces(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:30:3])
+def test_executors_share_an_arena(seed: int) -> None:
+    plan_checks.check_session([seed, seed + 1, seed + 2])
+
+
+def test_random_graphs_have_everything() -> None:
+    """The generator did not lose what the tests above are about."""
+    calls = [call for seed in SEEDS for call in random_case(seed).graph.calls]
+    names, phases = {call.op.name for call in calls}, {call.phase for call in calls}
+    assert phases == {"forward", "backward", "recomputed"}
+    assert set(ops.__all__) - names <= {"transpose", "zero_rows"}, set(ops.__all__) - names
+
+
+# ---- the plan as data ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_goes_through_json() -> None:
+    for seed in range(5):
+        plan = pt.make_plan(pt.place(random_case(seed).graph))
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"arenas": [], "buffers": [{}]}', "null"])
+def test_what_is_not_a_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_json(text)
+
+
+def test_a_plan_of_another_graph_is_refused() -> None:
+    plan_checks.check_belonging()
+
+
+def test_a_plan_of_the_same_graph_placed_otherwise_is_refused() -> None:
+    placed = small()
+    plan = pt.make_plan(pt.place(placed.graph, [backends.numpy]))
+    with pytest.raises(pt.GraphError, match="the plan is for"):
+        pt.Session().executor(placed, plan)
+
+
+def test_equal_graphs_have_equal_plans() -> None:
+    for seed in range(5):
+        first, second = (pt.make_plan(pt.place(random_case(seed).graph)) for _ in range(2))
+        assert first == second
+
+
+def test_the_peak_is_where_the_most_bytes_are_alive() -> None:
+    plan = pt.make_plan(small())
+    arena, alive = plan.arena(), plan.peak()
+    assert sum(b.nbytes for b in alive) == arena.lower_bound == arena.nbytes
+    assert arena.gap == 0
+    assert str(arena) in str(plan)
+    assert all(b.name in str(plan) for b in plan.buffers)
+
+
+# ---- the verifier --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_the_verifier_accepts_what_was_planned(reuse: bool) -> None:
+    placed = small()
+    pt.verify(pt.make_plan(placed, reuse=reuse), placed)
+
+
+@pytest.mark.parametrize("name", plan_checks.BROKEN)
+def test_the_verifier_rejects(name: str) -> None:
+    plan_checks.check_rejected(name)
+
+
+# ---- packing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packer", [pack, best_fit])
+def test_packers_keep_buffers_apart(packer: Packer) -> None:
+    plan_checks.check_packer(packer)
+
+
+def test_the_lower_bound_is_the_most_bytes_alive() -> None:
+    plan_checks.check_lower_bound()
+
+
+def test_packing_a_few_buffers_is_best() -> None:
+    """First fit in the best of all orders is the optimum; pack finds it on almost every small problem."""
+    found = 0
+    for seed in range(60):
+        start, end, size = plan_checks.problem(seed, 6)
+        orders = (np.array(order) for order in itertools.permutations(range(len(size))))
+        least = min(height(size, first_fit(start, end, size, order)) for order in orders)
+        made = height(size, pack(start, end, size))
+        assert least <= made <= height(size, best_fit(start, end, size)), seed
+        found += made == least
+    assert found >= 59
+
+
+def test_nothing_needs_nothing() -> None:
+    none = np.zeros(0, np.int64)
+    assert lower_bound(none, none, none) == (0, 0)
+    assert height(none, none) == 0
+    assert pack(none, none, none).shape == best_fit(none, none, none).shape == (0,)
+
+
+@pytest.mark.parametrize("name", plan_checks.TRACES)
+def test_best_fit_is_ggmls(name: str) -> None:
+    plan_checks.check_trace(name)

@@ -1,0 +1,56 @@
+"""The whole system in five seconds: build, train three steps, generate a token."""
+
+import numpy as np
+
+from packtrain import Graph, Session, make_plan, place, verify
+from packtrain.models import llama
+from packtrain.models.cache import Cells
+from packtrain.train.optim import AdamW, training
+
+CONFIG = llama.Config(
+    vocab_size=17,
+    context_length=16,
+    embedding_length=16,
+    block_count=2,
+    feed_forward_length=32,
+    head_count=2,
+    head_count_kv=1,
+)
+TIME, CELLS = 12, 16
+
+
+def test_build_train_and_generate():
+    weights, optimizer = llama.weights(CONFIG), AdamW(lr=0.02)
+    loss = llama.loss(CONFIG, weights, 1, TIME)
+    graph = training({"loss": loss.loss}, list(weights.values()), optimizer, max_norm=1.0)
+    logits, handles = llama.generation(CONFIG, weights, 1, CELLS)
+    session = Session()
+    step, decode = (_bind(session, made) for made in (graph, Graph([logits], handles)))
+    session.set(llama.initial(CONFIG))
+
+    text = np.arange(TIME + 1, dtype=np.int32)[None] % 5
+    line = np.arange(TIME, dtype=np.int32)[None]
+    batch = {
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "weights": np.full((1, TIME), 1 / TIME, np.float32),
+        "pos": line,
+        "seq": np.zeros_like(line),
+    }
+    losses = [float(step(batch | optimizer.inputs(t))["loss"]) for t in range(1, 21)]
+    assert losses[0] > losses[1] > losses[2]
+
+    cells, token = Cells(CELLS), 0
+    said = []
+    for _ in range(6):
+        fed = cells.feed(*(np.array([n], np.int32) for n in (token, 0, 0)))
+        token = int(decode(fed)["logits"].argmax())
+        said.append(token)
+    assert said == [1, 2, 3, 4, 0, 1]
+
+
+def _bind(session: Session, graph: Graph):
+    placed = place(graph)
+    plan = make_plan(placed)
+    verify(plan, placed)
+    return session.executor(placed, plan)

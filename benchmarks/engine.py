@@ -97,7 +97,8 @@ def region() -> None:
     pairs = [(seconds(whole, 201), seconds(half, 201)) for _ in range(21)]
     cost = statistics.median(a - b for a, b in pairs)
     print(
-        f"a parallel region: {cost * 1e6:.1f} us ({n} elements {pairs[0][0] * 1e6:.1f} us, half serially {pairs[0][1] * 1e6:.1f} us)"
+        f"a parallel region: {cost * 1e6:.1f} us ({n} elements {pairs[0][0] * 1e6:.1f} us, "
+        f"half of them serially {pairs[0][1] * 1e6:.1f} us)"
     )
 
 

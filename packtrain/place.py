@@ -45,9 +45,12 @@ class Placed:
     @property
     def fingerprint(self) -> str:
         """Equal for equal graphs (see Graph) that were placed alike."""
-        lines = [self.graph.fingerprint]
-        lines += [f"{step.op.name} {step.backend.name} {step.backend.space}" for step in self.steps]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        lines = [f"{self.names[leaf]} {self.home[leaf].space}" for leaf in self.graph.leaves]
+        lines += [
+            f"{self.names[s.results[0]]} {s.backend.name} {s.backend.space}" for s in self.steps
+        ]
+        text = "\n".join([self.graph.fingerprint, *lines])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def splits(self) -> list[tuple[Backend, list[Step]]]:

@@ -1,18 +1,16 @@
-"""What every op must satisfy, as functions of its name that raise AssertionError.
+"""Samples and values for any op, and its two main checks: the value and the gradient are as specified.
 
-Tests run them over the registry; planted faults show that each of them can fail. They know of no single op, apart
-from the tables at the top.
+Checks are functions of an op's name that raise AssertionError. Tests run them over the registry; planted faults show
+that each can fail. They know of no single op, apart from the tables at the top. See also bit_checks.
 """
 
-import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 import packtrain as pt
-from packtrain import backends, kernels, ops
+from packtrain import backends, ops
 from packtrain.backends import Backend
 from packtrain.tensor import OPS, Call, Kind, Tensor
 
@@ -30,7 +28,6 @@ NO_GRADIENT = {
     "silu_back", "swiglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
     "opt_step_adamw", "clip_gate",
 }  # fmt: skip
-OWN_ORDER = {"matmul"}  # the library sums in another order where an input is transposed
 
 
 # ---- samples and values --------------------------------------------------------------------------------------
@@ -89,6 +86,10 @@ def constants(call: Call) -> dict[str, np.ndarray]:
     """What the constants that `free` turns into inputs held."""
     leaves = pt.Graph(call.results[:1]).leaves
     return {t.label: t.value for t in leaves if t.kind == "constant" and free(t) is not t}
+
+
+def given_leaves(graph: pt.Graph) -> list[Tensor]:
+    return [leaf for leaf in graph.leaves if leaf.kind != "constant"]
 
 
 def graph_of(call: Call) -> pt.Graph:
@@ -156,33 +157,6 @@ def check_value(name: str) -> None:
                 all_close(run(graph, given, (backend,)), want, what)
 
 
-def check_optional(name: str) -> None:
-    """Leaving out results that nobody reads changes no bit of the others."""
-    for k, call in enumerate(samples(name)):
-        graph = graph_of(call)
-        given = values(graph)
-        for backend in (backends.cpu, backends.numpy):
-            whole = run(graph, given, (backend,))
-            for kept in _subsets(call):
-                part = pt.Graph({n: t for n, t in graph.outputs.items() if t.index in kept})
-                given_part = {leaf.label: given[leaf.label] for leaf in _given(part)}
-                got = run(part, given_part, (backend,))
-                want = {n: whole[n] for n in part.outputs}
-                same_bits(got, want, f"{name} sample {k} results {kept} on {backend.name}")
-
-
-def _given(graph: pt.Graph) -> list[Tensor]:
-    return [leaf for leaf in graph.leaves if leaf.kind != "constant"]
-
-
-def _subsets(call: Call) -> Iterator[tuple[int, ...]]:
-    every = range(len(call.results))
-    for count in range(1, len(every)):
-        for kept in itertools.combinations(every, count):
-            if set(every) - set(kept) <= set(call.op.optional):
-                yield kept
-
-
 # ---- gradient ------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +191,7 @@ def gradients(
 ) -> tuple[pt.Graph, list[Tensor]]:
     """A graph of `loss`, the sum of result 0 weighted, and `d/<label>` for every f32 leaf or for `wrt`."""
     if wrt is None:
-        wrt = [leaf for leaf in _given(graph_of(call)) if leaf.dtype == pt.f32]
+        wrt = [leaf for leaf in given_leaves(graph_of(call)) if leaf.dtype == pt.f32]
     loss = ops.sum(weighted(call.results[0]))
     made = pt.differentiate(loss, wrt)
     return pt.Graph({"loss": loss} | {f"d/{t.label}": g for t, g in made.items()}), list(made)
@@ -255,155 +229,3 @@ def slope(graph: pt.Graph, given: Values, way: Values) -> float:
 
     h = 1e-4
     return (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h)
-
-
-# ---- in place ------------------------------------------------------------------------------------------------
-
-
-def arrays(call: Call, seed: int = 0) -> list[np.ndarray | None]:
-    """Dense f32 arrays for the call's inputs."""
-    graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
-    made = pt.interpret(graph, values(graph, seed), np.float32)
-    return [None if t is None else made[str(i)] for i, t in enumerate(call.inputs)]
-
-
-def run_kernel(call: Call, backend: str, inputs: list[Any], taken: Mapping[int, int]) -> Values:
-    """Results of one kernel; `taken` says which result is written over which input."""
-    inputs = [x if x is None else x.copy() for x in inputs]
-    fresh = [np.full(t.shape, np.nan, np.float32) for t in call.results]
-    results = tuple(inputs[taken[i]] if i in taken else array for i, array in enumerate(fresh))
-    rule = call.op.workspaces.get(backend)
-    specs = rule(*call.inputs, **call.attrs) if rule else ()
-    work = {"work": tuple(np.full(s.shape, np.nan, np.float32) for s in specs)} if rule else {}
-    with np.errstate(all="ignore"):
-        out = results if call.several else results[0]
-        call.op.kernels[backend].run(out, *inputs, **call.attrs, **work)
-    return {str(i): array for i, array in enumerate(results)}
-
-
-def check_inplace(name: str) -> None:
-    """Every permitted way of writing over inputs gives the same bits as writing elsewhere."""
-    unused = {(i, k) for i, inputs in OPS[name].inplace.items() for k in inputs}
-    for n, call in enumerate(samples(name)):
-        inputs = arrays(call)
-        ways = [way for way in _ways(call) if way]
-        unused -= {pair for way in ways for pair in way.items()}
-        for backend in ("cpu", "numpy") if ways else ():
-            want = run_kernel(call, backend, inputs, {})
-            for way in ways:
-                got = run_kernel(call, backend, inputs, way)
-                same_bits(got, want, f"{name} sample {n} on {backend}, results over inputs {way}")
-    assert not unused, f"{name}: no sample can be done in place as (result, input) {sorted(unused)}"
-
-
-def _ways(call: Call) -> Iterator[dict[int, int]]:
-    """Maps result -> input that the op permits and whose specs agree."""
-    indices = sorted(call.op.inplace)
-    choices = [(None, *call.op.inplace[i]) for i in indices]
-    for chosen in itertools.product(*choices):
-        way = {i: k for i, k in zip(indices, chosen, strict=True) if k is not None}
-        given = [call.inputs[k] for k in way.values()]
-        fits = all(
-            x is not None and x.spec == call.results[i].spec
-            for i, x in zip(way, given, strict=True)
-        )
-        if fits and len(set(way.values())) == len(way):
-            yield way
-
-
-# ---- strides -------------------------------------------------------------------------------------------------
-
-View = Callable[[Tensor, np.ndarray], tuple[Tensor, np.ndarray] | None]
-
-
-def permuted(leaf: Tensor, array: np.ndarray) -> tuple[Tensor, np.ndarray] | None:
-    """The leaf as a view of one with its axes in reverse."""
-    if len(leaf.shape) < 2:
-        return None
-    axes = tuple(reversed(range(len(leaf.shape))))
-    return ops.permute(pt.input(leaf.label, leaf.shape[::-1]), axes=axes), array.transpose(axes)
-
-
-def narrowed(leaf: Tensor, array: np.ndarray) -> tuple[Tensor, np.ndarray] | None:
-    """The leaf as the middle of a larger one that is NaN elsewhere."""
-    wide = array if array.ndim else array.reshape(1)
-    stored = np.full([n + 3 for n in wide.shape], np.nan, np.float32)
-    t = pt.input(leaf.label, stored.shape)
-    stored[tuple(slice(1, n + 1) for n in wide.shape)] = wide
-    for axis, n in enumerate(wide.shape):
-        t = ops.narrow(t, axis=axis, start=1, length=n)
-    return (t if array.ndim else ops.reshape(t, shape=())), stored
-
-
-def repeated(leaf: Tensor, array: np.ndarray) -> tuple[Tensor, np.ndarray] | None:
-    """The leaf as one that is repeated along its first axis, if its value is so."""
-    if not array.ndim or (array[:1] != array).any():
-        return None
-    return ops.broadcast_to(pt.input(leaf.label, (1, *leaf.shape[1:])), shape=leaf.shape), array[:1]
-
-
-def check_strided(name: str) -> set[str]:
-    """Any f32 input may be a permuted, narrowed or repeated view: same bits. Returns what the op refused."""
-    refused = set()
-    for k, original in enumerate(samples(name)):
-        call = rewritten(original, free)
-        given = values(graph_of(call)) | constants(original)
-        written = {call.inputs[i] for i in call.op.writes}
-        for leaf in _given(graph_of(call)):
-            if leaf.dtype != pt.f32 or leaf in written:
-                continue
-            for view in (permuted, narrowed, repeated):
-                refused |= _strided(f"{name} sample {k}", call, leaf, dict(given), view)
-    return refused
-
-
-def _strided(
-    what: str, call: Call, leaf: Tensor, given: dict[str, np.ndarray], view: View
-) -> set[str]:
-    if view is repeated and leaf.shape:
-        given[leaf.label] = np.broadcast_to(given[leaf.label][:1], leaf.shape)
-    made = view(leaf, given[leaf.label])
-    if made is None:
-        return set()
-    try:
-        other = rewritten(call, lambda t: made[0] if t is leaf else t)
-    except pt.GraphError as error:
-        assert "use cont" in str(error), error
-        return {f"{view.__name__} {leaf.name}"}
-    want = run(graph_of(call), given)
-    got = run(graph_of(other), {**given, leaf.label: made[1]})
-    what = f"{what} with {leaf.name} {view.__name__}"
-    if call.op.name in OWN_ORDER:
-        all_close(got, want, what)
-    else:
-        same_bits(got, want, what)
-    if call.op.name not in NO_GRADIENT:
-        _strided_gradient(what, call, leaf, given, other, *made)
-    return set()
-
-
-def _strided_gradient(
-    what: str, call: Call, leaf: Tensor, given: Values, other: Call, t: Tensor, stored: np.ndarray
-) -> None:
-    """The gradient for a view is the gradient for the dense tensor it equals."""
-    graph, _ = gradients(call, dense, [leaf])
-    through, _ = gradients(other, dense, [t])
-    want = pt.interpret(graph, given)[f"d/{leaf.label}"]
-    got = pt.interpret(through, {**given, leaf.label: stored})[f"d/{t.label}"]
-    close(got, want, f"{what}, gradient")
-
-
-# ---- threads -------------------------------------------------------------------------------------------------
-
-
-def check_threads(name: str, counts: tuple[int, ...] = (1, 2, 4)) -> None:
-    """Results are the same bits for any number of threads, also for more threads than rows."""
-    for k, call in enumerate(samples(name)):
-        graph = graph_of(call)
-        given = values(graph)
-        made = []
-        for count in counts:
-            kernels.set_threads(count)
-            made.append(run(graph, given))
-        for count, got in zip(counts, made, strict=True):
-            same_bits(got, made[0], f"{name} sample {k} with {count} threads")

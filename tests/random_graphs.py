@@ -217,7 +217,7 @@ def random_case(
 
 
 def _loss(g: Writer) -> Tensor:
-    ends = [g.pool[-1], *(t for t in g.pool[1:-1] if g.rng.random() < 0.4)]
+    ends = [g.pool[1], g.pool[-1], *(t for t in g.pool[2:-1] if g.rng.random() < 0.4)]
     parts = [ops.scale(ops.sum(ops.sqr(t)), by=1 / t.spec.size) for t in ends]
     if g.rng.random() < 0.5:
         x, classes = g.matrix(), 11
@@ -237,9 +237,10 @@ def _with_gradients(
     g: Writer, style: str, loss: Tensor, outputs: dict[str, Tensor], keep: list[Tensor] | None
 ) -> pt.Graph:
     reached = {leaf for leaf in pt.Graph([loss]).leaves if leaf.kind == "weight"}
-    wrt = [w for w in g.weights if w in reached and g.rng.random() < 0.8]
+    wrt = [w for w in g.weights if w in reached]
+    wrt = [w for w in wrt if g.rng.random() < 0.8] or wrt
     read = {t.handle.base for t in outputs.values()}
-    if style == "none" or not wrt:
+    if style == "none":
         return pt.Graph(outputs, g.handles)
     if style == "outputs":
         made = pt.differentiate(loss, wrt, keep)

@@ -11,7 +11,7 @@ import pytest
 import packtrain as pt
 from packtrain import ops
 from packtrain.tensor import OPS
-from tests import checks
+from tests import bit_checks, checks
 
 NAMES = sorted(OPS)
 TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT | {"rope_table"}]  # of indices
@@ -33,7 +33,7 @@ def test_the_value_is_the_specification(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if OPS[n].optional])
 def test_results_can_be_left_out(name: str) -> None:
-    checks.check_optional(name)
+    bit_checks.check_optional(name)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -57,17 +57,17 @@ def test_a_gradient_that_no_rule_gives_is_refused() -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if any(OPS[n].inplace.values())])
 def test_in_place_gives_the_same_bits(name: str) -> None:
-    checks.check_inplace(name)
+    bit_checks.check_inplace(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_view_can_be_an_input(name: str) -> None:
-    assert checks.check_strided(name) == REFUSED.get(name, set())
+    assert bit_checks.check_strided(name) == REFUSED.get(name, set())
 
 
 def test_threads_change_no_bit() -> None:
     """In a process of its own, whose pool has more threads than this machine may have cores."""
-    program = f"from tests import checks\nfor name in {NAMES}: checks.check_threads(name)"
+    program = f"from tests import bit_checks\nfor name in {NAMES}: bit_checks.check_threads(name)"
     env = {**os.environ, "NUMBA_NUM_THREADS": "4"}
     made = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr

@@ -46,6 +46,14 @@ evens = picking([2 * i for i in range(LANES)], 2)
 odds = picking([2 * i + 1 for i in range(LANES)], 2)
 
 
+@kernel(void(out3, ids1, frequencies, f64, i64))
+def table_row(t, pos, inv_freq, scale, i):
+    for j in range(inv_freq.size):
+        angle = f64(pos[i]) * inv_freq[j]
+        t[i, j, 0] = f32(scale * math.cos(angle))
+        t[i, j, 1] = f32(scale * math.sin(angle))
+
+
 @kernel(void(out3, ids1, frequencies, f64), parallel=True)
 def table(t, pos, inv_freq, scale):
     """t[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
@@ -54,11 +62,12 @@ def table(t, pos, inv_freq, scale):
     inv_freq  (R / 2,)     f64
     t         (N, R/2, 2)  f32
     """
-    for i in prange(pos.size):
-        for j in range(inv_freq.size):
-            angle = f64(pos[i]) * inv_freq[j]
-            t[i, j, 0] = f32(scale * math.cos(angle))
-            t[i, j, 1] = f32(scale * math.sin(angle))
+    if t.size <= SERIAL // 8:
+        for i in range(pos.size):
+            table_row(t, pos, inv_freq, scale, i)
+    else:
+        for i in prange(pos.size):
+            table_row(t, pos, inv_freq, scale, i)
 
 
 @kernel(void(i64, i64, i64, i64, types.boolean))

@@ -60,46 +60,39 @@ class _Replay:
 
     def _write(self, i: int, step: Step, read: set[Tensor]) -> None:
         who = f"step {i} {step.op.name}"
-        inputs = [
-            (k, t, self._extent(t.base))
-            for k, t in enumerate(step.inputs)
-            if t is not None and _in_arena(t)
-        ]
         taken: list[tuple[str, Extent]] = []
-        for index, t in enumerate(step.results):
-            if t.base.kind or (
-                t not in read
-                and index in step.op.optional
-                and self.placed.names[t] not in self.where
-            ):
-                continue
+        made = [t for t in step.results if self._is_made(step, t, read)]
+        for t in made:
             extent = self._extent(t)
-            for k, x, other in inputs:
-                in_place = (
-                    k in step.op.inplace.get(index, ())
-                    and extent == other
-                    and _once(step, x)
-                    and _same(x, t)
-                )
-                if _overlap(extent, other) and not in_place:
+            for k, x in enumerate(step.inputs):
+                if x is None or not _in_arena(x) or not _overlap(extent, self._extent(x.base)):
+                    continue
+                if not (_may_overwrite(step, k, x, t) and extent == self._extent(x.base)):
+                    name = self._name(x)
                     raise PlanError(
-                        f"{who}: result {self._name(t)} overwrites input {self._name(x)} while it is read"
+                        f"{who}: result {self._name(t)} overwrites input {name} while it is read"
                     )
             self._check_apart(who, self._name(t), extent, taken)
         for spec, b in self._workspace(i, step):
             extent = self._clip(b)
             if b.nbytes < spec.nbytes:
                 raise PlanError(f"{who}: workspace has {b.nbytes} bytes and needs {spec.nbytes}")
-            for _, x, other in inputs:
-                if _overlap(extent, other):
+            for x in filter(_in_arena, step.reads):
+                if _overlap(extent, self._extent(x.base)):
                     raise PlanError(f"{who}: workspace overwrites input {self._name(x)}")
             self._check_apart(who, "workspace", extent, taken)
             self._use(b, i)
             self.owner[extent[0]][extent[1] : extent[2]] = WORK
-        for t in step.results:
-            if not t.base.kind and self.placed.names[t] in self.where:
-                self._own(t)
-                self._use(self._buffer(t), i)
+        for t in made:
+            self._own(t)
+            self._use(self._buffer(t), i)
+
+    def _is_made(self, step: Step, t: Tensor, read: set[Tensor]) -> bool:
+        """Whether a result needs bytes of the arena: no leaf's handle, nor an optional one that nobody reads."""
+        left_out = (
+            t.index in step.op.optional and t not in read and self.placed.names[t] not in self.where
+        )
+        return not t.base.kind and not left_out
 
     def _workspace(self, i: int, step: Step):  # type: ignore[no-untyped-def]
         rule = step.op.workspaces.get(step.backend.name)
@@ -194,9 +187,8 @@ def _overlap(a: Extent, b: Extent) -> bool:
     return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
 
 
-def _once(step: Step, x: Tensor) -> bool:
-    return sum(t.base is x.base for t in step.reads) == 1
-
-
-def _same(x: Tensor, t: Tensor) -> bool:
-    return x.spec == t.spec and x.dense and x.offset == 0
+def _may_overwrite(step: Step, k: int, x: Tensor, t: Tensor) -> bool:
+    """Whether the op allows t over its input k, and x is that whole input, read once."""
+    whole = x.spec == t.spec and x.dense and x.offset == 0
+    once = sum(r.base is x.base for r in step.reads) == 1
+    return k in step.op.inplace.get(t.index, ()) and whole and once

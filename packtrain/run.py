@@ -17,6 +17,7 @@ from packtrain.backends import Backend
 from packtrain.bound import Bound, Program, Watcher
 from packtrain.debug import flags
 from packtrain.observe import Observer, report
+from packtrain.ops.index import set_rows
 from packtrain.place import Placed, Step
 from packtrain.plan import Buffer, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
@@ -123,7 +124,7 @@ def _fitting(name: str, value: Any, spec: Spec) -> np.ndarray:
         raise RunError(f"{name} is {spec}; a value of shape {list(given.shape)} does not fit")
     if dtype is None or not np.can_cast(given.dtype, dtype, "same_kind"):
         raise RunError(f"{name} is {spec}; a value of {given.dtype} does not fit")
-    if dtype.kind == "i" and given.size and given.dtype.itemsize > dtype.itemsize:
+    if dtype.kind == "i" and given.size and not np.can_cast(given.dtype, dtype):
         low, high = int(given.min()), int(given.max())
         if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
             raise RunError(f"{name} is {spec}; values from {low} to {high} do not fit")
@@ -145,8 +146,8 @@ class Executor:
         for b in plan.buffers:
             if b.category == "workspace":
                 self.works.setdefault(b.start, []).append(b)
-        writing = [i for i, step in enumerate(placed.steps) if step.op.writes]
-        self.first_write = writing[0] if writing else len(placed.steps)
+        updates = (i for i, s in enumerate(placed.steps) if s.op.writes and s.op is not set_rows)
+        self.first_update = next(updates, len(placed.steps))
         self._bind()
 
     # ---- binding
@@ -210,7 +211,8 @@ class Executor:
         """Run once. Outputs are copies. `stop` is asked before each step and ends the run with Stopped.
 
         Raises RunError if inputs or weights are missing or another run is under way. A step that fails once
-        updates have begun leaves the session dirty: its leaves can no longer be read.
+        updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache are no
+        update: they can be written again.
         """
         with _one_at_a_time(), np.errstate(all="ignore"):
             self._prepare(inputs or {})
@@ -233,7 +235,7 @@ class Executor:
         try:
             run()
         except BaseException as error:
-            if self.program.at >= self.first_write:
+            if self.program.at >= self.first_update:
                 self.session.dirty = f"{self.placed.steps[self.program.at].op.name} failed during the update: {error!r}"
             raise
 

@@ -18,6 +18,9 @@ from packtrain.train.optim import AdamW
 from tests.models import batch, bind, evaluation, steps, values
 
 CONFIG = Config(300, 64, 64, 2, 160, 4, 2)
+WIDE = Config(
+    512, 128, 160, 1, 512, 4, 2
+)  # with 4 x 128 tokens every kind of kernel runs in parallel
 OPTIMIZER = AdamW(lr=1e-3)
 SHAPES = {"train": (2, 32), "small": (1, 24), "eval": (2, 32)}
 
@@ -57,13 +60,14 @@ def rounds(count: int) -> None:
 def digest(threads: int) -> str:
     """Of two training steps with and without recomputation: all outputs, and every leaf after them."""
     kernels.set_threads(threads)
+    assert kernels.threads() == threads
     seen = hashlib.sha256()
     for keep in (None, "blocks"):
         session = Session()
-        graph = steps(CONFIG, 4, 64, OPTIMIZER, keep=keep, max_norm=1.0)
-        run = bind(graph, values(CONFIG), session, backends.cpu)
+        graph = steps(WIDE, 4, 128, OPTIMIZER, keep=keep, max_norm=1.0, chunk=256)
+        run = bind(graph, values(WIDE), session, backends.cpu)
         for t in (1, 2):
-            out = run(batch(CONFIG, 4, 64, t) | OPTIMIZER.inputs(t))
+            out = run(batch(WIDE, 4, 128, t) | OPTIMIZER.inputs(t))
             seen.update(b"".join(np.asarray(value).tobytes() for value in out.values()))
         leaves = [leaf.label for leaf in graph.leaves if leaf.kind in ("weight", "state")]
         seen.update(b"".join(session.get(name).tobytes() for name in leaves))

@@ -139,7 +139,10 @@ def same_bits(got: Values, want: Values, what: str) -> None:
     assert got.keys() == want.keys(), f"{what}: {sorted(got)} instead of {sorted(want)}"
     for name, array in want.items():
         equal = np.array_equal(got[name], array, equal_nan=array.dtype.kind == "f")
-        assert equal, f"{what}: {name} differs, by {np.nanmax(np.abs(got[name] - array)):.3g}"
+        if not equal:
+            other = int((got[name] != array).sum())
+            worst = float(np.abs(np.nan_to_num(got[name]) - np.nan_to_num(array)).max())
+            raise AssertionError(f"{what}: {other} elements of {name} differ, by up to {worst:.3g}")
 
 
 # ---- value ---------------------------------------------------------------------------------------------------

@@ -70,10 +70,11 @@ def steps(
     *,
     keep: str | None = None,
     max_norm: float | None = None,
+    chunk: int = 16,
 ) -> Graph:
     """One training step with the outputs `loss` and `squares`."""
     weights = llama.weights(config)
-    made = llama.loss(config, weights, rows, time, chunk=16)
+    made = llama.loss(config, weights, rows, time, chunk=chunk)
     kept = made.blocks if keep == "blocks" else None
     return training(
         {"loss": made.loss}, list(weights.values()), optimizer, keep=kept, max_norm=max_norm

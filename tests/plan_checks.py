@@ -51,6 +51,14 @@ def check_case(seed: int) -> None:
     checks.all_close(made["reuse"], want, f"seed {seed} on cpu")
 
 
+def check_poisoned(seed: int) -> None:
+    """The bits alone: what reuse and work in place do wrong shows in a run, also if nobody verifies."""
+    case = random_case(seed)
+    placed = pt.place(case.graph)
+    want = bits(case, placed, pt.make_plan(placed, reuse=False))
+    checks.same_bits(bits(case, placed, pt.make_plan(placed)), want, f"seed {seed}")
+
+
 def check_verified(seed: int) -> None:
     """The verifier alone: it finds what is wrong with a plan before anything runs."""
     placed = pt.place(random_case(seed).graph)

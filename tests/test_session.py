@@ -171,7 +171,7 @@ def test_stop_is_asked_before_each_step():
 
 def test_stopping_inside_the_update_makes_the_session_dirty():
     run = update()
-    left = [run.first_write + 2]
+    left = [run.first_update + 2]
 
     def stop() -> bool:
         left[0] -= 1
@@ -216,18 +216,27 @@ def test_inputs_missing_and_unknown_are_all_named():
         run(given | {"noise": np.zeros(3)})
 
 
-def test_an_input_of_another_shape():
-    run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
-    with pytest.raises(
-        RunError, match=r"tokens is i32\[1, 8\]; a value of shape \[1, 7\] does not fit"
-    ):
-        run(batch(CONFIG, 1, 8) | {"tokens": np.zeros((1, 7), np.int32)})
+UNFIT = {
+    "shape": (np.zeros((1, 7), np.int32), r"a value of shape \[1, 7\] does not fit"),
+    "kind": (np.full((1, 8), 0.7), "a value of float64 does not fit"),
+    "too large": (np.full((1, 8), 2**32 + 5), "values from 4294967301 to 4294967301 do not fit"),
+    "unsigned": (np.full((1, 8), 2**31, np.uint32), "values from 2147483648 to .* do not fit"),
+}
 
 
-def test_an_input_of_another_kind_is_not_cut_to_fit():
+@pytest.mark.parametrize(("value", "fact"), UNFIT.values(), ids=UNFIT)
+def test_an_input_that_does_not_fit_is_not_cut(value, fact):
     run = bind(evaluation(CONFIG, 1, 8), values(CONFIG))
-    with pytest.raises((RunError, TypeError), match="tokens"):
-        run(batch(CONFIG, 1, 8) | {"tokens": np.full((1, 8), 0.7)})
+    with pytest.raises(RunError, match=rf"tokens is i32\[1, 8\]; {fact}"):
+        run(batch(CONFIG, 1, 8) | {"tokens": value})
+
+
+def test_wider_numbers_that_fit_are_taken():
+    run, fed = bind(evaluation(CONFIG, 1, 8), values(CONFIG)), batch(CONFIG, 1, 8)
+    wide = {name: v.astype(np.int64 if v.dtype.kind == "i" else float) for name, v in fed.items()}
+    listed = {name: v.tolist() for name, v in fed.items()}
+    expected = run(fed)
+    assert same_bits(run(wide), expected) and same_bits(run(listed), expected)
 
 
 def test_weights_without_a_value_are_all_named():

@@ -56,7 +56,7 @@ def get_rows_cpu(y, w, ids):
 
 @get_rows.samples
 def get_rows_samples():
-    for n, v, c in ((1, 1, 1), (17, 5, 15), (64, 9, 65), (3, 2, 64)):
+    for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65), (3, 2, 64)):
         yield get_rows(input("w", (v, c)), _ids(n, v))
     yield get_rows(input("w", (6, 2, 4)), constant("ids", np.array([[0, 5, 5], [-1, 2, 1]]), i32))
 
@@ -100,7 +100,7 @@ def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
 
 @get_rows_back.samples
 def get_rows_back_samples():
-    for n, v, c in ((1, 1, 1), (17, 5, 15), (64, 9, 65)):
+    for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65)):
         yield get_rows_back(input("dy", (n, c)), _ids(n, v), shape=(v, c))
     yield get_rows_back(input("dy", (5, 4)), _ids(5, 3), input("acc", (3, 4)), shape=(3, 4))
 
@@ -146,6 +146,8 @@ def set_rows_samples():
     for ids in ([0], [3, 0, -1, 2], [[4, 1], [-1, 0]]):
         chosen = constant("ids", np.array(ids), i32)
         yield set_rows(state("cache", (5, 2, 15)), input("x", (*chosen.shape, 2, 15)), chosen)[0]
+    backwards = constant("ids", np.arange(590)[::-1], i32)
+    yield set_rows(state("cache", (600, 30)), input("x", (590, 30)), backwards)[0]
 
 
 @op(inplace=(0,))
@@ -175,7 +177,7 @@ def zero_rows_cpu(y, x, ids):
 
 @zero_rows.samples
 def zero_rows_samples():
-    for n, v, c in ((1, 1, 1), (3, 5, 15), (17, 64, 65)):
+    for n, v, c in ((1, 1, 1), (3, 5, 15), (17, 270, 65)):
         yield zero_rows(input("x", (v, c)), _ids(n, v))
 
 

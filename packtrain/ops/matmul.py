@@ -78,7 +78,9 @@ def matmul_samples():
         (17, 64, 63),
         (9, 65, 33),
         (70, 300, 129),
+        (130, 1100, 129),
         (1, 65, 17),
+        (2, 700, 65),
         (4, 17, 64),
     ):
         yield matmul(input("x", (m, k)), input("w", (n, k)))
@@ -125,6 +127,6 @@ def out_prod_cpu(y, a, b, acc):
 
 @out_prod.samples
 def out_prod_samples():
-    for r, p, q in ((1, 1, 1), (17, 3, 16), (64, 65, 15), (300, 63, 70)):
+    for r, p, q in ((1, 1, 1), (17, 3, 16), (64, 65, 15), (300, 63, 70), (300, 300, 200)):
         yield out_prod(input("a", (r, p)), input("b", (r, q)))
     yield out_prod(input("a", (2, 3, 5)), input("b", (2, 3, 4)), input("acc", (5, 4)))

@@ -111,6 +111,7 @@ def rope_samples():
         (17, 3, 64, 64),
         (5, 2, 65, 32),
         (15, 1, 8, 6),
+        (90, 3, 64, 64),
     ):
         table = rope_table(constant("pos", np.arange(t) * 3, i32), dims=r, base=10_000.0)
         for neox in (False, True):

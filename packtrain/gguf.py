@@ -1,0 +1,336 @@
+"""GGUF files: read by mapping, with every count and bound checked; written beside, synced and renamed.
+
+Metadata and tensors go in and out by name; shapes are in NumPy order, GGUF's reversed order exists only here.
+It knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too).
+"""
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from packtrain.dtypes import BLOCK_TYPES, Dtype, bf16, f16, f32, f64, i32, i64
+
+MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+NAME_NBYTES, AXES = (
+    64,
+    4,
+)  # ggml's limits: names end within 64 bytes, tensors have at most four axes
+# ggml's type numbers: ggml.h, enum ggml_type
+TYPES: dict[int, Dtype] = {0: f32, 1: f16, 26: i32, 27: i64, 28: f64, 30: bf16} | {
+    number: BLOCK_TYPES[name]
+    for number, name in (
+        (2, "q4_0"), (3, "q4_1"), (6, "q5_0"), (7, "q5_1"), (8, "q8_0"), (10, "q2_K"), (11, "q3_K"), (12, "q4_K"),
+        (13, "q5_K"), (14, "q6_K"), (20, "iq4_nl"), (23, "iq4_xs"), (39, "mxfp4"),
+    )
+}  # fmt: skip
+NUMBERS = {dtype: number for number, dtype in TYPES.items()}
+# gguf.h, enum gguf_type, by number
+KINDS = (
+    "u8",
+    "i8",
+    "u16",
+    "i16",
+    "u32",
+    "i32",
+    "f32",
+    "bool",
+    "string",
+    "array",
+    "u64",
+    "i64",
+    "f64",
+)
+NUMERIC = {"u8": "<u1", "i8": "<i1", "u16": "<u2", "i16": "<i2", "u32": "<u4", "i32": "<i4", "f32": "<f4",
+           "bool": "?", "u64": "<u8", "i64": "<i8", "f64": "<f8"}  # fmt: skip
+
+
+class GGUFError(ValueError):
+    """A file that is no sound GGUF: names the file, the field and what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A metadata value with the kind it has in the file: `Value("u32", 8)`, `Value("string", ["a", "b"])`."""
+
+    kind: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file: shape in NumPy order, and where its bytes are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+    offset: int
+    nbytes: int
+
+
+class GGUF:
+    """An open file: `metadata` by key, `entries` by tensor name; `array(name)` maps a tensor without a copy.
+
+    Raises GGUFError for whatever is not as the format says; nothing is allocated by a count that the file could
+    not hold.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.values: dict[str, Value] = {}
+        self.entries: dict[str, Entry] = {}
+        with open(self.path, "rb") as file:
+            self.nbytes = os.fstat(file.fileno()).st_size
+            if self.nbytes < 24:
+                raise GGUFError(f"{path}: {self.nbytes} bytes; a GGUF file has at least 24")
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.at = 0
+        self._read()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {key: value.value for key, value in self.values.items()}
+
+    def array(self, name: str) -> np.ndarray:
+        """The tensor's values, read-only; types without a NumPy type come as their bytes, u8 (..., row bytes)."""
+        e = self.entries[name]
+        if e.dtype.numpy is not None:
+            return np.ndarray(e.shape, e.dtype.numpy, self.map, e.offset)
+        row = e.dtype.row_nbytes(e.shape[-1] if e.shape else 1)
+        return np.ndarray((*e.shape[:-1], row), np.uint8, self.map, e.offset)
+
+    # ---- reading
+
+    def _read(self) -> None:
+        if self.map[:4] != MAGIC:
+            raise GGUFError(
+                f"{self.path}: begins with {self.map[:4]!r}; a GGUF file begins with {MAGIC!r}"
+            )
+        self.at = 4
+        version = self._number("<u4", "version")
+        if version not in VERSIONS:
+            raise GGUFError(
+                f"{self.path}: version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} can be read"
+            )
+        tensors, pairs = self._count("tensor count", 24), self._count("metadata count", 13)
+        for _ in range(pairs):
+            key = self._string("a metadata key")
+            if key in self.values:
+                raise GGUFError(f"{self.path}: metadata key {key} is there twice")
+            self.values[key] = self._value(key)
+        alignment = self.values.get("general.alignment", Value("u32", ALIGNMENT)).value
+        if (
+            not isinstance(alignment, int)
+            or alignment < 1
+            or alignment & (alignment - 1)
+            or alignment > 1 << 20
+        ):
+            raise GGUFError(
+                f"{self.path}: general.alignment is {alignment}; it must be a power of two"
+            )
+        listed = [self._entry() for _ in range(tensors)]
+        start = -(-self.at // alignment) * alignment
+        for e in listed:
+            self._place(e, start, alignment)
+
+    def _number(self, format: str, what: str) -> Any:
+        size = np.dtype(format).itemsize
+        self._need(size, what)
+        self.at += size
+        return np.frombuffer(self.map, format, 1, self.at - size)[0].item()
+
+    def _need(self, nbytes: int, what: str) -> None:
+        if nbytes > self.nbytes - self.at:
+            left = self.nbytes - self.at
+            raise GGUFError(
+                f"{self.path}: {what} needs {nbytes} bytes at {self.at}, the file has {left} left"
+            )
+
+    def _count(self, what: str, least: int) -> int:
+        """A count of things of at least `least` bytes each, which must fit into what is left of the file."""
+        count = int(self._number("<u8", what))
+        self._need(count * least, f"{what} {count}")
+        return count
+
+    def _string(self, what: str) -> str:
+        size = self._count(f"length of {what}", 1)
+        self.at += size
+        try:
+            return self.map[self.at - size : self.at].decode()
+        except UnicodeDecodeError:
+            raise GGUFError(f"{self.path}: {what} at {self.at - size} is not UTF-8") from None
+
+    def _value(self, key: str) -> Value:
+        kind = self._kind(key)
+        if kind == "string":
+            return Value(kind, self._string(key))
+        if kind != "array":
+            return Value(kind, self._number(NUMERIC[kind], key))
+        kind = self._kind(key)
+        if kind == "array":
+            raise GGUFError(f"{self.path}: {key} is an array of arrays, which no model file has")
+        if kind == "string":
+            return Value(kind, self._strings(key, self._count(f"length of {key}", 8)))
+        dtype = np.dtype(NUMERIC[kind])
+        count = self._count(f"length of {key}", dtype.itemsize)
+        self.at += count * dtype.itemsize
+        return Value(kind, np.frombuffer(self.map, dtype, count, self.at - count * dtype.itemsize))
+
+    def _kind(self, key: str) -> str:
+        number = self._number("<u4", f"type of {key}")
+        if number >= len(KINDS):
+            raise GGUFError(
+                f"{self.path}: {key} has type {number}; types go from 0 to {len(KINDS) - 1}"
+            )
+        return KINDS[number]
+
+    def _strings(self, key: str, count: int) -> list[bytes]:
+        """Strings of an array as bytes: token texts of real vocabularies are not always UTF-8."""
+        data, at, end, found = self.map, self.at, self.nbytes, []
+        length_of = struct.Struct("<Q").unpack_from
+        for i in range(count):
+            if at + 8 > end or length_of(data, at)[0] > end - at - 8:
+                raise GGUFError(
+                    f"{self.path}: string {i} of {key} at {at} does not end within the file"
+                )
+            size = length_of(data, at)[0]
+            found.append(data[at + 8 : at + 8 + size])
+            at += 8 + size
+        self.at = at
+        return found
+
+    def _entry(self) -> Entry:
+        name = self._string("a tensor name")
+        if len(name.encode()) >= NAME_NBYTES or name in self.entries:
+            raise GGUFError(
+                f"{self.path}: tensor name {name[:80]!r} is longer than 63 bytes or there twice"
+            )
+        axes = self._number("<u4", f"axes of {name}")
+        if axes > AXES:
+            raise GGUFError(f"{self.path}: {name} has {axes} axes; at most {AXES} are allowed")
+        shape = tuple(int(self._number("<u8", f"shape of {name}")) for _ in range(axes))[::-1]
+        number, offset = (
+            self._number("<u4", f"type of {name}"),
+            self._number("<u8", f"offset of {name}"),
+        )
+        if number not in TYPES:
+            raise GGUFError(
+                f"{self.path}: {name} has tensor type {number}, which is not known here"
+            )
+        dtype = TYPES[number]
+        if (shape[-1] if shape else 1) % dtype.block:
+            raise GGUFError(
+                f"{self.path}: rows of {name} have {shape[-1]} elements; {dtype} packs {dtype.block} each"
+            )
+        nbytes = math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
+        self.entries[name] = Entry(name, shape, dtype, offset, nbytes)
+        return self.entries[name]
+
+    def _place(self, e: Entry, start: int, alignment: int) -> None:
+        if e.offset % alignment:
+            raise GGUFError(
+                f"{self.path}: {e.name} is at offset {e.offset}, no multiple of the alignment {alignment}"
+            )
+        if e.nbytes > self.nbytes - start - e.offset:
+            left = max(self.nbytes - start - e.offset, 0)
+            raise GGUFError(
+                f"{self.path}: {e.name} needs {e.nbytes} bytes at offset {e.offset}, the file has {left}"
+            )
+        self.entries[e.name] = Entry(e.name, e.shape, e.dtype, start + e.offset, e.nbytes)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def write(
+    path: str | Path,
+    metadata: Mapping[str, Value],
+    tensors: Mapping[str, np.ndarray | tuple[Dtype, np.ndarray]],
+) -> None:
+    """Write a GGUF file: beside its place first, synced, then renamed over it.
+
+    tensors  arrays of f32, f16, f64, i32 or i64; or (dtype, u8 (..., row bytes)) for types NumPy does not have
+    Raises GGUFError for names or values the format cannot hold, OSError if the disk does not take the file;
+    a file that was there before is then still there, whole.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(beside, "wb") as file:
+            _write(file, metadata, {name: _typed(name, given) for name, given in tensors.items()})
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _typed(
+    name: str, given: np.ndarray | tuple[Dtype, np.ndarray]
+) -> tuple[Dtype, tuple[int, ...], np.ndarray]:
+    """dtype, logical shape and bytes of a tensor to write."""
+    if len(name.encode()) >= NAME_NBYTES:
+        raise GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
+    if isinstance(given, tuple):
+        dtype, array = given
+        width = array.shape[-1] // dtype.block_nbytes * dtype.block
+        return dtype, (*array.shape[:-1], width), np.ascontiguousarray(array)
+    dtype = next((d for d in NUMBERS if d.numpy == given.dtype), f32)
+    if dtype.numpy != given.dtype or given.ndim > AXES:
+        raise GGUFError(
+            f"{name}: a {given.dtype} array of {given.ndim} axes cannot be a GGUF tensor"
+        )
+    return dtype, given.shape, np.ascontiguousarray(given)
+
+
+def _write(
+    file: BinaryIO,
+    metadata: Mapping[str, Value],
+    tensors: Mapping[str, tuple[Dtype, tuple[int, ...], np.ndarray]],
+) -> None:
+    alignment = (
+        int(metadata["general.alignment"].value) if "general.alignment" in metadata else ALIGNMENT
+    )
+    file.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
+    for key, value in metadata.items():
+        file.write(_text(key) + _encoded(key, value))
+    offset = 0
+    for name, (dtype, shape, array) in tensors.items():
+        axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        file.write(_text(name) + axes + struct.pack("<IQ", NUMBERS[dtype], offset))
+        offset += -(-array.nbytes // alignment) * alignment
+    for _, _, array in tensors.values():
+        file.write(bytes(-file.tell() % alignment))
+        file.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
+    file.write(bytes(-file.tell() % alignment))
+
+
+def _text(text: str | bytes) -> bytes:
+    raw = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _encoded(key: str, value: Value) -> bytes:
+    """Type and value as in the file; lists and arrays become arrays of their kind."""
+    many = isinstance(value.value, (list, tuple, np.ndarray))
+    if value.kind == "string":
+        body = b"".join(map(_text, value.value)) if many else _text(value.value)
+    elif value.kind in NUMERIC:
+        body = np.asarray(value.value, NUMERIC[value.kind]).tobytes()
+    else:
+        raise GGUFError(f"{key}: kind {value.kind} is none of {', '.join(NUMERIC)}, string")
+    number = KINDS.index(value.kind)
+    if not many:
+        return struct.pack("<I", number) + body
+    return struct.pack("<IIQ", KINDS.index("array"), number, len(value.value)) + body

@@ -1,0 +1,224 @@
+"""Planted faults in the gradients of ops, in differentiate and in recomputation. See faults."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from pytest import MonkeyPatch
+
+import packtrain as pt
+from packtrain import grad, ops
+from packtrain.ops import loss
+from packtrain.tensor import OPS
+from tests.faults import around, fault, gradient, recomputed, slopes, vjp
+
+# ---- gradients of single ops -----------------------------------------------------------------------------------
+
+
+@fault("vjp", gradient("rope"))
+def rope_turned_the_same_way_in_backward(patch: MonkeyPatch) -> None:
+    def wrong(dy, y, x, table, *, neox, inverse):
+        return ops.rope(dy, table, neox=neox, inverse=inverse), None
+
+    vjp(patch, "rope", lambda rule: wrong)
+
+
+@fault("vjp", gradient("sqrt"))
+def sqrt_without_its_half(patch: MonkeyPatch) -> None:
+    vjp(patch, "sqrt", lambda rule: lambda dy, y, x: (ops.div(dy, y),))
+
+
+@fault("vjp", gradient("div"))
+def div_with_the_wrong_sign(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        def positive(dy, y, a, b):
+            da, db = rule(dy, y, a, b)
+            return da, ops.neg(db)
+
+        return positive
+
+    vjp(patch, "div", wrong)
+
+
+@fault("vjp", gradient("narrow"))
+def narrow_back_at_the_start(patch: MonkeyPatch) -> None:
+    def wrong(dy, y, x, *, axis, start, length):
+        return (ops.narrow_back(dy, axis=axis, start=0, size=x.shape[axis]),)
+
+    vjp(patch, "narrow", lambda rule: wrong)
+
+
+@fault("vjp", gradient("permute"), raised=pt.GraphError)
+def permute_turned_the_same_way_in_backward(patch: MonkeyPatch) -> None:
+    vjp(patch, "permute", lambda rule: lambda dy, y, x, *, axes: (ops.permute(dy, axes=axes),))
+
+
+@fault("vjp", gradient("sum_rows"))
+def a_sum_that_is_differentiated_as_a_mean(patch: MonkeyPatch) -> None:
+    def wrong(dy, y, x):
+        return (ops.broadcast_to(ops.scale(dy, by=1 / x.shape[-1]), shape=x.shape),)
+
+    vjp(patch, "sum_rows", lambda rule: wrong)
+
+
+@fault("vjp", gradient("broadcast_to"))
+def a_repeated_value_that_gets_the_gradient_of_its_first_copy(patch: MonkeyPatch) -> None:
+    def wrong(dy, y, x, *, shape):
+        for axis in range(len(shape) - len(x.shape)):
+            dy = ops.narrow(dy, axis=axis, start=0, length=1)
+        dense = ops.reshape(ops.cont(dy), shape=shape[len(shape) - len(x.shape) :])
+        return (ops.sum_to(dense, shape=x.shape),)
+
+    vjp(patch, "broadcast_to", lambda rule: wrong)
+
+
+@fault("vjp", gradient("matmul"))
+def matmul_that_adds_its_addend_twice_in_backward(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        def twice(dy, y, x, w, acc):
+            dx, dw, dacc = rule(dy, y, x, w, acc)
+            return dx, dw, dacc and ops.add(dacc, dacc)
+
+        return twice
+
+    vjp(patch, "matmul", wrong)
+
+
+@fault("vjp", gradient("linear_cross_entropy"))
+def a_loss_that_is_always_differentiated_as_the_last_value(patch: MonkeyPatch) -> None:
+    patch.setattr(loss, "_times", lambda dloss, d: d)
+
+
+@fault("vjp", gradient("set_rows"))
+def set_rows_that_leaves_the_gradient_of_what_it_overwrote(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        return lambda dy, *rest: (dy[0], *rule(dy, *rest)[1:])
+
+    vjp(patch, "set_rows", wrong)
+
+
+@fault("vjp", gradient("dropout"))
+def dropout_of_other_elements_in_backward(patch: MonkeyPatch) -> None:
+    def wrong(dy, y, x, key, *, p, stream):
+        return ops.dropout(dy, key, p=p, stream=stream + 1), None
+
+    vjp(patch, "dropout", lambda rule: wrong)
+
+
+@fault("vjp", gradient("soft_max"))
+def soft_max_without_its_scale_in_backward(patch: MonkeyPatch) -> None:
+    vjp(patch, "soft_max", lambda rule: lambda *given, scale: rule(*given, scale=1.0))
+
+
+@fault("vjp", gradient("attention"))
+def attention_with_the_gradients_of_keys_and_values_swapped(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        def swapped(*given, **named):
+            dq, dk, dv, *rest = rule(*given, **named)
+            return dq, dv, dk, *rest
+
+        return swapped
+
+    vjp(patch, "attention", wrong)
+
+
+@fault("vjp", gradient("get_rows"))
+def get_rows_that_shifts_its_ids_in_backward(patch: MonkeyPatch) -> None:
+    def wrong(dy, y, w, ids):
+        shifted = pt.constant("shifted", np.maximum(ids.value - 1, 0), pt.i32)
+        return ops.get_rows_back(dy, shifted, shape=w.shape), None
+
+    vjp(patch, "get_rows", lambda rule: wrong)
+
+
+# ---- differentiate ---------------------------------------------------------------------------------------------
+
+
+@fault("gradient", slopes)
+def a_gradient_that_replaces_the_earlier_one(patch: MonkeyPatch) -> None:
+    patch.setattr(grad, "add", lambda before, d: d)
+
+
+@fault("gradient", slopes)
+def a_folded_gradient_that_loses_the_earlier_one(patch: MonkeyPatch) -> None:
+    """Says that an op adds to the earlier gradient, but does not write it so."""
+
+    def wrong(fold):
+        def forgets(self, call, given, newest):
+            before = list(given)
+            folded = fold(self, call, given, newest)
+            given[:] = before
+            return folded
+
+        return forgets
+
+    around(patch, grad._Backward, "_fold", wrong)
+
+
+@fault("gradient", slopes)
+def a_folded_gradient_that_counts_twice(patch: MonkeyPatch) -> None:
+    around(patch, grad._Backward, "_fold", lambda fold: lambda *given: fold(*given) and set())
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------
+
+
+@fault("recomputation", recomputed)
+def recomputation_from_values_that_were_not_kept(patch: MonkeyPatch) -> None:
+    def wrong(again):
+        def stale(self, call):
+            copies, self.copies = self.copies, {}
+            again(self, call)
+            self.copies = copies | self.copies
+
+        return stale
+
+    around(patch, grad._Recompute, "_again", wrong)
+
+
+@fault("recomputation", recomputed)
+def recomputation_of_nothing(patch: MonkeyPatch) -> None:
+    patch.setattr(grad._Recompute, "kept", lambda self, t: True)
+
+
+@fault("recomputation", recomputed)
+def dropout_of_other_elements_when_recomputed(patch: MonkeyPatch) -> None:
+    def wrong(again):
+        def other(self, call):
+            if call.op is OPS["dropout"]:
+                changed = {**call.attrs, "stream": call.attrs["stream"] + 1}
+                twin = replace(call, attrs=changed)
+                object.__setattr__(twin, "results", call.results)
+                call = twin
+            again(self, call)
+
+        return other
+
+    around(patch, grad._Recompute, "_again", wrong)
+
+
+@fault("recomputation", recomputed, raised=pt.GraphError)
+def recomputation_of_a_write(patch: MonkeyPatch) -> None:
+    def wrong(kept):
+        return lambda self, t: (
+            kept(self, t)
+            and not (
+                self.keep is not None and t.call and t.call.op.writes and t.call.serial <= self.tail
+            )
+        )
+
+    around(patch, grad._Recompute, "kept", wrong)
+
+
+@fault("gradient", slopes)
+def a_gradient_that_is_used_before_it_is_complete(patch: MonkeyPatch) -> None:
+    """At the last use of a value, not at its first."""
+
+    def wrong(backward):
+        last = {t: call for call in backward.calls for t in call.reads if t in set(backward.wrt)}
+        done: dict[Any, list[Any]] = {}
+        for t in backward.wrt:
+            done.setdefault(last.get(t), []).append(t)
+        return done
+
+    patch.setattr(grad._Backward, "_first_uses", wrong)

@@ -1,0 +1,345 @@
+"""Planted faults in kernels, in what they do in place, and in updates. See faults."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from pytest import MonkeyPatch
+
+from packtrain import kernels
+from packtrain.tensor import OPS
+from tests import bit_checks, plan_checks
+from tests.faults import Change, fault, graphs, in_place, kernel, seeds, value
+
+# ---- kernels ---------------------------------------------------------------------------------------------------
+
+
+@fault("kernel", value("rms_norm"))
+def rms_norm_without_eps(patch: MonkeyPatch) -> None:
+    kernel(patch, "rms_norm", lambda run: lambda y, x, w, *, eps: run(y, x, w, eps=0.0))
+
+
+@fault("kernel", value("rms_norm_back"))
+def rms_norm_back_without_the_mean(patch: MonkeyPatch) -> None:
+    def wrong(out, dy, x, w, acc, *, eps, work):
+        r = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+        for d, made in zip(out, (dy * r * (1 if w is None else w), (dy * x * r)), strict=True):
+            if d is not None:
+                d[...] = made.reshape(-1, *d.shape).sum(0)
+
+    kernel(patch, "rms_norm_back", lambda run: wrong)
+
+
+@fault("kernel", value("soft_max"))
+def soft_max_without_subtracting_the_maximum(patch: MonkeyPatch) -> None:
+    def wrong(y, x, mask, *, scale):
+        e = np.exp(scale * x + (0 if mask is None else mask))
+        total = e.sum(-1, keepdims=True)
+        y[...] = e / np.where(total == 0, 1, total)
+
+    kernel(patch, "soft_max", lambda run: wrong)
+
+
+@fault("kernel", value("soft_max"))
+def soft_max_with_the_mask_of_another_row(patch: MonkeyPatch) -> None:
+    def late(run):
+        return lambda y, x, mask, *, scale: run(
+            y, x, mask if mask is None else np.roll(mask, 1, 0), scale=scale
+        )
+
+    kernel(patch, "soft_max", late)
+
+
+@fault("kernel", value("attention"))
+def attention_that_sees_the_next_position(patch: MonkeyPatch) -> None:
+    def ahead(run):
+        def wrong(out, q, k, v, q_pos, k_pos, *rest, scale):
+            q_pos = None if q_pos is None else q_pos + 1
+            run(out, q, k, v, q_pos, k_pos, *rest, scale=scale)
+
+        return wrong
+
+    kernel(patch, "attention", ahead)
+
+
+@fault("kernel", value("attention"))
+def attention_across_segments(patch: MonkeyPatch) -> None:
+    def blind(run):
+        def wrong(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale):
+            run(out, q, k, v, q_pos, k_pos, None, None, length, scale=scale)
+
+        return wrong
+
+    kernel(patch, "attention", blind)
+
+
+@fault("kernel", value("attention"))
+def attention_beyond_the_cells_in_use(patch: MonkeyPatch) -> None:
+    def long(run):
+        return lambda out, *inputs, scale: run(out, *inputs[:-1], None, scale=scale)
+
+    kernel(patch, "attention", long)
+
+
+@fault("kernel", value("attention"))
+def attention_with_heads_dealt_in_turn(patch: MonkeyPatch) -> None:
+    def dealt(run):
+        def wrong(out, q, k, *rest, scale):
+            heads = np.arange(q.shape[2]).reshape(-1, k.shape[2]).T.ravel()
+            y, lse = np.empty_like(out[0]), np.empty_like(out[1])
+            run((y, lse), np.ascontiguousarray(q[:, :, heads]), k, *rest, scale=scale)
+            out[0][:, :, heads], out[1][:, heads] = y, lse
+
+        return wrong
+
+    kernel(patch, "attention", dealt)
+
+
+@fault("kernel", value("attention_back"))
+def attention_back_without_delta(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        return lambda out, dy, y, *rest, **given: run(out, dy, np.zeros_like(y), *rest, **given)
+
+    kernel(patch, "attention_back", wrong)
+
+
+@fault("kernel", value("rope"))
+def rope_with_the_other_pairs(patch: MonkeyPatch) -> None:
+    def other(run):
+        return lambda y, x, t, *, neox, inverse: run(y, x, t, neox=not neox, inverse=inverse)
+
+    kernel(patch, "rope", other)
+
+
+@fault("kernel", value("rope"))
+def rope_that_drops_what_it_does_not_turn(patch: MonkeyPatch) -> None:
+    def short(run):
+        def wrong(y, x, table, **given):
+            run(y, x, table, **given)
+            y[..., 2 * table.shape[-2] :] = 0
+
+        return wrong
+
+    kernel(patch, "rope", short)
+
+
+@fault("kernel", value("swiglu_back"))
+def swiglu_back_with_its_results_swapped(patch: MonkeyPatch) -> None:
+    kernel(patch, "swiglu_back", lambda run: lambda out, *given: run(out[::-1], *given))
+
+
+@fault("kernel", value("set_rows"))
+def set_rows_that_takes_minus_one_for_the_last_row(patch: MonkeyPatch) -> None:
+    def wrong(out, leaf, x, ids):
+        leaf[ids] = x
+
+    kernel(patch, "set_rows", lambda run: wrong)
+
+
+@fault("kernel", value("get_rows"))
+def get_rows_that_takes_minus_one_for_the_last_row(patch: MonkeyPatch) -> None:
+    def wrong(y, w, ids):
+        y[...] = w[ids]
+
+    kernel(patch, "get_rows", lambda run: wrong)
+
+
+@fault("kernel", value("get_rows_back"))
+def get_rows_back_where_the_last_write_wins(patch: MonkeyPatch) -> None:
+    def wrong(dw, dy, ids, acc, *, shape):
+        dw[...] = 0 if acc is None else acc
+        dw[ids] += dy
+
+    kernel(patch, "get_rows_back", lambda run: wrong)
+
+
+@fault("kernel", value("sum"))
+def a_sum_that_loses_the_tail_of_its_last_vector(patch: MonkeyPatch) -> None:
+    kernel(patch, "sum", lambda run: lambda y, x: run(y, x[: max(len(x) // 16 * 16, 1)]))
+
+
+@fault("kernel", value("neg"))
+def an_op_without_samples(patch: MonkeyPatch) -> None:
+    patch.setattr(OPS["neg"], "sample_rule", None)
+
+
+@fault("kernel", value("matmul"))
+def matmul_that_forgets_what_it_adds_to(patch: MonkeyPatch) -> None:
+    kernel(patch, "matmul", lambda run: lambda y, x, w, acc: run(y, x, w, None))
+
+
+@fault("kernel", value("matmul"))
+def matmul_without_its_last_columns(patch: MonkeyPatch) -> None:
+    def short(run):
+        def wrong(y, x, w, acc):
+            run(y, x, w, acc)
+            y[..., y.shape[-1] // 16 * 16 :] = 0
+
+        return wrong
+
+    kernel(patch, "matmul", short)
+
+
+@fault("kernel", value("dropout"))
+def dropout_that_does_not_scale(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def unscaled(y, x, key, *, p, stream):
+            run(y, x, key, p=p, stream=stream)
+            y *= 1 - p
+
+        return unscaled
+
+    kernel(patch, "dropout", wrong)
+
+
+@fault("kernel", value("cross_entropy"))
+def cross_entropy_of_rows_without_target(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        return lambda out, logits, targets, weights: run(
+            out, logits, np.maximum(targets, 0), weights
+        )
+
+    kernel(patch, "cross_entropy", wrong)
+
+
+@fault("kernel", value("linear_cross_entropy"))
+def linear_cross_entropy_that_replaces_dw_by_the_last_chunk(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def last_only(out, x, w, targets, weights, *, chunk, work):
+            run(out, x, w, targets, weights, chunk=chunk, work=work)
+            if out[3] is not None:
+                first = (targets.size - 1) // chunk * chunk
+                late = np.where(np.arange(targets.size) < first, 0, weights.ravel())
+                spare = [np.empty_like(t) for t in out]
+                run(spare, x, w, targets, late.reshape(weights.shape), chunk=chunk, work=work)
+                out[3][...] = spare[3]
+
+        return last_only
+
+    kernel(patch, "linear_cross_entropy", wrong)
+
+
+@fault("kernel", partial(bit_checks.check_optional, "linear_cross_entropy"))
+def linear_cross_entropy_that_needs_dx_for_dw(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def needs(out, *given, **named):
+            run(out, *given, **named)
+            if out[2] is None and out[3] is not None:
+                out[3][...] = 0
+
+        return needs
+
+    kernel(patch, "linear_cross_entropy", wrong)
+
+
+@fault("kernel", partial(bit_checks.check_strided, "add"))
+def a_kernel_that_says_it_takes_views_and_reads_them_in_memory_order(patch: MonkeyPatch) -> None:
+    def wrong(y, a, b):
+        a, b = np.broadcast_to(a, y.shape), np.broadcast_to(b, y.shape)
+        y[...] = (a.ravel("K") + b.ravel("K")).reshape(y.shape)
+
+    kernel(patch, "add", lambda run: wrong)
+
+
+@fault("kernel", partial(bit_checks.check_threads, "sum", (1, 2)))
+def a_sum_whose_parts_depend_on_the_threads(patch: MonkeyPatch) -> None:
+    def wrong(y, x):
+        parts = [part.sum(dtype=np.float32) for part in np.array_split(x, kernels.threads())]
+        y[...] = np.float32(sum(parts))
+
+    kernel(patch, "sum", lambda run: wrong)
+
+
+# ---- in place --------------------------------------------------------------------------------------------------
+
+
+@fault("in place", in_place("rms_norm"), seeds(plan_checks.check_poisoned, 3))
+def rms_norm_that_uses_its_result_as_scratch(patch: MonkeyPatch) -> None:
+    def wrong(y, x, w, *, eps):
+        np.multiply(x, x, out=y)
+        r = 1 / np.sqrt(y.mean(-1, keepdims=True) + eps)
+        y[...] = x * r * (1 if w is None else w)
+
+    kernel(patch, "rms_norm", lambda run: wrong)
+
+
+@fault("in place", in_place("swiglu_back"), seeds(plan_checks.check_poisoned, 5))
+def swiglu_back_that_writes_one_result_before_the_other_is_computed(patch: MonkeyPatch) -> None:
+    def wrong(out, dy, gate, up):
+        s = 1 / (1 + np.exp(-gate))
+        out[0][...] = dy * up * s * (1 + gate * (1 - s))
+        out[1][...] = dy * gate * s
+
+    kernel(patch, "swiglu_back", lambda run: wrong)
+
+
+@fault("in place", in_place("get_rows_back"))
+def get_rows_back_that_clears_its_result_before_it_adds(patch: MonkeyPatch) -> None:
+    def wrong(dw, dy, ids, acc, *, shape):
+        dw[...] = 0
+        np.add.at(dw, ids[ids >= 0], dy[ids >= 0])
+        if acc is not None:
+            dw += acc
+
+    kernel(patch, "get_rows_back", lambda run: wrong)
+
+
+@fault("in place", graphs)
+def an_op_that_permits_what_its_kernel_cannot(patch: MonkeyPatch) -> None:
+    patch.setattr(OPS["matmul"], "inplace", {0: (0, 2)})
+
+
+# ---- updates ---------------------------------------------------------------------------------------------------
+
+
+@fault("update", value("opt_step_adamw"))
+def adamw_with_decay_in_the_gradient(patch: MonkeyPatch) -> None:
+    def coupled(run):
+        def wrong(out, w, g, m, v, hyper, gate, *, decay):
+            run(out, w, g + hyper[4] * w * decay, m, v, hyper, gate, decay=False)
+
+        return wrong
+
+    kernel(patch, "opt_step_adamw", coupled)
+
+
+def with_gate(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    def changed(run):
+        def wrong(out, w, g, m, v, hyper, gate, *, decay):
+            run(out, w, g, m, v, hyper, change(gate), decay=decay)
+
+        return wrong
+
+    return changed
+
+
+@fault("update", value("opt_step_adamw"))
+def adamw_that_does_not_clip(patch: MonkeyPatch) -> None:
+    kernel(patch, "opt_step_adamw", with_gate(lambda gate: gate / gate))
+
+
+@fault("update", value("opt_step_adamw"))
+def adamw_that_takes_a_step_of_zero_where_it_should_take_none(patch: MonkeyPatch) -> None:
+    kernel(patch, "opt_step_adamw", with_gate(np.nan_to_num))
+
+
+@fault("update", value("opt_step_adamw"))
+def adamw_without_bias_correction(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def uncorrected(out, w, g, m, v, hyper, gate, *, decay):
+            ones = np.ones(2, np.float32)
+            run(out, w, g, m, v, np.concatenate([hyper[:5], ones]), gate, decay=decay)
+
+        return uncorrected
+
+    kernel(patch, "opt_step_adamw", wrong)
+
+
+@fault("update", value("clip_gate"))
+def a_norm_without_its_root(patch: MonkeyPatch) -> None:
+    kernel(patch, "clip_gate", lambda run: lambda y, x, **given: run(y, x * x, **given))
+
+
+@fault("update", value("sum_squares"))
+def a_norm_of_the_last_gradient_only(patch: MonkeyPatch) -> None:
+    kernel(patch, "sum_squares", lambda run: lambda y, x, acc: run(y, x, None))

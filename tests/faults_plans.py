@@ -1,0 +1,266 @@
+"""Planted faults in views, places, lifetimes, packing, running and verifying. See faults."""
+
+import importlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from pytest import MonkeyPatch
+
+import packtrain as pt
+from packtrain.backends.host import Host
+from packtrain.ops import shape
+from packtrain.place import _Placing
+from packtrain.plan import Plan, lifetimes, pack
+from packtrain.run import Executor
+from tests import bit_checks, plan_checks
+from tests.faults import (
+    around,
+    fault,
+    graphs,
+    poisoned,
+    spaces,
+    verified,
+)  # fmt: skip
+
+# the functions of the same names hide these modules
+packing = importlib.import_module("packtrain.plan.pack")
+planning = importlib.import_module("packtrain.plan.plan")
+verifying = importlib.import_module("packtrain.plan.verify")
+
+# ---- views and places ------------------------------------------------------------------------------------------
+
+
+def shown(patch: MonkeyPatch, change: Any) -> None:
+    """Bind views that were changed."""
+
+    def wrong(array):
+        return lambda self, t: array(self, change(t) if t.shared and t.call.op.view else t)
+
+    around(patch, Executor, "_array", wrong)
+
+
+@fault("view", graphs)
+def a_view_bound_at_the_start_of_its_storage(patch: MonkeyPatch) -> None:
+    shown(patch, lambda t: replace(t, offset=0))
+
+
+@fault("view", graphs)
+def a_view_bound_without_its_strides(patch: MonkeyPatch) -> None:
+    shown(patch, lambda t: replace(t, strides=t.spec.strides) if 0 not in t.strides else t)
+
+
+@fault("view", partial(bit_checks.check_strided, "reshape"))
+def a_reshape_that_joins_any_axes(patch: MonkeyPatch) -> None:
+    patch.setattr(shape, "_strides_for", lambda x, shape: pt.Spec(shape, x.dtype).strides)
+
+
+@fault("place", graphs)
+def one_dense_copy_for_all_views_of_a_value(patch: MonkeyPatch) -> None:
+    def wrong(copy):
+        def by_storage(self, call, t, *rest):
+            made = [c for (v, _), c in self.copies.items() if v.base is t.base and v.spec == t.spec]
+            return made[0] if made else copy(self, call, t, *rest)
+
+        return by_storage
+
+    around(patch, _Placing, "_copy", wrong)
+
+
+@fault("place", spaces)
+def a_value_read_where_it_is_not(patch: MonkeyPatch) -> None:
+    def wrong(bring):
+        def near(self, call, t, backend, taken):
+            return bring(self, call, t, replace(backend, space=self.home[t.base].space), taken)
+
+        return near
+
+    around(patch, _Placing, "_bring", wrong)
+
+
+# ---- lifetimes -------------------------------------------------------------------------------------------------
+
+
+def last_reads(patch: MonkeyPatch, change: Any) -> None:
+    around(
+        patch, lifetimes, "_last_reads", lambda rule: lambda placed: change(placed, rule(placed))
+    )
+
+
+@fault("planner", verified, poisoned)
+def a_value_freed_one_step_early(patch: MonkeyPatch) -> None:
+    last_reads(patch, lambda placed, last: {t: i - 1 for t, i in last.items()})
+
+
+@fault("planner", verified, poisoned)
+def outputs_that_are_not_kept_to_the_end(patch: MonkeyPatch) -> None:
+    def wrong(placed, last):
+        return last | {t.base: i for i, step in enumerate(placed.steps) for t in step.reads}
+
+    last_reads(patch, wrong)
+
+
+@fault("planner", verified, poisoned)
+def reads_through_a_view_that_do_not_count(patch: MonkeyPatch) -> None:
+    def wrong(placed, last):
+        whole = {t: i for i, step in enumerate(placed.steps) for t in step.reads if t.base is t}
+        kept = {t: i for t, i in last.items() if i == len(placed.steps)}
+        return dict.fromkeys(last, 0) | whole | kept
+
+    last_reads(patch, wrong)
+
+
+def dying(patch: MonkeyPatch, change: Any) -> None:
+    """In place as if the step were changed."""
+    around(patch, lifetimes, "_dying", lambda rule: lambda step, *rest: rule(change(step), *rest))
+
+
+@fault("in place", verified, poisoned)
+def in_place_over_a_value_that_is_read_later(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        def early(step, index, i, found, taken):
+            ends = {s: s.end for t in step.reads if (s := found.get(t.base))}
+            for s in ends:
+                s.end = i + 1
+            made = rule(step, index, i, found, taken)
+            for s, end in ends.items():
+                s.end = end
+            return made
+
+        return early
+
+    around(patch, lifetimes, "_dying", wrong)
+
+
+@fault("in place", verified)
+def in_place_over_a_value_that_is_read_twice(patch: MonkeyPatch) -> None:
+    def once(step):
+        inputs = [t if t not in step.inputs[:k] else None for k, t in enumerate(step.inputs)]
+        return replace(step, inputs=tuple(inputs))
+
+    dying(patch, once)
+
+
+@fault("in place", verified)
+def in_place_over_a_value_that_is_read_transposed(patch: MonkeyPatch) -> None:
+    dying(patch, lambda step: replace(step, inputs=tuple(t and t.base for t in step.inputs)))
+
+
+def planned(patch: MonkeyPatch, change: Any) -> None:
+    """Plans from changed storages."""
+
+    def changed(rule):
+        return lambda placed, **given: change(placed, rule(placed, **given))
+
+    around(patch, planning, "storages", changed)
+
+
+def workspaces(patch: MonkeyPatch, **shift: int) -> None:
+    def change(placed, made):
+        for s in made:
+            for name, by in shift.items() if s.category == "workspace" else ():
+                setattr(s, name, getattr(s, name) + by)
+        return made
+
+    planned(patch, change)
+
+
+@fault("planner", verified)
+def a_workspace_that_is_not_planned(patch: MonkeyPatch) -> None:
+    planned(patch, lambda placed, made: [s for s in made if s.category != "workspace"])
+
+
+@fault("planner", verified)
+def a_workspace_planned_for_the_next_step(patch: MonkeyPatch) -> None:
+    workspaces(patch, start=1, end=1)
+
+
+@fault("planner", verified)
+def a_workspace_too_small(patch: MonkeyPatch) -> None:
+    workspaces(patch, nbytes=-4)
+
+
+@fault("planner", verified, poisoned)
+def an_input_that_gets_its_bytes_when_it_is_first_read(patch: MonkeyPatch) -> None:
+    def late(placed, made):
+        for s in made:
+            if s.category == "input":
+                reads = ([t.base for t in step.reads] for step in placed.steps)
+                s.start = [s.tensors[0] in bases for bases in reads].index(True)
+        return made
+
+    planned(patch, late)
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------
+
+
+@fault("planner", verified)
+def sizes_that_are_not_rounded_up(patch: MonkeyPatch) -> None:
+    around(patch, planning, "_columns", lambda rule: lambda here, alignment: rule(here, 1))
+
+
+@fault("planner", partial(plan_checks.check_packer, pack), verified, poisoned)
+def first_fit_that_forgets_the_last_step_of_a_buffer(patch: MonkeyPatch) -> None:
+    def wrong(fit):
+        return lambda start, end, *rest: fit(start, np.maximum(end - 1, start + 1), *rest)
+
+    around(patch, packing, "first_fit", wrong)
+
+
+@fault("planner", partial(plan_checks.check_packer, pack), verified, poisoned)
+def first_fit_that_takes_a_gap_too_small(patch: MonkeyPatch) -> None:
+    def wrong(fit):
+        return lambda start, end, size, order: fit(start, end, np.maximum(size - 64, 64), order)
+
+    around(patch, packing, "first_fit", wrong)
+
+
+@fault("planner", plan_checks.check_lower_bound)
+def a_lower_bound_over_closed_intervals(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        return lambda start, end, size: rule(start, end + 1, size)
+
+    around(patch, plan_checks, "lower_bound", wrong)
+
+
+@fault("planner", partial(plan_checks.check_trace, "freed blocks merge on both sides"))
+def freed_blocks_that_do_not_merge(patch: MonkeyPatch) -> None:
+    def wrong(free, offset, size):
+        free.insert(sum(block[0] < offset for block in free), [offset, size])
+
+    patch.setattr(packing, "_release", wrong)
+
+
+@fault("planner", partial(plan_checks.check_trace, "among equal blocks the last"))
+def best_fit_that_takes_the_first_of_equal_blocks(patch: MonkeyPatch) -> None:
+    patch.setattr(packing, "reversed", list, raising=False)
+
+
+# ---- running and verifying -------------------------------------------------------------------------------------
+
+
+@fault("run", plan_checks.check_belonging)
+def a_plan_that_serves_any_graph(patch: MonkeyPatch) -> None:
+    patch.setattr(Plan, "check_belongs", lambda self, placed: None)
+
+
+@fault("run", partial(plan_checks.check_session, [0, 1, 2]))
+def outputs_that_are_no_copies(patch: MonkeyPatch) -> None:
+    patch.setattr(Host, "download", lambda self, array: array)
+
+
+@fault("verifier", partial(plan_checks.check_rejected, "a workspace over an input"))
+def a_verifier_that_sees_no_overlap(patch: MonkeyPatch) -> None:
+    patch.setattr(verifying, "_overlap", lambda a, b: False)
+
+
+@fault("verifier", partial(plan_checks.check_rejected, "a result over an input that is read later"))
+def a_verifier_that_trusts_every_read(patch: MonkeyPatch) -> None:
+    patch.setattr(verifying._Replay, "_check_whole", lambda self, *given: None)
+
+
+@fault("verifier", partial(plan_checks.check_rejected, "over an input that is read twice"))
+def a_verifier_that_permits_every_work_in_place(patch: MonkeyPatch) -> None:
+    patch.setattr(verifying, "_may_overwrite", lambda step, k, x, t: True)

@@ -1,0 +1,135 @@
+"""GGUF files: what is written is read again, real files come out byte for byte, bad ones get their line."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.dtypes import BLOCK_TYPES, bf16
+from packtrain.gguf import GGUF, GGUFError, Value, write
+
+SHARED = Path(__file__).parent.parent.parent / "shared/data"
+STORIES = SHARED / "models/stories260K/stories260K.gguf"
+needs_shared = pytest.mark.skipif(not STORIES.exists(), reason="no shared data beside the checkout")
+
+METADATA = {
+    "general.architecture": Value("string", "llama"),
+    "llama.block_count": Value("u32", 5),
+    "llama.attention.layer_norm_rms_epsilon": Value("f32", 1e-5),
+    "tokenizer.ggml.add_bos_token": Value("bool", True),
+    "tokenizer.ggml.tokens": Value("string", [b"a", "\u2581", b"\xff"]),
+    "tokenizer.ggml.scores": Value("f32", [0.5, -1.0]),
+    "big": Value("u64", 1 << 60),
+}
+TENSORS = {
+    "token_embd.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "half": np.arange(6, dtype=np.float16).reshape(1, 2, 3),
+    "brain": (bf16, np.arange(12, dtype=np.uint8).reshape(2, 6)),
+    "packed": (BLOCK_TYPES["q8_0"], np.arange(136, dtype=np.uint8).reshape(2, 68)),
+    "empty": np.zeros((0, 4), np.float32),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "m.gguf", METADATA, TENSORS)
+    return tmp_path / "m.gguf"
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    file = GGUF(path)
+    metadata = file.metadata
+    assert metadata["general.architecture"] == "llama" and metadata["llama.block_count"] == 5
+    assert metadata["tokenizer.ggml.tokens"] == [b"a", "\u2581".encode(), b"\xff"]
+    assert metadata["tokenizer.ggml.scores"].tolist() == [0.5, -1.0]
+    assert metadata["big"] == 1 << 60 and metadata["tokenizer.ggml.add_bos_token"] is True
+    assert {name: e.shape for name, e in file.entries.items()} == {
+        "token_embd.weight": (3, 4), "half": (1, 2, 3), "brain": (2, 3), "packed": (2, 64), "empty": (0, 4),
+    }  # fmt: skip
+    for name, given in TENSORS.items():
+        want = given[1] if isinstance(given, tuple) else given
+        assert np.array_equal(file.array(name), want)
+        assert not file.array(name).flags.writeable
+        assert file.entries[name].offset % 32 == 0
+
+
+@needs_shared
+def test_a_real_file_comes_out_byte_for_byte(tmp_path: Path) -> None:
+    file = GGUF(STORIES)
+    write(tmp_path / "again.gguf", file.values, {name: file.array(name) for name in file.entries})
+    assert (tmp_path / "again.gguf").read_bytes() == STORIES.read_bytes()
+    legacy = np.fromfile(STORIES.with_suffix(".bin"), np.float32, 512 * 64, offset=28)
+    assert np.array_equal(file.array("token_embd.weight").ravel(), legacy)
+
+
+def test_a_failed_write_leaves_what_was_there(path: Path) -> None:
+    before = path.read_bytes()
+    with pytest.raises(GGUFError, match="big: kind u128 is none of u8, "):
+        write(path, METADATA | {"big": Value("u128", 1)}, TENSORS)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize("name", ["x" * 64, "\u00e9" * 32])
+def test_a_name_too_long_is_not_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(GGUFError, match="more than 63 bytes"):
+        write(tmp_path / "m.gguf", {}, {name: np.zeros(1, np.float32)})
+
+
+def head(version: int = 3, tensors: int = 0, pairs: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, pairs)
+
+
+def text(s: bytes) -> bytes:
+    return struct.pack("<Q", len(s)) + s
+
+
+def tensor(name: bytes, shape: list[int], number: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, number, offset)
+
+
+BAD = {
+    "21 bytes; a GGUF file has at least 24": head()[:21],
+    r"begins with b'GGML'": b"GGML" + head()[4:],
+    "version 9; versions 2 and 3 can be read": head(9),
+    "tensor count 1152921504606846976 needs": head(tensors=1 << 60),
+    "metadata count 99 needs 1287 bytes": head(pairs=99),
+    "length of a metadata key 5000 needs": head(pairs=1) + struct.pack("<QQ", 5000, 0),
+    "a metadata key at 32 is not UTF-8": head(pairs=1) + text(b"\xff\xfe") + bytes(8),
+    "x has type 77; types go from 0 to 12": head(pairs=1) + text(b"x") + struct.pack("<I", 77),
+    "metadata key x is there twice": head(pairs=2) + 2 * (text(b"x") + struct.pack("<IB", 0, 1)),
+    "x is an array of arrays": head(pairs=1) + text(b"x") + struct.pack("<IIQ", 9, 9, 0),
+    "length of x 4611686018427387904 needs": head(pairs=1) + text(b"x") + struct.pack("<IIQ", 9, 4, 1 << 62),
+    "string 1 of x at 57 does not end within": head(pairs=1)
+    + text(b"x") + struct.pack("<IIQ", 9, 8, 2) + text(b"") + struct.pack("<Q", 9),
+    "general.alignment is 3; it must be a power of two": head(pairs=1)
+    + text(b"general.alignment") + struct.pack("<II", 4, 3),
+    "is longer than 63 bytes": head(tensors=1) + tensor(b"n" * 64, [1], 0, 0),
+    "t has 9 axes; at most 4": head(tensors=1) + tensor(b"t", [1] * 9, 0, 0),
+    "t has tensor type 31, which is not known here": head(tensors=1) + tensor(b"t", [1], 31, 0),
+    "rows of t have 33 elements; q8_0 packs 32 each": head(tensors=1) + tensor(b"t", [33], 8, 0),
+    "t is at offset 7, no multiple of the alignment 32": head(tensors=1) + tensor(b"t", [1], 0, 7) + bytes(99),
+    "t needs 4000 bytes at offset 0, the file has 0": head(tensors=1) + tensor(b"t", [1000], 0, 0),
+    "t needs 17014118346": head(tensors=1) + tensor(b"t", [1 << 62, 1 << 62, 2], 0, 0),
+    "'t' is longer than 63 bytes or there twice": head(tensors=2) + 2 * tensor(b"t", [0], 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_file_gets_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(BAD[line])
+    with pytest.raises(GGUFError) as error:
+        GGUF(path)
+    assert line in str(error.value) and str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_every_truncation_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    end = max(e.offset + e.nbytes for e in GGUF(path).entries.values())
+    for size in range(0, end, 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(GGUFError):
+            GGUF(path)

@@ -26,7 +26,8 @@ def differentiate(
 
     keep  forward values the backward pass may read; others are recomputed from them, segment by segment
           (gradient checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
-          writing ops and whatever comes after the last kept value are always kept.
+          writing ops, what was read from a leaf before a write, and whatever comes after the last kept value
+          are always kept.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update placed here consumes the gradient at once instead of keeping all of them.
 
@@ -69,6 +70,7 @@ class _Recompute:
         self.tail = last
         self.copies: dict[Tensor, Tensor] = {}
         self.forward = set(calls)
+        self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
 
     def kept(self, t: Tensor) -> bool:
         return (
@@ -78,6 +80,7 @@ class _Recompute:
             or t.call.serial > self.tail
             or t.call not in self.forward
             or bool(t.call.op.writes)
+            or any(self.newest.get(x.base, x.handle) is not x.handle for x in t.call.reads)
         )
 
     def values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

@@ -1,7 +1,6 @@
 """Graph: the calls that some outputs need, in the order they were written; verified when made, printable."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
@@ -17,8 +16,7 @@ class Graph:
     def __init__(
         self, outputs: Mapping[str, Tensor] | Iterable[Tensor], updates: Iterable[Tensor] = ()
     ) -> None:
-        listed = outputs if isinstance(outputs, Mapping) else {t.label: t for t in outputs}
-        self.outputs: dict[str, Tensor] = dict(listed)
+        self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _by_name(outputs)
         self.updates = tuple(updates)
         self.calls = _reachable([*self.outputs.values(), *self.updates])
         read = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
@@ -28,17 +26,18 @@ class Graph:
 
     def _unique_names(self) -> dict[Tensor, str]:
         """Weights, states and inputs by their own names; others made unique by a number behind a hash."""
-        own = [leaf for leaf in self.leaves if leaf.kind != "constant"]
-        count = Counter(leaf.label for leaf in own)
-        twice = [name for name, times in count.items() if times > 1]
-        if twice:
-            raise GraphError(f"two leaves are called {twice[0]}; a leaf's name must be its own")
-        names = {leaf: leaf.label for leaf in own}
+        names: dict[Tensor, str] = {}
+        taken: set[str] = set()
+        for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
+            if leaf.label in taken:
+                raise GraphError(
+                    f"two leaves are called {leaf.name}; a leaf's name must be its own"
+                )
+            names[leaf] = leaf.label
+            taken.add(leaf.label)
         results = (t for call in self.calls for t in call.results)
         for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
-            name = t.name or t.label.rpartition(" ")[2]
-            count[name] += 1
-            names[t] = name if count[name] == 1 else f"{name}#{count[name]}"
+            names[t] = unique(t.name or t.label.rpartition(" ")[2], taken)
         return names
 
     def _check_handles(self) -> None:
@@ -78,6 +77,26 @@ class Graph:
 
     def __str__(self) -> str:
         return "\n".join([f"graph of {len(self.calls)} calls", *self._lines(origins=True)])
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """`name`, or `name#2`, `name#3` … if that is taken; it is taken from now on."""
+    free, count = name, 1
+    while free in taken:
+        count += 1
+        free = f"{name}#{count}"
+    taken.add(free)
+    return free
+
+
+def _by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    listed = list(tensors)
+    found = {t.label: t for t in listed}
+    if len(found) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):
+        raise GraphError(
+            f"outputs {[t.label for t in listed]} need names of their own; give a dict of name -> tensor"
+        )
+    return found
 
 
 def _reachable(roots: Iterable[Tensor]) -> tuple[Call, ...]:

@@ -87,10 +87,16 @@ class Observer:
     # ---- poison
 
     def _poison_fresh(self, bound: Bound) -> None:
-        for array in (*bound.results, *bound.work):
-            read = [x for x in bound.inputs if x is not None]
-            if array is not None and not any(np.shares_memory(array, x) for x in read):
+        """Fill results and workspace, but for a leaf that is updated or an input that the result may take over."""
+        step = bound.step
+        for i, array in enumerate(bound.results):
+            own = [bound.inputs[k] for k in (*step.op.inplace.get(i, ()), *step.op.writes)]
+            if array is not None and not any(
+                x is not None and np.shares_memory(array, x) for x in own
+            ):
                 array.reshape(-1).view(np.uint8).fill(255)
+        for array in bound.work:
+            array.reshape(-1).view(np.uint8).fill(255)
 
     def _freed(self) -> dict[int, list[np.ndarray]]:
         """For each step the bytes of the buffers that nobody needs after it; outputs are read after the last."""

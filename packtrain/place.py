@@ -12,7 +12,7 @@ from typing import Any
 
 from packtrain import backends
 from packtrain.backends import Backend
-from packtrain.graph import Graph
+from packtrain.graph import Graph, unique
 from packtrain.ops.shape import cont
 from packtrain.tensor import Call, GraphError, Kernel, Op, Tensor
 
@@ -104,6 +104,7 @@ class _Placing:
         self.among = among
         self.home = {leaf: homes.get(leaf.label, among[0]) for leaf in graph.leaves}
         self.names = dict(graph.names)
+        self.taken = set(graph.names.values())
         self.steps: list[Step] = []
         self.copies: dict[tuple[Tensor, str], Tensor] = {}
         self.fallen: set[str] = set()
@@ -154,6 +155,6 @@ class _Placing:
     def _copy(self, call: Call, t: Tensor, backend: Backend, kernel: Kernel, name: str) -> Tensor:
         if (t, backend.space) not in self.copies:
             copy = self.copies[t, backend.space] = cont(t)
-            self.home[copy], self.names[copy] = backend, name
+            self.home[copy], self.names[copy] = backend, unique(name, self.taken)
             self.steps.append(Step(cont, call, backend, kernel, (t,), (copy,)))
         return self.copies[t, backend.space]

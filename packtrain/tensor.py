@@ -198,7 +198,8 @@ def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
 
 def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
     """A leaf whose value is part of the graph."""
-    value = np.asarray(value, dtype.numpy)
+    value = np.array(value, dtype.numpy)
+    value.flags.writeable = False
     return _leaf(name, value.shape, dtype, "constant", value)
 
 

@@ -8,8 +8,8 @@ from pytest import MonkeyPatch
 
 from packtrain import kernels
 from packtrain.tensor import OPS
-from tests import bit_checks, plan_checks
-from tests.faults import Change, fault, graphs, in_place, kernel, seeds, value
+from tests import bit_checks
+from tests.faults import Change, fault, graphs, in_place, kernel, poisoned, value
 
 # ---- kernels ---------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ def a_sum_whose_parts_depend_on_the_threads(patch: MonkeyPatch) -> None:
 # ---- in place --------------------------------------------------------------------------------------------------
 
 
-@fault("in place", in_place("rms_norm"), seeds(plan_checks.check_poisoned, 3))
+@fault("in place", in_place("rms_norm"), poisoned)
 def rms_norm_that_uses_its_result_as_scratch(patch: MonkeyPatch) -> None:
     def wrong(y, x, w, *, eps):
         np.multiply(x, x, out=y)
@@ -263,7 +263,7 @@ def rms_norm_that_uses_its_result_as_scratch(patch: MonkeyPatch) -> None:
     kernel(patch, "rms_norm", lambda run: wrong)
 
 
-@fault("in place", in_place("swiglu_back"), seeds(plan_checks.check_poisoned, 5))
+@fault("in place", in_place("swiglu_back"), poisoned)
 def swiglu_back_that_writes_one_result_before_the_other_is_computed(patch: MonkeyPatch) -> None:
     def wrong(out, dy, gate, up):
         s = 1 / (1 + np.exp(-gate))

@@ -179,12 +179,13 @@ def remember(g: Writer, x: Tensor) -> list[Tensor]:
 def drop(g: Writer, x: Tensor) -> list[Tensor]:
     key = pt.input(f"{g.prefix}key{len(g.values)}", (2,), pt.i64)
     g.values[key.label] = g.rng.integers(0, 1000, 2)
-    return [ops.dropout(x, key, p=0.3, stream=g.number(0, 100))]
+    y = ops.dropout(x, key, p=0.3, stream=g.number(0, 100))
+    return [ops.mul(y, ops.tanh(y))]
 
 
 MOVES = (
     elementwise, elementwise, elementwise, binary, binary, product, batched, norm, gated, attend, see, see, reduce,
-    pick, remember, drop,
+    pick, remember, drop, drop,
 )  # fmt: skip
 
 
@@ -205,12 +206,11 @@ def random_case(
     g = Writer(np.random.default_rng(seed), prefix)
     g.pool.append(g.leaf(pt.input, (g.number(1, 7), 8 * g.number(1, 4))))
     g.pool.append(ops.matmul(g.pool[0], g.weight(16, g.pool[0].shape[1])))
-    for _ in range(g.number(4, 16)):
+    for _ in range(g.number(3, 13)):
         g.pool += MOVES[g.number(0, len(MOVES))](g, g.matrix())
     loss = _loss(g)
-    kept = [t for t in g.pool if g.rng.random() < 0.3]
-    recompute = g.rng.random() < 0.7
-    kept += [t for t in g.pool if t.call and any(x.kind == "state" for x in t.call.reads)]
+    kept = [t for t in g.pool if g.rng.random() < 0.25]
+    recompute = g.rng.random() < 0.8
     outputs = {"loss": loss} | {f"value {i}": t for i, t in enumerate(g.pool) if g.rng.random() < 0.15}  # fmt: skip
     keeping = kept if keep and recompute else None
     style = style or STYLES[g.number(0, len(STYLES))]

@@ -22,22 +22,22 @@ def test_a_random_graph_needs_no_luck(seed: int) -> None:
     plan_checks.check_case(seed)
 
 
-@pytest.mark.parametrize("seed", SEEDS[::4])
+@pytest.mark.parametrize("seed", SEEDS[::6])
 def test_numpy_planned_is_numpy_on_fresh_arrays(seed: int) -> None:
     plan_checks.check_numpy(seed)
 
 
-@pytest.mark.parametrize("seed", SEEDS[::2])
+@pytest.mark.parametrize("seed", SEEDS[::3])
 def test_recomputation_changes_no_bit(seed: int) -> None:
     plan_checks.check_recomputed(seed)
 
 
-@pytest.mark.parametrize("seed", SEEDS[::3])
+@pytest.mark.parametrize("seed", SEEDS[::4])
 def test_gradients_of_a_random_graph_are_its_slope(seed: int) -> None:
     plan_checks.check_slope(seed)
 
 
-@pytest.mark.parametrize("seed", SEEDS[1::4])
+@pytest.mark.parametrize("seed", SEEDS[1::5])
 def test_two_memory_spaces(seed: int) -> None:
     plan_checks.check_spaces(seed)
 
@@ -49,7 +49,7 @@ def test_executors_share_an_arena(seed: int) -> None:
 
 def test_random_graphs_have_everything() -> None:
     """The generator did not lose what the tests above are about."""
-    calls = [call for seed in SEEDS for call in random_case(seed).graph.calls]
+    calls = [call for seed in SEEDS[:100] for call in random_case(seed).graph.calls]
     names, phases = {call.op.name for call in calls}, {call.phase for call in calls}
     assert phases == {"forward", "backward", "recomputed"}
     assert set(ops.__all__) - names <= {"transpose", "zero_rows"}, set(ops.__all__) - names
@@ -146,14 +146,14 @@ def test_the_lower_bound_is_the_most_bytes_alive() -> None:
 def test_packing_a_few_buffers_is_best() -> None:
     """First fit in the best of all orders is the optimum; pack finds it on almost every small problem."""
     found = 0
-    for seed in range(60):
+    for seed in range(40):
         start, end, size = plan_checks.problem(seed, 6)
         orders = (np.array(order) for order in itertools.permutations(range(len(size))))
         least = min(height(size, first_fit(start, end, size, order)) for order in orders)
         made = height(size, pack(start, end, size))
         assert least <= made <= height(size, best_fit(start, end, size)), seed
         found += made == least
-    assert found >= 59
+    assert found >= 39
 
 
 def test_nothing_needs_nothing() -> None:

@@ -1,5 +1,7 @@
 """Small shapes of arrays that rooms share when they call kernels."""
 
+import math
+
 import numpy as np
 
 ABSENT = np.empty(0, np.float32)
@@ -8,11 +10,16 @@ ABSENT_IDS = np.empty(0, np.int32)
 
 def rows(x):
     """x (..., C) as (N, C), without a copy."""
-    return x.reshape(-1, x.shape[-1])
+    return table(x, x.ndim - 1)
+
+
+def table(x, axes):
+    """x with its first `axes` axes as rows and the others as columns; sizes may be zero."""
+    return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
 
 
 def rows_or_absent(x):
-    return ABSENT.reshape(0, 0) if x is None else x.reshape(-1, x.shape[-1])
+    return ABSENT.reshape(0, 0) if x is None else rows(x)
 
 
 def flat(x):

@@ -4,7 +4,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
-from packtrain.ops.arrays import flat, start_with
+from packtrain.ops.arrays import flat, start_with, table
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
 
@@ -50,7 +50,7 @@ def get_rows_numpy(y, w, ids):
 
 @get_rows.kernel("cpu")
 def get_rows_cpu(y, w, ids):
-    bad = kernels.rows.get_rows(y.reshape(ids.size, -1), w.reshape(len(w), -1), flat(ids))
+    bad = kernels.rows.get_rows(table(y, ids.ndim), table(w, 1), flat(ids))
     _check("get_rows", bad, ids, len(w))
 
 
@@ -93,8 +93,7 @@ def get_rows_back_numpy(dw, dy, ids, acc, *, shape):
 def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
     if acc is not None:
         start_with(dw, acc)
-    wide = dw.reshape(len(dw), -1)
-    bad = kernels.rows.get_rows_back(wide, dy.reshape(ids.size, -1), flat(ids), acc is not None)
+    bad = kernels.rows.get_rows_back(table(dw, 1), table(dy, ids.ndim), flat(ids), acc is not None)
     _check("get_rows_back", bad, ids, len(dw))
 
 
@@ -137,7 +136,7 @@ def set_rows_numpy(out, leaf, x, ids):
 
 @set_rows.kernel("cpu")
 def set_rows_cpu(out, leaf, x, ids):
-    bad = kernels.rows.set_rows(leaf.reshape(len(leaf), -1), x.reshape(ids.size, -1), flat(ids))
+    bad = kernels.rows.set_rows(table(leaf, 1), table(x, ids.ndim), flat(ids))
     _check("set_rows", bad, ids, len(leaf))
 
 
@@ -171,7 +170,7 @@ def zero_rows_numpy(y, x, ids):
 
 @zero_rows.kernel("cpu")
 def zero_rows_cpu(y, x, ids):
-    bad = kernels.rows.zero_rows(y.reshape(len(y), -1), x.reshape(len(x), -1), flat(ids))
+    bad = kernels.rows.zero_rows(table(y, 1), table(x, 1), flat(ids))
     _check("zero_rows", bad, ids, len(x))
 
 

@@ -127,7 +127,7 @@ def cross_entropy_back_samples():
 
 @op(optional=(2, 3))
 def linear_cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 256
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 512
 ) -> tuple[Spec, ...]:
     """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
 
@@ -180,7 +180,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
     if dx is not None:
         dx[...] = d @ w
     if dw is not None:
-        dw[...] = rows(d).T @ x.reshape(-1, x.shape[-1])
+        dw[...] = rows(d).T @ rows(x)
 
 
 @linear_cross_entropy.kernel("cpu")

@@ -114,7 +114,7 @@ def out_prod_vjp(dy, y, a, b, acc):
 
 @out_prod.kernel("numpy")
 def out_prod_numpy(y, a, b, acc):
-    product = a.reshape(-1, a.shape[-1]).T @ b.reshape(-1, b.shape[-1])
+    product = rows(a).T @ rows(b)
     y[...] = product if acc is None else product + acc
 
 

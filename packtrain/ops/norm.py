@@ -80,7 +80,7 @@ def rms_norm_back_numpy(out, dy, x, w, acc, *, eps):
     r = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
     u, g = x * r, dy * (1 if w is None else w)
     from_dy = r * (g - u * (g * u).mean(-1, keepdims=True))
-    for_w = (dy * u).reshape(-1, x.shape[-1]).sum(0)
+    for_w = rows(dy * u).sum(0)
     if dx is not None:
         dx[...] = from_dy if acc is None else from_dy + acc
     if dw is not None:

@@ -1,5 +1,7 @@
 """Rotary position embedding: a table of rotations made once a step, and the rotation of queries and keys."""
 
+import math
+
 import numpy as np
 
 from packtrain import kernels
@@ -37,7 +39,7 @@ def rope_table_numpy(t, pos, *, dims, base):
 @rope_table.kernel("cpu")
 def rope_table_cpu(t, pos, *, dims, base):
     kernels.rope.table(
-        t.reshape(pos.size, -1, 2), pos.reshape(-1), _inverse_frequencies(dims, base), 1.0
+        t.reshape(pos.size, dims // 2, 2), pos.reshape(-1), _inverse_frequencies(dims, base), 1.0
     )
 
 
@@ -97,10 +99,10 @@ def rope_numpy(y, x, table, *, neox, inverse):
 
 @rope.kernel("cpu")
 def rope_cpu(y, x, table, *, neox, inverse):
-    heads = (-1, *x.shape[-2:])
-    kernels.rope.rope(
-        y.reshape(heads), x.reshape(heads), table.reshape(-1, *table.shape[-2:]), neox, inverse
-    )
+    n = math.prod(x.shape[:-2])
+    heads = (n, *x.shape[-2:])
+    turns = table.reshape(n, *table.shape[-2:])
+    kernels.rope.rope(y.reshape(heads), x.reshape(heads), turns, neox, inverse)
 
 
 @rope.samples

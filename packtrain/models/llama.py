@@ -137,7 +137,7 @@ class Loss:
     blocks: list[Tensor]
 
 
-def loss(config: Config, w: Weights, batch: int, time: int, *, chunk: int = 512) -> Loss:
+def loss(config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256) -> Loss:
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the

@@ -127,7 +127,7 @@ def cross_entropy_back_samples():
 
 @op(optional=(2, 3))
 def linear_cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 512
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 256
 ) -> tuple[Spec, ...]:
     """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
 

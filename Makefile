@@ -3,12 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: test lint bench goldens clean
+.PHONY: demo test lint bench goldens clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
+
+# Trains a small llama on its own source and lets it write: about half a minute once kernels are compiled.
+demo: $(VENV)/.ready
+	$(RUN) examples/train_llama.py
 
 test: $(VENV)/.ready lint
 	$(RUN) -m pytest

@@ -27,14 +27,14 @@ class Graph:
     def _unique_names(self) -> dict[Tensor, str]:
         """Weights, states and inputs by their own names; others made unique by a number behind a hash."""
         names: dict[Tensor, str] = {}
-        taken: set[str] = set()
+        taken: dict[str, int] = {}
         for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
             if leaf.label in taken:
                 raise GraphError(
                     f"two leaves are called {leaf.name}; a leaf's name must be its own"
                 )
             names[leaf] = leaf.label
-            taken.add(leaf.label)
+            taken[leaf.label] = 1
         results = (t for call in self.calls for t in call.results)
         for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
             names[t] = unique(t.name or t.label.rpartition(" ")[2], taken)
@@ -79,13 +79,13 @@ class Graph:
         return "\n".join([f"graph of {len(self.calls)} calls", *self._lines(origins=True)])
 
 
-def unique(name: str, taken: set[str]) -> str:
-    """`name`, or `name#2`, `name#3` … if that is taken; it is taken from now on."""
-    free, count = name, 1
+def unique(name: str, taken: dict[str, int]) -> str:
+    """`name`, or `name#2`, `name#3` … if that is taken; `taken` holds the last number given for each name."""
+    free = name
     while free in taken:
-        count += 1
-        free = f"{name}#{count}"
-    taken.add(free)
+        taken[name] += 1
+        free = f"{name}#{taken[name]}"
+    taken[free] = 1
     return free
 
 

@@ -104,7 +104,7 @@ class _Placing:
         self.among = among
         self.home = {leaf: homes.get(leaf.label, among[0]) for leaf in graph.leaves}
         self.names = dict(graph.names)
-        self.taken = set(graph.names.values())
+        self.taken = dict.fromkeys(graph.names.values(), 1)
         self.steps: list[Step] = []
         self.copies: dict[tuple[Tensor, str], Tensor] = {}
         self.fallen: set[str] = set()

@@ -273,7 +273,7 @@ def swiglu_back_that_writes_one_result_before_the_other_is_computed(patch: Monke
     kernel(patch, "swiglu_back", lambda run: wrong)
 
 
-@fault("in place", in_place("get_rows_back"))
+@fault("in place", in_place("get_rows_back"), poisoned)
 def get_rows_back_that_clears_its_result_before_it_adds(patch: MonkeyPatch) -> None:
     def wrong(dw, dy, ids, acc, *, shape):
         dw[...] = 0

@@ -88,7 +88,7 @@ def last_reads(patch: MonkeyPatch, change: Any) -> None:
     )
 
 
-@fault("planner", verified)
+@fault("planner", verified, poisoned)
 def a_value_freed_one_step_early(patch: MonkeyPatch) -> None:
     last_reads(patch, lambda placed, last: {t: i - 1 for t, i in last.items()})
 
@@ -101,7 +101,7 @@ def outputs_that_are_not_kept_to_the_end(patch: MonkeyPatch) -> None:
     last_reads(patch, wrong)
 
 
-@fault("planner", verified)
+@fault("planner", verified, poisoned)
 def reads_through_a_view_that_do_not_count(patch: MonkeyPatch) -> None:
     def wrong(placed, last):
         whole = {t: i for i, step in enumerate(placed.steps) for t in step.reads if t.base is t}

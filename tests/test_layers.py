@@ -15,6 +15,7 @@ ROOT = Path(packtrain.__file__).parent
 LAYERS = {
     "dtypes": "",
     "gguf": "dtypes",
+    "tokenizer": "dtypes gguf",
     "tensor": "dtypes",
     "graph": "dtypes tensor",
     "kernels": "",

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -63,6 +64,42 @@ def test_in_place_gives_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_any_view_can_be_an_input(name: str) -> None:
     assert bit_checks.check_strided(name) == REFUSED.get(name, set())
+
+
+@cache
+def none(*shape: int) -> pt.Tensor:
+    return pt.input(f"x{shape}", shape)
+
+
+NO_IDS = pt.constant("none", np.zeros(0), pt.i32)
+NOTHING = {
+    "matmul of no rows": lambda: ops.matmul(none(0, 8), none(5, 8)),
+    "matmul by no rows": lambda: ops.matmul(none(3, 8), none(0, 8)),
+    "matmul over nothing": lambda: ops.matmul(none(3, 0), none(5, 0), none(3, 5)),
+    "out_prod over nothing": lambda: ops.out_prod(none(0, 3), none(0, 5)),
+    "sum": lambda: ops.sum(none(0)),
+    "sum_rows": lambda: ops.sum_rows(none(3, 0)),
+    "sum_to": lambda: ops.sum_to(none(0, 4), shape=(4,)),
+    "rms_norm": lambda: ops.rms_norm(none(0, 4), none(4), eps=1e-5),
+    "rms_norm_back": lambda: ops.rms_norm_back(none(0, 4), none(0, 4), none(4), eps=1e-5)[1],
+    "soft_max": lambda: ops.soft_max(none(0, 4)),
+    "get_rows": lambda: ops.get_rows(none(4, 5), NO_IDS),
+    "get_rows_back": lambda: ops.get_rows_back(none(0, 5), NO_IDS, shape=(4, 5)),
+    "rope": lambda: ops.rope(none(0, 2, 4), ops.rope_table(NO_IDS, dims=4, base=1e4)),
+    "attention": lambda: ops.attention(*[none(0, 3, 2, 8)] * 3, scale=1.0)[0],
+    "cross_entropy": lambda: ops.cross_entropy(none(0, 5), NO_IDS, none(0))[0],
+    "linear_cross_entropy": lambda: ops.linear_cross_entropy(none(0, 5), none(7, 5), NO_IDS, none(0))[3],
+    "swiglu": lambda: ops.swiglu(none(0, 5), none(0, 5)),
+    "cont": lambda: ops.cont(ops.narrow(none(3, 5), axis=0, start=1, length=0)),
+    "narrow_back": lambda: ops.narrow_back(none(0, 5), axis=0, start=1, size=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_axes_of_no_elements(name: str) -> None:
+    graph = pt.Graph({"y": NOTHING[name]()})
+    given = checks.values(graph)
+    checks.all_close(checks.run(graph, given), pt.interpret(graph, given), name)
 
 
 def test_threads_change_no_bit() -> None:

@@ -212,7 +212,7 @@ class _Backward:
                 )
             gradient = self.partial[t]
             if gradient.name is None:
-                named(f"d/{t.label}", gradient)
+                named(f"d/{t.stem}", gradient)
             gradients[t] = gradient
             if self.then is not None:
                 self.then(t, gradient)

@@ -37,7 +37,7 @@ class Graph:
             taken[leaf.label] = 1
         results = (t for call in self.calls for t in call.results)
         for t in (*(leaf for leaf in self.leaves if leaf.kind == "constant"), *results):
-            names[t] = unique(t.name or t.label.rpartition(" ")[2], taken)
+            names[t] = unique(t.stem, taken)
         return names
 
     def _check_handles(self) -> None:

@@ -148,6 +148,11 @@ class Tensor:
         return t
 
     @property
+    def stem(self) -> str:
+        """The name, or the op's: what a Graph makes a unique name from."""
+        return self.name or (self.call.op.name if self.call else "leaf")
+
+    @property
     def label(self) -> str:
         return self.name or (f"a result of {self.call.op.name}" if self.call else "a leaf")
 

@@ -23,7 +23,10 @@ def flags() -> frozenset[str]:
 
 @contextmanager
 def debug(text: str) -> Iterator[None]:
-    """`with debug("nan,poison"):` sets the flags for the block; they count when executors are made and run."""
+    """`with debug("nan,poison"):` sets the flags for the block, in this thread.
+
+    They count when executors are made and when they run.
+    """
     token = _set.set(_parse(text))
     try:
         yield

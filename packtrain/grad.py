@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.dtypes import f32
 from packtrain.graph import Graph
 from packtrain.ops.elementwise import add
-from packtrain.tensor import Call, GraphError, Tensor, constant, named, written_for
+from packtrain.origin import written_for
+from packtrain.tensor import Call, GraphError, Tensor, Unmet, constant, named
 
 Sink = Callable[[Tensor, Tensor], None]
 
@@ -27,13 +29,13 @@ def differentiate(
     keep  forward values the backward pass may read; others are recomputed from them, segment by segment
           (gradient checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
           writing ops, what was read from a leaf before a write, and whatever comes after the last kept value
-          are always kept.
+          are always kept; so an empty `keep` recomputes nothing.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update placed here consumes the gradient at once instead of keeping all of them.
 
     Raises GraphError: the loss is no scalar, does not depend on a tensor, or an op has no gradient (all named).
     """
-    if loss.shape != ():
+    if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls
     active = _dependents(calls, wrt)
@@ -65,11 +67,10 @@ class _Recompute:
     """Gives a forward value to the backward pass: itself if kept, else a copy written just before."""
 
     def __init__(self, calls: Sequence[Call], keep: Collection[Tensor] | None) -> None:
-        last = max((t.call.serial for t in keep if t.call), default=-1) if keep is not None else -1
-        self.keep = keep
-        self.tail = last
-        self.copies: dict[Tensor, Tensor] = {}
         self.forward = set(calls)
+        self.keep = keep
+        self.tail = max((t.call.serial for t in keep or () if t.call), default=-1)
+        self.copies: dict[Tensor, Tensor] = {}
         self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
 
     def kept(self, t: Tensor) -> bool:
@@ -100,12 +101,12 @@ class _Recompute:
 
     def _again(self, call: Call) -> None:
         inputs = [t if t is None else self.copies.get(t, t) for t in call.inputs]
-        with written_for(call, "recomputed"):
+        with written_for(call.origin, "recomputed"):
             made = call.op(*inputs, **call.attrs)
         for old, new in zip(
             call.results, made if isinstance(made, tuple) else (made,), strict=True
         ):
-            if old.name and old not in self.copies:
+            if old.name:
                 named(f"{old.name} again", new)
             self.copies[old] = new
 
@@ -157,10 +158,12 @@ class _Backward:
         values = self.recompute.values([*call.results, *call.inputs])
         y, inputs = values[:count], values[count:]
         rule: Any = call.op.vjp_rule
-        with written_for(call, "backward"):
-            given: list[Any] = list(
-                rule(*((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs)
-            )
+        with written_for(call.origin, "backward"):
+            try:
+                made = rule(*((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs)
+            except Unmet as unmet:
+                raise GraphError(f"{call.op.name}: {unmet}\n  at {call.where}") from None
+            given: list[Any] = list(made)
             newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
             folded = self._fold(call, given, newest)
             for i, t in enumerate(call.inputs):
@@ -197,6 +200,8 @@ class _Backward:
             )
             if made is None or not adds or made.inputs[made.op.acc or 0] is not None:
                 continue
+            if sum(g is d for g in given) > 1:
+                continue  # it is another input's gradient too, which must stay as it is
             inputs = [self.partial[t] if k == made.op.acc else x for k, x in enumerate(made.inputs)]
             anew = made.op(*inputs, **made.attrs)
             results = anew if isinstance(anew, tuple) else (anew,)

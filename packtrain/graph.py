@@ -18,6 +18,11 @@ class Graph:
     ) -> None:
         self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _by_name(outputs)
         self.updates = tuple(updates)
+        idle = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
+        if idle:
+            raise GraphError(
+                f"updates has {', '.join(idle)}; each must be the handle that a writing op returned"
+            )
         self.calls = _reachable([*self.outputs.values(), *self.updates])
         read = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
         self.leaves = tuple(dict.fromkeys(t.base for t in read if t.base.kind))

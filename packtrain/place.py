@@ -57,14 +57,6 @@ class Placed:
         """Runs of steps on one backend."""
         return [(b, list(steps)) for b, steps in itertools.groupby(self.steps, lambda s: s.backend)]
 
-    @property
-    def fallbacks(self) -> list[str]:
-        """Ops that run their `numpy` kernel because no backend that was asked for has one."""
-        asked = {b for b in self.home.values() if b != backends.numpy}
-        return (
-            sorted({s.op.name for s in self.steps if s.backend == backends.numpy}) if asked else []
-        )
-
     def __str__(self) -> str:
         return "\n".join(
             f"{self.names[step.results[0]]}: {step.op.name} on {step.backend.name}"
@@ -83,6 +75,8 @@ def place(
             a kernel
     homes   leaf name -> backend, for leaves that shall not live on the first one
     """
+    if not among:
+        raise GraphError("place needs at least one backend")
     placing = _Placing(graph, among, homes or {})
     for call in graph.calls:
         placing.add(call)

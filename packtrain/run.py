@@ -17,7 +17,6 @@ from packtrain.backends import Backend
 from packtrain.bound import Bound, Program, Watcher
 from packtrain.debug import flags
 from packtrain.observe import Observer, report
-from packtrain.ops.index import set_rows
 from packtrain.place import Placed, Step
 from packtrain.plan import Buffer, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
@@ -60,9 +59,8 @@ class Session:
         for arena in plan.arenas:
             backend = next(b for b in placed.home.values() if b.space == arena.space)
             if arena.nbytes > self._arenas.get(arena.space, (-1, None))[0]:
-                self._arenas.pop(arena.space, None)
-                self.generation += 1
                 self._arenas[arena.space] = arena.nbytes, backend.alloc(arena.nbytes)
+                self.generation += 1
         return Executor(self, placed, plan)
 
     def _adopt(self, leaf: Tensor, backend: Backend) -> None:
@@ -91,11 +89,13 @@ class Session:
         return self._arenas[space][1]
 
     def set(self, values: Mapping[str, np.ndarray]) -> None:
-        """Give leaves their values by name; shapes must be the leaves' own."""
+        """Give leaves their values by name; shapes must be the leaves' own. Setting all makes a dirty session clean."""
         for name, value in values.items():
             leaf = self._known(name)
             leaf.backend.upload(leaf.array, _fitting(name, value, leaf.spec))
             leaf.given = True
+        if values.keys() >= self._leaves.keys():
+            self.dirty = None
 
     def get(self, name: str) -> np.ndarray:
         """A copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
@@ -124,7 +124,7 @@ def _fitting(name: str, value: Any, spec: Spec) -> np.ndarray:
         raise RunError(f"{name} is {spec}; a value of shape {list(given.shape)} does not fit")
     if dtype is None or not np.can_cast(given.dtype, dtype, "same_kind"):
         raise RunError(f"{name} is {spec}; a value of {given.dtype} does not fit")
-    if dtype.kind == "i" and given.size and not np.can_cast(given.dtype, dtype):
+    if dtype.kind in "iu" and given.size and not np.can_cast(given.dtype, dtype):
         low, high = int(given.min()), int(given.max())
         if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
             raise RunError(f"{name} is {spec}; values from {low} to {high} do not fit")
@@ -146,7 +146,7 @@ class Executor:
         for b in plan.buffers:
             if b.category == "workspace":
                 self.works.setdefault(b.start, []).append(b)
-        updates = (i for i, s in enumerate(placed.steps) if s.op.writes and s.op is not set_rows)
+        updates = (i for i, s in enumerate(placed.steps) if s.op.writes and not s.op.repeatable)
         self.first_update = next(updates, len(placed.steps))
         self._bind()
 
@@ -237,10 +237,14 @@ class Executor:
         except BaseException as error:
             if self.program.at >= self.first_update:
                 self.session.dirty = f"{self.placed.steps[self.program.at].op.name} failed during the update: {error!r}"
+            if isinstance(error, IndexError):
+                call = self.placed.steps[self.program.at].call
+                lines = [f"    {t.line(self.placed.names)}" for t in call.reads]
+                raise IndexError("\n".join([f"{error}", f"  at {call.where}", *lines])) from None
             raise
 
     def _prepare(self, inputs: Mapping[str, Any]) -> None:
-        self.program.at = 0
+        self.program.at = -1
         if self.generation != self.session.generation:
             self._bind()
         if self.session.dirty:

@@ -7,16 +7,14 @@ of memory, backends or values.
 import inspect
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 
 from packtrain.dtypes import Dtype, f32
+from packtrain.origin import Phase, caller, writing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +22,6 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 Shape = tuple[int, ...]
 Indices = tuple[int, ...]
 Kind = Literal["weight", "state", "input", "constant"]
-Phase = Literal["forward", "backward", "recomputed"]
 
 
 class GraphError(ValueError):
@@ -137,7 +134,10 @@ class Tensor:
 
     @property
     def dense(self) -> bool:
-        return self.shared is None or self.strides == self.spec.strides or self.spec.size <= 1
+        dense = zip(self.shape, self.strides, self.spec.strides, strict=True)
+        return (
+            self.shared is None or self.spec.size <= 1 or all(n == 1 or a == b for n, a, b in dense)
+        )
 
     @property
     def handle(self) -> "Tensor":
@@ -203,7 +203,10 @@ def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
 
 def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
     """A leaf whose value is part of the graph."""
-    value = np.array(value, dtype.numpy)
+    exact = np.array(value, dtype.numpy)
+    if exact.dtype.kind in "iu" and not np.array_equal(exact, value):
+        raise GraphError(f"{name}: its values are not all {dtype}")
+    value = exact
     value.flags.writeable = False
     return _leaf(name, value.shape, dtype, "constant", value)
 
@@ -220,6 +223,7 @@ def _leaf(name: str, shape: Shape, dtype: Dtype, kind: Kind, value: Any = None) 
 
 # ---- ops -----------------------------------------------------------------------------------------------------
 
+_serial = itertools.count()
 OPS: dict[str, "Op[..., Any]"] = {}
 
 
@@ -248,16 +252,19 @@ class Op(Generic[P, R]):
     writes    inputs (leaves) that are updated; result i is the new handle of the i-th of them
     acc       an optional input that is added to result 0
     optional  results a kernel can leave out: it gets None for one that nobody reads
+    repeatable  what it writes can be written again, so a run that ends after it has harmed nothing
     """
 
     def __init__(self, rule: Callable[..., Any], declared: "Declare") -> None:
         self.rule, self.name, self.__doc__ = rule, rule.__name__, rule.__doc__
         self.view, self.writes, self.acc = declared.view, declared.writes, declared.acc
-        self.optional, inplace = declared.optional, declared.inplace
+        self.optional, self.repeatable = declared.optional, declared.repeatable
+        inplace = declared.inplace
         self.inplace: dict[int, Indices] = inplace if isinstance(inplace, dict) else {0: inplace}
         parameters = inspect.signature(rule).parameters.values()
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.arity = len(parameters) - len(keyword)
+        self.required = sum(p.default is p.empty and p not in keyword for p in parameters)
         self.defaults = {p.name: p.default for p in keyword if p.default is not p.empty}
         self.vjp_rule: Callable[..., Any] | None = None
         self.kernels: dict[str, Kernel] = {}
@@ -296,25 +303,24 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         inputs: tuple[Any, ...] = args + (None,) * (self.arity - len(args))
-        attrs: dict[str, Any] = {**self.defaults, **kwargs}
-        author = _author.get()
-        origin = author.origin if author else _caller()
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
+        attrs: dict[str, Any] = {**self.defaults, **given}
+        author = writing.get()
+        origin = author.origin if author else caller()
         try:
             for i, t in enumerate(inputs):
-                want(
-                    t is None or isinstance(t, Tensor),
-                    f"input {i} is {t!r}; only tensors are inputs",
-                )
-            given = self.rule(*inputs, **attrs)
+                fits = isinstance(t, Tensor) or (t is None and i >= self.required)
+                want(fits, f"input {i} is {t!r}; only tensors are inputs")
+            ruled = self.rule(*inputs, **attrs)
         except Unmet as unmet:
             raise GraphError(_refusal(self, str(unmet), origin, inputs)) from None
-        specs = given if isinstance(given, tuple) else (given,)
+        specs = ruled if isinstance(ruled, tuple) else (ruled,)
         call = Call(
             self, inputs, attrs, next(_serial), origin, author.phase if author else "forward"
         )
         results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
         object.__setattr__(call, "results", results)
-        return results if isinstance(given, tuple) else results[0]  # type: ignore[return-value]
+        return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]
 
     def _result(self, call: Call, index: int, spec: Spec) -> Tensor:
         if isinstance(spec, View):
@@ -324,8 +330,9 @@ class Op(Generic[P, R]):
         if index < len(self.writes):
             leaf = call.inputs[self.writes[index]]
             assert leaf is not None
-            if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf:
-                fact = f"{leaf.label} is written, so it must be a whole weight or state leaf"
+            shared = sum(t.base is leaf.base for t in call.reads) > 1
+            if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf or shared:
+                fact = f"{leaf.label} is written, so it must be a whole weight or state leaf, and read once"
                 raise GraphError(_refusal(self, fact, call.origin, call.inputs))
             return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)
         return Tensor(spec, spec.strides, call=call, index=index)
@@ -343,6 +350,7 @@ class Declare:
     writes: Indices = ()
     acc: int | None = None
     optional: Indices = ()
+    repeatable: bool = False
 
     @overload
     def __call__(self, rule: Callable[P, Spec]) -> Op[P, Tensor]: ...
@@ -353,43 +361,6 @@ class Declare:
 
 
 op = Declare
-
-
-# ---- who wrote it --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Author:
-    origin: tuple[str, int]
-    phase: Phase
-
-
-_serial = itertools.count()
-_author: ContextVar[_Author | None] = ContextVar("author", default=None)
-_inside: dict[str, bool] = {}
-_OWN = ("packtrain.ops", "packtrain.tensor", "packtrain.grad", "contextlib")
-
-
-@contextmanager
-def written_for(call: Call, phase: Phase) -> Iterator[None]:
-    """Calls made here bear the origin of `call`: gradients and recomputation name the forward line."""
-    token = _author.set(_Author(call.origin, phase))
-    try:
-        yield
-    finally:
-        _author.reset(token)
-
-
-def _caller() -> tuple[str, int]:
-    frame = sys._getframe(2)
-    while True:
-        file = frame.f_code.co_filename
-        inside = _inside.get(file)
-        if inside is None:
-            inside = _inside[file] = str(frame.f_globals.get("__name__")).startswith(_OWN)
-        if not inside or frame.f_back is None:
-            return file, frame.f_lineno
-        frame = frame.f_back
 
 
 def _refusal(op: Op[..., Any], fact: str, origin: tuple[str, int], inputs: Iterable[Any]) -> str:

@@ -203,7 +203,11 @@ def cache_folder() -> Path:
     say("compiling kernels (once for this machine, about a minute) …")
     start = time.perf_counter()
     partial = Path(tempfile.mkdtemp(prefix=folder.name + "-", dir=folder.parent))
-    error = compile_in_children(partial)
+    try:
+        error = compile_in_children(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if error:
         shutil.rmtree(partial, ignore_errors=True)
         say(f"the compiling child failed ({error}); compiling in this process")
@@ -236,6 +240,7 @@ def compile_in_children(folder: Path) -> str:
     finally:
         for child in children:
             child.kill()
+            child.wait()
     failed = [i for i, child in enumerate(children) if child.returncode]
     lines = [(errors[i] or f"exit {children[i].returncode}").splitlines()[-1] for i in failed]
     return "; ".join(lines)

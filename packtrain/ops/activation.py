@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import i64
+from packtrain.dtypes import f32, i64
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import flat
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -12,7 +12,10 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 @op(inplace=(0, 1))
 def swiglu(gate: Tensor, up: Tensor) -> Spec:
     """y = silu(gate) * up; all (..., F) f32. Shazeer 2020, arXiv 2002.05202."""
-    want(gate.spec == up.spec, f"gate is {gate.spec} and up is {up.spec}; they must be equal")
+    want(
+        gate.spec == up.spec and gate.dtype == f32,
+        f"gate is {gate.spec} and up is {up.spec}; they must be equal and f32",
+    )
     return gate.spec
 
 
@@ -80,6 +83,7 @@ def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
         key  (2,)   i64   seed and step
     """
     want(key.spec == Spec((2,), i64), f"key is {key.spec}; it must be i64[2]: seed and step")
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
     want(0 <= p < 1, f"p is {p}; it must be at least 0 and below 1")
     return x.spec
 

@@ -104,7 +104,7 @@ def get_rows_back_samples():
     yield get_rows_back(input("dy", (5, 4)), _ids(5, 3), input("acc", (3, 4)), shape=(3, 4))
 
 
-@op(writes=(0,))
+@op(writes=(0,), repeatable=True)
 def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
     """Write rows of x into a leaf by index: leaf[ids[i]] = x[i]. ggml_set_rows; how a KV cache is filled.
 

@@ -59,7 +59,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Spe
         f"logits is {logits.spec}; it must be f32[..., V]",
     )
     _check_targets(targets, weights, logits.shape[:-1])
-    return Spec(()), targets.spec.__class__(targets.shape)
+    return Spec(()), Spec(targets.shape)
 
 
 @cross_entropy.vjp

@@ -1,5 +1,7 @@
 """Root-mean-square normalisation, with its weight folded in."""
 
+import math
+
 import numpy as np
 
 from packtrain import kernels
@@ -70,7 +72,7 @@ def rms_norm_back(
 
 @rms_norm_back.workspace("cpu")
 def rms_norm_back_work(dy, x, w, acc, *, eps):
-    blocks = -(-(x.spec.size // x.shape[-1]) // PARTIAL_ROWS)
+    blocks = -(-math.prod(x.shape[:-1]) // PARTIAL_ROWS)
     return (Spec((blocks, x.shape[-1])),)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat, rows
+from packtrain.ops.arrays import flat, rows, table
 from packtrain.ops.shape import cont
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
@@ -127,14 +127,16 @@ def sum_to_cpu(y, x, *, shape):
     if y.size == 1:
         kernels.reduce.sum_all(flat(y), flat(x))
     elif shape == x.shape[x.ndim - len(shape) :]:
-        kernels.reduce.sum_cols(flat(y), x.reshape(-1, y.size))
+        kernels.reduce.sum_cols(flat(y), table(x, x.ndim - y.ndim))
     elif shape == (*x.shape[:-1], 1):
         kernels.reduce.sum_rows(flat(y), rows(x))
     else:
         axes = tuple(
             i for i in range(x.ndim) if ((1,) * (x.ndim - y.ndim) + y.shape)[i] != x.shape[i]
         )
-        np.add.reduce(x, axes, out=y.reshape([n for i, n in enumerate(x.shape) if i not in axes]))
+        np.add.reduce(
+            x, axes, np.float64, out=y.reshape([n for i, n in enumerate(x.shape) if i not in axes])
+        )
 
 
 @sum_to.samples

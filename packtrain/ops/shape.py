@@ -38,7 +38,7 @@ def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
     """The same elements in another shape; needs no copy or is refused (then use cont first)."""
     shape = tuple(int(n) for n in shape)
     want(
-        math.prod(shape) == x.spec.size,
+        math.prod(shape) == x.spec.size and min(shape, default=0) >= 0,
         f"x {x.spec} has {x.spec.size} elements, shape {shape} has another number",
     )
     same_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]

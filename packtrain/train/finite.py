@@ -25,14 +25,15 @@ class FiniteGuard:
     ) -> str | None:
         """None for a good step; else the op, tensor and line that made the bad value.
 
-        Raises NotFinite for the third bad step in a row. Works because a skipped step changed nothing: running
-        it again without updates gives the same values.
+        Raises NotFinite for the third bad step in a row. The step is run again without updates; a step that was
+        clipped by global norm changed nothing and gives the same values, one that was not may have changed
+        tensors before the first bad gradient and can then look different.
         """
         if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
             self.bad = 0
             return None
         self.bad += 1
-        what = run.diagnose(inputs) or "the sum of squares of the gradients overflows"
+        what = run.diagnose(inputs) or "it is finite when run again"
         if self.bad == IN_A_ROW:
             raise NotFinite(f"{IN_A_ROW} steps in a row without a finite loss and gradient; {what}")
         return what

@@ -8,7 +8,7 @@ import numpy as np
 from packtrain import ops
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
-from packtrain.tensor import Tensor, input, named, state
+from packtrain.tensor import GraphError, Tensor, input, named, state
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ def training(
              clips by global norm, for which all gradients must be there first. A step whose loss or gradient is
              not finite changes nothing; without max_norm that holds from the first such gradient on.
     """
+    if not trained:
+        raise GraphError("training needs at least one tensor to train")
     loss = outputs["loss"]
-    hyper = input("adamw", (7,))
-    handles: list[Tensor] = []
-    squares: list[Tensor] = []
+    hyper, handles, squares = input("adamw", (7,)), list[Tensor](), list[Tensor]()
 
     def measure(w: Tensor, g: Tensor) -> None:
         squares.append(ops.sum_squares(g, squares[-1] if squares else None))

@@ -1,4 +1,4 @@
-"""Sums and their adjoint, broadcasting. Sums have a fixed order and are carried in f64."""
+"""Sums and their adjoint, broadcasting. The order is fixed; f64 carries them, but for columns: f32 by blocks."""
 
 import numpy as np
 

@@ -16,11 +16,13 @@ def run(graph: Graph, **values: np.ndarray) -> dict[str, np.ndarray]:
     return executor({name: value for name, value in values.items() if leaves[name] == "input"})
 
 
-def test_one_gradient_for_two_inputs_is_not_added_into(monkeypatch):
+def test_one_gradient_for_two_inputs_is_not_added_into():
     @pt.op()
     def both_products(a: pt.Tensor, b: pt.Tensor) -> Spec:
         """y = (a + b) @ 1: a rule whose inputs share one gradient tensor."""
         return Spec((a.shape[0], 1))
+
+    del pt.tensor.OPS["both_products"]  # the registry is what ships
 
     @both_products.vjp
     def both_products_vjp(dy, y, a, b):
@@ -30,7 +32,6 @@ def test_one_gradient_for_two_inputs_is_not_added_into(monkeypatch):
     a, b = pt.weight("a", (2, 3)), pt.weight("b", (2, 3))
     y = both_products(a, b)
     gradients = pt.differentiate(pt.add(pt.sum(y), pt.scale(pt.sum(a), by=100.0)), [a, b])
-    monkeypatch.delitem(pt.tensor.OPS, "both_products")
     values = {"a": np.zeros((2, 3)), "b": np.zeros((2, 3))}
     got = pt.interpret(Graph({"da": gradients[a], "db": gradients[b]}), values)
     assert (got["da"] == 101).all() and (got["db"] == 1).all()

@@ -71,9 +71,10 @@ def _orders(start: Ints, end: Ints, size: Ints) -> list[Ints]:
 def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
     """Each buffer in turn goes into the lowest gap that fits among those it overlaps in time."""
     offsets = np.zeros(len(size), np.int64)
-    placed = np.zeros((4, len(size)), np.int64)  # by offset: interval, bottom and top
+    spans = np.zeros((2, len(size)), np.int32)  # of the placed ones, by offset: interval,
+    extents = np.zeros((2, len(size)), np.int64)  # bottom and top
     for n, i in enumerate(order):
-        first, last, bottom, top = placed[:, :n]
+        (first, last), (bottom, top) = spans[:, :n], extents[:, :n]
         near = np.flatnonzero((first < end[i]) & (last > start[i]))
         floors = np.zeros(len(near) + 1, np.int64)
         np.maximum.accumulate(top[near], out=floors[1:])
@@ -81,8 +82,9 @@ def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
         at = int(floors[int(fits.argmax()) if fits.any() else len(near)])
         offsets[i] = at
         slot = int(np.searchsorted(bottom, at))
-        placed[:, slot + 1 : n + 1] = placed[:, slot:n].copy()
-        placed[:, slot] = start[i], end[i], at, at + size[i]
+        for rows, new in ((spans, (start[i], end[i])), (extents, (at, at + size[i]))):
+            rows[:, slot + 1 : n + 1] = rows[:, slot:n].copy()
+            rows[:, slot] = new
     return offsets
 
 

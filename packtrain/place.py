@@ -14,7 +14,7 @@ from packtrain import backends
 from packtrain.backends import Backend
 from packtrain.graph import Graph, unique
 from packtrain.ops.shape import cont
-from packtrain.tensor import Call, GraphError, Kernel, Op, Tensor
+from packtrain.tensor import Call, GraphError, Kernel, Op, Spec, Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,12 @@ class Step:
     @property
     def reads(self) -> list[Tensor]:
         return [t for t in self.inputs if t is not None]
+
+    @property
+    def workspaces(self) -> tuple[Spec, ...]:
+        """What its kernel needs while it runs, beside inputs and results."""
+        rule = self.op.workspaces.get(self.backend.name)
+        return rule(*self.inputs, **self.call.attrs) if rule else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

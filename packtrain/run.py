@@ -177,10 +177,9 @@ class Executor:
         return Bound(step, results, inputs, work, partial(step.kernel.run, out, *inputs, **attrs))
 
     def _work(self, i: int, step: Step) -> tuple[Any, ...]:
-        rule = step.op.workspaces.get(step.backend.name)
-        if rule is None:
+        specs = step.workspaces
+        if not specs:
             return ()
-        specs = rule(*step.inputs, **step.call.attrs)
         buffers = self.works[i]
         space = self.session.buffer(step.backend.space)
         return tuple(

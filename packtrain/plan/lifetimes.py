@@ -31,8 +31,7 @@ def storages(placed: Placed, *, reuse: bool = True) -> list[Storage]:
     made = [_input(placed, leaf, last) for leaf in placed.graph.leaves if leaf.kind == "input"]
     found.update((s.tensors[0], s) for s in made)
     for i, step in enumerate(placed.steps):
-        work = step.op.workspaces.get(step.backend.name)
-        for spec in work(*step.inputs, **step.call.attrs) if work else ():
+        for spec in step.workspaces:
             name = f"{placed.names[step.results[0]]} work"
             made.append(
                 Storage(name, step.op.name, "workspace", step.backend.space, spec.nbytes, i, i + 1)

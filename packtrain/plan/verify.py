@@ -95,8 +95,7 @@ class _Replay:
         return not t.base.kind and not left_out
 
     def _workspace(self, i: int, step: Step):  # type: ignore[no-untyped-def]
-        rule = step.op.workspaces.get(step.backend.name)
-        specs = rule(*step.inputs, **step.call.attrs) if rule else ()
+        specs = step.workspaces
         buffers = self.works.get((i, step.backend.space), [])
         if len(buffers) != len(specs):
             raise PlanError(

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.dtypes import BLOCK_TYPES, Dtype, bf16, f16, f32, f64, i32, i64
+from packtrain.errors import InputError
+from packtrain.files import replacing
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 NAME_NBYTES, AXES = (
@@ -51,7 +53,7 @@ NUMERIC = {"u8": "<u1", "i8": "<i1", "u16": "<u2", "i16": "<i2", "u32": "<u4", "
            "bool": "?", "u64": "<u8", "i64": "<i8", "f64": "<f8"}  # fmt: skip
 
 
-class GGUFError(ValueError):
+class GGUFError(InputError):
     """A file that is no sound GGUF: names the file, the field and what would be right."""
 
 
@@ -259,21 +261,8 @@ def write(
     Raises GGUFError for names or values the format cannot hold, OSError if the disk does not take the file;
     a file that was there before is then still there, whole.
     """
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(beside, "wb") as file:
-            _write(file, metadata, {name: _typed(name, given) for name, given in tensors.items()})
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with replacing(path) as file:
+        _write(file, metadata, {name: _typed(name, given) for name, given in tensors.items()})
 
 
 def _typed(

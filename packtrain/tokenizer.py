@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.errors import InputError
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.h, enum llama_token_type
 SPACE = "\u2581".encode()
 WHITESPACE = b" \t\n\v\f\r"
@@ -47,7 +49,7 @@ FORMER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InputError):
     """A vocabulary that cannot be used, or text or ids that it cannot take: the key or id, and what it must be."""
 
 

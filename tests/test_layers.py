@@ -13,9 +13,14 @@ ROOT = Path(packtrain.__file__).parent
 
 # every module of the first level, in reading order, and what it may import
 LAYERS = {
+    "errors": "",
+    "files": "errors",
+    "settings": "errors",
     "dtypes": "",
-    "gguf": "dtypes",
-    "tokenizer": "dtypes gguf",
+    "gguf": "dtypes errors files",
+    "tokenizer": "dtypes errors gguf",
+    "vocabulary": "errors gguf tokenizer",
+    "corpus": "errors files gguf tokenizer vocabulary",
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
@@ -27,14 +32,29 @@ LAYERS = {
     "place": "dtypes tensor graph ops backends",
     "debug": "",
     "stop": "",
+    "memory": "",
     "plan": "dtypes tensor place",
     "bound": "dtypes tensor backends place plan",
     "observe": "dtypes tensor debug place plan bound",
     "run": "dtypes tensor backends debug place plan bound observe",
-    "models": "dtypes tensor ops",
-    "train": "dtypes tensor graph ops grad run",
+    "models": "dtypes errors tensor ops gguf tokenizer",
+    "sample": "errors",
+    "generate": "errors tensor graph place run tokenizer models sample",
+    "watch": "errors files memory plan",
+    "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
+    " corpus models sample generate watch",
+    "commands": "errors files settings dtypes tensor graph place plan run memory stop kernels gguf tokenizer"
+    " vocabulary corpus models sample generate watch train",
+    "cli": "errors settings commands",
+    "__main__": "cli",
 }
-OUTSIDE = {"kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"}}
+OUTSIDE = {
+    "kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"},
+    "settings": {"yaml"},
+    "vocabulary": {"numpy", "sentencepiece"},
+    "memory": {"psutil"},
+    "watch": {"numpy", "rich"},
+}
 LATE = {"kernels"}  # numba and llvmlite are loaded when first needed
 SECONDS = 0.3  # of the thread that imports, so that a busy machine changes nothing
 

@@ -1,0 +1,69 @@
+"""Files that are whole or not there: written beside their place, synced, then renamed over it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from packtrain.errors import InputError
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """`with replacing(path) as file:` a file that takes the place of `path` once the block has ended well.
+
+    Until then, and for ever if the block raises or the process dies, what was there stays as it was.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder last."""
+    if os.name == "nt":  # folders cannot be opened there
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """The whole file at once, see replacing."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def check_writable(path: str | Path, field: str) -> None:
+    """Raise InputError unless a file can be made at `path`: found before the work, not after it."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{field}: {path} is a folder; give the name of a file")
+    trial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"{field}: {path} cannot be written: {reason}") from None
+
+
+def existing(path: str | Path, field: str) -> Path:
+    """The path of a file that must be there. Raises InputError if it is not, or cannot be read."""
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"{field}: {path} does not exist")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{field}: {path} cannot be read: permission denied")
+    return path

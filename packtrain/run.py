@@ -97,12 +97,27 @@ class Session:
         if values.keys() >= self._leaves.keys():
             self.dirty = None
 
+    def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
+        """Let `make` write a leaf's value where it lives; for values too large to be made elsewhere first."""
+        leaf = self._known(name)
+        make(leaf.array)
+        leaf.given = True
+
     def get(self, name: str) -> np.ndarray:
         """A copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
+        leaf = self._clean(name)
+        return leaf.backend.download(leaf.array)
+
+    def view(self, name: str) -> np.ndarray:
+        """A leaf's value where it lives, read-only, for saving without a copy. Raises RunError as `get` does."""
+        shown: np.ndarray = self._clean(name).array.view()
+        shown.flags.writeable = False
+        return shown
+
+    def _clean(self, name: str) -> _Leaf:
         if self.dirty:
             raise RunError(f"the session is dirty and must not be saved: {self.dirty}")
-        leaf = self._known(name)
-        return leaf.backend.download(leaf.array)
+        return self._known(name)
 
     def _known(self, name: str) -> _Leaf:
         if name not in self._leaves:

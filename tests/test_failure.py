@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_a_bad_step_changes_nothing_and_is_named():
     bad = hyper | {"x": np.array([1.0, -1.0, 1.0])}
     got = run(bad)
     guard = FiniteGuard()
-    what = guard.check(run, bad, got)
+    what = guard.check(got, lambda: run.diagnose(bad))
     assert what is not None and what.startswith("log: log is nan at [1]\n  at test_failure.py:")
     for name in ("w", "m/w", "v/w"):
         assert (session.get(name) == (name == "w")).all()
@@ -61,6 +62,6 @@ def test_good_steps_reset_the_count_and_three_bad_ones_raise():
     good, bad = hyper | {"x": np.ones(3)}, hyper | {"x": -np.ones(3)}
     guard = FiniteGuard()
     for inputs in (bad, bad, good, bad, bad):
-        guard.check(run, inputs, run(inputs))
+        guard.check(run(inputs), partial(run.diagnose, inputs))
     with pytest.raises(NotFinite, match="3 steps in a row"):
-        guard.check(run, bad, run(bad))
+        guard.check(run(bad), lambda: run.diagnose(bad))

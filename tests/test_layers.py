@@ -37,14 +37,15 @@ LAYERS = {
     "bound": "dtypes tensor backends place plan",
     "observe": "dtypes tensor debug place plan bound",
     "run": "dtypes tensor backends debug place plan bound observe",
+    "cost": "tensor graph ops place run",
     "models": "dtypes errors tensor ops gguf tokenizer",
     "sample": "errors",
     "generate": "errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
     "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
-    " corpus models sample generate watch",
+    " corpus cost models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan run memory stop kernels gguf tokenizer"
-    " vocabulary corpus models sample generate watch train",
+    " vocabulary corpus cost models sample generate watch train",
     "cli": "errors settings commands",
     "__main__": "cli",
 }

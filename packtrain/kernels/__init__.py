@@ -8,9 +8,9 @@ import importlib
 from types import ModuleType
 
 from packtrain.kernels import runtime
-from packtrain.kernels.runtime import set_threads, threads
+from packtrain.kernels.runtime import load_all, set_threads, threads
 
-__all__ = ["set_threads", "threads", "torch"]
+__all__ = ["load_all", "set_threads", "threads", "torch"]
 
 
 def torch() -> ModuleType:

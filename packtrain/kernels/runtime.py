@@ -275,6 +275,12 @@ def load(name: str) -> object:
         return importlib.import_module(f"{__package__}.{name}")
 
 
+def load_all() -> None:
+    """Load every kernel module, so that what they take is there before memory is measured."""
+    for name in modules():
+        load(name)
+
+
 def threads() -> int:
     """How many threads kernels use."""
     start_threads()

@@ -62,17 +62,29 @@ def weights(config: Config) -> dict[str, Tensor]:
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Fresh values: normal with deviation 0.02, less by sqrt(2 blocks) where a block adds to the stream; norms 1."""
-    rng, values = np.random.default_rng(seed), {}
-    for name, leaf in weights(config).items():
-        deviation = 0.02
-        if name.endswith(("attn_output.weight", "ffn_down.weight")):
-            deviation /= (2 * config.block_count) ** 0.5
-        normal = rng.standard_normal(leaf.shape, np.float32) if len(leaf.shape) > 1 else None
-        values[name] = (
-            np.ones(leaf.shape, np.float32) if normal is None else normal * np.float32(deviation)
-        )
+    """Fresh values of all weights, see initialise."""
+    values = {name: np.empty(leaf.shape, np.float32) for name, leaf in weights(config).items()}
+    initialise(config, seed, lambda name, fill: fill(values[name]))
     return values
+
+
+def initialise(
+    config: Config, seed: int, at: Callable[[str, Callable[[np.ndarray], None]], None]
+) -> None:
+    """Fresh values, made where they are to live: at(name, fill) calls fill(array) for each weight in turn.
+
+    Normal with deviation 0.02, less by sqrt(2 blocks) where a block adds to the stream; norms are 1.
+    """
+    rng = np.random.default_rng(seed)
+    for name, leaf in weights(config).items():
+        adds = name.endswith(("attn_output.weight", "ffn_down.weight"))
+        deviation = np.float32(0.02 / (2 * config.block_count) ** 0.5 if adds else 0.02)
+
+        def normal(array: np.ndarray, deviation: np.float32 = deviation) -> None:
+            rng.standard_normal(dtype=np.float32, out=array)
+            array *= deviation
+
+        at(name, normal if len(leaf.shape) > 1 else lambda array: array.fill(1))
 
 
 def block(config: Config, w: Weights, i: int, h: Tensor, table: Tensor, attend: Attend) -> Tensor:

@@ -72,6 +72,42 @@ def clip_gate_samples():
         yield clip_gate(constant("squares", np.array(squares)), max_norm=1.0)
 
 
+@op(writes=(0,))
+def accumulate(total: Tensor, g: Tensor, fresh: Tensor) -> Spec:
+    """Add a gradient to a running sum, or begin the sum with it: total = g if fresh else total + g.
+
+    total, g  (...)  f32
+    fresh     ()     f32   not 0 in the first micro-batch of a step; a NaN of an earlier step is forgotten too
+    """
+    want(
+        total.spec == g.spec and g.dtype == f32,
+        f"total {total.spec} and g {g.spec} must be equal and f32",
+    )
+    want(fresh.spec == Spec(()), f"fresh is {fresh.spec}; it must be f32[]")
+    return total.spec
+
+
+@accumulate.kernel("numpy")
+def accumulate_numpy(out, total, g, fresh):
+    total[...] = g if fresh else total + g
+
+
+@accumulate.kernel("cpu")
+def accumulate_cpu(out, total, g, fresh):
+    if fresh:
+        np.copyto(total, g)
+    else:
+        kernels.elementwise.binary(
+            kernels.elementwise.BINARY["add"], flat(total), flat(total), flat(g)
+        )
+
+
+@accumulate.samples
+def accumulate_samples():
+    for n, fresh in ((1, 0.0), (17, 1.0), (70_000, 0.0)):
+        yield accumulate(state("total", (n,)), input("g", (n,)), constant("fresh", np.array(fresh)))
+
+
 ADAMW_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - beta2**t")
 
 

@@ -1,11 +1,8 @@
 """What training does about a step whose loss or gradients are not finite."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
-
-from packtrain.run import Executor
 
 IN_A_ROW = 3
 
@@ -21,19 +18,19 @@ class FiniteGuard:
         self.bad = 0
 
     def check(
-        self, run: Executor, inputs: Mapping[str, Any], got: Mapping[str, np.ndarray]
+        self, got: Mapping[str, np.ndarray], diagnose: Callable[[], str | None]
     ) -> str | None:
         """None for a good step; else the op, tensor and line that made the bad value.
 
-        Raises NotFinite for the third bad step in a row. The step is run again without updates; a step that was
-        clipped by global norm changed nothing and gives the same values, one that was not may have changed
-        tensors before the first bad gradient and can then look different.
+        `diagnose` runs the step again without updates (Executor.diagnose). A step that was clipped by global norm
+        changed nothing and gives the same values again; one that was not may have changed tensors before the
+        first bad gradient and can then look different. Raises NotFinite for the third bad step in a row.
         """
         if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
             self.bad = 0
             return None
         self.bad += 1
-        what = run.diagnose(inputs) or "it is finite when run again"
+        what = diagnose() or "it is finite when run again"
         if self.bad == IN_A_ROW:
             raise NotFinite(f"{IN_A_ROW} steps in a row without a finite loss and gradient; {what}")
         return what

@@ -50,26 +50,81 @@ def training(
              clips by global norm, for which all gradients must be there first. A step whose loss or gradient is
              not finite changes nothing; without max_norm that holds from the first such gradient on.
     """
+    loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm)
+    _check(trained)
+    if max_norm is None:
+        differentiate(loss, list(trained), keep, then=update.measure_and_apply)
+    else:
+        for w, g in differentiate(loss, list(trained), keep, then=update.measure).items():
+            update.apply(w, g)
+    return Graph({**outputs, "squares": named("squares", update.squares[-1])}, update.handles)
+
+
+def accumulating(
+    outputs: Mapping[str, Tensor],
+    trained: Collection[Tensor],
+    *,
+    keep: Collection[Tensor] | None = None,
+) -> Graph:
+    """The graph of one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
+
+    The input `fresh` () is 1 for the first micro-batch of a step, which begins the sums, else 0.
+    """
+    _check(trained)
+    fresh, handles = input("fresh", ()), list[Tensor]()
+
+    def add(w: Tensor, g: Tensor) -> None:
+        handles.append(ops.accumulate(_sum_of(w), g, fresh))
+
+    differentiate(outputs["loss"], list(trained), keep, then=add)
+    return Graph(outputs, handles)
+
+
+def updating(
+    trained: Collection[Tensor], optimizer: AdamW, *, max_norm: float | None = None
+) -> Graph:
+    """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss."""
+    _check(trained)
+    update = _Update(optimizer, input("loss", ()), float("inf") if max_norm is None else max_norm)
+    sums = [(w, _sum_of(w)) for w in trained]
+    for w, g in sums:
+        update.measure(w, g)
+    for w, g in sums:
+        update.apply(w, g)
+    return Graph({"squares": named("squares", update.squares[-1])}, update.handles)
+
+
+def _sum_of(w: Tensor) -> Tensor:
+    return state(f"g/{w.name}", w.shape)
+
+
+def _check(trained: Collection[Tensor]) -> None:
     if not trained:
         raise GraphError("training needs at least one tensor to train")
-    loss = outputs["loss"]
-    hyper, handles, squares = input("adamw", (7,)), list[Tensor](), list[Tensor]()
 
-    def measure(w: Tensor, g: Tensor) -> None:
-        squares.append(ops.sum_squares(g, squares[-1] if squares else None))
 
-    def gate(norm: float) -> Tensor:
-        return ops.clip_gate(ops.add(squares[-1], ops.scale(loss, by=0.0)), max_norm=norm)
+class _Update:
+    """Writes the end of a step: the norm of all gradients so far, the gate made from it, and the updates."""
 
-    def update_now(w: Tensor, g: Tensor) -> None:
-        measure(w, g)
-        handles.extend(optimizer.update(w, g, hyper, gate(float("inf"))))
+    def __init__(self, optimizer: AdamW, loss: Tensor, max_norm: float | None) -> None:
+        self.optimizer, self.loss, self.max_norm = optimizer, loss, max_norm
+        self.hyper = input("adamw", (7,))
+        self.squares: list[Tensor] = []
+        self.handles: list[Tensor] = []
+        self.clip: Tensor | None = None
 
-    if max_norm is None:
-        differentiate(loss, list(trained), keep, then=update_now)
-    else:
-        gradients = differentiate(loss, list(trained), keep, then=measure)
-        clip = gate(max_norm)
-        for w, g in gradients.items():
-            handles.extend(optimizer.update(w, g, hyper, clip))
-    return Graph({**outputs, "squares": named("squares", squares[-1])}, handles)
+    def measure(self, w: Tensor, g: Tensor) -> None:
+        self.squares.append(ops.sum_squares(g, self.squares[-1] if self.squares else None))
+
+    def apply(self, w: Tensor, g: Tensor) -> None:
+        self.clip = self.clip or self._gate()
+        self.handles.extend(self.optimizer.update(w, g, self.hyper, self.clip))
+
+    def measure_and_apply(self, w: Tensor, g: Tensor) -> None:
+        self.measure(w, g)
+        self.handles.extend(self.optimizer.update(w, g, self.hyper, self._gate()))
+
+    def _gate(self) -> Tensor:
+        finite = ops.add(self.squares[-1], ops.scale(self.loss, by=0.0))
+        norm = float("inf") if self.max_norm is None else self.max_norm
+        return ops.clip_gate(finite, max_norm=norm)

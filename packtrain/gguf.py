@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -76,6 +76,24 @@ class Entry:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A tensor to write whose values are made when their turn comes, so that only one is in memory at a time."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_nbytes(self.shape, self.dtype)
+
+
+def tensor_nbytes(shape: tuple[int, ...], dtype: Dtype) -> int:
+    """Bytes of a tensor in a file; its rows must be whole blocks."""
+    return math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
+
+
 class GGUF:
     """An open file: `metadata` by key, `entries` by tensor name; `array(name)` maps a tensor without a copy.
 
@@ -87,11 +105,15 @@ class GGUF:
         self.path = Path(path)
         self.values: dict[str, Value] = {}
         self.entries: dict[str, Entry] = {}
-        with open(self.path, "rb") as file:
-            self.nbytes = os.fstat(file.fileno()).st_size
-            if self.nbytes < 24:
-                raise GGUFError(f"{path}: {self.nbytes} bytes; a GGUF file has at least 24")
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with open(self.path, "rb") as file:
+                self.nbytes = os.fstat(file.fileno()).st_size
+                if self.nbytes < 24:
+                    raise GGUFError(f"{path}: {self.nbytes} bytes; a GGUF file has at least 24")
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise GGUFError(f"{path}: cannot be read: {reason}") from None
         self.at = 0
         self._read()
 
@@ -230,8 +252,7 @@ class GGUF:
             raise GGUFError(
                 f"{self.path}: rows of {name} have {shape[-1]} elements; {dtype} packs {dtype.block} each"
             )
-        nbytes = math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
-        self.entries[name] = Entry(name, shape, dtype, offset, nbytes)
+        self.entries[name] = Entry(name, shape, dtype, offset, tensor_nbytes(shape, dtype))
         return self.entries[name]
 
     def _place(self, e: Entry, start: int, alignment: int) -> None:
@@ -253,41 +274,38 @@ class GGUF:
 def write(
     path: str | Path,
     metadata: Mapping[str, Value],
-    tensors: Mapping[str, np.ndarray | tuple[Dtype, np.ndarray]],
+    tensors: Mapping[str, np.ndarray | tuple[Dtype, np.ndarray] | Deferred],
 ) -> None:
     """Write a GGUF file: beside its place first, synced, then renamed over it.
 
-    tensors  arrays of f32, f16, f64, i32 or i64; or (dtype, u8 (..., row bytes)) for types NumPy does not have
+    tensors  arrays of f32, f16, f64, i32 or i64; or (dtype, u8 (..., row bytes)) for types NumPy does not have;
+             or Deferred, made when it is written
     Raises GGUFError for names or values the format cannot hold, OSError if the disk does not take the file;
     a file that was there before is then still there, whole.
     """
     with replacing(path) as file:
-        _write(file, metadata, {name: _typed(name, given) for name, given in tensors.items()})
+        _write(file, metadata, {name: _deferred(name, given) for name, given in tensors.items()})
 
 
-def _typed(
-    name: str, given: np.ndarray | tuple[Dtype, np.ndarray]
-) -> tuple[Dtype, tuple[int, ...], np.ndarray]:
-    """dtype, logical shape and bytes of a tensor to write."""
+def _deferred(name: str, given: np.ndarray | tuple[Dtype, np.ndarray] | Deferred) -> Deferred:
+    """dtype, logical shape and values of a tensor to write."""
     if len(name.encode()) >= NAME_NBYTES:
         raise GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
+    if isinstance(given, Deferred):
+        return given
     if isinstance(given, tuple):
         dtype, array = given
         width = array.shape[-1] // dtype.block_nbytes * dtype.block
-        return dtype, (*array.shape[:-1], width), np.ascontiguousarray(array)
+        return Deferred(dtype, (*array.shape[:-1], width), lambda: array)
     dtype = next((d for d in NUMBERS if d.numpy == given.dtype), f32)
     if dtype.numpy != given.dtype or given.ndim > AXES:
         raise GGUFError(
             f"{name}: a {given.dtype} array of {given.ndim} axes cannot be a GGUF tensor"
         )
-    return dtype, given.shape, np.ascontiguousarray(given)
+    return Deferred(dtype, given.shape, lambda: given)
 
 
-def _write(
-    file: BinaryIO,
-    metadata: Mapping[str, Value],
-    tensors: Mapping[str, tuple[Dtype, tuple[int, ...], np.ndarray]],
-) -> None:
+def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, Deferred]) -> None:
     alignment = (
         int(metadata["general.alignment"].value) if "general.alignment" in metadata else ALIGNMENT
     )
@@ -295,11 +313,14 @@ def _write(
     for key, value in metadata.items():
         file.write(_text(key) + _encoded(key, value))
     offset = 0
-    for name, (dtype, shape, array) in tensors.items():
-        axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        file.write(_text(name) + axes + struct.pack("<IQ", NUMBERS[dtype], offset))
-        offset += -(-array.nbytes // alignment) * alignment
-    for _, _, array in tensors.values():
+    for name, t in tensors.items():
+        axes = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
+        file.write(_text(name) + axes + struct.pack("<IQ", NUMBERS[t.dtype], offset))
+        offset += -(-t.nbytes // alignment) * alignment
+    for name, t in tensors.items():
+        array = np.ascontiguousarray(t.make())
+        if array.nbytes != t.nbytes:
+            raise GGUFError(f"{name}: {array.nbytes} bytes were made, {t.nbytes} announced")
         file.write(bytes(-file.tell() % alignment))
         file.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
     file.write(bytes(-file.tell() % alignment))

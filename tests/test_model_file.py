@@ -1,0 +1,262 @@
+"""Model files: what is saved opens as it was, in every type; whatever does not fit together gets its line."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.dtypes import BLOCK_TYPES
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
+from packtrain.models import llama
+from packtrain.models.file import metadata, open_model, save_model
+from tests.models import values
+
+SHARED = Path(__file__).parent.parent.parent / "shared/data"
+STORIES = SHARED / "models/stories260K/stories260K.gguf"
+needs_shared = pytest.mark.skipif(not STORIES.exists(), reason="no shared data beside the checkout")
+
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+WORDS = ("\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "the", "\u2581the", "\n")
+TOKENS = (
+    {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
+    | {f"<0x{b:02X}>": BYTE for b in range(256)}
+    | dict.fromkeys(WORDS, NORMAL)
+)
+CONFIG = llama.Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
+
+
+def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
+    """A small vocabulary of bytes, letters and a few words, later ones merged later."""
+    return {
+        "tokenizer.ggml.model": Value("string", "llama"),
+        "tokenizer.ggml.tokens": Value("string", list(tokens)),
+        "tokenizer.ggml.scores": Value("f32", [-float(i) for i in range(len(tokens))]),
+        "tokenizer.ggml.token_type": Value("i32", list(tokens.values())),
+    }
+
+
+def save(path: Path, config: llama.Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:
+    """A model of random values in a file; gives the values."""
+    given = values(config)
+    save_model(path, config, vocabulary(), given.__getitem__, name="small", **how)
+    return given
+
+
+# ---- in and out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_saved_opens_as_it_was(tmp_path: Path, tied: bool) -> None:
+    config = replace(CONFIG, tied=tied)
+    given = save(tmp_path / "m.gguf", config, extra={"general.author": Value("string", "me")})
+    model = open_model(tmp_path / "m.gguf")
+    assert model.config == config
+    assert list(model.names) == list(given) == list(model.gguf.entries)
+    assert all(np.array_equal(model.weight(name), given[name]) for name in given)
+    assert model.tokenizer().decode(model.tokenizer().encode("the cat")) == "the cat"
+    keys = model.gguf.metadata
+    assert (keys["general.file_type"], keys["general.author"]) == (0, "me")
+    assert (keys["general.name"], keys["general.type"]) == ("small", "model")
+
+
+def test_f32_is_mapped_and_not_copied(tmp_path: Path) -> None:
+    save(tmp_path / "m.gguf")
+    model = open_model(tmp_path / "m.gguf")
+    assert all(not model.weight(name).flags.owndata for name in model.names)
+    assert np.shares_memory(model.weight("output_norm.weight"), model.weight("output_norm.weight"))
+
+
+@pytest.mark.parametrize(("dtype", "number", "bits"), [("f16", 1, 11), ("bf16", 32, 8)])
+def test_halves_are_rounded_to_nearest(tmp_path: Path, dtype: str, number: int, bits: int) -> None:
+    given = save(tmp_path / "m.gguf", dtype=dtype)
+    model = open_model(tmp_path / "m.gguf")
+    assert model.gguf.metadata["general.file_type"] == number
+    for name, value in given.items():
+        got = model.weight(name)
+        assert got.dtype == np.float32
+        if value.ndim == 1:
+            assert str(model.gguf.entries[name].dtype) == "f32" and np.array_equal(got, value)
+            continue
+        assert str(model.gguf.entries[name].dtype) == dtype
+        unit = 2.0 ** (np.floor(np.log2(np.abs(value))) + 1 - bits)  # of the last place kept
+        unit = np.maximum(unit, 2.0**-24 if dtype == "f16" else 0)  # the least f16 there is
+        assert (np.abs(got.astype(np.float64) - value) <= unit / 2).all()
+
+
+def test_bf16_ties_go_to_even_and_nan_stays(tmp_path: Path) -> None:
+    bits = np.array(
+        [0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0xFF800000, 0x7FFFFFFF], np.uint32
+    )
+    given = values(CONFIG)
+    given["token_embd.weight"][0, :6] = bits.view(np.float32)
+    save_model(
+        tmp_path / "m.gguf",
+        CONFIG,
+        vocabulary(),
+        given.__getitem__,
+        name="small",
+        dtype="bf16",
+    )
+    got = open_model(tmp_path / "m.gguf").weight("token_embd.weight")[0, :6]
+    want = [0x3F800000, 0x3F820000, 0x3F810000, 0x3F810000, 0xFF800000]
+    assert got[:5].view(np.uint32).tolist() == want
+    assert np.isnan(got[5])
+
+
+def test_f16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    given = values(CONFIG)
+    given["blk.1.ffn_up.weight"][0, 0] = 70_000
+    (tmp_path / "m.gguf").write_bytes(b"before")
+    with pytest.raises(InputError, match=r"blk\.1\.ffn_up\.weight has values up to 7e\+04, beyond"):
+        save_model(
+            tmp_path / "m.gguf",
+            CONFIG,
+            vocabulary(),
+            given.__getitem__,
+            name="small",
+            dtype="f16",
+        )
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"before"]
+
+
+def test_weights_are_asked_for_one_by_one_in_order(tmp_path: Path) -> None:
+    given, asked = values(CONFIG), []
+
+    def weights(name: str) -> np.ndarray:
+        asked.append(name)
+        return given[name]
+
+    save_model(tmp_path / "m.gguf", CONFIG, vocabulary(), weights, name="small", dtype="f16")
+    assert asked == list(given)
+
+
+def test_a_weight_of_another_shape_or_vocabulary_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"token_embd.weight: float32\[2\] was given for"):
+        save_model(
+            tmp_path / "m.gguf", CONFIG, vocabulary(), lambda _: np.zeros(2, "f4"), name="small"
+        )
+    smaller = replace(CONFIG, vocab_size=7)
+    with pytest.raises(InputError, match="has 290 tokens, the model 7; both must be equal"):
+        save(tmp_path / "m.gguf", smaller)
+
+
+def test_a_deferred_tensor_must_be_as_announced(tmp_path: Path) -> None:
+    made = Deferred(BLOCK_TYPES["q8_0"], (2, 32), lambda: np.zeros((2, 33), np.uint8))
+    with pytest.raises(GGUFError, match="t: 66 bytes were made, 68 announced"):
+        write(tmp_path / "m.gguf", {}, {"t": made})
+
+
+@needs_shared
+def test_a_real_model_opens_and_is_saved_again(tmp_path: Path) -> None:
+    model = open_model(STORIES)
+    assert model.config == llama.Config(512, 2048, 64, 5, 172, 8, 4, tied=False)
+    keys = model.gguf.values
+    words = {key: value for key, value in keys.items() if key.startswith("tokenizer.")}
+    save_model(tmp_path / "m.gguf", model.config, words, model.weight, name="again")
+    again = open_model(tmp_path / "m.gguf")
+    assert again.config == model.config
+    assert again.tokenizer().tokens == model.tokenizer().tokens
+    assert all(again.weight(n).tobytes() == model.weight(n).tobytes() for n in model.names)
+
+
+# ---- what is refused
+
+Change = Callable[[dict[str, Value], dict[str, Any]], object]
+
+
+def key(name: str, kind: str, value: Any) -> Change:
+    return lambda keys, tensors: keys.update({name: Value(kind, value)})
+
+
+def no_key(name: str) -> Change:
+    return lambda keys, tensors: keys.pop(name)
+
+
+def tensor(name: str, value: Any) -> Change:
+    return lambda keys, tensors: tensors.update({name: value})
+
+
+def no_tensor(name: str) -> Change:
+    return lambda keys, tensors: tensors.pop(name)
+
+
+def packed(rows: int, width: int) -> tuple[Any, np.ndarray]:
+    return BLOCK_TYPES["q4_0"], np.zeros((rows, width // 32 * 18), np.uint8)
+
+
+BAD: dict[str, Change] = {
+    "general.architecture is 'qwen2'; only 'llama' is supported": key("general.architecture", "string", "qwen2"),
+    "general.architecture is None; only": no_key("general.architecture"),
+    "llama.context_length is missing; it must be a whole number from 1": no_key("llama.context_length"),
+    "llama.context_length is 0; it must be": key("llama.context_length", "u32", 0),
+    "llama.block_count is -2; it must be": key("llama.block_count", "i32", -2),
+    "llama.block_count is 9000; it must be less than the number of tensors": key("llama.block_count", "u32", 9000),
+    "llama.embedding_length is 24.0; it must be": key("llama.embedding_length", "f32", 24),
+    "llama.embedding_length is True; it must be": key("llama.embedding_length", "bool", True),
+    "llama.feed_forward_length is array([36, 36]": key("llama.feed_forward_length", "u32", [36, 36]),
+    "llama.feed_forward_length is 9223372036854775808; it": key("llama.feed_forward_length", "u64", 1 << 63),
+    "weight has shape [36, 24]; by the metadata it must be [40, 24]": key("llama.feed_forward_length", "u32", 40),
+    "llama.attention.head_count is 5; it must be a divisor": key("llama.attention.head_count", "u32", 5),
+    "llama.attention.head_count is 8; it must be a divisor": key("llama.attention.head_count", "u32", 8),
+    "llama.attention.head_count_kv is 3; it must be a divisor of": key("llama.attention.head_count_kv", "u32", 3),
+    "llama.rope.dimension_count is 4; it must be the head width": key("llama.rope.dimension_count", "u32", 4),
+    "llama.attention.key_length is 8; it must be the head width": key("llama.attention.key_length", "u32", 8),
+    "llama.rope.scaling.type is 'yarn'; it must be 'none' or left": key("llama.rope.scaling.type", "string", "yarn"),
+    "llama.expert_count is 8; it must be 0 or left out": key("llama.expert_count", "u32", 8),
+    "llama.rope.freq_base is -1.0; it must be a number above 0": key("llama.rope.freq_base", "f32", -1),
+    "layer_norm_rms_epsilon is nan; it must be": key("llama.attention.layer_norm_rms_epsilon", "f32", np.nan),
+    "layer_norm_rms_epsilon is missing; it must be": no_key("llama.attention.layer_norm_rms_epsilon"),
+    "llama.vocab_size is 299; it must be 290, the rows": key("llama.vocab_size", "u32", 299),
+    "there is no array tokenizer.ggml.tokens": no_key("tokenizer.ggml.tokens"),
+    "tokenizer.ggml.tokens has 1 tokens and token_embd.weight 290 rows": key("tokenizer.ggml.tokens", "string", ["a"]),
+    "there is no tensor token_embd.weight; a model needs its weights": no_tensor("token_embd.weight"),
+    "token_embd.weight has shape [24]; it must be [vocabulary, width]": tensor("token_embd.weight", np.zeros(24, "f4")),
+    "tensor blk.1.attn_k.weight is missing; its shape is [12, 24]": no_tensor("blk.1.attn_k.weight"),
+    "blk.0.ffn_up.weight has shape [24, 36]; by": tensor("blk.0.ffn_up.weight", np.zeros((24, 36), "f4")),
+    "output.weight has shape [289, 24]; by": tensor("output.weight", np.zeros((289, 24), "f4")),
+    "tensor rope_freqs.weight is no part of a llama of 2 blocks": tensor("rope_freqs.weight", np.ones(3, "f4")),
+    "tensor blk.2.attn_norm.weight is no part": tensor("blk.2.attn_norm.weight", np.ones(24, "f4")),
+    "output_norm.weight is of type f64; only f32, f16, bf16 can be read": tensor("output_norm.weight", np.ones(24)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_model_gets_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.gguf"
+    keys, tensors = metadata(CONFIG, "small") | vocabulary(), dict[str, Any](values(CONFIG))
+    BAD[line](keys, tensors)
+    write(path, keys, tensors)
+    with pytest.raises(InputError) as error:
+        open_model(path)
+    assert line in str(error.value) and str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_quantized_model_names_type_and_tensor(tmp_path: Path) -> None:
+    config = replace(CONFIG, embedding_length=32)
+    keys, tensors = metadata(config, "small") | vocabulary(), dict[str, Any](values(config))
+    tensors["blk.0.attn_q.weight"] = packed(32, 32)
+    write(tmp_path / "m.gguf", keys, tensors)
+    with pytest.raises(InputError, match=r"blk\.0\.attn_q\.weight is of type q4_0; only f32, f16"):
+        open_model(tmp_path / "m.gguf")
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.gguf: cannot be read: no such file"):
+        open_model(tmp_path / "none.gguf")
+    with pytest.raises(InputError, match="cannot be read: is a directory"):
+        open_model(tmp_path)
+
+
+def test_a_vocabulary_that_cannot_be_used_names_its_file(tmp_path: Path) -> None:
+    words = vocabulary() | {"tokenizer.ggml.model": Value("string", "gpt2")}
+    path = tmp_path / "m.gguf"
+    save_model(path, CONFIG, words, values(CONFIG).__getitem__, name="small")
+    with pytest.raises(InputError) as error:
+        open_model(path).tokenizer()
+    assert str(error.value).startswith(f"{path}: tokenizer.ggml.model is 'gpt2'")
+    assert GGUF(path).metadata["tokenizer.ggml.model"] == "gpt2"

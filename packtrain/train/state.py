@@ -1,0 +1,144 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, in one checked GGUF file.
+
+Progress and leaves go in by name and come out by name. The file before is kept beside it as `.previous`, and
+the newest sound one is loaded, so that a kill at any moment leaves one.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, GGUFError, Value, write
+
+FORMAT = 1
+KEY = "packtrain.checkpoint."
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands. Counters are 64-bit; the data position and all randomness follow from `step`.
+
+    step      steps done          tokens   trained on so far      seconds  spent training
+    best      lowest validation loss, and `stale`, validations since then
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best: float = float("inf")
+    stale: int = 0
+
+    def after(self, tokens: int, seconds: float) -> "Progress":
+        return replace(
+            self, step=self.step + 1, tokens=self.tokens + tokens, seconds=self.seconds + seconds
+        )
+
+    def validated(self, loss: float) -> "Progress":
+        if loss < self.best:
+            return replace(self, best=loss, stale=0)
+        return replace(self, stale=self.stale + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded checkpoint: `about` is what the run said of itself, `array(name)` a leaf, mapped."""
+
+    path: Path
+    progress: Progress
+    about: dict[str, Any]
+    gguf: GGUF
+
+    def array(self, name: str) -> np.ndarray:
+        return self.gguf.array(name)
+
+
+def previous(path: Path) -> Path:
+    return path.with_suffix(".previous.gguf")
+
+
+def save(
+    path: Path, progress: Progress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write a checkpoint of leaves by name, keeping the one before. `about` is any JSON. Raises OSError."""
+    texts = {
+        KEY + "progress": json.dumps(asdict(progress)),
+        KEY + "about": json.dumps(about),
+    }
+    values = {
+        "general.architecture": Value("string", "packtrain-checkpoint"),
+        KEY + "format": Value("u32", FORMAT),
+        KEY + "sha256": Value("string", _digest(texts, arrays)),
+        **{key: Value("string", text) for key, text in texts.items()},
+    }
+    if path.exists():
+        _keep(path)
+    write(path, values, arrays)
+
+
+def _keep(path: Path) -> None:
+    """Give the file a second name; the next write takes only the first one away."""
+    beside = path.with_suffix(".keep.part")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(path, beside)
+    except OSError:  # file systems without links
+        shutil.copyfile(path, beside)
+    os.replace(beside, previous(path))
+
+
+def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of the progress, what the run said, and all leaves."""
+    digest = hashlib.sha256()
+    for key, text in texts.items():
+        digest.update(f"{key}={text}\n".encode())
+    for name, array in arrays.items():
+        digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest sound checkpoint at `path`: itself, or the one before, which is said; None if there is none.
+
+    Raises InputError for a checkpoint of a newer format, and if there are files but none of them is sound.
+    """
+    problems = []
+    for file in (path, previous(path)):
+        if not file.exists():
+            continue
+        try:
+            found = _load(file)
+        except GGUFError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            say(f"{problem}; going on from {file.name}")
+        return found
+    if problems:
+        raise InputError("; ".join(problems))
+    return None
+
+
+def _load(path: Path) -> Checkpoint:
+    gguf = GGUF(path)
+    values = gguf.metadata
+    wanted = {"format": int, "sha256": str, "progress": str, "about": str}
+    if not all(isinstance(values.get(KEY + name), kind) for name, kind in wanted.items()):
+        raise GGUFError(f"{path}: this is not a checkpoint of packtrain")
+    if values[KEY + "format"] > FORMAT:
+        raise InputError(
+            f"{path}: checkpoint format {values[KEY + 'format']}; this version of packtrain reads up to {FORMAT}"
+        )
+    texts = {KEY + name: values[KEY + name] for name in ("progress", "about")}
+    if _digest(texts, {name: gguf.array(name) for name in gguf.entries}) != values[KEY + "sha256"]:
+        raise GGUFError(f"{path}: the checksum does not match; the file is damaged")
+    progress = Progress(**json.loads(texts[KEY + "progress"]))
+    return Checkpoint(path, progress, json.loads(texts[KEY + "about"]), gguf)

@@ -1,0 +1,101 @@
+"""Steps of training: accumulation, evaluation, schedules."""
+
+import numpy as np
+import pytest
+
+from packtrain.models import llama
+from packtrain.train.engine import Engine
+from packtrain.train.optim import AdamW
+from packtrain.train.plans import EVALUATE, MICRO, STEP, UPDATE, Shape, make_plans
+from packtrain.train.schedule import Schedule
+from tests.models import CONFIG, batch, values
+
+ROWS, TIME = 4, 16
+
+
+def engine(rows: int, micros: int, **given) -> Engine:
+    made = Engine(make_plans(Shape(CONFIG, rows, TIME, micros, **given), AdamW()), AdamW())
+    made.session.set(values(CONFIG))
+    return made
+
+
+def windows(seed: int) -> dict[str, np.ndarray]:
+    """A batch whose weights are 1 or 0, as data has them, unevenly over its rows."""
+    made = batch(CONFIG, ROWS, TIME, seed)
+    keep = np.arange(TIME)[None] < np.array([[TIME], [3], [9], [TIME - 1]])
+    return made | {"weights": keep.astype(np.float32)}
+
+
+def part(whole: dict[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
+    return {name: value[rows] for name, value in whole.items()}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_micro_batches_are_one_batch(max_norm, recompute):
+    whole = engine(ROWS, 1, max_norm=max_norm, recompute=recompute)
+    parts = engine(ROWS // 4, 4, max_norm=max_norm, recompute=recompute)
+    assert set(whole.run) == {STEP, EVALUATE} and set(parts.run) == {MICRO, UPDATE, EVALUATE}
+    for number in (1, 2, 3):
+        made = windows(number)
+        a = whole.step([made], number, 1e-2)
+        b = parts.step([part(made, slice(i, i + 1)) for i in range(4)], number, 1e-2)
+        assert a.tokens == b.tokens == int(made["weights"].sum())
+        np.testing.assert_allclose([b.loss, b.norm], [a.loss, a.norm], rtol=1e-5)
+    for name in llama.weights(CONFIG):
+        change = whole.session.get(name) - values(CONFIG)[name]
+        assert np.abs(change).max() > 1e-3
+        np.testing.assert_allclose(
+            parts.session.get(name), whole.session.get(name), atol=1e-4, err_msg=name
+        )
+
+
+def test_a_bad_step_is_skipped_named_and_its_sums_forgotten():
+    parts, name = engine(2, 2, max_norm=1.0), "blk.0.ffn_up.weight"
+    made = windows(1)
+    halves = [part(made, slice(0, 2)), part(made, slice(2, 4))]
+    good = parts.session.get(name)
+    huge = np.full_like(good, 3e38)
+    parts.session.set({name: huge})
+    did = parts.step(halves, 1, 1e-2)
+    assert did.bad is not None and "blk.0.ffn_up" in did.bad
+    assert (parts.session.get(name) == huge).all() and not parts.session.get(f"m/{name}").any()
+    parts.session.set({name: good})
+    assert parts.step(halves, 1, 1e-2).bad is None
+    assert np.isfinite(parts.session.get(name)).all() and parts.session.get(f"m/{name}").any()
+
+
+def test_evaluation_is_the_mean_over_tokens_with_its_error_over_windows():
+    made = engine(ROWS, 1)
+    batches = [windows(1), windows(2)]
+    got = made.evaluate(batches)
+    losses = [made.run[EVALUATE](b)["losses"].astype(np.float64) * b["weights"] for b in batches]
+    sums, counts = np.concatenate(losses).sum(1), np.tile([TIME, 3, 9, TIME - 1], 2)
+    assert got.tokens == counts.sum()
+    assert got.loss == pytest.approx(sums.sum() / counts.sum(), rel=1e-12)
+    residual = sums - counts * got.loss
+    error = np.sqrt((residual**2).sum() * 8 / 7) / counts.sum()
+    assert got.error == pytest.approx(error, rel=1e-9)
+
+
+def test_a_plan_counts_every_leaf_once_and_one_arena():
+    plans = make_plans(Shape(CONFIG, 2, TIME, 3), AdamW())
+    parameters = sum(leaf.spec.nbytes for leaf in llama.weights(CONFIG).values())
+    assert plans.weight_nbytes == parameters == plans.gradient_nbytes
+    assert plans.state_nbytes == 2 * parameters
+    assert plans.arena_nbytes == max(p.arena().nbytes for p in plans.plans.values())
+    assert plans.nbytes == 4 * parameters + plans.arena_nbytes
+
+
+def test_schedules():
+    cosine = Schedule("cosine", 1.0, 0.1, warmup=10, steps=110)
+    assert [cosine.rate(s) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
+    assert cosine.rate(11) == 1.0
+    assert cosine.rate(110) == pytest.approx(0.1)
+    assert Schedule("cosine", 1.0, 0.0, 0, 101).rate(51) == pytest.approx(0.5)
+    assert Schedule("linear", 1.0, 0.2, 0, 101).rate(26) == pytest.approx(0.8)
+    assert {Schedule("constant", 0.3, 0.0, 2, 9).rate(s) for s in range(2, 10)} == {0.3}
+    cycles = Schedule("cosine", 1.0, 0.0, 0, 101, cycles=2)
+    assert cycles.rate(50) < 0.01 and cycles.rate(51) == pytest.approx(1.0)
+    assert cycles.rate(101) == pytest.approx(0.0, abs=1e-9)
+    assert Schedule("cosine", 1.0, 0.0, 1, 1).rate(1) == 1.0

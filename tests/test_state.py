@@ -1,0 +1,90 @@
+"""Checkpoints: whole or not there, checked when read, the one before kept."""
+
+import math
+
+import numpy as np
+import pytest
+
+from packtrain.errors import InputError
+from packtrain.train import state
+from packtrain.train.state import Progress
+
+ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "m/w": np.zeros((3, 4), np.float32)}
+
+
+def saved(path, step=7, **about):
+    progress = Progress(step, tokens=(1 << 40) + step, seconds=1.5, best=math.inf)
+    state.save(path, progress, {"lr": 0.1, **about}, ARRAYS)
+    return progress
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "checkpoint.gguf"
+    progress = saved(path)
+    said = []
+    found = state.load(path, said.append)
+    assert found is not None and found.progress == progress and found.about == {"lr": 0.1}
+    for name, array in ARRAYS.items():
+        assert found.array(name).tobytes() == array.tobytes()
+    assert said == [] and [f.name for f in tmp_path.iterdir()] == ["checkpoint.gguf"]
+
+
+def test_the_one_before_is_kept_and_used_when_the_newest_is_damaged(tmp_path):
+    path = tmp_path / "checkpoint.gguf"
+    saved(path, step=1)
+    saved(path, step=2)
+    saved(path, step=3)
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "checkpoint.gguf",
+        "checkpoint.previous.gguf",
+    ]
+    whole = path.read_bytes()
+    for damaged in (whole[:-40], whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:], b""):
+        path.write_bytes(damaged)
+        said = []
+        found = state.load(path, said.append)
+        assert found is not None and found.progress.step == 2
+        assert len(said) == 1 and "checkpoint.gguf" in said[0] and "previous" in said[0]
+
+
+def test_a_changed_number_is_noticed(tmp_path):
+    path = tmp_path / "checkpoint.gguf"
+    saved(path)
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b'"step": 7', b'"step": 8'))
+    with pytest.raises(InputError, match="checksum"):
+        state.load(path, print)
+
+
+def test_no_checkpoint_is_none_and_a_newer_one_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.gguf"
+    assert state.load(path, print) is None
+    monkeypatch.setattr(state, "FORMAT", 2)
+    saved(path)
+    monkeypatch.setattr(state, "FORMAT", 1)
+    with pytest.raises(InputError, match=r"checkpoint\.gguf: checkpoint format 2; .* up to 1"):
+        state.load(path, print)
+
+
+def test_a_model_is_no_checkpoint(tmp_path):
+    from packtrain.gguf import Value, write
+
+    path = tmp_path / "checkpoint.gguf"
+    write(path, {"general.architecture": Value("string", "llama")}, ARRAYS)
+    with pytest.raises(InputError, match="not a checkpoint"):
+        state.load(path, print)
+
+
+def test_a_failed_save_leaves_both_files(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.gguf"
+    saved(path, step=1)
+    saved(path, step=2)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        saved(path, step=3)
+    found = state.load(path, print)
+    assert found is not None and found.progress.step == 2

@@ -33,7 +33,7 @@ def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
     """A small vocabulary of bytes, letters and a few words, later ones merged later."""
     return {
         "tokenizer.ggml.model": Value("string", "llama"),
-        "tokenizer.ggml.tokens": Value("string", list(tokens)),
+        "tokenizer.ggml.tokens": Value("string", [text.encode() for text in tokens]),
         "tokenizer.ggml.scores": Value("f32", [-float(i) for i in range(len(tokens))]),
         "tokenizer.ggml.token_type": Value("i32", list(tokens.values())),
     }

@@ -1,0 +1,210 @@
+"""Text from a model: logits against an independent forward pass however the prompt is cut, and every way to end."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from packtrain import Session
+from packtrain.errors import InputError
+from packtrain.generate import Generator, Limits, Reply
+from packtrain.models import llama
+from packtrain.models.file import open_model
+from packtrain.sample import Sampling
+from packtrain.tokenizer import Tokenizer
+from tests import numpy_llama
+from tests.models import bind, values
+from tests.models import logits as full_logits
+from tests.test_model_file import CONFIG, STORIES, TOKENS, needs_shared, vocabulary
+
+TOLERANCE = 1e-4
+GREEDY = Sampling(temp=0.0)
+STORY = (
+    ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red"
+    " ball. She wanted to play with it, but it was too high.\nLily's mom said"
+)
+
+
+def generator(
+    config: llama.Config, given: dict[str, np.ndarray], cells: int, chunks: tuple[int, ...] = (8, 1)
+) -> Generator:
+    session = Session()
+    made = Generator(config, session, cells, chunks)
+    session.set(given)
+    return made
+
+
+def stories(cells: int, chunks: tuple[int, ...] = (64, 8, 1)) -> tuple[Generator, Tokenizer]:
+    model = open_model(STORIES)
+    given = {name: model.weight(name) for name in model.names}
+    return generator(model.config, given, cells, chunks), model.tokenizer()
+
+
+# ---- logits
+
+
+@pytest.mark.parametrize("chunks", [(1,), (8, 1), (64, 8, 1)])
+def test_any_cutting_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ...]) -> None:
+    given, tokens = values(CONFIG), np.random.RandomState(0).randint(0, CONFIG.vocab_size, 30)
+    want = numpy_llama.logits(CONFIG, given, tokens)
+    made = generator(CONFIG, given, 32, chunks)
+    for count in (30, 17, 1):
+        made.forget()
+        assert np.abs(made.feed(tokens[:count].tolist()) - want[count - 1]).max() < TOLERANCE
+    assert made.room == 31
+
+
+@needs_shared
+@pytest.mark.parametrize("chunks", [(1,), (64, 8, 1)])
+def test_a_real_model_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ...]) -> None:
+    model = open_model(STORIES)
+    weights = {name: model.weight(name) for name in model.names}
+    tokens = model.tokenizer().encode("Once upon a time" + STORY)[:64]
+    want = numpy_llama.logits(model.config, weights, np.array(tokens))
+    made = generator(model.config, weights, 64, chunks)
+    got = [made.feed([token]) for token in tokens] if chunks == (1,) else [made.feed(tokens)]
+    assert len(tokens) == 64
+    assert np.abs(got - want[-len(got) :]).max() < TOLERANCE
+
+    line = np.arange(64, dtype=np.int32)[None]
+    fed = {"tokens": np.array(tokens, np.int32)[None], "pos": line, "seq": np.zeros_like(line)}
+    whole = bind(full_logits(model.config, 1, 64), weights)(fed)["logits"][0]
+    assert np.abs(whole - want).max() < TOLERANCE
+
+
+@needs_shared
+def test_a_real_model_tells_its_story() -> None:
+    made, tokenizer = stories(128)
+    reply = Reply(made, tokenizer, tokenizer.encode("Once upon a time"), GREEDY, 0, Limits(64))
+    assert "".join(reply) == STORY
+    assert reply.ended == "count" and len(reply.ids) == 64
+    assert (reply.reading.tokens, reply.writing.tokens) == (5, 63)
+
+
+@needs_shared
+def test_a_seed_gives_the_same_text_again_and_for_any_cutting() -> None:
+    texts = []
+    for seed, chunks in ((1, (64, 8, 1)), (1, (8, 1)), (2, (8, 1))):
+        made, tokenizer = stories(64, chunks)
+        prompt = tokenizer.encode("Lily and the dog went to the park")
+        first, again = (
+            "".join(Reply(made, tokenizer, prompt, Sampling(), seed, Limits(24))) for _ in range(2)
+        )
+        assert first == again
+        texts.append(first)
+    assert texts[0] == texts[1] != texts[2]
+
+
+# ---- ends: a model that says what it is told to
+
+
+class Parrot:
+    """Stands for a Generator: whatever it is fed, the likeliest next token is the next of its line."""
+
+    def __init__(self, line: Sequence[int], room: int = 99) -> None:
+        self.line, self.size, self.fed = list(line), room, list[int]()
+        self.cells = type("Cells", (), {"pos": np.zeros(room)})
+
+    @property
+    def room(self) -> int:
+        return self.size - len(self.fed)
+
+    def forget(self) -> None:
+        self.fed.clear()
+
+    def step(self, tokens: Sequence[int]) -> tuple[np.ndarray, Sequence[int]]:
+        self.fed.append(tokens[0])
+        logits = np.zeros(len(TOKENS), np.float32)
+        logits[self.line[max(len(self.fed) - len(PROMPT), 0)]] = 9
+        return logits, tokens[1:]
+
+
+IDS = {text: id for id, text in enumerate(TOKENS)}
+PROMPT = (IDS["<s>"], IDS["\u2581a"])
+
+
+def ids(*texts: str) -> list[int]:
+    return [IDS[text] for text in texts]
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer({key: value.value for key, value in vocabulary().items()})
+
+
+def said(line: list[int], limits: Limits, room: int = 99) -> tuple[list[str], Reply]:
+    """The pieces of a reply that are not empty."""
+    reply = Reply(Parrot(line, room), tokenizer(), PROMPT, GREEDY, 0, limits)  # type: ignore[arg-type]
+    return [piece for piece in reply if piece], reply
+
+
+HAT = ids("\u2581the", "\u2581", "h", "a", "t", "\n", "</s>", "a")
+
+
+def test_an_end_token_ends_and_is_no_text() -> None:
+    pieces, reply = said(HAT, Limits())
+    assert pieces == [" the", " ", "h", "a", "t", "\n"]
+    assert reply.ended == "end" and reply.ids == HAT[:6]
+
+
+def test_the_count_ends() -> None:
+    pieces, reply = said(HAT, Limits(2))
+    assert pieces == [" the", " "] and reply.ended == "count" and reply.writing.tokens == 1
+    pieces, reply = said(HAT, Limits(0))
+    assert pieces == [] and reply.ended == "count" and reply.reading.tokens == 0
+
+
+def test_a_full_context_ends() -> None:
+    pieces, reply = said(HAT, Limits(), room=4)
+    assert pieces == [" the", " ", "h"] and reply.ended == "context"
+
+
+def test_stop_texts_are_no_text_and_what_may_become_one_waits() -> None:
+    pieces, reply = said(HAT, Limits(stops=(" hat",)))
+    assert pieces == [" the"] and reply.ended == "stop"
+    pieces, reply = said(HAT, Limits(stops=(" ham", "at\n\n")))
+    assert pieces == [" the", " h", "at\n"] and reply.ended == "end"
+    pieces, reply = said(HAT, Limits(stops=("t\n", "e", "a")))
+    assert pieces == [" th"] and reply.ended == "stop"
+
+
+def test_an_interruption_keeps_what_there_is() -> None:
+    asked = iter([False] * 4 + [True])
+    pieces, reply = said(HAT, Limits(interrupted=lambda: next(asked)))
+    assert pieces == [" the", " ", "h"] and reply.ended == "interrupted"
+
+
+def test_a_prompt_can_be_interrupted() -> None:
+    asked = iter([False, True])
+    pieces, reply = said(HAT, Limits(interrupted=lambda: next(asked)))
+    assert pieces == [] and reply.ended == "interrupted" and reply.reading.tokens == 1
+
+
+def test_characters_come_whole() -> None:
+    heart = [IDS[f"<0x{b:02X}>"] for b in "\u2665".encode()]
+    pieces, _ = said([*heart, *heart[:2], IDS["</s>"]], Limits())
+    assert pieces == ["\u2665", "\ufffd"]
+
+
+def test_prompts_that_cannot_be_fed() -> None:
+    with pytest.raises(InputError, match="the prompt has no tokens"):
+        Reply(generator(CONFIG, values(CONFIG), 4), tokenizer(), [], GREEDY, 0)
+    with pytest.raises(InputError, match="has 5 tokens and the context 4"):
+        Reply(generator(CONFIG, values(CONFIG), 4), tokenizer(), 5 * [1], GREEDY, 0)
+
+
+def test_weights_are_the_sessions_own() -> None:
+    given, session = values(CONFIG), Session()
+    made = Generator(CONFIG, session, 8, (1,))
+    session.set(given)
+    before = made.feed([5])
+    session.set({"output_norm.weight": given["output_norm.weight"] * 2})
+    made.forget()
+    assert np.allclose(made.feed([5]), 2 * before, rtol=1e-5)
+
+
+def test_untied_heads_and_other_bases_are_followed() -> None:
+    config = replace(CONFIG, tied=False, rope_freq_base=100.0, rms_eps=0.1)
+    given, tokens = values(config), list(range(20, 30))
+    want = numpy_llama.logits(config, given, np.array(tokens))[-1]
+    assert np.abs(generator(config, given, 16).feed(tokens) - want).max() < TOLERANCE

@@ -5,7 +5,7 @@ reads files or prints.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,32 +14,42 @@ from packtrain.errors import InputError
 from packtrain.graph import Graph
 from packtrain.models import llama
 from packtrain.models.cache import Cells
-from packtrain.place import place
-from packtrain.run import Session
+from packtrain.place import Placed, place
+from packtrain.run import Executor, Session
 from packtrain.sample import Sampling, choose, draws
 from packtrain.tokenizer import Stream, Tokenizer
 
 SEQUENCE = 0  # the only one there is
 
 
+def placements(
+    config: llama.Config, cells: int, chunks: tuple[int, ...] = (64, 8, 1)
+) -> dict[int, Placed]:
+    """The graphs of a Generator with a cache of `cells` tokens, for each number of tokens one run can take.
+
+    chunks  those numbers, falling and ending with 1; a prompt is cut into them
+    """
+    placed = {}
+    for size in (size for size in chunks if size <= cells):
+        logits, handles = llama.generation(config, llama.weights(config), size, cells)
+        placed[size] = place(Graph({"logits": logits}, handles))
+    return placed
+
+
 class Generator:
     """A model with a cache of `cells` tokens: feed it tokens, it gives the logits of the next one.
 
-    chunks  numbers of tokens that one run can take, falling and ending with 1; a prompt is cut into them
+    runs  executors of its placements, the largest first
     """
 
-    def __init__(
-        self,
-        config: llama.Config,
-        session: Session,
-        cells: int,
-        chunks: tuple[int, ...] = (64, 8, 1),
-    ) -> None:
-        self.cells = Cells(cells)
-        self._runs = {}
-        for size in (size for size in chunks if size <= cells):
-            logits, handles = llama.generation(config, llama.weights(config), size, cells)
-            self._runs[size] = session.executor(place(Graph({"logits": logits}, handles)))
+    def __init__(self, cells: int, runs: Mapping[int, Executor]) -> None:
+        self.cells, self._runs = Cells(cells), runs
+
+    @classmethod
+    def of(cls, config: llama.Config, session: Session, cells: int) -> "Generator":
+        """A generator with the weights of a session, and a cache there."""
+        made = placements(config, cells)
+        return cls(cells, {size: session.executor(placed) for size, placed in made.items()})
 
     @property
     def room(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from packtrain import Session
 from packtrain.errors import InputError
-from packtrain.generate import Generator, Limits, Reply
+from packtrain.generate import Generator, Limits, Reply, placements
 from packtrain.models import llama
 from packtrain.models.file import open_model
 from packtrain.sample import Sampling
@@ -30,7 +30,10 @@ def generator(
     config: llama.Config, given: dict[str, np.ndarray], cells: int, chunks: tuple[int, ...] = (8, 1)
 ) -> Generator:
     session = Session()
-    made = Generator(config, session, cells, chunks)
+    runs = {
+        size: session.executor(placed) for size, placed in placements(config, cells, chunks).items()
+    }
+    made = Generator(cells, runs)
     session.set(given)
     return made
 
@@ -195,7 +198,7 @@ def test_prompts_that_cannot_be_fed() -> None:
 
 def test_weights_are_the_sessions_own() -> None:
     given, session = values(CONFIG), Session()
-    made = Generator(CONFIG, session, 8, (1,))
+    made = Generator.of(CONFIG, session, 8)
     session.set(given)
     before = made.feed([5])
     session.set({"output_norm.weight": given["output_norm.weight"] * 2})

@@ -1,0 +1,96 @@
+"""To watch a run: metrics.jsonl, TensorBoard events and the loss curve in its folder, and progress on a stream.
+
+In go a record of numbers per step and the peak of private memory. It knows nothing of models or training.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from packtrain.files import write_text
+from packtrain.watch.curve import Curve
+from packtrain.watch.events import EventFile
+from packtrain.watch.metrics import Metrics, records
+from packtrain.watch.progress import Progress
+
+__all__ = ["METRICS", "PICTURE", "Watch"]
+
+METRICS, PICTURE = "metrics.jsonl", "loss.svg"
+
+
+class Watch:
+    """What a training loop tells: `with Watch(...) as watch:`, `step` after each step, `end` when it is done.
+
+    The first step of a run begins the files in `folder` anew, unless `resume` has been called.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        planned_nbytes: int,
+        report_every: int,
+        tensorboard: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.folder, self.tensorboard = folder, tensorboard
+        self.curve = Curve()
+        self.progress = Progress(stream or sys.stderr, steps, planned_nbytes, report_every)
+        self.files: list[Metrics | EventFile] = []
+
+    def resume(self, step: int) -> None:
+        """Go on after this step: what was recorded of later ones is dropped."""
+        self._open(step)
+        for record in records(self.folder / METRICS):
+            self.curve.add(record)
+
+    def _open(self, after: int | None) -> None:
+        self.files.append(Metrics(self.folder / METRICS, after))
+        if self.tensorboard:
+            self.files.append(EventFile(self.folder, after))
+
+    def _opened(self) -> list[Metrics | EventFile]:
+        if not self.files:
+            self._open(None)
+        return self.files
+
+    def step(self, record: Mapping[str, float], peak_nbytes: int) -> None:
+        """Record and show a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
+
+        A step that is followed by a validation has `val_loss` and `val_error` too, so it is told after that.
+        """
+        for part in (*self._opened(), self.curve):
+            part.add(record)
+        self.progress.step(record, peak_nbytes)
+
+    def say(self, text: str) -> None:
+        """A line of text for the person who watches."""
+        self.progress.say(text)
+
+    def save(self) -> None:
+        """At a checkpoint: what was recorded is on the disk when this returns, and the curve is drawn."""
+        for file in self.files:
+            file.sync()
+        write_text(self.folder / PICTURE, self.curve.svg())
+
+    def end(self, record: Mapping[str, float]) -> None:
+        """The last line of a run that has made all its steps: `planned_bytes, peak_bytes, baseline_bytes`."""
+        metrics, *_ = self._opened()
+        metrics.add({"event": "end", **record})
+        self.save()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.progress.close()
+        for file in self.files:
+            file.close()

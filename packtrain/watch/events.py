@@ -1,0 +1,101 @@
+"""TensorBoard's event files: scalars by step, written by hand so that nothing has to be installed for them.
+
+A file is a sequence of TFRecords (length, its checksum, bytes, their checksum), each of them an Event message of
+tensorboard/compat/proto/event.proto. In go records as for metrics.jsonl; of them SCALARS are written.
+"""
+
+import os
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCALARS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second")
+NAME = "events.out.tfevents."
+START = 1  # event.proto, SessionLog.SessionStatus
+
+
+class EventFile:
+    """The events of one run from here on: the first file of a new run, or the next one of a resumed run.
+
+    On resuming, TensorBoard is told that the session starts `after` that step; it then drops what is later.
+    """
+
+    def __init__(self, folder: Path, after: int | None) -> None:
+        earlier = sorted(folder.glob(NAME + "[0-9]" * 10))
+        if after is None:
+            for path in earlier:
+                path.unlink()
+            earlier = []
+        number = int(earlier[-1].name.removeprefix(NAME)) + 1 if earlier else 1
+        self.file = open(folder / f"{NAME}{number:010}", "wb", buffering=0)  # noqa: SIM115 — see close
+        self._write(_message(3, b"brain.Event:2"))
+        if after is not None:
+            self._write(_whole(2, after + 1) + _message(7, _whole(1, START)))
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append the scalars of a step; they have left the process when this returns."""
+        values = [
+            _message(1, _message(1, tag.encode()) + _float(2, record[tag]))
+            for tag in SCALARS
+            if tag in record
+        ]
+        if values:
+            self._write(_whole(2, record["step"]) + _message(5, b"".join(values)))
+
+    def _write(self, event: bytes) -> None:
+        body = _double(1, time.time()) + event
+        size = struct.pack("<Q", len(body))
+        self.file.write(size + _checksum(size) + body + _checksum(body))
+
+    def sync(self) -> None:
+        """Return once all events are on the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+# ---- fields of protocol buffers: number, value -> bytes ----------------------------------------------------------
+
+
+def _varint(value: int) -> bytes:
+    low, rest = value & 0x7F, value >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
+
+
+def _whole(number: int, value: int) -> bytes:
+    return bytes([number << 3]) + _varint(value)
+
+
+def _double(number: int, value: float) -> bytes:
+    return struct.pack("<Bd", number << 3 | 1, value)
+
+
+def _message(number: int, value: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + _varint(len(value)) + value
+
+
+def _float(number: int, value: float) -> bytes:
+    return struct.pack("<Bf", number << 3 | 5, value)
+
+
+# ---- the checksum of TFRecords: CRC-32C, rotated and shifted by a constant ---------------------------------------
+
+
+def _remainder(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+REMAINDERS = [_remainder(byte) for byte in range(256)]
+
+
+def _checksum(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = REMAINDERS[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,0 +1,133 @@
+"""What a person sees of a run: one line that is redrawn on a terminal, a line now and then elsewhere.
+
+In go metrics records and the peak of private memory. There is no thread: a line is drawn when a step ends, on a
+terminal at most every REDRAW_SECONDS, and nothing but the stream is touched. NO_COLOR is respected by rich;
+TERM=dumb gets plain lines.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import numpy as np
+import rich.progress
+from rich.console import Console
+from rich.table import Column
+
+REDRAW_SECONDS = 0.2
+BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, what matters least last
+
+
+class Progress:
+    """Says how a run of `steps` steps goes. Losses and speeds are means over the last `report_every` steps."""
+
+    def __init__(self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int) -> None:
+        self.stream, self.steps, self.report_every = stream, steps, report_every
+        self.planned_nbytes = planned_nbytes
+        self.bar = Bar(stream, steps) if redraws(stream) else None
+        self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
+        self.began: tuple[int, float] | None = (
+            None  # the first step that was seen here, and when it ended
+        )
+        self.val_loss: float | None = None
+
+    def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
+        """Show this step if it is its turn: the first, the last, or the next after `report_every` or a moment."""
+        step, now = record["step"], time.monotonic()
+        outermost = self.began is None or step >= self.steps
+        self.began = self.began or (step, now)
+        self.recent.append(record)
+        self.val_loss = record.get("val_loss", self.val_loss)
+        if self.bar is not None:
+            if outermost or now >= self.bar.due:
+                parts = self._parts(step, now, peak_nbytes)
+                shown = [parts[key] for key in BRIEF]
+                self.bar.draw(step, "  ".join(filter(None, shown)))
+        elif outermost or step % self.report_every == 0:
+            parts = self._parts(step, now, peak_nbytes)
+            self.say(f"step {'  '.join(filter(None, parts.values()))}")
+            self.recent.clear()
+
+    def _parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
+        """What a line may have, in the order of a plain one; empty where nothing is known."""
+        last = self.recent[-1]
+        speeds = [record["tokens_per_second"] for record in self.recent]
+        first_step, first_time = self.began or (step, now)
+        per_step = (now - first_time) / max(step - first_step, 1)
+        memory = f"{peak_nbytes / 2**20:,.0f} of {self.planned_nbytes / 2**20:,.0f} MiB"
+        return {
+            "step": f"{step}/{self.steps}",
+            "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
+            "val": "" if self.val_loss is None else f"val {self.val_loss:.4f}",
+            "lr": f"lr {last['lr']:.1e}",
+            "norm": f"norm {last['grad_norm']:.3g}",
+            "speed": f"{statistics.harmonic_mean(speeds):,.0f} tokens/s",
+            "eta": f"eta {clock(per_step * (self.steps - step))}" if step > first_step else "",
+            "memory": f"memory {memory}",
+        }
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the one that is redrawn."""
+        if self.bar is not None:
+            self.bar.say(text)
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was, with the last line standing."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Bar:
+    """The line on a terminal: a text, cut where the window ends, after a bar in the room that is left."""
+
+    def __init__(self, stream: TextIO, steps: int) -> None:
+        cut = Column(no_wrap=True, overflow="ellipsis")
+        self.line = rich.progress.Progress(
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.description}", table_column=cut, markup=False),
+            console=Console(file=stream, force_terminal=True),
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            expand=True,
+        )
+        self.task = self.line.add_task("", total=steps)
+        self.due = 0.0
+
+    def draw(self, step: int, text: str) -> None:
+        self.line.update(self.task, completed=step, description=text)
+        self.line.start()
+        self.line.refresh()
+        self.due = time.monotonic() + REDRAW_SECONDS
+
+    def say(self, text: str) -> None:
+        self.line.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.line.stop()
+
+
+def redraws(stream: TextIO) -> bool:
+    """Whether a line can be drawn over on this stream."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def mean_text(losses: list[float]) -> str:
+    """3.1234 ± 0.0123: the mean of the finite ones and its standard error, if there are several."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < 2:
+        return f"{finite[0]:.4f}" if finite else "not finite"
+    return f"{np.mean(finite):.4f} ± {np.std(finite, ddof=1) / len(finite) ** 0.5:.4f}"
+
+
+def clock(seconds: float) -> str:
+    """83 -> '1:23', 3683 -> '1:01:23'."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,0 +1,92 @@
+"""Private memory: what a process allocates counts, what it only maps does not, and a peak is seen when it is over."""
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain import memory
+from packtrain.memory import Peak, private_nbytes, private_nbytes_of
+
+MIB = 1 << 20
+SLACK = 6 * MIB  # of what else happens in this process
+
+
+@pytest.fixture(params=["kernel", "psutil"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to count, wherever the test runs; only Linux has the first."""
+    if request.param == "kernel" and not memory.KERNEL_COUNTS:
+        pytest.skip("the kernel does not count private memory")
+    monkeypatch.setattr(memory, "KERNEL_COUNTS", request.param == "kernel")
+
+
+@pytest.mark.usefixtures("source")
+def test_what_is_touched_counts() -> None:
+    before = private_nbytes()
+    held = np.ones(64 * MIB, np.uint8)
+    assert abs(private_nbytes() - before - held.nbytes) < SLACK
+    del held
+    assert abs(private_nbytes() - before) < SLACK
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings are told apart on Linux")
+def test_a_file_that_is_mapped_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(32 * MIB))
+    with open(tmp_path / "file", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    before = private_nbytes()
+    assert np.frombuffer(mapped, np.uint8).max() == 0
+    assert private_nbytes() - before < SLACK
+
+
+def test_shared_memory_counts() -> None:
+    before = private_nbytes()
+    with mmap.mmap(-1, 32 * MIB) as shared:  # anonymous and shared: RssShmem
+        shared.write(b"x" * len(shared))
+        assert abs(private_nbytes() - before - 32 * MIB) < SLACK
+
+
+def test_a_peak_is_seen_when_it_is_over() -> None:
+    with Peak() as peak:
+        assert peak.nbytes >= peak.baseline > MIB
+        held = np.ones(64 * MIB, np.uint8)
+        time.sleep(0.2)
+        del held
+        time.sleep(0.05)
+        assert abs(peak.nbytes - peak.baseline - 64 * MIB) < SLACK
+    assert not peak._thread.is_alive()
+    assert private_nbytes() - peak.baseline < SLACK
+
+
+def test_to_look_costs_next_to_nothing() -> None:
+    began = time.thread_time()
+    for _ in range(100):
+        private_nbytes()
+    assert (time.thread_time() - began) / 100 < 0.001
+    before = private_nbytes()
+    with Peak() as peak:
+        time.sleep(0.3)
+    assert peak.nbytes - before < MIB
+
+
+@pytest.mark.usefixtures("source")
+def test_children_count_from_outside() -> None:
+    grandchild = f"held = bytearray(b'x' * {48 * MIB}); print('ready', flush=True); input()"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert 48 * MIB < private_nbytes_of(process.pid) < 48 * MIB + 40 * MIB
+        process.communicate(b"\n")
+    assert private_nbytes_of(process.pid) == 0
+
+
+def test_of_this_process_it_is_the_same_from_outside() -> None:
+    assert abs(private_nbytes_of(os.getpid()) - private_nbytes()) < SLACK

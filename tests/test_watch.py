@@ -1,0 +1,405 @@
+"""Watching a run: what is written reads back, resuming leaves no trace of what it drops, and lines say what is so."""
+
+import io
+import json
+import math
+import os
+import pty
+import re
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from packtrain.errors import InputError
+from packtrain.watch import Watch
+from packtrain.watch.curve import BINS, Curve, round_ticks, running_mean
+from packtrain.watch.metrics import read
+from packtrain.watch.progress import clock, mean_text
+
+MIB = 1 << 20
+
+
+def record(step: int, **more: float) -> dict[str, float]:
+    made = {"seconds": step / 7, "tokens_per_second": 1e5 / 3, "grad_norm": 0.834, "lr": 1e-3}
+    return made | {"loss": 3 + 1 / step, "tokens": 1024 * step, "step": step} | more
+
+
+def watching(folder: Path, stream: io.StringIO | None = None, **more: Any) -> Watch:
+    settings = {"steps": 30, "planned_nbytes": 140 * MIB, "report_every": 10} | more
+    return Watch(folder, **settings, stream=stream or io.StringIO())
+
+
+def run(watch: Watch, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        watch.step(record(step), 131 * MIB)
+
+
+# ---- metrics.jsonl -------------------------------------------------------------------------------------------
+
+
+def test_metrics_read_back_equal_in_fixed_order(tmp_path: Path) -> None:
+    given = [record(1), record(2, val_loss=math.pi, val_error=1e-300), record(3, loss=5e-324)]
+    with watching(tmp_path) as watch:
+        for one in given:
+            watch.step(one, 0)
+        watch.end({"planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1})
+    got = read(tmp_path / "metrics.jsonl")
+    end = {"event": "end", "planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1}
+    assert got == [*given, end]
+    order = ["step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"]
+    assert list(got[0]) == order and list(got[1]) == [*order, "val_loss", "val_error"]
+
+
+def test_a_line_is_there_as_soon_as_its_step_is(tmp_path: Path) -> None:
+    with watching(tmp_path) as watch:
+        watch.step(record(1), 0)
+        assert read(tmp_path / "metrics.jsonl") == [record(1)]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    with watching(tmp_path) as watch:
+        watch.step(record(1, loss=math.nan, grad_norm=math.inf), 0)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=refuse)["loss"] is None
+    assert math.isnan(read(tmp_path / "metrics.jsonl")[0]["grad_norm"])
+
+
+def test_resuming_keeps_lines_up_to_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with watching(tmp_path) as watch:
+        run(watch, 1, 30)
+        watch.end({"peak_bytes": 1})
+    with watching(tmp_path) as watch:
+        watch.resume(20)
+        assert [r["step"] for r in read(path)] == list(range(1, 21))
+        run(watch, 21, 30)
+        watch.end({"peak_bytes": 2})
+    assert read(path) == [*map(record, range(1, 31)), {"event": "end", "peak_bytes": 2}]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 5, "lo', b'{"step": 5}', b"\0" * 20, b"\0\n\xff\n{"])
+def test_resuming_drops_an_unfinished_end(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with watching(tmp_path) as watch:
+        run(watch, 1, 4)
+    with open(path, "ab") as file:
+        file.write(torn)
+    assert len(read(path)) == 4
+    with watching(tmp_path) as watch:
+        watch.resume(4)
+        run(watch, 5, 6)
+    assert read(path) == [*map(record, range(1, 7))]
+
+
+def test_a_bad_line_that_others_follow_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n[2]\n{"step": 3}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
+        read(path)
+
+
+def test_resuming_without_files_begins_them(tmp_path: Path) -> None:
+    with watching(tmp_path) as watch:
+        watch.resume(7)
+        run(watch, 8, 9)
+        watch.save()
+    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [8, 9]
+
+
+def test_a_new_run_begins_all_files_anew(tmp_path: Path) -> None:
+    for steps in (5, 3):
+        with watching(tmp_path) as watch:
+            run(watch, 1, steps)
+    assert len(read(tmp_path / "metrics.jsonl")) == 3
+    assert len(event_files(tmp_path)) == 1 and len(scalars(tmp_path)["loss"]) == 3
+
+
+# ---- TensorBoard: an independent reader ----------------------------------------------------------------------
+
+
+def crc32c(data: bytes) -> int:
+    """Bit by bit: the remainder of the polynomial division, as RFC 3720 has it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        for bit in range(8):
+            low = (crc ^ byte >> bit) & 1
+            crc = crc >> 1 ^ (0x82F63B78 if low else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked(data: bytes) -> int:
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32)
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+
+
+def fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+    while at < len(data):
+        key, at = varint(data, at)
+        size = {1: 8, 5: 4}.get(key & 7)
+        if key & 7 == 0:
+            value, at = varint(data, at)
+            yield key >> 3, value
+            continue
+        if size is None:
+            size, at = varint(data, at)
+        raw, at = data[at : at + size], at + size
+        yield key >> 3, struct.unpack({1: "<d", 5: "<f"}[key & 7], raw)[0] if key & 7 != 2 else raw
+
+
+def event_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("events.out.tfevents.*"))
+
+
+def events(path: Path) -> Iterator[dict[int, Any]]:
+    """Events of a file by field number, each with both checksums right."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<Q", data, at)
+        body = data[at + 12 : at + 12 + size]
+        assert struct.unpack_from("<I", data, at + 8) == (masked(data[at : at + 8]),)
+        assert struct.unpack_from("<I", data, at + 12 + size) == (masked(body),)
+        yield dict(fields(body))
+        at += size + 16
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Values by tag and step, as TensorBoard has them: a start of a session drops its step and all later ones."""
+    found: dict[str, dict[int, float]] = {}
+    for path in event_files(folder):
+        for event in events(path):
+            if 7 in event and dict(fields(event[7])) == {1: 1}:
+                found = {
+                    t: {s: v for s, v in vs.items() if s < event[2]} for t, vs in found.items()
+                }
+            for _, value in fields(event.get(5, b"")):
+                parts = dict(fields(value))
+                found.setdefault(parts[1].decode(), {})[event[2]] = parts[2]
+    return found
+
+
+def test_the_checksum_is_the_known_one() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_events_hold_the_scalars(tmp_path: Path) -> None:
+    before = time.time()
+    with watching(tmp_path, steps=300) as watch:
+        run(watch, 1, 299)
+        watch.step(record(300, val_loss=2.5, loss=math.nan), 0)
+        watch.end({"peak_bytes": 1})
+    first, *others = events(event_files(tmp_path)[0])
+    assert first[3] == b"brain.Event:2"
+    assert all(before - 1 < event[1] < time.time() + 1 for event in others)
+    got = scalars(tmp_path)
+    assert set(got) == {"loss", "val_loss", "lr", "grad_norm", "tokens_per_second"}
+    assert got["val_loss"] == {300: 2.5} and math.isnan(got["loss"].pop(300))
+    assert got["loss"] == {step: np.float32(3 + 1 / step) for step in range(1, 300)}
+
+
+def test_events_of_a_resumed_run_drop_what_is_later(tmp_path: Path) -> None:
+    with watching(tmp_path) as watch:
+        run(watch, 1, 20)
+    for begin in (10, 12):
+        with watching(tmp_path) as watch:
+            watch.resume(begin)
+            watch.step(record(begin + 1, loss=float(begin)), 0)
+    losses = scalars(tmp_path)["loss"]
+    assert len(event_files(tmp_path)) == 3
+    assert list(losses) == [*range(1, 12), 13]  # nobody recorded step 12 again
+    assert losses[11] == 10 and losses[13] == 12
+
+
+def test_without_tensorboard_there_are_no_events(tmp_path: Path) -> None:
+    with watching(tmp_path, tensorboard=False) as watch:
+        run(watch, 1, 2)
+    assert event_files(tmp_path) == []
+
+
+# ---- the loss curve ------------------------------------------------------------------------------------------
+
+
+def drawn(*records: dict[str, float]) -> ElementTree.Element:
+    curve = Curve()
+    for one in records:
+        curve.add(one)
+    return ElementTree.fromstring(curve.svg())
+
+
+def parts(picture: ElementTree.Element, tag: str) -> list[ElementTree.Element]:
+    return picture.findall(f".//{{http://www.w3.org/2000/svg}}{tag}")
+
+
+def said(picture: ElementTree.Element) -> str:
+    return " ".join("".join(text.itertext()) for text in parts(picture, "text"))
+
+
+def places(line: ElementTree.Element) -> np.ndarray:
+    return np.array([point.split(",") for point in line.attrib["points"].split()], float)
+
+
+def test_a_curve_shows_the_losses() -> None:
+    losses = [4.0, 3.0, 2.0]
+    picture = drawn(*({"step": i, "loss": loss} for i, loss in enumerate(losses, 1)))
+    (x, y) = places(parts(picture, "polyline")[1]).T
+    assert (
+        np.ptp(np.diff(x)) < 0.2 and np.ptp(np.diff(y)) < 0.2
+    )  # a straight line, to a tenth of a pixel
+    assert np.diff(x)[0] > 0 and np.diff(y)[0] > 0  # down the page
+    labels = {t.text: float(t.attrib["y"]) - 4 for t in parts(picture, "text")}
+    assert np.allclose([labels["4.0"], labels["3.0"], labels["2.0"]], y, atol=0.2)
+    assert "training loss" in said(picture) and "validation" not in said(picture)
+    assert parts(picture, "rect")[0].attrib["fill"] == "#fff"
+
+
+@pytest.mark.parametrize("steps", [BINS, BINS + 1, 2 * BINS, 10_007])
+def test_a_long_run_is_thinned_and_keeps_its_spikes(steps: int) -> None:
+    losses = 3 + np.random.default_rng(0).random(steps)
+    losses[steps // 3] = 9.0
+    curve = Curve()
+    for step, loss in enumerate(losses.tolist(), 1):
+        curve.add({"step": step, "loss": loss})
+    assert curve.count.sum() == steps and curve.total.sum() == pytest.approx(losses.sum())
+    lines = parts(ElementTree.fromstring(curve.svg()), "polyline")
+    outline, mean = places(lines[0]), places(lines[1])
+    assert BINS / 2 <= len(mean) <= BINS and len(outline) <= 1000
+    spike = outline[outline[:, 1].argmin()]
+    assert spike[0] == pytest.approx(60 + 664 * (steps // 3) / steps, abs=664 / len(mean) + 0.1)
+    assert mean[:, 1].min() > spike[1]
+
+
+def test_validation_and_losses_that_are_not_finite_are_marked() -> None:
+    nan = [{"step": 3, "loss": math.nan}, {"step": 4, "loss": math.inf}]
+    picture = drawn(record(1), record(2, val_loss=3.25), *nan, record(5, val_loss=math.nan))
+    assert len(parts(picture, "circle")) == 1
+    assert "validation loss, last 3.2500" in said(picture) and "not finite" in said(picture)
+    assert sum(p.attrib.get("stroke") == "#dc2626" for p in parts(picture, "path")) == 2
+    assert "nan" not in ElementTree.tostring(picture).decode()
+
+
+def test_pictures_of_next_to_nothing() -> None:
+    assert "no finite loss yet" in said(drawn())
+    assert "no finite loss yet" in said(drawn({"step": 1, "loss": math.nan}))
+    assert len(parts(drawn({"step": 1, "loss": 0.0}), "circle")) == 1
+    assert len(parts(drawn({"step": 0, "val_loss": 1e-9}), "circle")) == 1
+
+
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    for name, legs in {"whole": [(1, 30)], "parts": [(1, 25), (11, 30)]}.items():
+        (tmp_path / name).mkdir()
+        for first, last in legs:
+            with watching(tmp_path / name) as watch:
+                if first > 1:
+                    watch.resume(first - 1)
+                run(watch, first, last)
+                watch.save()
+    whole, resumed = ((tmp_path / name / "loss.svg").read_text() for name in ("whole", "parts"))
+    assert whole == resumed
+
+
+def test_ticks_are_round() -> None:
+    assert round_ticks(2.1, 10.3, 7, 0.0) == ([4, 6, 8, 10], 0)
+    ticks, decimals = round_ticks(3.02, 3.11, 7, 0.0)
+    assert [f"{t:.{decimals}f}" for t in ticks] == ["3.02", "3.04", "3.06", "3.08", "3.10"]
+    assert round_ticks(0, 2, 8, 1.0) == ([0, 1, 2], 0)
+    assert round_ticks(0, 1000, 8, 1.0)[0] == [0, 200, 400, 600, 800, 1000]
+
+
+def test_running_mean() -> None:
+    assert running_mean(np.array([1.0, 4.0, 1.0, 4.0, 9.0]), 1).tolist() == [1, 2, 3, 14 / 3, 9]
+    assert running_mean(np.array([1.0, 4.0]), 0).tolist() == [1, 4]
+
+
+# ---- progress ------------------------------------------------------------------------------------------------
+
+
+def test_plain_lines(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with watching(tmp_path, stream, steps=25) as watch:
+        run(watch, 1, 14)
+        watch.step(record(15, val_loss=3.2), 131 * MIB)
+        watch.say("a line")
+        run(watch, 16, 25)
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "line", "20/25", "25/25"]
+    assert lines[0] == (
+        "step 1/25  loss 4.0000  lr 1.0e-03  norm 0.834  33,333 tokens/s  memory 131 of 140 MiB"
+    )
+    losses = [3 + 1 / step for step in range(11, 21)]
+    mean, error = np.mean(losses), np.std(losses, ddof=1) / np.sqrt(10)
+    want = f"step 20/25  loss {mean:.4f} ± {error:.4f}  val 3.2000  lr 1.0e-03  norm 0.834"
+    assert lines[3] == f"{want}  33,333 tokens/s  eta 0:00  memory 131 of 140 MiB"
+
+
+def test_a_resumed_run_reports_its_first_step(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with watching(tmp_path, stream) as watch:
+        watch.resume(13)
+        run(watch, 14, 19)
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["14/30"]
+
+
+def test_losses_and_times_as_text() -> None:
+    assert mean_text([1.0, 3.0]) == "2.0000 ± 1.0000"
+    assert mean_text([1.0, math.nan]) == "1.0000" and mean_text([math.inf]) == "not finite"
+    assert [clock(s) for s in (0.4, 59.6, 83, 3683)] == ["0:00", "1:00", "1:23", "1:01:23"]
+
+
+def on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
+    """What a terminal of 100 columns gets from a run of 30 steps."""
+    for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100"} | variables).items():
+        monkeypatch.setenv(name, value)
+    inside, outside = pty.openpty()
+    with open(outside, "w", encoding="utf-8") as stream:
+        with watching(folder, stream) as watch:  # type: ignore[arg-type]
+            run(watch, 1, 15)
+            watch.say("said [bold]as it is[/bold]")
+            watch.step(record(16, val_loss=3.2), 131 * MIB)
+            run(watch, 17, 30)
+        stream.flush()
+        return os.read(inside, 1 << 16).decode()
+
+
+def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    got = on_a_terminal(tmp_path, monkeypatch)
+    assert "said [bold]as it is[/bold]\r\n" in got
+    assert got.count("\n") == 2 and "\x1b[38;5;" in got and got.endswith("\x1b[?25h")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", got).splitlines()[-1]
+    assert "━" in shown and " 30/30  loss 3.0" in shown and "val 3.2000" in shown
+    assert "memory 131 of 140 MiB" in shown
+
+
+def test_no_color_and_dumb_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[38" not in on_a_terminal(tmp_path, monkeypatch, NO_COLOR="1")
+    dumb = on_a_terminal(tmp_path, monkeypatch, TERM="dumb")
+    assert "\x1b" not in dumb and [line.split()[1] for line in dumb.splitlines()] == [
+        "1/30", "10/30", "[bold]as", "20/30", "30/30",
+    ]  # fmt: skip
+
+
+def test_a_step_costs_next_to_nothing(tmp_path: Path) -> None:
+    with watching(tmp_path, steps=1000) as watch:
+        run(watch, 1, 1)
+        began = time.thread_time()
+        run(watch, 2, 1000)
+        assert (time.thread_time() - began) / 999 < 0.0002

@@ -100,7 +100,7 @@ def _cells(settings: Generate, context: int, prompt: int) -> int:
 def _generator(model: ModelFile, cells: int) -> Generator:
     session = Session()
     try:
-        generator = Generator(model.config, session, cells)
+        generator = Generator.of(model.config, session, cells)
     except MemoryError:
         raise DoesNotFit(
             f"--ctx: a context of {cells} tokens needs more memory than there is"

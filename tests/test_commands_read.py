@@ -1,0 +1,282 @@
+"""The commands that read a model, generate, inspect and eval, from their settings to what they print."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.commands import evaluate, generate, inspect
+from packtrain.commands.evaluate import Evaluate
+from packtrain.commands.generate import Generate
+from packtrain.commands.inspect import Inspect
+from packtrain.dtypes import BLOCK_TYPES
+from packtrain.errors import DoesNotFit, InputError, Interrupted
+from packtrain.gguf import Value, write
+from packtrain.models.file import open_model
+from tests import numpy_llama
+from tests.test_generate import STORY
+from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
+
+SAMPLE = SHARED / "text/tinystories_sample.txt"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save(tmp_path / "m.gguf")
+    return tmp_path / "m.gguf"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "cache_root", lambda: tmp_path / "cache")
+
+
+# ---- generate
+
+
+@needs_shared
+def test_generate_tells_the_known_story(capsys: Capture) -> None:
+    settings = Generate(STORIES, prompt="Once upon a time", n_predict=64, temp=0.0, seed=7)
+    assert generate.run(settings) == 0
+    out, said = capsys.readouterr()
+    assert out == f"Once upon a time{STORY}\n"
+    assert "prompt 5 tokens" in said and "generation 63 tokens" in said
+    assert "seed 7; ended by the number of tokens" in said
+
+
+def test_generate_repeats_with_the_seed_it_printed(model: Path, capsys: Capture) -> None:
+    settings = Generate(model, prompt="the cat", n_predict=12, temp=2.0, display_prompt=False)
+    generate.run(settings)
+    out, said = capsys.readouterr()
+    seed = int(said.partition("seed ")[2].partition(";")[0])
+    generate.run(replace(settings, seed=seed))
+    assert capsys.readouterr().out == out
+    generate.run(replace(settings, seed=seed ^ 1))
+    assert capsys.readouterr().out != out
+
+
+def test_generate_reads_its_prompt_from_a_file(model: Path, capsys: Capture) -> None:
+    (model.parent / "p.txt").write_bytes("the caf\u00e9\r\n".encode())
+    generate.run(Generate(model, file=model.parent / "p.txt", n_predict=0))
+    assert capsys.readouterr().out == "the caf\u00e9\r\n\n"
+
+
+def test_generate_goes_on_to_a_full_context(model: Path, capsys: Capture) -> None:
+    greedy = Generate(model, prompt="a", n_predict=-1, temp=0.0)
+    for ctx, reads in ((None, CONFIG.context_length), (9, 9)):
+        generate.run(replace(greedy, ctx=ctx))
+        said = capsys.readouterr().err
+        assert "ended by a full context" in said
+        assert "prompt 2 tokens, " in said and f"generation {reads - 2} tokens" in said
+
+
+def test_generate_keeps_what_it_has_when_interrupted(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, write_out, written = signal.getsignal(signal.SIGINT), generate._write, list[str]()
+
+    def then_stop(text: str) -> None:
+        write_out(text)
+        written.append(text)
+        if len(written) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(generate, "_write", then_stop)
+    code = generate.run(Generate(model, prompt="the", n_predict=-1, temp=9.0, seed=1))
+    out, said = capsys.readouterr()
+    assert code == 130 and "ended by an interruption" in said
+    assert out.startswith("the") and out == "".join(written) and len(written) == 8
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"prompt": "a", "file": Path("x")}, "--prompt and --file are both given"),
+        ({"file": Path("nowhere.txt")}, "--file: nowhere.txt does not exist"),
+        ({"stop": ("x", "")}, "--stop: the text is empty"),
+        ({"prompt": "a" * 40}, "the prompt has 41 tokens and the context 32"),
+        ({"prompt": "a b", "ctx": 2}, "and the context 2; the prompt must fit"),
+    ],
+)
+def test_generate_says_what_is_wrong(model: Path, change: dict[str, object], line: str) -> None:
+    with pytest.raises(InputError) as error:
+        generate.run(Generate(model, **change))  # type: ignore[arg-type]
+    assert line in str(error.value)
+
+
+def test_generate_wants_text(model: Path) -> None:
+    (model.parent / "p.bin").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"--file: .*p\.bin is no UTF-8 text"):
+        generate.run(Generate(model, file=model.parent / "p.bin"))
+
+
+def test_generate_says_that_a_context_does_not_fit(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(generate.Generator, "of", refuse)
+    with pytest.raises(DoesNotFit, match="--ctx: a context of 2000000000 tokens needs more memory"):
+        generate.run(Generate(model, prompt="a", ctx=2_000_000_000))
+
+
+# ---- inspect
+
+
+def inspected(path: Path, capsys: Capture, **how: bool) -> str:
+    assert inspect.run(Inspect(path, **how)) == 0
+    return capsys.readouterr().out
+
+
+def test_inspect_shows_the_model(model: Path, capsys: Capture) -> None:
+    text = inspected(model, capsys)
+    parameters = sum(math.prod(e.shape) for e in open_model(model).gguf.entries.values())
+    for line in (
+        f"size          {model.stat().st_size:,} bytes",
+        "architecture  llama",
+        f"parameters    {parameters:,}",
+        "tensors       20 f32",
+        "vocabulary    290 tokens, kind llama",
+        "  llama.attention.layer_norm_rms_epsilon = 1e-06",
+        "  tokenizer.ggml.tokens = [290 strings]",
+        "  tokenizer.ggml.scores = [290 f32]",
+    ):
+        assert line in text.splitlines()
+    assert "blk.0" not in text
+
+
+def test_inspect_lists_tensors_and_speaks_json(model: Path, capsys: Capture) -> None:
+    assert "blk.1.attn_k.weight                      [12, 24]    f32          1,152 bytes" in (
+        inspected(model, capsys, tensors=True).splitlines()
+    )
+    found = json.loads(inspected(model, capsys, tensors=True, json=True))
+    assert found["tensors"][0] == {
+        "name": "token_embd.weight", "shape": [290, 24], "type": "f32", "bytes": 27840,
+    }  # fmt: skip
+    assert found["metadata"]["llama.block_count"] == 2
+    assert "tensors" not in json.loads(inspected(model, capsys, json=True))
+
+
+def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
+    keys = {
+        "general.architecture": Value("string", "mamba"),
+        "tokenizer.chat_template": Value("string", "{{ a }}\n" * 40),
+        "tokenizer.ggml.tokens": Value("string", [b"\xff", b"b"]),
+        "tokenizer.ggml.eos_token_id": Value("u32", 1),
+        "tokenizer.ggml.bos_token_id": Value("u32", 77),
+        "tokenizer.ggml.padding_token_id": Value("u32", 0xFFFFFFFF),
+        "few": Value("i16", [1, 2]),
+        "odd": Value("f64", math.nan),
+        "exact": Value("f64", 0.1),
+    }
+    packed = BLOCK_TYPES["q4_K"], np.zeros((2, 144), np.uint8)
+    write(tmp_path / "m.gguf", keys, {"x": packed, "y": np.zeros(3, np.int32)})
+    found = json.loads(inspected(tmp_path / "m.gguf", capsys, json=True))
+    assert found["types"] == {"q4_K": 1, "i32": 1} and found["parameters"] == 515
+    assert found["vocabulary"] == {
+        "tokens": 2, "kind": "none", "special": {"eos": {"id": 1, "text": "b"}, "bos": {"id": 77, "text": None}},
+    }  # fmt: skip
+    shown = found["metadata"]
+    assert shown["few"] == [1, 2] and shown["odd"] == "nan" and shown["exact"] == 0.1
+    assert shown["tokenizer.ggml.tokens"] == ["\ufffd", "b"]
+    assert shown["tokenizer.chat_template"].endswith("\u2026 (320 characters)")
+    text = inspected(tmp_path / "m.gguf", capsys)
+    assert "  few = [1, 2]" in text.splitlines()
+    assert any(
+        line.startswith("  tokenizer.chat_template = {{ a }}\\n{{") for line in text.splitlines()
+    )
+
+
+def test_inspect_takes_an_empty_file(tmp_path: Path, capsys: Capture) -> None:
+    write(tmp_path / "m.gguf", {}, {})
+    text = inspected(tmp_path / "m.gguf", capsys)
+    assert "architecture  unknown" in text and "tensors       none" in text
+    with pytest.raises(InputError, match="cannot be read: no such file"):
+        inspect.run(Inspect(tmp_path / "other.gguf"))
+
+
+# ---- eval
+
+
+def measured(capsys: Capture) -> tuple[float, float, int]:
+    """Loss, perplexity and tokens as printed."""
+    words = capsys.readouterr().out.split()
+    assert (words[0], words[4], words[7]) == ("loss", "perplexity", "tokens")
+    return float(words[1]), float(words[5]), int(words[6].replace(",", ""))
+
+
+@needs_shared
+@pytest.mark.usefixtures("cache")
+def test_eval_agrees_with_an_independent_forward_pass(tmp_path: Path, capsys: Capture) -> None:
+    text = SAMPLE.read_text(encoding="utf-8")[:6000]
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8", newline="")
+    settings = Evaluate(STORIES, tmp_path / "text.txt", ctx=128, batch_size=3)
+    assert evaluate.run(settings) == 0
+    loss, perplexity, tokens = measured(capsys)
+
+    model = open_model(STORIES)
+    tokenizer, want = model.tokenizer(), list[float]()
+    stories = [story.strip("\n") for story in text.split("<|endoftext|>")]
+    documents = [tokenizer.encode(story, bos=True, eos=True, special=False) for story in stories]
+    weights = {name: model.weight(name) for name in model.names}
+    stream = [(id, i) for i, document in enumerate(documents) for id in document]
+    for at in range(0, len(stream) - 1, 128):
+        window = stream[at : at + 129]
+        for i in {owner for _, owner in window}:
+            ids = np.array([id for id, owner in window if owner == i])
+            want += numpy_llama.losses(model.config, weights, ids).tolist() if len(ids) > 1 else []
+    assert len(documents) > 5 and tokens == len(want)
+    assert abs(loss - np.mean(want)) < 1e-4
+    assert abs(perplexity - math.exp(np.mean(want))) < 1e-3
+
+
+@pytest.mark.usefixtures("cache")
+def test_eval_counts_each_token_once_for_any_batch(model: Path, capsys: Capture) -> None:
+    text = model.parent / "text.txt"
+    text.write_text("the cat the hat\n" * 20)
+    found = []
+    for batch_size in (1, 4):
+        evaluate.run(Evaluate(model, text, batch_size=batch_size))
+        found.append(measured(capsys))
+    assert found[0] == found[1]
+    assert found[0][2] == len(open_model(model).tokenizer().encode(text.read_text(), eos=True)) - 1
+
+
+@pytest.mark.usefixtures("cache")
+def test_eval_takes_the_valid_part_of_a_folder(model: Path, capsys: Capture) -> None:
+    folder = model.parent / "data"
+    folder.mkdir()
+    (folder / "train.txt").write_text("the hat " * 9)
+    (folder / "valid.txt").write_text("cat")
+    evaluate.run(Evaluate(model, folder))
+    assert measured(capsys)[2] == len("cat") + 2  # and the space before it, and the end
+
+
+@pytest.mark.usefixtures("cache")
+def test_eval_can_be_stopped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = model.parent / "text.txt"
+    text.write_text("the cat the hat\n" * 40)
+    whole = evaluate.Batches.__getitem__
+
+    def then_stop(batches: evaluate.Batches, index: int) -> dict[str, np.ndarray]:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(batches, index)
+
+    monkeypatch.setattr(evaluate.Batches, "__getitem__", then_stop)
+    with pytest.raises(Interrupted, match=r"stopped after 2 of \d+ batches"):
+        evaluate.run(Evaluate(model, text, batch_size=1))
+
+
+@pytest.mark.usefixtures("cache")
+def test_eval_says_what_is_wrong(model: Path) -> None:
+    with pytest.raises(InputError, match=r"--data: .*none\.txt does not exist"):
+        evaluate.run(Evaluate(model, model.parent / "none.txt"))

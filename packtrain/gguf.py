@@ -15,21 +15,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from packtrain.dtypes import BLOCK_TYPES, Dtype, bf16, f16, f32, f64, i32, i64
+from packtrain.dtypes import BLOCK_TYPES, Dtype, bf16, f16, f32, f64, i8, i16, i32, i64
 from packtrain.errors import InputError
 from packtrain.files import replacing
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
-NAME_NBYTES, AXES = (
-    64,
-    4,
-)  # ggml's limits: names end within 64 bytes, tensors have at most four axes
+NAME_NBYTES, AXES = 64, 4  # ggml's limits: names end within 64 bytes, at most four axes
 # ggml's type numbers: ggml.h, enum ggml_type
-TYPES: dict[int, Dtype] = {0: f32, 1: f16, 26: i32, 27: i64, 28: f64, 30: bf16} | {
+SCALARS = {0: f32, 1: f16, 24: i8, 25: i16, 26: i32, 27: i64, 28: f64, 30: bf16}
+TYPES: dict[int, Dtype] = SCALARS | {
     number: BLOCK_TYPES[name]
     for number, name in (
         (2, "q4_0"), (3, "q4_1"), (6, "q5_0"), (7, "q5_1"), (8, "q8_0"), (10, "q2_K"), (11, "q3_K"), (12, "q4_K"),
-        (13, "q5_K"), (14, "q6_K"), (20, "iq4_nl"), (23, "iq4_xs"), (39, "mxfp4"),
+        (13, "q5_K"), (14, "q6_K"), (16, "iq2_xxs"), (17, "iq2_xs"), (18, "iq3_xxs"), (19, "iq1_s"), (20, "iq4_nl"),
+        (21, "iq3_s"), (22, "iq2_s"), (23, "iq4_xs"), (29, "iq1_m"), (34, "tq1_0"), (35, "tq2_0"), (39, "mxfp4"),
+        (40, "nvfp4"), (41, "q1_0"), (42, "q2_0"),
     )
 }  # fmt: skip
 NUMBERS = {dtype: number for number, dtype in TYPES.items()}
@@ -278,7 +278,7 @@ def write(
 ) -> None:
     """Write a GGUF file: beside its place first, synced, then renamed over it.
 
-    tensors  arrays of f32, f16, f64, i32 or i64; or (dtype, u8 (..., row bytes)) for types NumPy does not have;
+    tensors  arrays of f16, f32, f64, i8, i16, i32 or i64; (dtype, u8 (..., row bytes)) for types NumPy does not have;
              or Deferred, made when it is written
     Raises GGUFError for names or values the format cannot hold, OSError if the disk does not take the file;
     a file that was there before is then still there, whole.

@@ -177,10 +177,11 @@ def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
         "odd": Value("f64", math.nan),
         "exact": Value("f64", 0.1),
     }
-    packed = BLOCK_TYPES["q4_K"], np.zeros((2, 144), np.uint8)
-    write(tmp_path / "m.gguf", keys, {"x": packed, "y": np.zeros(3, np.int32)})
+    packed = {name: (t, np.zeros((2, t.block_nbytes), np.uint8)) for name, t in BLOCK_TYPES.items()}
+    write(tmp_path / "m.gguf", keys, {**packed, "y": np.zeros(3, np.int8)})
     found = json.loads(inspected(tmp_path / "m.gguf", capsys, json=True))
-    assert found["types"] == {"q4_K": 1, "i32": 1} and found["parameters"] == 515
+    assert found["types"] == dict.fromkeys([*BLOCK_TYPES, "i8"], 1)
+    assert found["parameters"] == 2 * sum(t.block for t in BLOCK_TYPES.values()) + 3
     assert found["vocabulary"] == {
         "tokens": 2, "kind": "none", "special": {"eos": {"id": 1, "text": "b"}, "bos": {"id": 77, "text": None}},
     }  # fmt: skip

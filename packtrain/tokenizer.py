@@ -6,7 +6,7 @@ tokenize, token_to_piece). It knows no chat templates and no models. TokenizerEr
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -25,7 +25,8 @@ CHARACTER = re.compile(
     rb"[\x00-\xbf]|[\xc0-\xdf].{0,1}|[\xe0-\xef].{0,2}|[\xf0-\xff].{0,3}", re.DOTALL
 )
 BYTE_NAME = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
-CACHED_PIECES, CACHED_NBYTES = 1 << 15, 64
+WORD = re.compile(rb" *[^ \n]+|\n| +")
+CACHED_TEXTS, CACHED_NBYTES = 1 << 16, 64
 
 # Texts that make a token a control token whatever the file calls it, and the id that they are found for.
 EOT_TEXTS = (
@@ -81,7 +82,7 @@ class Tokenizer:
         self.add_bos = _flag(metadata, "add_bos_token", True)
         self.add_eos = _flag(metadata, "add_eos_token", False)
         self.add_space_prefix = _flag(metadata, "add_space_prefix", True)
-        self._added(self.add_bos, self.add_eos)
+        self._added(None, None)
         self.ends = self._find_ends(metadata)
         self._specials = sorted(
             (i for i, kind in enumerate(self.kinds) if kind in (CONTROL, USER_DEFINED, UNKNOWN)),
@@ -94,8 +95,13 @@ class Tokenizer:
         ]
         # neighbours that stand side by side in some token; between all others no merge can ever happen
         self._joins = {
-            a + b for token in self.tokens for a, b in pairwise(CHARACTER.findall(token))
+            a + b
+            for token in self.tokens
+            for a, b in pairwise(CHARACTER.findall(token.replace(b" ", SPACE)))
         }
+        self._has_words = not any(
+            b"\n" in pair or (pair.endswith(SPACE) and pair != SPACE * 2) for pair in self._joins
+        )
         self._cache: dict[bytes, list[int]] = {}
 
     # ---- text to ids
@@ -114,20 +120,44 @@ class Tokenizer:
             raise TokenizerError(
                 f"character {e.start} of the text is {text[e.start]!r}, half of a surrogate pair"
             ) from None
-        first, last = self._added(
-            self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
-        )
-        ids, prefix = first, self.add_space_prefix
+        first, last = self._added(bos, eos)
+        ids, _ = self._stretch(raw, special, self.add_space_prefix)
+        return first + ids + last
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """The ids of a long text that comes in pieces, as `encode(text, bos=False, eos=False, special=False)`."""
+        rest, prefix = "", self.add_space_prefix
+        for piece in pieces:
+            before, rest = len(rest), rest + piece
+            border = self._border(rest, before)
+            if border:
+                ids, prefix = self._stretch(rest[:border].encode(), False, prefix)
+                rest = rest[border:]
+                yield ids
+        yield self._stretch(rest.encode(), False, prefix)[0]
+
+    def _border(self, text: str, since: int) -> int:
+        """The last place from `since` on that no token reaches across; 0 if none. Special tokens swallow whitespace."""
+        for i in range(len(text) - 1, max(since, 1) - 1, -1):
+            pair = text[i - 1 : i + 1].replace(" ", "\u2581")
+            if not text[i].isspace() and pair.encode() not in self._joins:
+                return i
+        return 0
+
+    def _stretch(self, raw: bytes, special: bool, prefix: bool) -> tuple[list[int], bool]:
+        """Ids of a text that gets a space before it if `prefix`, and whether text that follows would get one."""
+        ids: list[int] = []
         for part in self._split(raw, special):
             if isinstance(part, int):
                 ids.append(part)
             else:
                 ids += self._encode(b" " + part if prefix else part)
             prefix = self.add_space_prefix and isinstance(part, int)
-        return ids + last
+        return ids, prefix
 
-    def _added(self, bos: bool, eos: bool) -> tuple[list[int], list[int]]:
-        """What stands before and after the ids of a text."""
+    def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
+        """What stands before and after the ids of a text; None does as the file says."""
+        bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
         for wanted, id, name in ((bos, self.bos, "bos"), (eos, self.eos, "eos")):
             if wanted and id is None:
                 raise TokenizerError(
@@ -161,24 +191,32 @@ class Tokenizer:
         return [*parts, part[at:]] if at < len(part) else parts
 
     def _encode(self, text: bytes) -> list[int]:
-        """Ids of a stretch of text, done in pieces that cannot merge with each other; words come again and again."""
-        characters = CHARACTER.findall(text.replace(b" ", SPACE))
-        joins, cache, ids = self._joins, self._cache, []
-        cuts = [i for i, (a, b) in enumerate(pairwise(characters), 1) if a + b not in joins]
-        for start, end in pairwise([0, *cuts, len(characters)]):
-            piece = b"".join(characters[start:end])
-            known = cache.get(piece)
-            if known is None:
-                known = [
-                    id for part in self._merge(characters[start:end]) for id in self._ids(part)
-                ]
-                if len(piece) <= CACHED_NBYTES and len(cache) < CACHED_PIECES:
-                    cache[piece] = known
-            ids += known
+        """Ids of a stretch of text, word by word where no token reaches across words; they come again and again."""
+        if not self._has_words:
+            return self._word(text)
+        ids: list[int] = []
+        for word in WORD.findall(text.replace(SPACE, b" ")):
+            known = self._cache.get(word)
+            ids += self._kept(word, self._word(word)) if known is None else known
         return ids
 
-    def _merge(self, parts: list[bytes]) -> list[bytes]:
-        """Join neighbours into tokens, the best score first and of equals the leftmost, until no two make one."""
+    def _word(self, word: bytes) -> list[int]:
+        """Ids of a text, done in pieces that cannot merge with each other."""
+        characters, ids = CHARACTER.findall(word.replace(b" ", SPACE)), []
+        cuts = [i for i, (a, b) in enumerate(pairwise(characters), 1) if a + b not in self._joins]
+        for start, end in pairwise([0, *cuts, len(characters)]):
+            piece = b"".join(characters[start:end])
+            known = self._cache.get(piece)
+            ids += self._kept(piece, self._merge(characters[start:end])) if known is None else known
+        return ids
+
+    def _kept(self, text: bytes, ids: list[int]) -> list[int]:
+        if len(text) <= CACHED_NBYTES and len(self._cache) < CACHED_TEXTS:
+            self._cache[text] = ids
+        return ids
+
+    def _merge(self, parts: list[bytes]) -> list[int]:
+        """Join neighbours into tokens, the best score first and of equals the leftmost, until no two make one; ids."""
         index, costs, count = self._index, self._costs, len(parts)
         before, after = list(range(-1, count - 1)), list(range(1, count + 1))
         heap = [
@@ -202,7 +240,7 @@ class Tokenizer:
                     id = index.get(joined)
                     if id is not None:
                         heappush(heap, (costs[id], i, j, len(joined)))
-        return [part for part in parts if part]
+        return [id for part in parts if part for id in self._ids(part)]
 
     def _ids(self, part: bytes) -> list[int]:
         """The token of a merged part; else the tokens of its bytes; else it is unknown."""

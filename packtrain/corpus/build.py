@@ -1,0 +1,138 @@
+"""The heavy part, for a child process: read the text, train or take the vocabulary, write the token files.
+
+A Text and an empty folder go in; the folder then holds all that prepare reads. Text is streamed, twice or thrice.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from packtrain import gguf
+from packtrain.corpus.documents import (
+    TRAIN,
+    VALID,
+    Piece,
+    Survey,
+    Text,
+    divide,
+    find_sources,
+    parts_of,
+    read_documents,
+    survey,
+)
+from packtrain.corpus.tokens import TokenFile, write_tokens
+from packtrain.errors import InputError
+from packtrain.gguf import Value
+from packtrain.tokenizer import KEYS, Tokenizer
+from packtrain.vocabulary import train_vocabulary, vocabulary_of
+
+SPOKEN = {TRAIN: "training", VALID: "validation"}
+VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
+SECONDS_BETWEEN_LINES = 3.0
+
+Say = Callable[[str], None]
+
+
+def build(text: Text, folder: Path, say: Say) -> None:
+    """Fill the folder. Raises InputError for whatever is wrong with the text."""
+    sources = find_sources(text.data)
+    total = sum(source.path.stat().st_size for source in sources)
+
+    def read(doing: str) -> Iterator[Piece]:
+        return _reported(read_documents(sources, text.separator), doing, total, say)
+
+    found = survey(read("reading"))
+    if not found.documents:
+        what = "holds nothing but whitespace" if total else "is empty"
+        raise InputError(f"--data: {text.data} {what}; it must hold text to train on")
+
+    split = 0.0 if any(source.part for source in sources) else text.val_split
+
+    def divided(doing: str) -> Iterator[Piece]:
+        return divide(read(doing), found, split)
+
+    vocabulary, note = _vocabulary(text, found, divided("sampling for the vocabulary"))
+    tokenizer = _tokenizer(text, vocabulary)
+    parts = parts_of(text, sources)
+    with ExitStack() as stack:
+        files = {part: stack.enter_context(write_tokens(folder, part, tokenizer)) for part in parts}
+        nbytes = _write(divided("tokenizing"), tokenizer, files)
+        _check_filled(text, files)
+    notes = [note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
+    kept = {"general.architecture": Value("string", "llama"), **vocabulary}
+    gguf.write(folder / VOCABULARY_FILE, kept, {})
+    (folder / NOTES_FILE).write_text("\n".join(notes), encoding="utf-8")
+
+
+def _reported(pieces: Iterable[Piece], doing: str, nbytes: int, say: Say) -> Iterator[Piece]:
+    """The same pieces, with a line every few seconds."""
+    done, said = 0, time.monotonic()
+    for piece in pieces:
+        if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            say(f"{doing}: {done / 1e6:,.0f} of {nbytes / 1e6:,.0f} MB")
+        yield piece
+        done += len(piece.text.encode())
+
+
+def _vocabulary(text: Text, found: Survey, pieces: Iterable[Piece]) -> tuple[dict[str, Value], str]:
+    """The vocabulary, and the line that says where it comes from."""
+    if text.vocab is not None:
+        taken = vocabulary_of(text.vocab)
+        return taken, f"vocabulary: {_size(taken):,} tokens of {text.vocab}"
+    texts = (piece.text for piece in pieces if piece.part == TRAIN)
+    made = train_vocabulary(texts, text.vocab_size, text.auto, found.nbytes)
+    why = "trained on this text"
+    if _size(made) < text.vocab_size:
+        why = f"as many as {found.nbytes / 1e6:,.2f} MB of text support, of {text.vocab_size:,} at most"
+    return made, f"vocabulary: {_size(made):,} tokens, {why}"
+
+
+def _size(vocabulary: dict[str, Value]) -> int:
+    return len(vocabulary[f"{KEYS}tokens"].value)
+
+
+def _tokenizer(text: Text, vocabulary: dict[str, Value]) -> Tokenizer:
+    made = Tokenizer({key: value.value for key, value in vocabulary.items()})
+    if made.bos is None or made.eos is None:
+        raise InputError(f"{text.vocab}: documents need a bos and an eos token; one is missing")
+    return made
+
+
+def _write(
+    pieces: Iterator[Piece], tokenizer: Tokenizer, files: Mapping[str, TokenFile]
+) -> Counter[str]:
+    """Write the token files; gives the bytes of text in each part."""
+    nbytes: Counter[str] = Counter()
+    for piece in pieces:
+        document = _document(piece, pieces, nbytes)
+        files[piece.part].add_document(tokenizer.encode_pieces(document))
+    return nbytes
+
+
+def _document(first: Piece, others: Iterator[Piece], nbytes: Counter[str]) -> Iterator[str]:
+    """The texts of one document, taken from the stream of all pieces; their bytes are counted by part."""
+    piece = first
+    nbytes[first.part] += len(piece.text.encode())
+    yield piece.text
+    while not piece.ends:
+        piece = next(others)
+        nbytes[first.part] += len(piece.text.encode())
+        yield piece.text
+
+
+def _check_filled(text: Text, files: Mapping[str, TokenFile]) -> None:
+    for part, file in files.items():
+        if not file.starts:
+            raise InputError(
+                f"--data: {text.data} leaves no text for {SPOKEN[part]};"
+                " it must be longer, or --val-split 0 and without a validation file"
+            )
+
+
+def _note(part: str, file: TokenFile, nbytes: int) -> str:
+    documents = f"{len(file.starts):,} document{'s' if len(file.starts) > 1 else ''}"
+    each = f"{nbytes / file.count:.2f} bytes per token"
+    return f"{SPOKEN[part]}: {documents}, {file.count:,} tokens, {each}"

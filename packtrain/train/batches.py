@@ -1,0 +1,101 @@
+"""Batches as a pure function of an index, so that resuming needs only a number.
+
+Tokens go in, the inputs of `models.llama.loss` come out; `weights` is 1 for a target that counts and 0 for padding
+and for the step from one document to the next. It knows no model and no optimizer.
+"""
+
+import numpy as np
+
+from packtrain.corpus import Tokens
+
+
+class Batches:
+    """Windows of `time` tokens, `rows` to a batch; an index counts on through epochs.
+
+    fill            windows run over the whole stream, and a short document is followed by the next one in its row;
+                    otherwise each document begins a window of its own and its last window is padded
+    shuffle         an epoch visits its windows in an order of its own; otherwise as they come
+    random_offsets  with fill and shuffle: an epoch reads the stream in a circle from a place of its own, and leaves
+                    out the one target that would close it
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        rows: int,
+        time: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        random_offsets: bool = True,
+        fill: bool = True,
+    ) -> None:
+        self.tokens, self.rows, self.time = tokens, rows, time
+        self.seed, self.shuffle, self.fill = seed, shuffle, fill
+        self.random_offsets = random_offsets and shuffle and fill
+        self.size = len(tokens.ids)
+        ends = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
+        self._starts = np.asarray(tokens.starts) if not fill else np.zeros(1, np.int64)
+        # targets of each stretch that windows may not leave, and the first window of each
+        self._targets = ends - self._starts - 1
+        self._first = np.append(0, np.cumsum(-(-self._targets // time)))
+        self._epoch = -1
+
+    @property
+    def windows(self) -> int:
+        return int(self._first[-1])
+
+    def __len__(self) -> int:
+        """Batches in one epoch; the last one is padded."""
+        return -(-self.windows // self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
+        epoch, batch = divmod(index, len(self))
+        self._enter(epoch)
+        places = range(batch * self.rows, (batch + 1) * self.rows)
+        rows = [self._row(*self._window(place)) for place in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _enter(self, epoch: int) -> None:
+        """Draw the order and the offset of an epoch, unless it is the one drawn last."""
+        if epoch == self._epoch:
+            return
+        draw = np.random.Generator(np.random.Philox(key=[self.seed % (1 << 63), epoch]))
+        self._offset = int(draw.integers(self.size)) if self.random_offsets else 0
+        self._order = np.arange(self.windows, dtype=np.uint32)
+        if self.shuffle:
+            draw.shuffle(self._order)
+        self._epoch = epoch
+
+    def _window(self, place: int) -> tuple[int, int]:
+        """Where the window at a place of the epoch begins in the stream, and how many targets it has."""
+        if place >= self.windows:
+            return 0, 0
+        window = int(self._order[place])
+        stretch = int(np.searchsorted(self._first, window, side="right")) - 1
+        skipped = (window - int(self._first[stretch])) * self.time
+        count = min(self.time, int(self._targets[stretch]) - skipped)
+        return int(self._starts[stretch]) + skipped + self._offset, count
+
+    def _row(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """The row of `count` targets after `start`; what is left of it is padding, a document of its own."""
+        places = (start + np.arange(count + 1)) % self.size
+        found = np.searchsorted(self.tokens.starts, places, side="right") - 1
+        begins = self.tokens.starts[found] == places
+        ids = self.tokens.ids[places].astype(np.int32)
+        padding = self.time - count
+
+        def padded(values: np.ndarray, dtype: type) -> np.ndarray:
+            return np.append(values, np.zeros(padding, values.dtype)).astype(dtype)
+
+        at = np.arange(self.time)
+        news = padded(begins[:-1], bool)
+        news[[0, *([count] if padding else [])]] = True
+        return {
+            "tokens": padded(ids[:-1], np.int32),
+            "targets": padded(ids[1:], np.int32),
+            "weights": padded(~begins[1:], np.float32),
+            "pos": (at - np.maximum.accumulate(np.where(news, at, 0))).astype(np.int32),
+            "seq": (np.cumsum(news) - 1).astype(np.int32),
+        }

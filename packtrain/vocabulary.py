@@ -1,0 +1,153 @@
+"""A vocabulary as GGUF tokenizer metadata: trained from text by SentencePiece, or taken from a model's file.
+
+Texts and a size go in, the `tokenizer.*` keys of a GGUF file come out. It knows no files of text and no documents.
+"""
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Value
+from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, Tokenizer
+
+SAMPLED_NBYTES = (
+    20_000_000  # what SentencePiece sees of a large text; it holds about ten times that in memory
+)
+SENTENCE_CHARACTERS = 4_096  # longer lines are cut there: SentencePiece would leave them out
+RESERVED = 256 + 3  # a token for each byte; unknown, begin and end
+LEAST = RESERVED + 3  # a space, a character, and the two together
+SUPPORTED, STEP, TEXT_NBYTES_PER_TOKEN = 320, 64, 256
+COVERAGE = (
+    0.99995  # Llama 2's share of the text in common characters; the others are spelled in bytes
+)
+
+
+def train_vocabulary(
+    texts: Iterable[str], size: int, auto: bool, text_nbytes: int
+) -> dict[str, Value]:
+    """The metadata of a vocabulary in the manner of Llama 2's: BPE with byte fallback, digits one by one.
+
+    auto         `size` is the most there may be; less where the text supports less, see supported_size
+    text_nbytes  how large the texts are together, so that a sample can be spread over them
+    Raises InputError if the text does not yield `size` tokens; the message names how many it does.
+    """
+    wanted = min(size, supported_size(text_nbytes)) if auto else size
+    if wanted < LEAST:
+        raise InputError(f"--vocab-size: {size} is too small; it must be {LEAST} or more")
+    trained = _train(_sentences(list(_sampled(texts, text_nbytes)), wanted), wanted)
+    found = trained.get_piece_size()
+    if found < wanted and not auto:
+        raise InputError(
+            f"--vocab-size: the text is too small for {size} tokens; at most {found} would do"
+        )
+    return _metadata(trained)
+
+
+def supported_size(text_nbytes: int) -> int:
+    """How many tokens a text can teach: one per 256 bytes, in multiples of 64; 320 are always tried."""
+    return max(SUPPORTED, text_nbytes // TEXT_NBYTES_PER_TOKEN // STEP * STEP)
+
+
+def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
+    """Stretches of the texts, evenly spread, SAMPLED_NBYTES together at most."""
+    share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
+    seen, taken = 0, 0
+    for text in texts:
+        for start in range(0, len(text), SENTENCE_CHARACTERS * 4):
+            stretch = text[start : start + SENTENCE_CHARACTERS * 4]
+            nbytes = len(stretch.encode())
+            seen += nbytes
+            if taken + nbytes <= seen * share:
+                taken += nbytes
+                yield stretch
+
+
+def _sentences(texts: list[str], size: int) -> Iterator[str]:
+    """Lines without their ends: a line break is a byte token, as in Llama 2. Rare characters end a line too."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    counts.pop(" ", None)  # it has its token in any case
+    ends = str.maketrans(dict.fromkeys(counts.keys() - _common(counts, size) | {"\r", "\0"}, "\n"))
+    for text in texts:
+        for line in text.translate(ends).split("\n"):
+            for start in range(0, len(line), SENTENCE_CHARACTERS):
+                yield line[start : start + SENTENCE_CHARACTERS]
+
+
+def _common(counts: Counter[str], size: int) -> set[str]:
+    """The characters that get tokens of their own: they may fill half of the vocabulary at most."""
+    found: set[str] = set()
+    covered, wanted = 0, COVERAGE * counts.total()
+    for character, count in counts.most_common((size - RESERVED) // 2):
+        if covered >= wanted:
+            break
+        covered += count
+        found.add(character)
+    return found
+
+
+def _train(sentences: Iterator[str], size: int) -> sentencepiece.SentencePieceProcessor:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=size,
+        hard_vocab_limit=False,  # fewer tokens, rather than an error, where the text yields no more
+        character_coverage=1.0,  # rare characters have been left out
+        max_sentence_length=SENTENCE_CHARACTERS * 4 + 4,  # in bytes
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=True,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        byte_fallback=True,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        num_threads=1,  # the result must not depend on the machine
+        minloglevel=4,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Value]:
+    ids = range(trained.get_piece_size())
+
+    def kind(id: int) -> int:
+        if trained.is_unknown(id):
+            return UNKNOWN
+        if trained.is_control(id):
+            return CONTROL
+        return BYTE if trained.is_byte(id) else NORMAL
+
+    values = {
+        "model": Value("string", "llama"),
+        "tokens": Value("string", [trained.id_to_piece(id).encode() for id in ids]),
+        "scores": Value("f32", np.array([trained.get_score(id) for id in ids], np.float32)),
+        "token_type": Value("i32", np.array([kind(id) for id in ids], np.int32)),
+        "bos_token_id": Value("u32", trained.bos_id()),
+        "eos_token_id": Value("u32", trained.eos_id()),
+        "unknown_token_id": Value("u32", trained.unk_id()),
+        "add_bos_token": Value("bool", True),
+        "add_eos_token": Value("bool", False),
+        "add_space_prefix": Value("bool", True),
+    }
+    return {KEYS + name: value for name, value in values.items()}
+
+
+def vocabulary_of(path: Path) -> dict[str, Value]:
+    """The tokenizer metadata of a GGUF file. Raises InputError if it has none that Tokenizer takes."""
+    file = GGUF(path)
+    try:
+        Tokenizer(file.metadata)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return {key: value for key, value in file.values.items() if key.startswith("tokenizer.")}

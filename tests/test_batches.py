@@ -1,0 +1,156 @@
+"""Batches: every token is a target once, masks and positions follow the documents, an index says everything."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from packtrain.corpus import Tokens
+from packtrain.train.batches import Batches
+
+BOS, EOS = 1, 2
+modes = pytest.mark.parametrize("fill", [True, False])
+
+
+def tokens_of(*lengths: int) -> Tokens:
+    """Documents of so many tokens between BOS and EOS; every token has another id."""
+    ids, starts = [], []
+    for length in lengths:
+        starts.append(len(ids))
+        ids += [BOS, *range(10 + len(ids), 10 + len(ids) + length), EOS]
+    return Tokens(np.array(ids, np.uint16), np.array(starts, np.int64))
+
+
+def plain(batch: dict[str, np.ndarray]) -> dict[str, list]:
+    return {name: value.tolist() for name, value in batch.items()}
+
+
+def targets(batches: Batches, epoch: int = 0) -> Counter[tuple[int, int]]:
+    """How often each pair of a token and its target counts in an epoch."""
+    found: Counter[tuple[int, int]] = Counter()
+    for index in range(epoch * len(batches), (epoch + 1) * len(batches)):
+        batch = batches[index]
+        counted = batch["weights"] == 1
+        found.update(
+            zip(batch["tokens"][counted].tolist(), batch["targets"][counted].tolist(), strict=True)
+        )
+    return found
+
+
+def wanted(tokens: Tokens) -> Counter[tuple[int, int]]:
+    pairs = zip(tokens.ids[:-1].tolist(), tokens.ids[1:].tolist(), strict=True)
+    return Counter(pair for pair in pairs if pair != (EOS, BOS))
+
+
+def test_a_filled_batch():
+    batch = Batches(tokens_of(3, 1, 2), 2, 6, shuffle=False)[0]
+    assert plain(batch) == {
+        "tokens": [[1, 10, 11, 12, 2, 1], [15, 2, 1, 18, 19, 0]],
+        "targets": [[10, 11, 12, 2, 1, 15], [2, 1, 18, 19, 2, 0]],
+        "weights": [[1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 0]],
+        "pos": [[0, 1, 2, 3, 4, 0], [0, 1, 0, 1, 2, 0]],
+        "seq": [[0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 2]],
+    }
+    assert {name: value.dtype.name for name, value in batch.items()} == {
+        "tokens": "int32", "targets": "int32", "weights": "float32", "pos": "int32", "seq": "int32",
+    }  # fmt: skip
+
+
+def test_a_batch_of_documents():
+    batches = Batches(tokens_of(3, 1), 4, 3, shuffle=False, fill=False)
+    assert len(batches) == 1
+    assert plain(batches[0]) == {
+        "tokens": [[1, 10, 11], [12, 0, 0], [1, 15, 0], [0, 0, 0]],
+        "targets": [[10, 11, 12], [2, 0, 0], [15, 2, 0], [0, 0, 0]],
+        "weights": [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]],
+        "pos": [[0, 1, 2], [0, 0, 1], [0, 1, 0], [0, 1, 2]],
+        "seq": [[0, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 0]],
+    }
+
+
+@modes
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("time", [1, 2, 5, 16, 1000])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_token_is_a_target_once(rows: int, time: int, shuffle: bool, fill: bool):
+    tokens = tokens_of(7, 1, 30, 2, 2, 14)
+    batches = Batches(tokens, rows, time, shuffle=shuffle, random_offsets=False, fill=fill)
+    assert targets(batches) == wanted(tokens)
+    assert targets(batches, epoch=3) == wanted(tokens)
+
+
+@pytest.mark.parametrize("time", [3, 16])
+def test_random_offsets_leave_out_at_most_one_target(time: int):
+    tokens = tokens_of(7, 1, 30, 2, 2, 14)
+    batches = Batches(tokens, 2, time, seed=5)
+    firsts = set()
+    for epoch in range(20):
+        missing = wanted(tokens) - targets(batches, epoch)
+        assert missing.total() <= 1 and not targets(batches, epoch) - wanted(tokens)
+        firsts.add(min(Counter(missing), default=None))
+    assert len(firsts) > 5  # other places in other epochs
+
+
+def test_an_index_says_everything():
+    tokens = tokens_of(*range(1, 30))
+    batches = Batches(tokens, 2, 8, seed=7)
+    order = [*range(3 * len(batches))]
+    one = [plain(batches[i]) for i in order]
+    other = {i: plain(Batches(tokens, 2, 8, seed=7)[i]) for i in reversed(order)}
+    assert all(one[i] == other[i] for i in order)
+    for i in (40, 2, 70, 2):
+        assert plain(batches[i]) == one[i]
+    assert plain(Batches(tokens, 2, 8, seed=8)[0]) != one[0]
+    assert one[0] != one[len(batches)]
+
+
+def test_an_unshuffled_epoch_is_like_every_other():
+    batches = Batches(tokens_of(5, 9, 2), 2, 4, shuffle=False, seed=9)
+    assert plain(batches[1]) == plain(batches[1 + 4 * len(batches)])
+
+
+def test_a_shuffled_epoch_has_the_windows_of_an_unshuffled_one():
+    tokens = tokens_of(*range(1, 30))
+    plainly = Batches(tokens, 1, 8, shuffle=False)
+    shuffled = Batches(tokens, 1, 8, random_offsets=False)
+    rows = [
+        [batches[i]["tokens"].tolist() for i in range(len(batches))]
+        for batches in (plainly, shuffled)
+    ]
+    assert rows[0] != rows[1] and sorted(rows[0]) == sorted(rows[1])
+
+
+@modes
+def test_a_text_shorter_than_a_window_is_one_padded_window(fill: bool):
+    batches = Batches(tokens_of(2), 1, 8, fill=fill, random_offsets=False)
+    assert len(batches) == 1
+    assert batches[0]["weights"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]]
+
+
+@modes
+def test_positions_and_documents_within_rows(fill: bool):
+    tokens = tokens_of(3, 40, 1, 5, 9, 2)
+    batches = Batches(tokens, 3, 10, fill=fill, seed=1)
+    for index in range(2 * len(batches)):
+        batch = batches[index]
+        for pos, seq, ids in zip(batch["pos"], batch["seq"], batch["tokens"], strict=True):
+            assert pos[0] == seq[0] == 0
+            new = np.diff(seq) == 1
+            assert (np.diff(seq)[~new] == 0).all() and (np.diff(pos)[~new] == 1).all()
+            assert (pos[1:][new] == 0).all()
+            assert (new >= (ids[1:] == BOS)).all()
+
+
+def test_what_is_padding_changes_nothing_else():
+    """A row's own tokens come before its padding, which is a document of its own."""
+    batch = Batches(tokens_of(3), 1, 9, shuffle=False)[0]
+    own = batch["weights"][0] == 1
+    assert own.tolist() == [True] * 4 + [False] * 5
+    assert not set(batch["seq"][0][own]) & set(batch["seq"][0][~own])
+
+
+def test_negative_seeds_and_wide_ids():
+    tokens = tokens_of(5, 5)
+    wide = Tokens(tokens.ids.astype(np.uint32) + 70_000, tokens.starts)
+    batch = Batches(wide, 1, 4, seed=-3)[0]
+    assert batch["tokens"].min() >= 70_000 and batch["tokens"].dtype == np.int32

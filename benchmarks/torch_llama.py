@@ -1,9 +1,14 @@
-"""The same llama in PyTorch, eager and plain, as a peer for speed and memory. Shapes as packtrain's Config."""
+"""The same llama in PyTorch, eager and plain, as a peer for speed, memory and loss. Shapes as packtrain's Config."""
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from packtrain.models.llama import Config
+
+Batch = Mapping[str, np.ndarray]
 
 
 class Llama(torch.nn.Module):
@@ -33,12 +38,22 @@ class Llama(torch.nn.Module):
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.part(name), self.config.rms_eps)
 
-    def rope(self, x: torch.Tensor) -> torch.Tensor:
+    def rope(self, x: torch.Tensor, pos: torch.Tensor | None) -> torch.Tensor:
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * self.turns[: x.shape[1], None]).flatten(-2)
+        turns = self.turns[: x.shape[1]] if pos is None else self.turns[pos]
+        return torch.view_as_real(pairs * turns.unsqueeze(-2)).flatten(-2)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        pos: torch.Tensor | None = None,
+        seq: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Mean loss; with `weights` their sum of losses. `pos` and `seq` tell documents of a row apart."""
         c = self.config
+        seen = None if seq is None else (seq[:, None, :, None] == seq[:, None, None, :]).tril()
         h = F.embedding(tokens, self.part("token_embd"))
         for i in range(c.block_count):
             x = self.norm(h, f"blk.{i}.attn_norm")
@@ -47,10 +62,11 @@ class Llama(torch.nn.Module):
                 for name in "qkv"
             )
             y = F.scaled_dot_product_attention(
-                self.rope(q).transpose(1, 2),
-                self.rope(k).transpose(1, 2),
+                self.rope(q, pos).transpose(1, 2),
+                self.rope(k, pos).transpose(1, 2),
                 v.transpose(1, 2),
-                is_causal=True,
+                attn_mask=seen,
+                is_causal=seen is None,
                 enable_gqa=c.head_count != c.head_count_kv,
             )
             h = h + F.linear(y.transpose(1, 2).flatten(-2), self.part(f"blk.{i}.attn_output"))
@@ -60,12 +76,63 @@ class Llama(torch.nn.Module):
             )
             h = h + F.linear(gated, self.part(f"blk.{i}.ffn_down"))
         logits = F.linear(self.norm(h, "output_norm"), self.part("token_embd"))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if weights is None:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses @ weights.flatten()
 
 
-def optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
+def optimizer(
+    model: Llama,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+) -> torch.optim.AdamW:
     """AdamW in one fused kernel, with decay for matrices only."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+class Trained:
+    """A model in training on packtrain's batches, with clipping by global norm unless `max_norm` is 0."""
+
+    def __init__(self, model: Llama, update: torch.optim.AdamW, max_norm: float) -> None:
+        self.model, self.update, self.max_norm = model, update, max_norm
+
+    def step(self, batches: Sequence[Batch], rate: float) -> float:
+        """Mean loss of a step over micro-batches, before its update."""
+        self.update.zero_grad()
+        tokens, total = counted(batches), 0.0
+        for batch in batches:
+            loss = self._sum(batch) / tokens
+            loss.backward()
+            total += loss.item()
+        if self.max_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        for group in self.update.param_groups:
+            group["lr"] = rate
+        self.update.step()
+        return total
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss over batches."""
+        with torch.no_grad():
+            return sum(self._sum(batch).item() for batch in batches) / counted(batches)
+
+    def _sum(self, batch: Batch) -> torch.Tensor:
+        given = {name: torch.from_numpy(array) for name, array in batch.items()}
+        weights, seq = given["weights"], given["seq"]
+        ids = given["tokens"].long(), given["targets"].long()
+        if not seq.any():  # one document in each row: without a mask it is faster
+            return self.model(*ids, weights)
+        return self.model(*ids, weights, given["pos"].long(), seq)
+
+
+def counted(batches: Sequence[Batch]) -> float:
+    """Targets that count."""
+    return float(sum(batch["weights"].sum() for batch in batches))

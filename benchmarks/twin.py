@@ -1,0 +1,126 @@
+"""Whole training runs: packtrain beside PyTorch on the same tokens, batches, schedule and number of steps.
+
+    python -m benchmarks.twin --data FILE [--preset 1m] [--iters 1000] [--seeds 0 1 2] [--side both]
+
+Each run draws initial values of its own from one distribution, so that losses differ by luck. The table has the loss
+on the whole validation part by seed and side; below it the difference of the means with its standard error.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.memory import Peak
+from packtrain.models import llama
+from packtrain.train.engine import Engine
+from packtrain.train.fit import Fit
+from packtrain.train.job import Job, decide
+from packtrain.train.plans import make_plans
+from packtrain.train.settings import TrainSettings
+from packtrain.watch import METRICS, Watch
+from packtrain.watch.metrics import read
+
+REPORT_EVERY = 100
+OTHER = 1_000_003  # between the seeds of the two sides' initial values
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def ours(job: Job) -> float:
+    """Validation loss after the last step of `packtrain train`."""
+    plans = make_plans(job.shape, job.optimizer)
+    with tempfile.TemporaryDirectory() as name, Peak() as peak:
+        folder, planned = Path(name), peak.baseline + plans.nbytes
+        fit = Fit(job, Engine(plans, job.optimizer), folder)
+        fit.begin(False, say)
+        watching = partial(Watch, folder, steps=job.steps, planned_nbytes=planned)
+        with watching(report_every=REPORT_EVERY, tensorboard=False) as watch:
+            fit.go(watch, lambda: False, lambda: peak.nbytes)
+        return float(read(folder / METRICS)[-1]["val_loss"])
+
+
+def theirs(job: Job) -> float:
+    """Validation loss after the last step of the twin."""
+    from benchmarks.torch_llama import Llama, Trained, optimizer
+
+    s = job.settings
+    model = Llama(job.config, llama.initial(job.config, s.seed + OTHER))
+    update = optimizer(model, s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
+    trained = Trained(model, update, s.max_grad_norm)
+    began = time.perf_counter()
+    for step in range(1, job.steps + 1):
+        loss = trained.step(job.batches(step), job.schedule.rate(step))
+        if step % REPORT_EVERY == 0 or step in (1, job.steps):
+            seconds = (time.perf_counter() - began) / step
+            say(f"torch: step {step}/{job.steps}  loss {loss:.4f}  {seconds:.3f} s a step")
+    return trained.evaluate(list(job.validation()))
+
+
+SIDES = {"packtrain": ours, "torch": theirs}
+
+
+def loss_of(side: str, settings: TrainSettings) -> float:
+    return SIDES[side](decide(settings, say))
+
+
+def apart(work: Callable[..., float], *given: object) -> float:
+    """The result of work in a process of its own, so that no side meets the other's threads."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(work, *given).result()
+
+
+def difference(losses: dict[str, list[float]]) -> str:
+    """packtrain's mean less torch's, and its standard error if there are several seeds."""
+    ours_, theirs_ = (np.array(losses[side]) for side in SIDES)
+    found = f"difference of means {ours_.mean() - theirs_.mean():+.4f}"
+    if len(ours_) < 2:
+        return found
+    variance = (ours_.var(ddof=1) + theirs_.var(ddof=1)) / len(ours_)
+    return f"{found} ± {variance**0.5:.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--preset", default="1m", choices=llama.PRESETS)
+    parser.add_argument("--iters", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--side", default="both", choices=[*SIDES, "both"])
+    args = parser.parse_args()
+    sides = list(SIDES) if args.side == "both" else [args.side]
+    losses: dict[str, list[float]] = {side: [] for side in sides}
+    print("".join(f"{title:>11}" for title in ("seed", *sides)), flush=True)
+    for seed in args.seeds:
+        settings = TrainSettings(
+            data=args.data,
+            preset=args.preset,
+            iters=args.iters,
+            seed=seed,
+            steps_per_eval=0,
+            val_batches=0,
+            save_every=0,
+        )
+        for side in sides:
+            losses[side].append(apart(loss_of, side, settings))
+        row = "".join(f"{found[-1]:>11.4f}" for found in losses.values())
+        print(f"{seed:>11}{row}", flush=True)
+    print(f"{'mean':>11}" + "".join(f"{np.mean(found):>11.4f}" for found in losses.values()))
+    if len(sides) == 2:
+        print(difference(losses))
+
+
+if __name__ == "__main__":
+    main()

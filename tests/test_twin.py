@@ -1,0 +1,54 @@
+"""The training engine step by step beside its twin in PyTorch: same values and batches, so same losses."""
+
+import numpy as np
+import pytest
+
+from packtrain.corpus import Tokens
+from packtrain.models import llama
+from packtrain.train.batches import Batches
+from packtrain.train.engine import Engine
+from packtrain.train.optim import AdamW
+from packtrain.train.plans import Shape, make_plans
+from packtrain.train.schedule import Schedule
+from tests import checks
+
+pytest.importorskip("torch")
+torch_llama = pytest.importorskip("benchmarks.torch_llama")
+
+CONFIG = llama.Config(320, 32, 32, 2, 64, 4, 2)
+ROWS, TIME, STEPS = 4, 32, 6
+MAX_NORM = 0.3  # below the norm of every step here, so that all are clipped
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    """Five documents, some shorter than a window, so that rows have several and the last is padded."""
+    ids = np.random.default_rng(0).integers(3, CONFIG.vocab_size, 450).astype(np.uint16)
+    starts = np.array([0, 100, 115, 200, 390])
+    ids[starts] = 1
+    ids[starts[1:] - 1] = 2
+    return Tokens(ids, starts)
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_steps_and_validation_are_those_of_the_twin(tokens: Tokens, micros: int) -> None:
+    train = Batches(tokens, ROWS, TIME, seed=3)
+    valid = Batches(tokens, ROWS, TIME, shuffle=False)
+    optimizer, schedule = AdamW(lr=5e-3), Schedule("cosine", 5e-3, 5e-4, 2, STEPS)
+    engine = Engine(make_plans(Shape(CONFIG, ROWS, TIME, micros, MAX_NORM), optimizer), optimizer)
+    engine.session.set(llama.initial(CONFIG, 5))
+    model = torch_llama.Llama(CONFIG, llama.initial(CONFIG, 5))
+    twin = torch_llama.Trained(model, torch_llama.optimizer(model, 5e-3), MAX_NORM)
+    got, want = list[float](), list[float]()
+    for step in range(1, STEPS + 1):
+        batches = [train[(step - 1) * micros + i] for i in range(micros)]
+        stepped = engine.step(batches, step, schedule.rate(step))
+        assert stepped.norm > MAX_NORM
+        got.append(stepped.loss)
+        want.append(twin.step(batches, schedule.rate(step)))
+    whole = [valid[i] for i in range(len(valid))]
+    assert any(batch["seq"].any() for batch in whole)
+    assert min(batch["weights"].min() for batch in whole) == 0
+    got.append(engine.evaluate(whole).loss)
+    want.append(twin.evaluate(whole))
+    checks.close(np.array(got, np.float32), np.array(want, np.float32), "losses")

@@ -10,9 +10,9 @@ $(VENV)/.ready: pyproject.toml
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
-# Trains a small llama on its own source and lets it write: about half a minute once kernels are compiled.
+# The whole path on this Python's own documentation: vocabulary, plan, training, demo/model.gguf, a sample.
 demo: $(VENV)/.ready
-	$(RUN) examples/train_llama.py
+	$(RUN) -m packtrain demo
 
 test: $(VENV)/.ready lint
 	$(RUN) -m pytest
@@ -27,6 +27,7 @@ bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.packing
 	$(RUN) -m benchmarks.engine
 	$(RUN) -m benchmarks.train
+	$(RUN) -m benchmarks.memory
 
 # Records tests/goldens anew from PyTorch.
 goldens: $(VENV)/.ready

@@ -23,6 +23,9 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say whose write it was
+        raise
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -5,6 +5,8 @@ Linux that is RssAnon + RssShmem of /proc/<pid>/status, which the kernel keeps (
 long), elsewhere psutil's USS. Files that are only mapped for reading, such as a GGUF's weights, do not count.
 """
 
+import ctypes
+import gc
 import os
 import re
 import threading
@@ -50,6 +52,14 @@ def private_nbytes_of(pid: int) -> int:
     except psutil.NoSuchProcess:
         return 0
     return sum(_private_nbytes(process.pid) for process in family)
+
+
+def settle() -> None:
+    """Give back what is free but still held, so that what is measured next is what is needed."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:  # glibc
+        trim(0)
 
 
 class Peak:

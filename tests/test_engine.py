@@ -84,7 +84,7 @@ def test_a_plan_counts_every_leaf_once_and_one_arena():
     assert plans.weight_nbytes == parameters == plans.gradient_nbytes
     assert plans.state_nbytes == 2 * parameters
     assert plans.arena_nbytes == max(p.arena().nbytes for p in plans.plans.values())
-    assert plans.nbytes == 4 * parameters + plans.arena_nbytes
+    assert plans.nbytes == 4 * parameters + plans.arena_nbytes + plans.loop_nbytes
 
 
 def test_schedules():

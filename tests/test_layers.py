@@ -46,7 +46,7 @@ LAYERS = {
     " corpus cost models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan run memory stop kernels gguf tokenizer"
     " vocabulary corpus cost models sample generate watch train",
-    "cli": "errors settings commands",
+    "cli": "errors settings commands train",
     "__main__": "cli",
 }
 OUTSIDE = {

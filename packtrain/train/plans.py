@@ -16,6 +16,7 @@ from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
 from packtrain.train.optim import AdamW, accumulating, training, updating
 
+LOOP_NBYTES = 2 << 20  # progress line, metrics and files of the loop; measured 1.5 MiB
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 
 
@@ -77,9 +78,16 @@ class Plans:
         return self.largest.arena().nbytes
 
     @property
+    def loop_nbytes(self) -> int:
+        """What the training loop holds beside the session: a step's batches, twice, and its files."""
+        shape = self.shape
+        batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
+        return LOOP_NBYTES + 2 * batch * shape.micros
+
+    @property
     def nbytes(self) -> int:
-        """All that will be reserved when the run begins."""
-        return sum(self.leaves.values()) + self.arena_nbytes
+        """All that a run takes on top of the process before it."""
+        return sum(self.leaves.values()) + self.arena_nbytes + self.loop_nbytes
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""
@@ -99,6 +107,7 @@ class Plans:
             "gradient_bytes": self.gradient_nbytes,
             "arena_bytes": arena.nbytes,
             "lower_bound_bytes": arena.lower_bound,
+            "loop_bytes": self.loop_nbytes,
             "baseline_bytes": baseline,
             "total_bytes": baseline + self.nbytes,
             "seconds_per_step": seconds,
@@ -117,6 +126,7 @@ class Plans:
             ("optimizer", self.state_nbytes, "two moments a parameter"),
             ("gradients", self.gradient_nbytes, "sums over micro-batches"),
             ("arena", arena.nbytes, f"activations, gradients, workspaces; {bound}"),
+            ("loop", self.loop_nbytes, "batches, files, progress"),
             ("process", baseline, "interpreter, kernels, threads, as measured"),
             ("total", baseline + self.nbytes, ""),
         ]

@@ -1,0 +1,8 @@
+"""python -m packtrain: the command line."""
+
+import sys
+
+from packtrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""packtrain demo: the whole path on text that every Python has, its own documentation; nothing is downloaded."""
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.commands import generate, train
+from packtrain.files import write_text
+from packtrain.settings import option
+from packtrain.train.settings import TrainSettings
+
+TEXT_NBYTES = 3 << 20
+SEPARATOR = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    folder: Path = option(
+        Path("demo"), "where the text, the model and its run folder go", flags="-o"
+    )
+    iters: int = option(300, "steps to train", least=1)
+
+
+def run(settings: DemoSettings) -> int:
+    """Collect text, train `1m` on it, and let the model write. Raises InputError, OSError."""
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    text = settings.folder / "python.txt"
+    write_text(text, f"\n{SEPARATOR}\n".join(documents(TEXT_NBYTES)) + "\n")
+    train.say(f"{text}: {text.stat().st_size / 1e6:.1f} MB of this Python's own documentation")
+    model = settings.folder / "model.gguf"
+    chosen = TrainSettings(
+        data=text,
+        output=model,
+        iters=settings.iters,
+        batch_size=16,
+        lr=3e-3,
+        steps_per_eval=100,
+        overwrite=True,
+    )
+    code = train.run(chosen)
+    if code == 0:
+        print("\nThe model writes:\n", flush=True)
+        code = generate.run(
+            generate.Generate(model=model, prompt="Return the", n_predict=96, seed=1)
+        )
+    return code
+
+
+def documents(nbytes: int) -> Iterator[str]:
+    """Docstrings of the standard library with the names they belong to, file by file, about so many bytes."""
+    root, taken = Path(sysconfig.get_path("stdlib")), 0
+    for file in sorted(root.rglob("*.py")):
+        inner = file.relative_to(root).parts[:-1]
+        if {"site-packages", "test", "tests", "idle_test", "__pycache__"} & {*inner}:
+            continue
+        for document in _docstrings(file):
+            taken += len(document)
+            if taken > nbytes:
+                return
+            yield document
+
+
+def _docstrings(file: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, SyntaxError):
+        return
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    for node in ast.walk(tree):
+        said = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if said and len(said) > 60:
+            name = getattr(node, "name", file.stem)
+            yield f"{name}: {said}"

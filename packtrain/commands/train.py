@@ -1,0 +1,172 @@
+"""packtrain train: from text to a GGUF model, inside a planned amount of memory."""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from packtrain import cost, kernels
+from packtrain.errors import InputError, Interrupted
+from packtrain.files import check_writable, write_text
+from packtrain.generate import Generator, Limits, Reply, placements
+from packtrain.memory import Peak, private_nbytes, settle
+from packtrain.plan import size_text
+from packtrain.sample import Sampling
+from packtrain.settings import to_yaml
+from packtrain.stop import stop_on_signals
+from packtrain.tokenizer import Tokenizer
+from packtrain.train.engine import Engine
+from packtrain.train.fit import Fit
+from packtrain.train.job import Job, decide
+from packtrain.train.plans import Plans, duration, make_plans
+from packtrain.train.settings import TrainSettings
+from packtrain.train.state import previous
+from packtrain.watch import Watch
+
+SAMPLE_TOKENS = 64
+INTERRUPTED = 130
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A job with its plans, the memory of the process before any of it is reserved, and the expected time."""
+
+    job: Job
+    plans: Plans
+    baseline: int
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return self.plans.text(self.baseline, self.seconds, self.job.steps)
+
+
+def ready(settings: TrainSettings) -> Ready:
+    """Decide and plan a run; nothing of it is reserved yet. Raises InputError."""
+    job = decide(settings, say)
+    for note in job.corpus.notes:
+        say(note)
+    kernels.load_all()
+    if settings.threads:
+        kernels.set_threads(settings.threads)
+    samples = placements(job.config, job.config.context_length) if settings.sample_every else {}
+    others = {f"generate {size}": placed for size, placed in samples.items()}
+    plans = make_plans(job.shape, job.optimizer, others)
+    seconds = plans.seconds(cost.measured())
+    settle()
+    return Ready(job, plans, private_nbytes(), seconds)
+
+
+def run(settings: TrainSettings) -> int:
+    """Train; 130 if a signal ended it, after saving. Raises InputError, OSError, NotFinite."""
+    _check(settings)
+    made = ready(settings)
+    say(made.text)
+    folder = settings.folder
+    _begin_folder(settings, made)
+    planned = made.baseline + made.plans.nbytes
+    watching = partial(Watch, folder, steps=made.job.steps, planned_nbytes=planned)
+    with (
+        stop_on_signals() as stopped,
+        Peak() as peak,
+        watching(report_every=settings.steps_per_report, tensorboard=settings.tensorboard) as watch,
+    ):
+        engine = Engine(made.plans, made.job.optimizer)
+        fit = Fit(made.job, engine, folder)
+        fit.begin(settings.resume, watch.say)
+        watch.resume(fit.progress.step)
+        if settings.sample_every:
+            fit.sample = partial(_sample, made.job, engine)
+        try:
+            fit.go(watch, stopped, lambda: peak.nbytes)
+        except Interrupted as error:
+            watch.say(f"{error}; go on with: packtrain train -o {settings.output} --resume")
+            return INTERRUPTED
+        fit.finish()
+        watch.end(_end(fit, planned, peak))
+    _report(fit, planned, peak)
+    return 0
+
+
+def _check(settings: TrainSettings) -> None:
+    """What can be known to be wrong before any work."""
+    folder, output = settings.folder, settings.output
+    checkpoint = folder / "checkpoint.gguf"
+    if folder == output:
+        raise InputError(
+            f"--output: {output} would be the run folder itself; end its name in .gguf"
+        )
+    check_writable(output, "--output")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(
+            f"--output: {folder} is in the way of the run folder; move it or give another --output"
+        )
+    if settings.resume or settings.overwrite:
+        return
+    if checkpoint.exists() or previous(checkpoint).exists():
+        raise InputError(
+            f"--output: {folder} has a run already; go on with --resume, begin anew with --overwrite, or give another"
+        )
+    if output.exists():
+        raise InputError(
+            f"--output: {output} exists; give another, or --overwrite to replace it at the end"
+        )
+
+
+def _begin_folder(settings: TrainSettings, made: Ready) -> None:
+    """The run folder with settings and plan; what a run before left goes if it is not resumed."""
+    folder = settings.folder
+    folder.mkdir(exist_ok=True)
+    for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
+        torn.unlink(missing_ok=True)
+    if not settings.resume:
+        for pattern in ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "loss.svg"):
+            for file in folder.glob(pattern):
+                file.unlink()
+    kept = replace(settings, resume=False, overwrite=False)
+    write_text(folder / "run.yaml", to_yaml(kept))
+    write_text(folder / "plan.json", json.dumps(made.plans.to_dict(made.baseline, made.seconds)))
+
+
+def _sample(job: Job, engine: Engine) -> str:
+    """What the model writes now after the prompt of the settings."""
+    runs = {
+        int(name.split()[1]): run for name, run in engine.run.items() if name.startswith("generate")
+    }
+    generator = Generator(job.config.context_length, runs)
+    tokenizer = Tokenizer({key: value.value for key, value in job.corpus.vocabulary.items()})
+    prompt = tokenizer.encode(job.settings.sample_prompt)
+    reply = Reply(
+        generator, tokenizer, prompt, Sampling(), job.settings.seed, Limits(SAMPLE_TOKENS)
+    )
+    return f"sample: {job.settings.sample_prompt}{''.join(reply)}"
+
+
+def _end(fit: Fit, planned: int, peak: Peak) -> dict[str, float]:
+    return {
+        "step": fit.progress.step,
+        "planned_bytes": planned,
+        "peak_bytes": peak.nbytes,
+        "baseline_bytes": peak.baseline,
+    }
+
+
+def _report(fit: Fit, planned: int, peak: Peak) -> None:
+    output, job = fit.job.settings.output, fit.job
+    say(
+        f"trained {fit.progress.step:,} steps, {fit.progress.tokens:,} tokens in {duration(fit.progress.seconds)}; "
+        f"memory: peak {size_text(peak.nbytes)}, planned {size_text(planned)}"
+    )
+    if job.valid is not None:
+        say(f"lowest validation loss {fit.progress.best:.4f}")
+    size = size_text(Path(output).stat().st_size)
+    say(
+        f"{output}: {size}, {job.settings.type}; the run is in {fit.folder}, its curve in {fit.folder / 'loss.svg'}"
+    )
+    say(f"  packtrain generate {output} -p 'Once'")
+    say(f"  llama-cli -m {output} -no-cnv -p 'Once'")

@@ -1,0 +1,154 @@
+"""The training loop: steps, validation, samples and checkpoints in their turn, until done, stopped or stuck."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import InputError, Interrupted
+from packtrain.gguf import GGUF
+from packtrain.models import llama
+from packtrain.models.file import save_model
+from packtrain.train import state
+from packtrain.train.engine import Engine
+from packtrain.train.job import Job, differences
+from packtrain.train.state import Progress
+from packtrain.watch import Watch
+
+BEST = "best.gguf"
+
+
+@dataclass(slots=True)
+class Fit:
+    """A job on its engine: `begin` gives the leaves their values, `go` trains to the end."""
+
+    job: Job
+    engine: Engine
+    folder: Path
+    sample: Callable[[], str] | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    # ---- where it begins
+
+    def begin(self, resume: bool, say: Callable[[str], None]) -> None:
+        """Fresh values, or those of the checkpoint. Raises InputError for a checkpoint of another configuration."""
+        found = state.load(self.checkpoint, say) if resume else None
+        session = self.engine.session
+        if found is None:
+            if resume:
+                say(f"{self.folder} has no checkpoint yet: beginning at step 1")
+            llama.initialise(self.job.config, self.job.settings.seed, session.fill)
+            return
+        self._check(found, say)
+        for name in self.names:
+            session.set({name: found.array(name)})
+        self.progress = found.progress
+
+    def _check(self, found: state.Checkpoint, say: Callable[[str], None]) -> None:
+        now = self.job.about()
+        other = differences(found.about, now)
+        if other:
+            raise InputError(
+                f"{found.path}: made with other settings: {'; '.join(other)}; "
+                "give the same, or --overwrite to begin anew"
+            )
+        if found.about["steps"] != now["steps"]:
+            say(
+                f"the run had {found.about['steps']} steps and has {now['steps']} now: "
+                f"its learning rates differ from step {found.progress.step + 1} on"
+            )
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.gguf"
+
+    @property
+    def names(self) -> list[str]:
+        """Leaves that a checkpoint holds: weights and moments. Sums and caches begin anew."""
+        return [name for name in self.engine.plans.leaves if not name.startswith(("g/", "cache."))]
+
+    # ---- training
+
+    def go(self, watch: Watch, stopped: Callable[[], bool], peak: Callable[[], int]) -> None:
+        """Train until the last step, or until validation no longer improves.
+
+        Raises Interrupted once `stopped` says so, after saving; NotFinite for three bad steps in a row.
+        """
+        while self.progress.step < self.job.steps and not self._stale(watch):
+            if stopped():
+                self.save(watch)
+                raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
+            record = self._step(watch)
+            watch.step(record, peak())
+            if self._due(self.job.settings.sample_every, last=False) and self.sample:
+                watch.say(self.sample())
+            if self._due(self.job.settings.save_every, last=False):
+                self.save(watch)
+        self.save(watch)
+
+    def _step(self, watch: Watch) -> dict[str, Any]:
+        """One step and the validation that is due after it, as a line of the metrics."""
+        began, number = time.perf_counter(), self.progress.step + 1
+        rate = self.job.schedule.rate(number)
+        did = self.engine.step(self.job.batches(number), number, rate)
+        seconds = time.perf_counter() - began
+        self.progress = self.progress.after(did.tokens, seconds)
+        if did.bad:
+            watch.say(f"step {number} skipped, its loss or gradient is not finite: {did.bad}")
+        record: dict[str, Any] = {
+            "step": number,
+            "tokens": self.progress.tokens,
+            "loss": did.loss,
+            "lr": rate,
+            "grad_norm": did.norm,
+            "tokens_per_second": did.tokens / seconds,
+            "seconds": self.progress.seconds,
+        }
+        if self.job.valid is not None and self._due(self.job.settings.steps_per_eval, last=True):
+            record |= self._validate()
+        return record
+
+    def _validate(self) -> dict[str, float]:
+        got = self.engine.evaluate(self.job.validation())
+        self.progress = self.progress.validated(got.loss)
+        if self.job.settings.patience and not self.progress.stale:
+            self.write_model(self.folder / BEST)
+        return {"val_loss": got.loss, "val_error": got.error}
+
+    def _due(self, every: int, last: bool) -> bool:
+        """Whether something done `every` steps is due; what is also done at the `last` step may have every = 0."""
+        at_end = last and self.progress.step == self.job.steps
+        return at_end or bool(every and self.progress.step % every == 0)
+
+    def _stale(self, watch: Watch) -> bool:
+        patience = self.job.settings.patience
+        if not patience or self.progress.stale < patience:
+            return False
+        watch.say(
+            f"stopped early: {patience} validations without one better than {self.progress.best:.4f}"
+        )
+        return True
+
+    # ---- what is kept
+
+    def save(self, watch: Watch) -> None:
+        """A checkpoint of where the run stands now."""
+        session = self.engine.session
+        arrays = {name: session.view(name) for name in self.names}
+        state.save(self.checkpoint, self.progress, self.job.about(), arrays)
+        watch.save()
+
+    def finish(self) -> None:
+        """Write the model: its best weights where validation decided when to stop, else its last."""
+        best = self.folder / BEST
+        if self.job.settings.patience and best.exists():
+            kept = GGUF(best)
+            for name in kept.entries:
+                self.engine.session.set({name: kept.array(name)})
+        self.write_model(self.job.settings.output, self.job.settings.type)
+
+    def write_model(self, path: Path, dtype: str = "f32") -> None:
+        job = self.job
+        view, name = self.engine.session.view, job.settings.output.stem
+        save_model(path, job.config, job.corpus.vocabulary, view, dtype=dtype, name=name)

@@ -1,0 +1,268 @@
+"""`packtrain train` as its users meet it: files, resume, refusals, exit codes."""
+
+import json
+import os
+import resource
+import signal
+from contextlib import contextmanager
+
+import pytest
+import yaml
+
+from packtrain.cli import main
+from packtrain.gguf import GGUF
+from packtrain.watch import Watch, metrics
+from tests.kill import TINY, survive, without_times, words
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(words())
+    return path
+
+
+@contextmanager
+def signal_after(step: int, number: int = signal.SIGINT):
+    """As if someone pressed Ctrl-C while this step was recorded."""
+    before = Watch.step
+
+    def record(watch, record, peak_nbytes):
+        before(watch, record, peak_nbytes)
+        if record["step"] == step:
+            os.kill(os.getpid(), number)
+
+    Watch.step = record
+    try:
+        yield
+    finally:
+        Watch.step = before
+
+
+def arguments(data, output, *more: str) -> list[str]:
+    return ["train", "--data", str(data), "-o", str(output), *TINY, "--no-tensorboard", *more]
+
+
+def said(capsys) -> list[str]:
+    return capsys.readouterr().err.strip().splitlines()
+
+
+def weights(path):
+    gguf = GGUF(path)
+    return {name: gguf.array(name).tobytes() for name in gguf.entries}
+
+
+def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
+    output = tmp_path / "model.gguf"
+    code = main(
+        arguments(data, output, "--iters", "12", "--steps-per-eval", "5", "--save-every", "4")
+    )
+    text = "\n".join(said(capsys))
+    assert code == 0, text
+    folder = tmp_path / "model.run"
+    assert {f.name for f in folder.iterdir()} >= {
+        "run.yaml", "metrics.jsonl", "checkpoint.gguf", "checkpoint.previous.gguf", "plan.json", "loss.svg",
+    }  # fmt: skip
+    records = metrics.read(folder / "metrics.jsonl")
+    assert [r["step"] for r in records[:-1]] == list(range(1, 13))
+    assert [r["step"] for r in records if "val_loss" in r] == [5, 10, 12]
+    assert list(records[0])[:7] == list(metrics.FIRST_KEYS)
+    assert records[11]["loss"] < records[0]["loss"]
+    end = records[-1]
+    assert end["event"] == "end" and end["baseline_bytes"] < end["peak_bytes"]
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["total_bytes"] == end["planned_bytes"]
+    kept = yaml.safe_load((folder / "run.yaml").read_text())
+    assert kept["iters"] == 12 and kept["dim"] == 32 and kept["data"] == str(data)
+    for part in ("weights", "arena", "total", "expected", "step 12/12", "memory: peak"):
+        assert part in text
+    assert main(["generate", str(output), "-p", "The", "-n", "4", "--temp", "0"]) == 0
+    assert capsys.readouterr().out.startswith("The")
+
+
+@pytest.mark.parametrize("more", [[], ["--grad-accumulation-steps", "2", "--recompute", "blocks"]])
+def test_resume_is_bit_for_bit(data, tmp_path, capsys, more):
+    at_once, in_parts = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    options = ["--iters", "11", "--steps-per-eval", "4", "--save-every", "3", *more]
+    assert main(arguments(data, at_once, *options)) == 0
+    with signal_after(7):
+        assert main(arguments(data, in_parts, *options)) == 130
+    text = "\n".join(said(capsys))
+    assert "stopped after step 7 of 11" in text and "--resume" in text
+    assert main(["train", "-o", str(in_parts), "--resume", "--no-tensorboard"]) == 0
+    assert weights(at_once) == weights(in_parts)
+    assert weights(tmp_path / "a.run/checkpoint.gguf") == weights(
+        tmp_path / "b.run/checkpoint.gguf"
+    )
+    a, b = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
+    assert a == b
+
+
+def test_a_run_without_a_checkpoint_resumes_from_the_beginning(data, tmp_path, capsys):
+    output = tmp_path / "m.gguf"
+    assert main(arguments(data, output, "--iters", "2", "--resume")) == 0
+    assert "no checkpoint yet" in "\n".join(said(capsys))
+
+
+def test_more_steps_can_be_asked_for(data, tmp_path, capsys):
+    output = tmp_path / "m.gguf"
+    assert main(arguments(data, output, "--iters", "2")) == 0
+    assert main(["train", "-o", str(output), "--resume", "--iters", "4"]) == 0
+    assert "had 2 steps and has 4 now" in "\n".join(said(capsys))
+    assert [r["step"] for r in metrics.read(tmp_path / "m.run/metrics.jsonl")[:-1]] == [1, 2, 3, 4]
+
+
+def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
+    output = tmp_path / "m.gguf"
+    options = ["--iters", "60", "--steps-per-eval", "2", "--patience", "3", "--lr", "0.5"]
+    assert main(arguments(data, output, *options)) == 0
+    assert "stopped early" in "\n".join(said(capsys))
+    assert weights(output) == weights(tmp_path / "m.run/best.gguf")
+    records = metrics.read(tmp_path / "m.run/metrics.jsonl")[:-1]
+    losses = [r["val_loss"] for r in records if "val_loss" in r]
+    assert len(losses) < 30 and min(losses) == losses[-4]
+
+
+def test_samples_are_written_during_the_run(data, tmp_path, capsys):
+    options = ["--iters", "4", "--sample-every", "2", "--sample-prompt", "The cat"]
+    assert main(arguments(data, tmp_path / "m.gguf", *options)) == 0
+    assert sum(line.startswith("sample: The cat") for line in said(capsys)) == 2
+
+
+def test_plan_prints_and_runs_nothing(data, tmp_path, capsys):
+    made = tmp_path / "plan.json"
+    run = arguments(data, tmp_path / "m.gguf")[1:]
+    assert main(["plan", "train", *run, "--json", str(made)]) == 0
+    printed = capsys.readouterr().out
+    plan = json.loads(made.read_text())
+    assert "weights" in printed and "tokens/s" in printed
+    parts = ("weights_bytes", "state_bytes", "gradient_bytes", "arena_bytes", "loop_bytes")
+    assert plan["total_bytes"] == plan["baseline_bytes"] + sum(plan[part] for part in parts)
+    assert plan["lower_bound_bytes"] <= plan["arena_bytes"]
+    assert plan["arena_bytes"] >= max(b["offset"] + b["nbytes"] for b in plan["buffers"])
+    assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
+
+
+# ---- what is refused
+
+
+def refused(capsys, arguments, code=2) -> str:
+    assert main(arguments) == code
+    lines = said(capsys)
+    assert lines[-1].startswith("packtrain: error: ")
+    assert not any("Traceback" in line for line in lines)
+    return lines[-1]
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (None, "does not exist"),
+        (b"", "empty"),
+        (b"ab\0cd" * 99, "NUL|binary"),
+        (b"ok \xff\xfe" * 99, "UTF-8"),
+        (b" \n" * 99, "nothing but whitespace"),
+    ],
+)
+def test_bad_data(tmp_path, capsys, content, reason):
+    path = tmp_path / "data.txt"
+    if content is not None:
+        path.write_bytes(content)
+    line = refused(capsys, arguments(path, tmp_path / "m.gguf"))
+    assert "data.txt" in line
+    assert any(part in line for part in reason.split("|")), line
+
+
+def test_bad_outputs_are_found_before_any_work(data, tmp_path, capsys):
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "file").write_text("")
+    assert "is a folder" in refused(capsys, arguments(data, tmp_path / "folder.gguf"))
+    for output in (tmp_path / "file/m.gguf", tmp_path / "missing/m.gguf"):
+        assert "cannot be written" in refused(capsys, arguments(data, output))
+    (tmp_path / "old.gguf").write_text("precious")
+    assert "old.gguf exists" in refused(capsys, arguments(data, tmp_path / "old.gguf"))
+    assert (tmp_path / "old.gguf").read_text() == "precious"
+
+
+def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
+    output = tmp_path / "m.gguf"
+    assert main(arguments(data, output, "--iters", "1")) == 0
+    before = (tmp_path / "m.run/checkpoint.gguf").read_bytes()
+    assert "has a run already" in refused(capsys, arguments(data, output, "--iters", "1"))
+    line = refused(capsys, arguments(data, output, "--iters", "1", "--resume", "--lr", "0.25"))
+    assert "lr was None and is 0.25" in line and "checkpoint.gguf" in line
+    assert (tmp_path / "m.run/checkpoint.gguf").read_bytes() == before
+    assert main(arguments(data, output, "--iters", "1", "--overwrite")) == 0
+
+
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        (["--preset", "7b"], "invalid choice"),
+        (["--batch-size", "0"], "1 or more"),
+        (["--batch-size", "many"], "invalid int"),
+        (["--dim", "33"], "--heads"),
+        (["--kv-heads", "3"], "--kv-heads"),
+        (["--vocab-size", "lots"], "--vocab-size"),
+        (["--vocab-size", "300000"], "vocab"),
+        (["--vocab", "missing.gguf"], "missing.gguf"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_bad_flags(data, tmp_path, capsys, flags, part):
+    run = arguments(data, tmp_path / "m.gguf", *flags)
+    try:
+        code = main(run)
+    except SystemExit as left:  # argparse leaves by itself
+        code = left.code
+    lines = said(capsys)
+    assert code == 2 and part in lines[-1] and len(lines) == 1
+
+
+def test_bad_settings_files(data, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    for text, part in (
+        ("[1", "not YAML"),
+        ("7", "lines like"),
+        ("lrr: 1", "no setting lrr"),
+        ("lr: fast", "a number"),
+    ):
+        path.write_text(text)
+        assert part in refused(capsys, arguments(data, tmp_path / "m.gguf", "--config", str(path)))
+    path.write_text("lr: 1e-3\niters: 2\n")
+    assert main(arguments(data, tmp_path / "m.gguf", "--config", str(path), "--iters", "1")) == 0
+    kept = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
+    assert kept["lr"] == 1e-3 and kept["iters"] == 1
+
+
+def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, capsys):
+    output, options = tmp_path / "m.gguf", ["--iters", "9", "--save-every", "2"]
+    with signal_after(3):
+        assert main(arguments(data, output, *options)) == 130
+    checkpoint = tmp_path / "m.run/checkpoint.gguf"
+    before = checkpoint.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    try:
+        line = refused(capsys, ["train", "-o", str(output), "--resume"], code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "checkpoint.gguf: file too large" in line
+    assert checkpoint.read_bytes() == before
+    assert not list(checkpoint.parent.glob(".*")) and not output.exists()
+    assert main(["train", "-o", str(output), "--resume"]) == 0
+
+
+def test_three_bad_steps_end_the_run(data, tmp_path, capsys):
+    options = ["--iters", "40", "--lr", "1e30", "--save-every", "1", "--max-grad-norm", "0"]
+    line = refused(capsys, arguments(data, tmp_path / "m.gguf", *options), code=1)
+    assert "3 steps in a row" in line
+    assert (tmp_path / "m.run/checkpoint.gguf").exists() and not (tmp_path / "m.gguf").exists()
+
+
+# ---- killed
+
+
+def test_killed_runs_resume_bit_for_bit(tmp_path):
+    assert survive(tmp_path, kills=3, seed=1) > 10

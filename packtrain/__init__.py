@@ -27,8 +27,7 @@ from packtrain.tensor import (
     state,
     weight,
 )  # fmt: skip
-
-__version__ = "0.1.0"
+from packtrain.version import __version__
 
 __all__ = [
     "Executor", "Graph", "GraphError", "Op", "Placed", "Plan", "PlanError", "RunError", "Session", "Spec", "Stopped",

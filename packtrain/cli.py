@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from packtrain import __version__
 from packtrain.commands import demo, evaluate, generate, inspect, plan, train
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.settings import add_flags, from_flags
 from packtrain.train.settings import TrainSettings
+from packtrain.version import __version__
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (demo.DemoSettings, demo.run),

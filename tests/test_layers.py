@@ -46,7 +46,8 @@ LAYERS = {
     " corpus cost models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan run memory stop kernels gguf tokenizer"
     " vocabulary corpus cost models sample generate watch train",
-    "cli": "errors settings commands train",
+    "version": "",
+    "cli": "errors settings commands train version",
     "__main__": "cli",
 }
 OUTSIDE = {

@@ -18,7 +18,7 @@ from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, Tokenizer
 SAMPLED_NBYTES = (
     20_000_000  # what SentencePiece sees of a large text; it holds about ten times that in memory
 )
-SENTENCE_CHARACTERS = 4_096  # longer lines are cut there: SentencePiece would leave them out
+STRETCH_CHARACTERS = 16_384  # texts are sampled in stretches of this length, which ends a line too
 RESERVED = 256 + 3  # a token for each byte; unknown, begin and end
 LEAST = RESERVED + 3  # a space, a character, and the two together
 SUPPORTED, STEP, TEXT_NBYTES_PER_TOKEN = 320, 64, 256
@@ -58,8 +58,8 @@ def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
     share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
     seen, taken = 0, 0
     for text in texts:
-        for start in range(0, len(text), SENTENCE_CHARACTERS * 4):
-            stretch = text[start : start + SENTENCE_CHARACTERS * 4]
+        for start in range(0, len(text), STRETCH_CHARACTERS):
+            stretch = text[start : start + STRETCH_CHARACTERS]
             nbytes = len(stretch.encode())
             seen += nbytes
             if taken + nbytes <= seen * share:
@@ -75,9 +75,7 @@ def _sentences(texts: list[str], size: int) -> Iterator[str]:
     counts.pop(" ", None)  # it has its token in any case
     ends = str.maketrans(dict.fromkeys(counts.keys() - _common(counts, size) | {"\r", "\0"}, "\n"))
     for text in texts:
-        for line in text.translate(ends).split("\n"):
-            for start in range(0, len(line), SENTENCE_CHARACTERS):
-                yield line[start : start + SENTENCE_CHARACTERS]
+        yield from filter(None, text.translate(ends).split("\n"))
 
 
 def _common(counts: Counter[str], size: int) -> set[str]:
@@ -101,7 +99,7 @@ def _train(sentences: Iterator[str], size: int) -> sentencepiece.SentencePiecePr
         vocab_size=size,
         hard_vocab_limit=False,  # fewer tokens, rather than an error, where the text yields no more
         character_coverage=1.0,  # rare characters have been left out
-        max_sentence_length=SENTENCE_CHARACTERS * 4 + 4,  # in bytes
+        max_sentence_length=STRETCH_CHARACTERS * 4,  # in bytes; longer ones would be left out
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=True,

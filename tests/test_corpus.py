@@ -97,6 +97,7 @@ def one(folder: Path, content: str | bytes) -> Path:
         ("a\n<|endoftext|>\nb", "", ["a\n<|endoftext|>\nb"]),
         ("a<|endoftext|>b\n<|endoftext|>\nc", "<|endoftext|>", ["a", "b", "c"]),
         ("a\n\n\nb\nc\n", "\n\n", ["a", "b\nc\n"]),
+        ("a" + "\n" * 40 + "<|endoftext|>\nb" + " " * 40, None, ["a", "b" + " " * 40]),
         ("emma\nolivia\n\nava", "\n", ["emma", "olivia", "ava"]),
         ("a.*b.*", ".*", ["a", "b"]),
         ("a---\n \n---b------c", "---", ["a", "b", "c"]),
@@ -192,8 +193,8 @@ def test_where_a_text_is_cut(text: str, at: int, wanted: int):
 def test_a_cut_between_two_pieces(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
     for chunk in range(1, 12):
         monkeypatch.setattr(documents, "CHUNK_NBYTES", chunk)
-        train, valid = parts_of(one(tmp_path, "abcdefghij" * 3), vocab, val_split=0.5)
-        assert train + (valid or []) == ["abcdefghijabcde", "fghijabcdefghij"]
+        train, valid = parts_of(one(tmp_path, "abcdefghij" * 8), vocab, val_split=0.5)
+        assert train + (valid or []) == ["abcdefghij" * 4] * 2
 
 
 # ---- what is refused

@@ -212,15 +212,37 @@ def merge_slowly(scores: dict[str, float], text: str) -> list[str]:
 def test_pieces_and_cache_change_no_result():
     draw = random.Random(5)
     for _ in range(30):
-        words = {"".join(draw.choices("abc\u2581\u00e4", k=draw.randint(2, 5))) for _ in range(12)}
-        entries = SPECIAL | dict.fromkeys("abc\u2581\u00e4", (-9.0, 1))
+        words = {
+            "".join(draw.choices("abc\u2581\n\u00e4", k=draw.randint(2, 5))) for _ in range(12)
+        }
+        entries = SPECIAL | dict.fromkeys("abc\u2581\n\u00e4", (-9.0, 1))
         entries |= {word: (float(draw.randint(-6, 0)), 1) for word in sorted(words)}
         tokenizer = Tokenizer(metadata(entries))
         scores = {token: score for token, (score, _) in entries.items()}
         for _ in range(20):
-            text = "".join(draw.choices("abc \u00e4", k=draw.randint(1, 40)))
+            text = "".join(draw.choices("abc \n\u00e4", k=draw.randint(1, 40)))
             assert texts(tokenizer, text) == merge_slowly(scores, text)
             assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tokens_that_reach_across_words():
+    across = TINY | {"\n": (-9.0, 1), "b\n": (-2.0, 1)}
+    assert texts(Tokenizer(metadata(across)), "cb\nc") == ["\u2581", "c", "b\n", "c"]
+    across = TINY | {"c\u2581": (-0.5, 1)}
+    assert texts(Tokenizer(metadata(across)), "c ab") == ["\u2581", "c\u2581", "ab"]
+
+
+@pytest.mark.parametrize("name", ["", "phi-3"])  # whose special tokens swallow whitespace
+def test_pieces_of_a_text_give_the_ids_of_the_whole(name: str):
+    entries = TINY | {"<a b>": (0.0, 4), "\n": (-9.0, 1), "a\n": (-2.0, 1), "b\u2581": (-2.0, 1)}
+    tokenizer = Tokenizer(metadata(entries) | {"general.name": name})
+    draw = random.Random(6)
+    for _ in range(300):
+        text = "".join(draw.choices(["a", "b", "c", " ", "\n", "<x>", "<a b>", "\u00e9"], k=20))
+        size = draw.randint(1, 8)
+        pieces = tokenizer.encode_pieces(text[i : i + size] for i in range(0, len(text), size))
+        ids = tokenizer.encode(text, bos=False, special=False)
+        assert [id for part in pieces for id in part] == ids, repr(text)
 
 
 @pytest.mark.parametrize("unit", ["a", " ", "ab c", "\u00e9"])

@@ -115,7 +115,7 @@ def test_more_characters_than_tokens_are_spelled_in_bytes():
 
 
 def test_long_lines_are_learned_from_too():
-    line = "wonderful " * 10_000
+    line = "wonderful " * (vocabulary.STRETCH_CHARACTERS // 2)
     tokens = tokenizer_of(train_vocabulary([line], 320, True, len(line))).tokens
     assert "\u2581wonderful".encode() in tokens
 

@@ -52,7 +52,7 @@ def test_any_cutting_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ...
     given, tokens = values(CONFIG), np.random.RandomState(0).randint(0, CONFIG.vocab_size, 30)
     want = numpy_llama.logits(CONFIG, given, tokens)
     made = generator(CONFIG, given, 32, chunks)
-    for count in (30, 17, 1):
+    for count in (24, 17, 1):
         made.forget()
         assert np.abs(made.feed(tokens[:count].tolist()) - want[count - 1]).max() < TOLERANCE
     assert made.room == 31
@@ -167,8 +167,8 @@ def test_stop_texts_are_no_text_and_what_may_become_one_waits() -> None:
     assert pieces == [" the"] and reply.ended == "stop"
     pieces, reply = said(HAT, Limits(stops=(" ham", "at\n\n")))
     assert pieces == [" the", " h", "at\n"] and reply.ended == "end"
-    pieces, reply = said(HAT, Limits(stops=("t\n", "e", "a")))
-    assert pieces == [" th"] and reply.ended == "stop"
+    pieces, reply = said(HAT, Limits(stops=("t\n", "e", "th")))
+    assert pieces == [" "] and reply.ended == "stop"
 
 
 def test_an_interruption_keeps_what_there_is() -> None:

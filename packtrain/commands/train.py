@@ -19,10 +19,11 @@ from packtrain.tokenizer import Tokenizer
 from packtrain.train.engine import Engine
 from packtrain.train.fit import Fit
 from packtrain.train.job import Job, decide
-from packtrain.train.plans import Plans, duration, make_plans
+from packtrain.train.plans import Plans, make_plans
 from packtrain.train.settings import TrainSettings
 from packtrain.train.state import previous
 from packtrain.watch import Watch
+from packtrain.watch.progress import clock
 
 SAMPLE_TOKENS = 64
 INTERRUPTED = 130
@@ -159,7 +160,7 @@ def _end(fit: Fit, planned: int, peak: Peak) -> dict[str, float]:
 def _report(fit: Fit, planned: int, peak: Peak) -> None:
     output, job = fit.job.settings.output, fit.job
     say(
-        f"trained {fit.progress.step:,} steps, {fit.progress.tokens:,} tokens in {duration(fit.progress.seconds)}; "
+        f"trained {fit.progress.step:,} steps, {fit.progress.tokens:,} tokens in {clock(fit.progress.seconds)}; "
         f"memory: peak {size_text(peak.nbytes)}, planned {size_text(planned)}"
     )
     if job.valid is not None:

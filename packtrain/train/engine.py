@@ -49,7 +49,7 @@ class Engine:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite, see FiniteGuard."""
         tokens = float(sum(batch["weights"].sum() for batch in batches))
         hyper = self.optimizer.inputs(number, rate)
-        shares = [{**b, "weights": b["weights"] / np.float32(tokens)} for b in batches]
+        shares = [{**b, "weights": b["weights"] / np.float32(tokens or 1)} for b in batches]
         if STEP in self.run:
             inputs = shares[0] | hyper
             got = self.run[STEP](inputs)

@@ -136,8 +136,8 @@ class Fit:
         """A checkpoint of where the run stands now."""
         session = self.engine.session
         arrays = {name: session.view(name) for name in self.names}
+        watch.save()  # first: metrics may be ahead of the checkpoint, and are cut back, never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
-        watch.save()
 
     def finish(self) -> None:
         """Write the model: its best weights where validation decided when to stop, else its last."""

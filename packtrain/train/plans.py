@@ -15,6 +15,7 @@ from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
 from packtrain.train.optim import AdamW, accumulating, training, updating
+from packtrain.watch.progress import clock
 
 LOOP_NBYTES = 2 << 20  # progress line, metrics and files of the loop; measured 1.5 MiB
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
@@ -134,16 +135,9 @@ class Plans:
         lines += [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows if n]
         lines.append(
             f"  expected  {seconds:>7.3f} s a step, {tokens / seconds:,.0f} tokens/s, "
-            f"{duration(seconds * steps)} for {steps:,} steps"
+            f"{clock(seconds * steps)} for {steps:,} steps"
         )
         return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """75 -> '1:15'."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def make_plans(shape: Shape, optimizer: AdamW, others: Mapping[str, Placed] | None = None) -> Plans:

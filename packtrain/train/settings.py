@@ -42,7 +42,7 @@ class TrainSettings:
     separator: str | None = option(
         None, "text between two documents; found by itself if it is <|endoftext|>"
     )
-    val_split: float = option(0.05, "part of the data for validation", least=0, most=0.9)
+    val_split: float = option(0.05, "part of the data for validation", least=0, most=0.5)
     fill_samples: bool = option(True, "fill windows of short documents up with the next one")
     random_offsets: bool = option(True, "begin the windows of each epoch somewhere else")
 

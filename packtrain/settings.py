@@ -184,3 +184,8 @@ def to_yaml(settings: Any) -> str:
 
     values = {f.name: plain(getattr(settings, f.name)) for f in _fields(type(settings))}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def unescaped(text: str) -> str:
+    r"""A text as it is meant where a command line writes \n and \t."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")

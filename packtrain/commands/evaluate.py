@@ -17,7 +17,7 @@ from packtrain.models import llama
 from packtrain.models.file import ModelFile, open_model
 from packtrain.place import place
 from packtrain.run import Executor, Session
-from packtrain.settings import option, positional, required
+from packtrain.settings import option, positional, required, unescaped
 from packtrain.stop import stop_on_signals
 from packtrain.train.batches import Batches
 from packtrain.train.engine import evaluate
@@ -62,7 +62,7 @@ def run(settings: Evaluate) -> int:
 
 def _batches(settings: Evaluate, model: ModelFile) -> Batches:
     """The whole text, once and in order, as tokens of the model's own vocabulary."""
-    separator = settings.separator and settings.separator.replace("\\n", "\n")
+    separator = settings.separator and unescaped(settings.separator)
     text = Text(settings.data, settings.model, model.config.vocab_size, False, separator, 0.0)
     corpus = prepare(text, writable(cache_root() / "tokens"), _say)
     context = settings.ctx or min(model.config.context_length, CONTEXT)

@@ -9,6 +9,7 @@ from packtrain.corpus import Corpus, Text, prepare
 from packtrain.errors import InputError
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.llama import PRESETS, Config
+from packtrain.settings import unescaped
 from packtrain.train.batches import Batches
 from packtrain.train.optim import AdamW
 from packtrain.train.plans import Shape
@@ -104,7 +105,7 @@ def _text(settings: TrainSettings) -> Text:
     assert settings.data is not None
     separator = settings.separator
     if separator is not None:
-        separator = separator.encode().decode("unicode_escape")
+        separator = unescaped(separator)
     return Text(settings.data, settings.vocab, size, auto, separator, settings.val_split)
 
 

@@ -34,6 +34,7 @@ LAYERS = {
     "stop": "",
     "memory": "",
     "plan": "dtypes tensor place",
+    "picture": "plan",
     "bound": "dtypes tensor backends place plan",
     "observe": "dtypes tensor debug place plan bound",
     "run": "dtypes tensor backends debug place plan bound observe",
@@ -44,7 +45,7 @@ LAYERS = {
     "watch": "errors files memory plan",
     "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
     " corpus cost models sample generate watch",
-    "commands": "errors files settings dtypes tensor graph place plan run memory stop kernels gguf tokenizer"
+    "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels gguf tokenizer"
     " vocabulary corpus cost models sample generate watch train",
     "version": "",
     "cli": "errors settings commands train version",

@@ -1,0 +1,156 @@
+"""A plan as one HTML page to explore: text in, nothing fetched, only its own script may run.
+
+page.html is the frame and the look, page.js draws and listens. Tables are written here, so that they are there
+without the script.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from packtrain.picture.scene import (
+    CATEGORIES,
+    COLORS,
+    OWNERS,
+    Row,
+    Samples,
+    Scene,
+    make_scene,
+    plain,
+)
+from packtrain.plan import Buffer, Plan, size_text
+
+LATER = 6  # tensors named that use a rectangle's bytes in turn; the others are counted
+
+
+def page(
+    plan: Plan,
+    *,
+    title: str = "plan",
+    budget_nbytes: int | None = None,
+    rows: Sequence[Row] | None = None,
+    measured: int | Samples | None = None,
+    space: str = "host",
+) -> str:
+    """The page.
+
+    rows           (what, bytes, why) of all that lives beside the arena; weights and states if not given
+    budget_nbytes  for the rows and the arena together
+    measured       bytes of the process: their peak, or (step of the plan, bytes) as they were sampled
+    """
+    scene = make_scene(
+        plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
+    )
+    script = _asset("page.js")
+    seal = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "title": escape(scene.title),
+        "summary": escape(scene.summary),
+        "seal": seal,
+        "legend": _legend(scene),
+        "owners": _owners(scene),
+        "bytes": _bytes(scene),
+        "data": _inert(json.dumps(_data(scene), separators=(",", ":"))),
+        "script": script,
+    }
+    text = _asset("page.html")
+    # no part can hold the mark of another: names and titles are escaped, and the script has none
+    for name, part in parts.items():
+        text = text.replace(f"<!--{name}-->", part)
+    return text
+
+
+def _asset(name: str) -> str:
+    return resources.files("packtrain.picture").joinpath(name).read_text(encoding="utf-8")
+
+
+def _inert(text: str) -> str:
+    """JSON that cannot end the element it stands in."""
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(scene: Scene) -> dict[str, Any]:
+    """What the script draws: a column for each field of a buffer."""
+    buffers = scene.buffers
+    ops = {op: k for k, op in enumerate(dict.fromkeys(b.op for b in buffers))}
+    arena = scene.arena
+    return {
+        "start": [b.start for b in buffers],
+        "end": [b.end for b in buffers],
+        "offset": [b.offset for b in buffers],
+        "nbytes": [b.nbytes for b in buffers],
+        "category": [CATEGORIES.index(b.category) for b in buffers],
+        "op": [ops[b.op] for b in buffers],
+        "name": [plain(b.name) for b in buffers],
+        "later": {k: later for k, b in enumerate(buffers) if (later := _later(b))},
+        "ops": [plain(op) for op in ops],
+        "categories": [[category, COLORS[category]] for category in CATEGORIES],
+        "levels": [[level.kind, level.text, level.nbytes] for level in scene.levels],
+        "samples": scene.samples,
+        "measured": scene.measured_text,
+        "last": scene.last,
+        "top": scene.top,
+        "peak": [arena.peak_step, arena.lower_bound],
+    }
+
+
+def _later(b: Buffer) -> list[str]:
+    """Tensors that take over the bytes of the one that names the buffer."""
+    names = [name for name in b.tensors if name != b.name]
+    more = len(names) - LATER
+    shown = [plain(name) for name in names[:LATER]]
+    return [*shown, f"{more:,} more"] if more > 0 else shown
+
+
+def _legend(scene: Scene) -> str:
+    return "".join(f"<li>{_swatch(category)}{category}</li>" for category in scene.used())
+
+
+def _swatch(category: str) -> str:
+    fill = COLORS[category]
+    if category == "recomputed":
+        fill = f"repeating-linear-gradient(45deg,{COLORS['activation']} 0 2px,{fill} 2px 5px)"
+    return f'<i style="background:{fill}"></i>'
+
+
+def _owners(scene: Scene) -> str:
+    """Rows of the peak's owners; `data-buffer` ties a row to its rectangle."""
+    places = {b: k for k, b in enumerate(scene.buffers)}
+    shown, others = scene.owners[:OWNERS], scene.owners[OWNERS:]
+    rows = [
+        f'<tr data-buffer="{places[b]}"><td class="name">{escape(plain(b.name))}<td>{escape(plain(b.op))}'
+        f'<td class="category">{_swatch(b.category)}{b.category}{_numbers(scene, b.nbytes)}'
+        for b in shown
+    ]
+    if others:
+        nbytes = sum(b.nbytes for b in others)
+        rows.append(f'<tr><td colspan="3">{len(others):,} others{_numbers(scene, nbytes)}')
+    return "\n".join(rows)
+
+
+def _numbers(scene: Scene, nbytes: int) -> str:
+    return f'<td class="number">{size_text(nbytes)}<td class="number">{scene.share(nbytes):.1%}'
+
+
+def _bytes(scene: Scene) -> str:
+    """Rows of the bytes table: the plan, its total, and what it is held against."""
+    share = scene.arena.nbytes / max(scene.total, 1)
+    rows: list[tuple[str, str, int, str]] = [("", *row) for row in scene.rows]
+    rows.append(("", "arena", scene.arena.nbytes, f"drawn here, {share:.1%} of the whole"))
+    rows.append(("total", "planned", scene.total, ""))
+    if scene.measured_peak is not None:
+        of_plan = f"{scene.measured_peak / max(scene.total, 1):.1%} of what was planned"
+        rows.append(("", "measured", scene.measured_peak, of_plan))
+    if scene.budget_nbytes is not None:
+        spare = scene.budget_nbytes - scene.total
+        left = f"{size_text(abs(spare))} {'too little' if spare < 0 else 'to spare'}"
+        rows.append(("", "budget", scene.budget_nbytes, left))
+    return "\n".join(
+        f'<tr class="{kind}"><td>{escape(plain(label))}<td class="number">{size_text(nbytes)}'
+        f"<td>{escape(plain(why, 200))}"
+        for kind, label, nbytes, why in rows
+    )

@@ -1,0 +1,189 @@
+"""What every picture of a plan shows, as plain data: buffers, live bytes, levels, the peak's owners, the total.
+
+A plan and what is known around it go in. Nothing is drawn here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from packtrain.plan import Arena, Buffer, Plan, size_text
+
+COLORS = {  # by category, from the bottom of a stack up; told apart on white and on black, and by the colour-blind
+    "input": "#8a99ad",
+    "activation": "#2f7ed8",
+    "recomputed": "#8abcf0",  # and hatched
+    "gradient": "#e4761b",
+    "workspace": "#f0c02e",
+    "output": "#17a37b",
+}
+CATEGORIES = list(COLORS)
+OWNERS = 10  # rows of a table of who owns the peak
+
+Row = tuple[str, int, str]  # what, bytes, why
+Samples = Sequence[tuple[float, int]]  # step, bytes of the process
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A number of the arena's bytes that is worth a line: the arena, its lower bound, what the budget leaves it."""
+
+    kind: str
+    text: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One memory space of a plan, and what is known around it.
+
+    rows           what lives beside the arena
+    budget_nbytes  for the rows and the arena together
+    measured       bytes of the process, like rows and arena together: their peak, or (step of the plan, bytes)
+    """
+
+    plan: Plan
+    space: str
+    title: str
+    rows: Sequence[Row]
+    budget_nbytes: int | None
+    measured: int | Samples | None
+
+    @property
+    def arena(self) -> Arena:
+        return self.plan.arena(self.space)
+
+    @cached_property
+    def buffers(self) -> list[Buffer]:
+        return [b for b in self.plan.buffers if b.space == self.space]
+
+    @cached_property
+    def last(self) -> int:
+        """Steps of the time axis; outputs live one step longer than the graph."""
+        return max((b.end for b in self.buffers), default=1)
+
+    @cached_property
+    def live(self) -> np.ndarray:
+        """Bytes alive at each step, by category: int64 (categories, steps)."""
+        change = np.zeros((len(CATEGORIES), self.last + 1), np.int64)
+        for b in self.buffers:
+            kind = CATEGORIES.index(b.category)
+            change[kind, b.start] += b.nbytes
+            change[kind, b.end] -= b.nbytes
+        return np.asarray(change.cumsum(axis=1)[:, :-1])
+
+    @property
+    def outside(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self.rows)
+
+    @property
+    def total(self) -> int:
+        return self.outside + self.arena.nbytes
+
+    @property
+    def samples(self) -> list[tuple[float, int]]:
+        """What was measured over the steps, less what lives beside the arena. A peak alone is a level line."""
+        found = self.measured
+        if found is None:
+            return []
+        if isinstance(found, int):
+            found = [(0, found), (self.last, found)]
+        return [(step, max(nbytes - self.outside, 0)) for step, nbytes in found]
+
+    @property
+    def measured_peak(self) -> int | None:
+        if self.measured is None or isinstance(self.measured, int):
+            return self.measured
+        return max((nbytes for _, nbytes in self.measured), default=None)
+
+    @property
+    def measured_text(self) -> str:
+        return "" if self.measured_peak is None else f"measured {size_text(self.measured_peak)}"
+
+    @property
+    def levels(self) -> list[Level]:
+        """Lines across the picture. A budget that leaves nothing, or far more than the arena takes, has none."""
+        arena = self.arena
+        size = size_text(arena.nbytes)
+        if arena.gap == 0:
+            found = [Level("bound", f"arena = lower bound {size}", arena.nbytes)]
+        else:
+            bound = Level("bound", f"lower bound {size_text(arena.lower_bound)}", arena.lower_bound)
+            found = [bound, Level("arena", f"arena {size}", arena.nbytes)]
+        left = (self.budget_nbytes or 0) - self.outside
+        if 0 < left <= 2 * arena.nbytes:
+            found.append(Level("budget", f"budget leaves {size_text(left)}", left))
+        return found
+
+    @property
+    def top(self) -> int:
+        """Height of the picture in bytes, with some air."""
+        heights = [level.nbytes for level in self.levels] + [nbytes for _, nbytes in self.samples]
+        return int(1.08 * max(heights)) + 1
+
+    @property
+    def summary(self) -> str:
+        """The plan in one line."""
+        arena = self.arena
+        place = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.2%} over its lower bound"
+        said = [
+            f"{self.plan.steps:,} steps",
+            f"{len(self.buffers):,} buffers",
+            f"arena {size_text(arena.nbytes)}, {place}",
+            f"{size_text(self.total)} in all",
+        ]
+        if self.budget_nbytes is not None:
+            said.append(f"budget {size_text(self.budget_nbytes)}")
+        if self.measured_text:
+            said.append(self.measured_text)
+        return " · ".join(said)
+
+    @property
+    def owners(self) -> list[Buffer]:
+        """Who owns the peak, the largest first."""
+        return self.plan.peak(self.space)
+
+    def share(self, nbytes: int) -> float:
+        """Of the bytes alive at the peak."""
+        return nbytes / max(self.arena.lower_bound, 1)
+
+    def used(self) -> list[str]:
+        """Categories that occur, in order."""
+        found = {b.category for b in self.buffers}
+        return [category for category in CATEGORIES if category in found]
+
+
+def make_scene(
+    plan: Plan,
+    space: str,
+    *,
+    title: str,
+    rows: Sequence[Row] | None = None,
+    budget_nbytes: int | None = None,
+    measured: int | Samples | None = None,
+) -> Scene:
+    """Without rows, what lives beside the arena is what the plan itself knows of."""
+    if rows is None:
+        arena = plan.arena(space)
+        known = [
+            ("weights", arena.weight_nbytes, "what is trained"),
+            ("state", arena.state_nbytes, "kept from run to run"),
+            ("constants", arena.constant_nbytes, "known beforehand"),
+        ]
+        rows = [row for row in known if row[1]]
+    return Scene(plan, space, plain(title), rows, budget_nbytes, measured)
+
+
+def fullest(live: np.ndarray, parts: int) -> np.ndarray:
+    """Time in equal parts: of each the step with the most bytes alive, int64 (parts,)."""
+    total, edges = live.sum(axis=0), np.linspace(0, live.shape[1], parts + 1).astype(np.int64)
+    spans = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+    return np.array([a + int(total[a : max(b, a + 1)].argmax()) for a, b in spans], np.int64)
+
+
+def plain(text: str, most: int = 80) -> str:
+    """A name as it may be shown anywhere: without control signs, and not longer than `most`."""
+    shown = "".join(c if c.isprintable() else "�" for c in text)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"

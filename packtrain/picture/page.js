@@ -191,11 +191,11 @@ function drawLive() {
 
 function drawLevels() {
   for (const [kind, text, nbytes] of plan.levels) {
-    inside(drawn, box.top, box.bottom, () => {
+    if (view.a0 <= nbytes && nbytes <= view.a1) {
       line(drawn, ink.strong, DASHES[kind], [box.left, y(nbytes)], [box.right, y(nbytes)]);
       const [px, align] = kind === "arena" ? [box.left + 5, "left"] : [box.right - 5, "right"];
       label(drawn, text, px, y(nbytes) + (kind === "bound" ? 15 : -5), align, ink.strong);
-    });
+    }
     if (kind === "budget") line(drawn, ink.strong, DASHES[kind], [box.left, height(nbytes)], [box.right, height(nbytes)]);
   }
   const [step, nbytes] = plan.peak;

@@ -5,6 +5,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from packtrain.commands import demo, evaluate, generate, inspect, plan, train
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.settings import add_flags, from_flags
-from packtrain.train.settings import TrainSettings
+from packtrain.train.settings import TrainSettings, run_folder
 from packtrain.version import __version__
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return INPUT
     settings, run = COMMANDS[given.command]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         return run(from_flags(settings, _resumed(given)))
     except BrokenPipeError:  # the reader of a pipe has left, as `head` does
@@ -49,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("packtrain: stopped at once, without saving", file=sys.stderr)
         return STOPPED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _code(error: Exception) -> int:
@@ -62,6 +66,8 @@ def _line(error: Exception) -> str:
     """What went wrong in one line; an error nobody foresaw says its kind, too."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
+    if isinstance(error, DoesNotFit):  # as much as fits on a screen, see train.budget
+        return str(error)
     text = " ".join(str(error).split())
     foreseen = isinstance(error, InputError | DoesNotFit | Interrupted | ArithmeticError)
     return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
@@ -70,7 +76,7 @@ def _line(error: Exception) -> str:
 def _resumed(given: argparse.Namespace) -> argparse.Namespace:
     """A run that goes on has the settings it began with, where no others are given."""
     if getattr(given, "resume", False) and not given.config:
-        begun = getattr(given, "output", Path("model.gguf")).with_suffix(".run") / "run.yaml"
+        begun = run_folder(getattr(given, "output", Path("model.gguf"))) / "run.yaml"
         given.config = begun if begun.exists() else None
     return given
 

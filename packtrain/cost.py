@@ -12,7 +12,7 @@ from packtrain import ops
 from packtrain.graph import Graph
 from packtrain.place import Placed, Step, place
 from packtrain.run import Session
-from packtrain.tensor import Tensor, input, weight
+from packtrain.tensor import Call, Tensor, input, weight
 
 WIDTH, COPIED, ROUNDS = 512, 1 << 21, 7
 CALL_SECONDS = 3e-6
@@ -52,20 +52,22 @@ def _seconds(y: Tensor, inputs: dict[str, np.ndarray]) -> float:
 def seconds(placed: Placed, rates: Rates) -> float:
     """Expected time of one run: each step takes as long as its arithmetic or its bytes, whichever is more."""
     read = {t for step in placed.steps for t in step.reads}
-    return sum(
-        max(flops(step, read) / rates.flops, _nbytes(step) / rates.nbytes) + CALL_SECONDS
-        for step in placed.steps
-    )
+    return sum(call_seconds(step, rates, read) for step in placed.steps)
 
 
-def _nbytes(step: Step) -> int:
-    made = sum(t.spec.nbytes for t in step.results)
-    if step.op.name == "get_rows":  # reads as much of the table as it gives
+def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
+    """Expected time of one call, see `flops` for `read`."""
+    return max(flops(call, read) / rates.flops, _nbytes(call) / rates.nbytes) + CALL_SECONDS
+
+
+def _nbytes(call: Call | Step) -> int:
+    made = sum(t.spec.nbytes for t in call.results)
+    if call.op.name == "get_rows":  # reads as much of the table as it gives
         return 2 * made
-    return made + sum(t.spec.nbytes for t in step.reads)
+    return made + sum(t.spec.nbytes for t in call.reads)
 
 
-def flops(step: Step, read: Collection[Tensor]) -> float:
+def flops(step: Call | Step, read: Collection[Tensor]) -> float:
     """Floating-point operations of the matrix products in a step; 0 for what only moves bytes.
 
     read  tensors that some step reads: the head's gradients are made only if they are among them

@@ -13,9 +13,10 @@ from packtrain.errors import InputError
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """`with replacing(path) as file:` a file that takes the place of `path` once the block has ended well.
 
-    Until then, and for ever if the block raises or the process dies, what was there stays as it was.
+    Until then, and for ever if the block raises or the process dies, what was there stays as it was. A link stays a
+    link: what it points to is replaced.
     """
-    path = Path(path)
+    path = Path(path).resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(beside, "wb") as file:
@@ -51,9 +52,11 @@ def write_text(path: str | Path, text: str) -> None:
 def check_writable(path: str | Path, field: str) -> None:
     """Raise InputError unless a file can be made at `path`: found before the work, not after it."""
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() or not path.name:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")
-    trial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{field}: {path} is no regular file and would be replaced; give another")
+    trial = path.resolve().with_name(f".{path.resolve().name}.{os.getpid()}.part")
     try:
         trial.touch()
         trial.unlink()
@@ -63,10 +66,12 @@ def check_writable(path: str | Path, field: str) -> None:
 
 
 def existing(path: str | Path, field: str) -> Path:
-    """The path of a file that must be there. Raises InputError if it is not, or cannot be read."""
+    """The path of a file or folder that must be there. Raises InputError if it is not, or cannot be read."""
     path = Path(path)
     if not path.exists():
         raise InputError(f"{field}: {path} does not exist")
+    if not path.is_file() and not path.is_dir():
+        raise InputError(f"{field}: {path} is no regular file; save what it gives to one first")
     if not os.access(path, os.R_OK):
         raise InputError(f"{field}: {path} cannot be read: permission denied")
     return path

@@ -105,6 +105,8 @@ class GGUF:
         self.path = Path(path)
         self.values: dict[str, Value] = {}
         self.entries: dict[str, Entry] = {}
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise GGUFError(f"{path}: is no regular file; a GGUF file must be one")
         try:
             with open(self.path, "rb") as file:
                 self.nbytes = os.fstat(file.fileno()).st_size

@@ -4,7 +4,7 @@ Gradients are ordinary calls written after the forward ones, so they are planned
 Forward values that are not kept are written a second time, just before the backward pass of their segment.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,13 @@ from packtrain.origin import written_for
 from packtrain.tensor import Call, GraphError, Tensor, Unmet, constant, named
 
 Sink = Callable[[Tensor, Tensor], None]
+Keep = Collection[Tensor] | Mapping[Tensor, int] | None
 
 
 def differentiate(
     loss: Tensor,
     wrt: Sequence[Tensor],
-    keep: Collection[Tensor] | None = None,
+    keep: Keep = None,
     then: Sink | None = None,
 ) -> dict[Tensor, Tensor]:
     """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
@@ -29,7 +30,9 @@ def differentiate(
     keep  forward values the backward pass may read; others are recomputed from them, segment by segment
           (gradient checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
           writing ops, what was read from a leaf before a write, and whatever comes after the last kept value
-          are always kept; so an empty `keep` recomputes nothing.
+          are always kept; so an empty `keep` recomputes nothing. A mapping gives ranks: rank 0 is kept from the
+          forward pass, rank 1 stays when the stretch behind a kept value is computed again, rank 2 when that of a
+          rank 1 value is, and so on; what has no rank is computed again last, just before it is needed.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update placed here consumes the gradient at once instead of keeping all of them.
 
@@ -66,49 +69,73 @@ def _check(loss: Tensor, calls: Iterable[Call], active: set[Tensor], wrt: Sequen
 class _Recompute:
     """Gives a forward value to the backward pass: itself if kept, else a copy written just before."""
 
-    def __init__(self, calls: Sequence[Call], keep: Collection[Tensor] | None) -> None:
-        self.forward = set(calls)
-        self.keep = keep
-        self.tail = max((t.call.serial for t in keep or () if t.call), default=-1)
+    def __init__(self, calls: Sequence[Call], keep: Keep) -> None:
+        self.forward, self.all = set(calls), keep is None
+        self.ranks = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep or (), 0)
+        self.deepest = max(self.ranks.values(), default=0) + 1
+        kept = (t for t, rank in self.ranks.items() if rank == 0)
+        self.tail = max((t.call.serial for t in kept if t.call), default=-1)
         self.copies: dict[Tensor, Tensor] = {}
         self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
 
     def kept(self, t: Tensor) -> bool:
         return (
-            self.keep is None
+            self.all
             or t.call is None
-            or t in self.keep
+            or self.ranks.get(t) == 0
             or t.call.serial > self.tail
             or t.call not in self.forward
             or bool(t.call.op.writes)
             or any(self.newest.get(x.base, x.handle) is not x.handle for x in t.call.reads)
         )
 
+    def _there(self, t: Tensor) -> bool:
+        return self.kept(t) or t in self.copies
+
+    def rank(self, t: Tensor) -> int:
+        return self.ranks.get(t, self.deepest)
+
     def values(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
         wanted = list(tensors)
+        while missing := self._missing(t for t in wanted if t is not None):
+            self._compute(missing)
+        return [t if t is None else self.copies.get(t, t) for t in wanted]
+
+    def _missing(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
+        """The calls that must be written again before these tensors are there."""
         missing: dict[Call, None] = {}
-        stack = [t for t in wanted if t is not None]
+        stack = list(tensors)
         while stack:
             t = stack.pop()
-            if self.kept(t) or t in self.copies or t.call in missing:
+            if self._there(t) or t.call in missing:
                 continue
             assert t.call is not None
             missing[t.call] = None
             stack.extend(t.call.reads)
-        for call in sorted(missing, key=lambda c: c.serial):
-            self._again(call)
-        return [t if t is None else self.copies.get(t, t) for t in wanted]
+        return missing
 
-    def _again(self, call: Call) -> None:
-        inputs = [t if t is None else self.copies.get(t, t) for t in call.inputs]
-        with written_for(call.origin, "recomputed"):
-            made = call.op(*inputs, **call.attrs)
-        for old, new in zip(
-            call.results, made if isinstance(made, tuple) else (made,), strict=True
-        ):
-            if old.name:
-                named(f"{old.name} again", new)
-            self.copies[old] = new
+    def _compute(self, missing: dict[Call, None]) -> None:
+        """Write again what has the lowest rank, and what that needs; of this only values of that rank stay."""
+        absent = [t for c in missing for t in c.results if not self._there(t)]
+        level = min(map(self.rank, absent))
+        targets = [t for t in absent if self.rank(t) == level]
+        passing: dict[Tensor, Tensor] = {}
+        for call in sorted(self._missing(targets), key=lambda c: c.serial):
+            inputs = [
+                t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs
+            ]
+            with written_for(call.origin, "recomputed"):
+                made = results(call.op(*inputs, **call.attrs))
+            for old, new in zip(call.results, made, strict=True):
+                if old.name:
+                    named(f"{old.name} again", new)
+                if not self.kept(old):
+                    (self.copies if self.rank(old) == level else passing)[old] = new
+
+
+def results(made: Any) -> tuple[Tensor, ...]:
+    """What calling an op gave, as a tuple also where it is one tensor."""
+    return made if isinstance(made, tuple) else (made,)
 
 
 class _Backward:
@@ -204,8 +231,9 @@ class _Backward:
                 continue  # it is another input's gradient too, which must stay as it is
             inputs = [self.partial[t] if k == made.op.acc else x for k, x in enumerate(made.inputs)]
             anew = made.op(*inputs, **made.attrs)
-            results = anew if isinstance(anew, tuple) else (anew,)
-            given[:] = [g if g is None or g.call is not made else results[g.index] for g in given]
+            given[:] = [
+                g if g is None or g.call is not made else results(anew)[g.index] for g in given
+            ]
             folded.add(i)
         return folded
 

@@ -5,16 +5,36 @@ Linux that is RssAnon + RssShmem of /proc/<pid>/status, which the kernel keeps (
 long), elsewhere psutil's USS. Files that are only mapped for reading, such as a GGUF's weights, do not count.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
 import re
 import threading
+from pathlib import Path
 from types import TracebackType
 
 import psutil
 
+from packtrain.errors import InputError
+
 COUNTERS = re.compile(rb"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|[KMGTB]|%)", re.IGNORECASE)
+UNITS = {
+    "b": 1,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 SAMPLE_SECONDS = 0.02  # a sample takes 0.2 ms with waking up: 1 % of a core
 
 
@@ -95,3 +115,27 @@ class Peak:
     def _watch(self) -> None:
         while not self._ended.wait(SAMPLE_SECONDS):
             self._sample()
+
+
+def parse_size(text: str, field: str) -> int:
+    """Bytes of a size such as 1.5GiB, 800MiB, 65536KiB or 80%, of the memory there is. Raises InputError."""
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InputError(f"{field}: {text!r} is no size; give one like 2GiB, 800MiB or 80%")
+    number, unit = float(found[1]), found[2].lower()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise InputError(f"{field}: {text} must be more than 0% and at most 100%")
+        return int(total_nbytes() * number / 100)
+    nbytes = number * UNITS[unit]
+    if not 1 << 20 <= nbytes <= 1 << 60:
+        raise InputError(f"{field}: {text} is no sensible amount of memory; from 1MiB upwards")
+    return int(nbytes)
+
+
+def total_nbytes() -> int:
+    """Memory of this machine, or what a control group leaves of it."""
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

@@ -11,7 +11,8 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """`with stop_on_signals() as stopped:` gives a function that tells whether a signal has come.
 
     Training asks between steps; generation gives it to the executor, which asks between ops (`run(..., stop=)`).
-    A second signal raises KeyboardInterrupt wherever the program is. Main thread only, as Python's signals are.
+    A second signal raises KeyboardInterrupt wherever the program is. A closed terminal (SIGHUP) counts, too, unless it
+    is ignored as under nohup. Main thread only, as Python's signals are.
     """
     came = False
 
@@ -21,7 +22,10 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         came = True
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield lambda: came
     finally:

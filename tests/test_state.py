@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, checked when read, the one before kept."""
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "m/w": np.zeros((3
 
 def saved(path, step=7, **about):
     progress = Progress(step, tokens=(1 << 40) + step, seconds=1.5, best=math.inf)
-    state.save(path, progress, {"lr": 0.1, **about}, ARRAYS)
+    state.save(path, progress, {"lr": 0.1, "steps": 9, **about}, ARRAYS)
     return progress
 
 
@@ -23,7 +24,9 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     progress = saved(path)
     said = []
     found = state.load(path, said.append)
-    assert found is not None and found.progress == progress and found.about == {"lr": 0.1}
+    assert (
+        found is not None and found.progress == progress and found.about == {"lr": 0.1, "steps": 9}
+    )
     for name, array in ARRAYS.items():
         assert found.array(name).tobytes() == array.tobytes()
     assert said == [] and [f.name for f in tmp_path.iterdir()] == ["checkpoint.gguf"]
@@ -63,6 +66,17 @@ def test_no_checkpoint_is_none_and_a_newer_one_is_refused(tmp_path, monkeypatch)
     saved(path)
     monkeypatch.setattr(state, "FORMAT", 1)
     with pytest.raises(InputError, match=r"checkpoint\.gguf: checkpoint format 2; .* up to 1"):
+        state.load(path, print)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"step": -1}, {"step": "7"}, {"best": None}, {"step": 1 << 70}, {"other": 1}]
+)
+def test_what_no_run_writes_is_refused_though_its_checksum_is_right(tmp_path, monkeypatch, changed):
+    path = tmp_path / "checkpoint.gguf"
+    monkeypatch.setattr(state, "asdict", lambda progress: asdict(progress) | changed)
+    saved(path)
+    with pytest.raises(InputError, match=r"checkpoint\.gguf: what it says of its run"):
         state.load(path, print)
 
 

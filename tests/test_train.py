@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -162,6 +164,7 @@ def refused(capsys, arguments, code=2) -> str:
         (b"ab\0cd" * 99, "NUL|binary"),
         (b"ok \xff\xfe" * 99, "UTF-8"),
         (b" \n" * 99, "nothing but whitespace"),
+        (b"a", "no text"),
     ],
 )
 def test_bad_data(tmp_path, capsys, content, reason):
@@ -192,6 +195,7 @@ def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
     line = refused(capsys, arguments(data, output, "--iters", "1", "--resume", "--lr", "0.25"))
     assert "lr was None and is 0.25" in line and "checkpoint.gguf" in line
     assert (tmp_path / "m.run/checkpoint.gguf").read_bytes() == before
+    assert main(["train", "-o", str(output), "--resume"]) == 0, "the refused settings were kept"
     assert main(arguments(data, output, "--iters", "1", "--overwrite")) == 0
 
 
@@ -252,6 +256,72 @@ def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, capsys):
     assert checkpoint.read_bytes() == before
     assert not list(checkpoint.parent.glob(".*")) and not output.exists()
     assert main(["train", "-o", str(output), "--resume"]) == 0
+
+
+def test_the_sound_checkpoint_stays_until_there_is_another(data, tmp_path, capsys):
+    output, options = tmp_path / "m.gguf", ["--iters", "9", "--save-every", "2"]
+    with signal_after(5):
+        assert main(arguments(data, output, *options)) == 130
+    checkpoint = tmp_path / "m.run/checkpoint.gguf"
+    raw = bytearray(checkpoint.read_bytes())
+    raw[-100] ^= 1
+    checkpoint.write_bytes(raw)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(raw) // 2, hard))
+    try:
+        refused(capsys, ["train", "-o", str(output), "--resume"], code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert main(["train", "-o", str(output), "--resume"]) == 0
+    assert [r["step"] for r in metrics.read(tmp_path / "m.run/metrics.jsonl")[:-1]] == [
+        *range(1, 10)
+    ]
+
+
+def test_links_are_followed_and_devices_left_alone(data, tmp_path, capsys):
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")
+    assert main(arguments(data, tmp_path / "link.gguf", "--iters", "1")) == 0
+    assert (tmp_path / "link.gguf").is_symlink() and (tmp_path / "real.gguf").is_file()
+    os.mkfifo(tmp_path / "pipe.gguf")
+    line = refused(capsys, arguments(data, tmp_path / "pipe.gguf", "--overwrite"))
+    assert "no regular file" in line
+    for name in ("", ".", "/"):
+        assert "is a folder" in refused(capsys, arguments(data, name))
+
+
+def test_a_run_outlives_whoever_reads_of_it(data, tmp_path):
+    run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path / "m.gguf", "--iters", "3")]
+    with open("/dev/full", "w") as nowhere:
+        assert subprocess.run(run, stderr=nowhere, check=False).returncode == 0
+
+
+def test_a_closed_terminal_saves(data, tmp_path):
+    with signal_after(3, signal.SIGHUP):
+        assert main(arguments(data, tmp_path / "m.gguf", "--iters", "9")) == 130
+    assert len(metrics.read(tmp_path / "m.run/metrics.jsonl")) == 3
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_files_are_read(tmp_path, capsys, make):
+    make(tmp_path / "odd")
+    for command in (
+        arguments(tmp_path / "odd", tmp_path / "m.gguf"),
+        ["inspect", str(tmp_path / "odd")],
+    ):
+        assert "no regular file" in refused(capsys, command)
+
+
+def test_what_no_machine_has_is_refused_before_anything_is_lost(data, tmp_path, capsys):
+    output = tmp_path / "m.gguf"
+    assert main(arguments(data, output, "--iters", "1")) == 0
+    for flags in (["--batch-size", "1000000000"], ["--dim", "1000000"]):
+        huge = arguments(data, output, "--overwrite", "--recompute", "none", *flags)
+        line = refused(capsys, huge, code=3)
+        assert "this needs" in line and "--memory" in line
+    assert (tmp_path / "m.run/checkpoint.gguf").exists()
+    assert "--threads" in refused(
+        capsys, arguments(data, output, "--overwrite", "--threads", "9999")
+    )
 
 
 def test_three_bad_steps_end_the_run(data, tmp_path, capsys):

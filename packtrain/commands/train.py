@@ -2,24 +2,26 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from packtrain import cost, kernels
-from packtrain.errors import InputError, Interrupted
+from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.files import check_writable, write_text
 from packtrain.generate import Generator, Limits, Reply, placements
-from packtrain.memory import Peak, private_nbytes, settle
+from packtrain.memory import Peak, parse_size, private_nbytes, settle, total_nbytes
 from packtrain.plan import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import to_yaml
 from packtrain.stop import stop_on_signals
 from packtrain.tokenizer import Tokenizer
+from packtrain.train.budget import Setting, as_asked, within
 from packtrain.train.engine import Engine
-from packtrain.train.fit import Fit
+from packtrain.train.fit import CHECKPOINT, Fit, compatible
 from packtrain.train.job import Job, decide
-from packtrain.train.plans import Plans, make_plans
+from packtrain.train.plans import Plans
 from packtrain.train.settings import TrainSettings
 from packtrain.train.state import previous
 from packtrain.watch import Watch
@@ -30,7 +32,9 @@ INTERRUPTED = 130
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """A line for the person; that nobody reads it any more is no reason to end."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +53,31 @@ class Ready:
 
 def ready(settings: TrainSettings) -> Ready:
     """Decide and plan a run; nothing of it is reserved yet. Raises InputError."""
+    if settings.threads:
+        _set_threads(settings.threads)
     job = decide(settings, say)
     for note in job.corpus.notes:
         say(note)
     kernels.load_all()
-    if settings.threads:
-        kernels.set_threads(settings.threads)
     samples = placements(job.config, job.config.context_length) if settings.sample_every else {}
     others = {f"generate {size}": placed for size, placed in samples.items()}
-    plans = make_plans(job.shape, job.optimizer, others)
-    seconds = plans.seconds(cost.measured())
+    rates = cost.measured()
     settle()
-    return Ready(job, plans, private_nbytes(), seconds)
+    setting = Setting(job.optimizer, others, rates, private_nbytes())
+    if settings.memory is None:
+        plans = as_asked(job.shape, settings.recompute, setting)
+    else:
+        limit = parse_size(settings.memory, "--memory")
+        plans = within(job.shape, settings.recompute, setting, limit)
+    settle()
+    return Ready(replace(job, shape=plans.shape), plans, private_nbytes(), plans.seconds(rates))
+
+
+def _set_threads(count: int) -> None:
+    try:
+        kernels.set_threads(count)
+    except ValueError as error:
+        raise InputError(f"--threads: {error}") from None
 
 
 def run(settings: TrainSettings) -> int:
@@ -68,9 +85,15 @@ def run(settings: TrainSettings) -> int:
     _check(settings)
     made = ready(settings)
     say(made.text)
+    planned, there = made.baseline + made.plans.nbytes, total_nbytes()
+    if planned > there:
+        raise DoesNotFit(
+            f"this needs {size_text(planned)} and there are {size_text(there)}; "
+            "--memory SIZE finds ways to need less"
+        )
     folder = settings.folder
+    found = compatible(made.job, folder, say) if settings.resume else None
     _begin_folder(settings, made)
-    planned = made.baseline + made.plans.nbytes
     watching = partial(Watch, folder, steps=made.job.steps, planned_nbytes=planned)
     with (
         stop_on_signals() as stopped,
@@ -79,7 +102,7 @@ def run(settings: TrainSettings) -> int:
     ):
         engine = Engine(made.plans, made.job.optimizer)
         fit = Fit(made.job, engine, folder)
-        fit.begin(settings.resume, watch.say)
+        fit.begin(found)
         watch.resume(fit.progress.step)
         if settings.sample_every:
             fit.sample = partial(_sample, made.job, engine)
@@ -96,13 +119,13 @@ def run(settings: TrainSettings) -> int:
 
 def _check(settings: TrainSettings) -> None:
     """What can be known to be wrong before any work."""
+    check_writable(settings.output, "--output")
     folder, output = settings.folder, settings.output
-    checkpoint = folder / "checkpoint.gguf"
+    checkpoint = folder / CHECKPOINT
     if folder == output:
         raise InputError(
             f"--output: {output} would be the run folder itself; end its name in .gguf"
         )
-    check_writable(output, "--output")
     if folder.exists() and not folder.is_dir():
         raise InputError(
             f"--output: {folder} is in the way of the run folder; move it or give another --output"

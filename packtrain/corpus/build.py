@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 from packtrain import gguf
@@ -83,7 +84,12 @@ def _vocabulary(text: Text, found: Survey, pieces: Iterable[Piece]) -> tuple[dic
         taken = vocabulary_of(text.vocab)
         return taken, f"vocabulary: {_size(taken):,} tokens of {text.vocab}"
     texts = (piece.text for piece in pieces if piece.part == TRAIN)
-    made = train_vocabulary(texts, text.vocab_size, text.auto, found.nbytes)
+    first = next(filter(str.strip, texts), None)
+    if first is None:
+        raise InputError(
+            f"--data: {text.data}: the part for training has no text; the data must be longer"
+        )
+    made = train_vocabulary(chain([first], texts), text.vocab_size, text.auto, found.nbytes)
     why = "trained on this text"
     if _size(made) < text.vocab_size:
         why = f"as many as {found.nbytes / 1e6:,.2f} MB of text support, of {text.vocab_size:,} at most"

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.vocabulary import vocabulary_of
 
+DAY = 24 * 3600.0
 FORMAT = 1  # another number makes all caches anew
 Say = Callable[[str], None]
 
@@ -93,6 +95,7 @@ def read_corpus(folder: Path, parts: Sequence[str]) -> Corpus:
 def _make(text: Text, folder: Path, say: Say) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -104,6 +107,13 @@ def _make(text: Text, folder: Path, say: Say) -> None:
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what processes that were killed a day ago or earlier left unfinished."""
+    for left in cache.glob("*-*"):
+        if time.time() - left.stat().st_mtime > DAY:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _build_in_child(text: Text, folder: Path, say: Say) -> None:

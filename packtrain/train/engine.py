@@ -9,7 +9,7 @@ import numpy as np
 from packtrain.run import Executor, Session
 from packtrain.train.finite import FiniteGuard
 from packtrain.train.optim import AdamW
-from packtrain.train.plans import EVALUATE, MICRO, STEP, UPDATE, Plans
+from packtrain.train.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Plans
 
 Batch = Mapping[str, np.ndarray]
 
@@ -54,6 +54,10 @@ class Engine:
             inputs = shares[0] | hyper
             got = self.run[STEP](inputs)
             bad = self.guard.check(got, partial(self.run[STEP].diagnose, inputs))
+        elif MEASURE in self.run:
+            got = self.run[MEASURE](shares[0])
+            self.run[APPLY](shares[0] | hyper | {"squares": got["squares"]})
+            bad = self.guard.check(got, partial(self.run[MEASURE].diagnose, shares[0]))
         else:
             got, bad = self._accumulated(shares, hyper)
         return Stepped(float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad)

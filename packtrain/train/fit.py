@@ -16,7 +16,7 @@ from packtrain.train.job import Job, differences
 from packtrain.train.state import Progress
 from packtrain.watch import Watch
 
-BEST = "best.gguf"
+BEST, CHECKPOINT = "best.gguf", "checkpoint.gguf"
 
 
 @dataclass(slots=True)
@@ -31,37 +31,22 @@ class Fit:
 
     # ---- where it begins
 
-    def begin(self, resume: bool, say: Callable[[str], None]) -> None:
-        """Fresh values, or those of the checkpoint. Raises InputError for a checkpoint of another configuration."""
-        found = state.load(self.checkpoint, say) if resume else None
+    def begin(self, found: state.Checkpoint | None) -> None:
+        """Fresh values, or those of a checkpoint that `compatible` has seen."""
         session = self.engine.session
         if found is None:
-            if resume:
-                say(f"{self.folder} has no checkpoint yet: beginning at step 1")
             llama.initialise(self.job.config, self.job.settings.seed, session.fill)
             return
-        self._check(found, say)
         for name in self.names:
             session.set({name: found.array(name)})
         self.progress = found.progress
-
-    def _check(self, found: state.Checkpoint, say: Callable[[str], None]) -> None:
-        now = self.job.about()
-        other = differences(found.about, now)
-        if other:
-            raise InputError(
-                f"{found.path}: made with other settings: {'; '.join(other)}; "
-                "give the same, or --overwrite to begin anew"
-            )
-        if found.about["steps"] != now["steps"]:
-            say(
-                f"the run had {found.about['steps']} steps and has {now['steps']} now: "
-                f"its learning rates differ from step {found.progress.step + 1} on"
-            )
+        if found.path != self.checkpoint and self.checkpoint.exists():
+            # or the first save would keep the damaged one in the place of the sound one
+            self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
 
     @property
     def checkpoint(self) -> Path:
-        return self.folder / "checkpoint.gguf"
+        return self.folder / CHECKPOINT
 
     @property
     def names(self) -> list[str]:
@@ -152,3 +137,26 @@ class Fit:
         job = self.job
         view, name = self.engine.session.view, job.settings.output.stem
         save_model(path, job.config, job.corpus.vocabulary, view, dtype=dtype, name=name)
+
+
+def compatible(job: Job, folder: Path, say: Callable[[str], None]) -> state.Checkpoint | None:
+    """The checkpoint that a resumed run goes on from; None if there is none yet, which is said.
+
+    Raises InputError for a checkpoint of another configuration, and if none is sound.
+    """
+    found, now = state.load(folder / CHECKPOINT, say), job.about()
+    if found is None:
+        say(f"{folder} has no checkpoint yet: beginning at step 1")
+        return None
+    other = differences(found.about, now)
+    if other:
+        raise InputError(
+            f"{found.path}: made with other settings: {'; '.join(other)}; "
+            "give the same, or --overwrite to begin anew"
+        )
+    if found.about["steps"] != now["steps"]:
+        say(
+            f"the run had {found.about['steps']} steps and has {now['steps']} now: "
+            f"its learning rates differ from step {found.progress.step + 1} on"
+        )
+    return found

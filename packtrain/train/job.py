@@ -16,6 +16,8 @@ from packtrain.train.plans import Shape
 from packtrain.train.schedule import Schedule
 from packtrain.train.settings import FREE, TrainSettings
 
+VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
+
 
 @dataclass(frozen=True)
 class Job:
@@ -75,7 +77,6 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         config.context_length,
         settings.grad_accumulation_steps,
         settings.max_grad_norm or None,
-        settings.recompute,
         corpus.valid is not None,
     )
     size = settings.batch_size, config.context_length
@@ -102,6 +103,12 @@ def _text(settings: TrainSettings) -> Text:
     if not auto and not settings.vocab_size.isdecimal():
         raise InputError(f"--vocab-size {settings.vocab_size}: it must be a number, or auto")
     size = PRESETS[settings.preset].vocab_size if auto else int(settings.vocab_size)
+    if size > VOCABULARY:
+        raise InputError(f"--vocab-size {size}: a vocabulary has at most {VOCABULARY:,} tokens")
+    if 0 < settings.val_split < LEAST_SPLIT:
+        raise InputError(
+            f"--val-split {settings.val_split}: it must be 0 or at least {LEAST_SPLIT}"
+        )
     assert settings.data is not None
     separator = settings.separator
     if separator is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain import ops
-from packtrain.grad import differentiate
+from packtrain.grad import Keep, differentiate
 from packtrain.graph import Graph
 from packtrain.tensor import GraphError, Tensor, input, named, state
 
@@ -39,7 +39,7 @@ def training(
     trained: Collection[Tensor],
     optimizer: AdamW,
     *,
-    keep: Collection[Tensor] | None = None,
+    keep: Keep = None,
     max_norm: float | None = None,
 ) -> Graph:
     """The graph of one step: forward, backward and update of outputs["loss"]; it also outputs `squares`.
@@ -60,11 +60,41 @@ def training(
     return Graph({**outputs, "squares": named("squares", update.squares[-1])}, update.handles)
 
 
+def measuring(
+    outputs: Mapping[str, Tensor], trained: Collection[Tensor], *, keep: Keep = None
+) -> Graph:
+    """The first pass of a step that clips without keeping its gradients: outputs and `squares`, no updates."""
+    _check(trained)
+    squares = list[Tensor]()
+
+    def measure(w: Tensor, g: Tensor) -> None:
+        squares.append(ops.sum_squares(g, squares[-1] if squares else None))
+
+    differentiate(outputs["loss"], list(trained), keep, then=measure)
+    return Graph({**outputs, "squares": named("squares", squares[-1])})
+
+
+def applying(
+    outputs: Mapping[str, Tensor],
+    trained: Collection[Tensor],
+    optimizer: AdamW,
+    *,
+    keep: Keep = None,
+    max_norm: float,
+) -> Graph:
+    """The second pass: the same gradients, each used up at once; input `squares` () is what the first one gave."""
+    _check(trained)
+    update = _Update(optimizer, outputs["loss"], max_norm)
+    update.squares.append(input("squares", ()))
+    differentiate(outputs["loss"], list(trained), keep, then=update.apply)
+    return Graph(outputs, update.handles)
+
+
 def accumulating(
     outputs: Mapping[str, Tensor],
     trained: Collection[Tensor],
     *,
-    keep: Collection[Tensor] | None = None,
+    keep: Keep = None,
 ) -> Graph:
     """The graph of one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
 

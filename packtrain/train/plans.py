@@ -14,24 +14,36 @@ from packtrain.models import llama
 from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
-from packtrain.train.optim import AdamW, accumulating, training, updating
+from packtrain.recompute import Choice
+from packtrain.tensor import Tensor
+from packtrain.train.optim import AdamW, accumulating, applying, measuring, training, updating
 from packtrain.watch.progress import clock
 
+CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
+MEASURE, APPLY = "measure", "apply"
+INF = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the plans depend on: rows × time tokens in each of `micros` micro-batches of a step."""
+    """What the plans depend on: rows × time tokens in each of `micros` micro-batches of a step.
+
+    chunk       tokens of the loss head at a time
+    keep        what the backward pass finds of the forward pass; None is everything
+    two_passes  clip by global norm with a first pass that only measures it, so that no two gradients wait
+    """
 
     config: llama.Config
     rows: int
     time: int
     micros: int = 1
     max_norm: float | None = None
-    recompute: str = "none"
     evaluate: bool = True
+    chunk: int = CHUNK
+    keep: Choice | None = None
+    two_passes: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class Plans:
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""
-        runs = {STEP: 1, MICRO: self.shape.micros, UPDATE: 1}
+        runs = {STEP: 1, MICRO: self.shape.micros, UPDATE: 1, MEASURE: 1, APPLY: 1}
         return sum(
             count * cost.seconds(self.placed[name], rates)
             for name, count in runs.items()
@@ -115,15 +127,12 @@ class Plans:
             "buffers": [asdict(buffer) for buffer in self.largest.buffers],
         }
 
-    def text(self, baseline: int, seconds: float, steps: int) -> str:
-        """The plan as a table for people."""
-        arena, shape = self.largest.arena(), self.shape
-        parameters = self.weight_nbytes // 4
-        tokens = shape.rows * shape.time * shape.micros
+    def rows(self, baseline: int) -> list[str]:
+        """A table of what takes how many bytes."""
+        arena = self.largest.arena()
         bound = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
-        times = f" × {shape.micros}" if shape.micros > 1 else ""
         rows = [
-            ("weights", self.weight_nbytes, f"{parameters:,} parameters in f32"),
+            ("weights", self.weight_nbytes, f"{self.weight_nbytes // 4:,} parameters in f32"),
             ("optimizer", self.state_nbytes, "two moments a parameter"),
             ("gradients", self.gradient_nbytes, "sums over micro-batches"),
             ("arena", arena.nbytes, f"activations, gradients, workspaces; {bound}"),
@@ -131,34 +140,75 @@ class Plans:
             ("process", baseline, "interpreter, kernels, threads, as measured"),
             ("total", baseline + self.nbytes, ""),
         ]
-        lines = [f"a step is {shape.rows} × {shape.time}{times} = {tokens:,} tokens"]
-        lines += [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows if n]
-        lines.append(
-            f"  expected  {seconds:>7.3f} s a step, {tokens / seconds:,.0f} tokens/s, "
-            f"{clock(seconds * steps)} for {steps:,} steps"
+        return [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows if n]
+
+    @property
+    def choices(self) -> list[str]:
+        """What is done to need less memory, in words."""
+        shape = self.shape
+        again = sum(
+            call.phase == "recomputed" and not call.op.view
+            for placed in self.placed.values()
+            for call in placed.graph.calls
         )
-        return "\n".join(lines)
+        found = [f"{again} operations computed again"] if again else []
+        found += ["a first pass measures the gradient"] if shape.two_passes else []
+        found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
+        return found
+
+    def text(self, baseline: int, seconds: float, steps: int) -> str:
+        """The plan as a table for people."""
+        shape = self.shape
+        tokens = shape.rows * shape.time * shape.micros
+        times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
+        first = f"a step is {shape.rows} × {shape.time}{times} = {tokens:,} tokens"
+        return "\n".join(
+            [
+                "; ".join([first, *self.choices]),
+                *self.rows(baseline),
+                f"  expected  {seconds:>7.3f} s a step, {tokens / seconds:,.0f} tokens/s, "
+                f"{clock(seconds * steps)} for {steps:,} steps",
+            ]
+        )
 
 
 def make_plans(shape: Shape, optimizer: AdamW, others: Mapping[str, Placed] | None = None) -> Plans:
     """Plans of training, of evaluation if wanted, and of other graphs on the same leaves."""
-    graphs = _training(shape, optimizer)
+    graphs = {name: graph for name, (graph, _) in training_graphs(shape, optimizer).items()}
     if shape.evaluate:
-        made = llama.loss(shape.config, llama.weights(shape.config), shape.rows, shape.time)
+        made = forward(shape)
         graphs[EVALUATE] = Graph({"loss": made.loss, "losses": made.losses})
     placed = {name: place(graph) for name, graph in graphs.items()} | dict(others or {})
     return Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()})
 
 
-def _training(shape: Shape, optimizer: AdamW) -> dict[str, Graph]:
+def forward(shape: Shape) -> llama.Loss:
     weights = llama.weights(shape.config)
-    made = llama.loss(shape.config, weights, shape.rows, shape.time)
-    keep = made.blocks if shape.recompute == "blocks" else None
-    trained, outputs = list(weights.values()), {"loss": made.loss}
-    if shape.micros == 1:
-        graph = training(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm)
-        return {STEP: graph}
-    return {
-        MICRO: accumulating(outputs, trained, keep=keep),
-        UPDATE: updating(trained, optimizer, max_norm=shape.max_norm),
-    }
+    return llama.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
+
+
+def training_graphs(shape: Shape, optimizer: AdamW) -> dict[str, tuple[Graph, list[Tensor]]]:
+    """The graphs that make up a step, each with the stream of its blocks."""
+
+    def made(name: str) -> tuple[Graph, list[Tensor]]:
+        weights = llama.weights(shape.config)
+        loss = llama.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
+        keep = None if shape.keep is None else shape.keep.ranks(loss.blocks)
+        trained, outputs = list(weights.values()), {"loss": loss.loss}
+        if name == MICRO:
+            graph = accumulating(outputs, trained, keep=keep)
+        elif name == MEASURE:
+            graph = measuring(outputs, trained, keep=keep)
+        elif name == APPLY:
+            graph = applying(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm or INF)
+        else:
+            graph = training(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm)
+        return graph, loss.blocks
+
+    if shape.micros > 1:
+        trained = list(llama.weights(shape.config).values())
+        return {
+            MICRO: made(MICRO),
+            UPDATE: (updating(trained, optimizer, max_norm=shape.max_norm), []),
+        }
+    return {name: made(name) for name in ((MEASURE, APPLY) if shape.two_passes else (STEP,))}

@@ -68,8 +68,11 @@ class TrainSettings:
     beta2: float = option(0.95, "AdamW: memory of the squares", least=0, most=0.99999)
     weight_decay: float = option(0.1, "AdamW: decay of weights of two or more axes", least=0)
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 does not", least=0)
+    memory: str | None = option(
+        None, "most private memory, as 2GiB, 800MiB or 80%; refused if it cannot be kept"
+    )
     recompute: str = option(
-        "none", "what the backward pass computes again", choices=("none", "blocks")
+        "auto", "what the backward pass computes again", choices=("none", "blocks", "sqrt", "auto")
     )
     seed: int = option(0, "of initial values and the order of the data", least=0)
 
@@ -90,8 +93,7 @@ class TrainSettings:
 
     @property
     def folder(self) -> Path:
-        """The run folder: model.gguf has model.run."""
-        return self.output.with_suffix(".run")
+        return run_folder(self.output)
 
     @property
     def learning_rate(self) -> float:
@@ -119,6 +121,11 @@ class TrainSettings:
                 f"--heads {heads} must be a multiple of --kv-heads {given.head_count_kv}"
             )
         return given
+
+
+def run_folder(output: Path) -> Path:
+    """Where a run keeps all but its model: model.gguf has model.run."""
+    return output.with_name(f"{output.stem or 'model'}.run") if output.name else output
 
 
 # Settings that do not change what a step computes, and may differ when a run is resumed

@@ -140,5 +140,21 @@ def _load(path: Path) -> Checkpoint:
     texts = {KEY + name: values[KEY + name] for name in ("progress", "about")}
     if _digest(texts, {name: gguf.array(name) for name in gguf.entries}) != values[KEY + "sha256"]:
         raise GGUFError(f"{path}: the checksum does not match; the file is damaged")
-    progress = Progress(**json.loads(texts[KEY + "progress"]))
-    return Checkpoint(path, progress, json.loads(texts[KEY + "about"]), gguf)
+    try:
+        progress, about = (json.loads(texts[KEY + name]) for name in ("progress", "about"))
+    except (ValueError, RecursionError):
+        raise GGUFError(f"{path}: what it says of its run is not JSON") from None
+    if not _is_progress(progress) or not isinstance(about, dict) or "steps" not in about:
+        raise GGUFError(f"{path}: what it says of its run is not what packtrain writes")
+    return Checkpoint(path, Progress(**progress), about, gguf)
+
+
+def _is_progress(value: Any) -> bool:
+    """Whether plain data has the fields of Progress, of their types and not below 0."""
+    kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(type(value[name]) is kind and value[name] >= 0 for name, kind in kinds.items())
+        and value["step"] < 1 << 63
+    )

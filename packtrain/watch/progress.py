@@ -10,7 +10,8 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 import numpy as np
@@ -46,7 +47,8 @@ class Progress:
             if outermost or now >= self.bar.due:
                 parts = self._parts(step, now, peak_nbytes)
                 shown = [parts[key] for key in BRIEF]
-                self.bar.draw(step, "  ".join(filter(None, shown)))
+                with self._lasting():
+                    self.bar.draw(step, "  ".join(filter(None, shown)))
         elif outermost or step % self.report_every == 0:
             parts = self._parts(step, now, peak_nbytes)
             self.say(f"step {'  '.join(filter(None, parts.values()))}")
@@ -72,15 +74,23 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own, above the one that is redrawn."""
-        if self.bar is not None:
-            self.bar.say(text)
-        else:
-            print(text, file=self.stream, flush=True)
+        with self._lasting():
+            if self.bar is not None:
+                self.bar.say(text)
+            else:
+                print(text, file=self.stream, flush=True)
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """A run outlives the terminal or pipe that it tells of itself."""
+        with suppress(OSError):
+            yield
 
     def close(self) -> None:
         """Leave the terminal as it was, with the last line standing."""
         if self.bar is not None:
-            self.bar.close()
+            with self._lasting():
+                self.bar.close()
 
 
 class Bar:

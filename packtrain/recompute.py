@@ -1,0 +1,398 @@
+"""What to keep from the forward pass of a chain of equal blocks, for least extra time within a number of bytes.
+
+In go a way to build the training graph for a number of blocks and a Choice; out come Choices. Options of one block
+are measured on a short chain by the real lifetimes, a dynamic programme over the chain combines them, and the real
+planner has the last word. Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the chain.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from packtrain import cost
+from packtrain.cost import Rates
+from packtrain.graph import Graph
+from packtrain.place import Placed, place
+from packtrain.plan import Plan, make_plan
+from packtrain.plan.lifetimes import Storage, storages
+from packtrain.tensor import Call, Tensor
+
+SLOTS = 4_000  # memory is counted in so many parts of the budget, rounded up
+OPTIONS = 14  # of a block, spread over its Pareto front
+ROUNDS = 4
+SAMPLED = 3  # blocks of the chain that options are measured on; the middle one counts
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Ranks, as `differentiate` takes them, by place in the chain: of each stream value and of inner values by block.
+
+    inner  (place among the block's results, rank) pairs
+    """
+
+    stream: tuple[int, ...]
+    inner: tuple[tuple[tuple[int, int], ...], ...]
+
+    def ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
+        """For the stream of a graph that was built just now; what comes before the first block is kept."""
+        before, *blocks = stretches(stream)
+        ranks = {t: 0 for call in before for t in call.results}
+        ranks |= dict(zip(stream, self.stream, strict=True))
+        for calls, chosen in zip(blocks, self.inner, strict=True):
+            values = inner_values(calls)
+            ranks.update((values[at], rank) for at, rank in chosen)
+        return ranks
+
+
+Row = tuple[np.ndarray, np.ndarray]
+Build = Callable[[int, "Choice | None"], tuple[Graph, list[Tensor]]]
+
+
+def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
+    """The calls of each block, as written; first those of no block, such as the embedding and shared tables."""
+    ends = [t.call.serial for t in stream if t.call is not None]
+    parts: list[list[Call]] = [[] for _ in stream]
+    for call in Graph([stream[-1]]).calls:
+        parts[bisect_left(ends, call.serial)].append(call)
+    return parts
+
+
+def inner_values(calls: Sequence[Call]) -> list[Tensor]:
+    """What a block makes on its way and could keep: results that have bytes, but the last, the next stream value."""
+    made = [t for call in calls if not call.op.view for t in call.results]
+    return made[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a block: inner values it keeps, their bytes, extra seconds, and bytes while its backward runs.
+
+    keep  (place, rank) pairs; rank 0 stays from the forward pass, rank 1 is computed again first and on its own
+    """
+
+    keep: tuple[tuple[int, int], ...]
+    saved: int
+    seconds: float
+    work: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A choice that was planned: the bytes its arena takes and the seconds it adds to a step."""
+
+    choice: Choice
+    nbytes: int
+    seconds: float
+    placed: Placed
+    plan: Plan
+
+
+class Chain:
+    """A training graph whose middle is `count` equal blocks; remembers every plan it has made.
+
+    reserved  bytes that stay once a block's, or the head's, backward is done: gradients that wait for clipping
+    """
+
+    def __init__(
+        self, build: Build, count: int, rates: Rates, reserved: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.build, self.count, self.rates = build, count, rates
+        self.block_reserve, self.head_reserve = reserved
+        self.found: dict[Choice, Found] = {}
+
+    # ---- what a block can do
+
+    @cached_property
+    def _short(self) -> tuple[Graph, list[Tensor]]:
+        return self.build(SAMPLED, None)
+
+    @cached_property
+    def _calls(self) -> list[Call]:
+        """Of the middle block of the short chain."""
+        return stretches(self._short[1])[2]
+
+    @cached_property
+    def stream_nbytes(self) -> int:
+        return aligned(self._short[1][0])
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return sum(self._seconds(call) for call in self._calls)
+
+    def _seconds(self, call: Call) -> float:
+        return 0.0 if call.op.view else cost.call_seconds(call, self.rates)
+
+    @cached_property
+    def options(self) -> list[Option]:
+        """The Pareto front of a block over bytes kept and seconds added, each with its measured working set.
+
+        Where a cut of the block is not kept, a second form computes it again first, and then each side on its own.
+        """
+        cuts = self._cuts()
+        made = []
+        for keep in self._front():
+            saved = sum(aligned(self.values[place]) for place in keep)
+            ranked = [tuple((place, 0) for place in keep)]
+            ranked += [(*ranked[0], (cut, 1)) for cut in cuts if cut not in keep]
+            made += [Option(one, saved, *self._measured(one, saved)) for one in ranked]
+        return made
+
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """What the middle block of the short chain could keep."""
+        return inner_values(self._calls)
+
+    def _front(self) -> list[tuple[int, ...]]:
+        """Sets of places to keep that no other set beats in bytes and in seconds."""
+        graph, stream = self._short
+        inside = set(self._calls)
+        backward = (call for call in graph.calls if call.phase == "backward")
+        read = {t.base for call in backward for t in call.reads if t.base.call in inside}
+        read.discard(stream[2])
+        places = [i for i, t in enumerate(self.values) if t in read]
+        weighed = []
+        for mask in range(1 << len(places)):
+            keep = tuple(place for bit, place in enumerate(places) if mask >> bit & 1)
+            kept = {self.values[place] for place in keep} | {stream[1]}
+            saved = sum(aligned(self.values[place]) for place in keep)
+            weighed.append((saved, self._again(read - kept, kept, inside), keep))
+        return [keep for _, _, keep in pareto(weighed)]
+
+    def _again(self, wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> float:
+        """Seconds to compute `wanted` again from what is kept."""
+        calls = needed(wanted, kept, inside)
+        return sum(map(self._seconds, calls))
+
+    def _cuts(self) -> list[int]:
+        """Places of values that every way through the block passes."""
+        stream = self._short[1]
+        inside, start = set(self._calls), stream[1]
+        return [
+            i
+            for i, t in enumerate(self.values)
+            if all(start not in call.reads for call in needed({stream[2]}, {t}, inside))
+        ]
+
+    def _measured(self, keep: tuple[tuple[int, int], ...], saved: int) -> tuple[float, int]:
+        """Seconds that the middle block computes again, and the most bytes while its backward runs.
+
+        The bytes are without what earlier blocks keep and what later ones leave.
+        """
+        graph, stream = self.build(SAMPLED, Choice((0,) * (SAMPLED + 1), (keep,) * SAMPLED))
+        placed = place(graph)
+        first, last = backward_steps(placed, stream, 1)
+        again = (step.call for step in placed.steps[first : last + 1])
+        seconds = sum(self._seconds(call) for call in again if call.phase == "recomputed")
+        live = live_bytes(storages(placed), len(placed.steps))
+        before = 2 * self.stream_nbytes + saved
+        later = self.head_reserve + self.block_reserve
+        return seconds, int(live[first : last + 1].max()) - before - later
+
+    @cached_property
+    def head_work(self) -> int:
+        """Most bytes from the last block's end to the beginning of its backward, without what blocks keep."""
+        graph, stream = self.build(SAMPLED, uniform(SAMPLED, ()))
+        placed = place(graph)
+        first, _ = backward_steps(placed, stream, SAMPLED - 1)
+        live = live_bytes(storages(placed), len(placed.steps))
+        return int(live[:first].max()) - (SAMPLED + 1) * self.stream_nbytes
+
+    # ---- choices
+
+    def plan(self, choice: Choice) -> Found:
+        """The choice in the whole chain, placed and planned."""
+        if choice not in self.found:
+            graph, _ = self.build(self.count, choice)
+            placed = place(graph)
+            plan = make_plan(placed)
+            again = sum(self._seconds(call) for call in graph.calls if call.phase == "recomputed")
+            self.found[choice] = Found(choice, plan.arena().nbytes, again, placed, plan)
+        return self.found[choice]
+
+    def within(self, nbytes: int) -> Found | None:
+        """The fastest known plan whose arena takes at most so many bytes; None if none does."""
+        everything = self.plan(keep_all(self.count, len(self.values)))
+        if everything.nbytes <= nbytes:
+            return everything
+        aim = nbytes
+        for _ in range(ROUNDS):
+            choice = solve(self, aim)
+            if choice is None:
+                break
+            over = self.plan(choice).nbytes - nbytes
+            if -nbytes // 50 <= over <= 0:
+                break
+            aim -= over if over > 0 else over // 2
+        fitting = [found for found in self.found.values() if found.nbytes <= nbytes]
+        return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
+
+    def least(self) -> Found:
+        """The plan with the smallest arena that is known: nothing kept that can be computed again."""
+        low, high = 0, self.plan(uniform(self.count, ())).nbytes
+        while high - low > max(high // 100, 4096):
+            middle = (low + high) // 2
+            choice = solve(self, middle)
+            if choice is not None:
+                self.plan(choice)
+            low, high = (middle, high) if choice is None else (low, middle)
+        return min(self.found.values(), key=lambda found: (found.nbytes, found.seconds))
+
+
+def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Call]:
+    """The calls inside a block that lead from what is kept to what is wanted."""
+    calls: set[Call] = set()
+    stack = list(wanted)
+    while stack:
+        t = stack.pop()
+        if t in kept or t.call is None or t.call not in inside or t.call in calls:
+            continue
+        calls.add(t.call)
+        stack.extend(t.call.reads)
+    return calls
+
+
+def aligned(t: Tensor) -> int:
+    nbytes: int = t.spec.nbytes
+    return -(-nbytes // 64) * 64
+
+
+def pareto(
+    weighed: list[tuple[int, float, tuple[int, ...]]],
+) -> list[tuple[int, float, tuple[int, ...]]]:
+    """Those that no other beats in both, thinned to OPTIONS: the ends, and what lies farthest below its neighbours."""
+    front: list[tuple[int, float, tuple[int, ...]]] = []
+    for one in sorted(weighed):
+        if not front or one[1] < front[-1][1] - 1e-12:
+            front.append(one)
+    while len(front) > OPTIONS:
+
+        def bend(i: int) -> float:
+            (a, s, _), (b, t, _), (c, u, _) = front[i - 1 : i + 2]
+            return s + (u - s) * (b - a) / (c - a) - t
+
+        del front[min(range(1, len(front) - 1), key=bend)]
+    return front
+
+
+def uniform(count: int, keep: Sequence[int]) -> Choice:
+    """Every block keeps the same inner values, and all stream values are kept."""
+    inner = tuple((place, 0) for place in keep)
+    return Choice((0,) * (count + 1), (inner,) * count)
+
+
+def keep_all(count: int, inner: int) -> Choice:
+    return uniform(count, range(inner))
+
+
+def spaced(count: int, spacing: int) -> Choice:
+    """Every so many stream values are kept and nothing else."""
+    stream = [0 if i % spacing == 0 or i == count else 1 for i in range(count + 1)]
+    return Choice(tuple(stream), ((),) * count)
+
+
+def backward_steps(placed: Placed, stream: Sequence[Tensor], i: int) -> tuple[int, int]:
+    """The step that makes the gradient of a block's end, and the one that makes that of its beginning."""
+    made = {placed.names[t]: at for at, step in enumerate(placed.steps) for t in step.results}
+    return made[f"d/{stream[i + 1].name}"], made[f"d/{stream[i].name}"]
+
+
+def spacing(chain: Chain) -> int:
+    """a = sqrt(n v / u): of n blocks with u bytes inside and v between, every a-th is kept. Chen et al. 2016."""
+    inside = sum(map(aligned, chain.values))
+    return max(round(math.sqrt(chain.count * chain.stream_nbytes / inside)), 1)
+
+
+def live_bytes(made: Sequence[Storage], steps: int) -> np.ndarray:
+    """Bytes alive at each step."""
+    change = np.zeros(steps + 2, np.int64)
+    for s in made:
+        size = max(-(-s.nbytes // 64), 1) * 64
+        change[s.start] += size
+        change[min(s.end, steps + 1)] -= size
+    return np.cumsum(change)[: steps + 1]
+
+
+# ---- the dynamic programme -------------------------------------------------------------------------------------
+
+
+class Table:
+    """Least extra seconds for n blocks in m slots of memory, and what to do with the first of them.
+
+    A run of blocks is processed either by an option for its first block, which then keeps its output for the
+    next, or by a split: forward to a later block, which alone is kept, all of that block's part, then this part anew.
+    inner   runs whose end gradient is there, by number of blocks; outer: runs that end with the head
+    """
+
+    def __init__(self, chain: Chain, nbytes: int) -> None:
+        self.chain, self.unit = chain, max(nbytes / SLOTS, 1.0)
+        self.slots = int(nbytes / self.unit)
+        self.passed = self._slots(chain.stream_nbytes)
+        self.reserve = self._slots(chain.block_reserve)
+        head = np.where(np.arange(self.slots + 1) >= self._slots(chain.head_work), 0.0, np.inf)
+        nothing = np.zeros(self.slots + 1)
+        self.inner, self.outer = [(nothing, nothing)], [(head, head)]
+        for n in range(1, chain.count + 1):
+            self.inner.append(self._row(n, self.inner, 0))
+            self.outer.append(self._row(n, self.outer, self._slots(chain.head_reserve)))
+
+    def _slots(self, nbytes: int) -> int:
+        return math.ceil(nbytes / self.unit)
+
+    def _row(self, n: int, rest: list[Row], later: int) -> Row:
+        """Seconds by slots, and the move: option k as k, a split before block j as -j."""
+        best, move = np.full(self.slots + 1, np.inf), np.zeros(self.slots + 1)
+        for k, option in enumerate(self.chain.options):
+            kept = shifted(rest[n - 1][0], self._slots(option.saved) + self.passed)
+            kept[: self._slots(option.work) + later + (n - 1) * self.reserve] = np.inf
+            better = kept + option.seconds < best
+            best[better], move[better] = (kept + option.seconds)[better], k
+        for j in range(1, n):
+            behind = shifted(rest[n - j][0], self.passed)
+            again = shifted(self.inner[j][0], later + (n - j) * self.reserve)
+            seconds = behind + again + j * self.chain.forward_seconds
+            better = seconds < best
+            best[better], move[better] = seconds[better], -j
+        return best, move
+
+    def choice(self) -> Choice | None:
+        """What is best with all slots; None where nothing fits."""
+        count, slots = self.chain.count, self.slots - self.passed
+        if slots < 0 or not np.isfinite(self.outer[count][0][slots]):
+            return None
+        stream, inner = [0] * (count + 1), [tuple[tuple[int, int], ...]()] * count
+        runs = [(0, count, slots, 0, self.outer)]
+        while runs:
+            first, n, m, rank, rows = runs.pop()
+            if n == 0:
+                continue
+            move = int(rows[n][1][m])
+            if move < 0:
+                stream[first - move] = rank
+                reserve = (n + move) * self.reserve
+                reserve += self._slots(self.chain.head_reserve) if rows is self.outer else 0
+                runs.append((first - move, n + move, m - self.passed, rank, rows))
+                runs.append((first, -move, m - reserve, rank + 1, self.inner))
+                continue
+            option = self.chain.options[move]
+            inner[first] = tuple((place, rank + beyond) for place, beyond in option.keep)
+            if n > 1 or rows is self.outer:
+                stream[first + 1] = rank
+            runs.append((first + 1, n - 1, m - self._slots(option.saved) - self.passed, rank, rows))
+        return Choice(tuple(stream), tuple(inner))
+
+
+def solve(chain: Chain, nbytes: int) -> Choice | None:
+    """The choice with the least extra time that should fit into so many bytes, by the measured options."""
+    return Table(chain, nbytes).choice() if nbytes > 0 else None
+
+
+def shifted(row: np.ndarray, by: int) -> np.ndarray:
+    """Row by memory, for whoever has `by` slots more; infinite where there are fewer."""
+    moved = np.full(len(row), np.inf)
+    if by < len(row):
+        moved[by:] = row[: len(row) - by]
+    return moved

@@ -1,36 +1,82 @@
-"""Planned arenas of the presets' training steps, beside their lower bound and ggml's best fit.
+"""Arenas of training steps and MiniMalloc's problems, packed: the lower bound, what was reached, ggml's best fit.
 
     python -m benchmarks.packing
+    python benchmarks/packing.py --csv FILE [--capacity N] [--seconds S] --solution OUT.csv
 
-Also the lower bound of the written order beside two depth-first orders, which read the same graph from its
-outputs, first input first (left) or last input first (right).
+The second form takes any problem in MiniMalloc's format (id,lower,upper,size; alive in [lower, upper)), writes
+`id,offset`, and exits with 2 if it cannot use what it is given, with 3 if it found nothing within the capacity.
+The first form plans only: nothing is allocated. Its last columns are the lower bound of the written order beside
+those of two depth-first orders, which read the same graph from its outputs, first input first (left) or last
+input first (right). MiniMalloc's problems are read from ../shared/data/minimalloc where they are.
 """
 
+import argparse
+import csv
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 
 import packtrain as pt
+from packtrain import kernels
+from packtrain.errors import InputError
+from packtrain.files import check_writable, existing, replacing
 from packtrain.models import llama
+from packtrain.models.llama import Config
 from packtrain.place import Placed, Step
-from packtrain.plan import best_fit, size_text
+from packtrain.plan import Packing, best_fit, clash, lower_bound, packings, size_text
 from packtrain.plan.lifetimes import storages
-from packtrain.plan.pack import lower_bound
-from packtrain.tensor import Call
+from packtrain.plan.pack import height
+from packtrain.tensor import Call, Tensor
 from packtrain.train.optim import AdamW, training
 
-ROWS = {"1m": 4, "15m": 4, "110m": 1}
+PROBLEMS = Path(__file__).parent.parent.parent / "shared/data/minimalloc/challenging"
+COLUMNS = ("id", "lower", "upper", "size")
+SECONDS = 20.0
+BAD_INPUT, NO_FIT = 2, 3
+
+# name: shape, rows, tokens in each
+SHAPES = {
+    "1m": (llama.PRESETS["1m"], 4, 256),
+    "15m": (llama.PRESETS["15m"], 4, 256),
+    "110m": (llama.PRESETS["110m"], 1, 512),
+    "SmolLM2-135M": (Config(49_152, 2_048, 576, 30, 1_536, 9, 3), 1, 512),
+    "Qwen2.5-0.5B": (Config(151_936, 2_048, 896, 24, 4_864, 14, 2), 1, 512),
+    "Llama-3.2-1B": (Config(128_256, 2_048, 2_048, 16, 8_192, 32, 8), 1, 512),
+    "Llama-3.2-3B": (Config(128_256, 2_048, 3_072, 28, 8_192, 24, 8), 1, 512),
+    "Llama-3.1-8B": (Config(128_256, 2_048, 4_096, 32, 14_336, 32, 8, tied=False), 1, 512),
+}
+RECOMPUTED = ("none", "half", "all")  # of the blocks
+TRAINED = ("full", "clipped", "few")  # few: the norms of the blocks only, as adapters are
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def step_graph(preset: str, recompute: bool, max_norm: float | None) -> pt.Graph:
-    config = llama.PRESETS[preset]
+# ---- training steps --------------------------------------------------------------------------------------------
+
+
+def step_graph(name: str, recomputed: str, trained: str) -> pt.Graph:
+    config, rows, tokens = SHAPES[name]
     weights = llama.weights(config)
-    made = llama.loss(config, weights, ROWS[preset], config.context_length)
-    keep = made.blocks if recompute else None
-    return training(
-        {"loss": made.loss}, list(weights.values()), AdamW(), keep=keep, max_norm=max_norm
-    )
+    made = llama.loss(config, weights, rows, tokens)
+    leaves = [w for w in weights.values() if trained != "few" or "attn_norm" in w.label]
+    max_norm = 1.0 if trained == "clipped" else None
+    keep = kept(made, recomputed)
+    return training({"loss": made.loss}, leaves, AdamW(), keep=keep, max_norm=max_norm)
+
+
+def kept(made: llama.Loss, recomputed: str) -> list[Tensor] | None:
+    """The values to keep so that no block, the first half of the blocks or all are recomputed."""
+    if recomputed == "none":
+        return None
+    ends = {t.call: i for i, t in enumerate(made.blocks)}
+    values, block = list(made.blocks), 0
+    for call in pt.Graph({"loss": made.loss}).calls:
+        if recomputed == "half" and block > len(ends) // 2:
+            values += call.results
+        block = max(block, ends.get(call, -1) + 1)
+    return values
 
 
 def depth_first(graph: pt.Graph, *, left: bool) -> list[Call]:
@@ -76,39 +122,176 @@ def bound_of(placed: Placed, order: Iterable[Call]) -> int:
     return lower_bound(*(np.array(c, np.int64) for c in columns))[0]
 
 
-def main() -> None:
-    head = (
-        "preset",
-        "recompute",
-        "clip",
-        "ops",
-        "lower bound",
-        "arena",
-        "gap",
-        "best_fit",
-        "plan s",
-    )
+def graphs() -> None:
     print(
-        ("{:8} {:9} {:>4} {:>6} {:>12} {:>12} {:>8} {:>9} {:>7}" + 2 * " {:>12}").format(
-            *head, "left", "right"
-        )
+        f"{'shape':13} {'recompute':9} {'trained':8} {'ops':>5} {'lower bound':>12} {'arena':>12} {'gap':>7} "
+        f"{'best_fit':>8} {'plan s':>7} {'left':>12} {'right':>12}"
     )
-    for preset in ROWS:
-        for recompute in (False, True):
-            for max_norm in (None, 1.0):
-                graph = step_graph(preset, recompute, max_norm)
+    gaps, slowest = [], 0.0
+    for name in SHAPES:
+        for recomputed in RECOMPUTED:
+            for trained in TRAINED:
+                graph = step_graph(name, recomputed, trained)
                 placed = pt.place(graph)
                 began = time.perf_counter()
-                plan = pt.make_plan(placed)
+                arena = pt.make_plan(placed).arena()
                 seconds = time.perf_counter() - began
-                arena, online = plan.arena(), pt.make_plan(placed, packer=best_fit).arena()
+                online = pt.make_plan(placed, packer=best_fit).arena()
                 others = [bound_of(placed, depth_first(graph, left=left)) for left in (True, False)]
+                gaps.append(arena.gap)
+                slowest = max(slowest, seconds)
                 print(
-                    f"{preset:8} {'blocks' if recompute else 'none':9} {max_norm or '-':>4} {len(placed.steps):6} "
-                    f"{size_text(arena.lower_bound):>12} {size_text(arena.nbytes):>12} {arena.gap:8.3%} "
-                    f"{online.gap:9.3%} {seconds:7.3f} {size_text(others[0]):>12} {size_text(others[1]):>12}"
+                    f"{name:13} {recomputed:9} {trained:8} {len(placed.steps):5} "
+                    f"{size_text(arena.lower_bound):>12} {size_text(arena.nbytes):>12} {arena.gap:7.3%} "
+                    f"{online.gap:8.3%} {seconds:7.3f} {size_text(others[0]):>12} {size_text(others[1]):>12}"
                 )
+    print(
+        f"at the lower bound: {gaps.count(0.0)} of {len(gaps)}, largest gap {max(gaps):.3%}, slowest {slowest:.3f} s"
+    )
+
+
+# ---- problems in files -----------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> tuple[list[str], Columns]:
+    """Names and lifetimes from a CSV file. Raises InputError with its name and line."""
+    try:
+        text = existing(path, "--csv").read_text(encoding="utf-8")
+        reader = csv.DictReader(text.splitlines())
+        rows = [(reader.line_num, row) for row in reader]
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
+        raise InputError(f"--csv: {path} is not a CSV file: {error}") from None
+    if not rows:
+        raise InputError(f"--csv: {path} has no buffers; {','.join(COLUMNS)} and a line for each")
+    if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
+        raise InputError(f"--csv: {path} line 1: the columns must be {','.join(COLUMNS)}")
+    names, numbers = [], []
+    for line, row in rows:
+        where = f"--csv: {path} line {line}"
+        if None in row:
+            raise InputError(
+                f"{where}: {len(COLUMNS)} columns are needed, not {len(COLUMNS) + len(row[None])}"
+            )
+        names.append(row["id"])
+        numbers.append([whole(row[column], f"{where}: {column}") for column in COLUMNS[1:]])
+        lower, upper, size = numbers[-1]
+        if upper <= lower or size < 1:
+            raise InputError(f"{where}: [{lower}, {upper}) of size {size}; lower < upper, size > 0")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"--csv: {path}: id {twice} is there twice")
+    start, end, sizes = np.array(numbers, np.int64).T
+    return names, (start, end, sizes)
+
+
+def whole(text: str | None, where: str) -> int:
+    try:
+        value = int(text or "")
+    except ValueError:
+        raise InputError(f"{where} is {text or ''!r}; a whole number is needed") from None
+    if abs(value) >= 1 << 62:
+        raise InputError(f"{where} is {value}; it must have less than 63 bits")
+    return value
+
+
+def timed(columns: Columns, enough: int, seconds: float) -> tuple[Packing, float]:
+    """The best packing, checked, and the seconds it took."""
+    began = time.perf_counter()
+    *_, best = packings(*columns, enough=enough, seconds=seconds)
+    took = time.perf_counter() - began
+    found = clash(*columns, best.offsets)
+    assert found is None, f"buffers {found} share bytes"
+    return best, took
+
+
+def certificate(best: Packing) -> str:
+    """What is known of a packing, in one line."""
+    proof = "no packing is lower" if best.proved else "not proved lowest"
+    return (
+        f"height {best.nbytes:,}, lower bound {best.bound:,} (alive at {best.witness:,}), gap {best.gap:.3%}, "
+        f"{proof}"
+    )
+
+
+def solve(path: Path, capacity: int, seconds: float, solution: Path) -> int:
+    """Pack the problem in a file and write the solution; the exit code."""
+    check_writable(solution, "--solution")
+    names, columns = read(path)
+    try:
+        best, took = timed(columns, capacity, seconds)
+    except ValueError as error:
+        raise InputError(f"--csv: {path}: {error}") from None
+    print(f"{len(names):,} buffers: {certificate(best)}; {took:.2f} s")
+    if capacity and best.nbytes > capacity:
+        why = "it cannot be" if best.proved else f"not found in {seconds:g} s"
+        print(f"packing: within {capacity:,}: {why}; nothing is written", file=sys.stderr)
+        return NO_FIT
+    lines = [f"{name},{offset}" for name, offset in zip(names, best.offsets, strict=True)]
+    with replacing(solution) as file:
+        file.write("\n".join(["id,offset", *lines, ""]).encode())
+    return 0
+
+
+def problems() -> Iterator[tuple[str, int, Columns]]:
+    """Name, capacity and lifetimes of MiniMalloc's problems."""
+    for file in sorted(PROBLEMS.glob("*.csv")):
+        name, capacity, _ = file.name.split(".")
+        yield name, int(capacity), read(file)[1]
+
+
+def minimalloc() -> None:
+    kernels.load_all()
+    print(
+        f"\n{'MiniMalloc':10} {'buffers':>7} {'lower bound':>12} {'height':>10} {'gap':>7} {'best_fit':>8} {'s':>7}"
+    )
+    total, loose = 0.0, []
+    for name, capacity, columns in problems():
+        best, took = timed(columns, capacity, SECONDS)
+        online = height(columns[2], best_fit(*columns)) / best.bound - 1
+        note = "" if best.nbytes <= capacity else f"  above the capacity {capacity:,}"
+        total += took
+        print(
+            f"{name:10} {len(columns[2]):7} {best.bound:12,} {best.nbytes:10,} {best.gap:7.3%} {online:8.3%} "
+            f"{took:7.2f}{note}"
+        )
+        if best.nbytes > best.bound:
+            loose.append((name, columns))
+    print(f"together {total:.2f} s")
+    for name, columns in loose:
+        best, took = timed(columns, 0, SECONDS)
+        print(f"{name} as low as it gets in {took:.0f} s: {certificate(best)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Pack buffers of given lifetimes and sizes.")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="a problem: id,lower,upper,size")
+    parser.add_argument("--solution", type=Path, metavar="OUT", help="where id,offset go")
+    parser.add_argument(
+        "--capacity", type=int, default=0, metavar="N", help="a height that will do"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, metavar="S", help="how long to look"
+    )
+    given = parser.parse_args()
+    try:
+        if (given.csv is None) != (given.solution is None):
+            raise InputError(
+                "--csv and --solution belong together: give both, or none for the tables"
+            )
+        if given.capacity < 0 or not 0 <= given.seconds < float("inf"):
+            raise InputError(
+                "--capacity and --seconds must not be negative, --seconds must be finite"
+            )
+        if given.csv:
+            return solve(given.csv, given.capacity, given.seconds, given.solution)
+    except InputError as error:
+        print(f"packing: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    graphs()
+    if PROBLEMS.exists():
+        minimalloc()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

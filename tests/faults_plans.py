@@ -12,7 +12,7 @@ import packtrain as pt
 from packtrain.backends.host import Host
 from packtrain.ops import shape
 from packtrain.place import _Placing
-from packtrain.plan import Plan, lifetimes, pack
+from packtrain.plan import Plan, lifetimes, online, pack
 from packtrain.run import Executor
 from tests import bit_checks, plan_checks
 from tests.faults import (
@@ -227,15 +227,15 @@ def a_lower_bound_over_closed_intervals(patch: MonkeyPatch) -> None:
 
 @fault("planner", partial(plan_checks.check_trace, "freed blocks merge on both sides"))
 def freed_blocks_that_do_not_merge(patch: MonkeyPatch) -> None:
-    def wrong(free, offset, size):
-        free.insert(sum(block[0] < offset for block in free), [offset, size])
+    def wrong(self, offset, size):
+        self.free.insert(sum(block < offset for block, _ in self.free), (offset, size))
 
-    patch.setattr(packing, "_release", wrong)
+    patch.setattr(online.Allocator, "release", wrong)
 
 
 @fault("planner", partial(plan_checks.check_trace, "among equal blocks the last"))
 def best_fit_that_takes_the_first_of_equal_blocks(patch: MonkeyPatch) -> None:
-    patch.setattr(packing, "reversed", list, raising=False)
+    patch.setattr(online, "reversed", list, raising=False)
 
 
 # ---- running and verifying -------------------------------------------------------------------------------------

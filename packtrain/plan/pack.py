@@ -1,77 +1,146 @@
 """Offsets for buffers of given (start, end, size) in one address range. Knows nothing of tensors.
 
-Sizes are already multiples of the alignment. Intervals are half-open.
+`pack` is for those who want offsets; `packings` yields better and better ones, each with its certificate, for
+those who want to stop by themselves. Intervals are half-open, sizes multiples of the alignment, offsets count
+from zero and are multiples of the sizes' greatest common divisor. `clash` checks any offsets, whoever made them.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 
-Ints = np.ndarray
+from packtrain.plan import exact
 
-TRIES = 30  # squeaky-wheel tries for few buffers,
-CHEAP = 500**2  # fewer as the square of their number passes this
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """Offsets and their certificate: the `bound` bytes that are alive at step `witness` fit into no less than that.
+
+    proved  no packing needs less than nbytes: nbytes is the bound, or the search has excluded all below
+    """
+
+    offsets: Ints
+    nbytes: int
+    bound: int
+    witness: int
+    proved: bool
+
+    @property
+    def gap(self) -> float:
+        """Bytes above the bound, as a fraction of it."""
+        return self.nbytes / self.bound - 1 if self.bound else 0.0
+
+
+def pack(start: Ints, end: Ints, size: Ints) -> Ints:
+    """Offsets (n,) at which n buffers, alive during steps [start, end), need as few bytes as could be found.
+
+        pack([0, 1, 2], [2, 3, 4], [64, 128, 64])  ->  [128, 0, 128]
+
+    Heuristics come first and mostly reach the lower bound; where they do not, an exact search follows, with a
+    limit that counts its work and not its time: equal buffers get equal offsets on every machine.
+    """
+    *_, best = packings(start, end, size)
+    return best.offsets
+
+
+def packings(
+    start: npt.ArrayLike,
+    end: npt.ArrayLike,
+    size: npt.ArrayLike,
+    *,
+    enough: int = 0,
+    seconds: float | None = None,
+) -> Iterator[Packing]:
+    """Packings, each needing less than the one before, or as much and now proved. The last is the best.
+
+    enough   bytes that will do: what needs no more is the last
+    seconds  how long to look, instead of the limit on work
+    """
+    start, end, size = _checked(start, end, size)
+    bound, witness = lower_bound(start, end, size)
+    best: Packing | None = None
+    for offsets in _guesses(start, end, size):
+        nbytes = height(size, offsets)
+        if best is None or nbytes < best.nbytes:
+            best = Packing(offsets, nbytes, bound, witness, nbytes <= bound)
+            yield best
+        if nbytes <= max(bound, enough):
+            return
+    assert best is not None
+    for offsets, proved in exact.lower(start, end, size, best.offsets, bound, enough, seconds):
+        yield Packing(offsets, height(size, offsets), bound, witness, proved)
 
 
 def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
     """The most bytes alive at once, and the first step at which they are: no packing can need less."""
     if not len(size):
         return 0, 0
-    change = np.zeros(int(end.max()) + 1, np.int64)
-    np.add.at(change, start, size)
-    np.subtract.at(change, end, size)
-    alive = np.cumsum(change)
+    times, alive = _alive(start, end, size)
     at = int(alive.argmax())
-    return int(alive[at]), at
+    return int(alive[at]), int(times[at])
 
 
-def pack(start: Ints, end: Ints, size: Ints) -> Ints:
-    """The best of several first fits: int64 offsets (n,). Stops as soon as one reaches the lower bound.
-
-    Orders are tried as they are; then, from each, the buffers that stick out above the bound go first in the
-    next try, as long as tries are cheap (squeaky wheel; Joslin & Clements 1999, arXiv 1105.5454).
-    """
-    bound, _ = lower_bound(start, end, size)
-    best = np.zeros(0, np.int64)
-
-    def better(order: Ints) -> Ints:
-        nonlocal best
-        offsets = first_fit(start, end, size, order)
-        if not len(best) or height(size, offsets) < height(size, best):
-            best = offsets
-        return offsets
-
-    orders = _orders(start, end, size)
-    tries = [better(orders[0])]
-    for order in orders[1:]:
-        if height(size, best) > bound:
-            tries.append(better(order))
-    for order, offsets in zip(orders, tries, strict=False):
-        for _ in range(TRIES * CHEAP // (len(size) ** 2 + CHEAP)):
-            if height(size, best) <= bound:
-                return best
-            high = offsets[order] + size[order] > bound
-            order = np.concatenate((order[high], order[~high]))
-            offsets = better(order)
-    return best
+def _alive(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
+    """The steps at which something starts or ends, and the bytes alive from each to the next."""
+    times, event = np.unique(np.concatenate((start, end)), return_inverse=True)
+    change = np.zeros(len(times), np.int64)
+    np.add.at(change, event[: len(size)], size)
+    np.subtract.at(change, event[len(size) :], size)
+    return times, np.cumsum(change)
 
 
-def _orders(start: Ints, end: Ints, size: Ints) -> list[Ints]:
-    """By distance from the peak instant, then size: best for one peak. The others are for many peaks."""
+def height(size: Ints, offsets: Ints) -> int:
+    """Bytes from zero to the highest top."""
+    return int((offsets + size).max()) if len(size) else 0
+
+
+def clash(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
+    """Two buffers that share a byte at one time, if there are any. It shares nothing with what makes offsets."""
+    order = np.argsort(start, kind="stable")
+    first, last, low = start[order], end[order], offsets[order]
+    top = low + size[order]
+    stop = np.searchsorted(first, last)  # who starts before the end of each
+    for i in range(len(order)):
+        later = slice(i + 1, int(stop[i]))
+        shared = np.flatnonzero((low[later] < top[i]) & (low[i] < top[later]))
+        if len(shared):
+            return int(order[i]), int(order[i + 1 + shared[0]])
+    return None
+
+
+# ---- heuristics ----------------------------------------------------------------------------------------------
+
+
+def _guesses(start: Ints, end: Ints, size: Ints) -> Iterator[Ints]:
+    """First fit from the peak outwards is best for one peak; the skylines are for many; then what else has helped."""
     _, peak = lower_bound(start, end, size)
     distance = np.maximum(np.maximum(start - peak, peak + 1 - end), 0)
     life = end - start
-    return [
-        np.lexsort((start, -size, distance)),
-        np.lexsort((start, -size)),
-        np.lexsort((-size, -np.log2(np.maximum(life, 1)).astype(np.int64))),
-        np.lexsort((-size, -life, distance)),
-        np.lexsort((-life, -size)),
-    ]
+    yield first_fit(start, end, size, np.lexsort((start, -size, distance)))
+    crowd = _crowd(start, end, size)
+    keys: tuple[Ints, ...]
+    for keys in ((-size, -life, -crowd), (-crowd, -size, -life), (-life, -size, -crowd)):
+        yield skyline(start, end, size, np.lexsort(keys))
+    octave = -np.log2(np.maximum(life, 1)).astype(np.int64)
+    for keys in ((start, -size), (-size, octave), (-size, -life, distance), (-life, -size)):
+        yield first_fit(start, end, size, np.lexsort(keys))
+
+
+def _crowd(start: Ints, end: Ints, size: Ints) -> Ints:
+    """The most bytes alive during the life of each buffer."""
+    times, alive = _alive(start, end, size)
+    spans = zip(np.searchsorted(times, start), np.searchsorted(times, end), strict=True)
+    return np.array([alive[first:last].max() for first, last in spans], np.int64)
 
 
 def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
     """Each buffer in turn goes into the lowest gap that fits among those it overlaps in time."""
     offsets = np.zeros(len(size), np.int64)
-    spans = np.zeros((2, len(size)), np.int32)  # of the placed ones, by offset: interval,
+    spans = np.zeros((2, len(size)), np.int64)  # of the placed ones, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top
     for n, i in enumerate(order):
         (first, last), (bottom, top) = spans[:, :n], extents[:, :n]
@@ -88,41 +157,34 @@ def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
     return offsets
 
 
-def best_fit(start: Ints, end: Ints, size: Ints) -> Ints:
-    """ggml's online allocator as a baseline: smallest free block that fits, the unbounded last one if none does.
-
-    Buffers come in order of start and are freed after their last step; freed blocks merge with neighbours.
-    """
-    offsets = np.zeros(len(size), np.int64)
-    free: list[list[int]] = [[0, 1 << 62]]
-    events = sorted(
-        [(int(s), 1, i) for i, s in enumerate(start)] + [(int(e), 0, i) for i, e in enumerate(end)]
-    )
-    for _, born, i in events:
-        if born:
-            fitting = [block for block in free[:-1] if block[1] >= size[i]]
-            block = min(reversed(fitting), key=lambda b: b[1]) if fitting else free[-1]
-            offsets[i] = block[0]
-            block[0] += int(size[i])
-            block[1] -= int(size[i])
-            if not block[1]:
-                free.remove(block)
-        else:
-            _release(free, int(offsets[i]), int(size[i]))
+def skyline(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
+    """Again and again the buffer that can lie lowest goes there; among equals the first of the order."""
+    n = len(size)
+    rank = np.empty(n, np.int64)
+    rank[order] = np.arange(n)
+    offsets, key = np.zeros(n, np.int64), rank.copy()  # key: how low it can lie, then rank
+    for _ in range(n):
+        i = int(key.argmin())
+        offsets[i] = key[i] // n
+        key[i] = np.iinfo(np.int64).max
+        top = (offsets[i] + size[i]) * n
+        raised = np.flatnonzero((start < end[i]) & (start[i] < end) & (key < top))
+        key[raised] = top + rank[raised]
     return offsets
 
 
-def _release(free: list[list[int]], offset: int, size: int) -> None:
-    at = next(k for k, block in enumerate(free) if block[0] >= offset + size)
-    if free[at][0] == offset + size:
-        free[at][0], free[at][1] = offset, free[at][1] + size
-    else:
-        free.insert(at, [offset, size])
-    if at and free[at - 1][0] + free[at - 1][1] == offset:
-        free[at - 1][1] += free[at][1]
-        del free[at]
-
-
-def height(size: Ints, offsets: Ints) -> int:
-    """Bytes from zero to the highest top."""
-    return int((offsets + size).max()) if len(size) else 0
+def _checked(
+    start: npt.ArrayLike, end: npt.ArrayLike, size: npt.ArrayLike
+) -> tuple[Ints, Ints, Ints]:
+    columns = [np.asarray(column, np.int64) for column in (start, end, size)]
+    if {c.shape for c in columns} != {(len(columns[0]),)}:
+        raise ValueError("start, end and size must be lists of one length")
+    for bad, rule in ((columns[1] <= columns[0], "end > start"), (columns[2] < 1, "size > 0")):
+        if bad.any():
+            at = int(bad.argmax())
+            values = "start {}, end {}, size {}".format(*(int(c[at]) for c in columns))
+            raise ValueError(f"buffer {at} has {values}; {rule} is needed")
+    total = sum(columns[2].tolist())
+    if total * len(columns[2]) >= 1 << 62:
+        raise ValueError(f"the sizes add up to {total}, which is too much for 64 bits")
+    return columns[0], columns[1], columns[2]

@@ -1,0 +1,191 @@
+"""Lower packings by exact depth-first search, one part of the problem after the other. Knows nothing of tensors.
+
+Parts are stretches of time that no buffer crosses. The highest one is searched at several heights, in several
+orders, with limits that double (round robin as in MiniMalloc; Moffitt 2023, doi 10.1145/3623278.3624752); the
+search itself is kernels/packing.py. Limits count work, so that results do not depend on the machine.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtrain import kernels
+
+Ints = npt.NDArray[np.int64]
+
+ORDERS = (
+    "TWA",
+    "WAT",
+    "TAW",
+)  # largest first: T most bytes alive meanwhile, W life, A life times size
+MOST = 4_095  # buffers of a part; the search numbers them with 12 bits,
+HIGHEST = 1 << 37  # and units of height with 38
+WORK = 15_000_000  # all work, if no time is given: a second or two
+STACK = 16 << 20  # bytes: the search goes as deep as there are buffers, with 1 KiB a step
+FOUND, STOPPED = 1, 2  # 0: there is none
+
+
+def lower(
+    start: Ints,
+    end: Ints,
+    size: Ints,
+    offsets: Ints,
+    bound: int,
+    enough: int = 0,
+    seconds: float | None = None,
+) -> Iterator[tuple[Ints, bool]]:
+    """Lower and lower offsets than those given, and whether they are proved lowest.
+
+    bound    bytes that are needed for certain
+    enough   bytes that will do
+    seconds  how long to look, instead of the limit on work
+    """
+    unit = int(np.gcd.reduce(size))
+    parts = [_Part(start, end, size, offsets, unit, members) for members in _parts(start, end)]
+    budget = _Budget(seconds)
+    offsets = offsets.copy()
+    while True:
+        part = max(parts, key=lambda p: p.height)
+        before, proved = part.height, part.proved
+        if before * unit <= max(bound, enough) or proved or not part.small or budget.spent:
+            return
+        part.try_lower(bound // unit, enough // unit, budget)
+        offsets[part.members] = part.offsets * unit
+        highest = max(parts, key=lambda p: p.height)
+        proved = highest.proved or highest.height * unit <= bound
+        if highest.height < before or proved:
+            yield offsets.copy(), proved
+
+
+def _parts(start: Ints, end: Ints) -> list[Ints]:
+    """Numbers of the buffers of each part."""
+    order = np.argsort(start, kind="stable")
+    cut = start[order][1:] >= np.maximum.accumulate(end[order])[:-1]
+    return np.split(order, np.flatnonzero(cut) + 1)
+
+
+def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """First section and one past the last of each buffer.
+
+    A section is an instant just before something ends at which something has started since the last one: every
+    two buffers that meet do so in a section, and no section's buffers are all in another.
+    """
+    times = np.unique(np.concatenate((start, end)))
+    births = np.searchsorted(times, np.unique(start))
+    deaths = np.searchsorted(times, np.unique(end))
+    following = np.unique(deaths[np.searchsorted(deaths, births, side="right")])
+    first = np.searchsorted(following, np.searchsorted(times, start), side="right")
+    last = np.searchsorted(following, np.searchsorted(times, end), side="right")
+    return first, last
+
+
+class _Budget:
+    """Work that may still be done: a fixed amount, or what the time left allows at the speed seen so far."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.began = time.monotonic()
+        self.seconds = seconds
+        self.done = 0
+
+    @property
+    def left(self) -> int:
+        if self.seconds is None:
+            return WORK - self.done
+        passed = time.monotonic() - self.began
+        speed = self.done / passed if self.done else WORK / 10
+        return int(speed * (self.seconds - passed))
+
+    @property
+    def spent(self) -> bool:
+        return self.left <= 0
+
+
+class _Part:
+    """Buffers of one part, in units; the best offsets so far; heights below `least` are impossible."""
+
+    def __init__(
+        self, start: Ints, end: Ints, size: Ints, offsets: Ints, unit: int, members: Ints
+    ) -> None:
+        self.members = members
+        self.start, self.end = start[members], end[members]
+        self.size, self.offsets = size[members] // unit, offsets[members] // unit
+        self.height = int((self.offsets + self.size).max())
+        self.least = 0
+        self.small = len(members) <= MOST and int(self.size.sum()) < HIGHEST
+        self.limit = len(members) ** 2  # of work; twice what one dive without a way back takes
+
+    @property
+    def proved(self) -> bool:
+        return self.height <= self.least
+
+    def try_lower(self, bound: int, enough: int, budget: _Budget) -> None:
+        """One round, with twice the work for the next: at what will do, or else at the bound, then by halves above."""
+        self.least = max(self.least, bound)
+        if self.least <= enough < self.height:
+            self._search(enough, self.limit, budget)
+        else:
+            self._search(self.least, self.limit, budget)
+            hard, near = self.least, (self.height - self.least) // 64
+            while self.height - 1 - hard > near:
+                target = (hard + self.height) // 2
+                if not self._search(target, self.limit // 4, budget):
+                    hard = target
+        self.limit *= 2
+
+    def _search(self, target: int, limit: int, budget: _Budget) -> bool:
+        """Try all orders at one height; keep what is found, or that there is nothing."""
+        for order in ORDERS:
+            if not self.least <= target < self.height or budget.spent:
+                break
+            found, offsets = self._search_in_order(order, target, limit, budget)
+            if found == FOUND:
+                self.offsets, self.height = offsets, int((offsets + self.size).max())
+            elif found != STOPPED:
+                self.least = target + 1
+        return self.height <= target
+
+    def _search_in_order(
+        self, order: str, target: int, limit: int, budget: _Budget
+    ) -> tuple[int, Ints]:
+        """What the kernel says and finds. Buffers are numbered by the letters behind T, see kernels/packing.py."""
+        width = self.end - self.start
+        columns = {"W": -width, "A": -width * self.size}
+        head, tail = order.split("T")
+        numbered = np.lexsort([columns[k] for k in tail[::-1]] or [np.arange(len(width))])
+        first, last = _sections(self.start, self.end)
+        rank = _dense([columns[k][numbered] for k in head], len(width))
+        buffers = np.stack((first[numbered], last[numbered], self.size[numbered], rank))
+        n = len(numbered)
+        offsets, stack = np.zeros((2, n), np.int64), np.empty(n * (n + 4), np.int64)
+        sections = np.zeros((3, int(last.max()) + 1), np.int64)
+        work = np.array([min(limit, max(budget.left, 1))])
+        given = int(work[0])
+        kernel: Any = kernels.packing
+        found = _deep(lambda: kernel.pack(buffers, target, sections, stack, offsets, work))
+        budget.done += given - int(work[0])
+        made = np.empty(n, np.int64)
+        made[numbered] = offsets[0]
+        return found, made
+
+
+def _deep(run: Callable[[], int]) -> int:
+    """What `run` returns, from a thread with a stack of that size; some platforms give threads, or all, too little."""
+    before = threading.stack_size(STACK)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(run).result()
+    finally:
+        threading.stack_size(before)
+
+
+def _dense(columns: list[Ints], n: int) -> Ints:
+    """Ranks by several columns, equal for equal rows."""
+    if not columns:
+        return np.zeros(n, np.int64)
+    _, rank = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
+    return np.asarray(rank, np.int64).reshape(n)

@@ -1,0 +1,127 @@
+"""ggml's allocator: takes and frees blocks as they come, best fit, without looking ahead. Knows nothing of tensors.
+
+`best_fit` runs it over lifetimes, as the baseline of `pack`. `follow` runs one allocator per memory space over
+steps that make and read buffers, in ggml's order, with barriers if wanted. Rules from ggml-alloc.c.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+ENDLESS = 1 << 62  # an allocator that only measures
+BARRIER = -1  # in a sequence of steps
+
+
+class NoSpace(MemoryError):
+    """No free block is large enough. The message has both sizes."""
+
+
+@dataclass(slots=True)
+class Allocator:
+    """Free blocks (offset, size) of `nbytes` bytes that begin at address `base`, in order; `nbytes_used` at most.
+
+    Offsets count from the base; their addresses are multiples of the alignment, a power of two.
+    """
+
+    alignment: int = 1
+    nbytes: int = ENDLESS
+    base: int = 0
+    nbytes_used: int = field(init=False)
+    free: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise ValueError(f"alignment ({self.alignment}) must be a power of two")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was taken, and the maximum."""
+        skipped = -self.base % self.alignment
+        self.nbytes_used = 0
+        self.free = [(skipped, self.nbytes - skipped)] if self.nbytes > skipped else []
+
+    def take(self, size: int) -> int:
+        """The offset of `size` bytes, rounded up to the alignment: in the smallest block that fits, of equal ones the
+        last; in the last block, which may be endless, only if no other fits."""
+        size = self._rounded(size)
+        fitting = [k for k, (_, room) in enumerate(self.free) if room >= size]
+        if not fitting:
+            largest = max((room for _, room in self.free), default=0)
+            raise NoSpace(f"{size} bytes are needed, the largest free block has {largest}")
+        inner = [k for k in fitting if k < len(self.free) - 1]
+        at = min(reversed(inner or fitting), key=lambda k: self.free[k][1])
+        offset, room = self.free[at]
+        self.free[at : at + 1] = [(offset + size, room - size)] if room > size else []
+        self.nbytes_used = max(self.nbytes_used, offset + size)
+        return offset
+
+    def release(self, offset: int, size: int) -> None:
+        """Give bytes back; what is free on either side becomes one block with them."""
+        size = self._rounded(size)
+        at = sum(block < offset for block, _ in self.free)
+        first, last = at, at
+        if at and sum(self.free[at - 1]) == offset:
+            first, offset, size = at - 1, self.free[at - 1][0], self.free[at - 1][1] + size
+        if at < len(self.free) and self.free[at][0] == offset + size:
+            last, size = at + 1, size + self.free[at][1]
+        self.free[first:last] = [(offset, size)]
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.alignment) * self.alignment
+
+
+def best_fit(start: Ints, end: Ints, size: Ints) -> Ints:
+    """Offsets (n,) that ggml's allocator gives to buffers in order of start; each is free at its end."""
+    allocator = Allocator()
+    offsets = np.zeros(len(size), np.int64)
+    takes = [(int(s), 1, i) for i, s in enumerate(start)]
+    releases = [(int(e), 0, i) for i, e in enumerate(end)]
+    for _, taking, i in sorted(takes + releases):
+        if taking:
+            offsets[i] = allocator.take(int(size[i]))
+        else:
+            allocator.release(int(offsets[i]), int(size[i]))
+    return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One step: the buffers that it makes, name -> (space, bytes), and the names of those that it reads."""
+
+    makes: Mapping[str, tuple[str, int]]
+    reads: Sequence[str] = ()
+
+
+def follow(
+    steps: Sequence[Use], allocators: Mapping[str, Allocator], sequence: Sequence[int] | None = None
+) -> dict[str, int]:
+    """The offset of every buffer in its space; what nobody reads is never freed.
+
+    A step makes its buffers while those that it reads are still there; then those go that nobody will read again.
+
+    sequence  numbers of the steps in the order to follow, and BARRIERs: then bytes are freed at barriers only
+    """
+    readers: dict[str, int] = {}
+    for step in steps:
+        for name in step.reads:
+            readers[name] = readers.get(name, 0) + 1
+    placed: dict[str, int] = {}
+    made = {name: what for step in steps for name, what in step.makes.items()}
+    waiting: list[str] = []
+    for number in range(len(steps)) if sequence is None else sequence:
+        if number != BARRIER:
+            for name, (space, size) in steps[number].makes.items():
+                placed[name] = allocators[space].take(size)
+            waiting += steps[number].reads
+        if number == BARRIER or sequence is None:
+            for name in waiting:
+                readers[name] -= 1
+                if not readers[name]:
+                    space, size = made[name]
+                    allocators[space].release(placed[name], size)
+            waiting = []
+    return placed

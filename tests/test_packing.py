@@ -1,0 +1,377 @@
+"""Offsets for any list of (start, end, size): best on small problems, anytime on large ones, checked by a sweep."""
+
+import itertools
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from benchmarks import packing as benchmark
+from packtrain.models import llama
+from packtrain.plan import Packing, clash, exact, lower_bound, pack, packings
+from packtrain.plan.pack import height
+from packtrain.train.optim import AdamW, training
+
+ROOT = Path(__file__).parent.parent
+PROBLEMS = ROOT.parent / "shared/data/minimalloc/challenging"
+needs_problems = pytest.mark.skipif(not PROBLEMS.exists(), reason="no shared data beside the checkout")  # fmt: skip
+CAPACITY = 1_048_576
+
+Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def problem(seed: int, most: int, steps: int = 8) -> Problem:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, most + 1))
+    start = rng.integers(0, steps, n)
+    return start, start + rng.integers(1, 2 + steps // 2, n), 64 * rng.integers(1, 9, n)
+
+
+def minimalloc(name: str) -> Problem:
+    rows = np.loadtxt(PROBLEMS / f"{name}.{CAPACITY}.csv", delimiter=",", skiprows=1, dtype=str)
+    start, end, size = (rows[:, k].astype(np.int64) for k in (1, 2, 3))
+    return start, end, size
+
+
+def optimum(start: np.ndarray, end: np.ndarray, size: np.ndarray) -> int:
+    """The least bytes, by stacking the buffers in every order, each on top of those it meets."""
+    buffers = list(zip(start.tolist(), end.tolist(), size.tolist(), strict=True))
+    least = sum(size.tolist())
+
+    def stack(left: list[int], tops: list[tuple[int, int, int]], highest: int) -> None:
+        nonlocal least
+        if highest >= least:
+            return
+        if not left:
+            least = highest
+        for i in left:
+            first, last, nbytes = buffers[i]
+            floor = max((t for s, e, t in tops if s < last and first < e), default=0)
+            rest = [j for j in left if j != i]
+            stack(rest, [*tops, (first, last, floor + nbytes)], max(highest, floor + nbytes))
+
+    stack(list(range(len(buffers))), [], 0)
+    return least
+
+
+def pairs_apart(start: np.ndarray, end: np.ndarray, size: np.ndarray, at: np.ndarray) -> bool:
+    return not any(
+        start[i] < end[j] and start[j] < end[i] and at[i] < at[j] + size[j] and at[j] < at[i] + size[i]
+        for i, j in itertools.combinations(range(len(size)), 2)
+    )  # fmt: skip
+
+
+# ---- small problems, every one of them to the optimum ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("hundred", range(4))
+def test_small_problems_are_packed_best(hundred: int) -> None:
+    """Both by all that there is and by the exact search alone, from offsets one above the other."""
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        start, end, size = problem(seed, 7)
+        *_, best = packings(start, end, size)
+        least = optimum(start, end, size)
+        assert (best.nbytes, best.proved) == (least, True), seed
+        assert height(size, best.offsets) == least and best.offsets.min() == 0
+        assert pairs_apart(start, end, size, best.offsets), seed
+        apart = np.cumsum(size) - size
+        bound, _ = lower_bound(start, end, size)
+        searched = list(exact.lower(start, end, size, apart, bound))
+        if height(size, apart) > bound:
+            offsets, proved = searched[-1]
+            assert (height(size, offsets), proved) == (least, True), seed
+            assert pairs_apart(start, end, size, offsets), seed
+
+
+# seeds of `level` whose optimum lies above the bound
+GAPS = [60, 65, 186, 547, 868, 1508, 1695, 1823]
+
+
+def level(seed: int) -> Problem:
+    """Up to 9 buffers with equally many bytes alive at every step, so that nothing may be left between them."""
+    rng = np.random.default_rng(seed)
+    start = rng.integers(0, 6, 5)
+    end = np.minimum(start + rng.integers(1, 5, 5), 6)
+    size = rng.integers(1, 4, 5)
+    alive = np.array([size[(start <= t) & (t < end)].sum() for t in range(6)])
+    edges = [0, *(np.flatnonzero(np.diff(alive)) + 1), 6]
+    fill = [(a, b, alive.max() - alive[a]) for a, b in itertools.pairwise(edges)]
+    more = np.array([buffer for buffer in fill if buffer[2]]).reshape(-1, 3).T
+    return tuple(np.concatenate(pair) for pair in zip((start, end, size), more, strict=True))
+
+
+@pytest.mark.parametrize("seed", [*GAPS, *range(20)])
+def test_what_cannot_reach_the_bound_is_proved(seed: int) -> None:
+    start, end, size = level(seed)
+    *_, best = packings(start, end, size)
+    assert best.proved and best.nbytes == optimum(start, end, size)
+    assert (best.nbytes > best.bound) == (seed in GAPS)
+    assert clash(start, end, size, best.offsets) is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_larger_problems_are_packed_soundly(seed: int) -> None:
+    start, end, size = problem(seed, 60, steps=40)
+    found = list(itertools.islice(packings(start, end, size, seconds=0.2), 20))
+    for packing in found:
+        assert pairs_apart(start, end, size, packing.offsets)
+        assert packing.nbytes == height(size, packing.offsets) >= packing.bound
+        alive = (start <= packing.witness) & (packing.witness < end)
+        assert size[alive].sum() == packing.bound
+    for before, after in itertools.pairwise(found):
+        assert after.nbytes < before.nbytes or (after.proved and not before.proved)
+
+
+# ---- the caller says when it is enough -------------------------------------------------------------------------
+
+
+def last(*columns: np.ndarray, **limits: float) -> Packing:
+    *_, best = packings(*columns, **limits)
+    return best
+
+
+def hard(pieces: int) -> Problem:
+    """A rectangle of 200 steps and 100,000 bytes cut into pieces: the bound can be reached, and is hard to reach."""
+    rng = np.random.default_rng(0)
+    made = [(0, 200, 0, 100_000)]
+    while len(made) < pieces:
+        made.sort(key=lambda r: (r[1] - r[0]) * (r[3] - r[2]))
+        first, end, low, top = made.pop()
+        if end - first > 2 and rng.random() < 0.5:
+            cut = int(rng.integers(first + 1, end))
+            made += [(first, cut, low, top), (cut, end, low, top)]
+        else:
+            cut = int(rng.integers(low + 1, top))
+            made += [(first, end, low, cut), (first, end, cut, top)]
+    start, end, low, top = np.array(made).T
+    return start, end, top - low
+
+
+def test_time_is_kept() -> None:
+    began = time.monotonic()
+    best = last(*hard(400), seconds=1.0)
+    assert not best.proved and best.gap > 0
+    assert 0.5 < time.monotonic() - began < 5
+
+
+def test_no_time_still_gives_offsets() -> None:
+    best = last(*hard(200), seconds=0.0)
+    assert clash(*hard(200), best.offsets) is None
+    assert last(*hard(200), seconds=3.0, enough=best.nbytes - 1).nbytes < best.nbytes
+
+
+def test_it_stops_at_what_is_enough() -> None:
+    columns = hard(200)
+    first, *_ = packings(*columns)
+    enough = (first.nbytes + first.bound) // 2
+    found = list(packings(*columns, enough=enough, seconds=20))
+    assert found[-1].nbytes <= enough
+    assert all(packing.nbytes > enough for packing in found[:-1])
+
+
+def test_equal_problems_have_equal_offsets() -> None:
+    columns = hard(60)
+    assert last(*columns).gap == 0
+    assert np.array_equal(pack(*columns), pack(*columns))
+
+
+def test_thousands_of_buffers_need_no_deep_stack_of_the_caller() -> None:
+    """The search descends one level for each buffer; threads have a stack of 512 KiB on some platforms."""
+    n = 2500
+    start, end, size = np.zeros(n, np.int64), np.arange(n) + 1, np.arange(n) % 7 + 1
+    bound, _ = lower_bound(start, end, size)
+    before = threading.stack_size(512 << 10)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            apart = np.arange(n) * 8
+            found = pool.submit(lambda: list(exact.lower(start, end, size, apart, bound))).result()
+    finally:
+        threading.stack_size(before)
+    assert height(size, found[-1][0]) == bound
+
+
+def test_times_may_be_far_apart_and_negative() -> None:
+    start, end, size = problem(3, 7)
+    far = start * 10**14 - 10**15, end * 10**14 - 10**15
+    assert last(*far, size).nbytes == last(start, end, size).nbytes
+    assert lower_bound(*far, size)[0] == lower_bound(start, end, size)[0]
+
+
+def test_plain_lists_will_do() -> None:
+    assert pack([0, 1, 2], [2, 3, 4], [64, 128, 64]).tolist() == [128, 0, 128]
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (([0, 1], [1, 1], [8, 8]), "buffer 1 has start 1, end 1, size 8; end > start"),
+        (([0, 1], [1, 2], [8, 0]), "buffer 1 has start 1, end 2, size 0; size > 0"),
+        (([0, 1], [1, 2], [8]), "lists of one length"),
+        (([[0]], [[1]], [[8]]), "lists of one length"),
+    ],
+)
+def test_what_is_no_problem_is_refused(columns: tuple[list[int], ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        pack(*columns)
+
+
+# ---- the checker -----------------------------------------------------------------------------------------------
+
+
+def test_the_checker_agrees_with_looking_at_each_pair() -> None:
+    seen = set()
+    for seed in range(300):
+        start, end, size = problem(seed, 7)
+        at = 64 * np.random.default_rng(seed).integers(0, 30, len(size))
+        found = clash(start, end, size, at)
+        assert (found is None) == pairs_apart(start, end, size, at), seed
+        if found is not None:
+            two = list(found)
+            assert not pairs_apart(start[two], end[two], size[two], at[two]), seed
+        seen.add(found is None)
+    assert seen == {True, False}
+
+
+def test_the_checker_finds_one_byte_too_low() -> None:
+    """Each buffer that lies on another, moved down by one byte, lies in it."""
+    start, end, size = problem(5, 40, steps=20)
+    best = pack(start, end, size)
+    for i in np.flatnonzero(best):
+        moved = best.copy()
+        moved[i] -= 1
+        under = (best + size == best[i]) & (start < end[i]) & (start[i] < end)
+        assert (clash(start, end, size, moved) is not None) == under.any()
+
+
+# ---- known problems --------------------------------------------------------------------------------------------
+
+
+@needs_problems
+@pytest.mark.parametrize("name", ["C", "G", "K"])
+def test_problems_of_minimalloc_fit(name: str) -> None:
+    columns = minimalloc(name)
+    best = last(*columns, enough=CAPACITY, seconds=30)
+    assert best.nbytes <= CAPACITY
+    assert clash(*columns, best.offsets) is None
+
+
+def test_a_clipped_step_that_first_fit_cannot_pack_is_at_its_bound() -> None:
+    config = llama.PRESETS["110m"]
+    weights = llama.weights(config)
+    made = llama.loss(config, weights, 1, config.context_length)
+    graph = training({"loss": made.loss}, list(weights.values()), AdamW(), max_norm=1.0)
+    plan = pt.make_plan(pt.place(graph))
+    assert plan.arena().gap == 0
+    assert plan == pt.make_plan(pt.place(graph))
+
+
+def test_an_ordinary_plan_loads_no_kernels() -> None:
+    code = (
+        "import sys, packtrain as pt; from packtrain.models import llama; "
+        "from packtrain.train.optim import AdamW, training; config = llama.PRESETS['1m']; "
+        "weights = llama.weights(config); made = llama.loss(config, weights, 4, 256); "
+        "graph = training({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
+        "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print('numba' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "False"
+
+
+# ---- the command for problems in files -------------------------------------------------------------------------
+
+EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"  # MiniMalloc's, fits into 12
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["packing.py", *map(str, flags)])
+    return benchmark.main()
+
+
+def test_a_problem_in_a_file(tmp_path: Path) -> None:
+    """As its docstring says it: a script, two files."""
+    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
+    given.write_text(EXAMPLE)
+    flags = ["--csv", given, "--capacity", "12", "--seconds", "5", "--solution", made]
+    said = subprocess.run(
+        [sys.executable, "benchmarks/packing.py", *map(str, flags)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "height 12, lower bound 12" in said.stdout and "no packing is lower" in said.stdout
+    head, *rows = made.read_text().splitlines()
+    offsets = dict(row.split(",") for row in rows)
+    assert head == "id,offset" and list(offsets) == ["b1", "b2", "b3", "b4", "b5"]
+    start, end, size = np.array([line.split(",")[1:] for line in EXAMPLE.split()[1:]], int).T
+    at = np.array(list(offsets.values()), int)
+    assert pairs_apart(start, end, size, at) and height(size, at) == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no buffers"),
+        ("id,lower,upper,size\n", "has no buffers"),
+        ("id,lower,upper\n1,2,3\n", "line 1: the columns must be id,lower,upper,size"),
+        ("id,lower,upper,size,gaps\n1,2,3,4,5\n", "line 1: the columns must be"),
+        ("id,lower,upper,size\n1,2,3,4,5\n", "line 2: 4 columns are needed"),
+        ("id,lower,upper,size\n1,2,3,4\n2,1,x,1\n", "line 3: upper is 'x'; a whole number"),
+        ("id,lower,upper,size\n1,2,3\n", "line 2: size is ''; a whole number"),
+        ("id,lower,upper,size\n1,3,3,4\n", r"line 2: \[3, 3\) of size 4; lower < upper"),
+        ("id,lower,upper,size\n1,2,3,0\n", "line 2: .* size > 0"),
+        ("id,lower,upper,size\n1,2,3,99999999999999999999\n", "line 2: size .* less than 63 bits"),
+        ("id,lower,upper,size\n1,2,3,4\n1,2,3,4\n", "id 1 is there twice"),
+        (f"id,lower,upper,size\n1,2,3,{1 << 61}\n2,2,3,{1 << 61}\n", "too much for 64 bits"),
+        ("\0\0", "no buffers|columns must be|not a CSV file"),
+    ],
+)
+def test_a_bad_file_gets_one_line(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
+    given.write_text(text)
+    assert command(monkeypatch, "--csv", given, "--solution", made) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and line.startswith("packing: error: --csv: ")
+    assert re.search(said, line) and str(given) in line
+    assert not made.exists()
+
+
+def test_bad_flags_get_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
+    assert command(monkeypatch, "--csv", given, "--solution", made) == 2
+    assert "does not exist" in capsys.readouterr().err
+    given.write_bytes(b"id,lower,upper,size\n\xff\xfe,1,2,3\n")
+    for flags in (
+        ("--csv", given, "--solution", made),
+        ("--csv", tmp_path, "--solution", made),
+        ("--csv", given),
+        ("--solution", made),
+        ("--csv", given, "--solution", tmp_path),
+        ("--csv", given, "--solution", tmp_path / "no" / "out.csv"),
+        ("--csv", given, "--solution", made, "--capacity", "-1"),
+        ("--csv", given, "--solution", made, "--seconds", "nan"),
+    ):
+        assert command(monkeypatch, *flags) == 2, flags
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and line.startswith("packing: error: --"), line
+
+
+def test_a_capacity_out_of_reach_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
+    given.write_text(EXAMPLE)
+    assert command(monkeypatch, "--csv", given, "--solution", made, "--capacity", 11) == 3
+    assert "within 11: it cannot be" in capsys.readouterr().err
+    assert not made.exists()

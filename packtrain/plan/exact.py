@@ -18,11 +18,7 @@ from packtrain import kernels
 
 Ints = npt.NDArray[np.int64]
 
-ORDERS = (
-    "TWA",
-    "WAT",
-    "TAW",
-)  # largest first: T most bytes alive meanwhile, W life, A life times size
+ORDERS = ("TWA", "WAT", "TAW")  # largest first: T most bytes alive, W life, A life times size
 MOST = 4_095  # buffers of a part; the search numbers them with 12 bits,
 HIGHEST = 1 << 37  # and units of height with 38
 WORK = 15_000_000  # all work, if no time is given: a second or two

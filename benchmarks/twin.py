@@ -44,7 +44,7 @@ def ours(job: Job) -> float:
     with tempfile.TemporaryDirectory() as name, Peak() as peak:
         folder, planned = Path(name), peak.baseline + plans.nbytes
         fit = Fit(job, Engine(plans, job.optimizer), folder)
-        fit.begin(False, say)
+        fit.begin(None)
         watching = partial(Watch, folder, steps=job.steps, planned_nbytes=planned)
         with watching(report_every=REPORT_EVERY, tensorboard=False) as watch:
             fit.go(watch, lambda: False, lambda: peak.nbytes)

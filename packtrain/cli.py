@@ -4,6 +4,7 @@
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    _streams()
     parser = _parser()
     given = parser.parse_args(arguments)
     if not hasattr(given, "command"):
@@ -53,6 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPPED
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _streams() -> None:
+    """Standard streams that are there and take any character, whatever the shell has made of them."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open to the end
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _code(error: Exception) -> int:

@@ -3,10 +3,16 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from packtrain.errors import InputError
+
+fcntl: Any = (
+    import_module("fcntl") if find_spec("fcntl") else None
+)  # Windows has none: no lock there
 
 
 @contextmanager
@@ -75,3 +81,17 @@ def existing(path: str | Path, field: str) -> Path:
     if not os.access(path, os.R_OK):
         raise InputError(f"{field}: {path} cannot be read: permission denied")
     return path
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold `path` against other processes. Raises InputError if one has it; the system lets go of it at any end."""
+    with open(path, "wb") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{what} is in use by another process; wait for it, or end it"
+                ) from None
+        yield

@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -78,11 +78,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A tensor to write whose values are made when their turn comes, so that only one is in memory at a time."""
+    """A tensor to write whose values are made when their turn comes, part by part, so that few are in memory."""
 
     dtype: Dtype
     shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
+    make: Callable[[], Iterable[np.ndarray]]
 
     @property
     def nbytes(self) -> int:
@@ -298,13 +298,13 @@ def _deferred(name: str, given: np.ndarray | tuple[Dtype, np.ndarray] | Deferred
     if isinstance(given, tuple):
         dtype, array = given
         width = array.shape[-1] // dtype.block_nbytes * dtype.block
-        return Deferred(dtype, (*array.shape[:-1], width), lambda: array)
+        return Deferred(dtype, (*array.shape[:-1], width), lambda: [array])
     dtype = next((d for d in NUMBERS if d.numpy == given.dtype), f32)
     if dtype.numpy != given.dtype or given.ndim > AXES:
         raise GGUFError(
             f"{name}: a {given.dtype} array of {given.ndim} axes cannot be a GGUF tensor"
         )
-    return Deferred(dtype, given.shape, lambda: given)
+    return Deferred(dtype, given.shape, lambda: [given])
 
 
 def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, Deferred]) -> None:
@@ -320,11 +320,13 @@ def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, 
         file.write(_text(name) + axes + struct.pack("<IQ", NUMBERS[t.dtype], offset))
         offset += -(-t.nbytes // alignment) * alignment
     for name, t in tensors.items():
-        array = np.ascontiguousarray(t.make())
-        if array.nbytes != t.nbytes:
-            raise GGUFError(f"{name}: {array.nbytes} bytes were made, {t.nbytes} announced")
         file.write(bytes(-file.tell() % alignment))
-        file.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
+        nbytes = 0
+        for part in map(np.ascontiguousarray, t.make()):
+            nbytes += part.nbytes
+            file.write(part.reshape(-1).view(np.uint8).data if part.size else b"")
+        if nbytes != t.nbytes:
+            raise GGUFError(f"{name}: {nbytes} bytes were made, {t.nbytes} announced")
     file.write(bytes(-file.tell() % alignment))
 
 

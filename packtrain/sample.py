@@ -53,7 +53,10 @@ def choose(
     ids = ids[: _within(_softmax(logits[ids]), sampling.top_p)]
     likely = _softmax(logits[ids])
     ids = ids[likely >= sampling.min_p * likely[0]]
-    total = np.cumsum(_softmax(logits[ids] / sampling.temp))
+    with np.errstate(
+        over="ignore"
+    ):  # below the largest logit, which is 0 then, minus infinity is right
+        total = np.cumsum(_softmax((logits[ids] - logits[ids[0]]) / sampling.temp))
     return int(ids[np.searchsorted(total, rng.random() * total[-1], side="right")])
 
 

@@ -165,8 +165,12 @@ def read_yaml(cls: type, path: Path) -> dict[str, Any]:
     """Settings in a YAML file, as plain values by name. Raises InputError."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--config: {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise InputError(
+            f"--config: {path} cannot be read: {str(error.strerror).lower()}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"--config: {path} is no UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -12,7 +12,7 @@ from packtrain import Graph, Session, Tensor, differentiate, make_plan, ops, pla
 from packtrain.dtypes import i32, i64
 from packtrain.models import llama
 from packtrain.train.optim import AdamW
-from tests.models import CONFIG, batch, bind, same_bits, steps, values
+from tests.models import CONFIG, batch, bind, gradients, same_bits, steps, values
 
 OPTIMIZER = AdamW(lr=1e-2)
 ROWS, TIME = 2, 17
@@ -139,3 +139,36 @@ def test_an_op_that_writes_is_never_recomputed(keep):
         results.append(run({"x": x}) | {"memory": run.session.get("memory")})
     assert same_bits(*results)
     assert results[0]["memory"].any(axis=1).tolist() == [False, True, False, True, False]
+
+
+def ranked(seed: int, deep: int) -> Graph:
+    """A llama of four blocks whose forward values have random ranks."""
+    config = replace(CONFIG, block_count=4)
+    weights = llama.weights(config)
+    made = llama.loss(config, weights, ROWS, TIME, chunk=16)
+    rng = np.random.RandomState(seed)
+    forward = [t for call in Graph([made.loss]).calls for t in call.results]
+    ranks = {t: int(rng.randint(0, deep + 1)) for t in forward if rng.random_sample() < 0.5}
+    ranks |= {made.blocks[0]: 0, made.blocks[-1]: 0}
+    found = differentiate(made.loss, list(weights.values()), ranks)
+    return Graph({"loss": made.loss} | {f"d/{w.name}": d for w, d in found.items()})
+
+
+@pytest.mark.parametrize("deep", [0, 1, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_ranks_give_the_same_bits(seed, deep):
+    config = replace(CONFIG, block_count=4)
+    graph, session = ranked(seed, deep), Session()
+    placed = place(graph)
+    plan = make_plan(placed)
+    pt.verify(plan, placed)
+    run = session.executor(placed, plan)
+    session.set(values(config))
+    whole = bind(gradients(config, ROWS, TIME), values(config))(batch(config, ROWS, TIME))
+    got = run(batch(config, ROWS, TIME))
+    assert same_bits(got, {name: whole[name] for name in got})
+
+
+def test_what_has_a_higher_rank_is_computed_more_often():
+    counts = [phases(ranked(1, deep)).count("recomputed") for deep in (0, 1, 3)]
+    assert counts[0] < counts[1] < counts[2]

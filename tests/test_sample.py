@@ -106,3 +106,9 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temp: float) -> None
     logits = np.array([0, 1, bad], np.float32)
     with pytest.raises(InputError, match=f"the logit of token 2 is {bad}"):
         choose(logits, (), Sampling(temp=temp), draws(0, 0))
+
+
+def test_the_smallest_temperature_is_nearly_none():
+    logits = np.array([1.0, 3.0, 2.0], np.float32)
+    for temp in (1e-310, 1e-30):
+        assert choose(logits, [], Sampling(temp=temp), draws(0, 0)) == 1

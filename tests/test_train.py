@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from packtrain.cli import main
+from packtrain.files import locked
 from packtrain.gguf import GGUF
 from packtrain.watch import Watch, metrics
 from tests.kill import TINY, survive, without_times, words
@@ -293,6 +295,25 @@ def test_a_run_outlives_whoever_reads_of_it(data, tmp_path):
     run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path / "m.gguf", "--iters", "3")]
     with open("/dev/full", "w") as nowhere:
         assert subprocess.run(run, stderr=nowhere, check=False).returncode == 0
+
+
+def test_streams_that_are_closed_or_narrow(data, tmp_path):
+    plan = [sys.executable, "-m", "packtrain", "plan", *arguments(data, tmp_path / "m.gguf")]
+    narrow = subprocess.run(
+        plan, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False
+    )
+    assert narrow.returncode == 0 and b"a step is 2 ? 32" in narrow.stdout
+    closed = " ".join(["exec", *map(shlex.quote, plan), "2>&-"])
+    found = subprocess.run(["sh", "-c", closed], capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and found.stdout.startswith("a step is")
+
+
+def test_two_runs_do_not_share_a_folder(data, tmp_path, capsys):
+    (tmp_path / "m.run").mkdir()
+    with locked(tmp_path / "m.run/lock", "here"):
+        line = refused(capsys, arguments(data, tmp_path / "m.gguf", "--iters", "1"))
+    assert "in use by another process" in line
+    assert main(arguments(data, tmp_path / "m.gguf", "--iters", "1")) == 0
 
 
 def test_a_closed_terminal_saves(data, tmp_path):

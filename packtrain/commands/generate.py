@@ -8,7 +8,9 @@ from pathlib import Path
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.files import existing
 from packtrain.generate import Generator, Limits, Reply
+from packtrain.memory import total_nbytes
 from packtrain.models.file import ModelFile, open_model
+from packtrain.plan import size_text
 from packtrain.run import Session
 from packtrain.sample import Sampling
 from packtrain.settings import option, positional
@@ -80,12 +82,17 @@ def run(settings: Generate) -> int:
 
 def _prompt(settings: Generate) -> str:
     if settings.file is None:
-        return settings.prompt or ""
+        prompt = settings.prompt or ""
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise InputError("--prompt: the text is no UTF-8")
+        return prompt
     if settings.prompt is not None:
         raise InputError("--prompt and --file are both given; one of them must be left out")
+    if existing(settings.file, "--file").is_dir():
+        raise InputError(f"--file: {settings.file} is a folder; give a text file")
     try:
-        return existing(settings.file, "--file").read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
+        return settings.file.read_bytes().decode()
+    except UnicodeDecodeError as error:
         raise InputError(f"--file: {settings.file} is no UTF-8 text: {error}") from None
 
 
@@ -98,13 +105,14 @@ def _cells(settings: Generate, context: int, prompt: int) -> int:
 
 
 def _generator(model: ModelFile, cells: int) -> Generator:
-    session = Session()
-    try:
-        generator = Generator.of(model.config, session, cells)
-    except MemoryError:
+    c, there = model.config, total_nbytes()
+    cache = 2 * 4 * cells * c.block_count * c.head_count_kv * c.head_width
+    if cache > there:
         raise DoesNotFit(
-            f"--ctx: a context of {cells} tokens needs more memory than there is"
-        ) from None
+            f"--ctx: the cache of {cells:,} tokens needs {size_text(cache)}, and there are {size_text(there)}"
+        )
+    session = Session()
+    generator = Generator.of(model.config, session, cells)
     for name in model.names:
         session.set({name: model.weight(name)})
     generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time

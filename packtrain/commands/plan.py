@@ -1,26 +1,56 @@
 """packtrain plan: what a run would need and how long it would take, without running it."""
 
 import json
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.commands.train import ready
+from packtrain.commands.train import facts, ready
 from packtrain.files import check_writable, write_text
+from packtrain.picture import chart, page, terminal, trace
 from packtrain.settings import option
 from packtrain.train.settings import TrainSettings
+from packtrain.watch.metrics import read
+
+WIDTH = 100
 
 
 @dataclass(frozen=True)
 class PlanSettings(TrainSettings):
     json: Path | None = option(None, "write the plan with all its buffers to this file")
+    html: Path | None = option(None, "write a page that shows every byte over time")
+    svg: Path | None = option(None, "write the same as one picture")
+    trace: Path | None = option(None, "write a trace for ui.perfetto.dev")
+    map: bool = option(False, "draw the arena in the terminal")
 
 
 def run(settings: PlanSettings) -> int:
-    """Print the plan. Raises InputError."""
-    if settings.json:
-        check_writable(settings.json, "--json")
+    """Print the plan, and draw it where that was asked for. Raises InputError, DoesNotFit."""
+    wanted = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
+    for name, path in wanted.items():
+        if path is not None:
+            check_writable(path, f"--{name}")
     made = ready(settings)
     print(made.text)
-    if settings.json:
-        write_text(settings.json, json.dumps(made.plans.to_dict(made.baseline, made.seconds)))
+    about, plan = facts(settings, made, _measured(settings.folder)), made.plans.largest
+    if settings.map:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        print(terminal(plan, width, color=sys.stdout.isatty(), **about))
+    texts = {
+        "json": lambda: json.dumps(made.plans.to_dict(made.baseline, made.seconds)),
+        "html": lambda: page(plan, **about),
+        "svg": lambda: chart(plan, **about),
+        "trace": lambda: trace(plan, made.plans.ops(plan)),
+    }
+    for name, path in wanted.items():
+        if path is not None:
+            write_text(path, texts[name]())
     return 0
+
+
+def _measured(folder: Path) -> int | None:
+    """The peak of the run that stands in the folder, if one has ended."""
+    metrics = folder / "metrics.jsonl"
+    ends = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []
+    return int(ends[-1]["peak_bytes"]) if ends else None

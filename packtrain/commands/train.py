@@ -6,24 +6,26 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from packtrain import cost, kernels
 from packtrain.errors import DoesNotFit, InputError, Interrupted
-from packtrain.files import check_writable, write_text
-from packtrain.generate import Generator, Limits, Reply, placements
+from packtrain.files import check_writable, locked, write_text
+from packtrain.generate import Generator, Limits, Reply
 from packtrain.memory import Peak, parse_size, private_nbytes, settle, total_nbytes
+from packtrain.picture import page
 from packtrain.plan import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import to_yaml
 from packtrain.stop import stop_on_signals
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.budget import Setting, as_asked, within
+from packtrain.train.budget import Setting, as_asked, planned
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit, compatible
 from packtrain.train.job import Job, decide
 from packtrain.train.plans import Plans
 from packtrain.train.settings import TrainSettings
-from packtrain.train.state import previous
+from packtrain.train.state import Checkpoint, previous
 from packtrain.watch import Watch
 from packtrain.watch.progress import clock
 
@@ -59,18 +61,29 @@ def ready(settings: TrainSettings) -> Ready:
     for note in job.corpus.notes:
         say(note)
     kernels.load_all()
-    samples = placements(job.config, job.config.context_length) if settings.sample_every else {}
-    others = {f"generate {size}": placed for size, placed in samples.items()}
     rates = cost.measured()
     settle()
-    setting = Setting(job.optimizer, others, rates, private_nbytes())
+    cells = job.config.context_length if settings.sample_every else 0
+    setting = Setting(job.optimizer, rates, private_nbytes(), cells)
     if settings.memory is None:
         plans = as_asked(job.shape, settings.recompute, setting)
+        settle()
+        baseline = private_nbytes()
     else:
         limit = parse_size(settings.memory, "--memory")
-        plans = within(job.shape, settings.recompute, setting, limit)
-    settle()
-    return Ready(replace(job, shape=plans.shape), plans, private_nbytes(), plans.seconds(rates))
+        plans, baseline = planned(job.shape, settings.recompute, setting, limit)
+    return Ready(replace(job, shape=plans.shape), plans, baseline, plans.seconds(rates))
+
+
+def facts(settings: TrainSettings, made: Ready, measured: int | None = None) -> dict[str, Any]:
+    """What pictures of the plan tell beside the arena; `measured` is the peak of a run that has been."""
+    shape = made.plans.shape
+    return {
+        "title": f"{settings.preset}, {shape.rows} × {shape.time} tokens",
+        "budget_nbytes": parse_size(settings.memory, "--memory") if settings.memory else None,
+        "rows": made.plans.parts(made.baseline),
+        "measured": measured,
+    }
 
 
 def _set_threads(count: int) -> None:
@@ -85,16 +98,23 @@ def run(settings: TrainSettings) -> int:
     _check(settings)
     made = ready(settings)
     say(made.text)
-    planned, there = made.baseline + made.plans.nbytes, total_nbytes()
-    if planned > there:
+    total, there = made.baseline + made.plans.nbytes, total_nbytes()
+    if total > there:
         raise DoesNotFit(
-            f"this needs {size_text(planned)} and there are {size_text(there)}; "
+            f"this needs {size_text(total)} and there are {size_text(there)}; "
             "--memory SIZE finds ways to need less"
         )
     folder = settings.folder
     found = compatible(made.job, folder, say) if settings.resume else None
+    folder.mkdir(exist_ok=True)
+    with locked(folder / "lock", f"--output: {folder}"):
+        return _train(settings, made, found)
+
+
+def _train(settings: TrainSettings, made: Ready, found: Checkpoint | None) -> int:
+    folder, total = settings.folder, made.baseline + made.plans.nbytes
     _begin_folder(settings, made)
-    watching = partial(Watch, folder, steps=made.job.steps, planned_nbytes=planned)
+    watching = partial(Watch, folder, steps=made.job.steps, planned_nbytes=total)
     with (
         stop_on_signals() as stopped,
         Peak() as peak,
@@ -112,8 +132,10 @@ def run(settings: TrainSettings) -> int:
             watch.say(f"{error}; go on with: packtrain train -o {settings.output} --resume")
             return INTERRUPTED
         fit.finish()
-        watch.end(_end(fit, planned, peak))
-    _report(fit, planned, peak)
+        watch.end(_end(fit, total, peak))
+    drawn = page(made.plans.largest, **facts(settings, made, peak.nbytes))
+    write_text(folder / "plan.html", drawn)
+    _report(fit, total, peak)
     return 0
 
 
@@ -145,16 +167,16 @@ def _check(settings: TrainSettings) -> None:
 def _begin_folder(settings: TrainSettings, made: Ready) -> None:
     """The run folder with settings and plan; what a run before left goes if it is not resumed."""
     folder = settings.folder
-    folder.mkdir(exist_ok=True)
     for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
         torn.unlink(missing_ok=True)
     if not settings.resume:
-        for pattern in ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "loss.svg"):
+        for pattern in ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "*.svg"):
             for file in folder.glob(pattern):
                 file.unlink()
     kept = replace(settings, resume=False, overwrite=False)
     write_text(folder / "run.yaml", to_yaml(kept))
     write_text(folder / "plan.json", json.dumps(made.plans.to_dict(made.baseline, made.seconds)))
+    write_text(folder / "plan.html", page(made.plans.largest, **facts(settings, made)))
 
 
 def _sample(job: Job, engine: Engine) -> str:

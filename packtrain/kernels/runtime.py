@@ -156,11 +156,13 @@ def cache_root() -> Path:
     """The user's cache folder by the rule of the platform."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "packtrain"
-    if platform.system() == "Darwin":
-        return Path.home() / "Library/Caches/packtrain"
     if platform.system() == "Windows" and os.environ.get("LOCALAPPDATA"):
         return Path(os.environ["LOCALAPPDATA"]) / "packtrain/cache"
-    return Path.home() / ".cache/packtrain"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user that the system does not know, as in some containers
+        return Path(tempfile.gettempdir()) / f"packtrain-{os.getuid()}"
+    return home / ("Library/Caches" if platform.system() == "Darwin" else ".cache") / "packtrain"
 
 
 def say(text: str) -> None:
@@ -178,7 +180,7 @@ def writable(root: Path) -> Path:
 
         folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        say(f"cannot write {root} ({error.strerror}); compiled kernels go to {folder}")
+        say(f"cannot write {root} ({error.strerror}); it goes to {folder} this time")
         return folder
 
 

@@ -5,7 +5,7 @@ It knows no sessions: weights come and go as arrays by name.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models import llama
 from packtrain.tokenizer import Tokenizer, TokenizerError
 
+PART = 1 << 18  # elements that are converted at a time
 ARCHITECTURE = "llama"
 TOKENS = "tokenizer.ggml.tokens"
 READABLE = (f32, f16, bf16)
@@ -264,10 +265,16 @@ def save_model(
 
 def _stored(
     path: str | Path, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: Dtype
-) -> np.ndarray:
-    """A weight as it stands in the file."""
+) -> Iterator[np.ndarray]:
+    """A weight as it stands in the file, some rows at a time."""
     if array.shape != shape or array.dtype != np.float32:
         raise ValueError(f"{name}: {array.dtype}{[*array.shape]} was given for f32{[*shape]}")
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, PART):
+        yield _converted(path, name, flat[start : start + PART], dtype)
+
+
+def _converted(path: str | Path, name: str, array: np.ndarray, dtype: Dtype) -> np.ndarray:
     if dtype is bf16:
         return _rounded_to_bf16(array)
     try:

@@ -2,42 +2,121 @@
 
 In go a Shape as asked for, a limit, and what this machine can do; out come Plans. Micro-batch, recomputation, the
 chunks of the loss head and the way of clipping are chosen here, by predicted time; nothing of it changes a result but
-for the order of additions, which is said.
+for the order of additions, which is said. The search runs in a child, so that its memory is gone afterwards.
 """
 
-from collections.abc import Iterator, Mapping
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from packtrain import cost
 from packtrain.errors import DoesNotFit
+from packtrain.generate import placements
 from packtrain.graph import Graph
+from packtrain.memory import private_nbytes, settle
 from packtrain.models import llama
-from packtrain.place import Placed
 from packtrain.plan import size_text
 from packtrain.recompute import Chain, Choice, aligned, spaced, spacing, uniform
 from packtrain.tensor import Tensor
 from packtrain.train.optim import AdamW
-from packtrain.train.plans import APPLY, MICRO, STEP, Plans, Shape, make_plans, training_graphs
+from packtrain.train.plans import (
+    APPLY,
+    CHUNK,
+    MICRO,
+    STEP,
+    Plans,
+    Shape,
+    make_plans,
+    training_graphs,
+)
 
-CHUNKS = (256, 64, 16)
+CHUNKS = (CHUNK, 64, 16)
 OWNERS = 10
+CALL_NBYTES = 2_400  # of this process for each call of a planned graph, measured
+SPARE_NBYTES = 1 << 20  # how much a process differs from the next one that does the same
+ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What plans are made for beside the shape: the optimizer, graphs on the same leaves, and this machine."""
+    """What plans are made for beside the shape.
+
+    cells     of a cache for samples during the run; 0 for none
+    baseline  bytes of the process before anything is planned
+    """
 
     optimizer: AdamW
-    others: Mapping[str, Placed]
     rates: cost.Rates
     baseline: int
-
-    def total(self, plans: Plans) -> int:
-        """What the process will hold at its peak."""
-        return self.baseline + plans.nbytes
+    cells: int = 0
 
     def plans(self, shape: Shape) -> Plans:
-        return make_plans(shape, self.optimizer, self.others)
+        found = placements(shape.config, self.cells) if self.cells else {}
+        others = {f"generate {size}": placed for size, placed in found.items()}
+        return make_plans(shape, self.optimizer, others)
+
+    def total(self, plans: Plans) -> int:
+        """What the process will hold at its peak, by estimate."""
+        calls = sum(len(placed.graph.calls) for placed in plans.placed.values())
+        return self.baseline + CALL_NBYTES * calls + plans.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The fastest shape that fits; or the smallest one, which does not, and a change to the run that would."""
+
+    shape: Shape
+    fits: bool
+    change: str = ""
+
+
+def planned(shape: Shape, recompute: str, setting: Setting, limit: int) -> tuple[Plans, int]:
+    """Plans within the limit, and the bytes of this process with them. Raises DoesNotFit with all that helps."""
+    for _ in range(ROUNDS):
+        answer = in_child(shape, recompute, setting, limit)
+        plans = setting.plans(answer.shape)
+        settle()
+        baseline = private_nbytes()
+        over = baseline + plans.nbytes - limit
+        if not answer.fits:
+            raise DoesNotFit(refusal(plans, answer.change, baseline, limit))
+        if over <= 0:
+            return plans, baseline
+        setting = replace(setting, baseline=setting.baseline + over + SPARE_NBYTES // 4)
+    raise DoesNotFit(refusal(plans, "a little more would do", baseline, limit))
+
+
+def in_child(shape: Shape, recompute: str, setting: Setting, limit: int) -> Answer:
+    """`search` in a short-lived process."""
+    request = pickle.dumps((shape, recompute, setting, limit))
+    command = [sys.executable, "-m", "packtrain.train"]
+    done = subprocess.run(command, input=request, stdout=subprocess.PIPE, check=True)
+    found = pickle.loads(done.stdout)
+    assert isinstance(found, Answer)
+    return found
+
+
+def search(shape: Shape, recompute: str, setting: Setting, limit: int) -> Answer:
+    """The fastest shape of at most `limit` bytes, the process included; else the smallest."""
+    for chunk in CHUNKS:
+        best: tuple[float, Shape] | None = None
+        for candidate in candidates(replace(shape, chunk=chunk)):
+            plans = fitted(candidate, recompute, setting, limit)
+            if plans is None:
+                continue
+            seconds = plans.seconds(setting.rates)
+            if best is None or seconds < best[0]:
+                best = seconds, plans.shape
+            if recompute != "auto" or plans.shape.keep is None:
+                break  # nothing more is computed again than was asked for: what follows can only be slower
+        if best is not None:
+            return Answer(best[1], fits=True)
+    least = min((smallest(one, recompute, setting) for one in extremes(shape)), key=setting.total)
+    if setting.total(least) <= limit:
+        return Answer(least.shape, fits=True)
+    return Answer(least.shape, fits=False, change=_change(shape, setting, limit))
 
 
 def chain(shape: Shape, setting: Setting) -> Chain:
@@ -71,27 +150,6 @@ def as_asked(shape: Shape, recompute: str, setting: Setting) -> Plans:
     elif recompute == "sqrt":
         keep = spaced(count, spacing(chain(shape, setting)))
     return setting.plans(replace(shape, keep=keep))
-
-
-def within(shape: Shape, recompute: str, setting: Setting, limit: int) -> Plans:
-    """The fastest plans of at most `limit` bytes, the process included. Raises DoesNotFit with all that helps."""
-    for chunk in CHUNKS:
-        best: tuple[float, Plans] | None = None
-        for candidate in candidates(replace(shape, chunk=chunk)):
-            plans = fitted(candidate, recompute, setting, limit)
-            if plans is None:
-                continue
-            seconds = plans.seconds(setting.rates)
-            if best is None or seconds < best[0]:
-                best = seconds, plans
-            if recompute != "auto" or plans.shape.keep is None:
-                break  # nothing more is computed again than was asked for: what follows can only be slower
-        if best is not None:
-            return best[1]
-    least = min((smallest(one, recompute, setting) for one in extremes(shape)), key=setting.total)
-    if setting.total(least) <= limit:
-        return least
-    raise DoesNotFit(refusal(shape, least, setting, limit))
 
 
 def candidates(shape: Shape) -> Iterator[Shape]:
@@ -139,20 +197,20 @@ def smallest(shape: Shape, recompute: str, setting: Setting) -> Plans:
 # ---- refusal
 
 
-def refusal(shape: Shape, smallest: Plans, setting: Setting, limit: int) -> str:
+def refusal(smallest: Plans, change: str, baseline: int, limit: int) -> str:
     """One screen: asked, the smallest that would do, who owns its peak, and the cheapest change that fits."""
-    total = setting.total(smallest)
+    total = baseline + smallest.nbytes + SPARE_NBYTES
     lines = [
         f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(total)}",
         f"  {_described(smallest)}",
-        *smallest.rows(setting.baseline),
+        *smallest.rows(baseline),
         f"  the peak of its arena, {size_text(smallest.arena_nbytes)}, belongs to",
     ]
     lines += [
         f"    {size_text(b.nbytes):>10}  {b.name}  ({b.op}, {b.category})"
         for b in smallest.largest.peak()[:OWNERS]
     ]
-    return "\n".join([*lines, f"  {_change(shape, setting, limit)}"])
+    return "\n".join([*lines, f"  {change}"])
 
 
 def mib(nbytes: int) -> str:

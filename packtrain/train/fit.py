@@ -135,7 +135,8 @@ class Fit:
 
     def write_model(self, path: Path, dtype: str = "f32") -> None:
         job = self.job
-        view, name = self.engine.session.view, job.settings.output.stem
+        view = self.engine.session.view
+        name = job.settings.output.stem.encode(errors="replace").decode()
         save_model(path, job.config, job.corpus.vocabulary, view, dtype=dtype, name=name)
 
 

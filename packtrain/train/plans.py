@@ -127,20 +127,30 @@ class Plans:
             "buffers": [asdict(buffer) for buffer in self.largest.buffers],
         }
 
+    def parts(self, baseline: int) -> list[tuple[str, int, str]]:
+        """What takes how many bytes beside the arena, and why."""
+        parts = [
+            ("weights", self.weight_nbytes, f"{self.weight_nbytes // 4:,} parameters in f32"),
+            ("optimizer", self.state_nbytes, "two moments a parameter"),
+            ("gradients", self.gradient_nbytes, "sums over micro-batches"),
+            ("loop", self.loop_nbytes, "batches, files, progress"),
+            ("process", baseline, "interpreter, kernels, threads, as measured"),
+        ]
+        return [part for part in parts if part[1]]
+
     def rows(self, baseline: int) -> list[str]:
         """A table of what takes how many bytes."""
         arena = self.largest.arena()
         bound = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
-        rows = [
-            ("weights", self.weight_nbytes, f"{self.weight_nbytes // 4:,} parameters in f32"),
-            ("optimizer", self.state_nbytes, "two moments a parameter"),
-            ("gradients", self.gradient_nbytes, "sums over micro-batches"),
-            ("arena", arena.nbytes, f"activations, gradients, workspaces; {bound}"),
-            ("loop", self.loop_nbytes, "batches, files, progress"),
-            ("process", baseline, "interpreter, kernels, threads, as measured"),
-            ("total", baseline + self.nbytes, ""),
-        ]
-        return [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows if n]
+        *parts, loop, process = self.parts(baseline)
+        inside = ("arena", arena.nbytes, f"activations, gradients, workspaces; {bound}")
+        rows = [*parts, inside, loop, process, ("total", baseline + self.nbytes, "")]
+        return [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows]
+
+    def ops(self, plan: Plan) -> list[str]:
+        """Names of the ops of a plan's steps."""
+        name = next(name for name, p in self.plans.items() if p is plan)
+        return [step.op.name for step in self.placed[name].steps]
 
     @property
     def choices(self) -> list[str]:

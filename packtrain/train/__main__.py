@@ -1,0 +1,15 @@
+"""The child of `budget.in_child`: a search on standard input, pickled, its answer on standard output."""
+
+import pickle
+import sys
+
+from packtrain.train.budget import search
+
+
+def main() -> None:
+    asked = pickle.load(sys.stdin.buffer)
+    sys.stdout.buffer.write(pickle.dumps(search(*asked)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""What is kept, chosen within a number of bytes: choices against exhaustive search, budgets, refusals."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from packtrain.cli import main
+from packtrain.cost import Rates
+from packtrain.errors import InputError
+from packtrain.memory import parse_size, total_nbytes
+from packtrain.models import llama
+from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
+from packtrain.train.budget import Setting, chain, planned, search
+from packtrain.train.engine import Engine
+from packtrain.train.optim import AdamW
+from packtrain.train.plans import APPLY, MEASURE, Shape, make_plans
+from packtrain.watch import metrics
+from tests.kill import TINY, words
+from tests.models import CONFIG, batch, same_bits, values
+
+RATES = Rates(1e11, 1e10)
+MIB = 1 << 20
+ROWS, TIME = 4, 16
+
+
+def deep(blocks: int, **given) -> Shape:
+    return Shape(replace(CONFIG, block_count=blocks), ROWS, TIME, **given)
+
+
+def setting(baseline: int = 0) -> Setting:
+    return Setting(AdamW(), RATES, baseline)
+
+
+def trained(shape: Shape, steps: int = 3) -> dict[str, np.ndarray]:
+    made = Engine(make_plans(shape, AdamW()), AdamW())
+    made.session.set(values(shape.config))
+    found = {}
+    for number in range(1, steps + 1):
+        whole = batch(shape.config, ROWS, TIME, number) | {
+            "weights": np.ones((ROWS, TIME), np.float32)
+        }
+        did = made.step([whole], number, 1e-2)
+        found |= {f"{number} loss": did.loss, f"{number} norm": did.norm}
+    return found | {name: made.session.get(name) for name in made.plans.leaves}
+
+
+def test_two_passes_and_any_choice_give_the_same_bits():
+    shape = deep(4, max_norm=0.1)
+    expected = trained(shape)
+    for other in (
+        replace(shape, two_passes=True),
+        replace(shape, keep=uniform(4, ()), two_passes=True),
+        replace(shape, keep=chain(shape, setting()).least().choice),
+        replace(shape, keep=spaced(4, 2)),
+    ):
+        assert same_bits(trained(other), expected)
+    assert set(make_plans(replace(shape, two_passes=True), AdamW()).plans) >= {MEASURE, APPLY}
+
+
+def test_the_smallest_arena_is_nested_and_gives_the_same_bits():
+    shape = deep(8)
+    small = chain(shape, setting()).least().choice
+    assert max(small.stream) > 1
+    assert same_bits(trained(replace(shape, keep=small), 1), trained(shape, 1))
+
+
+def test_two_passes_need_no_memory_for_waiting_gradients():
+    shape = deep(4, max_norm=0.1, keep=uniform(4, ()))
+    waiting = sum(leaf.spec.nbytes for leaf in llama.weights(shape.config).values())
+    one = make_plans(shape, AdamW()).arena_nbytes
+    two = make_plans(replace(shape, two_passes=True), AdamW()).arena_nbytes
+    assert one - two > waiting / 3
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
+    blocks = chain(deep(6, max_norm=max_norm), setting())
+    everything = blocks.plan(keep_all(6, len(blocks.values)))
+    least = blocks.least()
+    budgets = np.linspace(least.nbytes, everything.nbytes, 12).astype(int)
+    found = [blocks.within(int(budget)) for budget in budgets]
+    assert all(
+        f is not None and f.nbytes <= budget for f, budget in zip(found, budgets, strict=True)
+    )
+    seconds = [f.seconds for f in found]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] == 0 < seconds[0]
+    assert blocks.within(least.nbytes - 4096) is None
+
+
+def test_two_blocks_are_as_good_as_exhaustive_search():
+    shape = Shape(replace(CONFIG, block_count=2), ROWS, TIME)
+    blocks = chain(shape, setting())
+    sides = [option.keep for option in blocks.options]
+    every = [
+        blocks.plan(Choice((0, rank, 0), (a, b)))
+        for a, b in itertools.product(sides, sides)
+        for rank in (0, 1)
+        if rank == 0 or a == ()
+    ]
+    low, high = min(f.nbytes for f in every), max(f.nbytes for f in every)
+    for budget in np.linspace(low, high, 8).astype(int):
+        fresh = chain(shape, setting())
+        got = fresh.within(int(budget))
+        best = min(f.seconds for f in every if f.nbytes <= budget)
+        if got is None:
+            got = fresh.least()
+        assert got.nbytes <= budget * 1.01
+        whole = 3 * 2 * blocks.forward_seconds
+        assert got.seconds - best <= 0.01 * whole
+
+
+def test_the_spacing_of_sqrt():
+    blocks = chain(deep(6), setting())
+    inside = sum(-(-t.spec.nbytes // 64) * 64 for t in blocks.values)
+    assert spacing(blocks) == max(round((6 * blocks.stream_nbytes / inside) ** 0.5), 1)
+
+
+# ---- the search
+
+
+def test_what_fits_as_it_is_stays_as_it_is():
+    shape = deep(3, max_norm=1.0)
+    assert search(shape, "auto", setting(), 1 << 40).shape == shape
+
+
+def test_less_memory_down_to_the_least_which_fits_and_no_less():
+    shape, process = deep(3, max_norm=1.0), setting()
+    whole = process.total(make_plans(shape, AdamW()))
+    refused = search(shape, "auto", process, MIB)
+    assert not refused.fits
+    least = process.total(process.plans(refused.shape))
+    assert least < whole
+    for limit in np.linspace(least, whole, 6).astype(int):
+        answer = search(shape, "auto", process, int(limit))
+        assert answer.fits and process.total(process.plans(answer.shape)) <= limit
+        assert answer.shape.rows * answer.shape.micros == ROWS
+    assert not search(shape, "auto", process, int(least * 0.97)).fits
+
+
+def test_the_child_finds_the_same():
+    shape = deep(2)
+    plans, baseline = planned(shape, "auto", setting(), 1 << 40)
+    assert plans.shape == shape and baseline > 10 * MIB
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(words())
+    return path
+
+
+def arguments(data, tmp_path, *more):
+    return [
+        "train",
+        "--data",
+        str(data),
+        "-o",
+        str(tmp_path / "m.gguf"),
+        *TINY,
+        "--iters",
+        "3",
+        *more,
+    ]
+
+
+def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path, capsys):
+    wide = ["--dim", "256", "--ffn", "768", "--batch-size", "8", "-c", "64", "--layers", "3"]
+    assert main(arguments(data, tmp_path, *wide, "--memory", "20MiB")) == 3
+    said = capsys.readouterr().err
+    screen = said[said.index("packtrain: error:") :].splitlines()
+    assert 12 <= len(screen) <= 30 and "fit into 20.0 MiB" in screen[0]
+    assert not (tmp_path / "m.run").exists()
+    least = screen[0].split()[-1]
+    assert main(arguments(data, tmp_path, *wide, "--memory", least)) == 0
+    end = metrics.read(tmp_path / "m.run/metrics.jsonl")[-1]
+    assert end["peak_bytes"] <= parse_size(least, "") and end["planned_bytes"] <= parse_size(
+        least, ""
+    )
+    plan = json.loads((tmp_path / "m.run/plan.json").read_text())
+    assert plan["total_bytes"] >= 0.9 * parse_size(least, "")
+
+
+@pytest.mark.parametrize(
+    "text", ["0MiB", "-1GiB", "lots", "12", "3XB", "101%", "0%", "1e9GiB", "2000000TiB", ""]
+)
+def test_impossible_sizes(data, tmp_path, capsys, text):
+    assert main(arguments(data, tmp_path, f"--memory={text}")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("packtrain: error: --memory")
+
+
+def test_sizes():
+    assert parse_size("1.5GiB", "") == 3 << 29
+    assert parse_size("800 mib", "") == 800 << 20 == parse_size("800M", "")
+    assert parse_size("2GB", "") == 2 * 10**9
+    assert parse_size("50%", "") == total_nbytes() // 2
+    with pytest.raises(InputError):
+        parse_size("1KiB", "")

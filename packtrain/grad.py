@@ -121,16 +121,17 @@ class _Recompute:
         targets = [t for t in absent if self.rank(t) == level]
         passing: dict[Tensor, Tensor] = {}
         for call in sorted(self._missing(targets), key=lambda c: c.serial):
-            inputs = [
-                t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs
-            ]
-            with written_for(call.origin, "recomputed"):
-                made = results(call.op(*inputs, **call.attrs))
-            for old, new in zip(call.results, made, strict=True):
+            for old, new in zip(call.results, self._again(call, passing), strict=True):
                 if old.name:
                     named(f"{old.name} again", new)
                 if not self.kept(old):
                     (self.copies if self.rank(old) == level else passing)[old] = new
+
+    def _again(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """The call, written a second time."""
+        inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
+        with written_for(call.origin, "recomputed"):
+            return results(call.op(*inputs, **call.attrs))
 
 
 def results(made: Any) -> tuple[Tensor, ...]:

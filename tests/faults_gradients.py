@@ -11,6 +11,7 @@ from packtrain import grad, ops
 from packtrain.ops import loss
 from packtrain.tensor import OPS
 from tests.faults import around, fault, gradient, recomputed, slopes, vjp
+from tests.test_recompute import test_a_higher_rank_is_less_memory_and_more_work
 
 # ---- gradients of single ops -----------------------------------------------------------------------------------
 
@@ -166,10 +167,11 @@ def a_folded_gradient_that_counts_twice(patch: MonkeyPatch) -> None:
 @fault("recomputation", recomputed)
 def recomputation_from_values_that_were_not_kept(patch: MonkeyPatch) -> None:
     def wrong(again):
-        def stale(self, call):
+        def stale(self, call, passing):
             copies, self.copies = self.copies, {}
-            again(self, call)
-            self.copies = copies | self.copies
+            made = again(self, call, {})
+            self.copies = copies
+            return made
 
         return stale
 
@@ -184,17 +186,22 @@ def recomputation_of_nothing(patch: MonkeyPatch) -> None:
 @fault("recomputation", recomputed)
 def dropout_of_other_elements_when_recomputed(patch: MonkeyPatch) -> None:
     def wrong(again):
-        def other(self, call):
+        def other(self, call, passing):
             if call.op is OPS["dropout"]:
                 changed = {**call.attrs, "stream": call.attrs["stream"] + 1}
                 twin = replace(call, attrs=changed)
                 object.__setattr__(twin, "results", call.results)
                 call = twin
-            again(self, call)
+            return again(self, call, passing)
 
         return other
 
     around(patch, grad._Recompute, "_again", wrong)
+
+
+@fault("recomputation", test_a_higher_rank_is_less_memory_and_more_work)
+def values_of_a_low_rank_that_stay_for_ever(patch: MonkeyPatch) -> None:
+    patch.setattr(grad._Recompute, "rank", lambda self, t: self.deepest)
 
 
 @fault("recomputation", recomputed, raised=pt.GraphError)
@@ -202,9 +209,7 @@ def recomputation_of_a_write(patch: MonkeyPatch) -> None:
     def wrong(kept):
         return lambda self, t: (
             kept(self, t)
-            and not (
-                self.keep is not None and t.call and t.call.op.writes and t.call.serial <= self.tail
-            )
+            and not (not self.all and t.call and t.call.op.writes and t.call.serial <= self.tail)
         )
 
     around(patch, grad._Recompute, "kept", wrong)

@@ -252,7 +252,8 @@ def _with_gradients(
 
         def update(w: Tensor, d: Tensor) -> None:
             if w in updated:
-                g.handles.extend(_update(g, w, d, hyper, pt.constant("open", np.ones(()))))
+                gate = pt.constant("open", np.ones(()))
+                g.handles.extend(_either(g, w, d, hyper, gate))
 
         pt.differentiate(loss, wrt, keep, then=update)
         return pt.Graph(outputs, g.handles)
@@ -264,6 +265,15 @@ def _with_gradients(
     for w in updated:
         g.handles.extend(_update(g, w, made[w], hyper, gate))
     return pt.Graph(outputs | {"squares": squares}, g.handles)
+
+
+def _either(g: Writer, w: Tensor, d: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+    """AdamW; or a running sum of gradients, and a step of descent along it."""
+    if g.rng.random() < 0.7:
+        return _update(g, w, d, hyper, gate)
+    total = ops.accumulate(g.leaf(pt.state, w.shape), d, pt.constant("fresh", np.zeros(())))
+    rates = pt.constant("sgd", np.array([0.1, 0.01]))
+    return total, *ops.opt_step_sgd(w, total, rates, gate, decay=bool(len(w.shape) > 1))
 
 
 def _update(g: Writer, w: Tensor, d: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from packtrain.models import llama
+from packtrain.recompute import uniform
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
 from packtrain.train.plans import EVALUATE, MICRO, STEP, UPDATE, Shape, make_plans
@@ -31,10 +32,10 @@ def part(whole: dict[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("recompute", ["none", "blocks"])
-def test_micro_batches_are_one_batch(max_norm, recompute):
-    whole = engine(ROWS, 1, max_norm=max_norm, recompute=recompute)
-    parts = engine(ROWS // 4, 4, max_norm=max_norm, recompute=recompute)
+@pytest.mark.parametrize("keep", [None, uniform(CONFIG.block_count, ())])
+def test_micro_batches_are_one_batch(max_norm, keep):
+    whole = engine(ROWS, 1, max_norm=max_norm, keep=keep)
+    parts = engine(ROWS // 4, 4, max_norm=max_norm, keep=keep)
     assert set(whole.run) == {STEP, EVALUATE} and set(parts.run) == {MICRO, UPDATE, EVALUATE}
     for number in (1, 2, 3):
         made = windows(number)

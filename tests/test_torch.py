@@ -140,7 +140,19 @@ def opt_step_adamw(w, g, m, v, hyper, gate, *, decay):
     return parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
 
 
+def opt_step_sgd(w, g, hyper, gate, *, decay):
+    """One step of torch.optim.SGD; its decay is not decoupled, so that is done before."""
+    if not gate.isfinite():
+        return (w,)
+    lr, weight_decay = hyper.tolist()
+    parameter = (w.detach() * (1 - lr * weight_decay * decay)).requires_grad_()
+    parameter.grad = (g * gate).detach()
+    torch.optim.SGD([parameter], lr).step()
+    return (parameter.detach(),)
+
+
 PEERS: dict[str, Callable[..., Any]] = {
+    "accumulate": lambda total, g, fresh: g if fresh else total + g,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
@@ -169,6 +181,7 @@ PEERS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in (
         rms_norm, soft_max, attention, cross_entropy, linear_cross_entropy, matmul, out_prod, get_rows, get_rows_back,
         set_rows, zero_rows, rope, rope_table, narrow_back, clip_gate, opt_step_adamw,
+        opt_step_sgd,
     )},
 }  # fmt: skip
 

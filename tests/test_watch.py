@@ -7,8 +7,10 @@ import os
 import pty
 import re
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -369,14 +371,25 @@ def on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: st
     for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100"} | variables).items():
         monkeypatch.setenv(name, value)
     inside, outside = pty.openpty()
-    with open(outside, "w", encoding="utf-8") as stream:
-        with watching(folder, stream) as watch:  # type: ignore[arg-type]
-            run(watch, 1, 15)
-            watch.say("said [bold]as it is[/bold]")
-            watch.step(record(16, val_loss=3.2), 131 * MIB)
-            run(watch, 17, 30)
-        stream.flush()
-        return os.read(inside, 1 << 16).decode()
+    got = list[bytes]()
+
+    def read() -> None:
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(inside, 1 << 16):
+                got.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with (
+        open(outside, "w", encoding="utf-8") as stream,
+        watching(folder, stream) as watch,  # type: ignore[arg-type]
+    ):
+        run(watch, 1, 15)
+        watch.say("said [bold]as it is[/bold]")
+        watch.step(record(16, val_loss=3.2), 131 * MIB)
+        run(watch, 17, 30)
+    reader.join()
+    return b"".join(got).decode()
 
 
 def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,3 +164,47 @@ def opt_step_adamw_samples():
         yield from opt_step_adamw(
             w, input("g", (n,)), m, v, hyper, constant("gate", np.array(gate)), decay=decay
         )
+
+
+@op(writes=(0,))
+def opt_step_sgd(
+    w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, *, decay: bool
+) -> tuple[Spec, ...]:
+    """One step of gradient descent; returns the new handle of w. ggml_opt_step_sgd.
+
+    w = w (1 - lr * weight_decay) - lr * gate * g
+
+        w, g   (...)  f32
+        hyper  (2,)   f32   lr, weight_decay
+        gate   ()     f32   see clip_gate; nothing changes if it is not finite
+    """
+    same = w.spec == g.spec and w.dtype == f32
+    want(same, f"w {w.spec} and g {g.spec} must be equal and f32")
+    want(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
+    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    return (w.spec,)
+
+
+@opt_step_sgd.kernel("numpy")
+def opt_step_sgd_numpy(out, w, g, hyper, gate, *, decay):
+    if np.isfinite(gate):
+        lr, weight_decay = hyper
+        w[...] = w * (1 - lr * weight_decay * decay) - lr * (g * gate)
+
+
+@opt_step_sgd.kernel("cpu")
+def opt_step_sgd_cpu(out, w, g, hyper, gate, *, decay):
+    kernels.update.sgd(flat(w), flat(g), hyper, float(decay), flat(gate))
+
+
+@opt_step_sgd.samples
+def opt_step_sgd_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.1]))
+    for n, gate, decay in (
+        (1, 1.0, True),
+        (17, 0.5, False),
+        (64, np.nan, True),
+        (70_000, 1.0, True),
+    ):
+        w, g = weight("w", (n,)), input("g", (n,))
+        yield from opt_step_sgd(w, g, hyper, constant("gate", np.array(gate)), decay=decay)

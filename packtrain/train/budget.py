@@ -20,7 +20,7 @@ from packtrain.models import llama
 from packtrain.plan import size_text
 from packtrain.recompute import Chain, Choice, aligned, spaced, spacing, uniform
 from packtrain.tensor import Tensor
-from packtrain.train.optim import AdamW
+from packtrain.train.optim import Optimizer
 from packtrain.train.plans import (
     APPLY,
     CHUNK,
@@ -47,7 +47,7 @@ class Setting:
     baseline  bytes of the process before anything is planned
     """
 
-    optimizer: AdamW
+    optimizer: Optimizer
     rates: cost.Rates
     baseline: int
     cells: int = 0

@@ -8,7 +8,7 @@ import numpy as np
 
 from packtrain.run import Executor, Session
 from packtrain.train.finite import FiniteGuard
-from packtrain.train.optim import AdamW
+from packtrain.train.optim import Optimizer
 from packtrain.train.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Plans
 
 Batch = Mapping[str, np.ndarray]
@@ -36,7 +36,7 @@ class Evaluated:
 class Engine:
     """The session of a run with an executor for each of its plans."""
 
-    def __init__(self, plans: Plans, optimizer: AdamW) -> None:
+    def __init__(self, plans: Plans, optimizer: Optimizer) -> None:
         self.plans, self.optimizer = plans, optimizer
         self.session = Session()
         self.guard = FiniteGuard()

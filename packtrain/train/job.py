@@ -11,7 +11,7 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.llama import PRESETS, Config
 from packtrain.settings import unescaped
 from packtrain.train.batches import Batches
-from packtrain.train.optim import AdamW
+from packtrain.train.optim import SGD, AdamW, Optimizer
 from packtrain.train.plans import Shape
 from packtrain.train.schedule import Schedule
 from packtrain.train.settings import FREE, TrainSettings
@@ -27,7 +27,7 @@ class Job:
     corpus: Corpus
     config: Config
     shape: Shape
-    optimizer: AdamW
+    optimizer: Optimizer
     schedule: Schedule
     train: Batches
     valid: Batches | None
@@ -90,12 +90,15 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     valid = None
     if corpus.valid is not None:
         valid = Batches(corpus.valid, *size, shuffle=False, fill=settings.fill_samples)
-    optimizer = AdamW(
-        settings.learning_rate, settings.beta1, settings.beta2, weight_decay=settings.weight_decay
-    )
-    return Job(
-        settings, corpus, config, shape, optimizer, _schedule(settings, len(train)), train, valid
-    )
+    optimizer, schedule = _optimizer(settings), _schedule(settings, len(train))
+    return Job(settings, corpus, config, shape, optimizer, schedule, train, valid)
+
+
+def _optimizer(settings: TrainSettings) -> Optimizer:
+    if settings.optimizer == "sgd":
+        return SGD(settings.learning_rate, settings.weight_decay)
+    betas = settings.beta1, settings.beta2
+    return AdamW(settings.learning_rate, *betas, weight_decay=settings.weight_decay)
 
 
 def _text(settings: TrainSettings) -> Text:

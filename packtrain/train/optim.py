@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -9,6 +10,22 @@ from packtrain import ops
 from packtrain.grad import Keep, differentiate
 from packtrain.graph import Graph
 from packtrain.tensor import GraphError, Tensor, input, named, state
+
+
+class Optimizer(Protocol):
+    """Settings of an update rule, and the rule as calls. States are leaves by name, numbers are an input `hyper`."""
+
+    @property
+    def lr(self) -> float: ...
+
+    def hyper(self) -> Tensor:
+        """The input leaf that `inputs` feeds."""
+
+    def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
+        """The input of step t, counted from 1, with another rate than `lr` where one is given."""
+
+    def update(self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        """The handles of all that one step changes for w; nothing changes if the gate is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +38,10 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
 
+    def hyper(self) -> Tensor:
+        return input("adamw", (7,))
+
     def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        """The `adamw` input of step t, counted from 1."""
         corrections = 1 - self.beta1**t, 1 - self.beta2**t
         rate = self.lr if lr is None else lr
         hyper = rate, self.beta1, self.beta2, self.eps, self.weight_decay, *corrections
@@ -34,10 +53,27 @@ class AdamW:
         return ops.opt_step_adamw(w, g, m, v, hyper, gate, decay=len(w.shape) > 1)
 
 
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """Gradient descent with decoupled decay, for tensors of two or more axes only; it has no state."""
+
+    lr: float = 1e-1
+    weight_decay: float = 0.0
+
+    def hyper(self) -> Tensor:
+        return input("sgd", (2,))
+
+    def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
+        return {"sgd": np.array((self.lr if lr is None else lr, self.weight_decay), np.float32)}
+
+    def update(self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        return ops.opt_step_sgd(w, g, hyper, gate, decay=len(w.shape) > 1)
+
+
 def training(
     outputs: Mapping[str, Tensor],
     trained: Collection[Tensor],
-    optimizer: AdamW,
+    optimizer: Optimizer,
     *,
     keep: Keep = None,
     max_norm: float | None = None,
@@ -77,7 +113,7 @@ def measuring(
 def applying(
     outputs: Mapping[str, Tensor],
     trained: Collection[Tensor],
-    optimizer: AdamW,
+    optimizer: Optimizer,
     *,
     keep: Keep = None,
     max_norm: float,
@@ -111,7 +147,7 @@ def accumulating(
 
 
 def updating(
-    trained: Collection[Tensor], optimizer: AdamW, *, max_norm: float | None = None
+    trained: Collection[Tensor], optimizer: Optimizer, *, max_norm: float | None = None
 ) -> Graph:
     """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss."""
     _check(trained)
@@ -136,9 +172,9 @@ def _check(trained: Collection[Tensor]) -> None:
 class _Update:
     """Writes the end of a step: the norm of all gradients so far, the gate made from it, and the updates."""
 
-    def __init__(self, optimizer: AdamW, loss: Tensor, max_norm: float | None) -> None:
+    def __init__(self, optimizer: Optimizer, loss: Tensor, max_norm: float | None) -> None:
         self.optimizer, self.loss, self.max_norm = optimizer, loss, max_norm
-        self.hyper = input("adamw", (7,))
+        self.hyper = optimizer.hyper()
         self.squares: list[Tensor] = []
         self.handles: list[Tensor] = []
         self.clip: Tensor | None = None

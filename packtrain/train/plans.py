@@ -16,7 +16,7 @@ from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
 from packtrain.recompute import Choice
 from packtrain.tensor import Tensor
-from packtrain.train.optim import AdamW, accumulating, applying, measuring, training, updating
+from packtrain.train.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.watch.progress import clock
 
 CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
@@ -131,7 +131,7 @@ class Plans:
         """What takes how many bytes beside the arena, and why."""
         parts = [
             ("weights", self.weight_nbytes, f"{self.weight_nbytes // 4:,} parameters in f32"),
-            ("optimizer", self.state_nbytes, "two moments a parameter"),
+            ("optimizer", self.state_nbytes, "moments of the optimizer, and a cache for samples"),
             ("gradients", self.gradient_nbytes, "sums over micro-batches"),
             ("loop", self.loop_nbytes, "batches, files, progress"),
             ("process", baseline, "interpreter, kernels, threads, as measured"),
@@ -182,7 +182,9 @@ class Plans:
         )
 
 
-def make_plans(shape: Shape, optimizer: AdamW, others: Mapping[str, Placed] | None = None) -> Plans:
+def make_plans(
+    shape: Shape, optimizer: Optimizer, others: Mapping[str, Placed] | None = None
+) -> Plans:
     """Plans of training, of evaluation if wanted, and of other graphs on the same leaves."""
     graphs = {name: graph for name, (graph, _) in training_graphs(shape, optimizer).items()}
     if shape.evaluate:
@@ -197,7 +199,7 @@ def forward(shape: Shape) -> llama.Loss:
     return llama.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
 
 
-def training_graphs(shape: Shape, optimizer: AdamW) -> dict[str, tuple[Graph, list[Tensor]]]:
+def training_graphs(shape: Shape, optimizer: Optimizer) -> dict[str, tuple[Graph, list[Tensor]]]:
     """The graphs that make up a step, each with the stream of its blocks."""
 
     def made(name: str) -> tuple[Graph, list[Tensor]]:

@@ -64,9 +64,10 @@ class TrainSettings:
     lr_scheduler: str = option("cosine", "how the rate goes down after warm-up", choices=KINDS)
     lr_cycles: int = option(1, "times that the schedule begins anew", least=1)
     warmup_ratio: float = option(0.05, "part of the steps with a rising rate", least=0, most=1)
+    optimizer: str = option("adamw", "update rule; sgd has no state", choices=("adamw", "sgd"))
     beta1: float = option(0.9, "AdamW: memory of the mean", least=0, most=0.9999)
     beta2: float = option(0.95, "AdamW: memory of the squares", least=0, most=0.99999)
-    weight_decay: float = option(0.1, "AdamW: decay of weights of two or more axes", least=0)
+    weight_decay: float = option(0.1, "decay of weights of two or more axes", least=0)
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 does not", least=0)
     memory: str | None = option(
         None, "most private memory, as 2GiB, 800MiB or 80%; refused if it cannot be kept"

@@ -181,6 +181,6 @@ def chained(stream: tuple[int, ...]) -> Graph:
 
 def test_a_higher_rank_is_less_memory_and_more_work():
     flat, nested = chained((0, 1, 1, 1, 1, 1, 1, 1, 0)), chained((0, 3, 2, 3, 1, 3, 2, 3, 0))
-    assert phases(nested).count("recomputed") > 1.5 * phases(flat).count("recomputed")
+    assert phases(nested).count("recomputed") > 1.2 * phases(flat).count("recomputed")
     arenas = [make_plan(place(graph)).arena().nbytes for graph in (nested, flat)]
     assert arenas[0] < arenas[1]

@@ -11,6 +11,7 @@ A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -136,6 +137,8 @@ def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str) ->
             value = float(value)
         except ValueError:
             raise InputError(f"{source}: {field.name} is {value!r}; it must be {wanted}") from None
+    if kind is str and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     if kind is Path and isinstance(value, str):
         value = Path(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -148,6 +151,8 @@ def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str) ->
         raise InputError(
             f"{source}: {field.name} is {value}; it must be one of {', '.join(choices)}"
         )
+    if kind is float and not math.isfinite(value):
+        raise InputError(f"{source}: {field.name} is {value}; it must be finite")
     if kind in (int, float) and not (
         (least is None or value >= least) and (most is None or value <= most)
     ):

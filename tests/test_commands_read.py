@@ -17,7 +17,7 @@ from packtrain.commands.inspect import Inspect
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.gguf import Value, write
-from packtrain.models.file import open_model
+from packtrain.models.file import open_model, save_model
 from tests import numpy_llama
 from tests.test_generate import STORY
 from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
@@ -277,3 +277,21 @@ def test_eval_can_be_stopped(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_eval_says_what_is_wrong(model: Path) -> None:
     with pytest.raises(InputError, match=r"--data: .*none\.txt does not exist"):
         evaluate.run(Evaluate(model, model.parent / "none.txt"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_eval_of_what_cannot_be_measured(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    text = model.parent / "short.txt"
+    text.write_text("a few words")
+    assert evaluate.run(Evaluate(model, text, ctx=100_000)) == 0, (
+        "no window is longer than its text"
+    )
+    assert measured(capsys)[2] < 40
+    opened = open_model(model)
+    weights = {name: opened.weight(name).copy() for name in opened.names}
+    weights["output_norm.weight"][0] = np.nan
+    vocabulary = {k: v for k, v in opened.gguf.values.items() if k.startswith("tokenizer.")}
+    broken = tmp_path / "nan.gguf"
+    save_model(broken, opened.config, vocabulary, weights.__getitem__, name="nan")
+    with pytest.raises(InputError, match=r"nan\.gguf: the loss is nan"):
+        evaluate.run(Evaluate(broken, text))

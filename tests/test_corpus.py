@@ -301,6 +301,18 @@ def test_damaged_caches_are_made_anew(tmp_path: Path, vocab: Path):
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
+def test_caches_with_impossible_numbers_are_made_anew(tmp_path: Path, vocab: Path):
+    text, cache = text_of(one(tmp_path, PROSE), vocab, val_split=0.1), tmp_path / "cache"
+    made = prepare(text, cache, silent)
+    ids = made.train.ids.tolist()
+    for name, value in (("train.npy", b"\xff\xff"), ("train.starts.npy", b"\xff" * 8)):
+        path = cache / made.fingerprint / name
+        content = path.read_bytes()
+        path.write_bytes(content[: -len(value)] + value)
+        assert prepare(text, cache, silent).train.ids.tolist() == ids
+        assert path.read_bytes() == content
+
+
 def test_what_a_fingerprint_depends_on(tmp_path: Path, vocab: Path):
     def fingerprint(content: str = PROSE, vocab: Path | None = None, **more: object) -> str:
         text = text_of(one(tmp_path, content), vocab, **more)

@@ -173,7 +173,7 @@ def chained(stream: tuple[int, ...]) -> Graph:
     """A llama whose residual stream has these ranks and nothing else is kept."""
     config = replace(CONFIG, block_count=len(stream) - 1)
     weights = llama.weights(config)
-    made = llama.loss(config, weights, ROWS, TIME, chunk=16)
+    made = llama.loss(config, weights, 8, 64, chunk=16)
     ranks = dict(zip(made.blocks, stream, strict=True))
     found = differentiate(made.loss, list(weights.values()), ranks)
     return Graph({"loss": made.loss} | {f"d/{w.name}": d for w, d in found.items()})

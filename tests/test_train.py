@@ -214,6 +214,8 @@ def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
         (["--vocab", "missing.gguf"], "missing.gguf"),
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--epochs", "inf"], "finite"),
+        (["--seed", "9" * 40], "it must be from 0"),
     ],
 )
 def test_bad_flags(data, tmp_path, capsys, flags, part):
@@ -236,7 +238,7 @@ def test_bad_settings_files(data, tmp_path, capsys):
     ):
         path.write_text(text)
         assert part in refused(capsys, arguments(data, tmp_path / "m.gguf", "--config", str(path)))
-    path.write_text("lr: 1e-3\niters: 2\n")
+    path.write_text("lr: 1e-3\niters: 2\nvocab_size: 320\n")
     assert main(arguments(data, tmp_path / "m.gguf", "--config", str(path), "--iters", "1")) == 0
     kept = yaml.safe_load((tmp_path / "m.run/run.yaml").read_text())
     assert kept["lr"] == 1e-3 and kept["iters"] == 1
@@ -350,6 +352,12 @@ def test_three_bad_steps_end_the_run(data, tmp_path, capsys):
     line = refused(capsys, arguments(data, tmp_path / "m.gguf", *options), code=1)
     assert "3 steps in a row" in line
     assert (tmp_path / "m.run/checkpoint.gguf").exists() and not (tmp_path / "m.gguf").exists()
+
+
+def test_the_demo_leaves_other_folders_alone(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("precious")
+    assert "other files" in refused(capsys, ["demo", "--folder", str(tmp_path)])
+    assert "is a file" in refused(capsys, ["demo", "--folder", str(tmp_path / "mine.txt")])
 
 
 # ---- killed

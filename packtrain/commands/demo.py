@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.commands import generate, train
+from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.settings import option
 from packtrain.train.settings import TrainSettings
 
 TEXT_NBYTES = 3 << 20
 SEPARATOR = "<|endoftext|>"
+MARK = ".packtrain-demo"  # a folder that the demo may write over
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,15 @@ class DemoSettings:
 
 def run(settings: DemoSettings) -> int:
     """Collect text, train `1m` on it, and let the model write. Raises InputError, OSError."""
+    mine = settings.folder / MARK
+    if settings.folder.exists() and not settings.folder.is_dir():
+        raise InputError(f"--folder: {settings.folder} is a file; give an empty or a new folder")
+    if settings.folder.exists() and any(settings.folder.iterdir()) and not mine.exists():
+        raise InputError(
+            f"--folder: {settings.folder} has other files; give an empty or a new folder"
+        )
     settings.folder.mkdir(parents=True, exist_ok=True)
+    mine.touch()
     text = settings.folder / "python.txt"
     write_text(text, f"\n{SEPARATOR}\n".join(documents(TEXT_NBYTES)) + "\n")
     train.say(f"{text}: {text.stat().st_size / 1e6:.1f} MB of this Python's own documentation")

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.corpus import Text, prepare
-from packtrain.errors import Interrupted
+from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.graph import Graph
 from packtrain.kernels.runtime import cache_root, writable
+from packtrain.memory import total_nbytes
 from packtrain.models import llama
 from packtrain.models.file import ModelFile, open_model
 from packtrain.place import place
+from packtrain.plan import make_plan, size_text
 from packtrain.run import Executor, Session
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.stop import stop_on_signals
@@ -52,6 +54,10 @@ def run(settings: Evaluate) -> int:
     began = time.perf_counter()
     found = evaluate(executor, _until_stopped(batches))
     speed = found.tokens / (time.perf_counter() - began)
+    if not math.isfinite(found.loss):
+        raise InputError(
+            f"{settings.model}: the loss is {found.loss}; the weights must give finite numbers"
+        )
     perplexity = math.exp(found.loss) if found.loss < HUGE else math.inf
     print(
         f"loss {found.loss:.4f} ± {found.error:.4f}  perplexity {perplexity:.4f}"
@@ -65,14 +71,24 @@ def _batches(settings: Evaluate, model: ModelFile) -> Batches:
     separator = settings.separator and unescaped(settings.separator)
     text = Text(settings.data, settings.model, model.config.vocab_size, False, separator, 0.0)
     corpus = prepare(text, writable(cache_root() / "tokens"), _say)
+    tokens = corpus.valid or corpus.train
     context = settings.ctx or min(model.config.context_length, CONTEXT)
-    return Batches(corpus.valid or corpus.train, settings.batch_size, context, shuffle=False)
+    context = min(context, len(tokens.ids) - 1)  # no window is longer than the text
+    windows = -(-(len(tokens.ids) - 1) // context)
+    return Batches(tokens, min(settings.batch_size, windows), context, shuffle=False)
 
 
 def _executor(model: ModelFile, batches: Batches) -> Executor:
     leaves, session = llama.weights(model.config), Session()
     made = llama.loss(model.config, leaves, batches.rows, batches.time)
-    executor = session.executor(place(Graph({"losses": made.losses})))
+    placed = place(Graph({"losses": made.losses}))
+    plan, there = make_plan(placed), total_nbytes()
+    if plan.arena().nbytes > there:
+        raise DoesNotFit(
+            f"windows of {batches.rows} × {batches.time} tokens need {size_text(plan.arena().nbytes)}, and there "
+            f"are {size_text(there)}; a smaller --ctx or --batch-size needs less"
+        )
+    executor = session.executor(placed, plan)
     for name in model.names:
         session.set({name: model.weight(name)})
     return executor

@@ -83,10 +83,12 @@ def _plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
 def read_corpus(folder: Path, parts: Sequence[str]) -> Corpus:
     """What a folder of the cache holds. Raises OSError or ValueError, as InputError is one, if it is not whole."""
     notes = (folder / NOTES_FILE).read_text(encoding="utf-8").splitlines()
+    vocabulary = vocabulary_of(folder / VOCABULARY_FILE)
+    size = len(vocabulary["tokenizer.ggml.tokens"].value)
     return Corpus(
-        vocabulary_of(folder / VOCABULARY_FILE),
-        read_tokens(folder, TRAIN),
-        read_tokens(folder, VALID) if VALID in parts else None,
+        vocabulary,
+        read_tokens(folder, TRAIN, size),
+        read_tokens(folder, VALID, size) if VALID in parts else None,
         folder.name,
         tuple(notes),
     )

@@ -25,11 +25,14 @@ class Tokens:
     starts: np.ndarray
 
 
-def read_tokens(folder: Path, part: str) -> Tokens:
-    """Map the files of a part. Raises OSError or ValueError if they are not there or not whole."""
+def read_tokens(folder: Path, part: str, vocab_size: int) -> Tokens:
+    """Map the files of a part. Raises OSError or ValueError if they are not there, not whole, or make no sense."""
     ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in _paths(folder, part))
     if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
         raise ValueError(f"{folder}: {part} holds no tokens")
+    ordered = starts.size > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
+    if not ordered or starts[-1] >= ids.size or int(ids.max()) >= vocab_size:
+        raise ValueError(f"{folder}: {part} is damaged")
     return Tokens(ids, starts)
 
 

@@ -77,7 +77,7 @@ def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["total_bytes"] == end["planned_bytes"]
     kept = yaml.safe_load((folder / "run.yaml").read_text())
-    assert kept["iters"] == 12 and kept["dim"] == 32 and kept["data"] == str(data)
+    assert kept["iters"] == 12 and kept["dim"] == 32 and kept["data"] == str(data.absolute())
     for part in ("weights", "arena", "total", "expected", "step 12/12", "memory: peak"):
         assert part in text
     assert main(["generate", str(output), "-p", "The", "-n", "4", "--temp", "0"]) == 0
@@ -106,6 +106,37 @@ def test_a_run_without_a_checkpoint_resumes_from_the_beginning(data, tmp_path, c
     output = tmp_path / "m.gguf"
     assert main(arguments(data, output, "--iters", "2", "--resume")) == 0
     assert "no checkpoint yet" in "\n".join(said(capsys))
+
+
+def test_a_budget_changes_no_data_and_resumes_bit_for_bit(data, tmp_path):
+    """In processes of their own: what this one holds is not the same twice."""
+    wide = ["--dim", "256", "--ffn", "768", "--batch-size", "6", "-c", "128", "--layers", "3"]
+    even = ["--lr-scheduler", "constant", "--warmup-ratio", "0", "--steps-per-eval", "2"]
+
+    def run(name: str, steps: int, *more: str) -> str:
+        made = arguments(
+            data, tmp_path / f"{name}.gguf", *wide, *even, "--iters", str(steps), *more
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "packtrain", *made], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    run("a", 5)
+    plan = json.loads((tmp_path / "a.run/plan.json").read_text())
+    limit = ["--memory", f"{(plan['total_bytes'] - plan['arena_bytes'] // 2) // 1024}KiB"]
+    assert "micro-batches" in run("b", 5, *limit)
+    run("c", 3, *limit)
+    run("c", 5, *limit, "--resume")
+    a, b, c = (without_times(tmp_path / f"{name}.run/metrics.jsonl") for name in "abc")
+    assert [r["tokens"] for r in a] == [r["tokens"] for r in b]
+    for ours, theirs in zip(a, b, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert ("val_loss" in ours) == ("val_loss" in theirs)
+        assert ours.get("val_loss", 0) == pytest.approx(theirs.get("val_loss", 0), rel=1e-3)
+    assert weights(tmp_path / "b.gguf") == weights(tmp_path / "c.gguf")
+    assert [r["loss"] for r in b] == [r["loss"] for r in c]
 
 
 def test_more_steps_can_be_asked_for(data, tmp_path, capsys):

@@ -1,7 +1,9 @@
 """packtrain train: from text to a GGUF model, inside a planned amount of memory."""
 
 import json
+import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +25,9 @@ from packtrain.train.budget import Setting, as_asked, planned
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit, compatible
 from packtrain.train.job import Job, decide
-from packtrain.train.plans import Plans
+from packtrain.train.plans import Plans, Shape
 from packtrain.train.settings import TrainSettings
-from packtrain.train.state import Checkpoint, previous
+from packtrain.train.state import Checkpoint, load, previous
 from packtrain.watch import Watch
 from packtrain.watch.progress import clock
 
@@ -63,6 +65,8 @@ def ready(settings: TrainSettings) -> Ready:
     kernels.load_all()
     rates = cost.measured()
     settle()
+    begun = _begun(settings)
+    job = replace(job, shape=resumed(job.shape, begun)) if begun else job
     cells = job.config.context_length if settings.sample_every else 0
     setting = Setting(job.optimizer, rates, private_nbytes(), cells)
     if settings.memory is None:
@@ -71,8 +75,23 @@ def ready(settings: TrainSettings) -> Ready:
         baseline = private_nbytes()
     else:
         limit = parse_size(settings.memory, "--memory")
-        plans, baseline = planned(job.shape, settings.recompute, setting, limit)
+        plans, baseline = planned(job.shape, settings.recompute, setting, limit, fixed=bool(begun))
     return Ready(replace(job, shape=plans.shape), plans, baseline, plans.seconds(rates))
+
+
+def _begun(settings: TrainSettings) -> dict[str, Any] | None:
+    """What the checkpoint that is resumed from says of its run, without the reading of all of it."""
+    path = settings.folder / CHECKPOINT
+    found = load(path, lambda text: None) if settings.resume else None
+    return found.about if found else None
+
+
+def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
+    """The shape with the rows and the chunk that the run began with, which decide about the order of additions."""
+    rows, chunk = int(begun["rows"]), int(begun["chunk"])
+    if (shape.rows * shape.micros) % rows:
+        return shape  # other settings: `compatible` says so
+    return replace(shape, rows=rows, micros=shape.rows * shape.micros // rows, chunk=chunk)
 
 
 def facts(settings: TrainSettings, made: Ready, measured: int | None = None) -> dict[str, Any]:
@@ -173,10 +192,21 @@ def _begin_folder(settings: TrainSettings, made: Ready) -> None:
         for pattern in ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "*.svg"):
             for file in folder.glob(pattern):
                 file.unlink()
-    kept = replace(settings, resume=False, overwrite=False)
+    kept = replace(
+        settings,
+        resume=False,
+        overwrite=False,
+        data=_absolute(settings.data),
+        vocab=_absolute(settings.vocab),
+    )
     write_text(folder / "run.yaml", to_yaml(kept))
     write_text(folder / "plan.json", json.dumps(made.plans.to_dict(made.baseline, made.seconds)))
     write_text(folder / "plan.html", page(made.plans.largest, **facts(settings, made)))
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """For run.yaml, which may be read from elsewhere."""
+    return path and path.absolute()
 
 
 def _sample(job: Job, engine: Engine) -> str:
@@ -214,5 +244,6 @@ def _report(fit: Fit, planned: int, peak: Peak) -> None:
     say(
         f"{output}: {size}, {job.settings.type}; the run is in {fit.folder}, its curve in {fit.folder / 'loss.svg'}"
     )
-    say(f"  packtrain generate {output} -p 'Once'")
-    say(f"  llama-cli -m {output} -no-cnv -p 'Once'")
+    name = shlex.quote(str(output))
+    say(f"  packtrain generate {name} -p 'Once'")
+    say(f"  llama-cli -m {name} -no-cnv -p 'Once'")

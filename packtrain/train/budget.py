@@ -72,10 +72,15 @@ class Answer:
     change: str = ""
 
 
-def planned(shape: Shape, recompute: str, setting: Setting, limit: int) -> tuple[Plans, int]:
-    """Plans within the limit, and the bytes of this process with them. Raises DoesNotFit with all that helps."""
+def planned(
+    shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool = False
+) -> tuple[Plans, int]:
+    """Plans within the limit, and the bytes of this process with them. Raises DoesNotFit with all that helps.
+
+    fixed  nothing may be chosen that changes the order of additions: a run is resumed
+    """
     for _ in range(ROUNDS):
-        answer = in_child(shape, recompute, setting, limit)
+        answer = in_child(shape, recompute, setting, limit, fixed)
         plans = setting.plans(answer.shape)
         settle()
         baseline = private_nbytes()
@@ -88,9 +93,9 @@ def planned(shape: Shape, recompute: str, setting: Setting, limit: int) -> tuple
     raise DoesNotFit(refusal(plans, "a little more would do", baseline, limit))
 
 
-def in_child(shape: Shape, recompute: str, setting: Setting, limit: int) -> Answer:
+def in_child(shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool) -> Answer:
     """`search` in a short-lived process."""
-    request = pickle.dumps((shape, recompute, setting, limit))
+    request = pickle.dumps((shape, recompute, setting, limit, fixed))
     command = [sys.executable, "-m", "packtrain.train"]
     done = subprocess.run(command, input=request, stdout=subprocess.PIPE, check=True)
     found = pickle.loads(done.stdout)
@@ -98,11 +103,13 @@ def in_child(shape: Shape, recompute: str, setting: Setting, limit: int) -> Answ
     return found
 
 
-def search(shape: Shape, recompute: str, setting: Setting, limit: int) -> Answer:
+def search(
+    shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool = False
+) -> Answer:
     """The fastest shape of at most `limit` bytes, the process included; else the smallest."""
-    for chunk in CHUNKS:
+    for chunk in (shape.chunk,) if fixed else CHUNKS:
         best: tuple[float, Shape] | None = None
-        for candidate in candidates(replace(shape, chunk=chunk)):
+        for candidate in candidates(replace(shape, chunk=chunk), fixed):
             plans = fitted(candidate, recompute, setting, limit)
             if plans is None:
                 continue
@@ -113,7 +120,9 @@ def search(shape: Shape, recompute: str, setting: Setting, limit: int) -> Answer
                 break  # nothing more is computed again than was asked for: what follows can only be slower
         if best is not None:
             return Answer(best[1], fits=True)
-    least = min((smallest(one, recompute, setting) for one in extremes(shape)), key=setting.total)
+    least = min(
+        (smallest(one, recompute, setting) for one in extremes(shape, fixed)), key=setting.total
+    )
     if setting.total(least) <= limit:
         return Answer(least.shape, fits=True)
     return Answer(least.shape, fits=False, change=_change(shape, setting, limit))
@@ -152,22 +161,22 @@ def as_asked(shape: Shape, recompute: str, setting: Setting) -> Plans:
     return setting.plans(replace(shape, keep=keep))
 
 
-def candidates(shape: Shape) -> Iterator[Shape]:
-    """Shapes that compute the same as this one, those that should be fast first."""
+def candidates(shape: Shape, fixed: bool = False) -> Iterator[Shape]:
+    """Shapes that compute the same as this one, those that should be fast first; bit for bit the same if `fixed`."""
     rows, micros = shape.rows, shape.micros
     while True:
         one = replace(shape, rows=rows, micros=micros)
         yield one
         if micros == 1 and shape.max_norm is not None:
             yield replace(one, two_passes=True)
-        if rows % 2:
+        if rows % 2 or fixed:
             return
         rows, micros = rows // 2, micros * 2
 
 
-def extremes(shape: Shape) -> list[Shape]:
+def extremes(shape: Shape, fixed: bool = False) -> list[Shape]:
     """Where the least memory can be: all rows at once, or as few as possible; gradients summed, or used up at once."""
-    found = list(candidates(replace(shape, chunk=CHUNKS[-1])))
+    found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
     return list(dict.fromkeys([*found[:2], found[-1]]))
 
 

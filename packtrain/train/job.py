@@ -1,7 +1,7 @@
 """A training run with everything decided: settings in, data, sizes, schedule and number of steps out."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,29 +37,38 @@ class Job:
         return self.schedule.steps
 
     def batches(self, step: int) -> list[dict[str, Any]]:
-        """The micro-batches of step 1, 2, …"""
-        first = (step - 1) * self.shape.micros
-        return [self.train[first + i] for i in range(self.shape.micros)]
+        """The micro-batches of step 1, 2, …: the same windows however many rows of them are taken at a time."""
+        asked = self.settings.grad_accumulation_steps
+        first = (step - 1) * asked
+        return [part for i in range(asked) for part in self._parts(self.train[first + i])]
 
     def validation(self) -> Iterator[dict[str, Any]]:
         """The batches of one validation: all, or as many as asked for, always the same."""
         assert self.valid is not None
         count = len(self.valid)
         most = min(self.settings.val_batches or count, count)
-        return (self.valid[i * count // most] for i in range(most))
+        for i in range(most):
+            yield from self._parts(self.valid[i * count // most])
+
+    def _parts(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        rows = self.shape.rows
+        starts = range(0, self.settings.batch_size, rows)
+        return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
 
     def about(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to go on with this job, as plain data."""
-        s = self.settings
+        """What must be equal for a checkpoint to go on with this job, as plain data.
+
+        Rows and chunk decide about the order of additions; what is computed again does not change a bit.
+        """
+        s, shape = self.settings, self.shape
         names = [name for name in s.__dataclass_fields__ if name not in FREE]
-        plain = {
-            name: getattr(s, name) for name in names if name not in ("iters", "epochs", "vocab")
-        }
         return {
+            **{name: getattr(s, name) for name in names},
+            **asdict(self.config),
             "data": self.corpus.fingerprint,
             "steps": self.steps,
-            **asdict(self.config),
-            **plain,
+            "rows": shape.rows,
+            "chunk": shape.chunk,
         }
 
 

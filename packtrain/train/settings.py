@@ -129,10 +129,21 @@ def run_folder(output: Path) -> Path:
     return output.with_name(f"{output.stem or 'model'}.run") if output.name else output
 
 
-# Settings that do not change what a step computes, and may differ when a run is resumed
+# Settings that may differ when a run is resumed: they change no bit of a step, or the checkpoint holds what they became
 FREE = frozenset(
     (
-        *("data", "output", "steps_per_report", "save_every", "sample_every", "sample_prompt"),
-        *("tensorboard", "type", "threads", "resume", "overwrite"),
+        *(
+            "data",
+            "vocab",
+            "vocab_size",
+            "output",
+            "iters",
+            "epochs",
+            "memory",
+            "recompute",
+            "threads",
+        ),
+        *("steps_per_eval", "val_batches", "patience", "steps_per_report", "save_every"),
+        *("sample_every", "sample_prompt", "tensorboard", "type", "resume", "overwrite"),
     )
 )

@@ -1,0 +1,94 @@
+"""Large shapes: how long the decision takes, and one step within a budget: python -m benchmarks.large
+
+    python -m benchmarks.large [--run 110m 1b] [--decide 1b 8b]
+
+A run is one step of f32 AdamW on random weights and tokens at 512 tokens, `110m` clipped within 2.2 GiB, `1b` (the
+Llama-3.2-1B shape) not clipped within 17 GiB; private memory is sampled throughout. A decision is the whole search for
+a budget of 0.6 of what the arena would take if everything were kept.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from packtrain import cost, kernels
+from packtrain.memory import Peak, private_nbytes, settle
+from packtrain.models import llama
+from packtrain.train.budget import Setting, planned, search
+from packtrain.train.engine import Engine
+from packtrain.train.optim import AdamW
+from packtrain.train.plans import Shape, make_plans
+
+GIB = 2**30
+TIME = 512
+SHAPES = {
+    "110m": llama.PRESETS["110m"],
+    "1b": llama.Config(128_256, TIME, 2048, 16, 8192, 32, 8, rope_freq_base=5e5),
+    "8b": llama.Config(128_256, TIME, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False),
+}
+LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
+
+
+def decide(name: str, rates: cost.Rates) -> None:
+    shape, setting = Shape(SHAPES[name], 1, TIME, evaluate=False), Setting(AdamW(), rates, 0)
+    began = time.perf_counter()
+    whole = make_plans(shape, setting.optimizer)
+    planning = time.perf_counter() - began
+    limit = setting.total(whole) - int(0.4 * whole.arena_nbytes)
+    began = time.perf_counter()
+    answer = search(shape, "auto", setting, limit)
+    took = time.perf_counter() - began
+    print(
+        f"{name}: {setting.total(whole) / GIB:.2f} GiB keeping everything (planned in {planning:.2f} s); "
+        f"{limit / GIB:.2f} GiB {'fits' if answer.fits else 'does not fit'}, decided in {took:.2f} s"
+    )
+
+
+def run(name: str, rates: cost.Rates) -> None:
+    limit, max_norm = LIMITS[name]
+    config, optimizer = SHAPES[name], AdamW()
+    settle()
+    setting = Setting(optimizer, rates, private_nbytes())
+    shape = Shape(config, 1, TIME, max_norm=max_norm, evaluate=False)
+    plans, baseline = planned(shape, "auto", setting, int(limit * GIB))
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, TIME + 1), np.int32)
+    batch = {
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "weights": np.ones((1, TIME), np.float32),
+        "pos": np.arange(TIME, dtype=np.int32)[None],
+        "seq": np.zeros((1, TIME), np.int32),
+    }
+    with Peak() as peak:
+        engine = Engine(plans, optimizer)
+        llama.initialise(config, 0, engine.session.fill)
+        losses, seconds = [], []
+        for number in (1, 2):
+            began = time.perf_counter()
+            losses.append(engine.step([batch], number, 1e-3).loss)
+            seconds.append(time.perf_counter() - began)
+    print(
+        f"{name}: {'; '.join(['one step', *plans.choices])}: planned {(baseline + plans.nbytes) / GIB:.2f} GiB, peak "
+        f"{peak.nbytes / GIB:.2f} GiB of {limit} GiB; loss {losses[0]:.3f}, {losses[1]:.3f}; "
+        f"{min(seconds):.1f} s a step"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--run", nargs="*", default=["110m", "1b"], choices=LIMITS)
+    parser.add_argument("--decide", nargs="*", default=["1b", "8b"], choices=SHAPES)
+    given = parser.parse_args()
+    kernels.load_all()
+    rates = cost.measured()
+    for name in given.decide:
+        decide(name, rates)
+    for name in given.run:
+        run(name, rates)
+
+
+if __name__ == "__main__":
+    main()

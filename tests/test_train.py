@@ -125,7 +125,12 @@ def test_a_budget_changes_no_data_and_resumes_bit_for_bit(data, tmp_path):
 
     run("a", 5)
     plan = json.loads((tmp_path / "a.run/plan.json").read_text())
-    limit = ["--memory", f"{(plan['total_bytes'] - plan['arena_bytes'] // 2) // 1024}KiB"]
+    limit = [
+        "--recompute",
+        "none",
+        "--memory",
+        f"{(plan['total_bytes'] - plan['arena_bytes'] // 2) // 1024}KiB",
+    ]
     assert "micro-batches" in run("b", 5, *limit)
     run("c", 3, *limit)
     run("c", 5, *limit, "--resume")

@@ -52,25 +52,38 @@ def survive(folder: Path, kills: int, seed: int) -> int:
     began = time.monotonic()
     run(command(data, folder / "again.gguf", 1))
     start_seconds = time.monotonic() - began
-    rng = random.Random(seed)
-    for _ in range(kills):
+    rng, seen = random.Random(seed), folder / "killed.run/metrics.jsonl"
+    for number in range(kills):
         life = subprocess.Popen(
             command(data, killed, ENDLESS),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        time.sleep(rng.uniform(0.3, 1.5) * start_seconds)
+        if number % 4 == 1:  # while it starts
+            time.sleep(rng.uniform(0, 1) * start_seconds)
+        else:  # while it trains and saves
+            wait_for_more(seen, life)
+            time.sleep(rng.uniform(0, 0.4))
         ended = life.poll()
         life.kill()
         said = life.communicate()[1]
         assert ended is None, said
-    lines = metrics.read(folder / "killed.run/metrics.jsonl")
+    lines = metrics.read(seen)
     steps = lines[-1]["step"] + 10
     run(command(data, killed, steps))
     run(command(data, alone, steps))
     same(folder, "alone", "killed")
     return int(steps)
+
+
+def wait_for_more(path: Path, life: "subprocess.Popen[str]") -> None:
+    """Return once a file has grown or been begun anew, or the process is gone."""
+    before = path.stat() if path.exists() else None
+    while life.poll() is None:
+        if path.exists() and (before is None or path.stat().st_mtime_ns != before.st_mtime_ns):
+            return
+        time.sleep(0.001)
 
 
 def run(arguments: list[str]) -> None:

@@ -28,6 +28,14 @@ MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
 RESERVED = 512 * MIB
 
 
+class Wrong(list[str]):
+    """What went wrong, said when it does."""
+
+    def append(self, text: str) -> None:
+        print(f"\n{text}")
+        super().append(text)
+
+
 def case(rng: random.Random) -> list[str]:
     """Flags of a random run."""
     heads = rng.choice((2, 4, 8))
@@ -105,9 +113,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    rng, wrong, used, refused, ran = random.Random(given.seed), [], [], 0, 0
+    rng, wrong, used, refused, ran = random.Random(given.seed), Wrong(), [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        data, output = Path(folder) / "text.txt", Path(folder) / "m.gguf"
+        data = Path(folder) / "text.txt"
         data.write_text(words(60_000))
         for number in range(given.plans):
             base = ["train", "--data", str(data), *case(rng)]
@@ -124,13 +132,13 @@ def main() -> None:
                 memory = f"{found[1]}MiB"
                 if planned(base, memory)[0] != 0:
                     wrong.append(f"case {number}: the smallest budget {memory} is refused: {base}")
-                if planned(base, f"{int(found[1]) * 970}KiB")[0] != 3:
+                if planned(base, f"{int(found[1]) * 993}KiB")[0] != 3:
                     wrong.append(f"case {number}: 3 % less than {memory} is taken: {base}")
             elif code != 0:
                 wrong.append(f"case {number}: exit {code}: {said}")
             if ran < given.runs:
                 ran += 1
-                code, peak, said = trained(base, output, memory)
+                code, peak, said = trained(base, Path(folder) / f"m{number}.gguf", memory)
                 used.append(peak / parse_size(memory, "--memory"))
                 if code or used[-1] > 1:
                     wrong.append(
@@ -144,7 +152,7 @@ def main() -> None:
     print(
         f"\npeaks of runs: median {statistics.median(used):.1%}, most {max(used):.1%} of their budgets"
     )
-    print("\n".join(wrong) or "nothing wrong")
+    print(f"{len(wrong)} wrong")
     sys.exit(bool(wrong))
 
 

@@ -53,12 +53,12 @@ def measure(name: str, time_: int, rounds: int) -> None:
         "pos": np.arange(time_, dtype=np.int32)[None],
     } | optimizer.inputs(1)
     session = Session()
-    whole = session.executor(everything.placed, everything.plan)
+    whole = session.executor(everything.placed, everything.plan())
     llama.initialise(config, 0, session.fill)
     expected = whole(inputs)
-    activations = everything.nbytes - floor
+    activations = everything.arena - floor
     base = min(seconds(whole, inputs) for _ in range(3))
-    print(f"{name}, 1 × {time_}: keeps everything in {everything.nbytes / MIB:.1f} MiB, of which activations "
+    print(f"{name}, 1 × {time_}: keeps everything in {everything.arena / MIB:.1f} MiB, of which activations "
           f"{activations / MIB:.1f} MiB; {base:.3f} s a step")  # fmt: skip
     print(
         f"{'budget':>7} {'planned MiB':>12} {'of keep-all':>12} {'decided in s':>13} {'predicted':>10} "
@@ -71,12 +71,12 @@ def measure(name: str, time_: int, rounds: int) -> None:
         if found is None:
             print(f"{percent:>6}% {'does not fit':>12}")
             continue
-        run = session.executor(found.placed, found.plan)
+        run = session.executor(found.placed, found.plan())
         same = all(np.array_equal(run(inputs)[k], expected[k]) for k in expected)
         ratios = [seconds(run, inputs) / seconds(whole, inputs) for _ in range(rounds)]
         predicted = found.seconds / cost.seconds(everything.placed, setting.rates)
         print(
-            f"{percent:>6}% {found.nbytes / MIB:>12.1f} {(found.nbytes - floor) / activations:>12.1%} {decided:>13.2f} "
+            f"{percent:>6}% {found.arena / MIB:>12.1f} {(found.arena - floor) / activations:>12.1%} {decided:>13.2f} "
             f"{predicted:>+10.1%} {statistics.median(ratios) - 1:>+9.1%}  {'equal' if same else 'DIFFERENT'}"
         )
 

@@ -82,24 +82,38 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A choice that was planned: the bytes its arena takes and the seconds it adds to a step."""
+    """A choice that was built: the bytes that must be alive at once, what its calls take, and the seconds it adds.
+
+    arena   lower bound of its arena, which the planner reaches but for rare cases
+    nbytes  with the memory of the process that its calls take
+    """
 
     choice: Choice
+    arena: int
     nbytes: int
     seconds: float
     placed: Placed
-    plan: Plan
+
+    def plan(self) -> Plan:
+        return make_plan(self.placed)
 
 
 class Chain:
     """A training graph whose middle is `count` equal blocks; remembers every plan it has made.
 
-    reserved  bytes that stay once a block's, or the head's, backward is done: gradients that wait for clipping
+    reserved     bytes that stay once a block's, or the head's, backward is done: gradients that wait for clipping
+    call_nbytes  what each call of the graph takes of the process, beside the arena
     """
 
     def __init__(
-        self, build: Build, count: int, rates: Rates, reserved: tuple[int, int] = (0, 0)
+        self,
+        build: Build,
+        count: int,
+        rates: Rates,
+        reserved: tuple[int, int] = (0, 0),
+        call_nbytes: int = 0,
     ) -> None:
+        self.call_nbytes = call_nbytes
         self.build, self.count, self.rates = build, count, rates
         self.block_reserve, self.head_reserve = reserved
         self.found: dict[Choice, Found] = {}
@@ -208,17 +222,20 @@ class Chain:
         if choice not in self.found:
             graph, _ = self.build(self.count, choice)
             placed = place(graph)
-            plan = make_plan(placed)
-            again = sum(self._seconds(call) for call in graph.calls if call.phase == "recomputed")
-            self.found[choice] = Found(choice, plan.arena().nbytes, again, placed, plan)
+            arena = int(live_bytes(storages(placed), len(placed.steps)).max())
+            nbytes = arena + self.call_nbytes * len(graph.calls)
+            again = (call for call in graph.calls if call.phase == "recomputed")
+            seconds = sum(map(self._seconds, again))
+            self.found[choice] = Found(choice, arena, nbytes, seconds, placed)
         return self.found[choice]
 
     def within(self, nbytes: int) -> Found | None:
-        """The fastest known plan whose arena takes at most so many bytes; None if none does."""
+        """The fastest known choice that takes at most so many bytes; None if none does."""
         everything = self.plan(keep_all(self.count, len(self.values)))
         if everything.nbytes <= nbytes:
             return everything
-        aim = nbytes
+        self.plan(uniform(self.count, ()))
+        aim = nbytes - self.call_nbytes * len(everything.placed.graph.calls)
         for _ in range(ROUNDS):
             choice = solve(self, aim)
             if choice is None:
@@ -231,8 +248,9 @@ class Chain:
         return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
 
     def least(self) -> Found:
-        """The plan with the smallest arena that is known: nothing kept that can be computed again."""
-        low, high = 0, self.plan(uniform(self.count, ())).nbytes
+        """The choice that takes the least bytes, calls included."""
+        self.plan(keep_all(self.count, len(self.values)))
+        low, high = 0, self.plan(uniform(self.count, ())).arena
         while high - low > max(high // 100, 4096):
             middle = (low + high) // 2
             choice = solve(self, middle)

@@ -57,6 +57,7 @@ class Ready:
 
 def ready(settings: TrainSettings) -> Ready:
     """Decide and plan a run; nothing of it is reserved yet. Raises InputError."""
+    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     if settings.threads:
         _set_threads(settings.threads)
     job = decide(settings, say)
@@ -69,12 +70,11 @@ def ready(settings: TrainSettings) -> Ready:
     job = replace(job, shape=resumed(job.shape, begun)) if begun else job
     cells = job.config.context_length if settings.sample_every else 0
     setting = Setting(job.optimizer, rates, private_nbytes(), cells)
-    if settings.memory is None:
+    if limit is None:
         plans = as_asked(job.shape, settings.recompute, setting)
         settle()
         baseline = private_nbytes()
     else:
-        limit = parse_size(settings.memory, "--memory")
         plans, baseline = planned(job.shape, settings.recompute, setting, limit, fixed=bool(begun))
     return Ready(replace(job, shape=plans.shape), plans, baseline, plans.seconds(rates))
 
@@ -88,7 +88,7 @@ def _begun(settings: TrainSettings) -> dict[str, Any] | None:
 
 def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
     """The shape with the rows and the chunk that the run began with, which decide about the order of additions."""
-    rows, chunk = int(begun["rows"]), int(begun["chunk"])
+    rows, chunk = int(begun.get("rows", shape.rows)), int(begun.get("chunk", shape.chunk))
     if (shape.rows * shape.micros) % rows:
         return shape  # other settings: `compatible` says so
     return replace(shape, rows=rows, micros=shape.rows * shape.micros // rows, chunk=chunk)

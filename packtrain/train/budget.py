@@ -5,11 +5,13 @@ chunks of the loss head and the way of clipping are chosen here, by predicted ti
 for the order of additions, which is said. The search runs in a child, so that its memory is gone afterwards.
 """
 
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from packtrain import cost
 from packtrain.errors import DoesNotFit
@@ -23,6 +25,7 @@ from packtrain.tensor import Tensor
 from packtrain.train.optim import Optimizer
 from packtrain.train.plans import (
     APPLY,
+    BOUND_NBYTES,
     CHUNK,
     MICRO,
     STEP,
@@ -34,7 +37,7 @@ from packtrain.train.plans import (
 
 CHUNKS = (CHUNK, 64, 16)
 OWNERS = 10
-CALL_NBYTES = 2_400  # of this process for each call of a planned graph, measured
+CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
 SPARE_NBYTES = 1 << 20  # how much a process differs from the next one that does the same
 ROUNDS = 3
 
@@ -59,8 +62,7 @@ class Setting:
 
     def total(self, plans: Plans) -> int:
         """What the process will hold at its peak, by estimate."""
-        calls = sum(len(placed.graph.calls) for placed in plans.placed.values())
-        return self.baseline + CALL_NBYTES * calls + plans.nbytes
+        return self.baseline + CALL_NBYTES * plans.calls + plans.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,10 @@ def planned(
         settle()
         baseline = private_nbytes()
         over = baseline + plans.nbytes - limit
-        if not answer.fits:
-            raise DoesNotFit(refusal(plans, answer.change, baseline, limit))
         if over <= 0:
             return plans, baseline
+        if not answer.fits:
+            raise DoesNotFit(refusal(plans, answer.change, baseline, limit))
         setting = replace(setting, baseline=setting.baseline + over + SPARE_NBYTES // 4)
     raise DoesNotFit(refusal(plans, "a little more would do", baseline, limit))
 
@@ -96,8 +98,17 @@ def planned(
 def in_child(shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool) -> Answer:
     """`search` in a short-lived process."""
     request = pickle.dumps((shape, recompute, setting, limit, fixed))
-    command = [sys.executable, "-m", "packtrain.train"]
-    done = subprocess.run(command, input=request, stdout=subprocess.PIPE, check=True)
+    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "packtrain.train"],
+        input=request,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise RuntimeError(f"the search for a budget failed, exit {done.returncode}: {last[0]}")
     found = pickle.loads(done.stdout)
     assert isinstance(found, Answer)
     return found
@@ -107,8 +118,8 @@ def search(
     shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool = False
 ) -> Answer:
     """The fastest shape of at most `limit` bytes, the process included; else the smallest."""
+    best: tuple[float, Shape] | None = None
     for chunk in (shape.chunk,) if fixed else CHUNKS:
-        best: tuple[float, Shape] | None = None
         for candidate in candidates(replace(shape, chunk=chunk), fixed):
             plans = fitted(candidate, recompute, setting, limit)
             if plans is None:
@@ -116,10 +127,13 @@ def search(
             seconds = plans.seconds(setting.rates)
             if best is None or seconds < best[0]:
                 best = seconds, plans.shape
-            if recompute != "auto" or plans.shape.keep is None:
-                break  # nothing more is computed again than was asked for: what follows can only be slower
-        if best is not None:
-            return Answer(best[1], fits=True)
+            free = plans.shape.keep is None and not plans.shape.two_passes
+            if recompute != "auto" or free:
+                return Answer(
+                    best[1], fits=True
+                )  # nothing is done twice: the rest can only be slower
+    if best is not None:
+        return Answer(best[1], fits=True)
     least = min(
         (smallest(one, recompute, setting) for one in extremes(shape, fixed)), key=setting.total
     )
@@ -138,7 +152,8 @@ def chain(shape: Shape, setting: Setting) -> Chain:
 
     waiting = name == STEP and shape.max_norm is not None
     block, head = _gradients(shape.config) if waiting else (0, 0)
-    return Chain(build, shape.config.block_count, setting.rates, (block, head))
+    per_call = (CALL_NBYTES + BOUND_NBYTES) * (2 if shape.two_passes else 1)
+    return Chain(build, shape.config.block_count, setting.rates, (block, head), per_call)
 
 
 def _gradients(config: llama.Config) -> tuple[int, int]:
@@ -163,15 +178,13 @@ def as_asked(shape: Shape, recompute: str, setting: Setting) -> Plans:
 
 def candidates(shape: Shape, fixed: bool = False) -> Iterator[Shape]:
     """Shapes that compute the same as this one, those that should be fast first; bit for bit the same if `fixed`."""
-    rows, micros = shape.rows, shape.micros
-    while True:
+    sizes = [n for n in range(shape.rows, 0, -1) if shape.rows % n == 0]
+    for rows in sizes[:1] if fixed else sizes:
+        micros = shape.micros * shape.rows // rows
         one = replace(shape, rows=rows, micros=micros)
         yield one
         if micros == 1 and shape.max_norm is not None:
             yield replace(one, two_passes=True)
-        if rows % 2 or fixed:
-            return
-        rows, micros = rows // 2, micros * 2
 
 
 def extremes(shape: Shape, fixed: bool = False) -> list[Shape]:
@@ -185,22 +198,35 @@ def fitted(shape: Shape, recompute: str, setting: Setting, limit: int) -> Plans 
     plans = as_asked(shape, recompute, setting)
     if setting.total(plans) <= limit:
         return plans
-    rest = setting.total(plans) - plans.arena_nbytes
-    if recompute != "auto" or rest >= limit:
-        return None
     blocks = chain(shape, setting)
-    found = blocks.within(limit - rest) if rest + blocks.head_work < limit else None
-    if found is None:
+    rest = setting.total(plans) - plans.arena_nbytes - blocks.call_nbytes * _calls(plans)
+    if recompute != "auto" or rest + blocks.head_work > limit:
         return None
-    plans = setting.plans(replace(shape, keep=found.choice))
-    return plans if setting.total(plans) <= limit else None
+    room = limit - rest
+    for _ in range(ROUNDS):
+        found = blocks.within(room)
+        if found is None:
+            return None
+        plans = setting.plans(replace(shape, keep=found.choice))
+        over = setting.total(plans) - limit
+        if over <= 0:
+            return plans
+        room -= over
+    return None
+
+
+def _calls(plans: Plans) -> int:
+    """Calls of one pass of the training graph."""
+    return next(len(plans.placed[n].graph.calls) for n in (MICRO, APPLY, STEP) if n in plans.placed)
 
 
 def smallest(shape: Shape, recompute: str, setting: Setting) -> Plans:
     """Plans of this shape with the smallest arena."""
     if recompute != "auto":
         return as_asked(shape, recompute, setting)
-    return setting.plans(replace(shape, keep=chain(shape, setting).least().choice))
+    least = chain(shape, setting).least().choice
+    forms = (setting.plans(replace(shape, keep=keep)) for keep in (None, least))
+    return min(forms, key=setting.total)
 
 
 # ---- refusal

@@ -21,6 +21,7 @@ from packtrain.watch.progress import clock
 
 CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
+BOUND_NBYTES = 800  # of an executor for each call, measured
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")
@@ -91,11 +92,16 @@ class Plans:
         return self.largest.arena().nbytes
 
     @property
+    def calls(self) -> int:
+        """Calls of all graphs together."""
+        return sum(len(placed.graph.calls) for placed in self.placed.values())
+
+    @property
     def loop_nbytes(self) -> int:
-        """What the training loop holds beside the session: a step's batches, twice, and its files."""
+        """What the training loop holds beside the session: executors, a step's batches twice, and its files."""
         shape = self.shape
         batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
-        return LOOP_NBYTES + 2 * batch * shape.micros
+        return LOOP_NBYTES + BOUND_NBYTES * self.calls + 2 * batch * shape.micros
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +139,7 @@ class Plans:
             ("weights", self.weight_nbytes, f"{self.weight_nbytes // 4:,} parameters in f32"),
             ("optimizer", self.state_nbytes, "moments of the optimizer, and a cache for samples"),
             ("gradients", self.gradient_nbytes, "sums over micro-batches"),
-            ("loop", self.loop_nbytes, "batches, files, progress"),
+            ("loop", self.loop_nbytes, "executors, batches, files, progress"),
             ("process", baseline, "interpreter, kernels, threads, as measured"),
         ]
         return [part for part in parts if part[1]]

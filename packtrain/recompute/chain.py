@@ -6,7 +6,6 @@ planner has the last word. Beaumont et al. 2021 (rotor) and Chen et al. 2016 (ar
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,65 +18,24 @@ from packtrain.graph import Graph
 from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.lifetimes import Storage, storages
+from packtrain.recompute.choice import (
+    Choice,
+    Option,
+    aligned,
+    inner_values,
+    keep_all,
+    stretches,
+    uniform,
+)
+from packtrain.recompute.table import solve
 from packtrain.tensor import Call, Tensor
 
-SLOTS = 4_000  # memory is counted in so many parts of the budget, rounded up
 OPTIONS = 14  # of a block, spread over its Pareto front
 ROUNDS = 4
 SAMPLED = 3  # blocks of the chain that options are measured on; the middle one counts
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Ranks, as `differentiate` takes them, by place in the chain: of each stream value and of inner values by block.
-
-    inner  (place among the block's results, rank) pairs
-    """
-
-    stream: tuple[int, ...]
-    inner: tuple[tuple[tuple[int, int], ...], ...]
-
-    def ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
-        """For the stream of a graph that was built just now; what comes before the first block is kept."""
-        before, *blocks = stretches(stream)
-        ranks = {t: 0 for call in before for t in call.results}
-        ranks |= dict(zip(stream, self.stream, strict=True))
-        for calls, chosen in zip(blocks, self.inner, strict=True):
-            values = inner_values(calls)
-            ranks.update((values[at], rank) for at, rank in chosen)
-        return ranks
-
-
-Row = tuple[np.ndarray, np.ndarray]
 Build = Callable[[int, "Choice | None"], tuple[Graph, list[Tensor]]]
-
-
-def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
-    """The calls of each block, as written; first those of no block, such as the embedding and shared tables."""
-    ends = [t.call.serial for t in stream if t.call is not None]
-    parts: list[list[Call]] = [[] for _ in stream]
-    for call in Graph([stream[-1]]).calls:
-        parts[bisect_left(ends, call.serial)].append(call)
-    return parts
-
-
-def inner_values(calls: Sequence[Call]) -> list[Tensor]:
-    """What a block makes on its way and could keep: results that have bytes, but the last, the next stream value."""
-    made = [t for call in calls if not call.op.view for t in call.results]
-    return made[:-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One way to run a block: inner values it keeps, their bytes, extra seconds, and bytes while its backward runs.
-
-    keep  (place, rank) pairs; rank 0 stays from the forward pass, rank 1 is computed again first and on its own
-    """
-
-    keep: tuple[tuple[int, int], ...]
-    saved: int
-    seconds: float
-    work: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +231,6 @@ def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Cal
     return calls
 
 
-def aligned(t: Tensor) -> int:
-    nbytes: int = t.spec.nbytes
-    return -(-nbytes // 64) * 64
-
-
 def pareto(
     weighed: list[tuple[int, float, tuple[int, ...]]],
 ) -> list[tuple[int, float, tuple[int, ...]]]:
@@ -294,22 +247,6 @@ def pareto(
 
         del front[min(range(1, len(front) - 1), key=bend)]
     return front
-
-
-def uniform(count: int, keep: Sequence[int]) -> Choice:
-    """Every block keeps the same inner values, and all stream values are kept."""
-    inner = tuple((place, 0) for place in keep)
-    return Choice((0,) * (count + 1), (inner,) * count)
-
-
-def keep_all(count: int, inner: int) -> Choice:
-    return uniform(count, range(inner))
-
-
-def spaced(count: int, spacing: int) -> Choice:
-    """Every so many stream values are kept and nothing else."""
-    stream = [0 if i % spacing == 0 or i == count else 1 for i in range(count + 1)]
-    return Choice(tuple(stream), ((),) * count)
 
 
 def backward_steps(placed: Placed, stream: Sequence[Tensor], i: int) -> tuple[int, int]:
@@ -332,85 +269,3 @@ def live_bytes(made: Sequence[Storage], steps: int) -> np.ndarray:
         change[s.start] += size
         change[min(s.end, steps + 1)] -= size
     return np.cumsum(change)[: steps + 1]
-
-
-# ---- the dynamic programme -------------------------------------------------------------------------------------
-
-
-class Table:
-    """Least extra seconds for n blocks in m slots of memory, and what to do with the first of them.
-
-    A run of blocks is processed either by an option for its first block, which then keeps its output for the
-    next, or by a split: forward to a later block, which alone is kept, all of that block's part, then this part anew.
-    inner   runs whose end gradient is there, by number of blocks; outer: runs that end with the head
-    """
-
-    def __init__(self, chain: Chain, nbytes: int) -> None:
-        self.chain, self.unit = chain, max(nbytes / SLOTS, 1.0)
-        self.slots = int(nbytes / self.unit)
-        self.passed = self._slots(chain.stream_nbytes)
-        self.reserve = self._slots(chain.block_reserve)
-        head = np.where(np.arange(self.slots + 1) >= self._slots(chain.head_work), 0.0, np.inf)
-        nothing = np.zeros(self.slots + 1)
-        self.inner, self.outer = [(nothing, nothing)], [(head, head)]
-        for n in range(1, chain.count + 1):
-            self.inner.append(self._row(n, self.inner, 0))
-            self.outer.append(self._row(n, self.outer, self._slots(chain.head_reserve)))
-
-    def _slots(self, nbytes: int) -> int:
-        return math.ceil(nbytes / self.unit)
-
-    def _row(self, n: int, rest: list[Row], later: int) -> Row:
-        """Seconds by slots, and the move: option k as k, a split before block j as -j."""
-        best, move = np.full(self.slots + 1, np.inf), np.zeros(self.slots + 1)
-        for k, option in enumerate(self.chain.options):
-            kept = shifted(rest[n - 1][0], self._slots(option.saved) + self.passed)
-            kept[: self._slots(option.work) + later + (n - 1) * self.reserve] = np.inf
-            better = kept + option.seconds < best
-            best[better], move[better] = (kept + option.seconds)[better], k
-        for j in range(1, n):
-            behind = shifted(rest[n - j][0], self.passed)
-            again = shifted(self.inner[j][0], later + (n - j) * self.reserve)
-            seconds = behind + again + j * self.chain.forward_seconds
-            better = seconds < best
-            best[better], move[better] = seconds[better], -j
-        return best, move
-
-    def choice(self) -> Choice | None:
-        """What is best with all slots; None where nothing fits."""
-        count, slots = self.chain.count, self.slots - self.passed
-        if slots < 0 or not np.isfinite(self.outer[count][0][slots]):
-            return None
-        stream, inner = [0] * (count + 1), [tuple[tuple[int, int], ...]()] * count
-        runs = [(0, count, slots, 0, self.outer)]
-        while runs:
-            first, n, m, rank, rows = runs.pop()
-            if n == 0:
-                continue
-            move = int(rows[n][1][m])
-            if move < 0:
-                stream[first - move] = rank
-                reserve = (n + move) * self.reserve
-                reserve += self._slots(self.chain.head_reserve) if rows is self.outer else 0
-                runs.append((first - move, n + move, m - self.passed, rank, rows))
-                runs.append((first, -move, m - reserve, rank + 1, self.inner))
-                continue
-            option = self.chain.options[move]
-            inner[first] = tuple((place, rank + beyond) for place, beyond in option.keep)
-            if n > 1 or rows is self.outer:
-                stream[first + 1] = rank
-            runs.append((first + 1, n - 1, m - self._slots(option.saved) - self.passed, rank, rows))
-        return Choice(tuple(stream), tuple(inner))
-
-
-def solve(chain: Chain, nbytes: int) -> Choice | None:
-    """The choice with the least extra time that should fit into so many bytes, by the measured options."""
-    return Table(chain, nbytes).choice() if nbytes > 0 else None
-
-
-def shifted(row: np.ndarray, by: int) -> np.ndarray:
-    """Row by memory, for whoever has `by` slots more; infinite where there are fewer."""
-    moved = np.full(len(row), np.inf)
-    if by < len(row):
-        moved[by:] = row[: len(row) - by]
-    return moved

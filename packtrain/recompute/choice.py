@@ -1,0 +1,78 @@
+"""A Choice: what each block of a chain keeps, by place, so that it fits any graph of the same chain."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packtrain.graph import Graph
+from packtrain.tensor import Call, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Ranks, as `differentiate` takes them, by place in the chain: of each stream value and of inner values by block.
+
+    inner  (place among the block's results, rank) pairs
+    """
+
+    stream: tuple[int, ...]
+    inner: tuple[tuple[tuple[int, int], ...], ...]
+
+    def ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
+        """For the stream of a graph that was built just now; what comes before the first block is kept."""
+        before, *blocks = stretches(stream)
+        ranks = {t: 0 for call in before for t in call.results}
+        ranks |= dict(zip(stream, self.stream, strict=True))
+        for calls, chosen in zip(blocks, self.inner, strict=True):
+            values = inner_values(calls)
+            ranks.update((values[at], rank) for at, rank in chosen)
+        return ranks
+
+
+def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
+    """The calls of each block, as written; first those of no block, such as the embedding and shared tables."""
+    ends = [t.call.serial for t in stream if t.call is not None]
+    parts: list[list[Call]] = [[] for _ in stream]
+    for call in Graph([stream[-1]]).calls:
+        parts[bisect_left(ends, call.serial)].append(call)
+    return parts
+
+
+def inner_values(calls: Sequence[Call]) -> list[Tensor]:
+    """What a block makes on its way and could keep: results that have bytes, but the last, the next stream value."""
+    made = [t for call in calls if not call.op.view for t in call.results]
+    return made[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a block: inner values it keeps, their bytes, extra seconds, and bytes while its backward runs.
+
+    keep  (place, rank) pairs; rank 0 stays from the forward pass, rank 1 is computed again first and on its own
+    """
+
+    keep: tuple[tuple[int, int], ...]
+    saved: int
+    seconds: float
+    work: int
+
+
+def aligned(t: Tensor) -> int:
+    nbytes: int = t.spec.nbytes
+    return -(-nbytes // 64) * 64
+
+
+def uniform(count: int, keep: Sequence[int]) -> Choice:
+    """Every block keeps the same inner values, and all stream values are kept."""
+    inner = tuple((place, 0) for place in keep)
+    return Choice((0,) * (count + 1), (inner,) * count)
+
+
+def keep_all(count: int, inner: int) -> Choice:
+    return uniform(count, range(inner))
+
+
+def spaced(count: int, spacing: int) -> Choice:
+    """Every so many stream values are kept and nothing else."""
+    stream = [0 if i % spacing == 0 or i == count else 1 for i in range(count + 1)]
+    return Choice(tuple(stream), ((),) * count)

@@ -1,6 +1,7 @@
 """What is kept, chosen within a number of bytes: choices against exhaustive search, budgets, refusals."""
 
 import itertools
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,6 +187,8 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     done = subprocess.run([*run, least], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     end = metrics.read(tmp_path / "m.run/metrics.jsonl")[-1]
+    plan = json.loads((tmp_path / "m.run/plan.json").read_text())
+    assert plan["budget_bytes"] == limit and plan["fits"]
     assert 0.9 * limit <= end["peak_bytes"] <= limit and end["planned_bytes"] <= limit
 
 

@@ -1,6 +1,5 @@
 """packtrain plan: what a run would need and how long it would take, without running it."""
 
-import json
 import shutil
 import sys
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ def run(settings: PlanSettings) -> int:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         print(terminal(plan, width, color=sys.stdout.isatty(), **about))
     texts = {
-        "json": lambda: json.dumps(made.plans.to_dict(made.baseline, made.seconds)),
+        "json": lambda: made.json,
         "html": lambda: page(plan, **about),
         "svg": lambda: chart(plan, **about),
         "trace": lambda: trace(plan, made.plans.ops(plan)),

@@ -49,6 +49,12 @@ class Ready:
     plans: Plans
     baseline: int
     seconds: float
+    budget: int | None
+    tokenizer: Tokenizer | None  # for samples; made before the baseline is measured
+
+    @property
+    def json(self) -> str:
+        return json.dumps(self.plans.to_dict(self.baseline, self.seconds, self.budget))
 
     @property
     def text(self) -> str:
@@ -68,6 +74,7 @@ def ready(settings: TrainSettings) -> Ready:
     settle()
     begun = _begun(settings)
     job = replace(job, shape=resumed(job.shape, begun)) if begun else job
+    tokenizer = _tokenizer(job) if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
     setting = Setting(job.optimizer, rates, private_nbytes(), cells)
     if limit is None:
@@ -76,7 +83,12 @@ def ready(settings: TrainSettings) -> Ready:
         baseline = private_nbytes()
     else:
         plans, baseline = planned(job.shape, settings.recompute, setting, limit, fixed=bool(begun))
-    return Ready(replace(job, shape=plans.shape), plans, baseline, plans.seconds(rates))
+    seconds = plans.seconds(rates)
+    return Ready(replace(job, shape=plans.shape), plans, baseline, seconds, limit, tokenizer)
+
+
+def _tokenizer(job: Job) -> Tokenizer:
+    return Tokenizer({key: value.value for key, value in job.corpus.vocabulary.items()})
 
 
 def _begun(settings: TrainSettings) -> dict[str, Any] | None:
@@ -99,7 +111,7 @@ def facts(settings: TrainSettings, made: Ready, measured: int | None = None) -> 
     shape = made.plans.shape
     return {
         "title": f"{settings.preset}, {shape.rows} × {shape.time} tokens",
-        "budget_nbytes": parse_size(settings.memory, "--memory") if settings.memory else None,
+        "budget_nbytes": made.budget,
         "rows": made.plans.parts(made.baseline),
         "measured": measured,
     }
@@ -143,8 +155,8 @@ def _train(settings: TrainSettings, made: Ready, found: Checkpoint | None) -> in
         fit = Fit(made.job, engine, folder)
         fit.begin(found)
         watch.resume(fit.progress.step)
-        if settings.sample_every:
-            fit.sample = partial(_sample, made.job, engine)
+        if made.tokenizer is not None:
+            fit.sample = partial(_sample, made.job, engine, made.tokenizer)
         try:
             fit.go(watch, stopped, lambda: peak.nbytes)
         except Interrupted as error:
@@ -200,7 +212,7 @@ def _begin_folder(settings: TrainSettings, made: Ready) -> None:
         vocab=_absolute(settings.vocab),
     )
     write_text(folder / "run.yaml", to_yaml(kept))
-    write_text(folder / "plan.json", json.dumps(made.plans.to_dict(made.baseline, made.seconds)))
+    write_text(folder / "plan.json", made.json)
     write_text(folder / "plan.html", page(made.plans.largest, **facts(settings, made)))
 
 
@@ -209,13 +221,12 @@ def _absolute(path: Path | None) -> Path | None:
     return path and path.absolute()
 
 
-def _sample(job: Job, engine: Engine) -> str:
+def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     """What the model writes now after the prompt of the settings."""
     runs = {
         int(name.split()[1]): run for name, run in engine.run.items() if name.startswith("generate")
     }
     generator = Generator(job.config.context_length, runs)
-    tokenizer = Tokenizer({key: value.value for key, value in job.corpus.vocabulary.items()})
     prompt = tokenizer.encode(job.settings.sample_prompt)
     reply = Reply(
         generator, tokenizer, prompt, Sampling(), job.settings.seed, Limits(SAMPLE_TOKENS)

@@ -139,7 +139,7 @@ def search(
     )
     if setting.total(least) <= limit:
         return Answer(least.shape, fits=True)
-    return Answer(least.shape, fits=False, change=_change(shape, setting, limit))
+    return Answer(least.shape, fits=False, change=_change(shape, recompute, setting, limit))
 
 
 def chain(shape: Shape, setting: Setting) -> Chain:
@@ -259,12 +259,12 @@ def _described(plans: Plans) -> str:
     return f"that is with {shape.micros} × {shape.rows} × {shape.time} tokens a step{choices}"
 
 
-def _change(shape: Shape, setting: Setting, limit: int) -> str:
+def _change(shape: Shape, recompute: str, setting: Setting, limit: int) -> str:
     """The first of a few changes to the run that fits."""
     for context in (shape.time // 2, shape.time // 4, shape.time // 8):
         if context < 2:
             break
         others = extremes(replace(shape, time=context))
-        if min(setting.total(smallest(one, "auto", setting)) for one in others) <= limit:
+        if min(setting.total(smallest(one, recompute, setting)) for one in others) <= limit:
             return f"it would fit with --ctx {context}"
     return "no shorter context fits either: take a smaller model (--preset, --layers, --dim, --vocab-size)"

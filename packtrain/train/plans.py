@@ -117,9 +117,10 @@ class Plans:
             if name in self.placed
         )
 
-    def to_dict(self, baseline: int, seconds: float) -> dict[str, Any]:
-        """The plan as plain data for JSON; sizes in bytes."""
+    def to_dict(self, baseline: int, seconds: float, budget: int | None = None) -> dict[str, Any]:
+        """The plan as plain data for JSON; sizes in bytes, `budget_bytes` null where none was given."""
         arena = self.largest.arena()
+        total = baseline + self.nbytes
         return {
             "weights_bytes": self.weight_nbytes,
             "state_bytes": self.state_nbytes,
@@ -128,7 +129,9 @@ class Plans:
             "lower_bound_bytes": arena.lower_bound,
             "loop_bytes": self.loop_nbytes,
             "baseline_bytes": baseline,
-            "total_bytes": baseline + self.nbytes,
+            "total_bytes": total,
+            "budget_bytes": budget,
+            "fits": budget is None or total <= budget,
             "seconds_per_step": seconds,
             "buffers": [asdict(buffer) for buffer in self.largest.buffers],
         }

@@ -10,9 +10,8 @@ from typing import Any, BinaryIO
 
 from packtrain.errors import InputError
 
-fcntl: Any = (
-    import_module("fcntl") if find_spec("fcntl") else None
-)  # Windows has none: no lock there
+# Windows has none: no lock there
+fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
 
 @contextmanager

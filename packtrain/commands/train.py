@@ -23,7 +23,7 @@ from packtrain.stop import stop_on_signals
 from packtrain.tokenizer import Tokenizer
 from packtrain.train.budget import Setting, as_asked, planned
 from packtrain.train.engine import Engine
-from packtrain.train.fit import CHECKPOINT, Fit, compatible
+from packtrain.train.fit import CHECKPOINT, Fit, check_compatible
 from packtrain.train.job import Job, decide
 from packtrain.train.plans import Plans, Shape
 from packtrain.train.settings import TrainSettings
@@ -51,6 +51,7 @@ class Ready:
     seconds: float
     budget: int | None
     tokenizer: Tokenizer | None  # for samples; made before the baseline is measured
+    found: Checkpoint | None  # to go on from
 
     @property
     def json(self) -> str:
@@ -72,8 +73,8 @@ def ready(settings: TrainSettings) -> Ready:
     kernels.load_all()
     rates = cost.measured()
     settle()
-    begun = _begun(settings)
-    job = replace(job, shape=resumed(job.shape, begun)) if begun else job
+    found = _found(settings)
+    job = replace(job, shape=resumed(job.shape, found.about)) if found else job
     tokenizer = _tokenizer(job) if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
     setting = Setting(job.optimizer, rates, private_nbytes(), cells)
@@ -82,27 +83,31 @@ def ready(settings: TrainSettings) -> Ready:
         settle()
         baseline = private_nbytes()
     else:
-        plans, baseline = planned(job.shape, settings.recompute, setting, limit, fixed=bool(begun))
+        plans, baseline = planned(job.shape, settings.recompute, setting, limit, fixed=bool(found))
     seconds = plans.seconds(rates)
-    return Ready(replace(job, shape=plans.shape), plans, baseline, seconds, limit, tokenizer)
+    job = replace(job, shape=plans.shape)
+    return Ready(job, plans, baseline, seconds, limit, tokenizer, found)
 
 
 def _tokenizer(job: Job) -> Tokenizer:
     return Tokenizer({key: value.value for key, value in job.corpus.vocabulary.items()})
 
 
-def _begun(settings: TrainSettings) -> dict[str, Any] | None:
-    """What the checkpoint that is resumed from says of its run, without the reading of all of it."""
-    path = settings.folder / CHECKPOINT
-    found = load(path, lambda text: None) if settings.resume else None
-    return found.about if found else None
+def _found(settings: TrainSettings) -> Checkpoint | None:
+    """The checkpoint that a resumed run goes on from; None if there is none yet, which is said."""
+    if not settings.resume:
+        return None
+    found = load(settings.folder / CHECKPOINT, say)
+    if found is None:
+        say(f"{settings.folder} has no checkpoint yet: beginning at step 1")
+    return found
 
 
 def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
     """The shape with the rows and the chunk that the run began with, which decide about the order of additions."""
     rows, chunk = int(begun.get("rows", shape.rows)), int(begun.get("chunk", shape.chunk))
     if (shape.rows * shape.micros) % rows:
-        return shape  # other settings: `compatible` says so
+        return shape  # other settings: `check_compatible` says so
     return replace(shape, rows=rows, micros=shape.rows * shape.micros // rows, chunk=chunk)
 
 
@@ -136,13 +141,14 @@ def run(settings: TrainSettings) -> int:
             "--memory SIZE finds ways to need less"
         )
     folder = settings.folder
-    found = compatible(made.job, folder, say) if settings.resume else None
+    if made.found is not None:
+        check_compatible(made.job, made.found, say)
     folder.mkdir(exist_ok=True)
     with locked(folder / "lock", f"--output: {folder}"):
-        return _train(settings, made, found)
+        return _train(settings, made)
 
 
-def _train(settings: TrainSettings, made: Ready, found: Checkpoint | None) -> int:
+def _train(settings: TrainSettings, made: Ready) -> int:
     folder, total = settings.folder, made.baseline + made.plans.nbytes
     _begin_folder(settings, made)
     watching = partial(Watch, folder, steps=made.job.steps, planned_nbytes=total)
@@ -153,7 +159,7 @@ def _train(settings: TrainSettings, made: Ready, found: Checkpoint | None) -> in
     ):
         engine = Engine(made.plans, made.job.optimizer)
         fit = Fit(made.job, engine, folder)
-        fit.begin(found)
+        fit.begin(made.found)
         watch.resume(fit.progress.step)
         if made.tokenizer is not None:
             fit.sample = partial(_sample, made.job, engine, made.tokenizer)

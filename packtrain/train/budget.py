@@ -129,9 +129,8 @@ def search(
                 best = seconds, plans.shape
             free = plans.shape.keep is None and not plans.shape.two_passes
             if recompute != "auto" or free:
-                return Answer(
-                    best[1], fits=True
-                )  # nothing is done twice: the rest can only be slower
+                # nothing is done twice: the rest can only be slower
+                return Answer(best[1], fits=True)
     if best is not None:
         return Answer(best[1], fits=True)
     least = min(

@@ -32,7 +32,7 @@ class Fit:
     # ---- where it begins
 
     def begin(self, found: state.Checkpoint | None) -> None:
-        """Fresh values, or those of a checkpoint that `compatible` has seen."""
+        """Fresh values, or those of a checkpoint that `check_compatible` has seen."""
         session = self.engine.session
         if found is None:
             llama.initialise(self.job.config, self.job.settings.seed, session.fill)
@@ -140,15 +140,9 @@ class Fit:
         save_model(path, job.config, job.corpus.vocabulary, view, dtype=dtype, name=name)
 
 
-def compatible(job: Job, folder: Path, say: Callable[[str], None]) -> state.Checkpoint | None:
-    """The checkpoint that a resumed run goes on from; None if there is none yet, which is said.
-
-    Raises InputError for a checkpoint of another configuration, and if none is sound.
-    """
-    found, now = state.load(folder / CHECKPOINT, say), job.about()
-    if found is None:
-        say(f"{folder} has no checkpoint yet: beginning at step 1")
-        return None
+def check_compatible(job: Job, found: state.Checkpoint, say: Callable[[str], None]) -> None:
+    """Raise InputError for a checkpoint of another configuration; a change that is allowed is said."""
+    now = job.about()
     other = differences(found.about, now)
     if other:
         raise InputError(
@@ -160,4 +154,3 @@ def compatible(job: Job, folder: Path, say: Callable[[str], None]) -> state.Chec
             f"the run had {found.about['steps']} steps and has {now['steps']} now: "
             f"its learning rates differ from step {found.progress.step + 1} on"
         )
-    return found

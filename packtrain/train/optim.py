@@ -102,11 +102,7 @@ def measuring(
     """The first pass of a step that clips without keeping its gradients: outputs and `squares`, no updates."""
     _check(trained)
     squares = list[Tensor]()
-
-    def measure(w: Tensor, g: Tensor) -> None:
-        squares.append(ops.sum_squares(g, squares[-1] if squares else None))
-
-    differentiate(outputs["loss"], list(trained), keep, then=measure)
+    differentiate(outputs["loss"], list(trained), keep, then=lambda w, g: _measure(squares, g))
     return Graph({**outputs, "squares": named("squares", squares[-1])})
 
 
@@ -164,6 +160,11 @@ def _sum_of(w: Tensor) -> Tensor:
     return state(f"g/{w.name}", w.shape)
 
 
+def _measure(squares: list[Tensor], g: Tensor) -> None:
+    """Go on with the running sum of squares of all gradients."""
+    squares.append(ops.sum_squares(g, squares[-1] if squares else None))
+
+
 def _check(trained: Collection[Tensor]) -> None:
     if not trained:
         raise GraphError("training needs at least one tensor to train")
@@ -180,7 +181,7 @@ class _Update:
         self.clip: Tensor | None = None
 
     def measure(self, w: Tensor, g: Tensor) -> None:
-        self.squares.append(ops.sum_squares(g, self.squares[-1] if self.squares else None))
+        _measure(self.squares, g)
 
     def apply(self, w: Tensor, g: Tensor) -> None:
         self.clip = self.clip or self._gate()

@@ -13,7 +13,7 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import kernels
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.train.optim import AdamW, training
 
 
@@ -29,10 +29,10 @@ def seconds(work: Callable[[], object], rounds: int) -> float:
 
 def graph_of(blocks: int) -> tuple[int, float, float, float]:
     """Ops of a llama's training graph with this many blocks, and seconds to build, differentiate and plan it."""
-    config = llama.Config(64, 16, 16, blocks, 32, 2, 1)
+    config = transformer.Config(64, 16, 16, blocks, 32, 2, 1)
     began = time.perf_counter()
-    weights = llama.weights(config)
-    made = llama.loss(config, weights, 1, 16)
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, 1, 16)
     built = time.perf_counter()
     graph = training({"loss": made.loss}, list(weights.values()), AdamW())
     differentiated = time.perf_counter()

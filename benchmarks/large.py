@@ -14,7 +14,7 @@ import numpy as np
 
 from packtrain import cost, kernels
 from packtrain.memory import Peak, private_nbytes, settle
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.train.budget import Setting, planned, search
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
@@ -23,9 +23,11 @@ from packtrain.train.plans import Shape, make_plans
 GIB = 2**30
 TIME = 512
 SHAPES = {
-    "110m": llama.PRESETS["110m"],
-    "1b": llama.Config(128_256, TIME, 2048, 16, 8192, 32, 8, rope_freq_base=5e5),
-    "8b": llama.Config(128_256, TIME, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False),
+    "110m": transformer.PRESETS["110m"],
+    "1b": transformer.Config(128_256, TIME, 2048, 16, 8192, 32, 8, rope_freq_base=5e5),
+    "8b": transformer.Config(
+        128_256, TIME, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False
+    ),
 }
 LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
 
@@ -62,7 +64,7 @@ def run(name: str, rates: cost.Rates) -> None:
     }
     with Peak() as peak:
         engine = Engine(plans, optimizer)
-        llama.initialise(config, 0, engine.session.fill)
+        transformer.initialise(config, 0, engine.session.fill)
         losses, seconds = [], []
         for number in (1, 2):
             began = time.perf_counter()

@@ -23,8 +23,8 @@ import packtrain as pt
 from packtrain import kernels
 from packtrain.errors import InputError
 from packtrain.files import check_writable, existing, replacing
-from packtrain.models import llama
-from packtrain.models.llama import Config
+from packtrain.models import transformer
+from packtrain.models.transformer import Config
 from packtrain.place import Placed, Step
 from packtrain.plan import Packing, best_fit, clash, lower_bound, packings, size_text
 from packtrain.plan.lifetimes import storages
@@ -39,9 +39,9 @@ BAD_INPUT, NO_FIT = 2, 3
 
 # name: shape, rows, tokens in each
 SHAPES = {
-    "1m": (llama.PRESETS["1m"], 4, 256),
-    "15m": (llama.PRESETS["15m"], 4, 256),
-    "110m": (llama.PRESETS["110m"], 1, 512),
+    "1m": (transformer.PRESETS["1m"], 4, 256),
+    "15m": (transformer.PRESETS["15m"], 4, 256),
+    "110m": (transformer.PRESETS["110m"], 1, 512),
     "SmolLM2-135M": (Config(49_152, 2_048, 576, 30, 1_536, 9, 3), 1, 512),
     "Qwen2.5-0.5B": (Config(151_936, 2_048, 896, 24, 4_864, 14, 2), 1, 512),
     "Llama-3.2-1B": (Config(128_256, 2_048, 2_048, 16, 8_192, 32, 8), 1, 512),
@@ -58,15 +58,15 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def step_graph(name: str, recomputed: str, trained: str) -> pt.Graph:
     config, rows, tokens = SHAPES[name]
-    weights = llama.weights(config)
-    made = llama.loss(config, weights, rows, tokens)
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, rows, tokens)
     leaves = [w for w in weights.values() if trained != "few" or "attn_norm" in w.label]
     max_norm = 1.0 if trained == "clipped" else None
     keep = kept(made, recomputed)
     return training({"loss": made.loss}, leaves, AdamW(), keep=keep, max_norm=max_norm)
 
 
-def kept(made: llama.Loss, recomputed: str) -> list[Tensor] | None:
+def kept(made: transformer.Loss, recomputed: str) -> list[Tensor] | None:
     """The values to keep so that no block, the first half of the blocks or all are recomputed."""
     if recomputed == "none":
         return None

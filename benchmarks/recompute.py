@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from packtrain import cost
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.recompute import keep_all
 from packtrain.run import Executor, Session
 from packtrain.train.budget import Setting, chain
@@ -25,9 +25,9 @@ from packtrain.train.plans import Shape
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
 MIB = 2**20
 SHAPES = {
-    "15m": llama.PRESETS["15m"],
-    "110m": llama.PRESETS["110m"],
-    "1b": llama.Config(32_000, 512, 2048, 4, 8192, 32, 8, rope_freq_base=5e5),
+    "15m": transformer.PRESETS["15m"],
+    "110m": transformer.PRESETS["110m"],
+    "1b": transformer.Config(32_000, 512, 2048, 4, 8192, 32, 8, rope_freq_base=5e5),
 }
 
 
@@ -54,7 +54,7 @@ def measure(name: str, time_: int, rounds: int) -> None:
     } | optimizer.inputs(1)
     session = Session()
     whole = session.executor(everything.placed, everything.plan())
-    llama.initialise(config, 0, session.fill)
+    transformer.initialise(config, 0, session.fill)
     expected = whole(inputs)
     activations = everything.arena - floor
     base = min(seconds(whole, inputs) for _ in range(3))

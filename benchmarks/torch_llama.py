@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from packtrain.models.llama import Config
+from packtrain.models.transformer import Config
 
 Batch = Mapping[str, np.ndarray]
 

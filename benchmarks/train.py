@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 import psutil
 
-from packtrain.models import llama
+from packtrain.models import transformer
 
 WARM = 2
 
 
-def batch(config: llama.Config, rows: int) -> dict[str, np.ndarray]:
+def batch(config: transformer.Config, rows: int) -> dict[str, np.ndarray]:
     rng, time_ = np.random.default_rng(0), config.context_length
     ids = rng.integers(0, config.vocab_size, (rows, time_ + 1)).astype(np.int32)
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
@@ -32,13 +32,13 @@ def ours(preset: str, rows: int) -> Callable[[], float]:
     import packtrain as pt
     from packtrain.train.optim import AdamW, training
 
-    config, optimizer = llama.PRESETS[preset], AdamW()
-    weights, shape = llama.weights(config), (rows, config.context_length)
-    made = llama.loss(config, weights, *shape)
+    config, optimizer = transformer.PRESETS[preset], AdamW()
+    weights, shape = transformer.weights(config), (rows, config.context_length)
+    made = transformer.loss(config, weights, *shape)
     graph = training({"loss": made.loss}, list(weights.values()), optimizer)
     session = pt.Session()
     run = session.executor(pt.place(graph))
-    session.set(llama.initial(config))
+    session.set(transformer.initial(config))
     pos = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     fixed = batch(config, rows) | {
         "weights": np.full(shape, 1 / (shape[0] * shape[1]), np.float32),
@@ -55,8 +55,8 @@ def theirs(preset: str, rows: int) -> Callable[[], float]:
     from benchmarks.torch_llama import Llama, optimizer
 
     torch.manual_seed(0)
-    config = llama.PRESETS[preset]
-    model = Llama(config, llama.initial(config))
+    config = transformer.PRESETS[preset]
+    model = Llama(config, transformer.initial(config))
     update = optimizer(model, 1e-3)
     tokens, targets = (torch.from_numpy(x).long() for x in batch(config, rows).values())
 
@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--preset", default="15m", choices=llama.PRESETS)
+    parser.add_argument("--preset", default="15m", choices=transformer.PRESETS)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
@@ -128,7 +128,7 @@ def main() -> None:
         for peer in peers.values():
             peer.step()
             time.sleep(0.1)
-    tokens = args.batch * llama.PRESETS[args.preset].context_length
+    tokens = args.batch * transformer.PRESETS[args.preset].context_length
     print(
         f"one f32 step of {args.preset}, {args.batch} rows, {tokens} tokens, {args.rounds} rounds"
     )

@@ -20,7 +20,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.memory import Peak
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.train.engine import Engine
 from packtrain.train.fit import Fit
 from packtrain.train.job import Job, decide
@@ -56,7 +56,7 @@ def theirs(job: Job) -> float:
     from benchmarks.torch_llama import Llama, Trained, optimizer
 
     s = job.settings
-    model = Llama(job.config, llama.initial(job.config, s.seed + OTHER))
+    model = Llama(job.config, transformer.initial(job.config, s.seed + OTHER))
     update = optimizer(model, s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
     trained = Trained(model, update, s.max_grad_norm)
     began = time.perf_counter()
@@ -97,7 +97,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--preset", default="1m", choices=llama.PRESETS)
+    parser.add_argument("--preset", default="1m", choices=transformer.PRESETS)
     parser.add_argument("--iters", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--side", default="both", choices=[*SIDES, "both"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 import packtrain as pt
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.cache import Cells
 from packtrain.train.optim import AdamW, training
 
@@ -14,16 +14,16 @@ ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
 
 def main() -> None:
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
-    config = llama.Config(256, TIME, 64, 2, 128, 4, 2)
-    weights = llama.weights(config)
-    made, optimizer = llama.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
+    config = transformer.Config(256, TIME, 64, 2, 128, 4, 2)
+    weights = transformer.weights(config)
+    made, optimizer = transformer.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
     step_graph = training({"loss": made.loss}, list(weights.values()), optimizer, max_norm=1.0)
-    logits, handles = llama.generation(config, weights, 1, CELLS)
+    logits, handles = transformer.generation(config, weights, 1, CELLS)
 
     session = pt.Session()
     train = session.executor(pt.place(step_graph))
     decode = session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
-    session.set(llama.initial(config))
+    session.set(transformer.initial(config))
     print(train.plan.arena())
 
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ import numpy as np
 
 from packtrain.errors import InputError
 from packtrain.graph import Graph
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.cache import Cells
 from packtrain.place import Placed, place
 from packtrain.run import Executor, Session
@@ -23,7 +23,7 @@ SEQUENCE = 0  # the only one there is
 
 
 def placements(
-    config: llama.Config, cells: int, chunks: tuple[int, ...] = (64, 8, 1)
+    config: transformer.Config, cells: int, chunks: tuple[int, ...] = (64, 8, 1)
 ) -> dict[int, Placed]:
     """The graphs of a Generator with a cache of `cells` tokens, for each number of tokens one run can take.
 
@@ -31,7 +31,7 @@ def placements(
     """
     placed = {}
     for size in (size for size in chunks if size <= cells):
-        logits, handles = llama.generation(config, llama.weights(config), size, cells)
+        logits, handles = transformer.generation(config, transformer.weights(config), size, cells)
         placed[size] = place(Graph({"logits": logits}, handles))
     return placed
 
@@ -46,7 +46,7 @@ class Generator:
         self.cells, self._runs = Cells(cells), runs
 
     @classmethod
-    def of(cls, config: llama.Config, session: Session, cells: int) -> "Generator":
+    def of(cls, config: transformer.Config, session: Session, cells: int) -> "Generator":
         """A generator with the weights of a session, and a cache there."""
         made = placements(config, cells)
         return cls(cells, {size: session.executor(placed) for size, placed in made.items()})

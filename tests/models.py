@@ -7,11 +7,11 @@ import numpy as np
 
 from packtrain import Executor, Graph, Session, backends, differentiate, ops, place
 from packtrain.dtypes import i32
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.tensor import Tensor, input, named
 from packtrain.train.optim import AdamW, training
 
-CONFIG = llama.Config(
+CONFIG = transformer.Config(
     vocab_size=50,
     context_length=32,
     embedding_length=24,
@@ -23,17 +23,17 @@ CONFIG = llama.Config(
 NO_TARGET = -1
 
 
-def values(config: llama.Config, seed: int = 0) -> dict[str, np.ndarray]:
+def values(config: transformer.Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights large enough that every block matters. RandomState's stream is frozen; so are these numbers."""
     rng, made = np.random.RandomState(seed), {}
-    for name, leaf in llama.weights(config).items():
+    for name, leaf in transformer.weights(config).items():
         uniform = rng.random_sample(leaf.shape) * 2 - 1
         value = uniform * (3 / leaf.shape[-1]) ** 0.5 if len(leaf.shape) > 1 else 1 + 0.3 * uniform
         made[name] = value.astype(np.float32)
     return made
 
 
-def batch(config: llama.Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
+def batch(config: transformer.Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Rows that each hold two samples of random lengths, uneven weights, and some tokens without a target."""
     rng = np.random.RandomState(1000 + seed)
     tokens = rng.randint(0, config.vocab_size, (rows, time + 1))
@@ -51,11 +51,11 @@ def batch(config: llama.Config, rows: int, time: int, seed: int = 0) -> dict[str
 
 
 def gradients(
-    config: llama.Config, rows: int, time: int, *, keep: str | None = None, chunk: int = 16
+    config: transformer.Config, rows: int, time: int, *, keep: str | None = None, chunk: int = 16
 ) -> Graph:
     """Outputs `loss`, `losses` and `d/<name>` of every weight."""
-    weights = llama.weights(config)
-    made = llama.loss(config, weights, rows, time, chunk=chunk)
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, rows, time, chunk=chunk)
     kept = made.blocks if keep == "blocks" else None
     found = differentiate(made.loss, list(weights.values()), kept)
     by_name = {f"d/{w.name}": d for w, d in found.items()}
@@ -63,7 +63,7 @@ def gradients(
 
 
 def steps(
-    config: llama.Config,
+    config: transformer.Config,
     rows: int,
     time: int,
     optimizer: AdamW,
@@ -73,31 +73,31 @@ def steps(
     chunk: int = 16,
 ) -> Graph:
     """One training step with the outputs `loss` and `squares`."""
-    weights = llama.weights(config)
-    made = llama.loss(config, weights, rows, time, chunk=chunk)
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, rows, time, chunk=chunk)
     kept = made.blocks if keep == "blocks" else None
     return training(
         {"loss": made.loss}, list(weights.values()), optimizer, keep=kept, max_norm=max_norm
     )
 
 
-def evaluation(config: llama.Config, rows: int, time: int) -> Graph:
+def evaluation(config: transformer.Config, rows: int, time: int) -> Graph:
     """The outputs `loss` and `losses` alone."""
-    made = llama.loss(config, llama.weights(config), rows, time, chunk=16)
+    made = transformer.loss(config, transformer.weights(config), rows, time, chunk=16)
     return Graph({"loss": made.loss, "losses": made.losses})
 
 
-def logits(config: llama.Config, rows: int, time: int) -> Graph:
+def logits(config: transformer.Config, rows: int, time: int) -> Graph:
     """The full forward without a cache: `logits` (rows, time, V) from `tokens`, `pos` and `seq`."""
-    weights = llama.weights(config)
+    weights = transformer.weights(config)
     tokens, pos, seq = (input(name, (rows, time), i32) for name in ("tokens", "pos", "seq"))
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ops.attention(q, k, v, pos, pos, seq, seq, scale=config.head_width**-0.5)[0]
 
-    h = llama.stream(config, weights, tokens, pos, attend)[-1]
-    x = llama.output_norm(config, weights, h)
-    return Graph([named("logits", ops.matmul(x, llama.head(weights)))])
+    h = transformer.stream(config, weights, tokens, pos, attend)[-1]
+    x = transformer.output_norm(config, weights, h)
+    return Graph([named("logits", ops.matmul(x, transformer.head(weights)))])
 
 
 def bind(

@@ -13,7 +13,7 @@ from packtrain.cli import main
 from packtrain.cost import Rates
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, total_nbytes
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
 from packtrain.train.budget import Setting, chain, planned, search
 from packtrain.train.engine import Engine
@@ -72,7 +72,7 @@ def test_the_smallest_arena_is_nested_and_gives_the_same_bits():
 
 def test_two_passes_need_no_memory_for_waiting_gradients():
     shape = deep(4, max_norm=0.1, keep=uniform(4, ()))
-    waiting = sum(leaf.spec.nbytes for leaf in llama.weights(shape.config).values())
+    waiting = sum(leaf.spec.nbytes for leaf in transformer.weights(shape.config).values())
     one = make_plans(shape, AdamW()).arena_nbytes
     two = make_plans(replace(shape, two_passes=True), AdamW()).arena_nbytes
     assert one - two > waiting / 3

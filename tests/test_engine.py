@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.recompute import uniform
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
@@ -43,7 +43,7 @@ def test_micro_batches_are_one_batch(max_norm, keep):
         b = parts.step([part(made, slice(i, i + 1)) for i in range(4)], number, 1e-2)
         assert a.tokens == b.tokens == int(made["weights"].sum())
         np.testing.assert_allclose([b.loss, b.norm], [a.loss, a.norm], rtol=1e-5)
-    for name in llama.weights(CONFIG):
+    for name in transformer.weights(CONFIG):
         change = whole.session.get(name) - values(CONFIG)[name]
         assert np.abs(change).max() > 1e-3
         np.testing.assert_allclose(
@@ -81,7 +81,7 @@ def test_evaluation_is_the_mean_over_tokens_with_its_error_over_windows():
 
 def test_a_plan_counts_every_leaf_once_and_one_arena():
     plans = make_plans(Shape(CONFIG, 2, TIME, 3), AdamW())
-    parameters = sum(leaf.spec.nbytes for leaf in llama.weights(CONFIG).values())
+    parameters = sum(leaf.spec.nbytes for leaf in transformer.weights(CONFIG).values())
     assert plans.weight_nbytes == parameters == plans.gradient_nbytes
     assert plans.state_nbytes == 2 * parameters
     assert plans.arena_nbytes == max(p.arena().nbytes for p in plans.plans.values())

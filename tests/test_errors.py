@@ -272,9 +272,7 @@ def test_a_planted_wrong_kernel_is_caught_by_comparing(monkeypatch):
     fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
     with debug("compare"), pytest.raises(AssertionError) as error:
         run(fed)
-    text = (
-        r"swiglu: blk.0.ffn_swiglu differs from the specification by \S+ \(.*\)\n  at llama.py:\d+"
-    )
+    text = r"swiglu: blk.0.ffn_swiglu differs from the specification by \S+ \(.*\)\n  at transformer.py:\d+"
     assert re.fullmatch(text, message(error))
 
 
@@ -303,7 +301,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_explained(keep):
     assert same_bits({name: run.session.get(name) for name in leaves}, before)
     said = run.diagnose(bad)
     assert re.match(
-        r"linear_cross_entropy: loss is \w+ at \[\]\n  at llama.py:\d+ \(forward\)", said
+        r"linear_cross_entropy: loss is \w+ at \[\]\n  at transformer.py:\d+ \(forward\)", said
     )
     assert "weights: f32[1, 8] from inf to inf" in said
     assert same_bits({name: run.session.get(name) for name in leaves}, before)

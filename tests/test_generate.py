@@ -9,7 +9,7 @@ import pytest
 from packtrain import Session
 from packtrain.errors import InputError
 from packtrain.generate import Generator, Limits, Reply, placements
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.file import open_model
 from packtrain.sample import Sampling
 from packtrain.tokenizer import Tokenizer
@@ -27,7 +27,10 @@ STORY = (
 
 
 def generator(
-    config: llama.Config, given: dict[str, np.ndarray], cells: int, chunks: tuple[int, ...] = (8, 1)
+    config: transformer.Config,
+    given: dict[str, np.ndarray],
+    cells: int,
+    chunks: tuple[int, ...] = (8, 1),
 ) -> Generator:
     session = Session()
     runs = {

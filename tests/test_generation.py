@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from packtrain import Executor, Graph, Session, Stopped, interpret
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.cache import FREE, CacheFull, Cells
 from tests.models import CONFIG, bind, logits, same_bits, values
 
 TOLERANCE = 1e-5  # of the largest logit
 CELLS = 48
-LONG = llama.Config(
+LONG = transformer.Config(
     50, 320, 64, 1, 96, 4, 2, tied=False
 )  # its cells fill several blocks of attention
 NO_ONE = -2
@@ -25,15 +25,19 @@ class Cached:
     """A model with a cache in one session, and a plan for every chunk size in `sizes`."""
 
     sizes: tuple[int, ...] = (1, 8)
-    config: llama.Config = CONFIG
+    config: transformer.Config = CONFIG
     cells: Cells = field(default_factory=lambda: Cells(CELLS))
     session: Session = field(default_factory=Session)
     runs: dict[int, Executor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for size in self.sizes:
-            made, handles = llama.generation(
-                self.config, llama.weights(self.config), size, len(self.cells.pos), wanted=size
+            made, handles = transformer.generation(
+                self.config,
+                transformer.weights(self.config),
+                size,
+                len(self.cells.pos),
+                wanted=size,
             )
             self.runs[size] = bind(Graph([made], handles), session=self.session)
         self.session.set(values(self.config))
@@ -58,7 +62,7 @@ def prompt(length: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, CONFIG.vocab_size, length).astype(np.int32)
 
 
-def full(tokens: np.ndarray, config: llama.Config = CONFIG) -> np.ndarray:
+def full(tokens: np.ndarray, config: transformer.Config = CONFIG) -> np.ndarray:
     """Logits (T, V) of the full forward, by the specification in float64."""
     one = np.arange(len(tokens), dtype=np.int32)[None]
     fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}
@@ -114,7 +118,7 @@ def test_a_prompt_longer_than_a_block_of_attention(chunk):
 
 def test_logits_of_the_wanted_rows_alone():
     model, tokens = Cached((8,)), prompt(8, 1)
-    made, handles = llama.generation(CONFIG, llama.weights(CONFIG), 8, CELLS, wanted=2)
+    made, handles = transformer.generation(CONFIG, transformer.weights(CONFIG), 8, CELLS, wanted=2)
     run = bind(Graph([made], handles), session=model.session)
     fed = model.cells.feed(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
     assert close(run(fed)["logits"], full(tokens)[[7, 2]])

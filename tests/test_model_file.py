@@ -11,7 +11,7 @@ import pytest
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.file import metadata, open_model, save_model
 from tests.models import values
 
@@ -26,7 +26,7 @@ TOKENS = (
     | {f"<0x{b:02X}>": BYTE for b in range(256)}
     | dict.fromkeys(WORDS, NORMAL)
 )
-CONFIG = llama.Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
+CONFIG = transformer.Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
 
 
 def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
@@ -39,7 +39,7 @@ def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
     }
 
 
-def save(path: Path, config: llama.Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:
+def save(path: Path, config: transformer.Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:
     """A model of random values in a file; gives the values."""
     given = values(config)
     save_model(path, config, vocabulary(), given.__getitem__, name="small", **how)
@@ -153,7 +153,7 @@ def test_a_deferred_tensor_must_be_as_announced(tmp_path: Path) -> None:
 @needs_shared
 def test_a_real_model_opens_and_is_saved_again(tmp_path: Path) -> None:
     model = open_model(STORIES)
-    assert model.config == llama.Config(512, 2048, 64, 5, 172, 8, 4, tied=False)
+    assert model.config == transformer.Config(512, 2048, 64, 5, 172, 8, 4, tied=False)
     keys = model.gguf.values
     words = {key: value for key, value in keys.items() if key.startswith("tokenizer.")}
     save_model(tmp_path / "m.gguf", model.config, words, model.weight, name="again")

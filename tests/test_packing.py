@@ -14,7 +14,7 @@ import pytest
 
 import packtrain as pt
 from benchmarks import packing as benchmark
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.plan import Packing, clash, exact, lower_bound, pack, packings
 from packtrain.plan.pack import height
 from packtrain.train.optim import AdamW, training
@@ -285,9 +285,9 @@ def test_problems_of_minimalloc_fit(name: str) -> None:
 
 
 def test_a_clipped_step_that_first_fit_cannot_pack_is_at_its_bound() -> None:
-    config = llama.PRESETS["110m"]
-    weights = llama.weights(config)
-    made = llama.loss(config, weights, 1, config.context_length)
+    config = transformer.PRESETS["110m"]
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, 1, config.context_length)
     graph = training({"loss": made.loss}, list(weights.values()), AdamW(), max_norm=1.0)
     plan = pt.make_plan(pt.place(graph))
     assert plan.arena().gap == 0
@@ -296,9 +296,9 @@ def test_a_clipped_step_that_first_fit_cannot_pack_is_at_its_bound() -> None:
 
 def test_an_ordinary_plan_loads_no_kernels() -> None:
     code = (
-        "import sys, packtrain as pt; from packtrain.models import llama; "
-        "from packtrain.train.optim import AdamW, training; config = llama.PRESETS['1m']; "
-        "weights = llama.weights(config); made = llama.loss(config, weights, 4, 256); "
+        "import sys, packtrain as pt; from packtrain.models import transformer; "
+        "from packtrain.train.optim import AdamW, training; config = transformer.PRESETS['1m']; "
+        "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
         "graph = training({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
         "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print('numba' in sys.modules)"
     )

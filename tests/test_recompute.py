@@ -10,7 +10,7 @@ import pytest
 import packtrain as pt
 from packtrain import Graph, Session, Tensor, differentiate, make_plan, ops, place
 from packtrain.dtypes import i32, i64
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.train.optim import AdamW
 from tests.models import CONFIG, batch, bind, gradients, same_bits, steps, values
 
@@ -43,8 +43,8 @@ def test_blocks_give_the_same_bits_as_keeping_everything(max_norm):
 
 def random_gradients(share: float, seed: int) -> Graph:
     """Loss and gradients of a llama that keeps a random share of its forward values, views among them."""
-    weights = llama.weights(CONFIG)
-    made = llama.loss(CONFIG, weights, ROWS, TIME, chunk=16)
+    weights = transformer.weights(CONFIG)
+    made = transformer.loss(CONFIG, weights, ROWS, TIME, chunk=16)
     rng = np.random.RandomState(seed)
     forward = [t for call in Graph([made.loss]).calls for t in call.results]
     keep = [t for t in forward if rng.random_sample() < share]
@@ -144,8 +144,8 @@ def test_an_op_that_writes_is_never_recomputed(keep):
 def ranked(seed: int, deep: int) -> Graph:
     """A llama of four blocks whose forward values have random ranks."""
     config = replace(CONFIG, block_count=4)
-    weights = llama.weights(config)
-    made = llama.loss(config, weights, ROWS, TIME, chunk=16)
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, ROWS, TIME, chunk=16)
     rng = np.random.RandomState(seed)
     forward = [t for call in Graph([made.loss]).calls for t in call.results]
     ranks = {t: int(rng.randint(0, deep + 1)) for t in forward if rng.random_sample() < 0.5}
@@ -172,8 +172,8 @@ def test_any_ranks_give_the_same_bits(seed, deep):
 def chained(stream: tuple[int, ...]) -> Graph:
     """A llama whose residual stream has these ranks and nothing else is kept."""
     config = replace(CONFIG, block_count=len(stream) - 1)
-    weights = llama.weights(config)
-    made = llama.loss(config, weights, 8, 64, chunk=16)
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, 8, 64, chunk=16)
     ranks = dict(zip(made.blocks, stream, strict=True))
     found = differentiate(made.loss, list(weights.values()), ranks)
     return Graph({"loss": made.loss} | {f"d/{w.name}": d for w, d in found.items()})

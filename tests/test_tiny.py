@@ -3,11 +3,11 @@
 import numpy as np
 
 from packtrain import Graph, Session, make_plan, place, verify
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.cache import Cells
 from packtrain.train.optim import AdamW, training
 
-CONFIG = llama.Config(
+CONFIG = transformer.Config(
     vocab_size=17,
     context_length=16,
     embedding_length=16,
@@ -20,13 +20,13 @@ TIME, CELLS = 12, 16
 
 
 def test_build_train_and_generate():
-    weights, optimizer = llama.weights(CONFIG), AdamW(lr=0.02)
-    loss = llama.loss(CONFIG, weights, 1, TIME)
+    weights, optimizer = transformer.weights(CONFIG), AdamW(lr=0.02)
+    loss = transformer.loss(CONFIG, weights, 1, TIME)
     graph = training({"loss": loss.loss}, list(weights.values()), optimizer, max_norm=1.0)
-    logits, handles = llama.generation(CONFIG, weights, 1, CELLS)
+    logits, handles = transformer.generation(CONFIG, weights, 1, CELLS)
     session = Session()
     step, decode = (_bind(session, made) for made in (graph, Graph([logits], handles)))
-    session.set(llama.initial(CONFIG))
+    session.set(transformer.initial(CONFIG))
 
     text = np.arange(TIME + 1, dtype=np.int32)[None] % 5
     line = np.arange(TIME, dtype=np.int32)[None]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from packtrain.corpus import Tokens
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.train.batches import Batches
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
@@ -15,7 +15,7 @@ from tests import checks
 pytest.importorskip("torch")
 torch_llama = pytest.importorskip("benchmarks.torch_llama")
 
-CONFIG = llama.Config(320, 32, 32, 2, 64, 4, 2)
+CONFIG = transformer.Config(320, 32, 32, 2, 64, 4, 2)
 ROWS, TIME, STEPS = 4, 32, 6
 MAX_NORM = 0.3  # below the norm of every step here, so that all are clipped
 
@@ -36,8 +36,8 @@ def test_steps_and_validation_are_those_of_the_twin(tokens: Tokens, micros: int)
     valid = Batches(tokens, ROWS, TIME, shuffle=False)
     optimizer, schedule = AdamW(lr=5e-3), Schedule("cosine", 5e-3, 5e-4, 2, STEPS)
     engine = Engine(make_plans(Shape(CONFIG, ROWS, TIME, micros, MAX_NORM), optimizer), optimizer)
-    engine.session.set(llama.initial(CONFIG, 5))
-    model = torch_llama.Llama(CONFIG, llama.initial(CONFIG, 5))
+    engine.session.set(transformer.initial(CONFIG, 5))
+    model = torch_llama.Llama(CONFIG, transformer.initial(CONFIG, 5))
     twin = torch_llama.Trained(model, torch_llama.optimizer(model, 5e-3), MAX_NORM)
     got, want = list[float](), list[float]()
     for step in range(1, STEPS + 1):

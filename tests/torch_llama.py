@@ -1,4 +1,4 @@
-"""The llama of packtrain.models.llama written once more, in PyTorch: what the goldens are recorded from.
+"""The llama of packtrain.models.transformer written once more, in PyTorch: what the goldens are recorded from.
 
 Weights and a batch go in as NumPy arrays; losses, gradients and training losses come out. It shares no code with
 packtrain but the Config.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from packtrain.models.llama import Config
+from packtrain.models.transformer import Config
 from packtrain.train.optim import AdamW
 
 Weights = Mapping[str, Tensor]

@@ -14,7 +14,7 @@ from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.graph import Graph
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.memory import total_nbytes
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.file import ModelFile, open_model
 from packtrain.place import place
 from packtrain.plan import make_plan, size_text
@@ -79,8 +79,8 @@ def _batches(settings: Evaluate, model: ModelFile) -> Batches:
 
 
 def _executor(model: ModelFile, batches: Batches) -> Executor:
-    leaves, session = llama.weights(model.config), Session()
-    made = llama.loss(model.config, leaves, batches.rows, batches.time)
+    leaves, session = transformer.weights(model.config), Session()
+    made = transformer.loss(model.config, leaves, batches.rows, batches.time)
     placed = place(Graph({"losses": made.losses}))
     plan, there = make_plan(placed), total_nbytes()
     if plan.arena().nbytes > there:

@@ -1,6 +1,6 @@
 """Host-side account of a KV cache: one pool of cells, each holding one position of one sequence.
 
-It makes the index inputs of `llama.generation`; keys and values themselves live in the session.
+It makes the index inputs of `transformer.generation`; keys and values themselves live in the session.
 """
 
 import numpy as np

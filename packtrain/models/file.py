@@ -16,7 +16,7 @@ import numpy as np
 from packtrain.dtypes import DTYPES, Dtype, bf16, f16, f32
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Entry, Value, write
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.tokenizer import Tokenizer, TokenizerError
 
 PART = 1 << 18  # elements that are converted at a time
@@ -44,12 +44,12 @@ class ModelFile:
     """An open model file that is known to be sound; weights stay in the file until they are asked for."""
 
     gguf: GGUF
-    config: llama.Config
+    config: transformer.Config
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all weights, in the order of the model."""
-        return tuple(llama.weights(self.config))
+        return tuple(transformer.weights(self.config))
 
     def tokenizer(self) -> Tokenizer:
         """The vocabulary of the file. Raises InputError, with its name, for one that cannot be used."""
@@ -80,7 +80,7 @@ def open_model(path: str | Path) -> ModelFile:
     return ModelFile(gguf, config)
 
 
-def _config(gguf: GGUF) -> llama.Config:
+def _config(gguf: GGUF) -> transformer.Config:
     found = gguf.metadata.get("general.architecture")
     if found != ARCHITECTURE:
         raise InputError(
@@ -88,7 +88,7 @@ def _config(gguf: GGUF) -> llama.Config:
         )
     _check_neutral(gguf)
     heads = _size(gguf, "attention.head_count")
-    config = llama.Config(
+    config = transformer.Config(
         vocab_size=_embedding(gguf).shape[0],
         context_length=_size(gguf, "context_length"),
         embedding_length=_size(gguf, "embedding_length"),
@@ -130,7 +130,7 @@ def _check_neutral(gguf: GGUF) -> None:
             raise _wrong(gguf, key, value, f"{allowed[0]!r} or left out: others are not supported")
 
 
-def _check_heads(gguf: GGUF, config: llama.Config) -> None:
+def _check_heads(gguf: GGUF, config: transformer.Config) -> None:
     width, heads, kv = config.embedding_length, config.head_count, config.head_count_kv
     if width % (2 * heads):
         right = f"a divisor of half of {ARCHITECTURE}.embedding_length {width}, so that heads have an even width"
@@ -158,7 +158,7 @@ def _embedding(gguf: GGUF) -> Entry:
     return entry
 
 
-def _check_vocabulary(gguf: GGUF, config: llama.Config) -> None:
+def _check_vocabulary(gguf: GGUF, config: transformer.Config) -> None:
     tokens = gguf.metadata.get(TOKENS)
     if not isinstance(tokens, list):
         raise InputError(f"{gguf.path}: there is no array {TOKENS}; a model needs its vocabulary")
@@ -174,12 +174,12 @@ def _check_vocabulary(gguf: GGUF, config: llama.Config) -> None:
         )
 
 
-def _check_tensors(gguf: GGUF, config: llama.Config) -> None:
+def _check_tensors(gguf: GGUF, config: transformer.Config) -> None:
     """Exactly the tensors of the model, in their shapes and in types that can be read."""
     if config.block_count > len(gguf.entries):  # before so many blocks are listed
         right = f"less than the number of tensors, {len(gguf.entries)}"
         raise _wrong(gguf, "block_count", config.block_count, right)
-    leaves = llama.weights(config)
+    leaves = transformer.weights(config)
     unknown = [name for name in gguf.entries if name not in leaves]
     if unknown:
         raise InputError(
@@ -203,7 +203,7 @@ def _check_tensors(gguf: GGUF, config: llama.Config) -> None:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def metadata(config: llama.Config, name: str, dtype: str = "f32") -> dict[str, Value]:
+def metadata(config: transformer.Config, name: str, dtype: str = "f32") -> dict[str, Value]:
     """The general.* and llama.* keys of a model file whose matrices are of `dtype`."""
     sizes = {
         "vocab_size": config.vocab_size,
@@ -232,7 +232,7 @@ def metadata(config: llama.Config, name: str, dtype: str = "f32") -> dict[str, V
 
 def save_model(
     path: str | Path,
-    config: llama.Config,
+    config: transformer.Config,
     vocabulary: Mapping[str, Value],
     weights: Callable[[str], np.ndarray],
     *,
@@ -258,7 +258,8 @@ def save_model(
         )
 
     tensors = {
-        leaf.label: deferred(leaf.label, leaf.shape) for leaf in llama.weights(config).values()
+        leaf.label: deferred(leaf.label, leaf.shape)
+        for leaf in transformer.weights(config).values()
     }
     write(path, {**metadata(config, name, dtype), **vocabulary, **extra}, tensors)
 

@@ -1,7 +1,7 @@
 """Batches as a pure function of an index, so that resuming needs only a number.
 
-Tokens go in, the inputs of `models.llama.loss` come out; `weights` is 1 for a target that counts and 0 for padding
-and for the step from one document to the next. It knows no model and no optimizer.
+Tokens go in, the inputs of `transformer.loss` come out; `weights` is 1 for a target that counts and 0 for padding and
+for the step from one document to the next. It knows no model and no optimizer.
 """
 
 import numpy as np

@@ -8,7 +8,7 @@ from typing import Any
 
 from packtrain.errors import InputError, Interrupted
 from packtrain.gguf import GGUF
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.models.file import save_model
 from packtrain.train import state
 from packtrain.train.engine import Engine
@@ -35,7 +35,7 @@ class Fit:
         """Fresh values, or those of a checkpoint that `check_compatible` has seen."""
         session = self.engine.session
         if found is None:
-            llama.initialise(self.job.config, self.job.settings.seed, session.fill)
+            transformer.initialise(self.job.config, self.job.settings.seed, session.fill)
             return
         for name in self.names:
             session.set({name: found.array(name)})

@@ -8,7 +8,7 @@ from typing import Any
 from packtrain.corpus import Corpus, Text, prepare
 from packtrain.errors import InputError
 from packtrain.kernels.runtime import cache_root, writable
-from packtrain.models.llama import PRESETS, Config
+from packtrain.models.transformer import PRESETS, Config
 from packtrain.settings import unescaped
 from packtrain.train.batches import Batches
 from packtrain.train.optim import SGD, AdamW, Optimizer

@@ -10,7 +10,7 @@ from typing import Any
 
 from packtrain import cost
 from packtrain.graph import Graph
-from packtrain.models import llama
+from packtrain.models import transformer
 from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
@@ -36,7 +36,7 @@ class Shape:
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients wait
     """
 
-    config: llama.Config
+    config: transformer.Config
     rows: int
     time: int
     micros: int = 1
@@ -203,17 +203,17 @@ def make_plans(
     return Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()})
 
 
-def forward(shape: Shape) -> llama.Loss:
-    weights = llama.weights(shape.config)
-    return llama.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
+def forward(shape: Shape) -> transformer.Loss:
+    weights = transformer.weights(shape.config)
+    return transformer.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
 
 
 def training_graphs(shape: Shape, optimizer: Optimizer) -> dict[str, tuple[Graph, list[Tensor]]]:
     """The graphs that make up a step, each with the stream of its blocks."""
 
     def made(name: str) -> tuple[Graph, list[Tensor]]:
-        weights = llama.weights(shape.config)
-        loss = llama.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
+        weights = transformer.weights(shape.config)
+        loss = transformer.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
         keep = None if shape.keep is None else shape.keep.ranks(loss.blocks)
         trained, outputs = list(weights.values()), {"loss": loss.loss}
         if name == MICRO:
@@ -227,7 +227,7 @@ def training_graphs(shape: Shape, optimizer: Optimizer) -> dict[str, tuple[Graph
         return graph, loss.blocks
 
     if shape.micros > 1:
-        trained = list(llama.weights(shape.config).values())
+        trained = list(transformer.weights(shape.config).values())
         return {
             MICRO: made(MICRO),
             UPDATE: (updating(trained, optimizer, max_norm=shape.max_norm), []),

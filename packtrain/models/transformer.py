@@ -1,4 +1,4 @@
-"""The llama architecture as graph functions: one definition for training and for cached generation.
+"""Transformers as graph functions: one definition for training and for cached generation.
 
 A Config and leaves go in, tensors come out. Weights bear their GGUF names; `attend` is what differs between
 training (keys and values of the batch) and generation (keys and values of the cache).

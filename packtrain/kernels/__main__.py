@@ -1,4 +1,4 @@
-"""python -m packtrain.kernels FOLDER NAME…: compile these kernel modules into that cache folder."""
+"""python -m packtrain.kernels FOLDER NAME…: compile these kernel modules, each into its own folder below FOLDER."""
 
 import sys
 

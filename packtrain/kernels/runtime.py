@@ -11,19 +11,20 @@ import hashlib
 import importlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 NOT_KERNELS = {"__init__", "__main__", "runtime", "counter"}
-filling: Path | None = None  # in the compiling child: the folder it fills
+filling: Path | None = None  # in the compiling child: where it compiles to, by module
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,25 @@ def blas() -> Blas | None:
     return None
 
 
-def fingerprint() -> str:
-    """Everything compiled code depends on; numba checks modification times, so they count too."""
+@cache
+def needed(name: str) -> frozenset[str]:
+    """The kernel modules whose code is compiled into this one: itself and all that it imports."""
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    others = set(re.findall(rf"^from {re.escape(__package__)}\.(\w+) import", source, re.MULTILINE))
+    for line in re.findall(rf"^from {re.escape(__package__)} import (.+)", source, re.MULTILINE):
+        others |= set(line.split(", "))
+    return frozenset([name]).union(*(needed(other) for other in others - NOT_KERNELS))
+
+
+@cache
+def platform_parts() -> tuple[str, ...]:
+    """What all compiled code depends on beside its source."""
     import llvmlite
     import llvmlite.binding
     import numba
 
     found = blas()
-    parts = [
+    return (
         numba.__version__,
         llvmlite.__version__,
         sys.version,
@@ -147,10 +159,14 @@ def fingerprint() -> str:
         llvmlite.binding.get_host_cpu_features().flatten(),
         found.symbol if found else "own sgemm",
         *map(str, (numba.config.THREADING_LAYER, numba.config.CPU_NAME, numba.config.CPU_FEATURES)),
-    ]
-    for file in sorted(FOLDER.glob("*.py")):
-        if file.stem not in NOT_KERNELS:
-            parts += [str(file), str(file.stat().st_mtime_ns), file.read_text(encoding="utf-8")]
+    )
+
+
+def fingerprint(name: str) -> str:
+    """Everything a module's code depends on; numba checks modification times, so they count too."""
+    parts = list(platform_parts())
+    for file in (FOLDER / f"{one}.py" for one in sorted(needed(name))):
+        parts += [str(file), str(file.stat().st_mtime_ns), file.read_text(encoding="utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -186,52 +202,53 @@ def writable(root: Path) -> Path:
         return folder
 
 
-def sweep(root: Path) -> None:
+def sweep(folders: Collection[Path]) -> None:
     """Remove kernels of other versions that were compiled more than a month ago."""
-    for folder in root.glob("kernels-*"):
-        if time.time() - folder.stat().st_mtime > 30 * 24 * 3600:
-            shutil.rmtree(folder, ignore_errors=True)
+    for root in {folder.parent for folder in folders}:
+        for folder in set(root.iterdir()) - set(folders):
+            if time.time() - folder.stat().st_mtime > 30 * 24 * 3600:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache
-def cache_folder() -> Path:
-    """The folder with this machine's compiled kernels; filled by a child if it does not exist.
+def kernel_root() -> Path:
+    return writable(cache_root() / "kernels")
 
-    It is filled under another name and renamed, so that it is complete whenever it exists and
+
+@cache
+def complete_folders() -> dict[str, Path]:
+    """For each module the folder with its compiled code; those that do not exist are filled by children.
+
+    A folder is filled under another name and renamed, so that it is complete whenever it exists and
     processes that start at once do not disturb each other.
     """
-    folder = writable(cache_root()) / f"kernels-{fingerprint()}"
-    if folder.exists():
-        return folder
-    sweep(folder.parent)
-    say("compiling kernels (once for this machine, about a minute) …")
+    folders = {name: kernel_root() / f"{name}-{fingerprint(name)}" for name in modules()}
+    missing = [name for name, folder in folders.items() if not folder.exists()]
+    if not missing or filling:
+        return folders
+    sweep(folders.values())
+    share = f"{len(missing)} of {len(folders)} modules"
+    say(f"compiling kernels, {share} (once for this machine, a minute at most) …")
     start = time.perf_counter()
-    partial = Path(tempfile.mkdtemp(prefix=folder.name + "-", dir=folder.parent))
-    try:
-        error = compile_in_children(partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    error = compile_in_children(missing)
     if error:
-        shutil.rmtree(partial, ignore_errors=True)
         say(f"the compiling child failed ({error}); compiling in this process")
-        return folder.with_name(folder.name + "-unfinished")
+        return {
+            name: folder if folder.exists() else folder.with_name(f"{folder.name}-unfinished")
+            for name, folder in folders.items()
+        }
     say(f"kernels compiled in {time.perf_counter() - start:.0f} s")
-    with contextlib.suppress(OSError):
-        partial.rename(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    return folder
+    return folders
 
 
-def compile_in_children(folder: Path) -> str:
-    """Compile every module into `folder`, two processes at most; what went wrong, or nothing."""
-    names = modules()
-    shares = [names] if allowed_cpus() == 1 else [names[0::2], names[1::2]]
+def compile_in_children(names: list[str]) -> str:
+    """Compile these modules, two processes at most; what went wrong, or nothing."""
+    shares = [names] if allowed_cpus() == 1 or len(names) == 1 else [names[0::2], names[1::2]]
     paths = [str(FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", __package__, str(folder), *share],
+            [sys.executable, "-m", __package__, str(kernel_root()), *share],
             env=env,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -250,12 +267,16 @@ def compile_in_children(folder: Path) -> str:
     return "; ".join(lines)
 
 
-def compile_into(folder: str, names: list[str]) -> None:
+def compile_into(root: str, names: list[str]) -> None:
     """What the child does; it must never start children of its own."""
     global filling
-    filling = Path(folder)
-    for name in names:
-        load(name)
+    with tempfile.TemporaryDirectory(prefix="partial-", dir=root) as folder:
+        filling = Path(folder)
+        for name in names:
+            load(name)
+        for name, complete in complete_folders().items():
+            with contextlib.suppress(OSError):  # another process was first
+                (filling / name).rename(complete)
 
 
 @contextlib.contextmanager
@@ -271,11 +292,18 @@ def numba_cache(folder: Path) -> Iterator[None]:
         numba.config.CACHE_DIR = before
 
 
+@cache
 def load(name: str) -> object:
-    """Import one kernel module under the policy."""
+    """Import one kernel module, and before it what it needs, under the policy."""
     start_threads()
     blas()
-    with numba_cache(filling or cache_folder()):
+    for other in sorted(needed(name) - {name}):
+        load(other)
+    folder = complete_folders()[name]
+    if filling and not folder.exists():
+        folder = filling / name
+        folder.mkdir()  # even a module without code of its own is then known to be done
+    with numba_cache(folder):
         return importlib.import_module(f"{__package__}.{name}")
 
 

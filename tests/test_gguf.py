@@ -1,6 +1,8 @@
 """GGUF files: what is written is read again, real files come out byte for byte, bad ones get their line."""
 
+import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +113,17 @@ BAD = {
     "rows of t have 33 elements; q8_0 packs 32 each": head(tensors=1) + tensor(b"t", [33], 8, 0),
     "t is at offset 7, no multiple of the alignment 32": head(tensors=1) + tensor(b"t", [1], 0, 7) + bytes(99),
     "t needs 4000 bytes at offset 0, the file has 0": head(tensors=1) + tensor(b"t", [1000], 0, 0),
-    "t needs 17014118346": head(tensors=1) + tensor(b"t", [1 << 62, 1 << 62, 2], 0, 0),
+    "t has shape [2, 4611686018427387904, 4611686018427387904]; nothing": head(tensors=1)
+    + tensor(b"t", [1 << 62, 1 << 62, 2], 0, 0),
+    "t has shape [0, 9223372036854775807]; nothing": head(tensors=1)
+    + tensor(b"t", [(1 << 63) - 1, 0], 0, 0) + bytes(99),
+    "rows of t have 1 elements; q8_0 packs 32 each": head(tensors=1) + tensor(b"t", [], 8, 0),
+    "u at offset 64 shares bytes with t; it must begin at 128": head(tensors=2)
+    + tensor(b"t", [32], 0, 0) + tensor(b"u", [32], 0, 64) + bytes(999),
+    "general.alignment is of kind i32; it must be one u32": head(pairs=1)
+    + text(b"general.alignment") + struct.pack("<II", 5, 32),
+    "tensor count 70000; at most 65536": head(tensors=70000) + bytes(24 * 70000),
+    r"metadata key \x1b[2J\n is there twice": head(pairs=2) + 2 * (text(b"\x1b[2J\n") + struct.pack("<IB", 0, 1)),
     "'t' is longer than 63 bytes or there twice": head(tensors=2) + 2 * tensor(b"t", [0], 0, 0),
 }  # fmt: skip
 
@@ -124,6 +136,67 @@ def test_a_bad_file_gets_its_line(tmp_path: Path, line: str) -> None:
         GGUF(path)
     assert line in str(error.value) and str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
+
+
+def split(no: int, count: int = 3) -> dict[str, Value]:
+    return {"split.no": Value("u16", no), "split.count": Value("u16", count)}
+
+
+def parts(folder: Path, count: int = 3) -> list[Path]:
+    """The five tensors in so many parts, the metadata in the first, as gguf-split writes them."""
+    paths = [folder / f"m-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    for i, path in enumerate(paths):
+        first = {"split.tensors.count": Value("i32", len(TENSORS)), **METADATA} if i == 0 else {}
+        write(path, split(i, count) | first, dict(list(TENSORS.items())[i::count]))
+    return paths
+
+
+@pytest.mark.parametrize("given", range(3))
+def test_all_parts_of_a_split_file_are_opened(tmp_path: Path, given: int) -> None:
+    paths = parts(tmp_path)
+    file = GGUF(paths[given])
+    assert file.paths == tuple(paths) and file.path == paths[0]
+    assert file.metadata["llama.block_count"] == 5 and file.entries.keys() == TENSORS.keys()
+    assert file.nbytes == sum(path.stat().st_size for path in paths)
+    for name, wanted in TENSORS.items():
+        assert np.array_equal(file.array(name), wanted[1] if isinstance(wanted, tuple) else wanted)
+
+
+BAD_PARTS: dict[str, Callable[[list[Path]], object]] = {
+    "m-00002-of-00003.gguf: cannot be read: no such file": lambda p: p[1].unlink(),
+    "m-00003-of-00003.gguf: begins with b'xxxx'": lambda p: p[2].write_bytes(b"x" * 99),
+    "m-00003-of-00003.gguf: split.no is 1; in part 3 of 3 it must be 2": lambda p: shutil.copy(
+        p[1], p[2]
+    ),
+    "m-00002-of-00003.gguf: split.count is missing; in part 2 of 3 it must be 3": (
+        lambda p: write(p[1], {}, {})
+    ),
+    "m-00002-of-00003.gguf: split.count is 4; in part 2 of 3 it must be 3": (
+        lambda p: write(p[1], split(1, 4), {})
+    ),
+    "split.tensors.count is 5, and the parts have 4 tensors": lambda p: write(p[2], split(2), {}),
+    "m-00003-of-00003.gguf: tensor half is in a part before": (
+        lambda p: write(p[2], split(2), {"half": np.zeros(3, np.float32)})
+    ),
+    "m-00001-of-00003.gguf: split.count is no whole number": (
+        lambda p: write(p[0], split(0) | {"split.count": Value("f32", 3.0)}, {})
+    ),
+}
+
+
+@pytest.mark.parametrize("line", BAD_PARTS)
+def test_bad_parts_get_their_line(tmp_path: Path, line: str) -> None:
+    paths = parts(tmp_path)
+    BAD_PARTS[line](paths)
+    with pytest.raises(GGUFError) as error:
+        GGUF(paths[0])
+    assert line in str(error.value) and str(error.value).startswith(str(tmp_path))
+
+
+def test_a_part_must_be_called_as_one(tmp_path: Path) -> None:
+    renamed = parts(tmp_path)[0].rename(tmp_path / "m.gguf")
+    with pytest.raises(GGUFError, match=r"must be called NAME-00001-of-00003\.gguf and so on"):
+        GGUF(renamed)
 
 
 def test_every_truncation_is_refused(path: Path) -> None:

@@ -1,0 +1,210 @@
+"""One GGUF file, as bytes: its metadata and tensors, each count, length, shape and place checked before it is used.
+
+Objects are made by counts that the file has room for, and by few of them: a hostile file costs time and memory in
+proportion to its own size. Texts of the file are shown in errors as `quoted` leaves them, in one harmless line.
+"""
+
+import math
+import struct
+from dataclasses import replace
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.gguf.format import (
+    ALIGNMENT,
+    ALIGNMENT_KEY,
+    AXES,
+    KINDS,
+    MAGIC,
+    NAME_NBYTES,
+    NUMERIC,
+    TYPES,
+    VERSIONS,
+    Entry,
+    GGUFError,
+    Value,
+    tensor_nbytes,
+)
+
+LEAST = 24  # bytes of a file with nothing in it
+MOST_THINGS = (
+    1 << 16
+)  # keys, and tensors: real files have hundreds, and each costs more here than there
+MOST_NBYTES = 2**63 - 1  # of an array, if no axis were 0: what NumPy and ggml can count
+MOST_ALIGNMENT = 1 << 20
+SHOWN = 80  # characters of a text of the file in an error
+U32, U64, FIELD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
+SCALARS = {
+    kind: struct.Struct("<" + np.dtype(dtype).char.replace("l", "q").replace("L", "Q"))
+    for kind, dtype in NUMERIC.items()
+}
+
+
+def quoted(text: str) -> str:
+    """A text from a file for an error: one line, no control characters, not long."""
+    cut = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return cut if cut.isprintable() else repr(cut)[1:-1]
+
+
+class Part:
+    """A GGUF file: `values` by key, `entries` by tensor name, in the order of the file. Raises GGUFError."""
+
+    def __init__(self, path: Path, data: bytes | mmap) -> None:
+        self.path, self.data, self.nbytes, self.at = path, data, len(data), 4
+        self.values: dict[str, Value] = {}
+        self.entries: dict[str, Entry] = {}
+        if self.nbytes < LEAST:
+            raise self._wrong(f"{self.nbytes} bytes; a GGUF file has at least {LEAST}")
+        if data[:4] != MAGIC:
+            raise self._wrong(f"begins with {data[:4]!r}; a GGUF file begins with {MAGIC!r}")
+        version = self._number(U32, "version")
+        if version not in VERSIONS:
+            raise self._wrong(
+                f"version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} can be read"
+            )
+        tensors, pairs = self._things("tensor count", 24), self._things("metadata count", 13)
+        for _ in range(pairs):
+            self._pair()
+        alignment = self._alignment()
+        for _ in range(tensors):
+            self._entry()
+        self._place(-(-self.at // alignment) * alignment, alignment)
+
+    def _wrong(self, what: str) -> GGUFError:
+        return GGUFError(f"{self.path}: {what}")
+
+    # ---- numbers and texts
+
+    def _number(self, format: struct.Struct, what: str) -> Any:
+        self._need(format.size, what)
+        self.at += format.size
+        return format.unpack_from(self.data, self.at - format.size)[0]
+
+    def _need(self, nbytes: int, what: str) -> None:
+        left = self.nbytes - self.at
+        if nbytes > left:
+            raise self._wrong(f"{what} needs {nbytes} bytes at {self.at}, the file has {left} left")
+
+    def _count(self, what: str, least: int) -> int:
+        """A count of things of at least `least` bytes each, which must fit into what is left of the file."""
+        count: int = self._number(U64, what)
+        self._need(count * least, f"{what} {count}")
+        return count
+
+    def _things(self, what: str, least: int) -> int:
+        count = self._count(what, least)
+        if count > MOST_THINGS:
+            raise self._wrong(f"{what} {count}; at most {MOST_THINGS} are read")
+        return count
+
+    def _string(self, what: str) -> str:
+        size = self._count(f"length of {what}", 1)
+        self.at += size
+        try:
+            return self.data[self.at - size : self.at].decode()
+        except UnicodeDecodeError:
+            raise self._wrong(f"{what} at {self.at - size} is not UTF-8") from None
+
+    # ---- metadata
+
+    def _pair(self) -> None:
+        key = self._string("a metadata key")
+        if key in self.values:
+            raise self._wrong(f"metadata key {quoted(key)} is there twice")
+        self.values[key] = self._value(quoted(key))
+
+    def _value(self, key: str) -> Value:
+        kind = self._kind(key)
+        if kind == "string":
+            return Value(kind, self._string(key))
+        if kind != "array":
+            return Value(kind, self._number(SCALARS[kind], key))
+        kind = self._kind(key)
+        if kind == "array":
+            raise self._wrong(f"{key} is an array of arrays, which no model file has")
+        if kind == "string":
+            return Value(kind, self._strings(key, self._count(f"length of {key}", 8)))
+        dtype = np.dtype(NUMERIC[kind])
+        count = self._count(f"length of {key}", dtype.itemsize)
+        self.at += count * dtype.itemsize
+        return Value(kind, np.frombuffer(self.data, dtype, count, self.at - count * dtype.itemsize))
+
+    def _kind(self, key: str) -> str:
+        number = self._number(U32, f"type of {key}")
+        if number >= len(KINDS):
+            raise self._wrong(f"{key} has type {number}; types go from 0 to {len(KINDS) - 1}")
+        return KINDS[number]
+
+    def _strings(self, key: str, count: int) -> list[bytes]:
+        """Strings of an array as bytes: token texts of real vocabularies are not always UTF-8."""
+        data, at, last, found = self.data, self.at, self.nbytes - 8, []
+        length_of = U64.unpack_from
+        for i in range(count):
+            if at > last or (size := length_of(data, at)[0]) > last - at:
+                raise self._wrong(f"string {i} of {key} at {at} does not end within the file")
+            at += 8
+            found.append(data[at : at + size])
+            at += size
+        self.at = at
+        return found
+
+    def _alignment(self) -> int:
+        given = self.values.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT))
+        value = given.value
+        if given.kind != "u32" or not isinstance(value, int):
+            raise self._wrong(f"{ALIGNMENT_KEY} is of kind {given.kind}; it must be one u32")
+        if not 1 <= value <= MOST_ALIGNMENT or value & (value - 1):
+            raise self._wrong(f"{ALIGNMENT_KEY} is {value}; it must be a power of two up to 2**20")
+        return value
+
+    # ---- tensors
+
+    def _entry(self) -> None:
+        name = self._string("a tensor name")
+        shown = quoted(name)
+        if len(name.encode()) >= NAME_NBYTES or name in self.entries:
+            raise self._wrong(f"tensor name '{shown}' is longer than 63 bytes or there twice")
+        axes = self._number(U32, f"axes of {shown}")
+        if axes > AXES:
+            raise self._wrong(f"{shown} has {axes} axes; at most {AXES} are allowed")
+        shape = tuple(self._number(U64, f"shape of {shown}") for _ in range(axes))[::-1]
+        number = self._number(U32, f"type of {shown}")
+        offset = self._number(U64, f"offset of {shown}")
+        if number not in TYPES:
+            raise self._wrong(f"{shown} has tensor type {number}, which is not known here")
+        dtype, width = TYPES[number], shape[-1] if shape else 1
+        if width % dtype.block:
+            raise self._wrong(
+                f"rows of {shown} have {width} elements; {dtype} packs {dtype.block} each"
+            )
+        if math.prod(max(axis, 1) for axis in shape) * 8 > MOST_NBYTES:
+            raise self._wrong(f"{shown} has shape {[*shape]}; nothing of that size can be counted")
+        nbytes = tensor_nbytes(shape, dtype)
+        self.entries[name] = Entry(name, shape, dtype, offset, nbytes)
+
+    def _place(self, start: int, alignment: int) -> None:
+        """Where the tensors are from the beginning of the file; each must have its own bytes."""
+        for e in self.entries.values():
+            shown, left = quoted(e.name), self.nbytes - start - e.offset
+            if e.offset % alignment:
+                raise self._wrong(
+                    f"{shown} is at offset {e.offset}, no multiple of the alignment {alignment}"
+                )
+            if e.nbytes > left:
+                raise self._wrong(
+                    f"{shown} needs {e.nbytes} bytes at offset {e.offset}, the file has {max(left, 0)}"
+                )
+        end, before = 0, ""
+        for e in sorted(self.entries.values(), key=lambda e: (e.offset, e.nbytes)):
+            if e.nbytes and e.offset < end:
+                raise self._wrong(
+                    f"{quoted(e.name)} at offset {e.offset} shares bytes with {quoted(before)};"
+                    f" it must begin at {end} or later"
+                )
+            end, before = max(end, e.offset + e.nbytes), e.name
+        self.entries = {
+            name: replace(e, offset=start + e.offset) for name, e in self.entries.items()
+        }

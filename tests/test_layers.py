@@ -25,6 +25,7 @@ LAYERS = {
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
     "kernels": "",
+    "quant": "dtypes kernels",
     "ops": "dtypes tensor kernels",
     "grad": "dtypes origin tensor graph ops",
     "interpret": "dtypes tensor graph",

@@ -1,0 +1,120 @@
+"""Vectors of 16 i32 for kernels on packed data: bytes and halves in memory, whole numbers between, f32x16 out.
+
+Addresses are int64 and count bytes. `b >> 4`, `b & 15`, `a | b`, `b - 8` work by lane; numbers are spread.
+"""
+
+import operator
+
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
+
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, VECTOR, f32x16, spread
+
+HALF, I8, I16 = ir.HalfType(), ir.IntType(8), ir.IntType(16)
+
+
+class Bits(types.Type):
+    """The numba type of 16 i32 in one LLVM vector."""
+
+    def __init__(self):
+        super().__init__(name="i32x16")
+
+
+i32x16 = Bits()
+
+
+@register_model(Bits)
+class BitsModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, BITS)
+
+
+@lower_cast(types.Integer, Bits)
+def integer_to_bits(context, builder, fromty, toty, value):
+    return spread(builder, context.cast(builder, value, fromty, types.int32), BITS)
+
+
+def binary_operator(symbol, instruction):
+    @infer_global(symbol)
+    class Operator(AbstractTemplate):
+        def generic(self, args, kws):
+            if i32x16 in args and all(isinstance(a, (Bits, types.Integer)) for a in args):
+                return signature(i32x16, i32x16, i32x16)
+            return None
+
+    @lower_builtin(symbol, i32x16, i32x16)
+    def lower(context, builder, sig, args):
+        return getattr(builder, instruction)(*args)
+
+
+for name, instruction in {
+    "and_": "and_", "or_": "or_", "sub": "sub", "lshift": "shl", "rshift": "lshr", "xor": "xor"
+}.items():  # fmt: skip
+    binary_operator(getattr(operator, name), instruction)
+
+
+def reading(kind, result, emit):
+    """An intrinsic (address, i): emit(builder, value) of element i there, or of sixteen from it on."""
+
+    def codegen(context, builder, sig, args):
+        one = kind.element if isinstance(kind, ir.VectorType) else kind
+        at = builder.gep(builder.inttoptr(args[0], one.as_pointer()), [args[1]])
+        return emit(builder, builder.load(builder.bitcast(at, kind.as_pointer()), align=1))
+
+    return intrinsic(lambda typingctx, a, i: (result(types.int64, types.int64), codegen))
+
+
+def sixteen(kind):
+    return ir.VectorType(kind, LANES)
+
+
+bytes_at = reading(sixteen(I8), i32x16, lambda builder, v: builder.zext(v, BITS))
+chars_at = reading(sixteen(I8), i32x16, lambda builder, v: builder.sext(v, BITS))
+shorts_at = reading(sixteen(I16), i32x16, lambda builder, v: builder.zext(v, BITS))
+halves_at = reading(sixteen(HALF), f32x16, lambda builder, v: builder.fpext(v, VECTOR))
+byte_at = reading(I8, types.int64, lambda builder, v: builder.zext(v, I64))
+char_at = reading(I8, types.int64, lambda builder, v: builder.sext(v, I64))
+short_at = reading(I16, types.int64, lambda builder, v: builder.zext(v, I64))
+word_at = reading(I32, types.int64, lambda builder, v: builder.zext(v, I64))
+half_at = reading(HALF, types.float32, lambda builder, v: builder.fpext(v, F32))
+
+
+@intrinsic
+def pick(typingctx, table, index):
+    """table[index] by lane; only the low four bits of an index count."""
+
+    def codegen(context, builder, sig, args):
+        values, numbers = args
+        picked = ir.Constant(VECTOR, ir.Undefined)
+        for lane in map(I32, range(LANES)):  # LLVM makes one permutation of it
+            number = builder.and_(builder.extract_element(numbers, lane), I32(LANES - 1))
+            picked = builder.insert_element(picked, builder.extract_element(values, number), lane)
+        return picked
+
+    return f32x16(f32x16, i32x16), codegen
+
+
+@intrinsic
+def lane_numbers(typingctx):
+    """0 .. 15."""
+
+    def codegen(context, builder, sig, args):
+        return ir.Constant(BITS, list(range(LANES)))
+
+    return i32x16(), codegen
+
+
+def converting(given, result, emit):
+    """An intrinsic on one vector; emit(builder, vector) -> vector."""
+
+    def codegen(context, builder, sig, args):
+        return emit(builder, *args)
+
+    return intrinsic(lambda typingctx, a: (result(given), codegen))
+
+
+spread_bits = converting(i32x16, i32x16, lambda builder, v: v)
+to_floats = converting(i32x16, f32x16, lambda builder, v: builder.sitofp(v, VECTOR))
+as_floats = converting(i32x16, f32x16, lambda builder, v: builder.bitcast(v, VECTOR))

@@ -5,7 +5,7 @@ A Text and an empty folder go in; the folder then holds all that prepare reads. 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -26,14 +26,13 @@ from packtrain.corpus.documents import (
 from packtrain.corpus.tokens import TokenFile, write_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
+from packtrain.kept import Say
 from packtrain.tokenizer import KEYS, Tokenizer
 from packtrain.vocabulary import train_vocabulary, vocabulary_of
 
 SPOKEN = {TRAIN: "training", VALID: "validation"}
 VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
 SECONDS_BETWEEN_LINES = 3.0
-
-Say = Callable[[str], None]
 
 
 def build(text: Text, folder: Path, say: Say) -> None:

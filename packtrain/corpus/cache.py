@@ -1,20 +1,7 @@
-"""From a Text to a Corpus: found in the cache by what it was made from, else made there by a child process.
-
-The child's memory is gone before training starts. A folder of the cache is filled under another name and renamed,
-so that it is complete whenever it exists.
-"""
+"""From a Text to a Corpus: found in the cache by what it was made from, else made there by a child process."""
 
 import hashlib
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,11 +12,10 @@ from packtrain.corpus.documents import TRAIN, VALID, Source, Text, find_sources,
 from packtrain.corpus.tokens import Tokens, read_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
+from packtrain.kept import Say, make
 from packtrain.vocabulary import vocabulary_of
 
-DAY = 24 * 3600.0
 FORMAT = 1  # another number makes all caches anew
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +41,9 @@ def prepare(text: Text, cache: Path, say: Say) -> Corpus:
     try:
         return read_corpus(folder, parts)
     except (OSError, ValueError):  # not there, or damaged
-        _make(text, folder, say)
+        request = asdict(text) | {"data": str(text.data)}
+        request["vocab"] = str(text.vocab) if text.vocab else None
+        make(folder, __package__, request, say)
     return read_corpus(folder, parts)
 
 
@@ -92,64 +80,3 @@ def read_corpus(folder: Path, parts: Sequence[str]) -> Corpus:
         folder.name,
         tuple(notes),
     )
-
-
-def _make(text: Text, folder: Path, say: Say) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder.parent)
-        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InputError(f"{folder.parent}: tokens cannot be kept there: {reason}") from None
-    try:
-        _build_in_child(text, partial, say)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-        with suppress(OSError):  # another process was faster
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sweep(cache: Path) -> None:
-    """Remove what processes that were killed a day ago or earlier left unfinished."""
-    for left in cache.glob("*-*"):
-        if time.time() - left.stat().st_mtime > DAY:
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _build_in_child(text: Text, folder: Path, say: Say) -> None:
-    """Run build in a process of its own; its errors are raised here, its lines go to `say`."""
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    request = asdict(text) | {"folder": str(folder), "data": str(text.data)}
-    request["vocab"] = str(text.vocab) if text.vocab else None
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
-            [sys.executable, "-m", __package__],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        ) as child,
-    ):
-        assert child.stdin and child.stdout
-        try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
-            for line in child.stdout:
-                kind, sentence = json.loads(line)
-                if kind == "error":
-                    raise InputError(sentence)
-                say(sentence)
-            child.wait()
-        except BaseException:
-            child.kill()
-            raise
-        if child.returncode == -signal.SIGINT:
-            raise KeyboardInterrupt
-        if child.returncode:
-            errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()
-            why = said[-1] if said else f"it ended with {child.returncode}"
-            raise RuntimeError(f"the child process that prepares the text failed: {why}")

@@ -1,0 +1,102 @@
+"""Folders that a child process makes once and that are kept: the child's memory is gone when its result is used.
+
+A module and a request go in; `python -m <module>` answers the request by filling a folder under another name, which
+is then renamed, so that a folder is complete whenever it exists.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import InputError
+
+DAY = 24 * 3600.0
+Say = Callable[[str], None]
+
+
+def make(folder: Path, module: str, request: Mapping[str, Any], say: Say) -> None:
+    """Have the folder filled by a child; one that is there is damaged, and replaced. Raises what the child raises."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"{folder.parent}: tokens cannot be kept there: {reason}") from None
+    try:
+        _ask(module, {**request, "folder": str(partial)}, say)
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # another process was faster
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def answer(build: Callable[[dict[str, Any], Path, Say], None]) -> None:
+    """What the child does: `build(request, folder, say)` for the request on stdin.
+
+    Each line on stdout is ["say", sentence] or ["error", sentence].
+    """
+
+    def send(kind: str, sentence: str) -> None:
+        print(json.dumps([kind, sentence]), flush=True)
+
+    request = json.loads(sys.stdin.readline())
+    folder = Path(request.pop("folder"))
+    try:
+        build(request, folder, lambda sentence: send("say", sentence))
+    except InputError as error:
+        send("error", str(error))
+    except OSError as error:
+        send("error", f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what processes that were killed a day ago or earlier left unfinished."""
+    for left in cache.glob("*-*"):
+        if time.time() - left.stat().st_mtime > DAY:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
+    """Run the module in a process of its own; its errors are raised here, its lines go to `say`."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        ) as child,
+    ):
+        assert child.stdin and child.stdout
+        try:
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+            for line in child.stdout:
+                kind, sentence = json.loads(line)
+                if kind == "error":
+                    raise InputError(sentence)
+                say(sentence)
+            child.wait()
+        except BaseException:
+            child.kill()
+            raise
+        if child.returncode == -signal.SIGINT:
+            raise KeyboardInterrupt
+        if child.returncode:
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip().splitlines()
+            why = said[-1] if said else f"it ended with {child.returncode}"
+            raise RuntimeError(f"the child process that prepares the text failed: {why}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.dtypes import f32
 from packtrain.graph import Graph
 from packtrain.tensor import Call, Tensor
 
@@ -30,7 +31,8 @@ class _Interpreter:
     def run(self, graph: Graph) -> dict[str, np.ndarray]:
         for leaf in graph.leaves:
             value = leaf.value if leaf.kind == "constant" else self.values[leaf.label]
-            self.storage[leaf] = np.array(value, self._dtype(leaf), order="C").reshape(leaf.shape)
+            shape = leaf.dtype.array_shape(leaf.shape)
+            self.storage[leaf] = np.array(value, self._dtype(leaf), order="C").reshape(shape)
         with np.errstate(all="ignore"):
             for call in graph.calls:
                 if not call.op.view:
@@ -42,18 +44,16 @@ class _Interpreter:
         inputs = [None if t is None else self._array(t) for t in call.inputs]
         for t in call.results:
             if t.base is t:
-                self.storage[t] = np.full(
-                    t.shape, np.nan if t.dtype.numpy == np.float32 else 0, self._dtype(t)
-                )
+                self.storage[t] = np.full(t.shape, np.nan if t.dtype is f32 else 0, self._dtype(t))
         results = tuple(self._array(t) for t in call.results)
         call.op.kernels["numpy"].run(results if call.several else results[0], *inputs, **call.attrs)
 
     def _dtype(self, t: Tensor) -> np.dtype:
-        assert t.dtype.numpy is not None
-        return self.real if t.dtype.numpy == np.float32 else t.dtype.numpy
+        return self.real if t.dtype is f32 else t.dtype.numpy
 
     def _array(self, t: Tensor) -> np.ndarray:
         storage = self.storage[t.base]
         wider = storage.itemsize // t.dtype.block_nbytes
         strides = tuple(s * wider for s in t.strides)
-        return np.ndarray(t.shape, storage.dtype, storage, t.offset * wider, strides)
+        shape = t.dtype.array_shape(t.shape)
+        return np.ndarray(shape, storage.dtype, storage, t.offset * wider, strides)

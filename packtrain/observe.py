@@ -142,10 +142,7 @@ class Observer:
         step = bound.step
         if step.op is not step.call.op:
             return
-        exact, plain = (
-            self._specified(bound, before, np.float64),
-            self._specified(bound, before, np.float32),
-        )
+        exact, plain = (self._specified(bound, before, real) for real in (np.float64, np.float32))
         for t, want, near, got in zip(step.results, exact, plain, bound.results, strict=True):
             if want is None or got.dtype.kind != "f":
                 continue

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,8 +46,17 @@ class Session:
         self.dirty: str | None = None
         self.generation = 0
         self._leaves: dict[str, _Leaf] = {}
+        self._shared: dict[str, np.ndarray] = {}
         self._constants: dict[Tensor, Any] = {}
         self._arenas: dict[str, tuple[int, Any]] = {}
+
+    def share(self, values: Mapping[str, np.ndarray]) -> None:
+        """Let leaves be these arrays (copied only if not contiguous and aligned), as weights mapped from a file."""
+        for name in values.keys() & self._leaves.keys():
+            raise RunError(f"{name} has its memory already; share before executors are made")
+        for name, value in values.items():
+            self._shared[name] = np.require(value, requirements=["C", "A"]).view()
+            self._shared[name].flags.writeable = False
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
         """Bind a placed graph, by its plan (made here if none is given), to this session's memory."""
@@ -56,6 +65,9 @@ class Session:
         report(placed, plan)
         for leaf in placed.graph.leaves:
             self._adopt(leaf, placed.home[leaf])
+        for call in placed.graph.calls:
+            for handle in call.results[: len(call.op.writes)]:
+                self._own(handle.base.label)
         for arena in plan.arenas:
             backend = next(b for b in placed.home.values() if b.space == arena.space)
             if arena.nbytes > self._arenas.get(arena.space, (-1, None))[0]:
@@ -72,9 +84,12 @@ class Session:
             return
         known = self._leaves.get(leaf.label)
         if known is None:
-            self._leaves[leaf.label] = _Leaf(
-                leaf.spec, backend, _alloc(backend, leaf.spec), leaf.kind == "state"
-            )
+            shared = self._shared.get(leaf.label)
+            if shared is None:
+                array, given = _alloc(backend, leaf.spec), leaf.kind == "state"
+            else:
+                array, given = _fitting(leaf.label, shared, leaf.spec, "no"), True
+            self._leaves[leaf.label] = _Leaf(leaf.spec, backend, array, given)
         elif known.spec != leaf.spec or known.backend.space != backend.space:
             here = f"{known.spec} on {known.backend.space}"
             raise RunError(
@@ -91,15 +106,15 @@ class Session:
     def set(self, values: Mapping[str, np.ndarray]) -> None:
         """Give leaves their values by name; shapes must be the leaves' own. Setting all makes a dirty session clean."""
         for name, value in values.items():
-            leaf = self._known(name)
+            leaf = self._own(name)
             leaf.backend.upload(leaf.array, _fitting(name, value, leaf.spec))
             leaf.given = True
-        if values.keys() >= self._leaves.keys():
+        if values.keys() | self._shared.keys() >= self._leaves.keys():
             self.dirty = None
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
         """Let `make` write a leaf's value where it lives; for values too large to be made elsewhere first."""
-        leaf = self._known(name)
+        leaf = self._own(name)
         make(leaf.array)
         leaf.given = True
 
@@ -119,6 +134,11 @@ class Session:
             raise RunError(f"the session is dirty and must not be saved: {self.dirty}")
         return self._known(name)
 
+    def _own(self, name: str) -> _Leaf:
+        if name in self._shared:
+            raise RunError(f"{name} is an array that was shared; it cannot be changed here")
+        return self._known(name)
+
     def _known(self, name: str) -> _Leaf:
         if name not in self._leaves:
             raise RunError(
@@ -132,12 +152,14 @@ class Session:
         return [name for name in weights if not self._leaves[name].given]
 
 
-def _fitting(name: str, value: Any, spec: Spec) -> np.ndarray:
+def _fitting(
+    name: str, value: Any, spec: Spec, casting: Literal["no", "same_kind"] = "same_kind"
+) -> np.ndarray:
     """The value as an array that fits the spec: same shape, same kind of number, nothing cut off."""
     given, dtype = np.asarray(value), spec.dtype.numpy
-    if given.shape != spec.shape:
+    if given.shape != spec.dtype.array_shape(spec.shape):
         raise RunError(f"{name} is {spec}; a value of shape {list(given.shape)} does not fit")
-    if dtype is None or not np.can_cast(given.dtype, dtype, "same_kind"):
+    if not np.can_cast(given.dtype, dtype, "no" if dtype.names else casting):
         raise RunError(f"{name} is {spec}; a value of {given.dtype} does not fit")
     if dtype.kind in "iu" and given.size and not np.can_cast(given.dtype, dtype):
         low, high = int(given.min()), int(given.max())
@@ -231,10 +253,7 @@ class Executor:
         with _one_at_a_time(), np.errstate(all="ignore"):
             self._prepare(inputs or {})
             observer = Observer.wanted(self.program, stop)
-            if observer is not None:
-                self._guarded(observer.run)
-            else:
-                self._guarded(self._run)
+            self._guarded(observer.run if observer else self._run)
             return {
                 name: backend.download(array) for name, (backend, array) in self.outputs.items()
             }
@@ -264,13 +283,9 @@ class Executor:
         if self.session.dirty:
             raise RunError(f"the session is dirty: {self.session.dirty}")
         if inputs.keys() != self.inputs.keys():
-            missing, unknown = (
-                self.inputs.keys() - inputs.keys(),
-                inputs.keys() - self.inputs.keys(),
-            )
-            raise RunError(
-                f"inputs missing: {sorted(missing) or 'none'}; unknown: {sorted(unknown) or 'none'}"
-            )
+            missing = sorted(self.inputs.keys() - inputs.keys()) or "none"
+            unknown = sorted(inputs.keys() - self.inputs.keys()) or "none"
+            raise RunError(f"inputs missing: {missing}; unknown: {unknown}")
         unset = self.session.unset(self.placed)
         if unset:
             raise RunError(f"weights without a value: {', '.join(unset)}")

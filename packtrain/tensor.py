@@ -202,13 +202,13 @@ def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
 
 
 def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
-    """A leaf whose value is part of the graph."""
+    """A leaf whose value is part of the graph; of a block type it is an array of blocks."""
     exact = np.array(value, dtype.numpy)
     if exact.dtype.kind in "iu" and not np.array_equal(exact, value):
         raise GraphError(f"{name}: its values are not all {dtype}")
     value = exact
     value.flags.writeable = False
-    return _leaf(name, value.shape, dtype, "constant", value)
+    return _leaf(name, dtype.tensor_shape(value.shape), dtype, "constant", value)
 
 
 def _leaf(name: str, shape: Shape, dtype: Dtype, kind: Kind, value: Any = None) -> Tensor:

@@ -173,7 +173,7 @@ def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
         "odd": Value("f64", math.nan),
         "exact": Value("f64", 0.1),
     }
-    packed = {name: (t, np.zeros((2, t.block_nbytes), np.uint8)) for name, t in BLOCK_TYPES.items()}
+    packed = {name: np.zeros((2, 1), t.numpy) for name, t in BLOCK_TYPES.items()}
     write(tmp_path / "m.gguf", keys, {**packed, "y": np.zeros(3, np.int8)})
     found = json.loads(inspected(tmp_path / "m.gguf", capsys, json=True))
     assert found["types"] == dict.fromkeys([*BLOCK_TYPES, "i8"], 1)

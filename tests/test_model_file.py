@@ -184,8 +184,8 @@ def no_tensor(name: str) -> Change:
     return lambda keys, tensors: tensors.pop(name)
 
 
-def packed(rows: int, width: int) -> tuple[Any, np.ndarray]:
-    return BLOCK_TYPES["q4_0"], np.zeros((rows, width // 32 * 18), np.uint8)
+def packed(rows: int, width: int) -> np.ndarray:
+    return np.zeros((rows, width // 32), BLOCK_TYPES["q4_0"].numpy)
 
 
 BAD: dict[str, Change] = {

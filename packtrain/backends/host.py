@@ -41,11 +41,9 @@ class Host:
     def view(
         self, buffer: np.ndarray, offset: int, spec: Spec, strides: tuple[int, ...]
     ) -> np.ndarray:
-        """The array of `spec` at `offset` bytes; element types without a NumPy type are seen as their bytes."""
-        if spec.dtype.numpy is not None:
-            return np.ndarray(spec.shape, spec.dtype.numpy, buffer, offset, strides)
-        shape = (*spec.shape[:-1], spec.dtype.row_nbytes(spec.shape[-1]))
-        return np.ndarray(shape, np.uint8, buffer, offset, (*strides[:-1], 1))
+        """The array of `spec` at `offset` bytes."""
+        shape = spec.dtype.array_shape(spec.shape)
+        return np.ndarray(shape, spec.dtype.numpy, buffer, offset, strides)
 
     def upload(self, array: np.ndarray, values: np.ndarray) -> None:
         np.copyto(array, values)

@@ -45,13 +45,10 @@ class GGUF:
         return tuple(part.path for part in self._parts)
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor's values, read-only; types without a NumPy type come as their bytes, u8 (..., row bytes)."""
+        """The tensor's values, read-only; of block types an array of blocks (see dtypes)."""
         e = self.entries[name]
         data = self._parts[e.part].data
-        if e.dtype.numpy is not None:
-            return np.ndarray(e.shape, e.dtype.numpy, data, e.offset)
-        row = e.dtype.row_nbytes(e.shape[-1] if e.shape else 1)
-        return np.ndarray((*e.shape[:-1], row), np.uint8, data, e.offset)
+        return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, data, e.offset)
 
 
 def _opened(path: Path) -> Part:

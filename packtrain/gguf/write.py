@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from packtrain.dtypes import Dtype, f32
+from packtrain.dtypes import NUMPY, Dtype
 from packtrain.files import replacing
 from packtrain.gguf.format import (
     ALIGNMENT,
@@ -42,12 +42,11 @@ class Deferred:
 def write(
     path: str | Path,
     metadata: Mapping[str, Value],
-    tensors: Mapping[str, np.ndarray | tuple[Dtype, np.ndarray] | Deferred],
+    tensors: Mapping[str, np.ndarray | Deferred],
 ) -> None:
     """Write a GGUF file: beside its place first, synced, then renamed over it.
 
-    tensors  arrays of f16, f32, f64, i8, i16, i32 or i64; (dtype, u8 (..., row bytes)) for types NumPy does not have;
-             or Deferred, made when it is written
+    tensors  arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred, made when written
     Raises GGUFError for names or values the format cannot hold, OSError if the disk does not take the file;
     a file that was there before is then still there, whole.
     """
@@ -55,22 +54,18 @@ def write(
         _write(file, metadata, {name: _deferred(name, given) for name, given in tensors.items()})
 
 
-def _deferred(name: str, given: np.ndarray | tuple[Dtype, np.ndarray] | Deferred) -> Deferred:
+def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
     """dtype, logical shape and values of a tensor to write."""
     if len(name.encode()) >= NAME_NBYTES:
         raise GGUFError(f"tensor name {name!r} has more than {NAME_NBYTES - 1} bytes")
     if isinstance(given, Deferred):
         return given
-    if isinstance(given, tuple):
-        dtype, array = given
-        width = array.shape[-1] // dtype.block_nbytes * dtype.block
-        return Deferred(dtype, (*array.shape[:-1], width), lambda: [array])
-    dtype = next((d for d in NUMBERS if d.numpy == given.dtype), f32)
-    if dtype.numpy != given.dtype or given.ndim > AXES:
+    dtype = NUMPY.get(given.dtype)
+    if dtype not in NUMBERS or given.ndim > AXES:
         raise GGUFError(
             f"{name}: a {given.dtype} array of {given.ndim} axes cannot be a GGUF tensor"
         )
-    return Deferred(dtype, given.shape, lambda: [given])
+    return Deferred(dtype, dtype.tensor_shape(given.shape), lambda: [given])
 
 
 def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, Deferred]) -> None:

@@ -6,15 +6,17 @@ training (keys and values of the batch) and generation (keys and values of the c
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from packtrain import ops
-from packtrain.dtypes import i32
+from packtrain.dtypes import Dtype, f32, i32
 from packtrain.tensor import Tensor, input, named, state, weight
 
 Weights = Mapping[str, Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ PRESETS = {
 }
 
 
-def weights(config: Config) -> dict[str, Tensor]:
-    """The model's weight leaves by GGUF name."""
+def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
+    """The model's weight leaves by GGUF name; `types` says which are stored otherwise than as f32."""
     c, f, d = config.embedding_length, config.feed_forward_length, config.head_width
     q, kv = config.head_count * d, config.head_count_kv * d
     block = {
@@ -58,7 +60,7 @@ def weights(config: Config) -> dict[str, Tensor]:
     shapes["output_norm.weight"] = (c,)
     if not config.tied:
         shapes["output.weight"] = (config.vocab_size, c)
-    return {name: weight(name, shape) for name, shape in shapes.items()}
+    return {name: weight(name, shape, types.get(name, f32)) for name, shape in shapes.items()}
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:

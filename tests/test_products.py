@@ -1,0 +1,89 @@
+"""Weights as they are stored: shared without a copy, read by products in the types of GGUF."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import ops
+from packtrain.dtypes import BLOCK_TYPES
+from packtrain.gguf import GGUF, write
+from packtrain.run import RunError
+
+# ---- shared arrays -------------------------------------------------------------------------------------------
+
+
+def doubled(name: str = "w") -> pt.Graph:
+    return pt.Graph({"y": ops.scale(pt.weight(name, (3, 4)), by=2.0)})
+
+
+def test_a_shared_array_is_the_leaf(tmp_path: Path) -> None:
+    w = np.arange(12, dtype=np.float32).reshape(3, 4)
+    write(tmp_path / "w.gguf", {}, {"w": w})
+    mapped = GGUF(tmp_path / "w.gguf").array("w")
+    session = pt.Session()
+    session.share({"w": mapped})
+    run = session.executor(pt.place(doubled()))
+    assert np.shares_memory(session.view("w"), mapped)
+    np.testing.assert_array_equal(run()["y"], 2 * w)
+
+
+def test_a_shared_array_cannot_be_changed() -> None:
+    w = np.ones((3, 4), np.float32)
+    session = pt.Session()
+    session.share({"w": w})
+    session.executor(pt.place(doubled()))
+    for change in (
+        lambda: session.set({"w": 2 * w}),
+        lambda: session.fill("w", lambda array: array.fill(2)),
+        lambda: session.executor(pt.place(written())),
+    ):
+        with pytest.raises(RunError, match="w is an array that was shared"):
+            change()
+
+
+def written() -> pt.Graph:
+    ids = pt.constant("ids", np.array([1]), pt.i32)
+    (handle,) = ops.set_rows(pt.weight("w", (3, 4)), pt.input("x", (1, 4)), ids)
+    return pt.Graph({}, [handle])
+
+
+def test_only_arrays_of_the_leafs_own_kind_are_shared_and_in_time() -> None:
+    session = pt.Session()
+    session.share({"w": np.ones((3, 4)), "v": np.ones((4, 3), np.float32)})
+    with pytest.raises(RunError, match=r"w is f32\[3, 4\]; a value of float64 does not fit"):
+        session.executor(pt.place(doubled()))
+    with pytest.raises(RunError, match=r"v is f32\[3, 4\]; a value of shape \[4, 3\] does not fit"):
+        session.executor(pt.place(doubled("v")))
+    session.executor(pt.place(doubled("u")))
+    with pytest.raises(RunError, match="u has its memory already"):
+        session.share({"u": np.ones((3, 4), np.float32)})
+
+
+def test_a_dirty_session_is_clean_when_all_of_its_own_leaves_are_set() -> None:
+    session = pt.Session()
+    session.share({"w": np.ones((3, 4), np.float32)})
+    session.executor(pt.place(doubled("v")))
+    session.executor(pt.place(doubled()))
+    session.dirty = "an update failed"
+    session.set({"v": np.ones((3, 4), np.float32)})
+    assert session.dirty is None
+
+
+# ---- arrays of blocks ----------------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_blocks_as_they_are() -> None:
+    q8_0 = BLOCK_TYPES["q8_0"]
+    w = np.random.default_rng(0).integers(0, 256, (3, 2 * 34), np.uint8).view(q8_0.numpy)
+    leaf = pt.weight("w", (3, 64), q8_0)
+    session = pt.Session()
+    session.executor(pt.place(pt.Graph({"w": leaf})))
+    session.set({"w": w})
+    np.testing.assert_array_equal(session.get("w"), w)
+    assert session.get("w").dtype == w.dtype
+    with pytest.raises(RunError, match=r"w is q8_0\[3, 64\]; a value of shape \[3, 1\]"):
+        session.set({"w": w[:, :1]})
+    with pytest.raises(RunError, match=r"w is q8_0\[3, 64\]; a value of float32 does not fit"):
+        session.set({"w": np.ones((3, 2), np.float32)})

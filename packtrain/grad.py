@@ -47,11 +47,11 @@ def differentiate(
 
 
 def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
-    """Tensors on a way from `wrt` onwards."""
+    """Tensors on a way from `wrt` onwards; indices end it, as they do not change by small steps."""
     active = set(wrt)
     for call in calls:
         if any(t in active for t in call.inputs):
-            active.update(call.results)
+            active.update(t for t in call.results if t.dtype == f32)
     return active
 
 
@@ -60,7 +60,7 @@ def _check(loss: Tensor, calls: Iterable[Call], active: set[Tensor], wrt: Sequen
     unread = [t.label for t in wrt if t not in read]
     if unread:
         raise GraphError(f"the loss does not depend on {', '.join(unread)}")
-    without = [c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.inputs)]
+    without = [c for c in calls if c.op.vjp_rule is None and any(t in active for t in c.results)]
     if without:
         lines = [f"    {c.results[0]}" for c in without]
         raise GraphError("\n".join([f"no gradient (vjp) for {len(without)} calls:", *lines]))

@@ -26,7 +26,7 @@ LARGE = {
 }  # fmt: skip
 NO_GRADIENT = {
     "silu_back", "swiglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
-    "opt_step_adamw", "opt_step_sgd", "clip_gate", "accumulate",
+    "opt_step_adamw", "opt_step_sgd", "clip_gate", "accumulate", "top_k", "group_rows", "weighted_rows_back",
 }  # fmt: skip
 
 

@@ -4,10 +4,15 @@ from collections import Counter
 
 import pytest
 
-from tests import faults_gradients, faults_kernels, faults_plans
+from tests import faults_experts, faults_gradients, faults_kernels, faults_plans
 from tests.faults import FAULTS, Check, Fault
 
-LISTS = faults_kernels, faults_gradients, faults_plans  # they filled FAULTS when they were imported
+LISTS = (
+    faults_experts,
+    faults_kernels,
+    faults_gradients,
+    faults_plans,
+)  # they filled FAULTS when they were imported
 passed: set[Check] = set()
 
 

@@ -1,0 +1,234 @@
+"""Mixture of experts: choosing, sorting rows by expert, products of each run of rows with its expert's matrix.
+
+`ids` that products take are ascending. Tasks are columns of all experts, so that routing cannot starve a thread.
+"""
+
+from numba import prange, types
+
+from packtrain.kernels.matmul import FEW_ROWS, SMALL, block, dot_rows, layout
+from packtrain.kernels.simd import (
+    LANES,
+    fma,
+    ids1,
+    in2,
+    kernel,
+    load_part,
+    out2,
+    out3,
+    rank,
+    splat,
+    store_part,
+    total,
+)
+
+i64, f32, void = types.int64, types.float32, types.void
+ids2 = types.Array(types.int32, 2, "C", readonly=True)
+out_ids1, out_ids2 = types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C")
+any_in3 = rank(3, "A", readonly=True)
+SERIAL = 1 << 14
+BLOCK = 1 << 13
+SIDE = 120  # columns of a product in a task, or rows of an outer product
+
+
+# ---- choosing ------------------------------------------------------------------------------------------------
+
+
+@kernel(void(out_ids2, in2, i64, i64))
+def largest_rows(ids, x, start, stop):
+    for i in range(start, stop):
+        for j in range(ids.shape[1]):
+            best = -1
+            for e in range(x.shape[1]):
+                before = ids[i, j - 1]
+                left = j == 0 or x[i, e] < x[i, before] or (x[i, e] == x[i, before] and e > before)
+                if left and (best < 0 or x[i, e] > x[i, best]):
+                    best = e
+            ids[i, j] = max(best, 0)  # a NaN comes neither before nor after anything
+
+
+@kernel(void(out_ids2, in2), parallel=True)
+def top_k(ids, x):
+    """The indices of the k largest of each row, the largest first; of equal ones the lower index.
+
+    x    (N, E)  f32
+    ids  (N, k)  i32
+    """
+    n, width = x.shape
+    if x.size <= SERIAL:
+        largest_rows(ids, x, 0, n)
+        return
+    rows = max(1, BLOCK // width)
+    for t in prange(-(-n // rows)):
+        largest_rows(ids, x, t * rows, min(n, (t + 1) * rows))
+
+
+@kernel(void(out2, in2, ids2))
+def take(y, x, ids):
+    """y[i, j] = x[i, ids[i, j]]."""
+    for i in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            y[i, j] = x[i, ids[i, j]]
+
+
+@kernel(void(out2, in2, ids2))
+def take_back(dx, dy, ids):
+    """dx[i, ids[i, j]] += dy[i, j] into zeros."""
+    dx[:] = 0
+    for i in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            dx[i, ids[i, j]] += dy[i, j]
+
+
+@kernel(void(out_ids1, out_ids1, out_ids2, ids2, out_ids1))
+def group_rows(row, group, place, ids, starts):
+    """Sort all ids, equal ones in their order: see the op. starts (groups,) is scratch."""
+    starts[:] = 0
+    for i in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            starts[ids[i, j]] += 1
+    before = 0
+    for g in range(starts.size):
+        starts[g], before = before, before + starts[g]
+    for i in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            at = starts[ids[i, j]]
+            starts[ids[i, j]] += 1
+            row[at], group[at], place[i, j] = i, ids[i, j], at
+
+
+# ---- products ------------------------------------------------------------------------------------------------
+
+
+@kernel(i64(ids1, i64))
+def first_of(ids, expert):
+    """Where the rows of an expert begin, or would."""
+    low, high = 0, ids.size
+    while low < high:
+        middle = (low + high) // 2
+        if ids[middle] < expert:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel(void(out2, in2, any_in3, ids1, types.boolean, i64))
+def matmul_id_task(y, x, w, ids, accumulate, task):
+    """SIDE columns of the rows of one expert."""
+    e, j = task % w.shape[0], task // w.shape[0] * SIDE
+    start, stop = first_of(ids, e), first_of(ids, e + 1)
+    columns = w[e].T
+    if 0 < stop - start <= FEW_ROWS and layout(columns)[0] == 1:
+        end = min(j + SIDE, y.shape[1])
+        dot_rows(y[start:stop], x[start:stop], columns, accumulate, j, end)
+    else:
+        block(y[start:stop], x[start:stop], columns, accumulate, 0, stop - start, j, SIDE)
+
+
+@kernel(void(out2, in2, any_in3, ids1, types.boolean), parallel=True)
+def matmul_id(y, x, w, ids, accumulate):
+    """y[i] = x[i] @ w[ids[i]].T, or y + that.
+
+    x    (N, K)     f32
+    w    (E, F, K)  f32, unit stride on either of its last axes
+    ids  (N,)       i32, ascending
+    y    (N, F)     f32
+    """
+    tasks = -(-y.shape[1] // SIDE) * w.shape[0]
+    if y.size * x.shape[1] <= SMALL:
+        for t in range(tasks):
+            matmul_id_task(y, x, w, ids, accumulate, t)
+        return
+    for t in prange(tasks):
+        matmul_id_task(y, x, w, ids, accumulate, t)
+
+
+@kernel(void(out3, in2, in2, ids1, types.boolean, i64))
+def out_prod_id_task(y, a, b, ids, accumulate, task):
+    """SIDE rows of the product of one expert; zeros for one without rows."""
+    e, i = task % y.shape[0], task // y.shape[0] * SIDE
+    start, stop = first_of(ids, e), first_of(ids, e + 1)
+    block(y[e], a[start:stop].T, b[start:stop], accumulate, i, SIDE, 0, y.shape[2])
+
+
+@kernel(void(out3, in2, in2, ids1, types.boolean), parallel=True)
+def out_prod_id(y, a, b, ids, accumulate):
+    """y[e] = sum of outer products of a[i] and b[i] over ids[i] == e, or y[e] + that.
+
+    a    (N, P)     f32
+    b    (N, Q)     f32
+    ids  (N,)       i32, ascending
+    y    (E, P, Q)  f32
+    """
+    tasks = -(-y.shape[1] // SIDE) * y.shape[0]
+    if max(a.shape[0], y.shape[0]) * y.shape[1] * y.shape[2] <= SMALL:
+        for t in range(tasks):
+            out_prod_id_task(y, a, b, ids, accumulate, t)
+        return
+    for t in prange(tasks):
+        out_prod_id_task(y, a, b, ids, accumulate, t)
+
+
+# ---- weighted sums of rows -----------------------------------------------------------------------------------
+
+
+@kernel(void(out2, in2, ids2, in2, types.boolean, i64, i64))
+def weighted_part(y, x, ids, weights, accumulate, start, stop):
+    width = y.shape[1]
+    for t in range(start, stop):
+        for i in range(0, width, LANES):
+            v = load_part(y, t * width + i, width - i) if accumulate else splat(0.0)
+            for j in range(ids.shape[1]):
+                at = i64(ids[t, j]) * width + i
+                v = fma(load_part(x, at, width - i), weights[t, j], v)
+            store_part(y, t * width + i, v, width - i)
+
+
+@kernel(void(out2, in2, ids2, in2, types.boolean), parallel=True)
+def weighted_rows(y, x, ids, weights, accumulate):
+    """y[t] = sum over j of weights[t, j] * x[ids[t, j]], or y + that.
+
+    x             (N, C)  f32
+    ids, weights  (T, k)  i32, f32
+    y             (T, C)  f32
+    """
+    n, width = y.shape
+    if x.size <= SERIAL:
+        weighted_part(y, x, ids, weights, accumulate, 0, n)
+        return
+    rows = max(1, BLOCK // width)
+    for t in prange(-(-n // rows)):
+        weighted_part(y, x, ids, weights, accumulate, t * rows, min(n, (t + 1) * rows))
+
+
+@kernel(void(out2, out2, in2, in2, ids2, in2, i64, i64))
+def weighted_back_part(dx, dweights, dy, x, ids, weights, start, stop):
+    width = dy.shape[1]
+    for t in range(start, stop):
+        for j in range(ids.shape[1]):
+            row = i64(ids[t, j]) * width
+            if dweights.size:
+                lanes = splat(0.0)
+                for i in range(0, width, LANES):
+                    v = load_part(dy, t * width + i, width - i)
+                    lanes = fma(v, load_part(x, row + i, width - i), lanes)
+                dweights[t, j] = total(lanes)
+            if dx.size:
+                for i in range(0, width, LANES):
+                    v = load_part(dy, t * width + i, width - i) * weights[t, j]
+                    store_part(dx, row + i, v, width - i)
+
+
+@kernel(void(out2, out2, in2, in2, ids2, in2), parallel=True)
+def weighted_rows_back(dx, dweights, dy, x, ids, weights):
+    """Gradients of weighted_rows, where dx and dweights are not of size 0; dx may be x.
+
+    dx[ids[t, j]] = weights[t, j] * dy[t], dweights[t, j] = dy[t] . x[ids[t, j]]; each row of x is in ids once
+    """
+    n, width = dy.shape
+    if x.size <= SERIAL:
+        weighted_back_part(dx, dweights, dy, x, ids, weights, 0, n)
+        return
+    rows = max(1, BLOCK // width)
+    for t in prange(-(-n // rows)):
+        weighted_back_part(dx, dweights, dy, x, ids, weights, t * rows, min(n, (t + 1) * rows))

@@ -1,0 +1,268 @@
+"""Mixture of experts: products of rows with the matrix of their expert, weighted sums of rows, and both together."""
+
+import math
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32, i32
+from packtrain.ops.activation import swiglu
+from packtrain.ops.arrays import rows, rows_or_absent, start_with
+from packtrain.ops.index import get_rows
+from packtrain.ops.matmul import matmul
+from packtrain.ops.routing import check_ids, group_rows, take, top_k
+from packtrain.ops.shape import reshape, transpose
+from packtrain.ops.softmax import soft_max
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+
+def experts(
+    x: Tensor,
+    gate_inp: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    acc: Tensor | None = None,
+    *,
+    used: int,
+    norm: bool = True,
+) -> Tensor:
+    """A feed-forward of experts: y = sum over the `used` likeliest e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
+
+    p is the softmax of x @ gate_inp.T, over all experts, or over those chosen with `norm` (divided by their sum).
+
+        x         (..., C)   f32
+        gate_inp  (E, C)     f32
+        gate, up  (E, F, C)  f32
+        down      (E, C, F)  f32
+        acc, y    (..., C)   f32
+    Mixtral (Jiang et al. 2024, arXiv 2401.04088); llama.cpp's build_moe_ffn.
+    """
+    logits = matmul(x, gate_inp)
+    chosen = top_k(logits, k=used)
+    p = soft_max(take(logits, chosen)) if norm else take(soft_max(logits), chosen)
+    row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
+    tokens = math.prod(x.shape[:-1])
+    sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
+    hidden = swiglu(matmul_id(sorted_x, gate, expert), matmul_id(sorted_x, up, expert))
+    return weighted_rows(matmul_id(hidden, down, expert), place, p, acc)
+
+
+def _check_order(op_name, ids, count):
+    check_ids(op_name, ids, count)
+    if (ids[1:] < ids[:-1]).any():
+        raise IndexError(f"{op_name}: ids must ascend, as group_rows gives them")
+
+
+# ---- products ------------------------------------------------------------------------------------------------
+
+
+def _is_stack(index: int, t: Tensor) -> bool:
+    """Whether w is a stack of matrices, each with one axis contiguous: a transposed view is as good."""
+    (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
+    return index == 1 and ((column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n))
+
+
+@op(inplace=(3,), acc=3)
+def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> Spec:
+    """Multiply each row of x by the matrix of its expert: y[i] = w[ids[i]] @ x[i] (+ acc[i]). ggml_mul_mat_id.
+
+    x    (N, K)     f32
+    w    (E, F, K)  f32; a transposed view is as good
+    ids  (N,)       i32, ascending: rows of one expert are multiplied at once
+    y    (N, F)     f32
+    """
+    fits = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[-1] == w.shape[-1]
+    want(
+        fits and x.dtype == f32 and w.dtype == f32,
+        f"x is {x.spec} and w is {w.spec}; f32[N, K] and f32[E, F, K] are needed",
+    )
+    want(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
+    y = Spec((x.shape[0], w.shape[1]))
+    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    return y
+
+
+@matmul_id.vjp
+def matmul_id_vjp(dy, y, x, w, ids, acc):
+    dw = out_prod_id(dy, x, ids, count=w.shape[0])
+    return matmul_id(dy, transpose(w), ids), dw, None, (None if acc is None else dy)
+
+
+@matmul_id.kernel("numpy")
+def matmul_id_numpy(y, x, w, ids, acc):
+    _check_order("matmul_id", ids, len(w))
+    y[...] = 0 if acc is None else acc
+    for e in np.unique(ids):
+        y[ids == e] += x[ids == e] @ w[e].T
+
+
+@matmul_id.kernel("cpu", strided=_is_stack)
+def matmul_id_cpu(y, x, w, ids, acc):
+    _check_order("matmul_id", ids, len(w))
+    if acc is not None:
+        start_with(y, acc)
+    kernels.experts.matmul_id(y, x, w, ids, acc is not None)
+
+
+@matmul_id.samples
+def matmul_id_samples():
+    for counts, f, k in (((1,), 1, 1), ((0, 3, 0, 20), 15, 33), ((17, 1, 30), 250, 64)):
+        w, ids = input("w", (len(counts), f, k)), _ascending(counts)
+        yield matmul_id(input("x", (sum(counts), k)), w, ids)
+        yield matmul_id(input("x", (sum(counts), k)), w, ids, input("acc", (sum(counts), f)))
+    turned = transpose(input("w", (3, 16, 9)))
+    yield matmul_id(input("x", (9, 16)), turned, _ascending((2, 0, 7)))
+
+
+@op(inplace=(3,), acc=3)
+def out_prod_id(
+    a: Tensor, b: Tensor, ids: Tensor, acc: Tensor | None = None, *, count: int
+) -> Spec:
+    """Sum of outer products of rows by expert: y[ids[i]] += outer(a[i], b[i]), into zeros (or acc).
+
+    a    (N, P)         f32
+    b    (N, Q)         f32
+    ids  (N,)           i32, ascending, below count
+    y    (count, P, Q)  f32; the gradient of matmul_id's w
+    """
+    fits = len(a.shape) == len(b.shape) == 2 and a.shape[:1] == b.shape[:1]
+    want(
+        fits and a.dtype == f32 and b.dtype == f32,
+        f"a is {a.spec} and b is {b.spec}; f32[N, P] and f32[N, Q] are needed",
+    )
+    want(ids.spec == Spec(a.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{a.shape[0]}]")
+    y = Spec((count, a.shape[1], b.shape[1]))
+    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    return y
+
+
+@out_prod_id.vjp
+def out_prod_id_vjp(dy, y, a, b, ids, acc, *, count):
+    da, db = matmul_id(b, dy, ids), matmul_id(a, transpose(dy), ids)
+    return da, db, None, (None if acc is None else dy)
+
+
+@out_prod_id.kernel("numpy")
+def out_prod_id_numpy(y, a, b, ids, acc, *, count):
+    _check_order("out_prod_id", ids, count)
+    y[...] = 0 if acc is None else acc
+    for e in np.unique(ids):
+        y[e] += a[ids == e].T @ b[ids == e]
+
+
+@out_prod_id.kernel("cpu")
+def out_prod_id_cpu(y, a, b, ids, acc, *, count):
+    _check_order("out_prod_id", ids, count)
+    if acc is not None:
+        start_with(y, acc)
+    kernels.experts.out_prod_id(y, a, b, ids, acc is not None)
+
+
+@out_prod_id.samples
+def out_prod_id_samples():
+    for counts, p, q in (((1,), 1, 1), ((0, 3, 0, 20), 15, 33), ((17, 0, 30), 250, 64)):
+        a, b = input("a", (sum(counts), p)), input("b", (sum(counts), q))
+        yield out_prod_id(a, b, _ascending(counts), count=len(counts))
+        acc = input("acc", (len(counts), p, q))
+        yield out_prod_id(a, b, _ascending(counts), acc, count=len(counts))
+
+
+# ---- weighted sums of rows -----------------------------------------------------------------------------------
+
+
+@op(inplace=(3,), acc=3)
+def weighted_rows(x: Tensor, ids: Tensor, weights: Tensor, acc: Tensor | None = None) -> Spec:
+    """Sum rows by index with weights: y[...] = sum over j of weights[..., j] * x[ids[..., j]] (+ acc).
+
+    x        (N, C)    f32
+    ids      (..., k)  i32, with each of the N rows once, as group_rows gives its places
+    weights  (..., k)  f32
+    y        (..., C)  f32
+    """
+    fits = len(x.shape) == 2 and ids.spec.size == x.shape[0] and len(ids.shape) > 0
+    want(
+        fits and x.dtype == f32 and ids.dtype == i32,
+        f"x is {x.spec} and ids is {ids.spec}; f32[N, C] and i32[..., k] of N elements are needed",
+    )
+    want(
+        weights.spec == Spec(ids.shape), f"weights is {weights.spec}; it must be f32{[*ids.shape]}"
+    )
+    y = Spec((*ids.shape[:-1], x.shape[1]))
+    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    return y
+
+
+@weighted_rows.vjp
+def weighted_rows_vjp(dy, y, x, ids, weights, acc):
+    dx, dweights = weighted_rows_back(dy, x, ids, weights)
+    return dx, None, dweights, (None if acc is None else dy)
+
+
+@weighted_rows.kernel("numpy")
+def weighted_rows_numpy(y, x, ids, weights, acc):
+    check_ids("weighted_rows", ids, len(x))
+    y[...] = (x[ids] * weights[..., None]).sum(-2) + (0 if acc is None else acc)
+
+
+@weighted_rows.kernel("cpu")
+def weighted_rows_cpu(y, x, ids, weights, acc):
+    check_ids("weighted_rows", ids, len(x))
+    if acc is not None:
+        start_with(y, acc)
+    kernels.experts.weighted_rows(rows(y), x, rows(ids), rows(weights), acc is not None)
+
+
+@weighted_rows.samples
+def weighted_rows_samples():
+    for n, k, c in ((1, 1, 1), (9, 2, 33), (300, 3, 64)):
+        given = input("x", (n * k, c)), _places(n, k), input("weights", (n, k))
+        yield weighted_rows(*given)
+        yield weighted_rows(*given, input("acc", (n, c)))
+    ids = reshape(_places(6, 2), shape=(2, 3, 2))
+    yield weighted_rows(input("x", (12, 5)), ids, input("weights", (2, 3, 2)))
+
+
+@op(inplace=(1,), optional=(0, 1))
+def weighted_rows_back(dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Spec, ...]:
+    """Gradients of weighted_rows: dx[ids[..., j]] = weights[..., j] * dy, dweights[..., j] = dy . x[ids[..., j]]."""
+    want(
+        dy.spec == Spec((*ids.shape[:-1], x.shape[1])),
+        f"dy is {dy.spec}; it must be f32{[*ids.shape[:-1], x.shape[1]]}",
+    )
+    return x.spec, weights.spec
+
+
+@weighted_rows_back.kernel("numpy")
+def weighted_rows_back_numpy(out, dy, x, ids, weights):
+    check_ids("weighted_rows_back", ids, len(x))
+    dx, dweights = out
+    if dweights is not None:
+        dweights[...] = (dy[..., None, :] * x[ids]).sum(-1)
+    if dx is not None:
+        dx[ids] = weights[..., None] * dy[..., None, :]
+
+
+@weighted_rows_back.kernel("cpu")
+def weighted_rows_back_cpu(out, dy, x, ids, weights):
+    check_ids("weighted_rows_back", ids, len(x))
+    dx, dweights = (rows_or_absent(t) for t in out)
+    kernels.experts.weighted_rows_back(dx, dweights, rows(dy), x, rows(ids), rows(weights))
+
+
+@weighted_rows_back.samples
+def weighted_rows_back_samples():
+    for n, k, c in ((1, 1, 1), (9, 2, 33), (300, 3, 64)):
+        x, ids = input("x", (n * k, c)), _places(n, k)
+        yield from weighted_rows_back(input("dy", (n, c)), x, ids, input("weights", (n, k)))
+
+
+# ---- for samples ---------------------------------------------------------------------------------------------
+
+
+def _ascending(counts: tuple[int, ...]) -> Tensor:
+    return constant("ids", np.repeat(np.arange(len(counts)), counts), i32)
+
+
+def _places(n: int, k: int) -> Tensor:
+    return constant("ids", np.random.default_rng(3).permutation(n * k).reshape(n, k), i32)

@@ -1,0 +1,83 @@
+"""Planted faults in routing, in products by expert and in weighted sums. See faults."""
+
+import numpy as np
+from pytest import MonkeyPatch
+
+from tests.faults import fault, in_place, kernel, value
+
+
+@fault("kernel", value("top_k"))
+def top_k_that_prefers_the_last_of_equal_ones(patch: MonkeyPatch) -> None:
+    def wrong(ids, x, *, k):
+        ids[...] = np.argsort(x, axis=-1, kind="stable")[..., ::-1][..., :k]
+
+    kernel(patch, "top_k", lambda run: wrong)
+
+
+@fault("kernel", value("group_rows"))
+def group_rows_that_turns_equal_ones_around(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def turned(out, ids, *, groups, work):
+            run(out, ids[::-1].copy(), groups=groups, work=work)
+            out[0][...] = len(ids) - 1 - out[0]
+            out[2][...] = out[2][::-1].copy()
+
+        return turned
+
+    kernel(patch, "group_rows", wrong)
+
+
+@fault("kernel", value("take_back"))
+def take_back_where_the_last_write_wins(patch: MonkeyPatch) -> None:
+    def wrong(dx, dy, ids, *, width):
+        dx[...] = 0
+        np.put_along_axis(dx, ids, dy, -1)
+
+    kernel(patch, "take_back", lambda run: wrong)
+
+
+@fault("kernel", value("matmul_id"))
+def matmul_id_with_the_matrix_of_the_next_expert(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        return lambda y, x, w, ids, acc: run(y, x, np.roll(w, -1, 0), ids, acc)
+
+    kernel(patch, "matmul_id", wrong)
+
+
+@fault("kernel", value("out_prod_id"))
+def out_prod_id_that_gives_the_first_row_of_an_expert_to_the_one_before(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def early(y, a, b, ids, acc, *, count):
+            first = np.flatnonzero(np.diff(ids, prepend=ids[:1]))
+            ids = ids.copy()
+            ids[first] -= 1
+            run(y, a, b, ids, acc, count=count)
+
+        return early
+
+    kernel(patch, "out_prod_id", wrong)
+
+
+@fault("kernel", value("weighted_rows"))
+def weighted_rows_without_the_last_weight(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def short(y, x, ids, weights, acc):
+            weights = weights.copy()
+            weights[..., 1:] = 0
+            run(y, x, ids, weights, acc)
+
+        return short
+
+    kernel(patch, "weighted_rows", wrong)
+
+
+@fault("in place", in_place("weighted_rows_back"))
+def weighted_rows_back_that_writes_dx_before_it_reads_x(patch: MonkeyPatch) -> None:
+    def wrong(out, dy, x, ids, weights):
+        dx, dweights = out
+        if dx is not None:
+            dx[ids] = weights[..., None] * dy[..., None, :]
+        if dweights is not None:
+            dweights[...] = (dy[..., None, :] * x[ids]).sum(-1)
+
+    kernel(patch, "weighted_rows_back", lambda run: wrong)

@@ -1,0 +1,119 @@
+"""A mixture of experts as a whole, against PyTorch; what its routing promises; what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+import packtrain as pt
+from packtrain import kernels, ops
+from tests import checks
+
+T, C, E, F = 40, 48, 6, 65  # tokens, width, experts, feed-forward width
+SHAPES = {
+    "x": (2, T // 2, C), "gate_inp": (E, C), "gate": (E, F, C), "up": (E, F, C), "down": (E, C, F),
+    "acc": (2, T // 2, C),
+}  # fmt: skip
+
+
+def block(used: int, norm: bool) -> pt.Graph:
+    """The sum of the squares of a mixture, and its gradients."""
+    leaves = [pt.input(name, shape) for name, shape in SHAPES.items()]
+    y = ops.experts(*leaves, used=used, norm=norm)
+    loss = ops.sum(ops.sqr(y))
+    made = pt.differentiate(loss, leaves)
+    return pt.Graph({"y": y, "loss": loss} | {f"d/{t.label}": g for t, g in made.items()})
+
+
+def given(seed: int = 0) -> dict[str, np.ndarray]:
+    """Values in which expert 2 is chosen by nobody."""
+    rng = np.random.default_rng(seed)
+    made = {name: rng.standard_normal(shape) * 0.3 for name, shape in SHAPES.items()}
+    made["x"][..., 0] = 3
+    made["gate_inp"][2, 0] = -9
+    return made
+
+
+def in_torch(values: dict[str, np.ndarray], used: int, norm: bool) -> dict[str, np.ndarray]:
+    """The same by PyTorch in float64, token by token and expert by expert."""
+    t = {
+        name: torch.tensor(v, dtype=torch.float64, requires_grad=True) for name, v in values.items()
+    }
+    rows = []
+    for x, acc in zip(t["x"].reshape(T, C), t["acc"].reshape(T, C), strict=True):
+        p = torch.softmax(t["gate_inp"] @ x, 0)
+        top = torch.topk(p, used)
+        share = top.values / top.values.sum() if norm else top.values
+        for weight, e in zip(share, top.indices, strict=True):
+            hidden = torch.nn.functional.silu(t["gate"][e] @ x) * (t["up"][e] @ x)
+            acc = acc + weight * (t["down"][e] @ hidden)
+        rows.append(acc)
+    y = torch.stack(rows).reshape(SHAPES["x"])
+    loss = y.square().sum()
+    loss.backward()
+    made = {"y": y, "loss": loss} | {f"d/{name}": leaf.grad for name, leaf in t.items()}
+    return {name: value.detach().numpy() for name, value in made.items()}
+
+
+@pytest.mark.parametrize(("used", "norm"), [(2, True), (3, False), (1, True), (E, True)])
+def test_a_mixture_and_its_gradients_equal_pytorch(used: int, norm: bool) -> None:
+    values, graph = given(), block(used, norm)
+    want = in_torch(values, used, norm)
+    checks.all_close(pt.interpret(graph, values), want, "float64", 1e-9)
+    small = {name: value.astype(np.float32) for name, value in values.items()}
+    checks.all_close(checks.run(graph, small), want, "float32", 1e-4)
+
+
+def test_an_expert_that_nobody_chose_has_gradient_zero() -> None:
+    values = {name: value.astype(np.float32) for name, value in given().items()}
+    got = checks.run(block(2, True), values)
+    for name in ("gate", "up", "down"):
+        assert not got[f"d/{name}"][2].any()
+        assert all(got[f"d/{name}"][e].any() for e in range(E) if e != 2)
+
+
+def test_gradients_flow_through_the_chosen_probabilities() -> None:
+    values, graph = given(), block(2, True)
+    rng = np.random.default_rng(1)
+    way = {name: rng.standard_normal(value.shape) * 1e-2 for name, value in values.items()}
+    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), values, way)
+    made = pt.interpret(graph, values)
+    checks.is_slope(measured, {n: made[f"d/{n}"] * step for n, step in way.items()}, "mixture")
+
+
+def test_threads_change_no_bit() -> None:
+    values = {name: value.astype(np.float32) for name, value in given().items()}
+    several = checks.run(block(2, True), values)
+    count = kernels.threads()
+    kernels.set_threads(1)
+    one = checks.run(block(2, True), values)
+    kernels.set_threads(count)
+    checks.same_bits(one, several, "threads")
+
+
+def test_equal_logits_go_to_the_lower_experts() -> None:
+    x = np.zeros((3, 5), np.float32)
+    x[1, 2:] = 1
+    graph = pt.Graph({"ids": ops.top_k(pt.input("x", x.shape), k=2)})
+    want = [[0, 1], [2, 3], [0, 1]]
+    np.testing.assert_array_equal(checks.run(graph, {"x": x})["ids"], want)
+
+
+def test_not_a_number_routes_somewhere_and_shows_in_the_result() -> None:
+    values = {name: value.astype(np.float32) for name, value in given().items()}
+    values["x"][0, 0] = np.nan
+    y = checks.run(block(2, True), values)["y"]
+    assert np.isnan(y[0, 0]).all()
+    assert np.isfinite(y.reshape(T, C)[1:]).all()
+
+
+def test_what_cannot_be_routed_is_refused() -> None:
+    with pytest.raises(pt.GraphError, match="k is 9; it must be 1 to 8"):
+        ops.top_k(pt.input("x", (3, 8)), k=9)
+    descending = pt.constant("ids", np.array([1, 0]), pt.i32)
+    y = ops.matmul_id(pt.input("x", (2, 3)), pt.input("w", (2, 4, 3)), descending)
+    with pytest.raises(IndexError, match="matmul_id: ids must ascend"):
+        checks.run(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})
+    beyond = pt.constant("ids", np.array([0, 2]), pt.i32)
+    y = ops.matmul_id(pt.input("x", (2, 3)), pt.input("w", (2, 4, 3)), beyond)
+    with pytest.raises(IndexError, match="matmul_id: index 2 at position 1 is outside 0 to 1"):
+        checks.run(pt.Graph([y]), {"x": np.ones((2, 3)), "w": np.ones((2, 4, 3))})

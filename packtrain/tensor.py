@@ -57,12 +57,13 @@ class Spec:
     @property
     def strides(self) -> Shape:
         """Bytes between neighbours along each axis when the tensor is dense."""
-        step, strides = self.dtype.block_nbytes, []
-        for axis in range(len(self.shape) - 1, -1, -1):
+        if not self.shape:
+            return ()
+        strides, step = [self.dtype.block_nbytes], self.dtype.row_nbytes(self.shape[-1])
+        for n in self.shape[-2::-1]:
             strides.append(step)
-            last = axis == len(self.shape) - 1
-            step = self.dtype.row_nbytes(self.shape[axis]) if last else step * self.shape[axis]
-        return tuple(reversed(strides))
+            step *= n
+        return tuple(strides[::-1])
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
@@ -134,10 +135,10 @@ class Tensor:
 
     @property
     def dense(self) -> bool:
+        if self.shared is None or self.spec.size <= 1:
+            return True
         dense = zip(self.shape, self.strides, self.spec.strides, strict=True)
-        return (
-            self.shared is None or self.spec.size <= 1 or all(n == 1 or a == b for n, a, b in dense)
-        )
+        return all(n == 1 or a == b for n, a, b in dense)
 
     @property
     def handle(self) -> "Tensor":
@@ -309,8 +310,8 @@ class Op(Generic[P, R]):
         origin = author.origin if author else caller()
         try:
             for i, t in enumerate(inputs):
-                fits = isinstance(t, Tensor) or (t is None and i >= self.required)
-                want(fits, f"input {i} is {t!r}; only tensors are inputs")
+                if not (isinstance(t, Tensor) or (t is None and i >= self.required)):
+                    raise Unmet(f"input {i} is {t!r}; only tensors are inputs")
             ruled = self.rule(*inputs, **attrs)
         except Unmet as unmet:
             raise GraphError(_refusal(self, str(unmet), origin, inputs)) from None

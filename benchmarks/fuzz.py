@@ -1,0 +1,149 @@
+"""Hostile files in great numbers: python -m benchmarks.fuzz [--headers 1000000] [--files 10000] [--seed 0]
+
+headers  changed headers of every kind of value and tensor, through GGUF and inspect
+files    changed model files, through open_model, the vocabulary, one generated token, and sometimes quantize
+
+A child works, so that one that dies is seen, with the seed that did it. Prints how many of each outcome there were
+and every fault; exit code 1 if there is one. `--only SEED` says what becomes of one file, with the traceback.
+"""
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+from packtrain.commands import generate, inspect
+from packtrain.commands.generate import Generate
+from packtrain.gguf import GGUF
+from tests import fuzz
+from tests.hostile import header_draft, model_drafts
+
+MIB = 2**20
+BATCH, HEADER_NBYTES, FILE_NBYTES = 500, 32 * MIB, 256 * MIB
+Done = tuple[
+    Counter[str], list[tuple[int, str]], float
+]  # outcomes, faults by seed, seconds of the slowest
+
+
+def use_header(path: Path) -> None:
+    gguf = GGUF(path)
+    for name in gguf.entries:
+        gguf.array(name)
+    list(inspect.lines(inspect.describe(gguf)))
+
+
+def use_file(path: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        inspect.run(inspect.Inspect(path, tensors=True, json=True))
+        generate.run(Generate(path, prompt="the cat", n_predict=1, temp=0.0))
+
+
+USES: dict[str, Callable[[Path], None]] = {"headers": use_header, "files": use_file}
+
+
+def drafts(kind: str, folder: Path) -> list[fuzz.Draft]:
+    """The files that are changed; each has been used once, so that its kernels are there."""
+    if kind == "headers":
+        return [header_draft(folder)]
+    return model_drafts(folder)
+
+
+def work(
+    kind: str, seeds: Iterable[int], at: "Synchronized[int]", out: "SimpleQueue[Done]"
+) -> None:
+    """Judge the files of these seeds; what is found goes out batch by batch, the seed at hand is always known."""
+    use, found, faults, slowest = USES[kind], Counter[str](), list[tuple[int, str]](), 0.0
+    batch, room = (BATCH, HEADER_NBYTES) if kind == "headers" else (1, FILE_NBYTES)
+    with tempfile.TemporaryDirectory(dir=fastest()) as folder:
+        made, path, left = drafts(kind, Path(folder)), Path(folder) / "hostile.gguf", [*seeds]
+        for draft in made:
+            path.write_bytes(draft.encode())
+            use(path)
+        while left:
+            now, left = left[:batch], left[batch:]
+            with fuzz.limits(room):
+                for seed in now:
+                    at.value = seed
+                    began = time.perf_counter()
+                    path.write_bytes(fuzz.hostile(made[seed % len(made)], seed))
+                    try:
+                        found[fuzz.judged(use, path)] += 1
+                    except fuzz.Fault as fault:
+                        faults.append((seed, str(fault)))
+                    slowest = max(slowest, time.perf_counter() - began)
+            if len(left) % 10_000 < batch:
+                out.put((found, faults, slowest))
+                found, faults = Counter(), []
+
+
+def fastest() -> str:
+    """A folder in memory if there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def run(kind: str, first: int, count: int) -> int:
+    """Print what became of so many files; the number of faults."""
+    context = multiprocessing.get_context("spawn")
+    at, began, seed, slowest = context.Value("q", first), time.monotonic(), first, 0.0
+    found, faults = Counter[str](), list[tuple[int, str]]()
+    while seed < first + count:
+        out: SimpleQueue[Done] = context.SimpleQueue()
+        child = context.Process(target=work, args=(kind, range(seed, first + count), at, out))
+        child.start()
+        while child.is_alive() or not out.empty():
+            if out.empty():
+                child.join(0.1)
+                continue
+            more, worse, slow = out.get()
+            found, faults, slowest = found + more, faults + worse, max(slowest, slow)
+        seed = first + count
+        if child.exitcode:
+            seed = at.value + 1
+            faults.append((at.value, f"the process ended with {child.exitcode}"))
+    minutes = (time.monotonic() - began) / 60
+    outcomes = ", ".join(f"{number:,} {what}" for what, number in found.most_common())
+    print(f"{count:,} {kind} from seed {first}: {outcomes}; {len(faults)} faults", end="")
+    print(f" ({minutes:.1f} minutes, the slowest {slowest:.2f} s)")
+    for number, what in faults[:100]:
+        print(f"  seed {number}: {what}")
+    return len(faults)
+
+
+def show(kind: str, seed: int) -> None:
+    """One file, with where its error came from."""
+    with tempfile.TemporaryDirectory() as folder:
+        made, path = drafts(kind, Path(folder)), Path(folder) / "hostile.gguf"
+        path.write_bytes(fuzz.hostile(made[seed % len(made)], seed))
+        try:
+            USES[kind](path)
+        except Exception:
+            traceback.print_exc()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--headers", type=int, default=20_000)
+    parser.add_argument("--files", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="show what becomes of the file of this seed")
+    args = parser.parse_args()
+    if args.only is not None:
+        show("headers" if args.files == 0 else "files", args.only)
+        return 0
+    faults = sum(run(kind, args.seed, getattr(args, kind)) for kind in USES if getattr(args, kind))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

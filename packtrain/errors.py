@@ -2,7 +2,13 @@
 
 
 class InputError(ValueError):
-    """Something given cannot be used. The message names the file, the field and what would be right. Exit code 2."""
+    """Something given cannot be used. The message names the file, the field and what would be right. Exit code 2.
+
+    It may quote names and texts of a file nobody has checked: control characters and line ends become escapes.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else _escaped(c) for c in message))
 
 
 class DoesNotFit(RuntimeError):
@@ -11,3 +17,7 @@ class DoesNotFit(RuntimeError):
 
 class Interrupted(RuntimeError):
     """Stopped by a signal, after saving what there was to save. Exit code 130."""
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()

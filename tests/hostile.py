@@ -25,13 +25,12 @@ def header_draft(folder: Path) -> Draft:
         "tokenizer.ggml.eos_token_id": Value("u32", 1),
     }
     packed = {
-        name: (BLOCK_TYPES[name], np.zeros((2, BLOCK_TYPES[name].block_nbytes), np.uint8))
-        for name in ("q8_0", "q4_K", "mxfp4")
+        dtype.name: np.zeros((2, 1), dtype.numpy)
+        for dtype in (bf16, *(BLOCK_TYPES[name] for name in ("q8_0", "q4_K", "mxfp4")))
     }
     tensors = {
         "token_embd.weight": np.ones((4, 8), np.float32),
         "half": np.ones((2, 2, 2, 2), np.float16),
-        "brain": (bf16, np.zeros((2, 6), np.uint8)),
         "none": np.zeros((0, 4), np.float32),
         "scalar": np.ones((), np.float64),
         "blk.0.attn_norm.weight": np.ones(8, np.int32),

@@ -1,7 +1,7 @@
 """One GGUF file, as bytes: its metadata and tensors, each count, length, shape and place checked before it is used.
 
 Objects are made by counts that the file has room for, and by few of them: a hostile file costs time and memory in
-proportion to its own size. Texts of the file are shown in errors as `quoted` leaves them, in one harmless line.
+proportion to its own size.
 """
 
 import math
@@ -43,10 +43,9 @@ SCALARS = {
 }
 
 
-def quoted(text: str) -> str:
-    """A text from a file for an error: one line, no control characters, not long."""
-    cut = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-    return cut if cut.isprintable() else repr(cut)[1:-1]
+def shortened(text: str) -> str:
+    """A text of a file as an error shows it."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 class Part:
@@ -113,8 +112,8 @@ class Part:
     def _pair(self) -> None:
         key = self._string("a metadata key")
         if key in self.values:
-            raise self._wrong(f"metadata key {quoted(key)} is there twice")
-        self.values[key] = self._value(quoted(key))
+            raise self._wrong(f"metadata key {shortened(key)} is there twice")
+        self.values[key] = self._value(shortened(key))
 
     def _value(self, key: str) -> Value:
         kind = self._kind(key)
@@ -164,7 +163,7 @@ class Part:
 
     def _entry(self) -> None:
         name = self._string("a tensor name")
-        shown = quoted(name)
+        shown = shortened(name)
         if len(name.encode()) >= NAME_NBYTES or name in self.entries:
             raise self._wrong(f"tensor name '{shown}' is longer than 63 bytes or there twice")
         axes = self._number(U32, f"axes of {shown}")
@@ -188,7 +187,7 @@ class Part:
     def _place(self, start: int, alignment: int) -> None:
         """Where the tensors are from the beginning of the file; each must have its own bytes."""
         for e in self.entries.values():
-            shown, left = quoted(e.name), self.nbytes - start - e.offset
+            shown, left = shortened(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:
                 raise self._wrong(
                     f"{shown} is at offset {e.offset}, no multiple of the alignment {alignment}"
@@ -201,7 +200,7 @@ class Part:
         for e in sorted(self.entries.values(), key=lambda e: (e.offset, e.nbytes)):
             if e.nbytes and e.offset < end:
                 raise self._wrong(
-                    f"{quoted(e.name)} at offset {e.offset} shares bytes with {quoted(before)};"
+                    f"{shortened(e.name)} at offset {e.offset} shares bytes with {shortened(before)};"
                     f" it must begin at {end} or later"
                 )
             end, before = max(end, e.offset + e.nbytes), e.name

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.gguf.format import Entry, GGUFError, Value
-from packtrain.gguf.part import Part, quoted
+from packtrain.gguf.part import Part, shortened
 
 # llama.h, llama_split_path; gguf-split.cpp
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -117,7 +117,7 @@ def _check_together(parts: list[Part], total: int) -> None:
         twice = next((name for name in part.entries if name in seen), None)
         if twice is not None:
             raise GGUFError(
-                f"{part.path}: tensor {quoted(twice)} is in a part before this one, too;"
+                f"{part.path}: tensor {shortened(twice)} is in a part before this one, too;"
                 " the parts must be those of one file"
             )
         seen |= part.entries

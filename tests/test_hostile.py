@@ -1,0 +1,209 @@
+"""Hostile files: forty made by hand, each with its own line and exit 2, and some hundred drawn by seed."""
+
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.fuzz import use_file, use_header
+from packtrain.cli import INPUT, main
+from packtrain.errors import InputError
+from tests import fuzz
+from tests.fuzz import Draft, Fault, encoded, hostile, judged, limits
+from tests.hostile import header_draft, model_drafts
+
+MIB = 2**20
+Change = Callable[[Draft], object]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Draft:
+    folder = tmp_path_factory.mktemp("valid")
+    draft = model_drafts(folder)[0]
+    (folder / "again.gguf").write_bytes(draft.encode())
+    use_file(folder / "again.gguf")  # loads the kernels, which say so and need memory of their own
+    return draft
+
+
+def put(key: str, kind: str, value: object) -> Change:
+    """The key has this value, whether it was there or not."""
+
+    def change(draft: Draft) -> None:
+        others = [pair for pair in draft.pairs if pair[0] != key.encode()]
+        draft.pairs = [*others, (key.encode(), encoded(kind, value))]
+
+    return change
+
+
+def drop(key: str) -> Change:
+    def change(draft: Draft) -> None:
+        draft.pairs = [pair for pair in draft.pairs if pair[0] != key.encode()]
+
+    return change
+
+
+def tensor(name: str, /, **to: object) -> Change:
+    """The tensor of this name has another name, shape, number (of its type) or offset; None takes it away."""
+
+    def change(draft: Draft) -> None:
+        i = next(i for i, one in enumerate(draft.tensors) if one[0] == name.encode())
+        fields = (
+            dict(zip(("name", "shape", "number", "offset"), draft.tensors[i], strict=True)) | to
+        )
+        draft.tensors[i : i + 1] = [tuple(fields.values())] if fields["name"] else []  # type: ignore[list-item]
+
+    return change
+
+
+def announce(tensors: int, pairs: int) -> Change:
+    return lambda draft: setattr(draft, "announced", (tensors, pairs))
+
+
+def twice(draft: Draft) -> None:
+    draft.pairs.append(draft.pairs[0])
+
+
+def not_a_number(draft: Draft) -> None:
+    draft.data = struct.pack("<f", float("nan")) * (len(draft.data) // 4)
+
+
+def strings(count: int, *some: bytes) -> list[bytes]:
+    return [*some, *(b"t%d" % i for i in range(count - len(some)))]
+
+
+Q, NORM = "blk.0.attn_q.weight", "blk.1.attn_norm.weight"
+BAD: dict[str, Change] = {
+    # the container
+    "tensor count 1152921504606": announce(1 << 60, 0),
+    "metadata count 1099511627": announce(0, 1 << 40),
+    "metadata key general.architecture is there twice": twice,
+    "general.alignment is 48; it must be a power of two": put("general.alignment", "u32", 48),
+    "general.alignment is of kind string": put("general.alignment", "string", b"32"),
+    "tensor name 'blk.1.attn_norm.weight' is longer than 63 bytes or there twice": tensor(Q, name=NORM.encode()),
+    "blk.0.attn_q.weight has 5 axes; at most 4": tensor(Q, shape=[1] * 5),
+    "nothing of that size can be counted": tensor(Q, shape=[1 << 32, 1 << 32]),
+    "blk.0.attn_q.weight has tensor type 31, which is not known": tensor(Q, number=31),
+    "rows of blk.0.attn_q.weight have 24 elements; q4_K packs 256": tensor(Q, number=12),
+    "is at offset 31, no multiple of the alignment 32": tensor(Q, offset=31),
+    "at offset 18446744073709551584, the file has 0": tensor(Q, offset=(1 << 64) - 32),
+    "token_embd.weight at offset 0 shares bytes with blk.0.attn_q.weight": tensor(Q, offset=0),
+    "split.count is 2; the file must be called NAME-00001-of-00002.gguf": put("split.count", "u16", 2),
+    # the model
+    "general.architecture is 'mamba'": put("general.architecture", "string", b"mamba"),
+    "general.architecture is None": drop("general.architecture"),
+    "llama.block_count is 2147483647": put("llama.block_count", "u32", 2**31 - 1),
+    "llama.block_count is 0": put("llama.block_count", "u32", 0),
+    "llama.block_count is 2.0": put("llama.block_count", "f32", 2.0),
+    "llama.attention.head_count is 0": put("llama.attention.head_count", "u32", 0),
+    "llama.attention.head_count is 5": put("llama.attention.head_count", "u32", 5),
+    "llama.attention.head_count_kv is 3": put("llama.attention.head_count_kv", "u32", 3),
+    "llama.embedding_length is missing": drop("llama.embedding_length"),
+    "llama.context_length is -1": put("llama.context_length", "i32", -1),
+    "llama.attention.layer_norm_rms_epsilon is nan": put("llama.attention.layer_norm_rms_epsilon", "f32", np.nan),
+    "llama.rope.freq_base is -10000.0": put("llama.rope.freq_base", "f32", -1e4),
+    "llama.rope.scaling.type is 'spiral'": put("llama.rope.scaling.type", "string", b"spiral"),
+    "llama.vocab_size is 77": put("llama.vocab_size", "u32", 77),
+    "there is no tensor token_embd.weight": tensor("token_embd.weight", name=b"token_embed.weight"),
+    "blk.1.attn_norm.weight is missing": tensor(NORM, name=None),
+    "tensor rogue is no part of": tensor(NORM, name=b"rogue"),
+    "blk.1.attn_norm.weight has shape [12]": tensor(NORM, shape=[12]),
+    "must give finite numbers": not_a_number,
+    # the vocabulary
+    "there is no array tokenizer.ggml.tokens": drop("tokenizer.ggml.tokens"),
+    "tokenizer.ggml.tokens has 3 tokens": put("tokenizer.ggml.tokens", "string", strings(3)),
+    "tokenizer.ggml.model is 'spiral'": put("tokenizer.ggml.model", "string", b"spiral"),
+    "tokenizer.ggml.scores has 2 values": put("tokenizer.ggml.scores", "f32", [1.0, 2.0]),
+    "tokenizer.ggml.scores is no array of numbers": put("tokenizer.ggml.scores", "f32", 1.0),
+    "tokenizer.ggml.bos_token_id is 290": put("tokenizer.ggml.bos_token_id", "u32", 290),
+    "tokenizer.ggml.add_bos_token is 7": put("tokenizer.ggml.add_bos_token", "u8", 7),
+    "tokens 0 and 3 are both b'a'": put("tokenizer.ggml.tokens", "string", strings(290, b"a", b"b", b"c", b"a")),
+}  # fmt: skip
+
+
+def test_there_are_forty() -> None:
+    assert len(BAD) >= 40
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_file_gets_its_own_line(
+    model: Draft, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    path = tmp_path / "bad.gguf"
+    changed = replace(model, pairs=[*model.pairs], tensors=[*model.tensors])
+    BAD[line](changed)
+    path.write_bytes(changed.encode())
+    code = main(["generate", str(path), "-p", "the", "-n", "1", "--no-display-prompt"])
+    said = capsys.readouterr().err
+    assert code == INPUT and said.startswith("packtrain: error: ")
+    assert line in said and said.count("\n") == 1
+
+
+def test_the_valid_file_is_used(model: Draft, tmp_path: Path) -> None:
+    (tmp_path / "good.gguf").write_bytes(model.encode())
+    assert main(["generate", str(tmp_path / "good.gguf"), "-p", "the", "-n", "1"]) == 0
+
+
+# ---- by seed ---------------------------------------------------------------------------------------------------
+
+
+def outcomes(draft: Draft, use: Callable[[Path], None], seeds: range, path: Path) -> Counter[str]:
+    """How many there were of each; raises Fault, with the seed, at the first that must not be."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        path.write_bytes(hostile(draft, seed))
+        try:
+            found[judged(use, path)] += 1
+        except Fault as fault:
+            raise Fault(f"seed {seed}: {fault}") from fault
+    return found
+
+
+def test_changed_headers_are_used_or_refused(tmp_path: Path) -> None:
+    draft = header_draft(tmp_path)
+    with limits(32 * MIB):
+        found = outcomes(draft, use_header, range(1000), tmp_path / "hostile.gguf")
+    assert found["used"] > 200 and found["GGUFError"] > 200, found
+
+
+def test_changed_models_are_used_or_refused(model: Draft, tmp_path: Path) -> None:
+    with limits(256 * MIB):
+        found = outcomes(model, use_file, range(200), tmp_path / "hostile.gguf")
+    assert found["used"] > 10 and found["InputError"] > 40 and found["GGUFError"] > 40, found
+
+
+def allocate(path: Path) -> None:
+    np.ones(1 << 26)
+
+
+def refuse(path: Path) -> None:
+    raise InputError("one\ntwo \x1b[2J")
+
+
+def divide(path: Path) -> None:
+    np.ones(1) / np.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (allocate, "MemoryError: Unable to allocate 512. MiB"),
+        (divide, "RuntimeWarning: divide by zero"),
+        (lambda path: time.sleep(9), "took more than 0.05 seconds"),
+    ],
+)
+def test_faults_are_found(
+    use: Callable[[Path], None], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz, "SECONDS", 0.05)
+    with pytest.raises(Fault, match=what), limits(64 * MIB):
+        judged(use, Path())
+
+
+def test_an_error_is_one_line_whatever_it_quotes() -> None:
+    assert judged(refuse, Path()) == "InputError"
+    assert str(InputError("one\ntwo \x1b[2J é")) == r"one\ntwo \x1b[2J é"

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.corpus.build import NOTES_FILE, VOCABULARY_FILE
-from packtrain.corpus.documents import TRAIN, VALID, Source, Text, find_sources, parts_of
+from packtrain.corpus.documents import RECORDS, TRAIN, VALID, Source, Text, find_sources, parts_of
+from packtrain.corpus.records import kind_of
 from packtrain.corpus.tokens import Tokens, read_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
@@ -57,7 +58,7 @@ def _fingerprint(
     for source in sources:
         with open(source.path, "rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        made_from.update(f"{source.part} {source.path.suffix == '.jsonl'} {content}\n".encode())
+        made_from.update(f"{source.part} {kind_of(source.path) in RECORDS} {content}\n".encode())
     return made_from.hexdigest()[:16]
 
 

@@ -4,21 +4,23 @@ A Text says which files and how they are cut; out come Pieces, each for training
 tokens. InputError names file and place of what cannot be read.
 """
 
-import codecs
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from packtrain.corpus.records import CHUNK_NBYTES, kind_of, read_records, text_chunks
 from packtrain.errors import InputError
 from packtrain.files import existing
 
-CHUNK_NBYTES = 1 << 20
 END_OF_TEXT = "<|endoftext|>"  # on a line of its own, it separates documents unless another separator is given
 SPLIT_BY_DOCUMENTS = 20  # with fewer, the end of the text is the validation part
 TRAIN, VALID = "train", "valid"
+RECORDS = (".jsonl", ".json")
+WANTED = 'it must be like {"text": "…"}'
+PLAIN = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +69,30 @@ class Survey:
 # ---- files
 
 
-def find_sources(data: Path) -> tuple[Source, ...]:
-    """A file; or a folder's train and valid files; or all .txt files of a folder, sorted. Raises InputError."""
+def find_sources(
+    data: Path, named: Sequence[str] = PLAIN, others: Sequence[str] = PLAIN[:1]
+) -> tuple[Source, ...]:
+    """A file; or a folder's train and valid files; or all other files of a folder, sorted. Raises InputError.
+
+    named, others  suffixes that train and valid files may have, and the files of a folder without them
+    """
     existing(data, "--data")
     if not data.is_dir():
         return (Source(data),)
-    train, valid = _file_called(data, "train"), _file_called(data, "valid", "val")
+    train, valid = _file_called(data, named, "train"), _file_called(data, named, "valid", "val")
     if train and valid:
         return Source(train, TRAIN), Source(valid, VALID)
     if train:
         return (Source(train),)
+    wanted = f"train{named[0]}", f"train{named[1]}"
     if valid:
-        raise InputError(f"--data: {data} has {valid.name}, but no train.txt or train.jsonl")
-    texts = [path for path in sorted(data.glob("*.txt")) if path.is_file()]
-    if not texts:
+        raise InputError(f"--data: {data} has {valid.name}, but no {' or '.join(wanted)}")
+    found = [p for p in sorted(data.iterdir()) if p.name.endswith(tuple(others)) and p.is_file()]
+    if not found:
         raise InputError(
-            f"--data: {data} holds no text; it must have train.txt, train.jsonl or other .txt files"
+            f"--data: {data} holds no text; it must have {', '.join(wanted)} or other {others[0]} files"
         )
-    return tuple(Source(existing(path, "--data")) for path in texts)
+    return tuple(Source(existing(path, "--data")) for path in found)
 
 
 def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
@@ -92,8 +100,8 @@ def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
     return (TRAIN, VALID) if text.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
-def _file_called(folder: Path, *names: str) -> Path | None:
-    paths = [folder / f"{name}.{suffix}" for name in names for suffix in ("txt", "jsonl")]
+def _file_called(folder: Path, suffixes: Sequence[str], *names: str) -> Path | None:
+    paths = [folder / f"{name}{suffix}" for name in names for suffix in suffixes]
     found = [path for path in paths if path.is_file()]
     if len(found) > 1:
         raise InputError(f"--data: {folder} has {found[0].name} and {found[1].name}; keep one")
@@ -108,56 +116,25 @@ def read_documents(sources: Iterable[Source], separator: str | None) -> Iterator
 
 
 def _pieces(path: Path, separator: str | None) -> Iterator[Piece]:
-    if path.suffix == ".jsonl":
-        return (Piece(text, True) for text in _jsonl_texts(path))
-    return split(_text_chunks(path), separator)
+    if kind_of(path) in RECORDS:
+        return (Piece(_text_of(found, where), True) for where, found in read_records(path, WANTED))
+    return split(text_chunks(path), separator)
 
 
-def _text_chunks(path: Path) -> Iterator[str]:
-    """A file's text as it is, line ends included."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    at, last = 0, False
-    with open(path, "rb") as file:
-        while not last:
-            chunk = file.read(CHUNK_NBYTES)
-            last = not chunk
-            if 0 in chunk:
-                raise InputError(
-                    f"{path}: a NUL at byte {at + chunk.index(0)}; this is no text file"
-                )
-            waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
-            try:
-                yield decoder.decode(chunk, final=last)
-            except UnicodeDecodeError as error:
-                place = at - waiting + error.start
-                raise InputError(f"{path}: byte {place} is not UTF-8; save it as UTF-8") from None
-            at += len(chunk)
-
-
-def _jsonl_texts(path: Path) -> Iterator[str]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _jsonl_text(line, f"{path}: line {number}")
-
-
-def _jsonl_text(line: bytes, where: str) -> str:
-    wanted = 'it must be like {"text": "…"}'
-    try:
-        found = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise InputError(f"{where} is not UTF-8; save it as UTF-8") from None
-    except (ValueError, RecursionError):
-        raise InputError(f"{where} is not JSON; {wanted}") from None
+def _text_of(found: Any, where: str) -> str:
     if not isinstance(found, dict) or "text" not in found:
-        raise InputError(f"{where} has no field text; {wanted}")
-    text = found["text"]
+        raise InputError(f"{where} has no field text; {WANTED}")
+    return sound(found["text"], f"{where}: text", WANTED)
+
+
+def sound(text: Any, where: str, wanted: str) -> str:
+    """A text that UTF-8 can hold. Raises InputError."""
     if not isinstance(text, str):
-        raise InputError(f"{where}: text is {type(text).__name__}, not a string; {wanted}")
+        raise InputError(f"{where} is {type(text).__name__}, not a string; {wanted}")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where}: text has half a surrogate pair; it needs both halves") from None
+        raise InputError(f"{where} has half a surrogate pair; it needs both halves") from None
     return text
 
 

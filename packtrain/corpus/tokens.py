@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Tokens:
 
 def read_tokens(folder: Path, part: str, vocab_size: int) -> Tokens:
     """Map the files of a part. Raises OSError or ValueError if they are not there, not whole, or make no sense."""
-    ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in _paths(folder, part))
+    ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, part))
     if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
         raise ValueError(f"{folder}: {part} holds no tokens")
     ordered = starts.size > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
@@ -36,18 +36,16 @@ def read_tokens(folder: Path, part: str, vocab_size: int) -> Tokens:
     return Tokens(ids, starts)
 
 
-def _paths(folder: Path, part: str) -> tuple[Path, Path]:
+def paths_of(folder: Path, part: str) -> tuple[Path, Path]:
     return folder / f"{part}.npy", folder / f"{part}.starts.npy"
 
 
-class TokenFile:
-    """A file of ids while it is written, document by document; the tokenizer must have bos and eos."""
+class ArrayFile:
+    """A .npy file of one axis while it is written."""
 
-    def __init__(self, file: BinaryIO, tokenizer: Tokenizer) -> None:
-        self.starts = array("q")
+    def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:
         self.count = 0
-        self._file, self._bos, self._eos = file, tokenizer.bos, tokenizer.eos
-        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self._file, self._dtype = file, dtype
         self._write_header()
 
     def _write_header(self) -> None:
@@ -55,16 +53,9 @@ class TokenFile:
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
-    def add_document(self, ids: Iterable[list[int]]) -> None:
-        self.starts.append(self.count)
-        self._write([self._bos])
-        for part in ids:
-            self._write(part)
-        self._write([self._eos])
-
-    def _write(self, ids: Sequence[int | None]) -> None:
-        self._file.write(np.array(ids, self._dtype).tobytes())
-        self.count += len(ids)
+    def write(self, values: Sequence[int | None]) -> None:
+        self._file.write(np.array(values, self._dtype).tobytes())
+        self.count += len(values)
 
     def finish(self) -> None:
         self._file.seek(0)
@@ -72,12 +63,43 @@ class TokenFile:
 
 
 @contextmanager
-def write_tokens(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
-    """`with write_tokens(…) as file:` the files of a part, there once the block has ended well."""
-    ids_path, starts_path = _paths(folder, part)
-    with replacing(ids_path) as file:
-        made = TokenFile(file, tokenizer)
+def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
+    """`with growing(…) as file:` an array, there once the block has ended well."""
+    with replacing(path) as file:
+        made = ArrayFile(file, dtype)
         yield made
         made.finish()
-    with replacing(starts_path) as file:
-        np.save(file, np.frombuffer(made.starts, "<i8"))
+
+
+class TokenFile:
+    """A file of ids while it is written, document by document; the tokenizer must have bos and eos."""
+
+    def __init__(self, file: ArrayFile, tokenizer: Tokenizer) -> None:
+        self.starts = array("q")
+        self._file, self._bos, self._eos = file, tokenizer.bos, tokenizer.eos
+
+    @property
+    def count(self) -> int:
+        return self._file.count
+
+    def add_document(self, ids: Iterable[list[int]]) -> None:
+        self.starts.append(self.count)
+        self._file.write([self._bos])
+        for part in ids:
+            self._file.write(part)
+        self._file.write([self._eos])
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+@contextmanager
+def write_tokens(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
+    """`with write_tokens(…) as file:` the files of a part, there once the block has ended well."""
+    ids_path, starts_path = paths_of(folder, part)
+    with growing(ids_path, id_dtype(tokenizer.vocab_size)) as file:
+        made = TokenFile(file, tokenizer)
+        yield made
+    with replacing(starts_path) as starts:
+        np.save(starts, np.frombuffer(made.starts, "<i8"))

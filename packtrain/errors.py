@@ -1,6 +1,11 @@
 """What goes wrong for a user rather than for a programmer: one sentence, and the exit code that goes with it."""
 
 
+def printable(text: str) -> str:
+    """The text with control characters and line ends as escapes: it can do nothing to a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class InputError(ValueError):
     """Something given cannot be used. The message names the file, the field and what would be right. Exit code 2.
 
@@ -8,7 +13,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(c if c.isprintable() else _escaped(c) for c in message))
+        super().__init__(printable(message))
 
 
 class DoesNotFit(RuntimeError):
@@ -17,7 +22,3 @@ class DoesNotFit(RuntimeError):
 
 class Interrupted(RuntimeError):
     """Stopped by a signal, after saving what there was to save. Exit code 130."""
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()

@@ -139,7 +139,9 @@ def test_inspect_shows_the_model(model: Path, capsys: Capture) -> None:
         f"size          {model.stat().st_size:,} bytes",
         "architecture  llama",
         f"parameters    {parameters:,}",
-        "tensors       20 f32",
+        "tensors       20",
+        f"  f32         20    {4 * parameters / 2**20:.2f} MiB",
+        "chat template none",
         "vocabulary    290 tokens, kind llama",
         "  llama.attention.layer_norm_rms_epsilon = 1e-06",
         "  tokenizer.ggml.tokens = [290 strings]",
@@ -176,10 +178,13 @@ def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
     packed = {name: np.zeros((2, 1), t.numpy) for name, t in BLOCK_TYPES.items()}
     write(tmp_path / "m.gguf", keys, {**packed, "y": np.zeros(3, np.int8)})
     found = json.loads(inspected(tmp_path / "m.gguf", capsys, json=True))
-    assert found["types"] == dict.fromkeys([*BLOCK_TYPES, "i8"], 1)
+    assert found["types"]["q4_K"] == {"tensors": 1, "bytes": 288}
+    assert found["types"].keys() == {*BLOCK_TYPES, "i8"} and found["parts"] == 1
+    assert found["chat_templates"] == ["default"]
     assert found["parameters"] == 2 * sum(t.block for t in BLOCK_TYPES.values()) + 3
     assert found["vocabulary"] == {
-        "tokens": 2, "kind": "none", "special": {"eos": {"id": 1, "text": "b"}, "bos": {"id": 77, "text": None}},
+        "tokens": 2, "kind": "none", "pre": "",
+        "special": {"eos": {"id": 1, "text": "b"}, "bos": {"id": 77, "text": None}},
     }  # fmt: skip
     shown = found["metadata"]
     assert shown["few"] == [1, 2] and shown["odd"] == "nan" and shown["exact"] == 0.1
@@ -192,10 +197,28 @@ def test_inspect_takes_any_sound_file(tmp_path: Path, capsys: Capture) -> None:
     )
 
 
+def test_inspect_takes_all_parts(tmp_path: Path, capsys: Capture) -> None:
+    for i in range(2):
+        keys = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
+        write(tmp_path / f"m-0000{i + 1}-of-00002.gguf", keys, {f"t{i}": np.zeros(3, np.float32)})
+    text = inspected(tmp_path / "m-00002-of-00002.gguf", capsys, tensors=True)
+    assert (
+        "m-00001-of-00002.gguf and 1 more parts\n" in text
+        and "  f32         2     0.00 MiB" in text
+    )
+    assert "\nt0 " in text and "\nt1 " in text
+
+
+def test_inspect_does_nothing_to_a_terminal(tmp_path: Path, capsys: Capture) -> None:
+    write(tmp_path / "m.gguf", {"a\x1b[2J\nb": Value("string", "\x9bc\r")}, {})
+    assert r"  a\x1b[2J\nb = \x9bc\r" in inspected(tmp_path / "m.gguf", capsys).splitlines()
+    assert inspected(tmp_path / "m.gguf", capsys, json=True).replace("\n", "").isprintable()
+
+
 def test_inspect_takes_an_empty_file(tmp_path: Path, capsys: Capture) -> None:
     write(tmp_path / "m.gguf", {}, {})
     text = inspected(tmp_path / "m.gguf", capsys)
-    assert "architecture  unknown" in text and "tensors       none" in text
+    assert "architecture  unknown" in text and "tensors       0" in text
     with pytest.raises(InputError, match="cannot be read: no such file"):
         inspect.run(Inspect(tmp_path / "other.gguf"))
 

@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +64,17 @@ def test_a_real_file_comes_out_byte_for_byte(tmp_path: Path) -> None:
     assert (tmp_path / "again.gguf").read_bytes() == STORIES.read_bytes()
     legacy = np.fromfile(STORIES.with_suffix(".bin"), np.float32, 512 * 64, offset=28)
     assert np.array_equal(file.array("token_embd.weight").ravel(), legacy)
+
+
+@needs_shared
+def test_a_large_vocabulary_opens_quickly() -> None:
+    seconds = []
+    for _ in range(3):
+        began = time.thread_time()
+        file = GGUF(SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-bpe.gguf")
+        seconds.append(time.thread_time() - began)
+    assert len(file.metadata["tokenizer.ggml.merges"]) == 280_147
+    assert min(seconds) <= 0.3, seconds
 
 
 def test_a_failed_write_leaves_what_was_there(path: Path) -> None:

@@ -2,20 +2,22 @@
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from packtrain.gguf import GGUF, Value
+from packtrain.errors import printable
+from packtrain.gguf import GGUF, Entry, Value
 from packtrain.settings import option, positional
 from packtrain.tokenizer import KEYS, NO_ID
 
 FEW, LONG = 8, 100  # values of an array, characters of a text, that are shown
 TOKENS, ID = f"{KEYS}tokens", "_token_id"
+TEMPLATE = "tokenizer.chat_template"
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,24 @@ def run(settings: Inspect) -> int:
     if not settings.tensors:
         del found["tensors"]
     if settings.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(found, indent=2))
     else:
-        print("\n".join(lines(found)))
+        print("\n".join(map(printable, lines(found))))
     return 0
 
 
 def describe(gguf: GGUF) -> dict[str, Any]:
     """The file as plain data: what --json prints."""
     entries = gguf.entries.values()
-    types = Counter(str(e.dtype) for e in entries)
     return {
         "file": str(gguf.path),
+        "parts": len(gguf.paths),
         "file_bytes": gguf.nbytes,
         "architecture": _shown(gguf.values.get("general.architecture", Value("string", "unknown"))),
         "parameters": sum(math.prod(e.shape) for e in entries),
-        "types": dict(types.most_common()),
+        "types": _types(entries),
         "vocabulary": _vocabulary(gguf),
+        "chat_templates": _templates(gguf),
         "metadata": {key: _shown(value) for key, value in gguf.values.items()},
         "tensors": [
             {"name": e.name, "shape": list(e.shape), "type": str(e.dtype), "bytes": e.nbytes}
@@ -60,22 +63,42 @@ def describe(gguf: GGUF) -> dict[str, Any]:
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """The description as text."""
-    types = ", ".join(f"{count} {name}" for name, count in found["types"].items()) or "none"
     vocabulary = found["vocabulary"]
-    yield f"file          {found['file']}"
+    parts = f" and {found['parts'] - 1} more parts" if found["parts"] > 1 else ""
+    yield f"file          {found['file']}{parts}"
     yield f"size          {found['file_bytes']:,} bytes"
     yield f"architecture  {found['architecture']}"
     yield f"parameters    {found['parameters']:,}"
-    yield f"tensors       {types}"
-    yield f"vocabulary    {vocabulary['tokens']:,} tokens, kind {vocabulary['kind']}"
+    yield f"tensors       {sum(of['tensors'] for of in found['types'].values())}"
+    for name, of in found["types"].items():
+        yield f"  {name:12}{of['tensors']:<6}{of['bytes'] / MIB:,.2f} MiB"
+    kind = " ".join(filter(None, (vocabulary["kind"], vocabulary["pre"])))
+    yield f"vocabulary    {vocabulary['tokens']:,} tokens, kind {kind}"
     for name, token in vocabulary["special"].items():
         yield f"  {name:12}{token['id']} {token['text']}"
+    yield f"chat template {', '.join(found['chat_templates']) or 'none'}"
     yield "metadata"
     for key, value in found["metadata"].items():
-        yield f"  {key} = {value}".replace("\n", "\\n")
+        yield f"  {key} = {value}"
     for tensor in found.get("tensors", ()):
         shape = str(tensor["shape"])
         yield f"{tensor['name']:32} {shape:>16} {tensor['type']:>6} {tensor['bytes']:>14,} bytes"
+
+
+def _types(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+    """Tensors and bytes of each element type, the largest first."""
+    types: dict[str, dict[str, int]] = {}
+    for e in entries:
+        of = types.setdefault(str(e.dtype), {"tensors": 0, "bytes": 0})
+        of["tensors"] += 1
+        of["bytes"] += e.nbytes
+    return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _templates(gguf: GGUF) -> list[str]:
+    """Names of the chat templates; the one without a name is the default."""
+    names = [key.removeprefix(TEMPLATE) for key in gguf.values if key.startswith(TEMPLATE)]
+    return [name[1:] or "default" for name in names if not name or name[0] == "."]
 
 
 def _vocabulary(gguf: GGUF) -> dict[str, Any]:
@@ -87,8 +110,11 @@ def _vocabulary(gguf: GGUF) -> dict[str, Any]:
         if key.startswith(KEYS) and key.endswith(ID) and isinstance(id, int) and id != NO_ID:
             text = tokens[id].decode(errors="replace") if 0 <= id < len(tokens) else None
             special[key.removeprefix(KEYS).removesuffix(ID)] = {"id": id, "text": text}
-    kind = _shown(gguf.values.get(f"{KEYS}model", Value("string", "none")))
-    return {"tokens": len(tokens), "kind": kind, "special": special}
+    kind, pre = (
+        _shown(gguf.values.get(f"{KEYS}{name}", Value("string", default)))
+        for name, default in (("model", "none"), ("pre", ""))
+    )
+    return {"tokens": len(tokens), "kind": str(kind), "pre": str(pre), "special": special}
 
 
 def _shown(value: Value) -> Any:

@@ -1,4 +1,4 @@
-"""Values of packed arrays: `dequantize(array)` to f32, for every element type that models are read in.
+"""Packed arrays: `dequantize(array)` to f32 and `quantize(values, dtype)` back, for the types models are kept in.
 
 An array of a block type is a NumPy record array named after the type, its last axis counting blocks. It knows
 no files and no models.
@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import DTYPES, Dtype
+from packtrain.dtypes import DTYPES, Dtype, dtype_of
 
 READABLE: tuple[Dtype, ...] = tuple(
     DTYPES[name]
     for name in (
         "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K",
         "iq4_nl", "iq4_xs", "mxfp4",
+    )
+)  # fmt: skip
+WRITABLE: tuple[Dtype, ...] = tuple(
+    DTYPES[name]
+    for name in (
+        "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K", "q5_K", "q6_K",
     )
 )  # fmt: skip
 
@@ -25,20 +31,32 @@ def dequantize(array: np.ndarray) -> np.ndarray:
 
     Raises ValueError for an element type that is none of READABLE.
     """
-    dtype = _dtype(array)
+    dtype = dtype_of(array)
     if dtype not in READABLE:
         raise ValueError(f"{dtype} cannot be read; what can: {', '.join(map(str, READABLE))}")
-    width = (array.shape[-1] if array.ndim else 1) * dtype.block
-    values = np.empty((*array.shape[:-1], width), np.float32)
+    values = np.empty(dtype.tensor_shape(array.shape), np.float32)
     if array.size:
         packed = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        rows = values.reshape(-1, width)
+        rows = values.reshape(-1, values.shape[-1] if array.ndim else 1)
         compiled: Any = kernels.dequantize
         compiled.rows(compiled.KINDS[dtype.name], rows, packed.reshape(len(rows), -1))
-    return values.reshape(array.shape) if array.ndim == 0 else values
+    return values
 
 
-def _dtype(array: np.ndarray) -> Dtype:
-    if array.dtype.names:
-        return DTYPES[array.dtype.names[0]]
-    return next(d for d in DTYPES.values() if d.numpy == array.dtype)
+def quantize(values: np.ndarray, dtype: Dtype) -> np.ndarray:
+    """f32 values (..., width) as an array of `dtype`, one of WRITABLE; rows are whole blocks, values finite.
+
+    The types without parts of their own are packed bit for bit as ggml's reference does it.
+    """
+    if dtype not in WRITABLE:
+        raise ValueError(f"{dtype} cannot be written; what can: {', '.join(map(str, WRITABLE))}")
+    width = values.shape[-1]
+    if width % dtype.block:
+        raise ValueError(f"rows have {width} values; {dtype} packs {dtype.block} each")
+    packed = np.empty(dtype.array_shape(values.shape), dtype.numpy)
+    if values.size:
+        rows = np.ascontiguousarray(values, np.float32).reshape(-1, width)
+        compiled: Any = kernels
+        kind = compiled.dequantize.KINDS[dtype.name]
+        compiled.quantize.rows(kind, packed.reshape(-1).view(np.uint8).reshape(len(rows), -1), rows)
+    return packed

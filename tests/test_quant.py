@@ -1,12 +1,13 @@
-"""Packed types against PyPI `gguf`, ggml's own Python: the same bits for whatever bytes a file can hold."""
+"""Packed types against PyPI `gguf`, ggml's own Python: the same bits, read and written; q4_K to q6_K, which it does
+not write, against the errors of llama-quantize."""
 
 import gguf
 import numpy as np
 import pytest
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32
-from packtrain.quant import READABLE, dequantize
+from packtrain.dtypes import BLOCK_TYPES, DTYPES, Dtype
+from packtrain.quant import READABLE, WRITABLE, dequantize, quantize
 
 # where a block's f16 scales are; the types without have none
 SCALES = {
@@ -14,16 +15,23 @@ SCALES = {
     "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
 }  # fmt: skip
 BLOCKS = 512
+# of llama-quantize: sum of squared errors over sum of squares, for `rows_of`
+ERRORS = {
+    ("normal", "q4_K"): 5.097724e-03,
+    ("normal", "q5_K"): 1.309796e-03,
+    ("normal", "q6_K"): 3.188758e-04,
+    ("heavy", "q4_K"): 9.948208e-03,
+    ("heavy", "q5_K"): 2.657770e-03,
+    ("heavy", "q6_K"): 8.329631e-04,
+    ("positive", "q4_K"): 1.234334e-03,
+    ("positive", "q5_K"): 3.022596e-04,
+    ("positive", "q6_K"): 2.225591e-04,
+}
+MORE = 1.02  # as much error of theirs is allowed
 
 
 def kind(dtype: Dtype) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType(kernels.dequantize.KINDS[dtype.name])
-
-
-def record(dtype: Dtype) -> np.dtype:
-    if dtype in (f32, f16):
-        return dtype.numpy
-    return np.dtype([(dtype.name, f"V{dtype.block_nbytes}")])
 
 
 def blocks(dtype: Dtype, scales: np.ndarray) -> np.ndarray:
@@ -37,7 +45,7 @@ def blocks(dtype: Dtype, scales: np.ndarray) -> np.ndarray:
 
 
 def read(dtype: Dtype, packed: np.ndarray, rows: int = 4) -> np.ndarray:
-    return dequantize(packed.reshape(rows, -1).view(record(dtype)))
+    return dequantize(packed.reshape(rows, -1).view(dtype.numpy))
 
 
 every_type = pytest.mark.parametrize("dtype", READABLE, ids=str)
@@ -66,7 +74,7 @@ def test_scales_that_are_zero_tiny_infinite_or_no_number_do_no_harm(dtype: Dtype
 
 @every_type
 def test_any_shape_is_read(dtype: Dtype):
-    packed = blocks(dtype, np.array([0x3C00]))[:24].view(record(dtype))
+    packed = blocks(dtype, np.array([0x3C00]))[:24].view(dtype.numpy)
     flat = dequantize(packed.reshape(-1))
     for shape in ((24,), (3, 8), (2, 3, 4), (24, 1)):
         found = dequantize(packed.reshape(shape))
@@ -80,14 +88,111 @@ def test_any_shape_is_read(dtype: Dtype):
 @pytest.mark.parametrize("width", (1, 15, 16, 17, 40))
 @pytest.mark.parametrize("name", ("f16", "bf16"))
 def test_rows_of_any_width_end_where_they_should(name: str, width: int):
-    dtype = next(d for d in READABLE if d.name == name)
+    dtype = DTYPES[name]
     packed = np.random.default_rng(1).integers(0, 256, (3, width * 2), np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
         wanted = gguf.quants.dequantize(packed, kind(dtype))
-    np.testing.assert_array_equal(dequantize(packed.view(record(dtype))), wanted)
+    np.testing.assert_array_equal(dequantize(packed.view(dtype.numpy)), wanted)
 
 
 def test_what_cannot_be_read_is_said():
-    array = np.zeros((2, 1), record(BLOCK_TYPES["iq1_s"]))
+    array = np.zeros((2, 1), BLOCK_TYPES["iq1_s"].numpy)
     with pytest.raises(ValueError, match=r"iq1_s cannot be read; what can: f32, f16, bf16, q4_0"):
         dequantize(array)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def odd_rows() -> np.ndarray:
+    """Normal rows among rows of zeros, of one value, of few values, tiny, tinier than f16, and large."""
+    x = np.random.RandomState(0).standard_normal((12, 512)).astype(np.float32)
+    x[0], x[1], x[2, :64], x[3, ::3] = 0, -1.5, 1e-37, 0
+    x[4] *= 1e-30
+    x[5] *= 1e-7
+    x[6] *= 1e4
+    x[7] = np.round(x[7] * 8) / 4
+    x[8] = np.abs(x[8])
+    x[9, ::2] = -x[9, 1::2]  # equal sizes of both signs
+    return x
+
+
+blockwise = pytest.mark.parametrize(
+    "dtype", [d for d in WRITABLE if not d.name.endswith("_K")], ids=str
+)
+
+
+@blockwise
+def test_values_are_packed_as_ggml_packs_them_bit_for_bit(dtype: Dtype):
+    x = odd_rows()
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = gguf.quants.quantize(x, kind(dtype))
+    found = quantize(x, dtype)
+    assert found.dtype == dtype.numpy
+    assert found.shape == dtype.array_shape(x.shape)
+    np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", WRITABLE, ids=str)
+def test_shapes_and_threads_change_nothing(dtype: Dtype):
+    x = odd_rows()
+    whole = quantize(x, dtype)
+    np.testing.assert_array_equal(quantize(x.reshape(3, 4, 512), dtype).reshape(12, -1), whole)
+    np.testing.assert_array_equal(quantize(x[::2], dtype), whole[::2])
+    np.testing.assert_array_equal(quantize(x[3], dtype), whole[3])
+    assert quantize(x[:0], dtype).shape == dtype.array_shape((0, 512))
+    kernels.set_threads(1)
+    try:
+        np.testing.assert_array_equal(quantize(x, dtype), whole)
+    finally:
+        kernels.set_threads(kernels.runtime.allowed_cpus())
+
+
+@pytest.mark.parametrize("width", (1, 15, 16, 17, 40))
+@pytest.mark.parametrize("name", ("f32", "f16", "bf16"))
+def test_scalars_of_any_width_are_written(name: str, width: int):
+    x = odd_rows()[-3:, :width]
+    wanted = gguf.quants.quantize(np.ascontiguousarray(x), kind(DTYPES[name]))
+    np.testing.assert_array_equal(quantize(x, DTYPES[name]).view(np.uint8), wanted.view(np.uint8))
+
+
+def rows_of(name: str) -> np.ndarray:
+    rng = np.random.RandomState(0)
+    normal = rng.standard_normal((64, 1024)).astype(np.float32)
+    if name == "heavy":
+        return normal * np.exp(rng.standard_normal((64, 1024))).astype(np.float32)
+    return np.abs(normal) + np.float32(0.5) if name == "positive" else normal
+
+
+def error(x: np.ndarray, packed: np.ndarray) -> float:
+    wide = x.astype(np.float64)
+    return float(np.square(dequantize(packed) - wide).sum() / np.square(wide).sum())
+
+
+@pytest.mark.parametrize(("rows", "name"), ERRORS)
+def test_blocks_with_parts_are_as_near_as_llama_quantize_makes_them(rows: str, name: str):
+    x = rows_of(rows)
+    assert error(x, quantize(x, DTYPES[name])) <= MORE * ERRORS[rows, name]
+
+
+@pytest.mark.parametrize(("name", "codes"), (("q4_K", 15), ("q5_K", 31), ("q6_K", 31)))
+def test_odd_rows_of_blocks_with_parts_come_back(name: str, codes: int):
+    x = odd_rows()
+    found = dequantize(quantize(x, DTYPES[name]))
+    span = np.maximum(x.max(-1), 0) - np.minimum(x.min(-1), 0)
+    assert (found[0] == 0).all()
+    assert (np.abs(found - x).max(-1) <= np.maximum(span / codes, 2e-6)).all()
+
+
+@pytest.mark.parametrize("dtype", [d for d in WRITABLE if d.quantized], ids=str)
+def test_values_too_small_for_a_scale_become_zeros(dtype: Dtype):
+    x = np.full((2, 256), 1e-40, np.float32)
+    x[:, ::2] *= -1
+    assert (dequantize(quantize(x, dtype)) == 0).all()
+
+
+def test_what_cannot_be_written_is_said():
+    with pytest.raises(ValueError, match="q2_K cannot be written; what can: f32"):
+        quantize(np.zeros((1, 256), np.float32), DTYPES["q2_K"])
+    with pytest.raises(ValueError, match="rows have 48 values; q8_0 packs 32 each"):
+        quantize(np.zeros((1, 48), np.float32), DTYPES["q8_0"])

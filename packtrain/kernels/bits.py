@@ -1,6 +1,7 @@
-"""Vectors of 16 i32 for kernels on packed data: bytes and halves in memory, whole numbers between, f32x16 out.
+"""Vectors of 16 i32 for kernels on packed data: bytes and halves in memory, f32x16 where values are computed.
 
-Addresses are int64 and count bytes. `b >> 4`, `b & 15`, `a | b`, `b - 8` work by lane; numbers are spread.
+`b >> 4`, `b & 15`, `a | b`, `b - 8` work by lane; numbers are spread. `byte_at(address, i)` is element i, counted in
+bytes, `bytes_at` sixteen from it on; `put_byte` and `put_bytes` write them; halves are f16, shorts u16.
 """
 
 import operator
@@ -50,7 +51,7 @@ def binary_operator(symbol, instruction):
 
 
 for name, instruction in {
-    "and_": "and_", "or_": "or_", "sub": "sub", "lshift": "shl", "rshift": "lshr", "xor": "xor"
+    "and_": "and_", "or_": "or_", "sub": "sub", "lshift": "shl", "rshift": "lshr"
 }.items():  # fmt: skip
     binary_operator(getattr(operator, name), instruction)
 
@@ -66,6 +67,20 @@ def reading(kind, result, emit):
     return intrinsic(lambda typingctx, a, i: (result(types.int64, types.int64), codegen))
 
 
+def writing(given, emit):
+    """An intrinsic (address, i, value): emit(builder, value) becomes element i there, or sixteen from it on."""
+
+    def codegen(context, builder, sig, args):
+        value = emit(builder, args[2])
+        one = value.type.element if isinstance(value.type, ir.VectorType) else value.type
+        at = builder.gep(builder.inttoptr(args[0], one.as_pointer()), [args[1]])
+        builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    place = (types.int64, types.int64)
+    return intrinsic(lambda typingctx, a, i, value: (types.void(*place, given), codegen))
+
+
 def sixteen(kind):
     return ir.VectorType(kind, LANES)
 
@@ -79,6 +94,11 @@ char_at = reading(I8, types.int64, lambda builder, v: builder.sext(v, I64))
 short_at = reading(I16, types.int64, lambda builder, v: builder.zext(v, I64))
 word_at = reading(I32, types.int64, lambda builder, v: builder.zext(v, I64))
 half_at = reading(HALF, types.float32, lambda builder, v: builder.fpext(v, F32))
+put_byte = writing(types.int64, lambda builder, v: builder.trunc(v, I8))
+put_bytes = writing(i32x16, lambda builder, v: builder.trunc(v, sixteen(I8)))
+put_short = writing(types.int64, lambda builder, v: builder.trunc(v, I16))
+put_word = writing(types.int64, lambda builder, v: builder.trunc(v, I32))
+put_half = writing(types.float32, lambda builder, v: builder.fptrunc(v, HALF))
 
 
 @intrinsic
@@ -107,7 +127,7 @@ def lane_numbers(typingctx):
 
 
 def converting(given, result, emit):
-    """An intrinsic on one vector; emit(builder, vector) -> vector."""
+    """An intrinsic on one vector: emit(builder, vector)."""
 
     def codegen(context, builder, sig, args):
         return emit(builder, *args)
@@ -118,3 +138,12 @@ def converting(given, result, emit):
 spread_bits = converting(i32x16, i32x16, lambda builder, v: v)
 to_floats = converting(i32x16, f32x16, lambda builder, v: builder.sitofp(v, VECTOR))
 as_floats = converting(i32x16, f32x16, lambda builder, v: builder.bitcast(v, VECTOR))
+to_bits = converting(f32x16, i32x16, lambda builder, v: builder.fptosi(v, BITS))  # towards zero
+
+
+def emit_set_lanes(builder, v):
+    found = builder.icmp_signed("!=", v, ir.Constant(BITS, [0] * LANES))
+    return builder.zext(builder.bitcast(found, I16), I64)
+
+
+set_lanes = converting(i32x16, types.int64, emit_set_lanes)  # bit i: lane i is not zero

@@ -1,0 +1,29 @@
+"""Text to token ids and back with the vocabulary of a GGUF file, as llama.cpp does it (src/llama-vocab.cpp).
+
+In go `GGUF(path).metadata` and text; out come the ids that llama.cpp gives. It knows no chat templates and no models.
+"""
+
+from packtrain.tokenizer.table import (
+    BYTE,
+    CONTROL,
+    KEYS,
+    NO_ID,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    TokenizerError,
+)
+from packtrain.tokenizer.tokenizer import Stream, Tokenizer
+
+__all__ = [
+    "BYTE",
+    "CONTROL",
+    "KEYS",
+    "NORMAL",
+    "NO_ID",
+    "UNKNOWN",
+    "USER_DEFINED",
+    "Stream",
+    "Tokenizer",
+    "TokenizerError",
+]

@@ -1,0 +1,105 @@
+"""Byte-level vocabularies in the manner of GPT-2: words by a pattern, then merges in the order of the file."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from packtrain.tokenizer.merge import merge
+from packtrain.tokenizer.table import (
+    KEYS,
+    NORMAL,
+    USER_DEFINED,
+    Table,
+    TokenizerError,
+    numbers,
+    texts,
+    wanted,
+)
+from packtrain.tokenizer.words import RULES, Splitter
+
+CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
+# GPT-2's alphabet: bytes that print stand for themselves, the others for characters from 256 on, in their order
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = [b for b in range(256) if b not in _PRINTED]
+ALPHABET = {b: chr(b) for b in _PRINTED} | {b: chr(256 + i) for i, b in enumerate(_HIDDEN)}
+BYTES = {character: bytes([b]) for b, character in ALPHABET.items()}
+
+
+class BytePairs:
+    """The "gpt2" kind of vocabulary. Nothing is put before the text, and a space is part of the word after it."""
+
+    space = False
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        name = metadata.get(f"{KEYS}pre", "default")
+        if name not in RULES:
+            raise TokenizerError(
+                f"{KEYS}pre is {name!r}; these are known: {', '.join(sorted(RULES))}"
+            )
+        wanted(metadata, "merges")
+        self._rule, self._splitter = RULES[name], Splitter(RULES[name])
+        self.bos = self._rule.bos
+        typed = f"{KEYS}token_type" in metadata
+        kinds = (
+            numbers(metadata, "token_type")
+            if typed
+            else np.full(len(wanted(metadata, "tokens")), NORMAL)
+        )
+        self.table = Table(metadata, kinds)
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, word by word; they come again and again."""
+        ids: list[int] = []
+        for word in self._splitter.split(text):
+            known = self._cache.get(word)
+            ids += self._word(word) if known is None else known
+        return ids
+
+    def can_cut(self, text: str, at: int) -> bool:
+        """Whether this is where a word always begins, whatever stands before and after it.
+
+        So it is at a space after something else. Where there are no spaces, a line that begins with a letter will do,
+        and the comma or full stop of a script that has none.
+        """
+        a, b = text[at - 1], text[at]
+        if a + b in self._inside or self.table.swallow:
+            return False
+        if a == "\n":
+            return b.isalpha() and at > 1 and not text[at - 2].isspace()
+        return (b == " " and not a.isspace()) or (b in "\u3001\u3002\uff0c" and a.isalpha())
+
+    def piece(self, token: bytes) -> bytes:
+        """The bytes that a normal token stands for."""
+        return b"".join(BYTES.get(c, c.encode()) for c in token.decode(errors="replace"))
+
+    @cached_property
+    def _ranks(self) -> dict[bytes, int]:
+        """Ranks of merges by "left right"; of two that are equal the first counts."""
+        merges = texts(self._metadata, "merges")
+        return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
+
+    @cached_property
+    def _inside(self) -> set[str]:
+        """Neighbours inside of user-defined tokens, which are found in any text."""
+        given = (text for text, id in self.table.specials if self.table.kinds[id] == USER_DEFINED)
+        return {a + b for text in given for a, b in pairwise(text)}
+
+    def _word(self, word: str) -> list[int]:
+        ranks, index = self._ranks, self.table.index
+
+        def cost(a: bytes, b: bytes) -> int | None:
+            return ranks.get(b"%b %b" % (a, b))
+
+        spelled = word.encode().decode("latin-1").translate(ALPHABET)
+        id = index.get(spelled.encode()) if self._rule.whole else None
+        parts = [] if id is not None else merge([c.encode() for c in spelled], cost)
+        # a part that is no token is left out, as in llama.cpp; every real vocabulary has all bytes
+        ids = [index[part] for part in parts if part in index] if id is None else [id]
+        if len(word) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
+            self._cache[word] = ids
+        return ids

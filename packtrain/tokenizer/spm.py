@@ -1,0 +1,113 @@
+"""Vocabularies in the manner of SentencePiece: a score for each token, spaces as U+2581, bytes as <0x00> to <0xFF>."""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import pairwise
+from operator import add
+from typing import Any
+
+from packtrain.tokenizer.merge import merge
+from packtrain.tokenizer.table import KEYS, Table, TokenizerError, flag, numbers
+
+SPACE = "\u2581"
+WORD = re.compile(r" *[^ \n]+|\n| +")
+BORDER = "\udfff"  # half of a surrogate pair: no text has it
+CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
+
+
+class SentencePieces:
+    """The "llama" kind of vocabulary: neighbours that make a token are joined, the best score first.
+
+    bos, space  whether a BOS token and a space before the text are added where the file does not say
+    """
+
+    bos = True
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._scores = numbers(metadata, "scores")
+        self.table = Table(metadata, numbers(metadata, "token_type"), bos=1, eos=2, unk=0)
+        self.space = flag(metadata, "add_space_prefix", True)
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, word by word where no token reaches across words; they come again and again."""
+        text = text.replace(SPACE, " ")
+        if not self._has_words:
+            return self._word(text)
+        ids: list[int] = []
+        for word in WORD.findall(text):
+            known = self._cache.get(word)
+            ids += self._kept(word, self._word(word)) if known is None else known
+        return ids
+
+    def can_cut(self, text: str, at: int) -> bool:
+        """Whether no token reaches across this place. Special tokens swallow whitespace."""
+        pair = text[at - 1 : at + 1].replace(" ", SPACE)
+        return not text[at].isspace() and pair not in self._joins
+
+    def piece(self, token: bytes) -> bytes:
+        """The bytes that a normal token stands for."""
+        return token.replace(SPACE.encode(), b" ")
+
+    @cached_property
+    def _costs(self) -> list[float]:
+        return (-self._scores.astype(float)).tolist()  # the best score is the smallest cost
+
+    @cached_property
+    def _joins(self) -> set[str]:
+        """Neighbours that stand side by side in some token; between all others no merge can ever happen."""
+        tokens = BORDER.join(token.decode(errors="replace") for token in self.table.tokens)
+        return {a + b for a, b in pairwise(tokens.replace(" ", SPACE)) if BORDER not in (a, b)}
+
+    @cached_property
+    def _has_words(self) -> bool:
+        return not any(
+            "\n" in pair or (pair.endswith(SPACE) and pair != SPACE * 2) for pair in self._joins
+        )
+
+    @cached_property
+    def _bytes(self) -> list[int | None]:
+        index = self.table.index
+        return [index.get(b"<0x%02X>" % b, index.get(bytes([b]))) for b in range(256)]
+
+    def _word(self, word: str) -> list[int]:
+        """Ids of a text, done in pieces that cannot merge with each other."""
+        word, ids = word.replace(" ", SPACE), []
+        joins = self._joins
+        cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
+        for start, end in pairwise([0, *cuts, len(word)]):
+            piece = word[start:end]
+            known = self._cache.get(piece)
+            ids += self._kept(piece, self._merged(piece)) if known is None else known
+        return ids
+
+    def _kept(self, text: str, ids: list[int]) -> list[int]:
+        if len(text) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
+            self._cache[text] = ids
+        return ids
+
+    def _merged(self, piece: str) -> list[int]:
+        index, costs = self.table.index, self._costs
+
+        def cost(a: bytes, b: bytes) -> float | None:
+            id = index.get(a + b)
+            return None if id is None else costs[id]
+
+        parts = merge([character.encode() for character in piece], cost)
+        return [id for part in parts for id in self._ids(part)]
+
+    def _ids(self, part: bytes) -> list[int]:
+        """The token of a merged part; else the tokens of its bytes; else it is unknown."""
+        id = self.table.index.get(part)
+        if id is not None:
+            return [id]
+        ids = [id for b in part if (id := self._bytes[b]) is not None]
+        if len(ids) == len(part):
+            return ids
+        if self.table.unk is None:
+            raise TokenizerError(
+                f"no token for {part.decode(errors='replace')!r}, none for its bytes {part.hex(' ')}, and no"
+                f" unknown token; {KEYS}unknown_token_id must name one"
+            )
+        return [self.table.unk]

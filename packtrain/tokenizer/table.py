@@ -1,0 +1,163 @@
+"""The tokens of a file: their texts and kinds, which of them mean something, and at which of them generation ends.
+
+In goes GGUF metadata, out comes a Table or a TokenizerError that names the key; encodings read it and change nothing.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from packtrain.errors import InputError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.h, enum llama_token_type
+KEYS = "tokenizer.ggml."
+NO_ID = 0xFFFFFFFF  # what converters write for "there is none"; llama.cpp then takes the default
+BYTE_NAME = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
+
+# Texts that make a token a control token whatever the file calls it, and the id that they are found for.
+EOT_TEXTS = (
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
+    "<\uff5cend\u2581of\u2581sentence\uff5c> <end_of_utterance>"
+)
+END_TEXTS = (
+    f"{EOT_TEXTS} </s> <|eom_id|> <|return|> <|call|> <|flush|> <|calls|> [EOS] <eos> <turn|> "
+    "<|tool_response> [e~["
+)
+FILL_TEXTS = {
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> \u2581<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <SUF> \u2581<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <MID> \u2581<MID> <|code_middle|> <|middle|>",
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+}
+FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
+FORMER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
+
+
+class TokenizerError(InputError):
+    """A vocabulary that cannot be used, or text or ids that it cannot take: the key or id, and what it must be."""
+
+
+class Table:
+    """The tokens of a file.
+
+    tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
+    kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    index             ids by text
+    bos eos unk eot   ids, None where there is none; eot is the end of a turn
+    ends              ids at which generation ends
+    specials          (text, id) of tokens that are found before all others, the longest first
+    swallow           those of them that take the whitespace after them with them
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], kinds: np.ndarray, **defaults: int) -> None:
+        self.tokens = texts(metadata, "tokens")
+        self.kinds: list[int] = kinds.astype(int).tolist()
+        self.index = _indexed(self.tokens)
+        for id in np.flatnonzero(kinds == BYTE).tolist():
+            if not BYTE_NAME.fullmatch(self.tokens[id]):
+                raise TokenizerError(
+                    f"token {id} is of type byte and {self.tokens[id]!r}; it must be <0x00> to <0xFF>"
+                )
+        self.bos = self._id(metadata, "bos", defaults.get("bos"))
+        self.eos = self._id(metadata, "eos", defaults.get("eos"))
+        self.unk = self._id(metadata, "unknown", defaults.get("unk"))
+        self.eot = self._id(metadata, "eot", None)
+        self.ends = self._find_ends(metadata)
+        found = np.isin(self.kinds, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
+        found.sort(key=lambda id: -len(self.tokens[id]))
+        self.specials = [(self.tokens[id].decode(errors="replace"), id) for id in found]
+        self.swallow = self._swallowing(metadata)
+
+    def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
+        id, count = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
+        if id == NO_ID:
+            return default if default is None or default < count else None
+        if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < count:
+            raise TokenizerError(
+                f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {count - 1}"
+            )
+        return id
+
+    def _find_ends(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+        """Ids that end generation; they, and the tokens for filling in the middle, become control tokens."""
+        ends = self._named(END_TEXTS)
+        for end in ends:
+            self.kinds[end] = CONTROL
+        if self.eot is None:
+            self.eot = next(iter(self._named(EOT_TEXTS)), None)
+        given = [self.eos, self.eot, self._id(metadata, "eom", None)]
+        for name, wanted in FILL_TEXTS.items():
+            id = self._id(metadata, FORMER_NAMES.get(name, name), self._id(metadata, name, None))
+            if id is None and (named := self._named(wanted)):
+                id = named[0]
+                self.kinds[id] = CONTROL
+            if name in FILL_ENDS:
+                given.append(id)
+        return frozenset(ends).union(id for id in given if id is not None)
+
+    def _named(self, wanted: str) -> list[int]:
+        found = (self.index.get(text.encode()) for text in wanted.split())
+        return [id for id in found if id is not None]
+
+    def _swallowing(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+        """Phi-3's special tokens, known by the model's name."""
+        name = str(metadata.get("general.name", "")).lower()
+        if "phi-3" not in name and "phi3" not in name:
+            return frozenset()
+        return frozenset(id for _, id in self.specials if self.tokens[id] not in PHI_3_KEEPS_SPACE)
+
+
+# ---- metadata
+
+
+def wanted(metadata: Mapping[str, Any], name: str) -> Any:
+    """A value that must be there."""
+    if KEYS + name not in metadata:
+        raise TokenizerError(f"the metadata has no {KEYS}{name}, which a tokenizer needs")
+    return metadata[KEYS + name]
+
+
+def texts(metadata: Mapping[str, Any], name: str) -> list[bytes]:
+    """An array of strings."""
+    found = wanted(metadata, name)
+    if isinstance(found, str | bytes) or not isinstance(found, Sequence):
+        raise TokenizerError(f"{KEYS}{name} is no array of strings")
+    found = list(found)
+    if not all(isinstance(text, bytes) for text in found):
+        raise TokenizerError(f"{KEYS}{name} is no array of strings")
+    return [text or b"[EMPTY_%d]" % i for i, text in enumerate(found)]
+
+
+def numbers(metadata: Mapping[str, Any], name: str) -> np.ndarray:
+    """An array with one number for each token."""
+    values, count = np.asarray(wanted(metadata, name)), len(wanted(metadata, "tokens"))
+    if values.ndim != 1 or values.dtype.kind not in "iuf" or np.isnan(values).any():
+        raise TokenizerError(f"{KEYS}{name} is no array of numbers")
+    if len(values) != count:
+        raise TokenizerError(
+            f"{KEYS}{name} has {len(values)} values and {KEYS}tokens {count}; both must have one for each token"
+        )
+    return values
+
+
+def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A value that is true or false."""
+    value = metadata.get(KEYS + name, default)
+    if not isinstance(value, bool):
+        raise TokenizerError(f"{KEYS}{name} is {value!r}; it must be true or false")
+    return value
+
+
+def _indexed(tokens: list[bytes]) -> dict[bytes, int]:
+    index = {token: i for i, token in enumerate(tokens)}
+    if len(index) < len(tokens):
+        i = next(i for i, token in enumerate(tokens) if index[token] != i)
+        raise TokenizerError(
+            f"tokens {i} and {index[tokens[i]]} are both {tokens[i]!r}; each must be there once"
+        )
+    return index

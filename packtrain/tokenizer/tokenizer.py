@@ -1,0 +1,208 @@
+"""One interface to the vocabularies of both kinds: special tokens, what is added, streams of text and of ids."""
+
+import codecs
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from packtrain.tokenizer.bpe import BytePairs
+from packtrain.tokenizer.spm import SentencePieces
+from packtrain.tokenizer.table import (
+    BYTE,
+    BYTE_NAME,
+    CONTROL,
+    KEYS,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Table,
+    TokenizerError,
+    flag,
+    wanted,
+)
+
+WHITESPACE = " \t\n\v\f\r"
+
+
+class Encoding(Protocol):
+    """What a kind of vocabulary does with text in which no special tokens are left.
+
+    bos, space  whether a BOS token, and a space before the text, are added where the file does not say
+    """
+
+    table: Table
+    bos: bool
+    space: bool
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def can_cut(self, text: str, at: int) -> bool: ...
+
+    def piece(self, token: bytes) -> bytes: ...
+
+
+KINDS: dict[str, type[SentencePieces] | type[BytePairs]] = {
+    "llama": SentencePieces,
+    "gpt2": BytePairs,
+}
+
+
+class Tokenizer:
+    """The vocabulary of a file and its rules.
+
+    tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
+    kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    bos eos unk eot   ids, None where there is none; eot is the end of a turn
+    ends              ids at which generation ends
+    """
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        model = wanted(metadata, "model")
+        if model not in KINDS:
+            raise TokenizerError(
+                f"{KEYS}model is {model!r}; 'llama' (SentencePiece with scores) and 'gpt2' (BPE with merges)"
+                " are supported"
+            )
+        self._encoding: Encoding = KINDS[model](metadata)
+        self._table = table = self._encoding.table
+        self.tokens, self.kinds, self.vocab_size = table.tokens, table.kinds, len(table.tokens)
+        self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
+        self.ends = table.ends
+        self.add_bos = flag(metadata, "add_bos_token", self._encoding.bos)
+        self.add_eos = flag(metadata, "add_eos_token", False)
+        self.add_space_prefix = self._encoding.space
+        self._added(None, None)
+
+    # ---- text to ids
+
+    def encode(
+        self, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = True
+    ) -> list[int]:
+        """The ids of a text; bos and eos add their ids, None does as the file says.
+
+        special  also texts of control and unknown tokens, as `<s>`, become these tokens: say False for text that
+                 nobody has checked. User-defined tokens are always found.
+        """
+        first, last = self._added(bos, eos)
+        ids, _ = self._stretch(_sound(text), special, self.add_space_prefix)
+        return first + ids + last
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """The ids of a long text that comes in pieces, as `encode(text, bos=False, eos=False, special=False)`."""
+        rest, prefix = "", self.add_space_prefix
+        for piece in pieces:
+            before, rest = len(rest), rest + _sound(piece)
+            border = self._border(rest, before)
+            if border:
+                ids, prefix = self._stretch(rest[:border], False, prefix)
+                rest = rest[border:]
+                yield ids
+        yield self._stretch(rest, False, prefix)[0]
+
+    def _border(self, text: str, since: int) -> int:
+        """The last place from `since` on where text can be cut without changing ids; 0 if there is none."""
+        places = range(len(text) - 1, max(since, 1) - 1, -1)
+        return next((at for at in places if self._encoding.can_cut(text, at)), 0)
+
+    def _stretch(self, text: str, special: bool, prefix: bool) -> tuple[list[int], bool]:
+        """Ids of a text that gets a space before it if `prefix`, and whether text that follows would get one."""
+        ids: list[int] = []
+        for part in self._split(text, special):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._encoding.encode(" " + part if prefix else part)
+            prefix = self.add_space_prefix and isinstance(part, int)
+        return ids, prefix
+
+    def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
+        """What stands before and after the ids of a text; None does as the file says."""
+        bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
+        for asked, id, name in ((bos, self.bos, "bos"), (eos, self.eos, "eos")):
+            if asked and id is None:
+                raise TokenizerError(
+                    f"{name} is to be added, but the vocabulary of {self.vocab_size} tokens has no {name} token;"
+                    f" {KEYS}{name}_token_id must name one"
+                )
+        return (
+            [self.bos] if bos and self.bos is not None else [],
+            [self.eos] if eos and self.eos is not None else [],
+        )
+
+    def _split(self, text: str, special: bool) -> list[str | int]:
+        """Text and special tokens in turn: the longest token takes its places first, wherever they are."""
+        parts: list[str | int] = [text] if text else []
+        for token, id in self._table.specials:
+            if (special or self.kinds[id] == USER_DEFINED) and token in text:
+                now, parts = parts, []
+                for part in now:
+                    parts += [part] if isinstance(part, int) else self._cut(part, token, id)
+        return parts
+
+    def _cut(self, part: str, token: str, id: int) -> list[str | int]:
+        """A stretch of text with one special token taken out."""
+        at = 0
+        parts: list[str | int] = []
+        while (found := part.find(token, at)) >= 0:
+            parts += [part[at:found], id] if found > at else [id]
+            at = found + len(token)
+            while id in self._table.swallow and at < len(part) and part[at] in WHITESPACE:
+                at += 1
+        return [*parts, part[at:]] if at < len(part) else parts
+
+    # ---- ids to text
+
+    def piece(self, id: int) -> bytes:
+        """The bytes that a token stands for, perhaps part of a character; control tokens give their name."""
+        if not 0 <= id < self.vocab_size:
+            raise TokenizerError(f"token id {id} is not in 0 to {self.vocab_size - 1}")
+        token, kind = self.tokens[id], self.kinds[id]
+        if kind == NORMAL:
+            return self._encoding.piece(token)
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN):
+            return token
+        named = BYTE_NAME.fullmatch(token) if kind == BYTE else None
+        return bytes([int(named[1], 16)]) if named else b""
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD. See Stream for the rules."""
+        stream = Stream(self, special)
+        return "".join([stream.feed(id) for id in ids]) + stream.flush()
+
+
+def _sound(text: str) -> str:
+    """The text, which must be one that UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise TokenizerError(
+            f"character {e.start} of the text is {text[e.start]!r}, half of a surrogate pair"
+        ) from None
+    return text
+
+
+class Stream:
+    """Text from ids as they come, in whole characters.
+
+    Control and unknown tokens give their names if `special`, else nothing. The space that encode put before the
+    text is taken away again from the first token that is no control token. (llama.cpp's detokenize lets the bos
+    token use that up, so that with it the space stays.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._leading = tokenizer.add_space_prefix
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, id: int) -> str:
+        """The text that is complete with this token; an unfinished character waits for its other bytes."""
+        piece, kind = self._tokenizer.piece(id), self._tokenizer.kinds[id]
+        if kind in (CONTROL, UNKNOWN) and not self._special:
+            piece = b""
+        if self._leading and kind != CONTROL:
+            self._leading = False
+            piece = piece.removeprefix(b" ")
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that was never finished."""
+        return self._utf8.decode(b"", final=True)

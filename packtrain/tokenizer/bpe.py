@@ -16,7 +16,6 @@ from packtrain.tokenizer.table import (
     TokenizerError,
     numbers,
     texts,
-    wanted,
 )
 from packtrain.tokenizer.words import RULES, Splitter
 
@@ -34,22 +33,19 @@ class BytePairs:
     space = False
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._metadata = metadata
         name = metadata.get(f"{KEYS}pre", "default")
         if name not in RULES:
             raise TokenizerError(
                 f"{KEYS}pre is {name!r}; these are known: {', '.join(sorted(RULES))}"
             )
-        wanted(metadata, "merges")
+        self._merges = texts(metadata, "merges")
         self._rule, self._splitter = RULES[name], Splitter(RULES[name])
         self.bos = self._rule.bos
-        typed = f"{KEYS}token_type" in metadata
-        kinds = (
-            numbers(metadata, "token_type")
-            if typed
-            else np.full(len(wanted(metadata, "tokens")), NORMAL)
-        )
-        self.table = Table(metadata, kinds)
+        tokens = texts(metadata, "tokens")
+        kinds = np.full(len(tokens), NORMAL)
+        if f"{KEYS}token_type" in metadata:
+            kinds = numbers(metadata, "token_type", len(tokens))
+        self.table = Table(metadata, tokens, kinds)
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -80,7 +76,7 @@ class BytePairs:
     @cached_property
     def _ranks(self) -> dict[bytes, int]:
         """Ranks of merges by "left right"; of two that are equal the first counts."""
-        merges = texts(self._metadata, "merges")
+        merges = self._merges
         return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
 
     @cached_property

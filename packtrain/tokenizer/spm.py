@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from packtrain.tokenizer.merge import merge
-from packtrain.tokenizer.table import KEYS, Table, TokenizerError, flag, numbers
+from packtrain.tokenizer.table import KEYS, Table, TokenizerError, flag, numbers, texts
 
 SPACE = "\u2581"
 WORD = re.compile(r" *[^ \n]+|\n| +")
@@ -25,8 +25,10 @@ class SentencePieces:
     bos = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._scores = numbers(metadata, "scores")
-        self.table = Table(metadata, numbers(metadata, "token_type"), bos=1, eos=2, unk=0)
+        tokens = texts(metadata, "tokens")
+        kinds = numbers(metadata, "token_type", len(tokens))
+        self._scores = numbers(metadata, "scores", len(tokens))
+        self.table = Table(metadata, tokens, kinds, bos=1, eos=2, unk=0)
         self.space = flag(metadata, "add_space_prefix", True)
         self._cache: dict[str, list[int]] = {}
 
@@ -52,7 +54,7 @@ class SentencePieces:
 
     @cached_property
     def _costs(self) -> list[float]:
-        return (-self._scores.astype(float)).tolist()  # the best score is the smallest cost
+        return [-float(score) for score in self._scores]  # the best score is the smallest cost
 
     @cached_property
     def _joins(self) -> set[str]:

@@ -54,8 +54,10 @@ class Table:
     swallow           those of them that take the whitespace after them with them
     """
 
-    def __init__(self, metadata: Mapping[str, Any], kinds: np.ndarray, **defaults: int) -> None:
-        self.tokens = texts(metadata, "tokens")
+    def __init__(
+        self, metadata: Mapping[str, Any], tokens: list[bytes], kinds: np.ndarray, **defaults: int
+    ) -> None:
+        self.tokens = [token or b"[EMPTY_%d]" % i for i, token in enumerate(tokens)]
         self.kinds: list[int] = kinds.astype(int).tolist()
         self.index = _indexed(self.tokens)
         for id in np.flatnonzero(kinds == BYTE).tolist():
@@ -130,12 +132,12 @@ def texts(metadata: Mapping[str, Any], name: str) -> list[bytes]:
     found = list(found)
     if not all(isinstance(text, bytes) for text in found):
         raise TokenizerError(f"{KEYS}{name} is no array of strings")
-    return [text or b"[EMPTY_%d]" % i for i, text in enumerate(found)]
+    return found
 
 
-def numbers(metadata: Mapping[str, Any], name: str) -> np.ndarray:
+def numbers(metadata: Mapping[str, Any], name: str, count: int) -> np.ndarray:
     """An array with one number for each token."""
-    values, count = np.asarray(wanted(metadata, name)), len(wanted(metadata, "tokens"))
+    values = np.asarray(wanted(metadata, name))
     if values.ndim != 1 or values.dtype.kind not in "iuf" or np.isnan(values).any():
         raise TokenizerError(f"{KEYS}{name} is no array of numbers")
     if len(values) != count:
@@ -155,9 +157,10 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 
 def _indexed(tokens: list[bytes]) -> dict[bytes, int]:
     index = {token: i for i, token in enumerate(tokens)}
-    if len(index) < len(tokens):
-        i = next(i for i, token in enumerate(tokens) if index[token] != i)
-        raise TokenizerError(
-            f"tokens {i} and {index[tokens[i]]} are both {tokens[i]!r}; each must be there once"
-        )
-    return index
+    if len(index) == len(tokens):
+        return index
+    first: dict[bytes, int] = {}
+    i = next(i for i, token in enumerate(tokens) if first.setdefault(token, i) != i)
+    raise TokenizerError(
+        f"tokens {first[tokens[i]]} and {i} are both {tokens[i]!r}; each must be there once"
+    )

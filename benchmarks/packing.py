@@ -25,10 +25,10 @@ from packtrain.errors import InputError
 from packtrain.files import check_writable, existing, replacing
 from packtrain.models import transformer
 from packtrain.models.transformer import Config
+from packtrain.packing import Packing, best_fit, clash, height, lower_bound, packings
 from packtrain.place import Placed, Step
-from packtrain.plan import Packing, best_fit, clash, lower_bound, packings, size_text
+from packtrain.plan import size_text
 from packtrain.plan.lifetimes import storages
-from packtrain.plan.pack import height
 from packtrain.tensor import Call, Tensor
 from packtrain.train.optim import AdamW, training
 

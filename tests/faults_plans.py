@@ -11,8 +11,9 @@ from pytest import MonkeyPatch
 import packtrain as pt
 from packtrain.backends.host import Host
 from packtrain.ops import shape
+from packtrain.packing import online, pack
 from packtrain.place import _Placing
-from packtrain.plan import Plan, lifetimes, online, pack
+from packtrain.plan import Plan, lifetimes
 from packtrain.run import Executor
 from tests import bit_checks, plan_checks
 from tests.faults import (
@@ -25,7 +26,7 @@ from tests.faults import (
 )  # fmt: skip
 
 # the functions of the same names hide these modules
-packing = importlib.import_module("packtrain.plan.pack")
+packing = importlib.import_module("packtrain.packing.pack")
 planning = importlib.import_module("packtrain.plan.plan")
 verifying = importlib.import_module("packtrain.plan.verify")
 

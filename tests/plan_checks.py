@@ -11,8 +11,7 @@ import numpy as np
 import packtrain as pt
 from packtrain import backends, ops
 from packtrain.backends import Host
-from packtrain.plan import best_fit, lower_bound
-from packtrain.plan.pack import height
+from packtrain.packing import best_fit, height, lower_bound
 from packtrain.plan.plan import Packer, Plan
 from packtrain.tensor import Tensor
 from tests import checks

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from packtrain.plan import Allocator, NoSpace, best_fit
-from packtrain.plan.online import BARRIER, Use, follow
+from packtrain.packing import Allocator, NoSpace, best_fit
+from packtrain.packing.online import BARRIER, Use, follow
 
 FULL = 1000  # bytes of the allocators below
 

@@ -15,8 +15,7 @@ import pytest
 import packtrain as pt
 from benchmarks import packing as benchmark
 from packtrain.models import transformer
-from packtrain.plan import Packing, clash, exact, lower_bound, pack, packings
-from packtrain.plan.pack import height
+from packtrain.packing import Packing, clash, exact, height, lower_bound, pack, packings
 from packtrain.train.optim import AdamW, training
 
 ROOT = Path(__file__).parent.parent

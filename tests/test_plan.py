@@ -8,8 +8,9 @@ import pytest
 
 import packtrain as pt
 from packtrain import backends, ops
-from packtrain.plan import Plan, best_fit, lower_bound, pack
-from packtrain.plan.pack import first_fit, height
+from packtrain.packing import best_fit, height, lower_bound, pack
+from packtrain.packing.pack import first_fit
+from packtrain.plan import Plan
 from packtrain.plan.plan import Packer
 from tests import checks, plan_checks
 from tests.plan_checks import small

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from packtrain.packing import height, lower_bound, pack
 from packtrain.place import Placed
 from packtrain.plan.lifetimes import Storage, storages
-from packtrain.plan.pack import height, lower_bound, pack
 from packtrain.tensor import GraphError
 
 Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]

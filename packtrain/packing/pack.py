@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from packtrain.plan import exact
+from packtrain.packing import exact
 
 Ints = npt.NDArray[np.int64]
 

@@ -1,0 +1,167 @@
+"""LoRA adapters in the GGUF form that llama.cpp loads (src/llama-adapter.cpp): read, checked against a base, written.
+
+An Adapter holds low-rank additions to matrices of a base by name: y = W x + scale * B (A x). It knows no graph.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.dtypes import bf16, f16, f32
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Value, write
+from packtrain.quant import dequantize
+
+SUFFIXES = (".lora_a", ".lora_b")
+READABLE = (f32, f16, bf16)
+EMBEDDING = "token_embd.weight"
+ARCHITECTURE, ALPHA = "general.architecture", "adapter.lora.alpha"
+INVOCATION = "adapter.alora.invocation_tokens"
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Additions to matrices of a base of this architecture, f32, by the name of the base's tensor.
+
+    pairs  A (R, in) and B (out, R) for a matrix (out, in); with a leading axis of experts for each if it has one;
+           for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
+    alpha  0 stands for a scale of 1, as in llama.cpp
+    """
+
+    architecture: str
+    alpha: float
+    pairs: Mapping[str, Pair]
+
+    def scale(self, name: str) -> float:
+        """What B A is multiplied by: alpha over rank."""
+        rank = self.pairs[name][1].shape[-1]
+        return self.alpha / rank if self.alpha else 1.0
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start:stop of the addition to a matrix, f32 (stop - start, in); rows of experts follow each other."""
+        a, b = self.pairs[name]
+        by = np.float32(self.scale(name))
+        if name == EMBEDDING:
+            return by * (a[start:stop] @ b.T)
+        if b.ndim == 2:
+            return by * (b[start:stop] @ a)
+        count = b.shape[1]
+        parts = [
+            b[e, max(start - e * count, 0) : stop - e * count] @ a[e]
+            for e in range(start // count, -(-stop // count))
+        ]
+        return by * np.concatenate(parts)
+
+
+def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of A and B of this rank for a tensor of the base."""
+    *experts, out, width = shape
+    if name == EMBEDDING:
+        return (out, rank), (width, rank)
+    return (*experts, rank, width), (*experts, out, rank)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """The adapter in a GGUF file. Raises InputError for all that llama.cpp would refuse, or silently leave out."""
+    gguf = GGUF(path)
+    values = gguf.metadata
+    for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
+        if values.get(key) != wanted:
+            raise InputError(
+                f"{path}: {key} is {values.get(key)!r}; of an adapter it is {wanted!r}"
+            )
+    if INVOCATION in values:
+        raise InputError(
+            f"{path}: {INVOCATION} is there; adapters that wait for tokens are not supported"
+        )
+    architecture, alpha = values.get(ARCHITECTURE), values.get(ALPHA, 0.0)
+    if not isinstance(architecture, str):
+        raise InputError(f"{path}: {ARCHITECTURE} is {architecture!r}; it must name the base's")
+    if not isinstance(alpha, float) or not np.isfinite(alpha):
+        raise InputError(f"{path}: {ALPHA} is {alpha!r}; it must be a number")
+    names = list(dict.fromkeys(_base_name(gguf, name) for name in gguf.entries))
+    if not names:
+        raise InputError(
+            f"{path}: there are no tensors; an adapter has pairs {' and '.join(SUFFIXES)}"
+        )
+    return Adapter(architecture, alpha, {name: _pair(gguf, name) for name in names})
+
+
+def _base_name(gguf: GGUF, name: str) -> str:
+    base = name.removesuffix(SUFFIXES[0]).removesuffix(SUFFIXES[1])
+    if base == name:
+        raise InputError(
+            f"{gguf.path}: tensor {name} is neither {' nor '.join(SUFFIXES)} of a tensor"
+        )
+    return base
+
+
+def _pair(gguf: GGUF, name: str) -> Pair:
+    a, b = (_half(gguf, name + suffix) for suffix in SUFFIXES)
+    rank = b.shape[-1]
+    if a.shape[-1 if name == EMBEDDING else -2] != rank or a.shape[:-2] != b.shape[:-2]:
+        raise InputError(
+            f"{gguf.path}: {name}: lora_a is {[*a.shape]} and lora_b {[*b.shape]}; their ranks must be equal"
+        )
+    return a, b
+
+
+def _half(gguf: GGUF, name: str) -> np.ndarray:
+    entry = gguf.entries.get(name)
+    if entry is None:
+        raise InputError(
+            f"{gguf.path}: tensor {name} is missing; halves of an adapter come in pairs"
+        )
+    if entry.dtype not in READABLE or not 2 <= len(entry.shape) <= 3 or 0 in entry.shape:
+        wanted = f"a matrix of {', '.join(map(str, READABLE))}"
+        raise InputError(
+            f"{gguf.path}: {name} is {entry.dtype}{[*entry.shape]}; it must be {wanted}"
+        )
+    return dequantize(gguf.array(name))
+
+
+def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
+    """Raise InputError unless the adapter, read from `path`, was made for a model like this one."""
+    architecture = base.metadata.get(ARCHITECTURE)
+    if adapter.architecture != architecture:
+        raise InputError(
+            f"{path}: the adapter is for {adapter.architecture!r} and {base.path} is {architecture!r}; take its base"
+        )
+    for name, (a, b) in adapter.pairs.items():
+        entry = base.entries.get(name)
+        if entry is None:
+            raise InputError(
+                f"{path}: {base.path} has no tensor {name}; the adapter has another base"
+            )
+        if len(entry.shape) < 2 or (a.shape, b.shape) != fitting(entry.shape, name, b.shape[-1]):
+            raise InputError(
+                f"{path}: {name}: lora_a {[*a.shape]} and lora_b {[*b.shape]} do not fit {[*entry.shape]}"
+                f" of {base.path}; the adapter has another base"
+            )
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def write_adapter(path: str | Path, adapter: Adapter, name: str) -> None:
+    """Write an adapter that llama.cpp loads beside its base, in f32."""
+    metadata = {
+        ARCHITECTURE: Value("string", adapter.architecture),
+        "general.type": Value("string", "adapter"),
+        "adapter.type": Value("string", "lora"),
+        "general.name": Value("string", name),
+        ALPHA: Value("f32", adapter.alpha),
+    }
+    tensors = {
+        base + suffix: half
+        for base, pair in adapter.pairs.items()
+        for suffix, half in zip(SUFFIXES, pair, strict=True)
+    }
+    write(path, metadata, tensors)

@@ -1,0 +1,11 @@
+"""Offsets for any list of (start, end, size): a packer that says how near to the best it is, a checker, and ggml's way.
+
+It knows no tensors and no plans. `pack` is quick, `packings` goes on searching, `clash` checks any offsets.
+"""
+
+from packtrain.packing.online import Allocator, NoSpace, best_fit
+from packtrain.packing.pack import Packing, clash, height, lower_bound, pack, packings
+
+__all__ = [
+    "Allocator", "NoSpace", "Packing", "best_fit", "clash", "height", "lower_bound", "pack", "packings",
+]  # fmt: skip

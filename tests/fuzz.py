@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.errors import InputError
+from packtrain.errors import LONGEST, InputError
 from packtrain.gguf import GGUF
 from packtrain.gguf.format import KINDS, NUMERIC, TYPES
 
@@ -309,7 +309,7 @@ def judged(use: Callable[[Path], object], path: Path) -> str:
             use(path)
     except InputError as error:
         line = str(error)
-        if not line or not line.isprintable() or len(line) > 1000:
+        if not line or not line.isprintable() or len(line) > LONGEST:
             raise Fault(f"refused in more than a printable line: {line[:300]!r}") from error
         return type(error).__name__
     except Exception as error:

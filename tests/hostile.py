@@ -1,22 +1,26 @@
 """The valid files that hostile ones are made from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.dtypes import BLOCK_TYPES, bf16
 from packtrain.gguf import Value, write
+from packtrain.models.file import save_model
+from packtrain.tokenizer.bpe import ALPHABET
 from tests.fuzz import Draft
-from tests.test_model_file import save
+from tests.models import values
+from tests.test_model_file import CONFIG, save
 
 KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f32", "f64")
 
 
 def header_draft(folder: Path) -> Draft:
     """Every kind of value, arrays of every kind, and tensors of several types and shapes."""
-    values = {f"one.{kind}": Value(kind, 1) for kind in KINDS}
-    values |= {f"many.{kind}": Value(kind, [1, 2, 3]) for kind in KINDS}
-    values |= {
+    given = {f"one.{kind}": Value(kind, 1) for kind in KINDS}
+    given |= {f"many.{kind}": Value(kind, [1, 2, 3]) for kind in KINDS}
+    given |= {
         "general.architecture": Value("string", "llama"),
         "general.alignment": Value("u32", 32),
         "flag": Value("bool", True),
@@ -36,11 +40,32 @@ def header_draft(folder: Path) -> Draft:
         "blk.0.attn_norm.weight": np.ones(8, np.int32),
         **packed,
     }
-    write(folder / "header.gguf", values, tensors)
+    write(folder / "header.gguf", given, tensors)
     return Draft.of(folder / "header.gguf")
 
 
+def byte_pairs() -> dict[str, Value]:
+    """A byte-level vocabulary with a few merges and a template."""
+    merges = [b"t h", b"th e", "\u0120 c".encode(), b"a t"]
+    tokens = [*(c.encode() for c in ALPHABET.values()), *(m.replace(b" ", b"") for m in merges)]
+    ends = [b"<|im_start|>", b"<|im_end|>"]
+    return {
+        "tokenizer.ggml.model": Value("string", "gpt2"),
+        "tokenizer.ggml.pre": Value("string", "qwen2"),
+        "tokenizer.ggml.tokens": Value("string", tokens + ends),
+        "tokenizer.ggml.token_type": Value("i32", [1] * len(tokens) + [3] * len(ends)),
+        "tokenizer.ggml.merges": Value("string", merges),
+        "tokenizer.ggml.eos_token_id": Value("u32", len(tokens) + 1),
+        "tokenizer.chat_template": Value(
+            "string", "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        ),
+    }
+
+
 def model_drafts(folder: Path) -> list[Draft]:
-    """Small models that can be generated with."""
+    """Small models that can be generated with: a SentencePiece-style vocabulary, and byte pairs."""
     save(folder / "model.gguf")
-    return [Draft.of(folder / "model.gguf")]
+    given = byte_pairs()
+    config = replace(CONFIG, vocab_size=len(given["tokenizer.ggml.tokens"].value))
+    save_model(folder / "pairs.gguf", config, given, values(config).__getitem__, name="pairs")
+    return [Draft.of(folder / name) for name in ("model.gguf", "pairs.gguf")]

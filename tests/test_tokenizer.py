@@ -331,7 +331,10 @@ def test_missing_keys(key: str):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; 'llama' .* and 'gpt2' .* are supported"),
+        (
+            {"model": "bert"},
+            r"tokenizer\.ggml\.model is 'bert'; 'llama' .* and 'gpt2' .* are supported",
+        ),
         ({"scores": np.zeros(5)}, rf"scores has 5 values and tokenizer\.ggml\.tokens {len(TINY)}"),
         ({"token_type": np.zeros(5)}, rf"token_type has 5 values .* {len(TINY)}"),
         ({"scores": np.full(len(TINY), np.nan)}, "scores is no array of numbers"),

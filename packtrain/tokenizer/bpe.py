@@ -34,7 +34,7 @@ class BytePairs:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         name = metadata.get(f"{KEYS}pre", "default")
-        if name not in RULES:
+        if not isinstance(name, str) or name not in RULES:
             raise TokenizerError(
                 f"{KEYS}pre is {name!r}; these are known: {', '.join(sorted(RULES))}"
             )

@@ -77,13 +77,14 @@ class Table:
 
     def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
         id, count = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
-        if id == NO_ID:
+        whole = isinstance(id, int) and not isinstance(id, bool)
+        if whole and id == NO_ID:
             return default if default is None or default < count else None
-        if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < count:
+        if not whole or not 0 <= id < count:
             raise TokenizerError(
                 f"{KEYS}{name}_token_id is {id!r}; the vocabulary has ids 0 to {count - 1}"
             )
-        return id
+        return int(id)
 
     def _find_ends(self, metadata: Mapping[str, Any]) -> frozenset[int]:
         """Ids that end generation; they, and the tokens for filling in the middle, become control tokens."""

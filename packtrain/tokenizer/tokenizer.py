@@ -57,7 +57,7 @@ class Tokenizer:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         model = wanted(metadata, "model")
-        if model not in KINDS:
+        if not isinstance(model, str) or model not in KINDS:
             raise TokenizerError(
                 f"{KEYS}model is {model!r}; 'llama' (SentencePiece with scores) and 'gpt2' (BPE with merges)"
                 " are supported"

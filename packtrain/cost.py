@@ -108,6 +108,7 @@ def _attention_back(dq: Shape, dy: Shape, y: Shape, wanted: list[bool]) -> float
 PRODUCTS: dict[str, Callable[[Shape, Shape, Shape, list[bool]], float]] = {
     "matmul": _matmul,
     "matmul_id": _matmul,
+    "matmul_back": _out_prod,
     "out_prod": _out_prod,
     "out_prod_id": _out_prod,
     "linear_cross_entropy": _head,

@@ -36,11 +36,15 @@ def differentiate(
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update placed here consumes the gradient at once instead of keeping all of them.
 
-    Raises GraphError: the loss is no scalar, does not depend on a tensor, or an op has no gradient (all named).
+    Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is not f32, or an op has no
+    gradient (all named).
     """
     if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls
+    packed = [t.label for t in wrt if t.dtype != f32]
+    if packed:
+        raise GraphError(f"only f32 tensors have gradients; {', '.join(packed)} cannot be trained")
     active = _dependents(calls, wrt)
     _check(loss, calls, active, wrt)
     return _Backward(calls, active, wrt, _Recompute(calls, keep), then).run(loss)
@@ -220,16 +224,10 @@ class _Backward:
             if t is None or d is None or t not in self.partial or call.inputs.index(t) != i:
                 continue
             made = d.call
-            adds = (
-                made is not None
-                and made.serial > newest
-                and d.index == 0
-                and made.op.acc is not None
-            )
-            if made is None or not adds or made.inputs[made.op.acc or 0] is not None:
+            if made is None or made.serial <= newest or d.index or made.op.acc is None:
                 continue
-            if sum(g is d for g in given) > 1:
-                continue  # it is another input's gradient too, which must stay as it is
+            if made.inputs[made.op.acc] is not None or sum(g is d for g in given) > 1:
+                continue  # it adds already, or is another input's gradient too, which must stay as it is
             inputs = [self.partial[t] if k == made.op.acc else x for k, x in enumerate(made.inputs)]
             anew = made.op(*inputs, **made.attrs)
             given[:] = [

@@ -27,7 +27,7 @@ LAYERS = {
     "graph": "dtypes tensor",
     "kernels": "",
     "quant": "dtypes kernels",
-    "ops": "dtypes tensor kernels",
+    "ops": "dtypes tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
     "interpret": "dtypes tensor graph",
     "backends": "dtypes tensor",

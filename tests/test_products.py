@@ -7,9 +7,12 @@ import pytest
 
 import packtrain as pt
 from packtrain import ops
-from packtrain.dtypes import BLOCK_TYPES
+from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.gguf import GGUF, write
+from packtrain.quant import READABLE, dequantize, quantize
 from packtrain.run import RunError
+from tests import checks
+from tests.test_quant import SCALES
 
 # ---- shared arrays -------------------------------------------------------------------------------------------
 
@@ -87,3 +90,59 @@ def test_a_session_keeps_blocks_as_they_are() -> None:
         session.set({"w": w[:, :1]})
     with pytest.raises(RunError, match=r"w is q8_0\[3, 64\]; a value of float32 does not fit"):
         session.set({"w": np.ones((3, 2), np.float32)})
+
+
+# ---- products ------------------------------------------------------------------------------------------------
+
+packed_type = pytest.mark.parametrize("dtype", [t for t in READABLE if t != pt.f32], ids=str)
+
+
+def random_weights(dtype: Dtype, rows: int, width: int) -> np.ndarray:
+    """Random bits of the type, with scales near 0.01."""
+    random = np.random.default_rng(3)
+    if dtype in (pt.f16, pt.bf16):
+        return quantize(random.standard_normal((rows, width), np.float32), dtype)
+    shape = rows, width // dtype.block, dtype.block_nbytes
+    bits = random.integers(0, 256, shape, np.uint8)
+    for i, at in enumerate(SCALES.get(dtype.name, ())):
+        bits[..., at : at + 2] = np.float16([0.01 + 0.01 * i]).view(np.uint8)
+    if dtype.name == "mxfp4":
+        bits[..., 0] = random.integers(120, 130, shape[:2])
+    return bits.view(dtype.numpy)[..., 0]
+
+
+def test_the_weights_of_these_tests_are_ordinary_numbers() -> None:
+    for dtype in READABLE[1:]:
+        values = dequantize(random_weights(dtype, 9, 512))
+        assert np.isfinite(values).all() and 0.01 < values.std() < 50, dtype
+
+
+def graphs(dtype: Dtype, m: int, n: int, k: int) -> pt.Graph:
+    """Everything that reads a packed matrix, with a gradient where there is one."""
+    w, x = pt.weight("w", (n, k), dtype), pt.input("x", (m, k))
+    ids = pt.constant("ids", np.arange(m) * 7 % n, pt.i32)
+    y = ops.matmul(x, w)
+    loss, losses, dx, *_ = ops.linear_cross_entropy(x, w, ids, pt.input("weights", (m,)), chunk=300)
+    made = {"y": y, "rows": ops.get_rows(w, ids), "loss": loss, "losses": losses, "dx": dx}
+    back = ops.matmul_back if dtype != pt.f32 else lambda y, w: ops.matmul(y, ops.transpose(w))
+    return pt.Graph(made | {"back": back(y, w), "added": ops.matmul(x, w, y)})
+
+
+@packed_type
+@pytest.mark.parametrize("m", (1, 3, 5, 530))
+def test_packed_weights_give_what_their_values_give(dtype: Dtype, m: int) -> None:
+    n, k = 150, {1: 99, 32: 352}.get(dtype.block, 512)
+    packed = random_weights(dtype, n, k)
+    given = {"x": np.random.default_rng(0).standard_normal((m, k)), "weights": np.full(m, 0.1)}
+    got = checks.run(graphs(dtype, m, n, k), given | {"w": packed})
+    want = checks.run(graphs(pt.f32, m, n, k), given | {"w": dequantize(packed)})
+    checks.all_close(got, want, f"{dtype} {m}")
+    np.testing.assert_array_equal(got["rows"], want["rows"])
+
+
+@packed_type
+def test_packed_weights_have_no_gradient(dtype: Dtype) -> None:
+    w = pt.weight("w", (4, 512), dtype)
+    loss = ops.sum(ops.matmul(pt.input("x", (3, 512)), w))
+    with pytest.raises(pt.GraphError, match="only f32 tensors have gradients; w cannot be trained"):
+        pt.differentiate(loss, [w])

@@ -48,6 +48,7 @@ NL = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+packed2 = types.Array(types.uint8, 2, "C", readonly=True)
 unpacker = kernel(void(i64, i64, i64))
 
 
@@ -269,7 +270,7 @@ def row(kind, target, source, count):
         f32_copy(target, source, count)
 
 
-@kernel(void(i64, out2, types.Array(types.uint8, 2, "C", readonly=True)), parallel=True)
+@kernel(void(i64, out2, packed2), parallel=True)
 def rows(kind, y, x):
     """Every row of an array.
 

@@ -7,7 +7,9 @@ import math
 
 from numba import njit, prange, types
 
+from packtrain.kernels.dequantize import F32, packed2
 from packtrain.kernels.matmul import sgemm
+from packtrain.kernels.packed import multiply, multiply_back
 from packtrain.kernels.simd import (
     INFINITY,
     LANES,
@@ -32,8 +34,8 @@ ROWS = 256  # rows of dx in a task
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
 SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves
 
-a2, a1, i1 = "f4[:,::1]", "f4[::1]", "i4[::1]"
-i64, f32 = types.int64, types.float32
+i64, f32, void = types.int64, types.float32, types.void
+a2, a1, i1 = f32[:, ::1], f32[::1], types.int32[::1]
 
 
 @njit(f32(i64, i64), cache=True)
@@ -58,7 +60,7 @@ def log_sum_exp(row, count):
     return high + f32(math.log(total((a + b) + (c + d))))
 
 
-@njit(types.void(i64, i64, i64, f32, f32), cache=True)
+@njit(void(i64, i64, i64, f32, f32), cache=True)
 def probabilities(y, x, count, lse, weight):
     """y = weight * exp(x - lse), `count` f32 at addresses; y may be x."""
     for i in range(0, count, LANES):
@@ -66,13 +68,13 @@ def probabilities(y, x, count, lse, weight):
         store_part(y, i, e * weight, count - i)
 
 
-@njit(types.void(i64, i64), cache=True)
+@njit(void(i64, i64), cache=True)
 def fill_zero(y, count):
     for i in range(0, count, LANES):
         store_part(y, i, splat(0.0), count - i)
 
 
-@njit(f"void({a1}, {a1}, {a1})", cache=True)
+@njit(void(a1, a1, a1), cache=True)
 def weighted_sum(loss, losses, weights):
     result = 0.0
     for i in range(losses.shape[0]):
@@ -86,7 +88,7 @@ def row_loss(losses, logits, targets, i):
     losses[i] = log_sum_exp(address(logits, i * V), V) - logits[i, target] if target >= 0 else 0.0
 
 
-@njit(f"void({a1}, {a1}, {a2}, {i1}, {a1})", parallel=True, cache=True)
+@njit(void(a1, a1, a2, i1, a1), parallel=True, cache=True)
 def cross_entropy(loss, losses, logits, targets, weights):
     """The loss of each row and their weighted sum.
 
@@ -116,7 +118,7 @@ def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     poke(y, target, peek(y, target) - weight)
 
 
-@njit(f"void({a2}, {a1}, {a2}, {i1}, {a1})", parallel=True, cache=True)
+@njit(void(a2, a1, a2, i1, a1), parallel=True, cache=True)
 def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
     """d_logits = d_loss * weights * (softmax(logits) - onehot(target)); d_logits may be logits.
 
@@ -132,11 +134,15 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
 
 
 @njit(inline="always")
-def project(logits, x, w, first, rows, start, stop):
+def project(logits, x, kind, w, first, rows, start, stop):
     """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T."""
-    C, V = w.shape[1], w.shape[0]
-    x_at, w_at, out = address(x, first * C), address(w, start * C), address(logits, start)
-    sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
+    C, (V, nbytes) = x.shape[1], w.shape
+    x_at, out = address(x, first * C), address(logits, start)
+    w_at = w.ctypes.data + start * nbytes
+    if kind == F32:
+        sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
+    else:
+        multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V)
 
 
 @njit(inline="always")
@@ -168,39 +174,44 @@ def slice_back(dw, logits, x, targets, weights, lse, first, rows, start, stop):
 
 
 @njit(inline="always")
-def tile_back(dx, logits, w, first, row, rows, start, stop):
-    """dx[first + row:first + row + rows, start:stop] = d_logits[row:row + rows] @ w[:, start:stop]."""
-    C, V = dx.shape[1], logits.shape[1]
-    at, out = address(logits, row * V), address(dx, (first + row) * C + start)
-    sgemm(0, 0, rows, stop - start, V, 1.0, at, V, address(w, start), C, 0.0, out, C)
+def tile_back(dx, logits, kind, w, first, row, stop_row, start, stop):
+    """dx[first + i, start:stop] = d_logits[i] @ w[:, start:stop] for up to ROWS rows i from `row` on."""
+    C, (V, nbytes), rows = dx.shape[1], w.shape, min(ROWS, stop_row - row)
+    at, out, w_at = address(logits, row * V), address(dx, (first + row) * C), w.ctypes.data
+    if kind == F32:
+        columns, target = w_at + 4 * start, address(out, start)
+        sgemm(0, 0, rows, stop - start, V, 1.0, at, V, columns, C, 0.0, target, C)
+    else:
+        multiply_back(kind, rows, V, C, start, stop, at, V, w_at, nbytes, False, out, C)
 
 
-@njit(types.UniTuple(i64, 2)(i64, i64, i64), cache=True)
-def parts(size, most, least):
-    """(count, width): an even number of equal parts of multiples of 16, as a function of the size."""
+@njit(types.UniTuple(i64, 2)(i64, i64, i64, i64), cache=True)
+def parts(size, most, least, unit):
+    """(count, width): an even number of equal parts of multiples of `unit`, as a function of the size."""
     count = max(2 * -(-size // (2 * most)), min(8, size // least), 1)
-    width = -(-size // (count * LANES)) * LANES
+    width = -(-size // (count * unit)) * unit
     return -(-size // max(width, 1)), width
 
 
-@njit(f"void({a1}, {a1}, {a2}, {a2}, {a2}, {a2}, {a2}, {i1}, {a1})", parallel=True, cache=True)
-def linear_cross_entropy(loss, losses, dx, dw, logits, x, w, targets, weights):
+@njit(void(a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1), parallel=True, cache=True)
+def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets, weights):
     """The loss of the head and, where dx and dw are not of size 0, its gradients at d_loss = 1.
 
     losses = logsumexp(x w^T) - (x w^T)[target], loss = sum(weights * losses)
 
         x, dx (N, C), w, dw (V, C), losses, targets int32, weights (N,), loss (1,), logits (chunk, V) workspace
+        w u8 (V, row bytes), of a kind of `dequantize` with `unit` elements in a block
     """
     N, C, V = x.shape[0], x.shape[1], w.shape[0]
     chunk, lse = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS)
-    slices, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS)
-    tiles, across = parts(C, MOST_ACROSS, LEAST_ACROSS)
+    slices, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
+    tiles, across = parts(C, MOST_ACROSS, LEAST_ACROSS, max(unit, LANES))
     if N == 0:
         fill_zero(address(dw, 0), dw.size)
     for first in range(0, N, chunk):
         rows = min(chunk, N - first)
         for s in prange(slices):
-            project(logits, x, w, first, rows, s * width, min(V, (s + 1) * width))
+            project(logits, x, kind, w, first, rows, s * width, min(V, (s + 1) * width))
         for i in prange(rows):
             row_lse(losses, lse, logits, targets, first, i)
         if dx.size + dw.size == 0:
@@ -212,7 +223,5 @@ def linear_cross_entropy(loss, losses, dx, dw, logits, x, w, targets, weights):
             continue
         for task in prange(-(-rows // ROWS) * tiles):
             row, start = task // tiles * ROWS, task % tiles * across
-            tile_back(
-                dx, logits, w, first, row, min(ROWS, rows - row), start, min(C, start + across)
-            )
+            tile_back(dx, logits, kind, w, first, row, rows, start, min(C, start + across))
     weighted_sum(loss, losses, weights)

@@ -6,6 +6,7 @@ nothing.
 
 from numba import prange, types
 
+from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -44,34 +45,35 @@ def clear(target, count):
         store_part(target, i, splat(0.0), count - i)
 
 
-@kernel(void(out2, in2, ids1, i64, i64))
-def gather(y, w, ids, start, stop):
+@kernel(void(out2, i64, packed2, ids1, i64, i64))
+def gather(y, kind, w, ids, start, stop):
     width = y.shape[1]
     for i in range(start, stop):
         if ids[i] >= 0:
-            copy(address(y, i * width), address(w, i64(ids[i]) * width), width)
+            source = w.ctypes.data + i64(ids[i]) * w.shape[1]
+            row(kind, address(y, i * width), source, width)
         else:
             clear(address(y, i * width), width)
 
 
-@kernel(i64(out2, in2, ids1), parallel=True)
-def get_rows(y, w, ids):
-    """y[i] = w[ids[i]], zeros where ids[i] < 0.
+@kernel(i64(out2, i64, packed2, ids1), parallel=True)
+def get_rows(y, kind, w, ids):
+    """y[i] = w[ids[i]], zeros where ids[i] < 0; see dequantize for kinds.
 
-    w    (V, C)  f32
-    ids  (N,)    i32
-    y    (N, C)  f32
+    w    (V, row bytes)  packed
+    ids  (N,)            i32
+    y    (N, C)          f32
     """
     n, width = y.shape
     bad = first_bad(ids, w.shape[0])
     if bad >= 0:
         return bad
     if y.size <= SERIAL:
-        gather(y, w, ids, 0, n)
+        gather(y, kind, w, ids, 0, n)
     else:
         rows = max(1, BLOCK // width)
         for t in prange(-(-n // rows)):
-            gather(y, w, ids, t * rows, min(n, (t + 1) * rows))
+            gather(y, kind, w, ids, t * rows, min(n, (t + 1) * rows))
     return -1
 
 

@@ -29,7 +29,7 @@ from packtrain.ops.experts import (
 )
 from packtrain.ops.index import get_rows, get_rows_back, set_rows, zero_rows
 from packtrain.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
-from packtrain.ops.matmul import matmul, out_prod
+from packtrain.ops.matmul import matmul, matmul_back, out_prod
 from packtrain.ops.norm import rms_norm, rms_norm_back
 from packtrain.ops.reduce import broadcast_to, sum, sum_rows, sum_to
 from packtrain.ops.rope import rope, rope_table
@@ -41,7 +41,7 @@ from packtrain.ops.update import accumulate, clip_gate, opt_step_adamw, opt_step
 __all__ = [
     "accumulate", "add", "attention", "attention_back", "broadcast_to", "clip_gate", "cont", "cross_entropy",
     "cross_entropy_back", "div", "dropout", "exp", "experts", "get_rows", "get_rows_back", "group_rows",
-    "linear_cross_entropy", "log", "matmul", "matmul_id", "mul", "narrow", "narrow_back", "neg",
+    "linear_cross_entropy", "log", "matmul", "matmul_back", "matmul_id", "mul", "narrow", "narrow_back", "neg",
     "opt_step_adamw", "opt_step_sgd", "out_prod", "out_prod_id", "permute", "relu", "reshape", "rms_norm",
     "rms_norm_back", "rope", "rope_table", "scale", "set_rows", "sigmoid", "silu", "silu_back", "soft_max",
     "soft_max_back", "sqr", "sqrt", "step", "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu",

@@ -4,6 +4,9 @@ import math
 
 import numpy as np
 
+from packtrain import kernels, quant
+from packtrain.dtypes import dtype_of
+
 ABSENT = np.empty(0, np.float32)
 ABSENT_IDS = np.empty(0, np.int32)
 
@@ -28,6 +31,16 @@ def flat(x):
 
 def flat_or_absent(x, absent=ABSENT):
     return absent if x is None else x.reshape(-1)
+
+
+def floats(w):
+    """w as NumPy computes with it: what is not f32, or f64 in a check, is unpacked."""
+    return w if w.dtype in (np.float32, np.float64) else quant.dequantize(w)
+
+
+def packed(w):
+    """ggml's number of the type of w (N, K), and its bytes by rows."""
+    return kernels.dequantize.KINDS[dtype_of(w).name], w.view(np.uint8).reshape(len(w), -1)
 
 
 def start_with(y, acc):

@@ -3,9 +3,12 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32, i32
-from packtrain.ops.arrays import flat, start_with, table
+from packtrain.dtypes import BLOCK_TYPES, f32, i32
+from packtrain.ops.arrays import flat, floats, packed, start_with, table
+from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
+
+Q8_0 = BLOCK_TYPES["q8_0"]
 
 
 def _check(op_name: str, bad: int, ids, count: int) -> None:
@@ -24,13 +27,13 @@ def _check_numpy(op_name: str, ids, count: int) -> None:
 def get_rows(w: Tensor, ids: Tensor) -> Spec:
     """Rows of w by index: y[i] = w[ids[i]], zeros where ids[i] < 0. ggml_get_rows.
 
-    w    (V, ...)         f32
+    w    (V, ...)         any readable type
     ids  (...)            i32
     y    ids.shape + ...  f32
     """
     want(
-        w.dtype == f32 and len(w.shape) >= 2,
-        f"w is {w.spec}; it must be f32 with at least two axes",
+        w.dtype in READABLE and len(w.shape) >= 2,
+        f"w is {w.spec}; it must have at least two axes and a type that can be read",
     )
     want(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
     return Spec(ids.shape + w.shape[1:])
@@ -38,19 +41,19 @@ def get_rows(w: Tensor, ids: Tensor) -> Spec:
 
 @get_rows.vjp
 def get_rows_vjp(dy, y, w, ids):
-    return get_rows_back(dy, ids, shape=w.shape), None
+    return (get_rows_back(dy, ids, shape=w.shape) if w.dtype == f32 else None), None
 
 
 @get_rows.kernel("numpy")
 def get_rows_numpy(y, w, ids):
     _check_numpy("get_rows", ids, len(w))
-    y[...] = w[np.maximum(ids, 0)]
+    y[...] = floats(w[np.maximum(ids, 0)])
     y[ids < 0] = 0
 
 
 @get_rows.kernel("cpu")
 def get_rows_cpu(y, w, ids):
-    bad = kernels.rows.get_rows(table(y, ids.ndim), table(w, 1), flat(ids))
+    bad = kernels.rows.get_rows(table(y, ids.ndim), *packed(table(w, 1)), flat(ids))
     _check("get_rows", bad, ids, len(w))
 
 
@@ -58,7 +61,11 @@ def get_rows_cpu(y, w, ids):
 def get_rows_samples():
     for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65), (3, 2, 64)):
         yield get_rows(input("w", (v, c)), _ids(n, v))
-    yield get_rows(input("w", (6, 2, 4)), constant("ids", np.array([[0, 5, 5], [-1, 2, 1]]), i32))
+    ids = constant("ids", np.array([[0, 5, 5], [-1, 2, 1]]), i32)
+    yield get_rows(input("w", (6, 2, 4)), ids)
+    blocks = np.arange(6 * 2 * 34, dtype=np.uint8).reshape(6, 2, 34)
+    blocks[..., :2] = np.float16([0.01]).view(np.uint8)  # scales
+    yield get_rows(constant("w", blocks.view(Q8_0.numpy)[..., 0], Q8_0), ids)
 
 
 @op(inplace=(2,), acc=2)

@@ -3,9 +3,10 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32, i32
-from packtrain.ops.arrays import flat, rows, rows_or_absent
+from packtrain.dtypes import dtype_of, f16, f32, i32
+from packtrain.ops.arrays import flat, floats, packed, rows, rows_or_absent
 from packtrain.ops.elementwise import mul
+from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -135,30 +136,31 @@ def linear_cross_entropy(
     twice, and a graph that does not read them (evaluation) does not pay for them.
 
         x        (..., C)  f32
-        w        (V, C)    f32
+        w        (V, C)    any readable type
         targets  (...)     i32; below 0: no loss, no gradient
         weights  (...)     f32
         loss     ()        f32
         losses   (...)     f32, by row, not weighted
-        dx, dw             f32, as x and w
+        dx, dw             f32, as x and w; no dw if w is packed
     Exact; the idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
     want(
-        x.dtype == f32 and len(w.shape) == 2 and w.dtype == f32,
-        f"x is {x.spec} and w is {w.spec}; w must be f32[V, C]",
+        x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE,
+        f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
     )
     want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
     want(chunk > 0, f"chunk is {chunk}; it must be positive")
     _check_targets(targets, weights, x.shape[:-1])
-    return Spec(()), weights.spec, x.spec, w.spec
+    dw = (w.spec,) if w.dtype == f32 else ()
+    return Spec(()), weights.spec, x.spec, *dw
 
 
 @linear_cross_entropy.vjp
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, *, chunk):
     dloss, *others = dy
     want(not any(others), "only the loss has a gradient, not the losses by row or the gradients")
-    _, losses, dx, dw = y
-    return _times(dloss, dx), _times(dloss, dw), None, _times(dloss, losses)
+    _, losses, dx, *dw = y
+    return _times(dloss, dx), (_times(dloss, *dw) if dw else None), None, _times(dloss, losses)
 
 
 def _times(dloss: Tensor, d: Tensor) -> Tensor:
@@ -173,7 +175,8 @@ def linear_cross_entropy_work(x, w, targets, weights, *, chunk):
 @linear_cross_entropy.kernel("numpy")
 def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
     _check_ids("linear_cross_entropy", targets, len(w))
-    loss, losses, dx, dw = out
+    loss, losses, dx, dw = (*out, None)[:4]
+    w = floats(w)
     losses[...], p = _losses(x @ w.T, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
     d = _dlogits(p, targets, weights)
@@ -186,7 +189,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
 @linear_cross_entropy.kernel("cpu")
 def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, work):
     _check_ids("linear_cross_entropy", targets, len(w))
-    loss, losses, dx, dw = out
+    loss, losses, dx, dw = (*out, None)[:4]
     kernels.loss.linear_cross_entropy(
         flat(loss),
         flat(losses),
@@ -194,7 +197,8 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, work):
         rows_or_absent(dw),
         work[0],
         rows(x),
-        w,
+        dtype_of(w).block,
+        *packed(w),
         flat(targets),
         flat(weights),
     )
@@ -207,3 +211,6 @@ def linear_cross_entropy_samples():
         yield linear_cross_entropy(x, w, *_targets((n,), v), chunk=chunk)[0]
     x, w = input("x", (2, 3, 8)), input("w", (7, 8))
     yield linear_cross_entropy(x, w, *_targets((2, 3), 7), chunk=4)[0]
+    halves = np.random.default_rng(1).standard_normal((150, 33)).astype(np.float16)
+    x, w = input("x", (70, 33)), constant("w", halves, f16)
+    yield linear_cross_entropy(x, w, *_targets((70,), 150), chunk=64)[0]

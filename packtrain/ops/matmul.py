@@ -1,17 +1,18 @@
-"""Matrix products. Every precision and every weight type of a product will be a kernel in this room."""
+"""Matrix products, with weights in any type that can be read."""
 
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32
-from packtrain.ops.arrays import rows, start_with
+from packtrain.dtypes import BLOCK_TYPES, bf16, dtype_of, f16, f32
+from packtrain.ops.arrays import floats, packed, rows, start_with
 from packtrain.ops.shape import transpose
-from packtrain.tensor import Spec, Tensor, input, op, want
+from packtrain.quant import READABLE
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
 def _is_matrix(index: int, t: Tensor) -> bool:
     """Whether w is a matrix as BLAS knows it, or a transposed one: one axis contiguous, the other apart."""
-    if index != 1:
+    if index != 1 or t.dtype != f32:
         return False
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
     return (column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n)
@@ -22,11 +23,12 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     """Multiply rows of x by rows of w: y = x @ w.T (+ acc). ggml_mul_mat.
 
     x    (..., K)   f32
-    w    (N, K)     f32, or (..., N, K) with the leading axes of x; a transposed view is as good
+    w    (N, K)     any readable type; of f32 also a transposed view, or (..., N, K) with x's leading axes
     acc  (..., N)   f32
     y    (..., N)   f32
     """
-    want(x.dtype == f32 and w.dtype == f32, f"x is {x.spec} and w is {w.spec}; both must be f32")
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    _want_readable(w)
     want(
         len(x.shape) >= 1 and len(w.shape) >= 2,
         f"x is {x.spec} and w is {w.spec}; w needs two axes",
@@ -45,8 +47,15 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     return y
 
 
+def _want_readable(w: Tensor) -> None:
+    fits = w.dtype == f32 or (w.dtype in READABLE and len(w.shape) == 2)
+    want(fits, f"w is {w.spec}; it must be f32, or a matrix of a type that can be read")
+
+
 @matmul.vjp
 def matmul_vjp(dy, y, x, w, acc):
+    if w.dtype != f32:
+        return matmul_back(dy, w), None, (None if acc is None else dy)
     batched = len(w.shape) > 2
     # dw is written first: x is then no longer needed when dx comes to be
     dw = matmul(transpose(dy), transpose(x)) if batched else out_prod(dy, x)
@@ -55,7 +64,7 @@ def matmul_vjp(dy, y, x, w, acc):
 
 @matmul.kernel("numpy")
 def matmul_numpy(y, x, w, acc):
-    product = np.matmul(x, np.swapaxes(w, -1, -2))
+    product = np.matmul(x, np.swapaxes(floats(w), -1, -2))
     y[...] = product if acc is None else product + acc
 
 
@@ -63,6 +72,9 @@ def matmul_numpy(y, x, w, acc):
 def matmul_cpu(y, x, w, acc):
     if acc is not None:
         start_with(y, acc)
+    if w.dtype != np.float32:
+        kernels.packed.product(rows(y), rows(x), *packed(w), acc is not None)
+        return
     if w.ndim == 2:
         kernels.matmul.product(rows(y), rows(x), w.T, acc is not None)
         return
@@ -89,6 +101,64 @@ def matmul_samples():
     yield matmul(input("x", (2, 3, 5, 8)), input("w", (2, 3, 4, 8)))
     yield matmul(input("x", (2, 5, 8)), transpose(input("w", (2, 8, 4))), input("acc", (2, 5, 4)))
     yield matmul(transpose(input("x", (8, 5))), input("w", (3, 8)))
+    for w in _packed_weights():
+        yield matmul(input("x", (2, 3, w.shape[1])), w)
+    yield matmul(input("x", (3, 64)), w, input("acc", (3, 40)))
+
+
+def _packed_weights():
+    """A matrix of each kind of storage: halves, and blocks of two sizes."""
+    random = np.random.default_rng(1)
+    yield constant("w", random.standard_normal((17, 33)).astype(np.float16), f16)
+    upper = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]
+    yield constant("w", np.ascontiguousarray(upper).view(bf16.numpy), bf16)
+    for name, blocks in (("q4_K", (40, 3)), ("q8_0", (40, 2))):
+        bits = random.integers(0, 256, (*blocks, BLOCK_TYPES[name].block_nbytes), np.uint8)
+        bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)  # scales
+        yield constant("w", bits.view(BLOCK_TYPES[name].numpy)[..., 0], BLOCK_TYPES[name])
+
+
+@op(inplace=(2,), acc=2)
+def matmul_back(dy: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
+    """Gradient of matmul for x where w is packed: dx = dy @ w (+ acc). The weight itself has none.
+
+    dy   (..., N)   f32
+    w    (N, K)     any readable type
+    acc  (..., K)   f32
+    dx   (..., K)   f32
+    """
+    want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
+    _want_readable(w)
+    want(dy.shape[-1:] == w.shape[:1], f"last axis of dy {dy.spec} must equal first of w {w.spec}")
+    dx = Spec((*dy.shape[:-1], w.shape[1]))
+    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
+    return dx
+
+
+@matmul_back.vjp
+def matmul_back_vjp(ddx, dx, dy, w, acc):
+    return matmul(ddx, w), None, (None if acc is None else ddx)
+
+
+@matmul_back.kernel("numpy")
+def matmul_back_numpy(dx, dy, w, acc):
+    product = dy @ floats(w)
+    dx[...] = product if acc is None else product + acc
+
+
+@matmul_back.kernel("cpu")
+def matmul_back_cpu(dx, dy, w, acc):
+    if acc is not None:
+        start_with(dx, acc)
+    block = dtype_of(w).block
+    kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), acc is not None)
+
+
+@matmul_back.samples
+def matmul_back_samples():
+    for w in _packed_weights():
+        yield matmul_back(input("dy", (2, 3, w.shape[0])), w)
+    yield matmul_back(input("dy", (300, 40)), w, input("acc", (300, 64)))
 
 
 @op(inplace=(2,), acc=2)

@@ -1,0 +1,171 @@
+"""Products with packed weights: blocks become f32 by panels in a thread's own scratch, never a whole matrix.
+
+`multiply` and `multiply_back` work on addresses and one thread, for other kernels; `product` and `product_back`
+on arrays. Kinds are those of `dequantize`; w is u8 (N, row bytes). The partition into tasks is a function of the
+shape, and sums are never split between tasks.
+"""
+
+from numba import prange, types
+
+from packtrain.kernels.dequantize import packed2, row
+from packtrain.kernels.gemm import DEPTH, PANEL, STACK, pack, tiles
+from packtrain.kernels.simd import (
+    LANES,
+    address,
+    fma,
+    in2,
+    kernel,
+    load,
+    load_part,
+    out2,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store,
+    total,
+)
+
+i64, f32, void = types.int64, types.float32, types.void
+ROWS = 512  # rows of x for which a panel is unpacked once
+FEW_ROWS = 4  # up to so many rows go by dot products
+LINE = 256 + PANEL  # scratch: the values of a long block, and room behind them
+WIDE = DEPTH * 256  # scratch of `multiply_back`: as many columns as a block can have
+TASK = 1 << 24  # multiply-adds of one task
+SMALL = 1 << 19  # multiply-adds that do not pay for a parallel region
+LEAST_TASKS = 6
+LEAST_ROWS, LEAST_COLUMNS = 128, 128  # of a task of `product_back`
+
+
+@kernel(void(*[i64] * 8, types.boolean, i64, i64))
+def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy):
+    """y (m, n) = x (m, k) @ w (n, k).T, + y if `add`; x, w and y are addresses, `nbytes` are those of a row of w."""
+    flat, panel = scratch(STACK), scratch(STACK)
+    for i in range(0, m, ROWS):
+        rows = min(m - i, ROWS)
+        for p in range(0, k, DEPTH):
+            depth = min(k - p, DEPTH)
+            keep = f32(1.0) if add or p else f32(0.0)
+            for j in range(0, n, PANEL):
+                left = min(n - j, PANEL)
+                for r in range(left):
+                    row(
+                        kind,
+                        address(flat, r * DEPTH),
+                        w + (j + r) * nbytes + p * nbytes // k,
+                        depth,
+                    )
+                pack(panel, flat, 1, DEPTH, depth, left)
+                tiles(
+                    *(0, rows, address(x, i * ldx + p), ldx, 1, panel, depth),
+                    *(f32(1.0), keep, address(y, i * ldy + j), ldy, left),
+                )
+
+
+@kernel(void(*[i64] * 10, types.boolean, i64, i64))
+def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx):
+    """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], + x if `add`; start and stop - start whole blocks.
+
+    The panels of 256 rows and columns take 256 KiB of stack.
+    """
+    line, panels = scratch(LINE), scratch(WIDE)
+    for p in range(0, n, DEPTH):
+        depth = min(n - p, DEPTH)
+        keep = f32(1.0) if add or p else f32(0.0)
+        for c in range(start, stop, 256):
+            width = min(stop - c, 256)
+            for r in range(depth):
+                row(kind, line, w + (p + r) * nbytes + c * nbytes // k, width)
+                for j in range(0, width, LANES):
+                    store(panels, j // PANEL * PANEL * DEPTH + r * PANEL + j % PANEL, load(line, j))
+            for j in range(0, width, PANEL):
+                source, target = address(panels, j * DEPTH), address(x, c + j)
+                left = min(width - j, PANEL)
+                tiles(
+                    *(0, m, address(y, p), ldy, 1, source, depth),
+                    *(f32(1.0), keep, target, ldx, left),
+                )
+
+
+@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
+def dots(y, x, kind, w, add, start, stop):
+    """y[:, start:stop] = x @ w[start:stop].T for few rows: every block is read and unpacked once."""
+    m, k = x.shape
+    line, nbytes, n = scratch(LINE), w.shape[1], y.shape[1]
+    sums = scratch(64)
+    for j in range(start, stop):
+        source = w.ctypes.data + j * nbytes
+        for i in range(m):
+            store(sums, i * LANES, splat(0.0))
+        for p in range(0, k, 256):
+            depth = min(k - p, 256)
+            row(kind, line, source + p * nbytes // k, depth)
+            for i in range(m):
+                at = address(x, i * k + p)
+                a, b = splat(0.0), splat(0.0)
+                whole = depth // 32 * 32
+                for c in range(0, whole, 32):
+                    a = fma(load(line, c), load(at, c), a)
+                    b = fma(load(line, c + 16), load(at, c + 16), b)
+                for c in range(whole, depth, LANES):
+                    a = fma(load_part(line, c, depth - c), load_part(at, c, depth - c), a)
+                store(sums, i * LANES, load(sums, i * LANES) + (a + b))
+        for i in range(m):
+            s = total(load(sums, i * LANES))
+            poke(y, i * n + j, peek(y, i * n + j) + s if add else s)
+
+
+@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
+def columns(y, x, kind, w, add, start, stop):
+    m, k = x.shape
+    n, nbytes = y.shape[1], w.shape[1]
+    if m <= FEW_ROWS:
+        dots(y, x, kind, w, add, start, stop)
+    else:
+        multiply(
+            *(kind, m, stop - start, k, address(x, 0), k, w.ctypes.data + start * nbytes, nbytes),
+            *(add, address(y, start), n),
+        )
+
+
+@kernel(void(out2, in2, i64, packed2, types.boolean), parallel=True)
+def product(y, x, kind, w, add):
+    """y = x @ w.T, or y + x @ w.T.
+
+        x  (M, K)          f32
+        w  (N, row bytes)  packed
+        y  (M, N)          f32
+
+    Up to 4 rows go by dot products, bound by reading w once.
+    """
+    m, k = x.shape
+    n = w.shape[0]
+    work = (1 << 16) if m <= FEW_ROWS else TASK
+    step = max(work // max(m * k, 1) // PANEL, 1) * PANEL
+    if m * n * k <= SMALL or step >= n:
+        columns(y, x, kind, w, add, 0, n)
+        return
+    for t in prange(-(-n // step)):
+        columns(y, x, kind, w, add, t * step, min(n, (t + 1) * step))
+
+
+@kernel(void(out2, in2, i64, i64, packed2, types.boolean), parallel=True)
+def product_back(x, y, block, kind, w, add):
+    """x = y @ w, or x + y @ w.
+
+    y  (M, N)          f32
+    w  (N, row bytes)  packed by `block` columns
+    x  (M, K)          f32
+    """
+    m, k = x.shape
+    n, nbytes = w.shape
+    step = max(block, LEAST_COLUMNS)
+    across, rows = -(-k // step), m
+    while across * -(-m // rows) < LEAST_TASKS and rows > LEAST_ROWS:
+        rows = -(-rows // 2)
+    for t in prange(across * -(-m // rows)):
+        i, c = t // across * rows, t % across * step
+        multiply_back(
+            *(kind, min(rows, m - i), n, k, c, min(k, c + step), address(y, i * n), n),
+            *(w.ctypes.data, nbytes, add, address(x, i * k), k),
+        )

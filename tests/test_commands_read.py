@@ -18,6 +18,7 @@ from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.gguf import Value, write
 from packtrain.models.file import open_model, save_model
+from packtrain.settings import made
 from tests import numpy_llama
 from tests.test_generate import STORY
 from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
@@ -79,7 +80,7 @@ def test_generate_goes_on_to_a_full_context(model: Path, capsys: Capture) -> Non
 def test_generate_keeps_what_it_has_when_interrupted(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, write_out, written = signal.getsignal(signal.SIGINT), generate._write, list[str]()
+    before, write_out, written = signal.getsignal(signal.SIGINT), generate.write, list[str]()
 
     def then_stop(text: str) -> None:
         write_out(text)
@@ -87,7 +88,7 @@ def test_generate_keeps_what_it_has_when_interrupted(
         if len(written) == 6:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(generate, "_write", then_stop)
+    monkeypatch.setattr(generate, "write", then_stop)
     code = generate.run(Generate(model, prompt="the", n_predict=-1, temp=9.0, seed=1))
     out, said = capsys.readouterr()
     assert code == 130 and "ended by an interruption" in said
@@ -109,6 +110,22 @@ def test_generate_says_what_is_wrong(model: Path, change: dict[str, object], lin
     with pytest.raises(InputError) as error:
         generate.run(Generate(model, **change))  # type: ignore[arg-type]
     assert line in str(error.value)
+
+
+def test_generate_warns_of_a_context_the_model_was_not_made_for(
+    model: Path, capsys: Capture
+) -> None:
+    for ctx, warned in ((CONFIG.context_length + 1, True), (CONFIG.context_length, False)):
+        generate.run(Generate(model, prompt="a", n_predict=0, ctx=ctx))
+        said = capsys.readouterr().err
+        assert (f"--ctx {ctx} is more than the model's own context of 32 tokens" in said) == warned
+
+
+def test_seeds_are_numbers_that_the_generator_takes(model: Path) -> None:
+    given = {"model": model, "prompt": "a", "n_predict": 1}
+    assert generate.run(made(Generate, given | {"seed": 2**63 - 1}, "here")) == 0
+    with pytest.raises(InputError, match=r"seed is 9223372036854775808; it must be from -1 to"):
+        made(Generate, given | {"seed": 2**63}, "here")
 
 
 def test_generate_wants_text(model: Path) -> None:

@@ -1,0 +1,100 @@
+"""What generate and chat have in common: settings of the choice, a model made ready to write, text on the screen."""
+
+import secrets
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from packtrain.errors import DoesNotFit, InputError
+from packtrain.generate import Generator
+from packtrain.memory import total_nbytes
+from packtrain.models.file import ModelFile
+from packtrain.plan import size_text
+from packtrain.run import Session
+from packtrain.sample import Sampling
+from packtrain.settings import option, positional
+
+CONTEXT = 4096  # at most, where nothing says
+MOST_SEED = 2**63 - 1
+ENDS = {
+    "end": "an end token",
+    "stop": "a stop text",
+    "count": "the number of tokens",
+    "context": "a full context",
+    "interrupted": "an interruption",
+}
+
+
+@dataclass(frozen=True)
+class Speaking:
+    """Settings of every command that lets a model write."""
+
+    model: Path = positional("the model, a GGUF file")
+    temp: float = option(
+        0.8, "temperature; 0 takes the likeliest token", flags="--temperature", least=0
+    )
+    top_k: int = option(40, "choose from so many tokens; 0 is all", least=0)
+    top_p: float = option(0.95, "choose from tokens of this probability together", least=0, most=1)
+    min_p: float = option(
+        0.05, "choose from tokens this likely, relative to the likeliest", least=0, most=1
+    )
+    repeat_penalty: float = option(1.0, "how much less likely recent tokens become", least=0.01)
+    repeat_last_n: int = option(64, "how many tokens are recent; -1 is all", least=-1)
+    seed: int | None = option(
+        None,
+        "seed of the choice; without it or with -1 a random one",
+        flags="-s",
+        least=-1,
+        most=MOST_SEED,
+    )
+    stop: tuple[str, ...] = option((), "end before this text; may be given several times")
+    ctx: int | None = option(
+        None, "context in tokens; as long as needed, at most the model's", flags="-c", least=1
+    )
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(*(getattr(self, field.name) for field in fields(Sampling)))
+
+    def drawn_seed(self) -> int:
+        return secrets.randbits(32) if self.seed in (None, -1) else self.seed
+
+    def check(self) -> None:
+        if "" in self.stop:
+            raise InputError("--stop: the text is empty; it must have a character at least")
+
+
+def cells(settings: Speaking, context: int, wanted: int) -> int:
+    """The context to make room for: as asked, else as wanted and within the model's own."""
+    if settings.ctx is None:
+        return max(min(context, wanted), 1)
+    if settings.ctx > context:
+        say(f"--ctx {settings.ctx:,} is more than the model's own context of {context:,} tokens")
+    return settings.ctx
+
+
+def ready(model: ModelFile, cells: int) -> Generator:
+    """A generator with the model's weights, its kernels loaded. Raises DoesNotFit."""
+    c, there = model.config, total_nbytes()
+    cache = 2 * 4 * cells * c.block_count * c.head_count_kv * c.head_width
+    if cache > there:
+        raise DoesNotFit(
+            f"--ctx: the cache of {cells:,} tokens needs {size_text(cache)}, and there are {size_text(there)}"
+        )
+    session = Session()
+    generator = Generator.of(model.config, session, cells)
+    for name in model.names:
+        session.set({name: model.weight(name)})
+    generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time
+    return generator
+
+
+def write(text: str) -> None:
+    """Text of the model, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def say(line: str) -> None:
+    """A line beside the text."""
+    print(line, file=sys.stderr)

@@ -49,8 +49,8 @@ LAYERS = {
     "watch": "errors files memory plan",
     "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
     " corpus cost recompute models sample generate watch",
-    "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels gguf tokenizer"
-    " vocabulary corpus cost recompute models sample generate watch train",
+    "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
+    " tokenizer vocabulary corpus cost recompute models sample generate watch train",
     "version": "",
     "cli": "errors settings commands train version",
     "__main__": "cli",

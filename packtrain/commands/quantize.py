@@ -1,0 +1,155 @@
+"""packtrain quantize: a GGUF file with its weights in fewer bits, types chosen as llama-quantize chooses them."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.dtypes import Dtype
+from packtrain.errors import InputError, printable
+from packtrain.files import check_writable
+from packtrain.gguf import GGUF, Deferred, Entry, Value, tensor_nbytes, write
+from packtrain.models.mix import MIXES, Mix, types_of
+from packtrain.quant import READABLE, WRITABLE, dequantize, quantize
+from packtrain.settings import option, positional
+
+PART = 1 << 20  # values that are converted at a time
+MIB = 1 << 20
+FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
+DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
+QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
+TYPES = ", ".join(str(dtype) for dtype in WRITABLE)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Write a model with its weights in other element types."""
+
+    model: Path = positional("the model, a GGUF file")
+    output: Path = positional("the GGUF file to write")
+    type: str = positional(f"one of {', '.join(MIXES)}")
+    pure: bool = option(False, "one type for all matrices, no mix")
+    output_tensor_type: str | None = option(None, f"type of output.weight: {TYPES}")
+    token_embedding_type: str | None = option(None, "type of token_embd.weight")
+    allow_requantize: bool = option(
+        False, "take weights that are quantized already; they lose more"
+    )
+    overwrite: bool = option(False, "replace the output if it exists")
+
+
+def run(settings: Quantize) -> int:
+    """Write the file and print a line per tensor. Raises InputError before anything is written, or for its values."""
+    began = time.perf_counter()
+    mix = MIXES.get(settings.type.upper())
+    if mix is None:
+        raise InputError(f"type: {settings.type} is unknown; it must be one of {', '.join(MIXES)}")
+    gguf = GGUF(settings.model)
+    types = types_of(
+        gguf,
+        mix,
+        pure=settings.pure,
+        output=_dtype(settings.output_tensor_type, "--output-tensor-type"),
+        embedding=_dtype(settings.token_embedding_type, "--token-embedding-type"),
+    )
+    _check(settings, gguf, types)
+    converted = {
+        name: Deferred(types[name], entry.shape, _maker(gguf, entry, types[name]))
+        for name, entry in gguf.entries.items()
+    }
+    write(settings.output, metadata(gguf, mix), converted)
+    before, after = (sum(t.nbytes for t in part.values()) for part in (gguf.entries, converted))
+    count = sum(math.prod(entry.shape) for entry in gguf.entries.values())
+    seconds = time.perf_counter() - began
+    print(
+        f"{settings.output}: {mix.name}, {len(types)} tensors, {before / MIB:.2f} -> {after / MIB:.2f} MiB, "
+        f"{8 * after / max(count, 1):.2f} bits a weight, {seconds:.1f} s"
+    )
+    return 0
+
+
+def metadata(gguf: GGUF, mix: Mix) -> dict[str, Value]:
+    """As in the file, but for what says how its tensors are stored."""
+    said = {FILE_TYPE: mix.number, VERSION: QUANTIZATION_VERSION}
+    kept = {key: value for key, value in gguf.values.items() if key not in DROPPED}
+    return kept | {key: Value("u32", number) for key, number in said.items()}
+
+
+def _dtype(name: str | None, field: str) -> Dtype | None:
+    if name is None:
+        return None
+    found = next((dtype for dtype in WRITABLE if dtype.name.lower() == name.lower()), None)
+    if found is None:
+        raise InputError(f"{field}: {name} is unknown; it must be one of {TYPES}")
+    return found
+
+
+def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
+    """What can be known to be wrong before any work."""
+    check_writable(settings.output, "output")
+    if any(settings.output.exists() and settings.output.samefile(path) for path in gguf.paths):
+        raise InputError(f"output: {settings.output} is the model itself; give another name")
+    if settings.output.exists() and not settings.overwrite:
+        raise InputError(
+            f"output: {settings.output} exists; give another, or --overwrite to replace it"
+        )
+    for name, entry in gguf.entries.items():
+        stored, wanted = entry.dtype, types[name]
+        if stored is wanted:
+            continue
+        if stored not in READABLE:
+            raise InputError(f"{gguf.path}: {name} is {stored}, which cannot be converted")
+        if stored.quantized and not settings.allow_requantize:
+            raise InputError(
+                f"{gguf.path}: {name} is quantized already, to {stored}; take the original, or "
+                "--allow-requantize and lose more"
+            )
+        if entry.shape[-1] % wanted.block:
+            raise InputError(
+                f"{gguf.path}: rows of {name} have {entry.shape[-1]} values; {wanted} packs {wanted.block} each"
+            )
+
+
+def _maker(gguf: GGUF, entry: Entry, dtype: Dtype) -> Callable[[], Iterator[np.ndarray]]:
+    """Converts a tensor when its turn comes, part by part, and prints what became of it."""
+    name = f"{gguf.path}: {entry.name}"
+
+    def make() -> Iterator[np.ndarray]:
+        wrong = total = 0.0
+        for part in _parts(gguf.array(entry.name)):
+            if entry.dtype in READABLE:  # others are only copied
+                values = dequantize(part)
+                total += _squares(values)
+                if not math.isfinite(total):
+                    raise InputError(f"{name} has values that are not finite; they must be")
+                if dtype != entry.dtype:
+                    part = quantize(values, dtype)
+                    wrong += _squares(dequantize(part) - values)
+                if not math.isfinite(wrong):
+                    raise InputError(f"{name} has values too large for {dtype}; take another type")
+            yield part
+        print(_line(entry, dtype, math.sqrt(wrong / total) if total else 0.0))
+
+    return make
+
+
+def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """An array's rows, some at a time."""
+    if array.size:
+        rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+        step = max(1, PART * len(rows) // array.size)
+        yield from (rows[i : i + step] for i in range(0, len(rows), step))
+
+
+def _squares(x: np.ndarray) -> float:
+    return float(np.square(x, dtype=np.float64).sum())
+
+
+def _line(entry: Entry, dtype: Dtype, error: float) -> str:
+    what = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
+    if dtype == entry.dtype:
+        return f"{what} kept {entry.nbytes / MIB:18.2f} MiB"
+    after = tensor_nbytes(entry.shape, dtype)
+    return f"{what} -> {dtype!s:5} {entry.nbytes / MIB:8.2f} -> {after / MIB:.2f} MiB  error {error:.2%}"

@@ -1,0 +1,176 @@
+"""Mixes of element types, under the names llama-quantize gives them, and which tensor gets which type in a mix.
+
+types_of(gguf, mix) says what llama-quantize chooses for the same file: llama-quant.cpp, without importance matrices
+and what is said there of architectures that are not read here. Nothing is converted here.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from packtrain.dtypes import DTYPES, Dtype, f16
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF
+
+Q4_K, Q5_K, Q6_K, Q8_0 = (DTYPES[name] for name in ("q4_K", "q5_K", "q6_K", "q8_0"))
+# where rows are no whole blocks; f16 where they are none of these, either
+SMALLER = {Q4_K: DTYPES["q5_0"], Q5_K: DTYPES["q5_1"], Q6_K: Q8_0}
+OUTPUT, EMBEDDING = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
+VALUES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
+EXPERTS = 8  # models with so many get more bits for what they share
+# tensors of two axes and more that keep their type: norms, routers, small or oddly used matrices
+KEPT = (
+    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
+    "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "time_mix_first.weight",
+    "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight", "time_mix_v1.weight",
+    "time_mix_v2.weight", "time_mix_a0.weight", "time_mix_a1.weight", "time_mix_a2.weight", "time_mix_g1.weight",
+    "time_mix_g2.weight", "time_mix_decay_w1.weight", "time_mix_decay_w2.weight", "time_mix_lerp_fused.weight",
+    "attn_rel_b.weight", "position_embd", "token_types.weight", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos",
+    ".patch_embd", ".patch_merger", "a.rvq.codebook", "mm.a.code_embd",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A mix: its number in files (llama.h, enum llama_ftype) and the type of most tensors."""
+
+    name: str
+    number: int
+    dtype: Dtype
+
+
+MIXES = {
+    name: Mix(name, number, DTYPES[dtype])
+    for name, number, dtype in (
+        ("F32", 0, "f32"), ("F16", 1, "f16"), ("BF16", 32, "bf16"), ("Q8_0", 7, "q8_0"), ("Q4_0", 2, "q4_0"),
+        ("Q4_1", 3, "q4_1"), ("Q5_0", 8, "q5_0"), ("Q5_1", 9, "q5_1"), ("Q4_K_S", 14, "q4_K"), ("Q4_K_M", 15, "q4_K"),
+        ("Q5_K_S", 16, "q5_K"), ("Q5_K_M", 17, "q5_K"), ("Q6_K", 18, "q6_K"),
+    )
+}  # fmt: skip
+MIXES |= {"Q4_K": MIXES["Q4_K_M"], "Q5_K": MIXES["Q5_K_M"]}
+
+
+def types_of(
+    gguf: GGUF,
+    mix: Mix,
+    *,
+    pure: bool = False,
+    output: Dtype | None = None,
+    embedding: Dtype | None = None,
+) -> dict[str, Dtype]:
+    """The type each tensor gets. Raises InputError for sizes in the metadata that are none.
+
+    pure       the mix's own type for all
+    output     of output.weight, and of embeddings that serve as such
+    embedding  of token embeddings
+    """
+    rules, types = _Rules(gguf, mix, output), {}
+    for name in sorted(gguf.entries, key=_place):
+        entry = gguf.entries[name]
+        if not quantizable(name, entry.shape):
+            types[name] = entry.dtype
+        elif embedding and name in EMBEDDING:
+            types[name] = embedding
+        elif output and name == OUTPUT:
+            types[name] = output
+        elif mix.dtype.quantized:
+            chosen = mix.dtype if pure else rules.choose(name, entry.shape[-1])
+            types[name] = fitting(chosen, entry.shape[-1])
+        else:
+            types[name] = mix.dtype
+    return {name: types[name] for name in gguf.entries}
+
+
+def quantizable(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor's type is changed at all."""
+    rows = any(size != 1 for size in shape[:-1])
+    return rows and name.endswith("weight") and not any(part in name for part in KEPT)
+
+
+def fitting(dtype: Dtype, width: int) -> Dtype:
+    """The type, or the next one whose blocks divide rows of `width`."""
+    if width % dtype.block:
+        dtype = SMALLER.get(dtype, dtype)
+    return f16 if width % dtype.block else dtype
+
+
+def _place(name: str) -> tuple[int, bytes]:
+    """The order in which llama-quantize counts tensors: by block, then by name."""
+    block = _block(name)
+    return -1 if block is None else block, name.encode()
+
+
+def _block(name: str) -> int | None:
+    found = re.match(r"blk\.([0-9]{1,9})\.", name)
+    return int(found[1]) if found else None
+
+
+class _Rules:
+    """What a mix does about single tensors; it counts those of a kind that it has seen."""
+
+    def __init__(self, gguf: GGUF, mix: Mix, output: Dtype | None) -> None:
+        self.gguf, self.mix, self.output = gguf, mix, output
+        self.architecture = gguf.metadata.get("general.architecture")
+        self.blocks = self._number("block_count")
+        self.experts = self._number("expert_count")
+        self.values = sum(any(part in name for part in VALUES) for name in gguf.entries)
+        self.tied = OUTPUT not in gguf.entries
+        self.seen: Counter[str] = Counter()
+
+    def _number(self, key: str, default: int = 0) -> int:
+        key = f"{self.architecture}.{key}"
+        number = self.gguf.metadata.get(key, default)
+        if not isinstance(number, int):
+            raise InputError(f"{self.gguf.path}: {key} is {number!r}; it must be a whole number")
+        return number
+
+    def choose(self, name: str, width: int) -> Dtype:
+        if name == OUTPUT or (self.tied and name in EMBEDDING):
+            return self._output(width)
+        if any(part in name for part in VALUES):
+            return self._values()
+        if "attn_k.weight" in name and self.experts == EXPERTS:
+            return Q8_0
+        if "attn_output.weight" in name and self.experts == EXPERTS:
+            return Q5_K if self.mix.dtype is Q4_K else self.mix.dtype
+        if "ffn_down" in name:
+            return self._down(name)
+        return self.mix.dtype
+
+    def _output(self, width: int) -> Dtype:
+        if self.output:
+            return self.output
+        narrow = width % self.mix.dtype.block or self.mix.dtype is Q8_0
+        return Q8_0 if narrow else Q6_K
+
+    def _values(self) -> Dtype:
+        i, dtype = self.seen["values"], self.mix.dtype
+        self.seen["values"] += 1
+        if self.experts == EXPERTS:
+            return Q8_0
+        if self.mix.name in ("Q4_K_M", "Q5_K_M") and _more(i, self.values):
+            dtype = Q6_K
+        elif self.mix.name == "Q4_K_S" and i < 4:
+            dtype = Q5_K
+        return Q5_K if dtype is Q4_K and self._is_70b() else dtype
+
+    def _is_70b(self) -> bool:
+        """Few heads of values serve many: they get more bits."""
+        if self.blocks != 80 or self.architecture != "llama":
+            return self.blocks == 80 and self.architecture == "qwen2"
+        heads = self._number("attention.head_count")
+        return self._number("attention.head_count_kv", heads) != heads
+
+    def _down(self, name: str) -> Dtype:
+        i = self.seen["ffn_down"]
+        self.seen["ffn_down"] += 1
+        if self.experts > 1:  # there are several of a block
+            i = _block(name) or 0
+        if self.mix.name in ("Q4_K_M", "Q5_K_M") and _more(i, self.blocks):
+            return Q6_K
+        return Q5_K if self.mix.name == "Q4_K_S" and i < self.blocks // 8 else self.mix.dtype
+
+
+def _more(i: int, count: int) -> bool:
+    """Whether the i-th of `count` blocks gets more bits: the first and last eighth, and every third between."""
+    return i < count // 8 or i >= 7 * count // 8 or (i - count // 8) % 3 == 2

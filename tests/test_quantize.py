@@ -1,0 +1,235 @@
+"""`packtrain quantize`: the types llama-quantize chooses, values as packtrain.quant makes them, the rest as it was."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain import quant
+from packtrain.commands import quantize
+from packtrain.commands.quantize import Quantize
+from packtrain.dtypes import DTYPES, f16, f32
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Value, write
+from packtrain.models import mix
+from packtrain.models.mix import MIXES, types_of
+from tests import mixes
+from tests.mixes import OPTIONS, SHAPES, write_shape
+
+Capture = pytest.CaptureFixture[str]
+MATRIX, NORM = "blk.0.ffn_down.weight", "blk.0.ffn_norm.weight"
+
+
+def check_types(shape: str, folder: Path) -> None:
+    write_shape(folder / "m.gguf", SHAPES[shape])
+    gguf, recorded = GGUF(folder / "m.gguf"), mixes.load()
+    for of, name, options in mixes.cases():
+        if of == shape:
+            found = types_of(gguf, MIXES[name], **OPTIONS[options][1])
+            wanted = recorded[f"{shape}: {name}{options}"].split()
+            assert list(map(str, found.values())) == wanted, f"{name}{options}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_types_are_those_llama_quantize_chooses(shape: str, tmp_path: Path):
+    check_types(shape, tmp_path)
+
+
+FAULTS = {
+    "tied": ("_more", lambda i, count: i < count // 8),
+    "last block first": ("_place", lambda name: 0),
+    "two experts": ("_block", lambda name: None),
+    "rows of 96": ("SMALLER", {}),
+    "eight experts": ("EXPERTS", 4),
+    "few values serve many": ("Q5_K", DTYPES["q4_K"]),
+}
+
+
+@pytest.mark.parametrize("shape", FAULTS)
+def test_a_rule_that_is_wrong_is_seen(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mix, *FAULTS[shape])
+    with pytest.raises(AssertionError):
+        check_types(shape, tmp_path)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Quantize:
+    write_shape(tmp_path / "m.gguf", SHAPES["untied"])
+    return Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "q4_k_m")
+
+
+def with_value(given: Path, to: Path, name: str, value: float) -> Path:
+    """A copy with one value changed."""
+    gguf = GGUF(given)
+    tensors = {name: gguf.array(name) for name in gguf.entries}
+    tensors[name] = tensors[name].copy()
+    tensors[name].flat[-1] = value
+    write(to, gguf.values, tensors)
+    return to
+
+
+def test_weights_are_packed_and_the_rest_is_as_it_was(settings: Quantize, capsys: Capture):
+    assert quantize.run(settings) == 0
+    given, made = GGUF(settings.model), GGUF(settings.output)
+    types = types_of(given, MIXES["Q4_K_M"])
+    assert list(made.entries) == list(given.entries)
+    assert {str(dtype) for dtype in types.values()} == {"f32", "q4_K", "q6_K"}
+    for name, dtype in types.items():
+        wanted = given.array(name) if dtype is f32 else quant.quantize(given.array(name), dtype)
+        assert made.entries[name].dtype is dtype
+        assert made.array(name).tobytes() == wanted.tobytes(), name
+    said = {"general.file_type": 15, "general.quantization_version": 2}
+    assert made.metadata == given.metadata | said
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(types) + 1
+    first = given.array("token_embd.weight")
+    off = np.linalg.norm(quant.dequantize(made.array("token_embd.weight")) - first)
+    wanted = f"token_embd.weight [2, 512] f32 -> q4_K 0.00 -> 0.00 MiB error {off / np.linalg.norm(first):.2%}"
+    assert " ".join(lines[0].split()) == wanted
+    assert f"Q4_K_M, {len(types)} tensors" in lines[-1]
+
+
+def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
+    given = GGUF(settings.model)
+    more = {
+        "general.file_type": Value("u32", 0),
+        "general.quantized_by": Value("string", "somebody"),
+        "general.alignment": Value("u32", 64),
+        "tokenizer.ggml.tokens": Value("string", [b"a", b"\xff"]),
+        "tokenizer.ggml.scores": Value("f32", np.array([0.5, np.nan], np.float32)),
+        "x.flag": Value("bool", True),
+    }
+    tensors = {name: given.array(name) for name in given.entries}
+    write(settings.model, given.values | more, tensors)
+    quantize.run(replace(settings, type="Q8_0"))
+    found = GGUF(settings.output).values
+    wanted = GGUF(settings.model).values
+    assert found.keys() == wanted.keys() - {"general.quantized_by"} | {
+        "general.quantization_version"
+    }
+    for key in found.keys() & wanted.keys() - {"general.file_type"}:
+        np.testing.assert_equal(found[key].value, wanted[key].value)
+        assert found[key].kind == wanted[key].kind
+    assert found["general.file_type"].value == 7
+
+
+def test_parts_of_tensors_give_the_same_file(settings: Quantize, monkeypatch: pytest.MonkeyPatch):
+    quantize.run(replace(settings, type="Q5_K_S"))
+    whole = settings.output.read_bytes()
+    monkeypatch.setattr(quantize, "PART", 1)  # so that each part is one row
+    quantize.run(replace(settings, type="Q5_K_S", overwrite=True))
+    assert settings.output.read_bytes() == whole
+
+
+def test_a_split_file_becomes_one(tmp_path: Path):
+    tensors = {
+        "token_embd.weight": np.ones((2, 64), np.float32),
+        "a.weight": np.ones(3, np.float32),
+    }
+    for i, (name, value) in enumerate(tensors.items()):
+        split = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
+        write(tmp_path / f"m-0000{i + 1}-of-00002.gguf", split, {name: value})
+    quantize.run(Quantize(tmp_path / "m-00002-of-00002.gguf", tmp_path / "q.gguf", "Q8_0"))
+    made = GGUF(tmp_path / "q.gguf")
+    assert [str(e.dtype) for e in made.entries.values()] == ["q8_0", "f32"]
+    assert made.metadata.keys() == {"general.file_type", "general.quantization_version"}
+
+
+def test_what_is_packed_already_stays_unless_it_is_allowed(settings: Quantize):
+    quantize.run(replace(settings, type="Q8_0"))
+    again = replace(settings, model=settings.output, output=settings.output.with_name("r.gguf"))
+    with pytest.raises(InputError, match=r"token_embd.weight is quantized already, to q8_0; take"):
+        quantize.run(again)
+    assert not again.output.exists()
+    quantize.run(replace(again, type="Q8_0"))  # nothing to convert
+    assert again.output.read_bytes() == settings.output.read_bytes()
+    quantize.run(replace(again, overwrite=True, allow_requantize=True))
+    first, second = GGUF(settings.output), GGUF(again.output)
+    wanted = quant.quantize(quant.dequantize(first.array(MATRIX)), DTYPES["q6_K"])
+    assert second.array(MATRIX).tobytes() == wanted.tobytes()
+
+
+def test_packed_weights_can_be_unpacked(settings: Quantize):
+    quantize.run(replace(settings, type="Q6_K"))
+    back = replace(settings, model=settings.output, output=settings.output.with_name("f.gguf"))
+    quantize.run(replace(back, type="F32", allow_requantize=True))
+    packed, made = GGUF(settings.output), GGUF(back.output)
+    assert {e.dtype for e in made.entries.values()} == {f32}
+    np.testing.assert_array_equal(made.array(MATRIX), quant.dequantize(packed.array(MATRIX)))
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("name", (MATRIX, NORM))
+def test_weights_that_are_no_numbers_are_refused(settings: Quantize, name: str, value: float):
+    settings.output.write_bytes(b"before")
+    bad = with_value(settings.model, settings.model.with_name("bad.gguf"), name, value)
+    with pytest.raises(InputError, match=rf"bad.gguf: {name} has values that are not finite"):
+        quantize.run(replace(settings, model=bad, overwrite=True))
+    assert settings.output.read_bytes() == b"before"
+
+
+@pytest.mark.parametrize(("mix", "dtype"), (("F16", "f16"), ("Q4_0", "q4_0"), ("Q4_K_M", "q6_K")))
+def test_weights_that_are_too_large_for_a_type_are_refused(
+    settings: Quantize, mix: str, dtype: str
+):
+    large = with_value(settings.model, settings.model.with_name("large.gguf"), MATRIX, 1e9)
+    with pytest.raises(InputError, match=rf"{MATRIX} has values too large for {dtype}; take"):
+        quantize.run(replace(settings, model=large, type=mix))
+    quantize.run(replace(settings, model=large, type="BF16"))
+
+
+def test_wrong_settings_are_said_before_any_work(settings: Quantize):
+    wrong = {
+        r"type: Q9 is unknown; it must be one of F32, F16, BF16, Q8_0": {"type": "Q9"},
+        r"--output-tensor-type: q2_K is unknown; it must be one of": {"output_tensor_type": "q2_K"},
+        r"--token-embedding-type: x is unknown": {"token_embedding_type": "x"},
+        r"m.gguf is the model itself; give another name": {
+            "output": settings.model,
+            "overwrite": True,
+        },
+        r"output: .* is a folder": {"output": settings.output.parent},
+    }
+    for said, change in wrong.items():
+        with pytest.raises(InputError, match=said):
+            quantize.run(replace(settings, **change))
+    settings.output.write_bytes(b"before")
+    with pytest.raises(InputError, match=r"q.gguf exists; give another, or --overwrite"):
+        quantize.run(settings)
+    assert settings.output.read_bytes() == b"before"
+
+
+def test_a_type_must_fit_the_rows_it_is_asked_for(tmp_path: Path):
+    write_shape(tmp_path / "m.gguf", SHAPES["rows of 40"])
+    settings = Quantize(
+        tmp_path / "m.gguf", tmp_path / "q.gguf", "Q8_0", token_embedding_type="Q8_0"
+    )
+    with pytest.raises(
+        InputError, match=r"rows of token_embd.weight have 40 values; q8_0 packs 32"
+    ):
+        quantize.run(settings)
+    quantize.run(replace(settings, token_embedding_type=None))
+    assert GGUF(settings.output).entries["token_embd.weight"].dtype is f16
+
+
+def test_types_that_cannot_be_read_are_copied_or_refused(tmp_path: Path):
+    dtype = DTYPES["iq1_s"]
+    tensors = {
+        "blk.0.x_norm.weight": np.zeros((2, 1), dtype.numpy),
+        "ids": np.arange(5, dtype=np.int32),
+        "scale": np.float32(1).reshape(()),
+        "none.weight": np.zeros((0, 32), np.float32),
+    }
+    write(tmp_path / "m.gguf", {}, tensors)
+    settings = Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q8_0")
+    quantize.run(settings)
+    made = GGUF(tmp_path / "q.gguf")
+    assert {name: made.array(name).tobytes() for name in made.entries} == {
+        name: value.tobytes() for name, value in tensors.items()
+    }
+    write(tmp_path / "m.gguf", {}, {"token_embd.weight": np.zeros((2, 1), dtype.numpy)})
+    with pytest.raises(InputError, match=r"token_embd.weight is iq1_s, which cannot be converted"):
+        quantize.run(replace(settings, overwrite=True, allow_requantize=True))

@@ -93,6 +93,16 @@ def test_weights_are_packed_and_the_rest_is_as_it_was(settings: Quantize, capsys
     assert f"Q4_K_M, {len(types)} tensors" in lines[-1]
 
 
+def test_rows_that_do_not_divide_are_said(tmp_path: Path, capsys: Capture):
+    write_shape(tmp_path / "m.gguf", SHAPES["rows of 96"])
+    quantize.run(Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q4_K_M"))
+    said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "f32 -> q5_0 " in said["blk.0.attn_q.weight"]
+    assert said["blk.0.attn_q.weight"].endswith("  rows of 96 are no blocks of q4_K")
+    assert "f32 -> q6_K " in said["blk.2.ffn_down.weight"]
+    assert "rows of" not in said["blk.2.ffn_down.weight"]
+
+
 def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
     given = GGUF(settings.model)
     more = {

@@ -56,7 +56,7 @@ def run(settings: Quantize) -> int:
     )
     _check(settings, gguf, types)
     converted = {
-        name: Deferred(types[name], entry.shape, _maker(gguf, entry, types[name]))
+        name: Deferred(types[name], entry.shape, _maker(gguf, entry, types[name], mix.dtype))
         for name, entry in gguf.entries.items()
     }
     write(settings.output, metadata(gguf, mix), converted)
@@ -112,7 +112,9 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
             )
 
 
-def _maker(gguf: GGUF, entry: Entry, dtype: Dtype) -> Callable[[], Iterator[np.ndarray]]:
+def _maker(
+    gguf: GGUF, entry: Entry, dtype: Dtype, usual: Dtype
+) -> Callable[[], Iterator[np.ndarray]]:
     """Converts a tensor when its turn comes, part by part, and prints what became of it."""
     name = f"{gguf.path}: {entry.name}"
 
@@ -130,7 +132,7 @@ def _maker(gguf: GGUF, entry: Entry, dtype: Dtype) -> Callable[[], Iterator[np.n
                 if not math.isfinite(wrong):
                     raise InputError(f"{name} has values too large for {dtype}; take another type")
             yield part
-        print(_line(entry, dtype, math.sqrt(wrong / total) if total else 0.0))
+        print(_line(entry, dtype, usual, math.sqrt(wrong / total) if total else 0.0))
 
     return make
 
@@ -147,9 +149,12 @@ def _squares(x: np.ndarray) -> float:
     return float(np.square(x, dtype=np.float64).sum())
 
 
-def _line(entry: Entry, dtype: Dtype, error: float) -> str:
+def _line(entry: Entry, dtype: Dtype, usual: Dtype, error: float) -> str:
     what = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if dtype == entry.dtype:
         return f"{what} kept {entry.nbytes / MIB:18.2f} MiB"
     after = tensor_nbytes(entry.shape, dtype)
-    return f"{what} -> {dtype!s:5} {entry.nbytes / MIB:8.2f} -> {after / MIB:.2f} MiB  error {error:.2%}"
+    width = entry.shape[-1]
+    narrow = f"  rows of {width} are no blocks of {usual}" if width % usual.block else ""
+    sizes = f"{entry.nbytes / MIB:8.2f} -> {after / MIB:.2f} MiB"
+    return f"{what} -> {dtype!s:5} {sizes}  error {error:.2%}{narrow}"

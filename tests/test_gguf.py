@@ -134,7 +134,9 @@ BAD = {
     + tensor(b"t", [32], 0, 0) + tensor(b"u", [32], 0, 64) + bytes(999),
     "general.alignment is of kind i32; it must be one u32": head(pairs=1)
     + text(b"general.alignment") + struct.pack("<II", 5, 32),
-    "tensor count 70000; at most 65536": head(tensors=70000) + bytes(24 * 70000),
+    "tensor count 20000; at most 16384": head(tensors=20000) + bytes(24 * 20000),
+    "x has 2097153 strings; at most 2097152": head(pairs=1) + text(b"x")
+    + struct.pack("<IIQ", 9, 8, (1 << 21) + 1) + bytes(8 << 21) + bytes(8),
     r"metadata key \x1b[2J\n is there twice": head(pairs=2) + 2 * (text(b"\x1b[2J\n") + struct.pack("<IB", 0, 1)),
     "'t' is longer than 63 bytes or there twice": head(tensors=2) + 2 * tensor(b"t", [0], 0, 0),
 }  # fmt: skip

@@ -31,15 +31,17 @@ from packtrain.gguf.format import (
 
 LEAST = 24  # bytes of a file with nothing in it
 MOST_THINGS = (
-    1 << 16
+    1 << 14
 )  # keys, and tensors: real files have hundreds, and each costs more here than there
+MOST_STRINGS = (
+    1 << 21
+)  # in arrays, all together: the largest vocabularies have 0.8 million texts and merges
 MOST_NBYTES = 2**63 - 1  # of an array, if no axis were 0: what NumPy and ggml can count
 MOST_ALIGNMENT = 1 << 20
 SHOWN = 80  # characters of a text of the file in an error
-U32, U64, FIELD = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
+U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 SCALARS = {
-    kind: struct.Struct("<" + np.dtype(dtype).char.replace("l", "q").replace("L", "Q"))
-    for kind, dtype in NUMERIC.items()
+    kind: struct.Struct(f"<{code}") for kind, code in zip(NUMERIC, "BbHhIif?Qqd", strict=True)
 }
 
 
@@ -53,6 +55,7 @@ class Part:
 
     def __init__(self, path: Path, data: bytes | mmap) -> None:
         self.path, self.data, self.nbytes, self.at = path, data, len(data), 4
+        self.strings = 0
         self.values: dict[str, Value] = {}
         self.entries: dict[str, Entry] = {}
         if self.nbytes < LEAST:
@@ -125,7 +128,11 @@ class Part:
         if kind == "array":
             raise self._wrong(f"{key} is an array of arrays, which no model file has")
         if kind == "string":
-            return Value(kind, self._strings(key, self._count(f"length of {key}", 8)))
+            count = self._count(f"length of {key}", 8)
+            self.strings += count
+            if self.strings > MOST_STRINGS:
+                raise self._wrong(f"{key} has {count} strings; at most {MOST_STRINGS} are read")
+            return Value(kind, self._strings(key, count))
         dtype = np.dtype(NUMERIC[kind])
         count = self._count(f"length of {key}", dtype.itemsize)
         self.at += count * dtype.itemsize

@@ -16,7 +16,6 @@ import numpy as np
 
 from packtrain.generate import Generator, Limits, Reply
 from packtrain.models.file import ModelFile, open_model
-from packtrain.run import Session
 from packtrain.sample import Sampling
 from packtrain.tokenizer import Tokenizer
 
@@ -26,10 +25,7 @@ F32 = 0  # ggml.h, GGML_TYPE_F32
 def ours(
     model: ModelFile, tokenizer: Tokenizer, prompt: list[int], count: int
 ) -> Callable[[], list[int]]:
-    session = Session()
-    generator = Generator.of(model.config, session, len(prompt) + count)
-    for name in model.names:
-        session.set({name: model.weight(name)})
+    generator = Generator.of(model, len(prompt) + count)
 
     def write() -> list[int]:
         reply = Reply(generator, tokenizer, prompt, Sampling(temp=0.0), 0, Limits(count))

@@ -10,28 +10,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from packtrain.dtypes import Dtype
 from packtrain.errors import InputError
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.file import ModelFile
 from packtrain.place import Placed, place
 from packtrain.run import Executor, Session
 from packtrain.sample import Sampling, choose, draws
 from packtrain.tokenizer import Stream, Tokenizer
 
 SEQUENCE = 0  # the only one there is
+CHUNKS = (512, 64, 8, 1)  # tokens of a prompt that one run takes
 
 
 def placements(
-    config: transformer.Config, cells: int, chunks: tuple[int, ...] = (64, 8, 1)
+    config: transformer.Config,
+    cells: int,
+    chunks: tuple[int, ...] = (64, 8, 1),
+    types: Mapping[str, Dtype] = transformer.NO_TYPES,
 ) -> dict[int, Placed]:
     """The graphs of a Generator with a cache of `cells` tokens, for each number of tokens one run can take.
 
     chunks  those numbers, falling and ending with 1; a prompt is cut into them
+    types   of weights that are not f32
     """
     placed = {}
     for size in (size for size in chunks if size <= cells):
-        logits, handles = transformer.generation(config, transformer.weights(config), size, cells)
+        leaves = transformer.weights(config, types)
+        logits, handles = transformer.generation(config, leaves, size, cells)
         placed[size] = place(Graph({"logits": logits}, handles))
     return placed
 
@@ -46,9 +54,11 @@ class Generator:
         self.cells, self._runs = Cells(cells), runs
 
     @classmethod
-    def of(cls, config: transformer.Config, session: Session, cells: int) -> "Generator":
-        """A generator with the weights of a session, and a cache there."""
-        made = placements(config, cells)
+    def of(cls, model: ModelFile, cells: int) -> "Generator":
+        """A generator with the weights of a file, mapped, and a cache in a session of its own."""
+        session = Session()
+        session.share(model.stored())
+        made = placements(model.config, cells, CHUNKS, model.types())
         return cls(cells, {size: session.executor(placed) for size, placed in made.items()})
 
     @property

@@ -201,7 +201,8 @@ def test_prompts_that_cannot_be_fed() -> None:
 
 def test_weights_are_the_sessions_own() -> None:
     given, session = values(CONFIG), Session()
-    made = Generator.of(CONFIG, session, 8)
+    placed = placements(CONFIG, 8)
+    made = Generator(8, {size: session.executor(placed[size]) for size in placed})
     session.set(given)
     before = made.feed([5])
     session.set({"output_norm.weight": given["output_norm.weight"] * 2})

@@ -45,7 +45,7 @@ LAYERS = {
     "recompute": "graph place plan tensor cost",
     "models": "dtypes errors tensor ops gguf quant tokenizer",
     "sample": "errors",
-    "generate": "errors tensor graph place run tokenizer models sample",
+    "generate": "dtypes errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
     "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
     " corpus cost recompute models sample generate watch",

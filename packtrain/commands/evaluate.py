@@ -79,7 +79,8 @@ def _batches(settings: Evaluate, model: ModelFile) -> Batches:
 
 
 def _executor(model: ModelFile, batches: Batches) -> Executor:
-    leaves, session = transformer.weights(model.config), Session()
+    leaves, session = transformer.weights(model.config, model.types()), Session()
+    session.share(model.stored())
     made = transformer.loss(model.config, leaves, batches.rows, batches.time)
     placed = place(Graph({"losses": made.losses}))
     plan, there = make_plan(placed), total_nbytes()
@@ -88,10 +89,7 @@ def _executor(model: ModelFile, batches: Batches) -> Executor:
             f"windows of {batches.rows} × {batches.time} tokens need {size_text(plan.arena().nbytes)}, and there "
             f"are {size_text(there)}; a smaller --ctx or --batch-size needs less"
         )
-    executor = session.executor(placed, plan)
-    for name in model.names:
-        session.set({name: model.weight(name)})
-    return executor
+    return session.executor(placed, plan)
 
 
 def _until_stopped(batches: Batches) -> Iterator[dict[str, np.ndarray]]:

@@ -10,7 +10,6 @@ from packtrain.generate import Generator
 from packtrain.memory import total_nbytes
 from packtrain.models.file import ModelFile
 from packtrain.plan import size_text
-from packtrain.run import Session
 from packtrain.sample import Sampling
 from packtrain.settings import option, positional
 
@@ -81,10 +80,7 @@ def ready(model: ModelFile, cells: int) -> Generator:
         raise DoesNotFit(
             f"--ctx: the cache of {cells:,} tokens needs {size_text(cache)}, and there are {size_text(there)}"
         )
-    session = Session()
-    generator = Generator.of(model.config, session, cells)
-    for name in model.names:
-        session.set({name: model.weight(name)})
+    generator = Generator.of(model, cells)
     generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time
     return generator
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.dtypes import DTYPES, Dtype, bf16, f16, f32
+from packtrain.dtypes import DTYPES, Dtype, bf16, f32
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models import transformer
+from packtrain.quant import READABLE, dequantize
 from packtrain.tokenizer import Tokenizer, TokenizerError
 
 PART = 1 << 18  # elements that are converted at a time
 ARCHITECTURE = "llama"
 TOKENS = "tokenizer.ggml.tokens"
-READABLE = (f32, f16, bf16)
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}  # llama.h, enum llama_ftype
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 ROPE_FREQ_BASE = 10_000.0  # where a file does not say
@@ -59,13 +59,20 @@ class ModelFile:
             raise InputError(f"{self.gguf.path}: {error}") from None
 
     def weight(self, name: str) -> np.ndarray:
-        """A weight as f32: mapped, read-only, where the file has f32; else converted."""
+        """A weight as f32: mapped, read-only, where the file has f32; else unpacked."""
         array = self.gguf.array(name)
-        if self.gguf.entries[name].dtype is bf16:
-            bits = array.view(np.uint16).astype(np.uint32)
-            bits <<= 16
-            return bits.view(np.float32)
-        return array.astype(np.float32, copy=False)
+        return array if array.dtype == np.float32 else dequantize(array)
+
+    def stored(self) -> dict[str, np.ndarray]:
+        """All weights by name as graphs read them: matrices in the type of the file, mapped; vectors as f32."""
+        return {
+            name: self.gguf.array(name) if len(entry.shape) > 1 else self.weight(name)
+            for name, entry in self.gguf.entries.items()
+        }
+
+    def types(self) -> dict[str, Dtype]:
+        """The element types of the matrices."""
+        return {name: e.dtype for name, e in self.gguf.entries.items() if len(e.shape) > 1}
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ def _check_tensors(gguf: GGUF, config: transformer.Config) -> None:
             )
         if entry.dtype not in READABLE:
             raise InputError(
-                f"{gguf.path}: {name} is of type {entry.dtype}; only {', '.join(map(str, READABLE))} can be read yet"
+                f"{gguf.path}: {name} is of type {entry.dtype}; only {', '.join(map(str, READABLE))} can be read"
             )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import packtrain as pt
 from packtrain import kernels
 from packtrain.models import transformer
+from packtrain.models.config import Config
 from packtrain.train.optim import AdamW, training
 
 
@@ -29,7 +30,7 @@ def seconds(work: Callable[[], object], rounds: int) -> float:
 
 def graph_of(blocks: int) -> tuple[int, float, float, float]:
     """Ops of a llama's training graph with this many blocks, and seconds to build, differentiate and plan it."""
-    config = transformer.Config(64, 16, 16, blocks, 32, 2, 1)
+    config = Config(64, 16, 16, blocks, 32, 2, 1)
     began = time.perf_counter()
     weights = transformer.weights(config)
     made = transformer.loss(config, weights, 1, 16)

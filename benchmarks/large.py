@@ -15,6 +15,7 @@ import numpy as np
 from packtrain import cost, kernels
 from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.models import transformer
+from packtrain.models.config import PRESETS, Config
 from packtrain.train.budget import Setting, planned, search
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
@@ -23,11 +24,9 @@ from packtrain.train.plans import Shape, make_plans
 GIB = 2**30
 TIME = 512
 SHAPES = {
-    "110m": transformer.PRESETS["110m"],
-    "1b": transformer.Config(128_256, TIME, 2048, 16, 8192, 32, 8, rope_freq_base=5e5),
-    "8b": transformer.Config(
-        128_256, TIME, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False
-    ),
+    "110m": PRESETS["110m"],
+    "1b": Config(128_256, TIME, 2048, 16, 8192, 32, 8, rope_freq_base=5e5),
+    "8b": Config(128_256, TIME, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False),
 }
 LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
 

@@ -24,7 +24,7 @@ from packtrain import kernels
 from packtrain.errors import InputError
 from packtrain.files import check_writable, existing, replacing
 from packtrain.models import transformer
-from packtrain.models.transformer import Config
+from packtrain.models.config import PRESETS, Config
 from packtrain.packing import Packing, best_fit, clash, height, lower_bound, packings
 from packtrain.place import Placed, Step
 from packtrain.plan import size_text
@@ -39,9 +39,9 @@ BAD_INPUT, NO_FIT = 2, 3
 
 # name: shape, rows, tokens in each
 SHAPES = {
-    "1m": (transformer.PRESETS["1m"], 4, 256),
-    "15m": (transformer.PRESETS["15m"], 4, 256),
-    "110m": (transformer.PRESETS["110m"], 1, 512),
+    "1m": (PRESETS["1m"], 4, 256),
+    "15m": (PRESETS["15m"], 4, 256),
+    "110m": (PRESETS["110m"], 1, 512),
     "SmolLM2-135M": (Config(49_152, 2_048, 576, 30, 1_536, 9, 3), 1, 512),
     "Qwen2.5-0.5B": (Config(151_936, 2_048, 896, 24, 4_864, 14, 2), 1, 512),
     "Llama-3.2-1B": (Config(128_256, 2_048, 2_048, 16, 8_192, 32, 8), 1, 512),

@@ -16,6 +16,7 @@ import numpy as np
 
 from packtrain import cost
 from packtrain.models import transformer
+from packtrain.models.config import PRESETS, Config
 from packtrain.recompute import keep_all
 from packtrain.run import Executor, Session
 from packtrain.train.budget import Setting, chain
@@ -25,9 +26,9 @@ from packtrain.train.plans import Shape
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
 MIB = 2**20
 SHAPES = {
-    "15m": transformer.PRESETS["15m"],
-    "110m": transformer.PRESETS["110m"],
-    "1b": transformer.Config(32_000, 512, 2048, 4, 8192, 32, 8, rope_freq_base=5e5),
+    "15m": PRESETS["15m"],
+    "110m": PRESETS["110m"],
+    "1b": Config(32_000, 512, 2048, 4, 8192, 32, 8, rope_freq_base=5e5),
 }
 
 

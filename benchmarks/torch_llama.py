@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from packtrain.models.transformer import Config
+from packtrain.models.config import Config
 
 Batch = Mapping[str, np.ndarray]
 

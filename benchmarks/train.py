@@ -18,11 +18,12 @@ import numpy as np
 import psutil
 
 from packtrain.models import transformer
+from packtrain.models.config import PRESETS, Config
 
 WARM = 2
 
 
-def batch(config: transformer.Config, rows: int) -> dict[str, np.ndarray]:
+def batch(config: Config, rows: int) -> dict[str, np.ndarray]:
     rng, time_ = np.random.default_rng(0), config.context_length
     ids = rng.integers(0, config.vocab_size, (rows, time_ + 1)).astype(np.int32)
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
@@ -32,7 +33,7 @@ def ours(preset: str, rows: int) -> Callable[[], float]:
     import packtrain as pt
     from packtrain.train.optim import AdamW, training
 
-    config, optimizer = transformer.PRESETS[preset], AdamW()
+    config, optimizer = PRESETS[preset], AdamW()
     weights, shape = transformer.weights(config), (rows, config.context_length)
     made = transformer.loss(config, weights, *shape)
     graph = training({"loss": made.loss}, list(weights.values()), optimizer)
@@ -55,7 +56,7 @@ def theirs(preset: str, rows: int) -> Callable[[], float]:
     from benchmarks.torch_llama import Llama, optimizer
 
     torch.manual_seed(0)
-    config = transformer.PRESETS[preset]
+    config = PRESETS[preset]
     model = Llama(config, transformer.initial(config))
     update = optimizer(model, 1e-3)
     tokens, targets = (torch.from_numpy(x).long() for x in batch(config, rows).values())
@@ -116,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--preset", default="15m", choices=transformer.PRESETS)
+    parser.add_argument("--preset", default="15m", choices=PRESETS)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
@@ -128,7 +129,7 @@ def main() -> None:
         for peer in peers.values():
             peer.step()
             time.sleep(0.1)
-    tokens = args.batch * transformer.PRESETS[args.preset].context_length
+    tokens = args.batch * PRESETS[args.preset].context_length
     print(
         f"one f32 step of {args.preset}, {args.batch} rows, {tokens} tokens, {args.rounds} rounds"
     )

@@ -21,6 +21,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.memory import Peak
 from packtrain.models import transformer
+from packtrain.models.config import PRESETS
 from packtrain.train.engine import Engine
 from packtrain.train.fit import Fit
 from packtrain.train.job import Job, decide
@@ -97,7 +98,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--preset", default="1m", choices=transformer.PRESETS)
+    parser.add_argument("--preset", default="1m", choices=PRESETS)
     parser.add_argument("--iters", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--side", default="both", choices=[*SIDES, "both"])

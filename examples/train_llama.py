@@ -7,6 +7,7 @@ import numpy as np
 import packtrain as pt
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.config import Config
 from packtrain.train.optim import AdamW, training
 
 ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
@@ -14,7 +15,7 @@ ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
 
 def main() -> None:
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
-    config = transformer.Config(256, TIME, 64, 2, 128, 4, 2)
+    config = Config(256, TIME, 64, 2, 128, 4, 2)
     weights = transformer.weights(config)
     made, optimizer = transformer.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
     step_graph = training({"loss": made.loss}, list(weights.values()), optimizer, max_norm=1.0)

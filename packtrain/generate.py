@@ -15,6 +15,7 @@ from packtrain.errors import InputError
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.config import Config
 from packtrain.models.file import ModelFile
 from packtrain.place import Placed, place
 from packtrain.run import Executor, Session
@@ -26,7 +27,7 @@ CHUNKS = (512, 64, 8, 1)  # tokens of a prompt that one run takes
 
 
 def placements(
-    config: transformer.Config,
+    config: Config,
     cells: int,
     chunks: tuple[int, ...] = (64, 8, 1),
     types: Mapping[str, Dtype] = transformer.NO_TYPES,

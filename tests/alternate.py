@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain import Executor, Session, backends, kernels
-from packtrain.models.transformer import Config
+from packtrain.models.config import Config
 from packtrain.train.optim import AdamW
 from tests.models import batch, bind, evaluation, steps, values
 

@@ -25,8 +25,9 @@ LARGE = {
     "soft_max": 40, "cross_entropy": 100, "cross_entropy_back": 100, "linear_cross_entropy": 8, "attention": 8,
 }  # fmt: skip
 NO_GRADIENT = {
-    "silu_back", "swiglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
+    "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
     "opt_step_adamw", "opt_step_sgd", "clip_gate", "accumulate", "top_k", "group_rows", "weighted_rows_back",
+    "rope_table",
 }  # fmt: skip
 
 

@@ -53,9 +53,9 @@ def soft_max_with_the_mask_of_another_row(patch: MonkeyPatch) -> None:
 @fault("kernel", value("attention"))
 def attention_that_sees_the_next_position(patch: MonkeyPatch) -> None:
     def ahead(run):
-        def wrong(out, q, k, v, q_pos, k_pos, *rest, scale):
+        def wrong(out, q, k, v, q_pos, k_pos, *rest, **rule):
             q_pos = None if q_pos is None else q_pos + 1
-            run(out, q, k, v, q_pos, k_pos, *rest, scale=scale)
+            run(out, q, k, v, q_pos, k_pos, *rest, **rule)
 
         return wrong
 
@@ -65,8 +65,8 @@ def attention_that_sees_the_next_position(patch: MonkeyPatch) -> None:
 @fault("kernel", value("attention"))
 def attention_across_segments(patch: MonkeyPatch) -> None:
     def blind(run):
-        def wrong(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale):
-            run(out, q, k, v, q_pos, k_pos, None, None, length, scale=scale)
+        def wrong(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, **rule):
+            run(out, q, k, v, q_pos, k_pos, None, None, length, **rule)
 
         return wrong
 
@@ -76,7 +76,7 @@ def attention_across_segments(patch: MonkeyPatch) -> None:
 @fault("kernel", value("attention"))
 def attention_beyond_the_cells_in_use(patch: MonkeyPatch) -> None:
     def long(run):
-        return lambda out, *inputs, scale: run(out, *inputs[:-1], None, scale=scale)
+        return lambda out, *inputs, **rule: run(out, *inputs[:-1], None, **rule)
 
     kernel(patch, "attention", long)
 
@@ -84,15 +84,41 @@ def attention_beyond_the_cells_in_use(patch: MonkeyPatch) -> None:
 @fault("kernel", value("attention"))
 def attention_with_heads_dealt_in_turn(patch: MonkeyPatch) -> None:
     def dealt(run):
-        def wrong(out, q, k, *rest, scale):
+        def wrong(out, q, k, *rest, **rule):
             heads = np.arange(q.shape[2]).reshape(-1, k.shape[2]).T.ravel()
             y, lse = np.empty_like(out[0]), np.empty_like(out[1])
-            run((y, lse), np.ascontiguousarray(q[:, :, heads]), k, *rest, scale=scale)
+            run((y, lse), np.ascontiguousarray(q[:, :, heads]), k, *rest, **rule)
             out[0][:, :, heads], out[1][:, heads] = y, lse
 
         return wrong
 
     kernel(patch, "attention", dealt)
+
+
+@fault("kernel", value("attention"))
+def attention_with_a_window_that_is_one_too_wide(patch: MonkeyPatch) -> None:
+    def wide(run):
+        return lambda *given, window, **rule: run(*given, window=window + (window > 0), **rule)
+
+    kernel(patch, "attention", wide)
+
+
+@fault("kernel", value("attention_back"))
+def attention_back_without_the_slope_of_the_cap(patch: MonkeyPatch) -> None:
+    def flat(run):
+        return lambda *given, softcap, **rule: run(*given, softcap=0.0, **rule)
+
+    kernel(patch, "attention_back", flat)
+
+
+@fault("kernel", value("rope_table"))
+def rope_table_that_blends_from_the_other_end(patch: MonkeyPatch) -> None:
+    def turned(run):
+        return lambda *given, blend, **how: run(
+            *given, blend=blend and (-blend[1], -blend[0]), **how
+        )
+
+    kernel(patch, "rope_table", turned)
 
 
 @fault("kernel", value("attention_back"))

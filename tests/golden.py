@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.models.transformer import Config
+from packtrain.models.config import Config
 from packtrain.train.optim import AdamW
 from tests.models import CONFIG, batch, values
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from packtrain import Executor, Graph, Session, backends, differentiate, ops, place
+from packtrain import Executor, Graph, Session, backends, differentiate, place
 from packtrain.dtypes import i32
 from packtrain.models import transformer
-from packtrain.tensor import Tensor, input, named
+from packtrain.models.config import Config
+from packtrain.tensor import Tensor, input
 from packtrain.train.optim import AdamW, training
 
-CONFIG = transformer.Config(
+CONFIG = Config(
     vocab_size=50,
     context_length=32,
     embedding_length=24,
@@ -23,7 +24,7 @@ CONFIG = transformer.Config(
 NO_TARGET = -1
 
 
-def values(config: transformer.Config, seed: int = 0) -> dict[str, np.ndarray]:
+def values(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights large enough that every block matters. RandomState's stream is frozen; so are these numbers."""
     rng, made = np.random.RandomState(seed), {}
     for name, leaf in transformer.weights(config).items():
@@ -33,7 +34,7 @@ def values(config: transformer.Config, seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
-def batch(config: transformer.Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
+def batch(config: Config, rows: int, time: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Rows that each hold two samples of random lengths, uneven weights, and some tokens without a target."""
     rng = np.random.RandomState(1000 + seed)
     tokens = rng.randint(0, config.vocab_size, (rows, time + 1))
@@ -51,7 +52,7 @@ def batch(config: transformer.Config, rows: int, time: int, seed: int = 0) -> di
 
 
 def gradients(
-    config: transformer.Config, rows: int, time: int, *, keep: str | None = None, chunk: int = 16
+    config: Config, rows: int, time: int, *, keep: str | None = None, chunk: int = 16
 ) -> Graph:
     """Outputs `loss`, `losses` and `d/<name>` of every weight."""
     weights = transformer.weights(config)
@@ -63,7 +64,7 @@ def gradients(
 
 
 def steps(
-    config: transformer.Config,
+    config: Config,
     rows: int,
     time: int,
     optimizer: AdamW,
@@ -81,23 +82,22 @@ def steps(
     )
 
 
-def evaluation(config: transformer.Config, rows: int, time: int) -> Graph:
+def evaluation(config: Config, rows: int, time: int) -> Graph:
     """The outputs `loss` and `losses` alone."""
     made = transformer.loss(config, transformer.weights(config), rows, time, chunk=16)
     return Graph({"loss": made.loss, "losses": made.losses})
 
 
-def logits(config: transformer.Config, rows: int, time: int) -> Graph:
+def logits(config: Config, rows: int, time: int) -> Graph:
     """The full forward without a cache: `logits` (rows, time, V) from `tokens`, `pos` and `seq`."""
     weights = transformer.weights(config)
     tokens, pos, seq = (input(name, (rows, time), i32) for name in ("tokens", "pos", "seq"))
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(q, k, v, pos, pos, seq, seq, scale=config.head_width**-0.5)[0]
+        return transformer.mixed(config, i, q, k, v, pos, pos, seq, seq)
 
-    h = transformer.stream(config, weights, tokens, pos, attend)[-1]
-    x = transformer.output_norm(config, weights, h)
-    return Graph([named("logits", ops.matmul(x, transformer.head(weights)))])
+    h = transformer.stream(config, weights, tokens, pos, attend, time)[-1]
+    return Graph([transformer.logits(config, weights, h)])
 
 
 def bind(

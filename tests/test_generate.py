@@ -9,7 +9,7 @@ import pytest
 from packtrain import Session
 from packtrain.errors import InputError
 from packtrain.generate import Generator, Limits, Reply, placements
-from packtrain.models import transformer
+from packtrain.models.config import Config
 from packtrain.models.file import open_model
 from packtrain.sample import Sampling
 from packtrain.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ STORY = (
 
 
 def generator(
-    config: transformer.Config,
+    config: Config,
     given: dict[str, np.ndarray],
     cells: int,
     chunks: tuple[int, ...] = (8, 1),

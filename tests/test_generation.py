@@ -9,13 +9,12 @@ import pytest
 from packtrain import Executor, Graph, Session, Stopped, interpret
 from packtrain.models import transformer
 from packtrain.models.cache import FREE, CacheFull, Cells
+from packtrain.models.config import Config
 from tests.models import CONFIG, bind, logits, same_bits, values
 
 TOLERANCE = 1e-5  # of the largest logit
 CELLS = 48
-LONG = transformer.Config(
-    50, 320, 64, 1, 96, 4, 2, tied=False
-)  # its cells fill several blocks of attention
+LONG = Config(50, 320, 64, 1, 96, 4, 2, tied=False)  # its cells fill several blocks of attention
 NO_ONE = -2
 PADDING = {"tokens": 0, "pos": 0, "seq": NO_ONE, "cell": -1, "rows": -1}
 
@@ -25,7 +24,7 @@ class Cached:
     """A model with a cache in one session, and a plan for every chunk size in `sizes`."""
 
     sizes: tuple[int, ...] = (1, 8)
-    config: transformer.Config = CONFIG
+    config: Config = CONFIG
     cells: Cells = field(default_factory=lambda: Cells(CELLS))
     session: Session = field(default_factory=Session)
     runs: dict[int, Executor] = field(default_factory=dict)
@@ -62,7 +61,7 @@ def prompt(length: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, CONFIG.vocab_size, length).astype(np.int32)
 
 
-def full(tokens: np.ndarray, config: transformer.Config = CONFIG) -> np.ndarray:
+def full(tokens: np.ndarray, config: Config = CONFIG) -> np.ndarray:
     """Logits (T, V) of the full forward, by the specification in float64."""
     one = np.arange(len(tokens), dtype=np.int32)[None]
     fed = {"tokens": tokens[None], "pos": one, "seq": np.zeros_like(one)}

@@ -11,8 +11,9 @@ import pytest
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
-from packtrain.models import transformer
-from packtrain.models.file import metadata, open_model, save_model
+from packtrain.models.config import Config
+from packtrain.models.file import open_model, save_model
+from packtrain.models.metadata import metadata
 from tests.models import values
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
@@ -26,7 +27,7 @@ TOKENS = (
     | {f"<0x{b:02X}>": BYTE for b in range(256)}
     | dict.fromkeys(WORDS, NORMAL)
 )
-CONFIG = transformer.Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
+CONFIG = Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
 
 
 def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
@@ -39,7 +40,7 @@ def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
     }
 
 
-def save(path: Path, config: transformer.Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:
+def save(path: Path, config: Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:
     """A model of random values in a file; gives the values."""
     given = values(config)
     save_model(path, config, vocabulary(), given.__getitem__, name="small", **how)
@@ -153,7 +154,7 @@ def test_a_deferred_tensor_must_be_as_announced(tmp_path: Path) -> None:
 @needs_shared
 def test_a_real_model_opens_and_is_saved_again(tmp_path: Path) -> None:
     model = open_model(STORIES)
-    assert model.config == transformer.Config(512, 2048, 64, 5, 172, 8, 4, tied=False)
+    assert model.config == Config(512, 2048, 64, 5, 172, 8, 4, tied=False)
     keys = model.gguf.values
     words = {key: value for key, value in keys.items() if key.startswith("tokenizer.")}
     save_model(tmp_path / "m.gguf", model.config, words, model.weight, name="again")
@@ -189,8 +190,8 @@ def packed(rows: int, width: int) -> np.ndarray:
 
 
 BAD: dict[str, Change] = {
-    "general.architecture is 'qwen2'; only 'llama' is supported": key("general.architecture", "string", "qwen2"),
-    "general.architecture is None; only": no_key("general.architecture"),
+    "general.architecture is 'bert'; supported are llama, mistral3": key("general.architecture", "string", "bert"),
+    "general.architecture is None; supported": no_key("general.architecture"),
     "llama.context_length is missing; it must be a whole number from 1": no_key("llama.context_length"),
     "llama.context_length is 0; it must be": key("llama.context_length", "u32", 0),
     "llama.block_count is -2; it must be": key("llama.block_count", "i32", -2),
@@ -203,10 +204,14 @@ BAD: dict[str, Change] = {
     "llama.attention.head_count is 5; it must be a divisor": key("llama.attention.head_count", "u32", 5),
     "llama.attention.head_count is 8; it must be a divisor": key("llama.attention.head_count", "u32", 8),
     "llama.attention.head_count_kv is 3; it must be a divisor of": key("llama.attention.head_count_kv", "u32", 3),
-    "llama.rope.dimension_count is 4; it must be the head width": key("llama.rope.dimension_count", "u32", 4),
-    "llama.attention.key_length is 8; it must be the head width": key("llama.attention.key_length", "u32", 8),
-    "llama.rope.scaling.type is 'yarn'; it must be 'none' or left": key("llama.rope.scaling.type", "string", "yarn"),
-    "llama.expert_count is 8; it must be 0 or left out": key("llama.expert_count", "u32", 8),
+    "llama.rope.dimension_count is 4; it must be the width of a head, 6": key("llama.rope.dimension_count", "u32", 4),
+    "llama.attention.key_length is 7; it must be even": key("llama.attention.key_length", "u32", 7),
+    "llama.attention.value_length is 8; it must be the width of keys, 6": key("llama.attention.value_length", "u32", 8),
+    "llama.rope.scaling.type is 'ntk'; it must be none or linear": key("llama.rope.scaling.type", "string", "ntk"),
+    "llama.rope.scaling.yarn_beta_fast is 8.0; it must be 32.0 or": key("llama.rope.scaling.yarn_beta_fast", "f32", 8),
+    "llama.expert_used_count is missing; it must": key("llama.expert_count", "u32", 8),
+    "llama.attention.scale is 0.5; it must be 0.0 or left out": key("llama.attention.scale", "f32", 0.5),
+    "llama.logit_scale is 2.0; it must be left out": key("llama.logit_scale", "f32", 2),
     "llama.rope.freq_base is -1.0; it must be a number above 0": key("llama.rope.freq_base", "f32", -1),
     "layer_norm_rms_epsilon is nan; it must be": key("llama.attention.layer_norm_rms_epsilon", "f32", np.nan),
     "layer_norm_rms_epsilon is missing; it must be": no_key("llama.attention.layer_norm_rms_epsilon"),
@@ -218,7 +223,9 @@ BAD: dict[str, Change] = {
     "tensor blk.1.attn_k.weight is missing; its shape is [12, 24]": no_tensor("blk.1.attn_k.weight"),
     "blk.0.ffn_up.weight has shape [24, 36]; by": tensor("blk.0.ffn_up.weight", np.zeros((24, 36), "f4")),
     "output.weight has shape [289, 24]; by": tensor("output.weight", np.zeros((289, 24), "f4")),
-    "tensor rope_freqs.weight is no part of a llama of 2 blocks": tensor("rope_freqs.weight", np.ones(3, "f4")),
+    "tensor rope_factors_long.weight is no part of a llama of 2": tensor("rope_factors_long.weight", np.ones(3, "f4")),
+    "rope_freqs.weight has shape [4]; by the metadata it must be [3]": tensor("rope_freqs.weight", np.ones(4, "f4")),
+    "tensor blk.1.attn_q.bias is missing; its shape is [24]": tensor("blk.0.attn_q.bias", np.ones(24, "f4")),
     "tensor blk.2.attn_norm.weight is no part": tensor("blk.2.attn_norm.weight", np.ones(24, "f4")),
     "output_norm.weight is of type f64; only f32, f16, bf16, q4_0": tensor("output_norm.weight", np.ones(24)),
 }  # fmt: skip

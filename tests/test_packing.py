@@ -15,6 +15,7 @@ import pytest
 import packtrain as pt
 from benchmarks import packing as benchmark
 from packtrain.models import transformer
+from packtrain.models.config import PRESETS
 from packtrain.packing import Packing, clash, exact, height, lower_bound, pack, packings
 from packtrain.train.optim import AdamW, training
 
@@ -284,7 +285,7 @@ def test_problems_of_minimalloc_fit(name: str) -> None:
 
 
 def test_a_clipped_step_that_first_fit_cannot_pack_is_at_its_bound() -> None:
-    config = transformer.PRESETS["110m"]
+    config = PRESETS["110m"]
     weights = transformer.weights(config)
     made = transformer.loss(config, weights, 1, config.context_length)
     graph = training({"loss": made.loss}, list(weights.values()), AdamW(), max_norm=1.0)
@@ -296,7 +297,8 @@ def test_a_clipped_step_that_first_fit_cannot_pack_is_at_its_bound() -> None:
 def test_an_ordinary_plan_loads_no_kernels() -> None:
     code = (
         "import sys, packtrain as pt; from packtrain.models import transformer; "
-        "from packtrain.train.optim import AdamW, training; config = transformer.PRESETS['1m']; "
+        "from packtrain.models.config import PRESETS; "
+        "from packtrain.train.optim import AdamW, training; config = PRESETS['1m']; "
         "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
         "graph = training({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
         "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print('numba' in sys.modules)"

@@ -5,9 +5,10 @@ import numpy as np
 from packtrain import Graph, Session, make_plan, place, verify
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.config import Config
 from packtrain.train.optim import AdamW, training
 
-CONFIG = transformer.Config(
+CONFIG = Config(
     vocab_size=17,
     context_length=16,
     embedding_length=16,

@@ -5,6 +5,7 @@ import pytest
 
 from packtrain.corpus import Tokens
 from packtrain.models import transformer
+from packtrain.models.config import Config
 from packtrain.train.batches import Batches
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
@@ -15,7 +16,7 @@ from tests import checks
 pytest.importorskip("torch")
 torch_llama = pytest.importorskip("benchmarks.torch_llama")
 
-CONFIG = transformer.Config(320, 32, 32, 2, 64, 4, 2)
+CONFIG = Config(320, 32, 32, 2, 64, 4, 2)
 ROWS, TIME, STEPS = 4, 32, 6
 MAX_NORM = 0.3  # below the norm of every step here, so that all are clipped
 

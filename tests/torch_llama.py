@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from packtrain.models.transformer import Config
+from packtrain.models.config import Config
 from packtrain.train.optim import AdamW
 
 Weights = Mapping[str, Tensor]

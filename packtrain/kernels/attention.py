@@ -32,10 +32,20 @@ from packtrain.kernels.simd import (
     splat,
     store,
     store_part,
+    tanh,
     total,
 )
 from packtrain.kernels.tile import columns_product, room, rows_product, turn
-from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, place_queries, sight
+from packtrain.kernels.visible import (
+    NO,
+    PLACES,
+    QUERIES,
+    SOME,
+    earliest,
+    hide,
+    place_queries,
+    sight,
+)
 
 KEYS = 64  # keys in a block
 STATE = 2 * QUERIES
@@ -74,6 +84,14 @@ def power(x):
     p = fma(p, r, 0.24022242079184578)
     p = fma(p, r, 0.6931469775938083)
     return scaled(fma(p, r, 1.0), t)
+
+
+@njit(cache=True)
+def squash(scores, count, cap):
+    """scores = cap * tanh(scores / cap), `count` of them, whole vectors; -inf stays."""
+    for i in range(0, count, LANES):
+        x = load(scores, i)
+        store(scores, i, select_less(x, LOWEST, x, tanh(x / cap) * cap))
 
 
 @njit(cache=True)
@@ -161,8 +179,9 @@ def finish(y, stride, lse, rows, sums, columns, lanes, width):
 
 
 @njit(cache=True)
-def attend(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, keys, scale, b, h, first):
+def attend(y, lse, q, k, v, places_of, keys, rule, b, h, first):
     """One block of queries of one head."""
+    (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
     rows = min(queries_in_block(D), T - first)
@@ -172,7 +191,7 @@ def attend(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, keys, scale, b, h, first
     places, sums = scratch(PLACES), scratch(STATE)
     at = ((b * T + first) * H + h) * D
     pack(columns, lanes, address(q, at), H * D, rows, D, scale * LOG2E)
-    span = place_queries(places, q_pos, q_seq, b, first, rows)
+    span = place_queries(places, q_pos, q_seq, b, first, rows, window)
     for i in range(0, lanes, LANES):
         store(sums, i, splat(LOWEST))
         store(sums, QUERIES + i, splat(0.0))
@@ -186,6 +205,8 @@ def attend(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, keys, scale, b, h, first
         from_key = ((b * S + start) * K + h // (H // K)) * D
         key, value = address(k, from_key), address(v, from_key)
         rows_product(count, lanes, D, scores, lanes, key, K * D, columns, lanes, False)
+        if cap > 0:
+            squash(scores, count * lanes, cap * LOG2E)
         if seen == SOME:
             hide(scores, lanes, places, k_pos, k_seq, b, start, count)
         soften(scores, lanes, count, sums, mixed, D)
@@ -201,9 +222,10 @@ def score_few(scores, heads, q, width, key, line, factor, place, k_pos, k_seq, b
     scores  (heads, KEYS)
     q       (heads, width)
     """
-    (position, sequence), (first, count) = place, own
+    (position, since, sequence), (first, count) = place, own
     for j in range(count):
-        seen = (i64(k_pos[b, first + j]) if k_pos.size else first + j) <= position
+        at = i64(k_pos[b, first + j]) if k_pos.size else first + j
+        seen = since <= at <= position
         seen = seen and (k_seq.size == 0 or i64(k_seq[b, first + j]) == sequence)
         for h in range(heads):
             score = f32(-INFINITY)
@@ -256,15 +278,16 @@ def finish_few(lse, line, heads, sums, y, width):
 
 
 @njit(cache=True)
-def attend_few(y, lse, q, k, v, places_of, keys, scale, b, t, head, first, heads):
+def attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, heads):
     """One query of at most FEW_HEADS heads that share kv head `head`; a lane is a part of the head."""
-    q_pos, k_pos, q_seq, k_seq = places_of
+    (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
     scores, sums = scratch(FEW_SCORES), scratch(FEW_STATE)
     at = ((b * T + t) * H + first) * D
     q_at, y_at = address(q, at), address(y, at)
-    place = i64(q_pos[b, t]) if q_pos.size else t, i64(q_seq[b, t]) if q_seq.size else 0
+    position = i64(q_pos[b, t]) if q_pos.size else t
+    place = position, earliest(position, window), i64(q_seq[b, t]) if q_seq.size else 0
     clear(y_at, D, heads, D)
     for h in range(heads):
         poke(sums, h, LOWEST)
@@ -276,6 +299,8 @@ def attend_few(y, lse, q, k, v, places_of, keys, scale, b, t, head, first, heads
         factor = f32(scale * LOG2E)
         own = start, count
         score_few(scores, heads, q_at, D, key, line, factor, place, k_pos, k_seq, b, own)
+        if cap > 0:
+            squash(scores, heads * KEYS, cap * LOG2E)
         for h in range(heads):
             soften_few(scores, count, sums, h, y_at, D)
         rows_product(heads, D, count, y_at, D, scores, KEYS, value, line, True)
@@ -283,22 +308,21 @@ def attend_few(y, lse, q, k, v, places_of, keys, scale, b, t, head, first, heads
 
 
 @njit(inline="always")
-def attention_task(y, lse, q, k, v, places_of, keys, scale, task):
+def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
     """A block of queries of one head; where queries are few, all of them for a kv head."""
-    q_pos, k_pos, q_seq, k_seq = places_of
     T, H, D = q.shape[1:]
     if T > FEW:
         block = queries_in_block(D)
         blocks = -(-T // block)
         b, h, first = task // blocks // H, task // blocks % H, task % blocks * block
-        attend(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, keys, scale, b, h, first)
+        attend(y, lse, q, k, v, places_of, keys, rule, b, h, first)
         return
     K = k.shape[2]
     b, head, group = task // K, task % K, H // K
     for t in range(T):
         for first in range(head * group, (head + 1) * group, FEW_HEADS):
             heads = min(FEW_HEADS, (head + 1) * group - first)
-            attend_few(y, lse, q, k, v, places_of, keys, scale, b, t, head, first, heads)
+            attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, heads)
 
 
 @njit(cache=True)
@@ -309,12 +333,13 @@ def extent(k, length, width):
     return max(min(k.shape[1], i64(length[0])), 0) if length.size else k.shape[1]
 
 
-@kernel(void(out4, out3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32), parallel=True)
-def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale):
+@kernel(void(out4, out3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32), parallel=True)
+def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap):
     """Each query mixes the values of the keys that it sees; query head h reads kv head h // (H // K).
 
-    y_i = sum_j p_ij v_j, p_ij = exp(scale * q_i k_j - lse_i), lse_i = log(sum_j exp(scale * q_i k_j))
+    y_i = sum_j p_ij v_j, p_ij = exp(z_ij - lse_i), lse_i = log(sum_j exp(z_ij)), z_ij = scale * q_i k_j
     over keys j < length[0] with k_seq[j] = q_seq[i] and k_pos[j] <= q_pos[i]; of no key, y = lse = 0
+    window > 0: only keys with q_pos[i] - k_pos[j] < window; cap > 0: z = cap * tanh(z / cap)
 
         q, y          (B, T, H, D)  f32, D <= 512
         k, v          (B, S, K, D)  f32
@@ -324,11 +349,11 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale):
         length        (1,)          i32, or (0,): S
     """
     B, T, H, D = q.shape
-    keys, places_of = extent(k, length, D), (q_pos, k_pos, q_seq, k_seq)
+    keys, places_of, rule = extent(k, length, D), (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     tasks = B * k.shape[2] if T <= FEW else B * H * -(-T // queries_in_block(D))
     if B * T * H * D * keys < SERIAL:
         for task in range(tasks):
-            attention_task(y, lse, q, k, v, places_of, keys, scale, task)
+            attention_task(y, lse, q, k, v, places_of, keys, rule, task)
     else:
         for task in prange(tasks):
-            attention_task(y, lse, q, k, v, places_of, keys, scale, task)
+            attention_task(y, lse, q, k, v, places_of, keys, rule, task)

@@ -12,15 +12,18 @@ from packtrain.kernels.attention import (
     clear,
     extent,
     f32,
+    i64,
     ids1,
     ids2,
     in3,
     in4,
+    larger,
     out4,
     pack,
     packed_rows,
     power,
     queries_in_block,
+    squash,
     void,
 )
 from packtrain.kernels.simd import (
@@ -64,14 +67,22 @@ def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
 
 
 @njit(cache=True)
-def soften_back(scores, d_scores, lanes, count, state):
-    """scores = p = 2**(scores - lse), d_scores = p * (d_scores - delta); both (count, lanes)."""
+def soften_back(scores, d_scores, lanes, count, state, cap):
+    """scores = p = 2**(scores - lse), d_scores = p * (d_scores - delta); both (count, lanes).
+
+    cap > 0: d_scores also times 1 - (scores / cap)**2, the slope of the cap.
+    """
     for i in range(0, lanes, LANES):
         lse, delta = load(state, i), load(state, QUERIES + i)
         for j in range(i, count * lanes, lanes):
-            p = power(load(scores, j) - lse)
+            score = load(scores, j)
+            p = power(score - lse)
             store(scores, j, p)
-            store(d_scores, j, p * (load(d_scores, j) - delta))
+            d = p * (load(d_scores, j) - delta)
+            if cap > 0:
+                t = larger(-1.0, score / cap)
+                d = d * (1.0 - t * t)
+            store(d_scores, j, d)
 
 
 @njit(cache=True)
@@ -80,9 +91,9 @@ def keys_in_block(lanes, width):
 
 
 @njit(cache=True)
-def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, b, h, first):
+def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     """One block of queries of one head: sets its rows of dq, adds to dk and dv."""
-    dq, dk, dv = grads
+    (dq, dk, dv), (scale, window, cap) = grads, rule
     q_pos, k_pos, q_seq, k_seq = places_of
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
@@ -98,7 +109,7 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, b, h, first)
     pack(dy_columns, lanes, dy_rows, wide, rows, D, scale)
     from_lse = address(lse, (b * H + h) * T + first)
     prepare_back(state, dy_rows, address(y, at), wide, from_lse, rows, lanes, D, scale)
-    span = place_queries(places, q_pos, q_seq, b, first, rows)
+    span = place_queries(places, q_pos, q_seq, b, first, rows, window)
     clear(dq_rows, wide, rows, D)
     for start in range(0, keys, block):
         count = min(block, keys - start)
@@ -109,16 +120,18 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, b, h, first)
         key, value = address(k, at), address(v, at)
         rows_product(count, lanes, D, p, lanes, key, line, q_columns, lanes, False)
         rows_product(count, lanes, D, ds, lanes, value, line, dy_columns, lanes, False)
+        if cap > 0:
+            squash(p, count * lanes, cap * LOG2E)
         if seen == SOME:
             hide(p, lanes, places, k_pos, k_seq, b, start, count)
-        soften_back(p, ds, lanes, count, state)
+        soften_back(p, ds, lanes, count, state, cap * LOG2E)
         rows_product(count, D, rows, address(dv, at), line, p, lanes, dy_rows, wide, True)
         rows_product(count, D, rows, address(dk, at), line, ds, lanes, q_rows, wide, True)
         columns_product(rows, D, count, dq_rows, wide, ds, lanes, key, line, True)
 
 
 @njit(inline="always")
-def head_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, task):
+def head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task):
     """All of one kv head of one batch."""
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
@@ -127,17 +140,21 @@ def head_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, task):
         clear(address(x, (b * S * K + head) * D), K * D, S, D)
     for h in range(head * group, (head + 1) * group):
         for first in range(0, T, queries_in_block(D)):
-            attend_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, b, h, first)
+            attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first)
 
 
 @kernel(
-    void(out4, out4, out4, in4, in4, in3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32),
+    void(
+        out4, out4, out4, in4, in4, in3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32
+    ),
     parallel=True,
 )
-def attention_back(dq, dk, dv, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale):
+def attention_back(
+    dq, dk, dv, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap
+):
     """Gradients of attention at (y, lse); a query that sees no key gives and gets none.
 
-    dv_j = sum_i p_ij dy_i, ds_ij = scale * p_ij (dy_i v_j - dy_i y_i),
+    dv_j = sum_i p_ij dy_i, ds_ij = scale * p_ij (dy_i v_j - dy_i y_i), with a cap times 1 - (z_ij / cap)**2,
     dq_i = sum_j ds_ij k_j, dk_j = sum_i ds_ij q_i
 
         q, y, dy, dq  (B, T, H, D)  f32
@@ -146,10 +163,10 @@ def attention_back(dq, dk, dv, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, 
     """
     B, T, H, D = q.shape
     keys = extent(k, length, D)
-    grads, places_of = (dq, dk, dv), (q_pos, k_pos, q_seq, k_seq)
+    grads, places_of, rule = (dq, dk, dv), (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     if B * T * H * D * keys < SERIAL:
         for task in range(B * k.shape[2]):
-            head_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, task)
+            head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task)
     else:
         for task in prange(B * k.shape[2]):
-            head_back(grads, dy, y, lse, q, k, v, places_of, keys, scale, task)
+            head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task)

@@ -38,6 +38,7 @@ from packtrain.kernels.simd import (
 i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 15  # elements that do not pay for a parallel region
 BLOCK = 1 << 13
+GELU_CUBE, GELU_FACTOR = 0.044715, 1.5957691216057308  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
 NAMES = "neg abs sgn step sqr sqrt log exp sin cos relu sigmoid silu tanh gelu gelu_quick"
 UNARY = {name: code for code, name in enumerate(NAMES.split())}
@@ -83,7 +84,7 @@ def one(code, x):
     if code == SILU:
         return x * sigmoid(x)
     if code == GELU:
-        return x * sigmoid(fma(x * x, x * 0.044715, x) * 1.5957691216057308)
+        return x * sigmoid(fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR)
     if code == GELU_QUICK:
         return x * sigmoid(x * 1.702)
     return rare(code, x)
@@ -213,10 +214,20 @@ def scale(y, x, by, bias):
         scale_span(y, x, by, bias, t * BLOCK, min(n, (t + 1) * BLOCK))
 
 
-@kernel(f32x16(f32x16, f32x16, f32x16), forceinline=True)
-def silu_slope(dy, x, s):
-    """dy * silu'(x), s = sigmoid(x)."""
-    return dy * s * fma(x, 1.0 - s, 1.0)
+flag = types.boolean
+
+
+@kernel(f32x16(flag, f32x16), forceinline=True)
+def inner(gelu, x):
+    """What the sigmoid of silu or gelu is taken of."""
+    return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if gelu else x
+
+
+@kernel(f32x16(flag, f32x16, f32x16, f32x16), forceinline=True)
+def slope(gelu, dy, x, s):
+    """dy times the slope of x * s, s = sigmoid(inner(x))."""
+    by = fma(x * x, x * (3.0 * GELU_CUBE), x) * GELU_FACTOR if gelu else x
+    return dy * s * fma(by, 1.0 - s, 1.0)
 
 
 @kernel(void(out1, in1, in1, i64, i64))
@@ -224,7 +235,7 @@ def silu_back_span(dx, dy, x, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(x, i, left)
-        store_part(dx, i, silu_slope(load_part(dy, i, left), v, sigmoid(v)), left)
+        store_part(dx, i, slope(False, load_part(dy, i, left), v, sigmoid(v)), left)
 
 
 @kernel(void(out1, in1, in1), parallel=True)
@@ -241,52 +252,52 @@ def silu_back(dx, dy, x):
         silu_back_span(dx, dy, x, t * BLOCK, min(n, (t + 1) * BLOCK))
 
 
-@kernel(void(out1, in1, in1, i64, i64))
-def swiglu_span(y, gate, up, start, stop):
+@kernel(void(flag, out1, in1, in1, i64, i64))
+def gated_span(gelu, y, gate, up, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(gate, i, left)
-        store_part(y, i, v * sigmoid(v) * load_part(up, i, left), left)
+        store_part(y, i, v * sigmoid(inner(gelu, v)) * load_part(up, i, left), left)
 
 
-@kernel(void(out1, in1, in1), parallel=True)
-def swiglu(y, gate, up):
-    """y = silu(gate) * up; y may be gate or up.
+@kernel(void(flag, out1, in1, in1), parallel=True)
+def gated(gelu, y, gate, up):
+    """y = silu(gate) * up, or gelu(gate) * up; y may be gate or up.
 
     gate, up, y  (N,)  f32
     """
     n = y.size
     if n <= SERIAL:
-        swiglu_span(y, gate, up, 0, n)
+        gated_span(gelu, y, gate, up, 0, n)
         return
     for t in prange(-(-n // BLOCK)):
-        swiglu_span(y, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
+        gated_span(gelu, y, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
 
 
-@kernel(void(out1, out1, in1, in1, in1, i64, i64))
-def swiglu_back_span(dgate, dup, dy, gate, up, start, stop):
+@kernel(void(flag, out1, out1, in1, in1, in1, i64, i64))
+def gated_back_span(gelu, dgate, dup, dy, gate, up, start, stop):
     for i in range(start, stop, LANES):
         left = stop - i
         v = load_part(gate, i, left)
         w = load_part(up, i, left)
         d = load_part(dy, i, left)
-        s = sigmoid(v)
-        store_part(dgate, i, silu_slope(d * w, v, s), left)
+        s = sigmoid(inner(gelu, v))
+        store_part(dgate, i, slope(gelu, d * w, v, s), left)
         store_part(dup, i, d * v * s, left)
 
 
-@kernel(void(out1, out1, in1, in1, in1), parallel=True)
-def swiglu_back(dgate, dup, dy, gate, up):
-    """Gradients of swiglu; dgate and dup may each be any of dy, gate, up, but not each other.
+@kernel(void(flag, out1, out1, in1, in1, in1), parallel=True)
+def gated_back(gelu, dgate, dup, dy, gate, up):
+    """Gradients of gated; dgate and dup may each be any of dy, gate, up, but not each other.
 
     dgate, dup, dy, gate, up  (N,)  f32
     """
     n = dy.size
     if n <= SERIAL:
-        swiglu_back_span(dgate, dup, dy, gate, up, 0, n)
+        gated_back_span(gelu, dgate, dup, dy, gate, up, 0, n)
         return
     for t in prange(-(-n // BLOCK)):
-        swiglu_back_span(dgate, dup, dy, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
+        gated_back_span(gelu, dgate, dup, dy, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
 
 
 def emit_mix(builder, z):

@@ -46,17 +46,20 @@ evens = picking([2 * i for i in range(LANES)], 2)
 odds = picking([2 * i + 1 for i in range(LANES)], 2)
 
 
-@kernel(void(out3, ids1, frequencies, f64, i64))
-def table_row(t, pos, inv_freq, scale, i):
+@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64))
+def table_row(t, pos, inv_freq, magnitude, rate, length, i):
+    scale = magnitude * (1.0 + rate * math.log1p(f64(pos[i] // length)))
     for j in range(inv_freq.size):
         angle = f64(pos[i]) * inv_freq[j]
         t[i, j, 0] = f32(scale * math.cos(angle))
         t[i, j, 1] = f32(scale * math.sin(angle))
 
 
-@kernel(void(out3, ids1, frequencies, f64), parallel=True)
-def table(t, pos, inv_freq, scale):
+@kernel(void(out3, ids1, frequencies, f64, f64, i64), parallel=True)
+def table(t, pos, inv_freq, magnitude, rate, length):
     """t[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
+
+    scale = magnitude * (1 + rate * ln(1 + pos[i] // length))
 
     pos       (N,)         i32
     inv_freq  (R / 2,)     f64
@@ -64,10 +67,10 @@ def table(t, pos, inv_freq, scale):
     """
     if t.size <= SERIAL // 8:
         for i in range(pos.size):
-            table_row(t, pos, inv_freq, scale, i)
+            table_row(t, pos, inv_freq, magnitude, rate, length, i)
     else:
         for i in prange(pos.size):
-            table_row(t, pos, inv_freq, scale, i)
+            table_row(t, pos, inv_freq, magnitude, rate, length, i)
 
 
 @kernel(void(i64, i64, i64, i64, types.boolean))

@@ -1,7 +1,7 @@
 """Which keys the queries of a block see: by position, by sequence, by block and one by one.
 
-A query sees keys of its own sequence up to its own position. Positions and sequences are int32
-(batch, index); of size 0, positions are the indices and sequences are all equal.
+A query sees keys of its own sequence up to its own position, as many as the window holds (0: all). Positions
+and sequences are int32 (batch, index); of size 0, positions are the indices and sequences are all equal.
 """
 
 from llvmlite import ir
@@ -23,7 +23,8 @@ from packtrain.kernels.simd import (
 from packtrain.kernels.tile import POINTER, at
 
 QUERIES = 64  # queries in a block, at most
-PLACES = 2 * QUERIES
+PLACES = 3 * QUERIES
+EARLIEST, BEYOND = -(1 << 31), 1 << 31
 NO, SOME, ALL = 0, 1, 2  # what the queries of a block see of a block of keys
 
 i64 = types.int64
@@ -49,28 +50,38 @@ def shown(typingctx, score, places, i, key_position, key_sequence):
     def codegen(context, builder, sig, args):
         score, places, i, *key = args
         base = builder.inttoptr(places, POINTER)
-        found = []
-        for number, value in enumerate(key):
+        position, sequence = (spread(builder, builder.trunc(k, I32), BITS) for k in key)
+        found = None
+        for number, (sign, value) in enumerate(
+            (("<=", position), ("==", sequence), (">=", position))
+        ):
             spot = at(builder, base, I64(number), I64(QUERIES), i)
-            lanes = builder.load(spot, typ=BITS, align=4)
-            value = spread(builder, builder.trunc(value, I32), BITS)
-            found.append(builder.icmp_signed("==" if number else "<=", value, lanes))
+            holds = builder.icmp_signed(sign, value, builder.load(spot, typ=BITS, align=4))
+            found = holds if found is None else builder.and_(found, holds)
         hidden = ir.Constant(VECTOR, [-INFINITY] * LANES)
-        return builder.select(builder.and_(*found), score, hidden)
+        return builder.select(found, score, hidden)
 
     kinds = (f32x16, types.int64, types.int64, types.int64, types.int64)
     return f32x16(*kinds), codegen
 
 
 @njit(cache=True)
-def place_queries(places, q_pos, q_seq, b, first, rows):
-    """Write positions and sequences of a block of queries; returns the least and largest of both.
+def earliest(position, window):
+    """The first position that is seen from there."""
+    return max(position - window + 1, EARLIEST) if window else EARLIEST
 
-    places  (2, QUERIES)  i32; no key is visible from behind the rows
+
+@njit(cache=True)
+def place_queries(places, q_pos, q_seq, b, first, rows, window):
+    """Write positions, sequences and earliest positions of a block of queries; returns what they span.
+
+    places  (3, QUERIES)  i32; no key is visible from behind the rows
+
+    The span: the least and largest position, the least and largest sequence, and the window.
     """
-    low_pos, high_pos, low_seq, high_seq = 1 << 31, -(1 << 31), 1 << 31, -(1 << 31)
+    low_pos, high_pos, low_seq, high_seq = BEYOND, EARLIEST, BEYOND, EARLIEST
     for i in range(QUERIES):
-        position, sequence = -(1 << 31), 0
+        position, sequence = EARLIEST, 0
         if i < rows:
             position = i64(q_pos[b, first + i]) if q_pos.size else first + i
             sequence = i64(q_seq[b, first + i]) if q_seq.size else 0
@@ -78,25 +89,27 @@ def place_queries(places, q_pos, q_seq, b, first, rows):
             low_seq, high_seq = min(low_seq, sequence), max(high_seq, sequence)
         poke_int(places, i, position)
         poke_int(places, QUERIES + i, sequence)
-    return low_pos, high_pos, low_seq, high_seq
+        poke_int(places, 2 * QUERIES + i, earliest(position, window))
+    return low_pos, high_pos, low_seq, high_seq, window
 
 
 @njit(cache=True)
 def sight(span, k_pos, k_seq, b, first, count):
-    """What the queries with that span of positions and sequences can see of a block of keys."""
-    low_pos, high_pos, low_seq, high_seq = span
+    """What the queries of that span can see of a block of keys."""
+    low_pos, high_pos, low_seq, high_seq, window = span
     low, high, start, stop = first, first + count - 1, 0, 0
     if k_pos.size:
-        low, high = 1 << 31, -(1 << 31)
+        low, high = BEYOND, EARLIEST
         for j in range(first, first + count):
             low, high = min(low, i64(k_pos[b, j])), max(high, i64(k_pos[b, j]))
     if k_seq.size:
-        start, stop = 1 << 31, -(1 << 31)
+        start, stop = BEYOND, EARLIEST
         for j in range(first, first + count):
             start, stop = min(start, i64(k_seq[b, j])), max(stop, i64(k_seq[b, j]))
-    if low > high_pos or start > high_seq or stop < low_seq:
+    if low > high_pos or start > high_seq or stop < low_seq or high < earliest(low_pos, window):
         return NO
-    return ALL if high <= low_pos and start == stop == low_seq == high_seq else SOME
+    near = high <= low_pos and low >= earliest(high_pos, window)
+    return ALL if near and start == stop == low_seq == high_seq else SOME
 
 
 @njit(cache=True)

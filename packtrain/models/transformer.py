@@ -1,4 +1,4 @@
-"""Transformers as graph functions: one definition for training and for cached generation.
+"""Transformers as graph functions: one definition for every architecture, for training and cached generation.
 
 A Config and leaves go in, tensors come out. Weights bear their GGUF names; `attend` is what differs between
 training (keys and values of the batch) and generation (keys and values of the cache).
@@ -12,55 +12,67 @@ import numpy as np
 
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32
+from packtrain.models.config import Config, Rope
 from packtrain.tensor import Tensor, input, named, state, weight
 
 Weights = Mapping[str, Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Sizes of a llama; names follow the GGUF metadata keys `llama.*`."""
-
-    vocab_size: int
-    context_length: int
-    embedding_length: int
-    block_count: int
-    feed_forward_length: int
-    head_count: int
-    head_count_kv: int
-    rope_freq_base: float = 10_000.0
-    rms_eps: float = 1e-5
-    tied: bool = True
-
-    @property
-    def head_width(self) -> int:
-        return self.embedding_length // self.head_count
-
-
-PRESETS = {
-    "1m": Config(2_048, 256, 128, 4, 384, 4, 2),
-    "15m": Config(32_000, 256, 256, 8, 768, 8, 8),
-    "110m": Config(32_000, 512, 768, 12, 2_048, 12, 12),
-}
+Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
+Shapes = dict[str, tuple[int, ...]]
 
 
 def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
     """The model's weight leaves by GGUF name; `types` says which are stored otherwise than as f32."""
-    c, f, d = config.embedding_length, config.feed_forward_length, config.head_width
-    q, kv = config.head_count * d, config.head_count_kv * d
-    block = {
-        "attn_norm": (c,), "attn_q": (q, c), "attn_k": (kv, c), "attn_v": (kv, c), "attn_output": (c, q),
-        "ffn_norm": (c,), "ffn_gate": (f, c), "ffn_up": (f, c), "ffn_down": (c, f),
-    }  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (config.vocab_size, c)}
+    c = config.embedding_length
+    shapes: Shapes = {"token_embd.weight": (config.vocab_size, c)}
+    factors = [name for name in config.optional if name.startswith("rope_")]
+    block = _with_biases(config, _attention_shapes(config) | _feed_forward_shapes(config))
     for i in range(config.block_count):
-        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     shapes["output_norm.weight"] = (c,)
     if not config.tied:
         shapes["output.weight"] = (config.vocab_size, c)
+    shapes |= dict.fromkeys(factors, (config.rope_width // 2,))
     return {name: weight(name, shape, types.get(name, f32)) for name, shape in shapes.items()}
+
+
+def _attention_shapes(config: Config) -> Shapes:
+    c, d, traits = config.embedding_length, config.head_width, config.traits
+    q, kv = config.head_count * d, config.head_count_kv * d
+    apart: Shapes = {"attn_q": (q, c), "attn_k": (kv, c), "attn_v": (kv, c)}
+    shapes: Shapes = {"attn_norm": (c,)}
+    shapes |= {"attn_qkv": (q + 2 * kv, c)} if traits.fused else apart
+    shapes |= {"attn_q_norm": (d,), "attn_k_norm": (d,)} if traits.head_norms else {}
+    shapes["attn_output"] = (c, q)
+    return shapes | ({"post_attention_norm": (c,)} if traits.post_norms else {})
+
+
+def _feed_forward_shapes(config: Config) -> Shapes:
+    c, f, e, traits = (
+        config.embedding_length, config.feed_forward_length, config.expert_count, config.traits
+    )  # fmt: skip
+    shapes: Shapes = {"ffn_norm": (c,)}
+    if e:
+        exps: Shapes = {
+            "ffn_gate_exps": (e, f, c),
+            "ffn_up_exps": (e, f, c),
+            "ffn_down_exps": (e, c, f),
+        }
+        return shapes | {"ffn_gate_inp": (e, c)} | exps
+    shapes |= {"ffn_up": (2 * f, c)} if traits.fused else {"ffn_gate": (f, c), "ffn_up": (f, c)}
+    shapes["ffn_down"] = (c, f)
+    return shapes | ({"post_ffw_norm": (c,)} if traits.post_norms else {})
+
+
+def _with_biases(config: Config, shapes: Shapes) -> Shapes:
+    """Full names of a block's weights, each followed by its bias if the model has one."""
+    made: Shapes = {}
+    for name, shape in shapes.items():
+        made[f"{name}.weight"] = shape
+        if f"{name}.bias" in config.optional:
+            made[f"{name}.bias"] = shape[:1]
+    return made
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -89,45 +101,129 @@ def initialise(
         at(name, normal if len(leaf.shape) > 1 else lambda array: array.fill(1))
 
 
-def block(config: Config, w: Weights, i: int, h: Tensor, table: Tensor, attend: Attend) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The weights of one block by their names within it, and the names of what is computed with them."""
+
+    config: Config
+    w: Weights
+    number: int
+
+    def weight(self, name: str, kind: str = "weight") -> Tensor:
+        """A weight, or the rows of a fused one that stand for it."""
+        whole, start, length = self.config.slices.get(name, (name, 0, None))
+        leaf = self.w[f"blk.{self.number}.{whole}.{kind}"]
+        return leaf if length is None else ops.narrow(leaf, axis=0, start=start, length=length)
+
+    def named(self, name: str, made: Tensor) -> Tensor:
+        return named(f"blk.{self.number}.{name}", made)
+
+    def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) (+ acc)."""
+        y = ops.matmul(x, self.weight(name), acc)
+        whole = self.config.slices.get(name, (name,))[0]
+        if f"{whole}.bias" in self.config.optional:
+            y = ops.add(y, self.weight(name, "bias"))
+        return self.named(name, y)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return self.named(name, ops.rms_norm(x, self.weight(name), eps=self.config.rms_eps))
+
+    def heads(self, name: str, x: Tensor, count: int) -> Tensor:
+        """x @ weight.T by heads, (..., count, D)."""
+        y = self.linear(name, x)
+        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
+
+    def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
+        """h + x @ weight.T, which is normed first where the architecture does so."""
+        if not self.config.traits.post_norms:
+            return self.linear(name, x, h)
+        return ops.add(self.norm(norm, self.linear(name, x)), h)
+
+
+def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend: Attend) -> Tensor:
     """One transformer block: h (..., C) -> (..., C)."""
-
-    def part(name: str) -> Tensor:
-        return w[f"blk.{i}.{name}.weight"]
-
-    def call(name: str, made: Tensor) -> Tensor:
-        return named(f"blk.{i}.{name}", made)
-
-    def heads(x: Tensor, count: int) -> Tensor:
-        return ops.reshape(x, shape=(*x.shape[:-1], count, config.head_width))
-
-    x = call("attn_norm", ops.rms_norm(h, part("attn_norm"), eps=config.rms_eps))
-    q = heads(call("attn_q", ops.matmul(x, part("attn_q"))), config.head_count)
-    k = heads(call("attn_k", ops.matmul(x, part("attn_k"))), config.head_count_kv)
-    v = heads(call("attn_v", ops.matmul(x, part("attn_v"))), config.head_count_kv)
-    y = attend(i, call("q_rope", ops.rope(q, table)), call("k_rope", ops.rope(k, table)), v)
+    part, traits = Block(config, w, i), config.traits
+    x = part.norm("attn_norm", h)
+    q = part.heads("attn_q", x, config.head_count)
+    k = part.heads("attn_k", x, config.head_count_kv)
+    v = part.heads("attn_v", x, config.head_count_kv)
+    if traits.head_norms:
+        q, k = part.norm("attn_q_norm", q), part.norm("attn_k_norm", k)
+    rope = config.rope_of(i)
+    if rope is not None:
+        for_q, for_k = tables[rope]
+        q = part.named("q_rope", ops.rope(q, for_q, neox=traits.halves))
+        k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
+    y = attend(i, q, k, v)
     y = ops.reshape(y, shape=(*h.shape[:-1], config.head_count * config.head_width))
-    h = call("attn_output", ops.matmul(y, part("attn_output"), h))
-
-    x = call("ffn_norm", ops.rms_norm(h, part("ffn_norm"), eps=config.rms_eps))
-    gate, up = (
-        call("ffn_gate", ops.matmul(x, part("ffn_gate"))),
-        call("ffn_up", ops.matmul(x, part("ffn_up"))),
-    )
-    return call(
-        "ffn_down", ops.matmul(call("ffn_swiglu", ops.swiglu(gate, up)), part("ffn_down"), h)
-    )
+    h = part.join("attn_output", y, "post_attention_norm", h)
+    return feed_forward(part, h)
 
 
-def stream(config: Config, w: Weights, tokens: Tensor, pos: Tensor, attend: Attend) -> list[Tensor]:
+def feed_forward(part: Block, h: Tensor) -> Tensor:
+    """The second half of a block: h (..., C) -> (..., C)."""
+    x = part.norm("ffn_norm", h)
+    if part.config.expert_count:
+        w = map(part.weight, ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"))
+        y = ops.experts(x, *w, h, used=part.config.expert_used_count)
+        return part.named("ffn_experts", y)
+    gate, up = part.linear("ffn_gate", x), part.linear("ffn_up", x)
+    if part.config.traits.gelu:
+        y = part.named("ffn_geglu", ops.geglu(gate, up))
+    else:
+        y = part.named("ffn_swiglu", ops.swiglu(gate, up))
+    return part.join("ffn_down", y, "post_ffw_norm", h)
+
+
+def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables:
+    """The rotations of all blocks, made once for each way of turning, for queries and for keys.
+
+    context  how long a text can become: where it is longer than what the model was first trained with, other
+             factors of the frequencies hold
+    """
+    original = config.original_context
+    length = "long" if context > original else "short"
+    factors = w.get("rope_freqs.weight", w.get(f"rope_factors_{length}.weight"))
+    made: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+    for rope in (config.rope_of(i) for i in range(config.block_count)):
+        if rope is None or rope in made:
+            continue
+
+        def table(rope: Rope = rope, growth: tuple[float, int] = (0.0, 1)) -> Tensor:
+            made = ops.rope_table(
+                pos, factors, dims=config.rope_width, base=rope.base, divisor=rope.divisor, blend=rope.blend,
+                magnitude=rope.magnitude, growth=growth,
+            )  # fmt: skip
+            return named("rope_table", made)
+
+        for_k = table()
+        grows = config.temperature_scale
+        made[rope] = (table(growth=(grows, original)) if grows else for_k), for_k
+    return made
+
+
+def stream(
+    config: Config, w: Weights, tokens: Tensor, pos: Tensor, attend: Attend, context: int
+) -> list[Tensor]:
     """The residual stream: the embedding of tokens (...) and what each block leaves, (..., C) each."""
-    table = named(
-        "rope_table", ops.rope_table(pos, dims=config.head_width, base=config.rope_freq_base)
-    )
-    h = [named("token_embd", ops.get_rows(w["token_embd.weight"], tokens))]
+    tables = rope_tables(config, w, pos, context)
+    h = ops.get_rows(w["token_embd.weight"], tokens)
+    if config.traits.scaled_embedding:
+        h = ops.scale(h, by=config.embedding_length**0.5)
+    blocks = [named("token_embd", h)]
     for i in range(config.block_count):
-        h.append(block(config, w, i, h[-1], table, attend))
-    return h
+        blocks.append(block(config, w, i, blocks[-1], tables, attend))
+    return blocks
+
+
+def mixed(config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, *where: Tensor) -> Tensor:
+    """What the queries of block i read from the values, see ops.attention."""
+    y, _ = ops.attention(
+        q, k, v, *where, scale=config.attention_scale, window=config.window_of(i),
+        softcap=config.attention_softcap,
+    )  # fmt: skip
+    return named(f"blk.{i}.attn", y)
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
@@ -137,6 +233,14 @@ def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
 def head(w: Weights) -> Tensor:
     """The projection to the vocabulary: its own, or the embedding where the two are tied."""
     return w.get("output.weight", w["token_embd.weight"])
+
+
+def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
+    """Logits (..., V) of what the last block leaves, (..., C)."""
+    y, cap = ops.matmul(output_norm(config, w, h), head(w)), config.final_softcap
+    if cap:
+        y = ops.scale(ops.tanh(ops.scale(y, by=1 / cap)), by=cap)
+    return named("logits", y)
 
 
 # ---- training ------------------------------------------------------------------------------------------------
@@ -162,10 +266,9 @@ def loss(config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256)
     pos, seq = input("pos", shape, i32), input("seq", shape, i32)
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, _ = ops.attention(q, k, v, pos, pos, seq, seq, scale=config.head_width**-0.5)
-        return named(f"blk.{i}.attn", y)
+        return mixed(config, i, q, k, v, pos, pos, seq, seq)
 
-    h = stream(config, w, tokens, pos, attend)
+    h = stream(config, w, tokens, pos, attend, time)
     x = output_norm(config, w, h[-1])
     made = ops.linear_cross_entropy(x, head(w), targets, input("weights", shape), chunk=chunk)
     return Loss(named("loss", made[0]), named("losses", made[1]), h)
@@ -201,9 +304,7 @@ def generation(
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = remember(f"cache.k.{i}", k), remember(f"cache.v.{i}", v)
         where = one(pos), one(cell_pos), one(seq), one(cell_seq), length
-        y, _ = ops.attention(one(q), keys, values, *where, scale=config.head_width**-0.5)
-        return named(f"blk.{i}.attn", y)
+        return mixed(config, i, one(q), keys, values, *where)
 
-    h = stream(config, w, tokens, pos, attend)[-1]
-    x = output_norm(config, w, ops.get_rows(h, wanted_rows))
-    return named("logits", ops.matmul(x, head(w))), handles
+    h = stream(config, w, tokens, pos, attend, cells)[-1]
+    return logits(config, w, ops.get_rows(h, wanted_rows)), handles

@@ -1,4 +1,4 @@
-"""What a llama block and its training put between matrix products: swiglu, dropout."""
+"""What a block and its training put between matrix products: gated activations, dropout."""
 
 import numpy as np
 
@@ -8,15 +8,45 @@ from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import flat
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
+GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
+
+
+def _same(*given: Tensor) -> Spec:
+    listed = ", ".join(str(t.spec) for t in given)
+    want(len({t.spec for t in given}) == 1 and given[0].dtype == f32, f"{listed} must be equal f32")
+    return given[0].spec
+
+
+def _silu(gate):
+    return 1 / (1 + np.exp(-gate)), gate
+
+
+def _gelu(gate):
+    """The sigmoid of a gate, and the gate times the slope of what it is taken of."""
+    inner = GELU_FACTOR * (gate + GELU_CUBE * gate**3)
+    return 1 / (1 + np.exp(-inner)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
+
+
+def _gated_back(out, dy, gate, up, sigmoid):
+    s, by = sigmoid(gate)
+    both = dy * up * s * (1 + by * (1 - s)), dy * gate * s
+    for d, value in zip(out, both, strict=True):
+        d[...] = value
+
+
+def _samples(gated, *names):
+    def samples():
+        for n in (1, 15, 65, 40_000):
+            made = gated(*(input(name, (n,)) for name in names))
+            yield made if isinstance(made, Tensor) else made[0]
+
+    return samples
+
 
 @op(inplace=(0, 1))
 def swiglu(gate: Tensor, up: Tensor) -> Spec:
     """y = silu(gate) * up; all (..., F) f32. Shazeer 2020, arXiv 2002.05202."""
-    want(
-        gate.spec == up.spec and gate.dtype == f32,
-        f"gate is {gate.spec} and up is {up.spec}; they must be equal and f32",
-    )
-    return gate.spec
+    return _same(gate, up)
 
 
 @swiglu.vjp
@@ -26,48 +56,73 @@ def swiglu_vjp(dy, y, gate, up):
 
 @swiglu.kernel("numpy")
 def swiglu_numpy(y, gate, up):
-    y[...] = gate / (1 + np.exp(-gate)) * up
+    y[...] = gate * _silu(gate)[0] * up
 
 
 @swiglu.kernel("cpu")
 def swiglu_cpu(y, gate, up):
-    kernels.elementwise.swiglu(flat(y), flat(gate), flat(up))
-
-
-@swiglu.samples
-def swiglu_samples():
-    for n in (1, 15, 63, 40_000):
-        yield swiglu(input("gate", (n,)), input("up", (n,)))
+    kernels.elementwise.gated(False, flat(y), flat(gate), flat(up))
 
 
 @op(inplace={0: (0, 1), 1: (2, 1, 0)})
 def swiglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     """Gradients of swiglu: dgate = dy * up * silu'(gate), dup = dy * silu(gate)."""
-    want(
-        dy.spec == gate.spec == up.spec,
-        f"dy {dy.spec}, gate {gate.spec} and up {up.spec} must be equal",
-    )
-    return gate.spec, up.spec
+    return _same(dy, gate, up), up.spec
 
 
 @swiglu_back.kernel("numpy")
 def swiglu_back_numpy(out, dy, gate, up):
-    s = 1 / (1 + np.exp(-gate))
-    both = dy * up * s * (1 + gate * (1 - s)), dy * gate * s
-    for d, value in zip(out, both, strict=True):
-        d[...] = value
+    _gated_back(out, dy, gate, up, _silu)
 
 
 @swiglu_back.kernel("cpu")
 def swiglu_back_cpu(out, dy, gate, up):
-    dgate, dup = out
-    kernels.elementwise.swiglu_back(flat(dgate), flat(dup), flat(dy), flat(gate), flat(up))
+    kernels.elementwise.gated_back(False, *map(flat, (*out, dy, gate, up)))
 
 
-@swiglu_back.samples
-def swiglu_back_samples():
-    for n in (1, 17, 65, 40_000):
-        yield from swiglu_back(input("dy", (n,)), input("gate", (n,)), input("up", (n,)))
+swiglu.samples(_samples(swiglu, "gate", "up"))
+swiglu_back.samples(_samples(swiglu_back, "dy", "gate", "up"))
+
+
+@op(inplace=(0, 1))
+def geglu(gate: Tensor, up: Tensor) -> Spec:
+    """y = gelu(gate) * up, gelu in its tanh form; all (..., F) f32. Shazeer 2020, arXiv 2002.05202."""
+    return _same(gate, up)
+
+
+@geglu.vjp
+def geglu_vjp(dy, y, gate, up):
+    return geglu_back(dy, gate, up)
+
+
+@geglu.kernel("numpy")
+def geglu_numpy(y, gate, up):
+    y[...] = gate * _gelu(gate)[0] * up
+
+
+@geglu.kernel("cpu")
+def geglu_cpu(y, gate, up):
+    kernels.elementwise.gated(True, flat(y), flat(gate), flat(up))
+
+
+@op(inplace={0: (0, 1), 1: (2, 1, 0)})
+def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
+    """Gradients of geglu: dgate = dy * up * gelu'(gate), dup = dy * gelu(gate)."""
+    return _same(dy, gate, up), up.spec
+
+
+@geglu_back.kernel("numpy")
+def geglu_back_numpy(out, dy, gate, up):
+    _gated_back(out, dy, gate, up, _gelu)
+
+
+@geglu_back.kernel("cpu")
+def geglu_back_cpu(out, dy, gate, up):
+    kernels.elementwise.gated_back(True, *map(flat, (*out, dy, gate, up)))
+
+
+geglu.samples(_samples(geglu, "gate", "up"))
+geglu_back.samples(_samples(geglu_back, "dy", "gate", "up"))
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------

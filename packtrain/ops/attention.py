@@ -8,6 +8,23 @@ from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
+def _want_heads(q, k, v):
+    """Batch, queries, query heads and keys."""
+    want(
+        len(q.shape) == 4 and len(k.shape) == 4,
+        f"q is {q.spec} and k is {k.spec}; both need four axes",
+    )
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    want(
+        q.dtype == k.dtype == v.dtype == f32,
+        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; all must be f32",
+    )
+    fits = k.shape == (b, s, kv, d) == v.shape
+    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be f32[{b}, S, K, {d}]")
+    want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
+    return b, t, h, s
+
+
 def _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
     want(
         (q_pos is None) == (k_pos is None) and (q_seq is None) == (k_seq is None),
@@ -45,10 +62,13 @@ def attention(
     length: Tensor | None = None,
     *,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Spec, ...]:
     """Softmax-weighted mean of the values that each query may see; query head h reads kv head h // (H / K).
 
-    y = softmax(scale * q k^T) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length.
+    y = softmax(z) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length; with a window of n also
+    q_pos[i] - k_pos[j] < n. z = scale * q k^T; with a softcap of c it becomes c * tanh(z / c).
     Without positions, position = index (S = T); a query that sees nothing gives y = lse = 0.
 
         q, y          (B, T, H, D)  f32
@@ -59,35 +79,25 @@ def attention(
         lse           (B, H, T)     f32, the second result: log of the softmax's denominator
     Dao 2023, arXiv 2307.08691; ggml_flash_attn_ext.
     """
-    want(
-        len(q.shape) == 4 and len(k.shape) == 4,
-        f"q is {q.spec} and k is {k.spec}; both need four axes",
-    )
-    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
-    want(
-        q.dtype == k.dtype == v.dtype == f32,
-        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; all must be f32",
-    )
-    fits = k.shape == (b, s, kv, d) == v.shape
-    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be f32[{b}, S, K, {d}]")
-    want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
+    b, t, h, s = _want_heads(q, k, v)
+    want(window >= 0 <= softcap, f"window is {window}, softcap {softcap}; neither is below 0")
     _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
     return q.spec, Spec((b, h, t))
 
 
 @attention.vjp
-def attention_vjp(dy, y, q, k, v, *where, scale):
+def attention_vjp(dy, y, q, k, v, *where, **rule):
     want(dy[1] is None, "the log-sum-exp has no gradient here")
-    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *where, scale=scale)
+    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *where, **rule)
     return dq, dk, dv, None, None, None, None, None
 
 
-def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length):
+def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
     (b, t), s = q.shape[:2], k.shape[1]
-    if q_pos is None:
-        hidden = np.broadcast_to(np.tri(t, s) == 0, (b, t, s)).copy()
-    else:
-        hidden = k_pos[:, None, :] > q_pos[:, :, None]
+    at_q = np.arange(t)[None] if q_pos is None else q_pos
+    at_k = np.arange(s)[None] if k_pos is None else k_pos
+    since = at_q[:, :, None].astype(np.int64) - at_k[:, None, :]
+    hidden = np.broadcast_to((since < 0) | ((since >= window) & (window > 0)), (b, t, s)).copy()
     if q_seq is not None:
         hidden |= k_seq[:, None, :] != q_seq[:, :, None]
     if length is not None:
@@ -95,22 +105,29 @@ def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length):
     return hidden[:, None]
 
 
-def _probabilities(q, k, where, scale):
-    """P (B, H, T, S), its log-denominator (B, H, T), and k by query head; P and lse are 0 of no key."""
+def _probabilities(q, k, where, scale, window, softcap):
+    """P (B, H, T, S), its log-denominator (B, H, T), k by query head, and by how much scores turn into z.
+
+    P and lse are 0 of no key.
+    """
     wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
-    z = np.where(_hidden(q, k, *where), -np.inf, scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3))
+    z, slope = scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3), 1
+    if softcap:
+        capped = np.tanh(z / softcap)
+        z, slope = softcap * capped, 1 - capped**2
+    z = np.where(_hidden(q, k, *where, window), -np.inf, z)
     top = z.max(-1, keepdims=True)
     top = np.where(np.isinf(top), 0, top)
     e = np.exp(z - top)
     total = e.sum(-1, keepdims=True)
     total = np.where(total == 0, 1, total)
-    return e / total, (np.log(total) + top)[..., 0], wide
+    return e / total, (np.log(total) + top)[..., 0], wide, slope
 
 
 @attention.kernel("numpy")
-def attention_numpy(out, q, k, v, *where, scale):
+def attention_numpy(out, q, k, v, *where, **rule):
     y, lse = out
-    p, lse[...], _ = _probabilities(q, k, where, scale)
+    p, lse[...], *_ = _probabilities(q, k, where, **rule)
     wide = np.repeat(v, q.shape[2] // v.shape[2], axis=2).swapaxes(1, 2)
     y[...] = (p @ wide).swapaxes(1, 2)
 
@@ -122,8 +139,8 @@ def _where(q_pos, k_pos, q_seq, k_seq, length):
 
 
 @attention.kernel("cpu")
-def attention_cpu(out, q, k, v, *where, scale):
-    kernels.attention.attention(*out, q, k, v, *_where(*where), scale)
+def attention_cpu(out, q, k, v, *where, scale, window, softcap):
+    kernels.attention.attention(*out, q, k, v, *_where(*where), scale, window, softcap)
 
 
 def _samples():
@@ -136,26 +153,32 @@ def _samples():
         (1, 65, 4, 2, 20),
         (1, 130, 2, 2, 64),
     ):
-        yield qkv(b, t, h, t, kv, d), ()
+        yield qkv(b, t, h, t, kv, d), (), {}
+    yield qkv(1, 200, 2, 200, 1, 16), (), {"window": 70}
+    yield qkv(1, 3, 4, 3, 2, 24), (), {"window": 2, "softcap": 1.5}
+    yield qkv(1, 90, 2, 90, 2, 40), (), {"softcap": 0.7}
     pos = constant("pos", np.tile([0, 1, 2, 0, 1, 2, 3, 0], (2, 1)), i32)
     seq = constant("seq", np.tile([0, 0, 0, 1, 1, 1, 1, 2], (2, 1)), i32)
-    yield qkv(2, 8, 4, 8, 2, 8), (pos, pos, seq, seq)
+    for rule in ({}, {"window": 2}, {"window": 3, "softcap": 2.0}):
+        yield qkv(2, 8, 4, 8, 2, 8), (pos, pos, seq, seq), rule
     cells = np.arange(70)
     cell_pos, cell_seq = constant("k_pos", [cells // 2], i32), constant("k_seq", [cells % 2], i32)
-    for q_pos, q_seq in (
-        ([[20]], [[1]]),
-        ([[5, 6, 7, 30]], [[0, 0, 0, 1]]),
-        ([[3] * 17], [[0, 1, 9] * 5 + [0, 1]]),
+    for q_pos, q_seq, rule in (
+        ([[20]], [[1]], {}),
+        ([[20]], [[1]], {"window": 7, "softcap": 1.0}),
+        ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {}),
+        ([[5, 6, 7, 30]], [[0, 0, 0, 1]], {"window": 3}),
+        ([[3] * 17], [[0, 1, 9] * 5 + [0, 1]], {}),
     ):
         t = len(q_pos[0])
         ids = constant("q_pos", q_pos, i32), cell_pos, constant("q_seq", q_seq, i32), cell_seq
-        yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32))
+        yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32)), rule
 
 
 @attention.samples
 def attention_samples():
-    for qkv, where in _samples():
-        yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5)[0]
+    for qkv, where, rule in _samples():
+        yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
 
 
 @op(inplace=(1,))  # dq over y, which is read first; dy and q are read until a block is done
@@ -173,10 +196,12 @@ def attention_back(
     length: Tensor | None = None,
     *,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Spec, ...]:
     """Gradients of attention for q, k and v; probabilities come again from the log-sum-exp, block by block.
 
-    With P = exp(scale q k^T - lse) and dS = P * (dy v^T - sum(dy * y)):
+    With P = exp(z - lse) and dS = P * (dy v^T - sum(dy * y)), times 1 - (z / softcap)**2 if there is one:
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention.
     """
     want(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
@@ -184,12 +209,12 @@ def attention_back(
 
 
 @attention_back.kernel("numpy")
-def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale):
-    p, _, wide_k = _probabilities(q, k, where, scale)
+def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
+    p, _, wide_k, slope = _probabilities(q, k, where, scale, **rule)
     group = q.shape[2] // k.shape[2]
     wide_v = np.repeat(v, group, axis=2).swapaxes(1, 2)
     dy, y, q = dy.swapaxes(1, 2), y.swapaxes(1, 2), q.swapaxes(1, 2)
-    ds = scale * p * (dy @ wide_v.swapaxes(2, 3) - (dy * y).sum(-1, keepdims=True))
+    ds = scale * slope * p * (dy @ wide_v.swapaxes(2, 3) - (dy * y).sum(-1, keepdims=True))
     wide = ds @ wide_k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy
     for d, value, heads in zip(out, wide, (1, group, group), strict=True):
         b, h, t, width = value.shape
@@ -197,13 +222,14 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale):
 
 
 @attention_back.kernel("cpu")
-def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale):
-    kernels.attention_back.attention_back(*out, dy, y, lse, q, k, v, *_where(*where), scale)
+def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
+    rule = scale, window, softcap
+    kernels.attention_back.attention_back(*out, dy, y, lse, q, k, v, *_where(*where), *rule)
 
 
 @attention_back.samples
 def attention_back_samples():
-    for (q, k, v), where in _samples():
-        scale = q.shape[-1] ** -0.5
-        y, lse = attention(q, k, v, *where, scale=scale)
-        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *where, scale=scale)
+    for (q, k, v), where, others in _samples():
+        rule = {"scale": q.shape[-1] ** -0.5, **others}
+        y, lse = attention(q, k, v, *where, **rule)
+        yield from attention_back(input("dy", q.shape), y, lse, q, k, v, *where, **rule)

@@ -9,46 +9,77 @@ from packtrain.dtypes import f32, i32
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
-def _inverse_frequencies(dims: int, base: float) -> np.ndarray:
-    return base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+def _frequencies(factors, dims, base, divisor, blend):
+    """Angles per position of each pair, f64."""
+    made = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+    if factors is not None:
+        made /= factors
+    if blend is None:
+        return made / divisor
+    low, high = blend
+    divided = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
+    return made * (1 - divided + divided / divisor)
 
 
 @op()
-def rope_table(pos: Tensor, *, dims: int, base: float) -> Spec:
-    """Rotations for positions: t[..., i] = (cos, sin)(pos * base**(-2i / dims)), angles in f64.
+def rope_table(
+    pos: Tensor,
+    factors: Tensor | None = None,
+    *,
+    dims: int,
+    base: float,
+    divisor: float = 1.0,
+    blend: tuple[float, float] | None = None,
+    magnitude: float = 1.0,
+    growth: tuple[float, int] = (0.0, 1),
+) -> Spec:
+    """Rotations for positions: t[..., i] = m * (cos, sin)(pos * f[i]), angles in f64.
 
-    pos  (...)               i32
-    t    (..., dims / 2, 2)  f32
+    f[i] = base**(-2i / dims) / factors[i] / divisor; with `blend` (low, high), pairs up to low are not divided,
+    those from high on are, linearly between (YaRN: Peng et al. 2023, arXiv 2309.00071).
+    m = magnitude * (1 + rate * ln(1 + pos // length)), growth = (rate, length): of mistral3's queries.
+
+        pos      (...)               i32
+        factors  (dims / 2,)         f32, or None for 1
+        t        (..., dims / 2, 2)  f32
     """
     want(pos.dtype == i32, f"pos is {pos.spec}; it must be i32")
     want(dims > 0 and dims % 2 == 0, f"dims is {dims}; it must be even and positive")
+    want(
+        factors is None or factors.spec == Spec((dims // 2,)),
+        f"factors is {factors and factors.spec}; it must be f32[{dims // 2}]",
+    )
+    want(divisor > 0, f"divisor is {divisor}; it must be above 0")
+    want(blend is None or blend[0] < blend[1], f"blend is {blend}; it must rise")
     return Spec((*pos.shape, dims // 2, 2))
 
 
-@rope_table.vjp
-def rope_table_vjp(dt, t, pos, *, dims, base):
-    return (None,)
-
-
 @rope_table.kernel("numpy")
-def rope_table_numpy(t, pos, *, dims, base):
-    angles = pos[..., None].astype(np.float64) * _inverse_frequencies(dims, base)
-    t[..., 0], t[..., 1] = np.cos(angles), np.sin(angles)
+def rope_table_numpy(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
+    rate, length = growth
+    angles = pos[..., None].astype(np.float64) * _frequencies(factors, dims, base, divisor, blend)
+    by = magnitude * (1 + rate * np.log1p(pos // length))[..., None]
+    t[..., 0], t[..., 1] = by * np.cos(angles), by * np.sin(angles)
 
 
 @rope_table.kernel("cpu")
-def rope_table_cpu(t, pos, *, dims, base):
-    kernels.rope.table(
-        t.reshape(pos.size, dims // 2, 2), pos.reshape(-1), _inverse_frequencies(dims, base), 1.0
-    )
+def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
+    frequencies = _frequencies(factors, dims, base, divisor, blend)
+    places = t.reshape(pos.size, dims // 2, 2), pos.reshape(-1)
+    kernels.rope.table(*places, frequencies, magnitude, *growth)
 
 
 @rope_table.samples
 def rope_table_samples():
-    yield rope_table(
-        constant("pos", np.array([[0, 1, 500], [7, 2, 100_000]]), i32), dims=6, base=10_000.0
-    )
+    pos = constant("pos", np.array([[0, 1, 500], [7, 2, 100_000]]), i32)
+    yield rope_table(pos, dims=6, base=10_000.0)
     yield rope_table(constant("pos", np.arange(65), i32), dims=64, base=1e6)
+    factors = constant("factors", 1 + np.arange(3) ** 2)
+    yield rope_table(pos, factors, dims=6, base=5e5, divisor=4.0, magnitude=1.25)
+    yield rope_table(
+        pos, factors, dims=6, base=1e6, divisor=8.0, blend=(0.0, 2.0), growth=(0.1, 64)
+    )
+    yield rope_table(pos, dims=32, base=1e4, divisor=16.0, blend=(3.0, 11.0), magnitude=0.9)
 
 
 @op(inplace=(0,))

@@ -19,6 +19,7 @@ from packtrain.generate import placements
 from packtrain.graph import Graph
 from packtrain.memory import private_nbytes, settle
 from packtrain.models import transformer
+from packtrain.models.config import Config
 from packtrain.plan import size_text
 from packtrain.recompute import Chain, Choice, aligned, spaced, spacing, uniform
 from packtrain.tensor import Tensor
@@ -155,7 +156,7 @@ def chain(shape: Shape, setting: Setting) -> Chain:
     return Chain(build, shape.config.block_count, setting.rates, (block, head), per_call)
 
 
-def _gradients(config: transformer.Config) -> tuple[int, int]:
+def _gradients(config: Config) -> tuple[int, int]:
     """Bytes of the gradients of a block, and of all that is in no block."""
     block = head = 0
     for name, leaf in transformer.weights(config).items():

@@ -1,5 +1,6 @@
 """A training run with everything decided: settings in, data, sizes, schedule and number of steps out."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -8,7 +9,7 @@ from typing import Any
 from packtrain.corpus import Corpus, Text, prepare
 from packtrain.errors import InputError
 from packtrain.kernels.runtime import cache_root, writable
-from packtrain.models.transformer import PRESETS, Config
+from packtrain.models.config import PRESETS, Config
 from packtrain.settings import unescaped
 from packtrain.train.batches import Batches
 from packtrain.train.optim import SGD, AdamW, Optimizer
@@ -64,7 +65,7 @@ class Job:
         names = [name for name in s.__dataclass_fields__ if name not in FREE]
         return {
             **{name: getattr(s, name) for name in names},
-            **asdict(self.config),
+            **json.loads(json.dumps(asdict(self.config))),  # as a checkpoint gives it back
             "data": self.corpus.fingerprint,
             "steps": self.steps,
             "rows": shape.rows,

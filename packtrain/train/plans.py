@@ -11,6 +11,7 @@ from typing import Any
 from packtrain import cost
 from packtrain.graph import Graph
 from packtrain.models import transformer
+from packtrain.models.config import Config
 from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
@@ -36,7 +37,7 @@ class Shape:
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients wait
     """
 
-    config: transformer.Config
+    config: Config
     rows: int
     time: int
     micros: int = 1

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import InputError
-from packtrain.models.transformer import PRESETS, Config
+from packtrain.models.config import PRESETS, Config
 from packtrain.settings import option
 from packtrain.train.schedule import KINDS
 

@@ -1,0 +1,334 @@
+"""The metadata of a model file: GGUF keys to a Config and back, for every architecture.
+
+A key that changes the computation is understood or refused; what llama.cpp ignores for an architecture is ignored
+here too, so that both compute the same. Defaults are llama.cpp's (llama-model.cpp, src/models).
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Value
+from packtrain.models.config import ARCHITECTURES, Config, RopeScaling, Scaling
+
+# llama.h, enum llama_ftype; of the K-quants the M mixtures
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_K": 10, "q3_K": 12,
+    "q4_K": 15, "q5_K": 17, "q6_K": 18,
+}  # fmt: skip
+QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
+MOST = 2**31 - 1  # ids, positions and sizes are i32
+ROPE_FREQ_BASE = 10_000.0  # where a file does not say
+WINDOW, ATTENTION_SOFTCAP, FINAL_SOFTCAP = 4096, 50.0, 30.0  # of gemma2
+EVERY_WINDOW: Mapping[str, int] = MappingProxyType({"gemma2": 2, "gemma3": 6})  # window_pattern
+SHARED = [
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.finetuned",
+]  # fmt: skip
+MIXTURE, YARN = ["expert_count", "expert_used_count"], ["rope.scaling.yarn_log_multiplier"]
+BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
+SLIDING = ["attention.sliding_window", "attention.sliding_window_pattern"]
+OWN: Mapping[str, list[str]] = (
+    MappingProxyType(  # keys that an architecture has beside the shared ones
+        {
+            "llama": [*MIXTURE],
+            "mistral3": [*MIXTURE, *YARN, *BETAS, "attention.temperature_scale"],
+            "gemma2": [*SLIDING, "attn_logit_softcapping", "final_logit_softcapping"],
+            "gemma3": [*SLIDING, "final_logit_softcapping", "rope.freq_base_swa"],
+        }
+    )
+)
+IGNORED: Mapping[str, list[str]] = MappingProxyType(  # as llama.cpp does
+    {"llama": SLIDING, "phi3": SLIDING, "qwen2": SLIDING, "qwen3": SLIDING}
+)
+# values with which a key changes nothing, where it is not one of the above
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "attention.scale": (0.0,),
+        "attention.causal": (True,),
+        "attention.temperature_scale": (0.0,),
+        "expert_count": (0,),
+        "expert_used_count": (0,),
+        "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+        "rope.scaling.yarn_attn_factor": (1.0,),
+        "rope.scaling.yarn_log_multiplier": (0.0,),
+        **{key: (value,) for key, value in BETAS.items()},
+    }
+)
+CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_scale", "residual_scale",
+            "embedding_scale", "embedding_length_", "leading_dense", "use_parallel", "swiglu_", "nextn_")  # fmt: skip
+BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+MORE_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+FACTORS = ("rope_freqs.weight",)
+LONG_AND_SHORT = ("rope_factors_long.weight", "rope_factors_short.weight")
+OPTIONAL: Mapping[str, tuple[str, ...]] = MappingProxyType(  # tensors a model may have or not
+    {
+        **dict.fromkeys(ARCHITECTURES, BIASES),
+        "llama": (*BIASES, *MORE_BIASES, *FACTORS),
+        "mistral3": (*BIASES, *MORE_BIASES, *FACTORS),
+        "phi3": ("attn_qkv.bias", *LONG_AND_SHORT),
+    }
+)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+class Keys:
+    """The keys of one architecture in a file; what they hold is checked as it is asked for."""
+
+    def __init__(self, gguf: GGUF) -> None:
+        self.path, self.metadata = gguf.path, gguf.metadata
+        found: Any = self.metadata.get("general.architecture")
+        if found not in ARCHITECTURES:
+            raise InputError(
+                f"{self.path}: general.architecture is {found!r}; supported are {', '.join(ARCHITECTURES)}"
+            )
+        self.architecture: str = found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def wrong(self, key: str, value: Any, right: str) -> InputError:
+        shown = "missing" if value is None else " ".join(repr(value).split())[:80]
+        return InputError(f"{self.path}: {self.architecture}.{key} is {shown}; it must be {right}")
+
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+            raise self.wrong(key, value, f"a whole number from {least} to {MOST}")
+        return value
+
+    def real(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, float) or not (0 < value < math.inf or (zero and value == 0)):
+            raise self.wrong(key, value, "0 or more" if zero else "a number above 0")
+        return float(str(np.float32(value)))  # 1e-05 as it was meant, not the f32 nearest to it
+
+    def check(self) -> None:
+        """Nothing changes the computation but what is understood."""
+        arch = self.architecture
+        known = {*SHARED, *OWN.get(arch, ()), *IGNORED.get(arch, ())}
+        prefix = f"{arch}."
+        for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
+            value, neutral = self.get(key), NEUTRAL.get(key, ())
+            if key in known or not key.startswith(CHANGING):
+                continue
+            if isinstance(value, np.ndarray | list) or value not in neutral:
+                right = f"{neutral[0]!r} or left out" if neutral else "left out"
+                raise self.wrong(key, value, f"{right}: others are not supported")
+
+
+def read(gguf: GGUF) -> Config:
+    """What the metadata says, and which optional tensors there are. Raises InputError."""
+    keys = Keys(gguf)
+    keys.check()
+    heads = keys.size("attention.head_count")
+    config = Config(
+        vocab_size=_vocabulary_size(gguf),
+        context_length=keys.size("context_length"),
+        embedding_length=keys.size("embedding_length"),
+        block_count=keys.size("block_count"),
+        feed_forward_length=keys.size("feed_forward_length"),
+        head_count=heads,
+        head_count_kv=keys.size("attention.head_count_kv", heads),
+        rope_freq_base=keys.real("rope.freq_base", ROPE_FREQ_BASE),
+        rms_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        tied=ARCHITECTURES[keys.architecture].always_tied or "output.weight" not in gguf.entries,
+        architecture=keys.architecture,
+        optional=_optional(gguf, keys.architecture),
+        rope_scaling=_scaling(keys),
+        **_heads(keys, heads),
+        **_windows(keys),
+        **_mixture(keys),
+    )
+    _check_heads(keys, config)
+    return config
+
+
+def _vocabulary_size(gguf: GGUF) -> int:
+    entry = gguf.entries.get("token_embd.weight")
+    if entry is None:
+        raise InputError(
+            f"{gguf.path}: there is no tensor token_embd.weight; a model needs its weights"
+        )
+    if len(entry.shape) != 2 or not 0 < entry.shape[0] <= MOST:
+        raise InputError(
+            f"{gguf.path}: token_embd.weight has shape {list(entry.shape)}; it must be [vocabulary, width]"
+        )
+    return entry.shape[0]
+
+
+def _optional(gguf: GGUF, architecture: str) -> tuple[str, ...]:
+    names = OPTIONAL[architecture]
+    return tuple(n for n in names if n in gguf.entries or f"blk.0.{n}" in gguf.entries)
+
+
+def _scaling(keys: Keys) -> RopeScaling:
+    """llama.cpp takes a factor alone for linear scaling."""
+    type = keys.get("rope.scaling.type", "linear")
+    if type not in get_args(Scaling):
+        raise keys.wrong("rope.scaling.type", type, " or ".join(get_args(Scaling)))
+    old = keys.real("rope.scale_linear", 0.0, zero=True)
+    factor = keys.real("rope.scaling.factor", old, zero=True) or 1.0
+    if type == "none" or (type == "linear" and factor == 1):
+        type, factor = "none", 1.0
+    context = keys.size("context_length")
+    original = keys.size("rope.scaling.original_context_length", context)
+    return RopeScaling(
+        cast(Scaling, type),
+        factor,
+        0 if original == context else original,
+        keys.real("rope.scaling.attn_factor", 1.0),
+        keys.real("rope.scaling.yarn_beta_fast", 32.0),
+        keys.real("rope.scaling.yarn_beta_slow", 1.0),
+        keys.real("rope.scaling.yarn_log_multiplier", 0.0, zero=True),
+    )
+
+
+def _heads(keys: Keys, heads: int) -> dict[str, Any]:
+    """Widths that are not what follows from embedding_length."""
+    width = keys.size("embedding_length") // heads
+    length = keys.size("attention.key_length", width or 1)
+    dims = keys.size("rope.dimension_count", length)
+    return {
+        "key_length": None if length == width else length,
+        "rope_dims": None if dims == length else dims,
+        "temperature_scale": keys.real("attention.temperature_scale", 0.0, zero=True),
+    }
+
+
+def _windows(keys: Keys) -> dict[str, Any]:
+    """Windows and soft caps, of gemma2 and gemma3."""
+    arch = keys.architecture
+    if arch not in EVERY_WINDOW:
+        return {}
+    second = arch == "gemma2"
+    pattern = keys.get("attention.sliding_window_pattern", EVERY_WINDOW[arch])
+    if isinstance(pattern, np.ndarray) and len(pattern) >= keys.size("block_count"):
+        pattern = tuple(map(bool, pattern.tolist()))
+    else:
+        pattern = keys.size("attention.sliding_window_pattern", EVERY_WINDOW[arch], least=0)
+    caps = (ATTENTION_SOFTCAP, FINAL_SOFTCAP) if second else (0.0, 0.0)
+    window = keys.size("attention.sliding_window", WINDOW if second else 0, least=0)
+    return {
+        "window": window,
+        "window_pattern": pattern,
+        "attention_softcap": keys.real("attn_logit_softcapping", caps[0]) if second else 0.0,
+        "final_softcap": keys.real("final_logit_softcapping", caps[1], zero=not second),
+        "rope_freq_base_swa": None if second else keys.real("rope.freq_base_swa", ROPE_FREQ_BASE),
+    }
+
+
+def _mixture(keys: Keys) -> dict[str, Any]:
+    if not keys.get("expert_count"):
+        return {}
+    count, used = keys.size("expert_count"), keys.size("expert_used_count")
+    if used > count:
+        raise keys.wrong(
+            "expert_used_count", used, f"{keys.architecture}.expert_count {count} at most"
+        )
+    return {"expert_count": count, "expert_used_count": used}
+
+
+def _check_heads(keys: Keys, config: Config) -> None:
+    width, heads, kv = config.embedding_length, config.head_count, config.head_count_kv
+    arch, head, square = config.architecture, config.head_width, config.traits.square
+    if config.key_length is None and width % (2 * heads):
+        right = f"a divisor of half of {arch}.embedding_length {width}, so that heads have an even width"
+        raise keys.wrong("attention.head_count", heads, right)
+    if heads % kv:
+        right = f"a divisor of {arch}.attention.head_count {heads}"
+        raise keys.wrong("attention.head_count_kv", kv, right)
+    if head % 2 or (square and config.key_length is not None):
+        right = f"embedding_length / head_count = {width // heads}" if square else "even"
+        raise keys.wrong("attention.key_length", head, right)
+    if keys.size("attention.value_length", head) != head:
+        value = keys.get("attention.value_length")
+        raise keys.wrong("attention.value_length", value, f"the width of keys, {head}")
+    dims = config.rope_width
+    if dims % 2 or dims > head or (dims < head and arch != "phi3"):
+        right = f"even and at most {head}" if arch == "phi3" else f"the width of a head, {head}"
+        raise keys.wrong("rope.dimension_count", dims, right)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
+    """The general.* keys and those of the architecture, for a model file whose matrices are of `dtype`."""
+    arch, scaling = config.architecture, config.rope_scaling
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.context_length,
+        "embedding_length": config.embedding_length,
+        "block_count": config.block_count,
+        "feed_forward_length": config.feed_forward_length,
+        "attention.head_count": config.head_count,
+        "attention.head_count_kv": config.head_count_kv,
+        "rope.dimension_count": config.rope_width,
+    }
+    reals = {
+        "rope.freq_base": config.rope_freq_base,
+        "attention.layer_norm_rms_epsilon": config.rms_eps,
+    }
+    if config.key_length is not None:
+        sizes |= dict.fromkeys(
+            ("attention.key_length", "attention.value_length"), config.key_length
+        )
+    if config.expert_count:
+        sizes |= {
+            "expert_count": config.expert_count,
+            "expert_used_count": config.expert_used_count,
+        }
+    return {
+        "general.architecture": Value("string", arch),
+        "general.type": Value("string", "model"),
+        "general.name": Value("string", name),
+        "general.file_type": Value("u32", FILE_TYPES[dtype]),
+        "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
+        **{f"{arch}.{key}": Value("u32", size) for key, size in sizes.items()},
+        **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},
+        **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
+        **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},
+    }
+
+
+def _scaling_keys(config: Config, scaling: RopeScaling) -> dict[str, Value]:
+    reals = {
+        "rope.scaling.factor": (scaling.factor, 1.0),
+        "rope.scaling.attn_factor": (scaling.attn_factor, 1.0),
+        "rope.scaling.yarn_log_multiplier": (scaling.log_multiplier, 0.0),
+        "rope.scaling.yarn_beta_fast": (scaling.beta_fast, 32.0),
+        "rope.scaling.yarn_beta_slow": (scaling.beta_slow, 1.0),
+        "attention.temperature_scale": (config.temperature_scale, 0.0),
+    }
+    made = {key: Value("f32", real) for key, (real, usual) in reals.items() if real != usual}
+    if scaling.original_context:
+        made["rope.scaling.original_context_length"] = Value("u32", scaling.original_context)
+    if scaling.type != "none":
+        made["rope.scaling.type"] = Value("string", scaling.type)
+    return made
+
+
+def _window_keys(config: Config) -> dict[str, Value]:
+    arch, pattern = config.architecture, config.window_pattern
+    if arch not in EVERY_WINDOW:
+        return {}
+    made = {"attention.sliding_window": Value("u32", config.window)}
+    if pattern != EVERY_WINDOW[arch]:
+        kind = "bool" if isinstance(pattern, tuple) else "u32"
+        made["attention.sliding_window_pattern"] = Value(kind, pattern)
+    if config.rope_freq_base_swa is not None:
+        made["rope.freq_base_swa"] = Value("f32", config.rope_freq_base_swa)
+    if config.attention_softcap:
+        made["attn_logit_softcapping"] = Value("f32", config.attention_softcap)
+    if config.final_softcap:
+        made["final_logit_softcapping"] = Value("f32", config.final_softcap)
+    return made

@@ -260,10 +260,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_cannot_be_used_names_its_file(tmp_path: Path) -> None:
-    words = vocabulary() | {"tokenizer.ggml.model": Value("string", "gpt2")}
+    words = vocabulary() | {"tokenizer.ggml.model": Value("string", "bert")}
     path = tmp_path / "m.gguf"
     save_model(path, CONFIG, words, values(CONFIG).__getitem__, name="small")
     with pytest.raises(InputError) as error:
         open_model(path).tokenizer()
-    assert str(error.value).startswith(f"{path}: tokenizer.ggml.model is 'gpt2'")
-    assert GGUF(path).metadata["tokenizer.ggml.model"] == "gpt2"
+    assert str(error.value).startswith(f"{path}: tokenizer.ggml.model is 'bert'")
+    assert GGUF(path).metadata["tokenizer.ggml.model"] == "bert"

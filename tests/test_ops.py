@@ -15,7 +15,7 @@ from packtrain.tensor import OPS
 from tests import bit_checks, checks
 
 NAMES = sorted(OPS)
-TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT | {"rope_table"}]  # of indices
+TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT]
 # views that exist only of some layouts; everything else takes any view
 REFUSED = {"reshape": {"permuted x", "narrowed x", "repeated x"}}
 

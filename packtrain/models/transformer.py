@@ -165,8 +165,10 @@ def feed_forward(part: Block, h: Tensor) -> Tensor:
     """The second half of a block: h (..., C) -> (..., C)."""
     x = part.norm("ffn_norm", h)
     if part.config.expert_count:
-        w = map(part.weight, ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"))
-        y = ops.experts(x, *w, h, used=part.config.expert_used_count)
+        choose, gate, up, down = (
+            part.weight(f"ffn_{name}") for name in ("gate_inp", "gate_exps", "up_exps", "down_exps")
+        )
+        y = ops.experts(x, choose, gate, up, down, h, used=part.config.expert_used_count)
         return part.named("ffn_experts", y)
     gate, up = part.linear("ffn_gate", x), part.linear("ffn_up", x)
     if part.config.traits.gelu:

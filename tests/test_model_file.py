@@ -14,30 +14,14 @@ from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
 from packtrain.models.config import Config
 from packtrain.models.file import open_model, save_model
 from packtrain.models.metadata import metadata
+from tests.architectures import TOKENS, vocabulary
 from tests.models import values
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 STORIES = SHARED / "models/stories260K/stories260K.gguf"
 needs_shared = pytest.mark.skipif(not STORIES.exists(), reason="no shared data beside the checkout")
 
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
-WORDS = ("\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "the", "\u2581the", "\n")
-TOKENS = (
-    {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
-    | {f"<0x{b:02X}>": BYTE for b in range(256)}
-    | dict.fromkeys(WORDS, NORMAL)
-)
 CONFIG = Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
-
-
-def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
-    """A small vocabulary of bytes, letters and a few words, later ones merged later."""
-    return {
-        "tokenizer.ggml.model": Value("string", "llama"),
-        "tokenizer.ggml.tokens": Value("string", [text.encode() for text in tokens]),
-        "tokenizer.ggml.scores": Value("f32", [-float(i) for i in range(len(tokens))]),
-        "tokenizer.ggml.token_type": Value("i32", list(tokens.values())),
-    }
 
 
 def save(path: Path, config: Config = CONFIG, **how: Any) -> dict[str, np.ndarray]:

@@ -1,0 +1,114 @@
+"""Small models of random weights, one or more of every architecture, as files: what whole-architecture tests share.
+
+Rows are 256 wide, so that every element type can pack them. Weights are large enough that each part of a model
+changes its logits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.gguf import Value
+from packtrain.models import transformer
+from packtrain.models.config import Config, RopeScaling
+from packtrain.models.file import save_model
+
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+WORDS = ("\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "the", "\u2581the", "\n")
+TOKENS = (
+    {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
+    | {f"<0x{b:02X}>": BYTE for b in range(256)}
+    | dict.fromkeys(WORDS, NORMAL)
+)
+BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+LLAMA = Config(len(TOKENS), 128, 256, 2, 512, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
+YARN = RopeScaling("yarn", 4.0, 32)
+SECOND = replace(
+    LLAMA, architecture="gemma2", key_length=128, block_count=3, window=9, window_pattern=2,
+    attention_softcap=2.0, final_softcap=3.0,
+)  # fmt: skip
+PHI = replace(LLAMA, architecture="phi3", tied=False, rope_dims=48)
+CONFIGS: Mapping[str, Config] = {
+    "llama": replace(LLAMA, tied=False),
+    "llama tied": LLAMA,
+    "llama 3": replace(LLAMA, optional=("rope_freqs.weight",)),
+    "llama biased": replace(
+        LLAMA,
+        optional=(*BIASES, "attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
+    ),
+    "llama linear": replace(LLAMA, rope_scaling=RopeScaling("linear", 4.0)),
+    "llama yarn": replace(LLAMA, rope_scaling=YARN),
+    "llama experts": replace(LLAMA, expert_count=4, expert_used_count=2),
+    "mistral3": replace(
+        LLAMA,
+        architecture="mistral3",
+        key_length=128,
+        temperature_scale=0.4,
+        rope_scaling=replace(YARN, original_context=16, beta_fast=4.0, log_multiplier=0.7),
+    ),
+    "qwen2": replace(LLAMA, architecture="qwen2", optional=BIASES),
+    "qwen3": replace(LLAMA, architecture="qwen3", key_length=128, tied=False),
+    "qwen3 yarn": replace(LLAMA, architecture="qwen3", key_length=128, rope_scaling=YARN),
+    "gemma": replace(LLAMA, architecture="gemma", key_length=128),
+    "gemma2": SECOND,
+    "gemma3": replace(
+        LLAMA, architecture="gemma3", key_length=128, block_count=7, window=9, window_pattern=6,
+        rope_freq_base=1e6, rope_freq_base_swa=1e4,
+    ),
+    "gemma3 linear": replace(
+        LLAMA, architecture="gemma3", key_length=128, block_count=3, window=5,
+        window_pattern=(True, False, True), rope_freq_base=1e6, rope_freq_base_swa=1e4,
+        rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "phi3": PHI,
+    "phi3 short": replace(
+        PHI,
+        context_length=512,
+        rope_scaling=RopeScaling("longrope", 1.0, 256, attn_factor=1.19),
+        optional=("rope_factors_long.weight", "rope_factors_short.weight"),
+    ),
+    "phi3 long": replace(
+        PHI,
+        rope_scaling=RopeScaling("longrope", 1.0, 16, attn_factor=1.19),
+        optional=("rope_factors_long.weight", "rope_factors_short.weight"),
+    ),
+    "smollm3": replace(LLAMA, architecture="smollm3", block_count=5),
+}  # fmt: skip
+
+
+def vocabulary(tokens: dict[str, int] = TOKENS) -> dict[str, Value]:
+    """A small vocabulary of bytes, letters and a few words, later ones merged later."""
+    return {
+        "tokenizer.ggml.model": Value("string", "llama"),
+        "tokenizer.ggml.tokens": Value("string", [text.encode() for text in tokens]),
+        "tokenizer.ggml.scores": Value("f32", [-float(i) for i in range(len(tokens))]),
+        "tokenizer.ggml.token_type": Value("i32", list(tokens.values())),
+    }
+
+
+def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Matrices that keep the size of what they multiply, uneven norms, biases and rope factors."""
+    rng, made = np.random.RandomState(seed), {}
+    for name, leaf in transformer.weights(config).items():
+        uniform = rng.random_sample(leaf.shape) * 2 - 1
+        if name.startswith("rope_"):
+            value = np.geomspace(1, 8 if "long" in name else 3, leaf.shape[0]) * (
+                1.2 + 0.1 * uniform
+            )
+        elif len(leaf.shape) > 1:
+            value = uniform * (3 / leaf.shape[-1]) ** 0.5
+        else:
+            value = 0.3 * uniform + name.endswith(".weight")
+        made[name] = value.astype(np.float32)
+    return made
+
+
+def random_model(path: Path, name: str, *, seed: int = 0, dtype: str = "f32") -> Config:
+    """Write a model of random weights, one of CONFIGS by name (each architecture is one), of any type of matrices."""
+    config = CONFIGS[name]
+    values = random_weights(config, seed)
+    # by its name alone llama.cpp would take it for a phi-3, whose vocabulary has other tokens
+    save_model(path, config, vocabulary(), values.__getitem__, name="random", dtype=dtype)
+    return config

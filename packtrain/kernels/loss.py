@@ -25,6 +25,7 @@ from packtrain.kernels.simd import (
     scratch,
     splat,
     store_part,
+    tanh,
     total,
 )
 
@@ -60,12 +61,22 @@ def log_sum_exp(row, count):
     return high + f32(math.log(total((a + b) + (c + d))))
 
 
-@njit(void(i64, i64, i64, f32, f32), cache=True)
-def probabilities(y, x, count, lse, weight):
-    """y = weight * exp(x - lse), `count` f32 at addresses; y may be x."""
+@njit(void(i64, i64, i64, f32, f32, f32), cache=True)
+def probabilities(y, x, count, lse, weight, cap):
+    """y = weight * exp(x - lse), `count` f32 at addresses; y may be x. With a cap times the slope of `squash`."""
     for i in range(0, count, LANES):
-        e = exp(load_part(x, i, count - i) - lse)
-        store_part(y, i, e * weight, count - i)
+        v = load_part(x, i, count - i)
+        e = exp(v - lse) * weight
+        if cap > 0:
+            e = e * (1.0 - (v / cap) * (v / cap))
+        store_part(y, i, e, count - i)
+
+
+@njit(void(i64, i64, f32), cache=True)
+def squash(x, count, cap):
+    """x = cap * tanh(x / cap), `count` f32 at an address; the slope is then 1 - (x / cap)**2."""
+    for i in range(0, count, LANES):
+        store_part(x, i, tanh(load_part(x, i, count - i) / cap) * cap, count - i)
 
 
 @njit(void(i64, i64), cache=True)
@@ -114,7 +125,7 @@ def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     if target < 0:
         fill_zero(y, V)
         return
-    probabilities(y, x, V, log_sum_exp(x, V), weight)
+    probabilities(y, x, V, log_sum_exp(x, V), weight, 0.0)
     poke(y, target, peek(y, target) - weight)
 
 
@@ -134,8 +145,8 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
 
 
 @njit(inline="always")
-def project(logits, x, kind, w, first, rows, start, stop):
-    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T."""
+def project(logits, x, kind, w, cap, first, rows, start, stop):
+    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T, squashed where there is a cap."""
     C, (V, nbytes) = x.shape[1], w.shape
     x_at, out = address(x, first * C), address(logits, start)
     w_at = w.ctypes.data + start * nbytes
@@ -143,6 +154,9 @@ def project(logits, x, kind, w, first, rows, start, stop):
         sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
     else:
         multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V)
+    if cap > 0:
+        for i in range(rows):
+            squash(address(out, i * V), stop - start, cap)
 
 
 @njit(inline="always")
@@ -157,7 +171,7 @@ def row_lse(losses, lse, logits, targets, first, i):
 
 
 @njit(inline="always")
-def slice_back(dw, logits, x, targets, weights, lse, first, rows, start, stop):
+def slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, start, stop):
     """Columns start:stop of d_logits, over logits, and of them dw[start:stop] (+)= d_logits.T @ x."""
     C, V = x.shape[1], logits.shape[1]
     for i in range(rows):
@@ -165,9 +179,12 @@ def slice_back(dw, logits, x, targets, weights, lse, first, rows, start, stop):
         if target < 0:
             fill_zero(at + 4 * start, stop - start)
             continue
-        probabilities(at + 4 * start, at + 4 * start, stop - start, peek(lse, i), weight)
-        if start <= target < stop:
-            poke(at, target, peek(at, target) - weight)
+        hit = start <= target < stop
+        capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
+        columns = address(at, start)
+        probabilities(columns, columns, stop - start, peek(lse, i), weight, cap)
+        if hit:
+            poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
     if dw.size:
         at, x_at, out = address(logits, start), address(x, first * C), address(dw, start * C)
         sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, min(first, 1), out, C)
@@ -193,11 +210,11 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@njit(void(a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1), parallel=True, cache=True)
-def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets, weights):
+@njit(void(a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32), parallel=True, cache=True)
+def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets, weights, cap):
     """The loss of the head and, where dx and dw are not of size 0, its gradients at d_loss = 1.
 
-    losses = logsumexp(x w^T) - (x w^T)[target], loss = sum(weights * losses)
+    losses = logsumexp(z) - z[target], loss = sum(weights * losses), z = x w^T, with a cap cap * tanh(z / cap)
 
         x, dx (N, C), w, dw (V, C), losses, targets int32, weights (N,), loss (1,), logits (chunk, V) workspace
         w u8 (V, row bytes), of a kind of `dequantize` with `unit` elements in a block
@@ -211,14 +228,14 @@ def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets
     for first in range(0, N, chunk):
         rows = min(chunk, N - first)
         for s in prange(slices):
-            project(logits, x, kind, w, first, rows, s * width, min(V, (s + 1) * width))
+            project(logits, x, kind, w, cap, first, rows, s * width, min(V, (s + 1) * width))
         for i in prange(rows):
             row_lse(losses, lse, logits, targets, first, i)
         if dx.size + dw.size == 0:
             continue
         for s in prange(slices):
             stop = min(V, (s + 1) * width)
-            slice_back(dw, logits, x, targets, weights, lse, first, rows, s * width, stop)
+            slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, s * width, stop)
         if dx.size == 0:
             continue
         for task in prange(-(-rows // ROWS) * tiles):

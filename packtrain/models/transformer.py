@@ -272,7 +272,9 @@ def loss(config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256)
 
     h = stream(config, w, tokens, pos, attend, time)
     x = output_norm(config, w, h[-1])
-    made = ops.linear_cross_entropy(x, head(w), targets, input("weights", shape), chunk=chunk)
+    made = ops.linear_cross_entropy(
+        x, head(w), targets, input("weights", shape), chunk=chunk, softcap=config.final_softcap
+    )
     return Loss(named("loss", made[0]), named("losses", made[1]), h)
 
 

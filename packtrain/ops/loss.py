@@ -128,10 +128,17 @@ def cross_entropy_back_samples():
 
 @op(optional=(2, 3))
 def linear_cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 256
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    chunk: int = 256,
+    softcap: float = 0.0,
 ) -> tuple[Spec, ...]:
     """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
 
+    With a softcap of c, of c * tanh(logits / c).
     The gradients for a loss gradient of 1 come with the value, from the same logits: nothing is computed
     twice, and a graph that does not read them (evaluation) does not pay for them.
 
@@ -149,14 +156,16 @@ def linear_cross_entropy(
         f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
     )
     want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
-    want(chunk > 0, f"chunk is {chunk}; it must be positive")
+    want(
+        chunk > 0 <= softcap, f"chunk is {chunk}, softcap {softcap}; one is above 0, one not below"
+    )
     _check_targets(targets, weights, x.shape[:-1])
     dw = (w.spec,) if w.dtype == f32 else ()
     return Spec(()), weights.spec, x.spec, *dw
 
 
 @linear_cross_entropy.vjp
-def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, *, chunk):
+def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, **how):
     dloss, *others = dy
     want(not any(others), "only the loss has a gradient, not the losses by row or the gradients")
     _, losses, dx, *dw = y
@@ -168,18 +177,22 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 
 
 @linear_cross_entropy.workspace("cpu")
-def linear_cross_entropy_work(x, w, targets, weights, *, chunk):
+def linear_cross_entropy_work(x, w, targets, weights, *, chunk, softcap):
     return (Spec((min(chunk, max(targets.spec.size, 1)), w.shape[0])),)
 
 
 @linear_cross_entropy.kernel("numpy")
-def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
+def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, dx, dw = (*out, None)[:4]
     w = floats(w)
-    losses[...], p = _losses(x @ w.T, targets)
+    logits, slope = x @ w.T, 1
+    if softcap:
+        capped = np.tanh(logits / softcap)
+        logits, slope = softcap * capped, 1 - capped**2
+    losses[...], p = _losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
-    d = _dlogits(p, targets, weights)
+    d = _dlogits(p, targets, weights) * slope
     if dx is not None:
         dx[...] = d @ w
     if dw is not None:
@@ -187,7 +200,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk):
 
 
 @linear_cross_entropy.kernel("cpu")
-def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, work):
+def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, work):
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, dx, dw = (*out, None)[:4]
     kernels.loss.linear_cross_entropy(
@@ -201,6 +214,7 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, work):
         *packed(w),
         flat(targets),
         flat(weights),
+        softcap,
     )
 
 
@@ -211,6 +225,8 @@ def linear_cross_entropy_samples():
         yield linear_cross_entropy(x, w, *_targets((n,), v), chunk=chunk)[0]
     x, w = input("x", (2, 3, 8)), input("w", (7, 8))
     yield linear_cross_entropy(x, w, *_targets((2, 3), 7), chunk=4)[0]
+    x, w = input("x", (70, 9)), input("w", (150, 9))
+    yield linear_cross_entropy(x, w, *_targets((70,), 150), chunk=32, softcap=2.5)[0]
     halves = np.random.default_rng(1).standard_normal((150, 33)).astype(np.float16)
     x, w = input("x", (70, 33)), constant("w", halves, f16)
     yield linear_cross_entropy(x, w, *_targets((70,), 150), chunk=64)[0]

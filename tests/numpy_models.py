@@ -1,0 +1,190 @@
+"""Forward passes in float64, written from what is known of each architecture: they share no line with packtrain.
+
+A model is the metadata and the tensors of its file; nothing comes from packtrain's own reading of it. Sources: the
+papers of llama (arXiv 2302.13971), Mixtral (2401.04088), gemma 2 (2408.00118), YaRN (2309.00071), and llama.cpp.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Tensors = Mapping[str, np.ndarray]
+HALVES = {"qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"}
+GEMMAS = {"gemma", "gemma2", "gemma3"}
+
+
+class Model:
+    """One model: `logits` of a text, `losses` of its tokens."""
+
+    def __init__(self, metadata: Mapping[str, Any], tensors: Tensors, context: int) -> None:
+        self.arch = metadata["general.architecture"]
+        self.keys = {
+            k.split(".", 1)[1]: v for k, v in metadata.items() if k.startswith(f"{self.arch}.")
+        }
+        self.w = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
+        self.width = self.keys["embedding_length"]
+        self.heads = self.keys["attention.head_count"]
+        self.kv = self.keys.get("attention.head_count_kv", self.heads)
+        self.head = self.keys.get("attention.key_length", self.width // self.heads)
+        self.turned = self.keys.get("rope.dimension_count", self.head)
+        self.original = self.keys.get(
+            "rope.scaling.original_context_length", self.keys["context_length"]
+        )
+        self.long = context > self.original
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (T, V) of one sequence of tokens (T,)."""
+        h = self.w["token_embd.weight"][tokens]
+        if self.arch in GEMMAS:
+            h = h * np.sqrt(self.width)
+        for i in range(self.keys["block_count"]):
+            h = h + self.after(
+                i, "post_attention_norm", self.attention(i, self.normed(h, f"blk.{i}.attn_norm"))
+            )
+            h = h + self.after(
+                i, "post_ffw_norm", self.feed_forward(i, self.normed(h, f"blk.{i}.ffn_norm"))
+            )
+        y = (
+            self.normed(h, "output_norm")
+            @ self.w.get("output.weight", self.w["token_embd.weight"]).T
+        )
+        return capped(
+            y, self.keys.get("final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0)
+        )
+
+    def losses(self, ids: np.ndarray) -> np.ndarray:
+        """Negative log-likelihoods (T,) of ids[1:], each after those before it; ids (T + 1,)."""
+        found = self.logits(ids[:-1])
+        top = found.max(axis=-1, keepdims=True)
+        total = np.log(np.exp(found - top).sum(axis=-1)) + top[:, 0]
+        return total - np.take_along_axis(found, ids[1:, None], axis=1)[:, 0]
+
+    def normed(self, x: np.ndarray, name: str) -> np.ndarray:
+        eps = self.keys["attention.layer_norm_rms_epsilon"]
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.w[f"{name}.weight"]
+
+    def after(self, i: int, name: str, x: np.ndarray) -> np.ndarray:
+        return self.normed(x, f"blk.{i}.{name}") if f"blk.{i}.{name}.weight" in self.w else x
+
+    def linear(self, i: int, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.w[f"blk.{i}.{name}.weight"].T + self.w.get(f"blk.{i}.{name}.bias", 0)
+
+    # ---- attention
+
+    def attention(self, i: int, x: np.ndarray) -> np.ndarray:
+        time, sizes = len(x), np.array([self.heads, self.kv, self.kv]) * self.head
+        if f"blk.{i}.attn_qkv.weight" in self.w:
+            parts = np.split(self.linear(i, "attn_qkv", x), np.cumsum(sizes)[:2], axis=-1)
+        else:
+            parts = [self.linear(i, f"attn_{name}", x) for name in "qkv"]
+        q, k, v = (part.reshape(time, -1, self.head) for part in parts)
+        q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
+        if not (self.arch == "smollm3" and i % 4 == 3):
+            q, k = self.rotated(i, q), self.rotated(i, k)
+        warmth = self.keys.get("attention.temperature_scale", 0.0)
+        q = q * (1 + warmth * np.log(1 + np.arange(time) // self.original))[:, None, None]
+        ago = np.arange(time)[:, None] - np.arange(time)
+        hidden = (ago < 0) | (ago >= self.window(i))
+        y = np.empty_like(q)
+        for head in range(self.heads):
+            group = head // (self.heads // self.kv)
+            scores = capped(q[:, head] @ k[:, group].T * self.scale(), self.score_cap())
+            e = np.exp(np.where(hidden, -np.inf, scores - scores.max(axis=-1, keepdims=True)))
+            y[:, head] = e / e.sum(axis=-1, keepdims=True) @ v[:, group]
+        return self.linear(i, "attn_output", y.reshape(time, -1))
+
+    def scale(self) -> float:
+        largest = {"gemma2": 46, "gemma3": 62}.get(self.arch) == self.keys["block_count"]
+        return float((self.width / self.heads if largest else self.head) ** -0.5)
+
+    def score_cap(self) -> float:
+        return self.keys.get("attn_logit_softcapping", 50.0) if self.arch == "gemma2" else 0.0
+
+    def local(self, i: int) -> bool:
+        """Whether a block sees a window only."""
+        every = self.keys.get(
+            "attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}.get(self.arch, 1)
+        )
+        if np.ndim(every):
+            return bool(every[i])
+        return self.arch in ("gemma2", "gemma3") and (i + 1) % every != 0
+
+    def window(self, i: int) -> float:
+        return self.keys["attention.sliding_window"] if self.local(i) else np.inf
+
+    # ---- rope
+
+    def rotated(self, i: int, x: np.ndarray) -> np.ndarray:
+        """Turn the first elements of each head of x (T, heads, D), as complex numbers, by their position."""
+        n = self.turned // 2
+        angle, growth = self.angles(i)
+        turn = growth * np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]
+        if self.arch in HALVES:
+            pairs = (x[..., :n] + 1j * x[..., n : 2 * n]) * turn
+            made = np.concatenate([pairs.real, pairs.imag], axis=-1)
+        else:
+            pairs = (x[..., 0 : 2 * n : 2] + 1j * x[..., 1 : 2 * n : 2]) * turn
+            made = np.stack([pairs.real, pairs.imag], axis=-1).reshape(*x.shape[:-1], 2 * n)
+        return np.concatenate([made, x[..., 2 * n :]], axis=-1)
+
+    def angles(self, i: int) -> tuple[np.ndarray, float]:
+        """Turn of each pair from one position to the next, and what rope multiplies lengths by."""
+        n, local = self.turned // 2, self.arch == "gemma3" and self.local(i)
+        base = (
+            self.keys.get("rope.freq_base_swa", 1e4)
+            if local
+            else self.keys.get("rope.freq_base", 1e4)
+        )
+        factor = 1.0 if local else self.keys.get("rope.scaling.factor", 1.0)
+        growth = self.keys.get("rope.scaling.attn_factor", 1.0)
+        factors = self.w.get(f"rope_factors_{'long' if self.long else 'short'}.weight", 1.0)
+        angle = base ** (-np.arange(n) / n) / self.w.get("rope_freqs.weight", factors)
+        if self.keys.get("rope.scaling.type") != "yarn":
+            return angle / factor, growth
+        fast = self.keys.get("rope.scaling.yarn_beta_fast", 32.0)
+        slow = self.keys.get("rope.scaling.yarn_beta_slow", 1.0)
+        places = n * np.log(self.original / (2 * np.pi * np.array([fast, slow]))) / np.log(base)
+        first, last = max(np.floor(places[0]), 0), min(np.ceil(places[1]), 2 * n - 1)
+        share = np.clip((np.arange(n) - first) / max(last - first, 1e-3), 0, 1)
+        growth *= 1 + 0.1 * np.log(factor)
+        multiplier = self.keys.get("rope.scaling.yarn_log_multiplier", 0.0)
+        return angle * (1 - share + share / factor), growth / (
+            1 + 0.1 * multiplier * np.log(factor)
+        )
+
+    # ---- feed-forward
+
+    def feed_forward(self, i: int, x: np.ndarray) -> np.ndarray:
+        if f"blk.{i}.ffn_gate_inp.weight" in self.w:
+            return self.experts(i, x)
+        if self.arch == "phi3":
+            gate, up = np.split(self.linear(i, "ffn_up", x), 2, axis=-1)
+        else:
+            gate, up = self.linear(i, "ffn_gate", x), self.linear(i, "ffn_up", x)
+        return self.linear(i, "ffn_down", self.activated(gate) * up)
+
+    def activated(self, gate: np.ndarray) -> np.ndarray:
+        if self.arch in GEMMAS:
+            return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        return gate / (1 + np.exp(-gate))
+
+    def experts(self, i: int, x: np.ndarray) -> np.ndarray:
+        scores = np.exp(self.linear(i, "ffn_gate_inp", x))
+        shares, y = scores / scores.sum(axis=-1, keepdims=True), np.zeros_like(x)
+        for t, row in enumerate(shares):
+            chosen = np.argsort(-row)[: self.keys["expert_used_count"]]
+            for e in chosen:
+                gate, up, down = (
+                    self.w[f"blk.{i}.ffn_{name}_exps.weight"][e] for name in ("gate", "up", "down")
+                )
+                y[t] += (
+                    row[e]
+                    / row[chosen].sum()
+                    * (down @ (self.activated(gate @ x[t]) * (up @ x[t])))
+                )
+        return y
+
+
+def capped(x: np.ndarray, cap: float) -> np.ndarray:
+    return cap * np.tanh(x / cap) if cap else x

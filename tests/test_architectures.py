@@ -1,0 +1,191 @@
+"""Every architecture against forward passes of its own in float64; what would be wrong is seen to be wrong."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain import Graph, differentiate, interpret
+from packtrain.gguf import GGUF, write
+from packtrain.models import config as configs
+from packtrain.models import transformer
+from packtrain.models.cache import Cells
+from packtrain.models.config import Config, RopeScaling
+from packtrain.models.file import open_model
+from packtrain.models.metadata import metadata
+from tests.architectures import CONFIGS, random_model, random_weights, vocabulary
+from tests.checks import is_slope, slope
+from tests.models import apart, batch, bind, logits
+from tests.numpy_models import Model
+
+TIME = 40  # longer than the windows
+F32, F64, SEEN = (
+    1e-4,
+    1e-10,
+    3e-3,
+)  # of logits of size 1; SEEN is what a wrong variant is at least off by
+TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
+
+
+def used(graph: Graph, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those weights that the graph has as leaves."""
+    return {leaf.label: weights[leaf.label] for leaf in graph.leaves if leaf.label in weights}
+
+
+def places(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    pos = np.arange(len(tokens), dtype=np.int32)[None]
+    return {"tokens": tokens[None], "pos": pos, "seq": np.zeros_like(pos)}
+
+
+def forward(config: Config, weights: Mapping[str, np.ndarray], exact: bool = True) -> np.ndarray:
+    """Logits (T, V) of TOKENS: by the specification in float64, or on the cpu."""
+    graph = logits(config, 1, TIME)
+    given, fed = used(graph, weights), places(TOKENS)
+    if exact:
+        return interpret(graph, given | fed)["logits"][0]
+    return bind(graph, given)(fed)["logits"][0]
+
+
+@cache
+def known(name: str) -> np.ndarray:
+    """Logits of TOKENS by the independent forward."""
+    keys = {key: value.value for key, value in metadata(CONFIGS[name], "random").items()}
+    return Model(keys, random_weights(CONFIGS[name]), TIME).logits(TOKENS)
+
+
+def off(got: np.ndarray, name: str) -> float:
+    return float(np.abs(got - known(name)).max())
+
+
+# ---- right
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_an_independent_forward(name: str) -> None:
+    weights = random_weights(CONFIGS[name])
+    assert off(forward(CONFIGS[name], weights), name) <= F64
+    assert off(forward(CONFIGS[name], weights, exact=False), name) <= F32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_opens_as_it_was_written(tmp_path: Path, name: str) -> None:
+    config = random_model(tmp_path / "m.gguf", name)
+    model = open_model(tmp_path / "m.gguf")
+    assert model.config == config
+    weights = random_weights(config)
+    assert all(np.array_equal(model.weight(n), weights[n]) for n in model.names)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_gradient_of_the_loss(name: str) -> None:
+    """Against central differences in float64; the cpu's against those of the specification."""
+    config, weights = CONFIGS[name], random_weights(CONFIGS[name])
+    leaves = transformer.weights(config)
+    made = transformer.loss(config, leaves, 2, 12, chunk=16)
+    trained = [leaf for n, leaf in leaves.items() if not n.startswith("rope_")]
+    found = differentiate(made.loss, trained, made.blocks)
+    graph = Graph({"loss": made.loss, **{f"d/{w.label}": d for w, d in found.items()}})
+    given, fed = used(graph, weights), batch(config, 2, 12)
+    exact = interpret(graph, given | fed)
+    rng = np.random.default_rng(7)
+    way = {leaf.label: rng.standard_normal(leaf.shape) for leaf in trained}
+    measured = slope(Graph({"loss": made.loss}), given | fed, way)
+    is_slope(measured, {n: exact[f"d/{n}"] * d for n, d in way.items()}, name)
+    got = bind(graph, given)(fed)
+    assert max(apart(got[n], exact[n]) for n in got) <= F32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cached_generation_gives_the_logits_of_the_full_forward(name: str) -> None:
+    config, cells, parts = CONFIGS[name], Cells(TIME), []
+    leaves = transformer.weights(config)
+    for start, size in ((0, 24), (24, 8), *((at, 1) for at in range(32, TIME))):
+        made, handles = transformer.generation(config, leaves, size, TIME, wanted=size)
+        graph = Graph([made], handles)
+        if not parts:
+            run = bind(graph, used(graph, random_weights(config)))
+        elif size != parts[-1].shape[0]:
+            run = bind(graph, session=run.session)
+        tokens, seqs = TOKENS[start : start + size], np.zeros(size, np.int32)
+        parts.append(run(cells.feed(tokens, seqs, np.arange(size, dtype=np.int32)))["logits"])
+    assert off(np.concatenate(parts), name) <= F32
+
+
+# ---- wrong
+
+TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are not
+    "llama": {"halves": True, "gelu": True, "scaled_embedding": True, "rope_pause": 2},
+    "llama experts": {"halves": True},
+    "mistral3": {"halves": True},
+    "qwen2": {"halves": False},
+    "qwen3": {"halves": False, "head_norms": False},
+    "gemma": {"halves": False, "gelu": False, "scaled_embedding": False},
+    "gemma2": {"halves": False, "gelu": False, "post_norms": False, "wide_blocks": 3},
+    "gemma3": {"halves": False, "head_norms": False, "post_norms": False, "wide_blocks": 7},
+    "phi3": {"halves": False},
+    "smollm3": {"halves": True, "rope_pause": 0},
+}
+OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are not
+    "llama": {"rope_freq_base": 1e4, "rms_eps": 1e-2, "tied": True, "rope_dims": 32},
+    "llama 3": {"optional": ()},
+    "llama biased": {"optional": (), "rope_freq_base": 1e4},
+    "llama linear": {"rope_scaling": RopeScaling()},
+    "llama yarn": {"rope_scaling": RopeScaling("linear", 4.0)},
+    "llama experts": {"expert_used_count": 1},
+    "mistral3": {"temperature_scale": 0.0, "rope_scaling": RopeScaling("yarn", 4.0, 16)},
+    "qwen2": {"optional": ("attn_q.bias", "attn_k.bias")},
+    "gemma2": {"window": 10, "window_pattern": 3, "attention_softcap": 0.0, "final_softcap": 0.0},
+    "gemma3": {"window": 8, "window_pattern": 7, "rope_freq_base_swa": None},
+    "gemma3 linear": {"window": 0, "rope_scaling": RopeScaling()},
+    "phi3": {"rope_dims": None},
+    "phi3 short": {"rope_scaling": RopeScaling("longrope", 1.0, 256)},
+    "phi3 long": {"rope_scaling": RopeScaling("longrope", 1.0, 128, attn_factor=1.19)},
+}
+
+
+@pytest.mark.parametrize(("name", "trait"), [(n, t) for n in TRAITS for t in TRAITS[n]])
+def test_a_wrong_trait_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, trait: str) -> None:
+    config = CONFIGS[name]
+    wrong = replace(config.traits, **{trait: TRAITS[name][trait]})
+    weights = random_weights(config)
+    monkeypatch.setattr(configs, "ARCHITECTURES", {config.architecture: wrong})
+    assert off(forward(config, weights), name) >= SEEN
+
+
+@pytest.mark.parametrize(("name", "field"), [(n, f) for n in OTHERS for f in OTHERS[n]])
+def test_a_wrong_setting_is_seen(name: str, field: str) -> None:
+    wrong = replace(CONFIGS[name], **{field: OTHERS[name][field]})
+    assert off(forward(wrong, random_weights(CONFIGS[name])), name) >= SEEN
+
+
+# ---- what files may say
+
+
+def test_what_llama_cpp_takes_where_a_file_says_nothing(tmp_path: Path) -> None:
+    """gemma2 has a window and caps without keys, gemma3 a base of its own for blocks with a window."""
+    for name, gone, want in (
+        ("gemma2", ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+         {"window": 4096, "attention_softcap": 50.0, "final_softcap": 30.0}),
+        ("gemma3", ("rope.freq_base_swa", "attention.sliding_window"), {"window": 0, "rope_freq_base_swa": 1e4}),
+    ):  # fmt: skip
+        config, path = CONFIGS[name], tmp_path / "m.gguf"
+        keys = metadata(config, "random") | vocabulary()
+        for key in gone:
+            del keys[f"{config.architecture}.{key}"]
+        write(path, keys, random_weights(config))
+        assert open_model(path).config == replace(config, **want)
+
+
+def test_windows_that_llama_cpp_ignores_are_ignored(tmp_path: Path) -> None:
+    for name in ("llama", "phi3"):
+        config, path = CONFIGS[name], tmp_path / "m.gguf"
+        random_model(path, name)
+        keys = GGUF(path).values
+        number = type(keys[f"{config.architecture}.block_count"])("u32", 4)
+        keys |= {f"{config.architecture}.attention.sliding_window": number}
+        write(tmp_path / "n.gguf", keys, random_weights(config))
+        assert open_model(tmp_path / "n.gguf").config == config

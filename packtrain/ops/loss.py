@@ -40,6 +40,14 @@ def _dlogits(p, targets, weights):
     return d
 
 
+def _capped(logits, softcap):
+    """Logits under a soft cap, if there is one, and its slope."""
+    if not softcap:
+        return logits, 1
+    capped = np.tanh(logits / softcap)
+    return softcap * capped, 1 - capped**2
+
+
 def _at_target(d, targets, weights):
     at = np.take_along_axis(d, np.maximum(targets, 0)[..., None], -1)
     return at - np.where(targets < 0, 0, weights)[..., None]
@@ -186,10 +194,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, dx, dw = (*out, None)[:4]
     w = floats(w)
-    logits, slope = x @ w.T, 1
-    if softcap:
-        capped = np.tanh(logits / softcap)
-        logits, slope = softcap * capped, 1 - capped**2
+    logits, slope = _capped(x @ w.T, softcap)
     losses[...], p = _losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
     d = _dlogits(p, targets, weights) * slope
@@ -203,19 +208,9 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
 def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, work):
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, dx, dw = (*out, None)[:4]
-    kernels.loss.linear_cross_entropy(
-        flat(loss),
-        flat(losses),
-        rows_or_absent(dx),
-        rows_or_absent(dw),
-        work[0],
-        rows(x),
-        dtype_of(w).block,
-        *packed(w),
-        flat(targets),
-        flat(weights),
-        softcap,
-    )
+    made = flat(loss), flat(losses), rows_or_absent(dx), rows_or_absent(dw), work[0]
+    given = rows(x), dtype_of(w).block, *packed(w), flat(targets), flat(weights)
+    kernels.loss.linear_cross_entropy(*made, *given, softcap)
 
 
 @linear_cross_entropy.samples

@@ -11,11 +11,12 @@ from packtrain.errors import InputError
 from packtrain.generate import Generator, Limits, Reply, placements
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
+from packtrain.models.metadata import metadata
 from packtrain.sample import Sampling
 from packtrain.tokenizer import Tokenizer
-from tests import numpy_llama
 from tests.models import bind, values
 from tests.models import logits as full_logits
+from tests.numpy_models import Model
 from tests.test_model_file import CONFIG, STORIES, TOKENS, needs_shared, vocabulary
 
 TOLERANCE = 1e-4
@@ -47,13 +48,19 @@ def stories(cells: int, chunks: tuple[int, ...] = (64, 8, 1)) -> tuple[Generator
     return generator(model.config, given, cells, chunks), model.tokenizer()
 
 
+def independent(config: Config, weights: dict[str, np.ndarray]) -> Model:
+    """The forward pass to compare with."""
+    keys = {key: value.value for key, value in metadata(config, "m").items()}
+    return Model(keys, weights, config.context_length)
+
+
 # ---- logits
 
 
 @pytest.mark.parametrize("chunks", [(1,), (8, 1), (64, 8, 1)])
 def test_any_cutting_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ...]) -> None:
     given, tokens = values(CONFIG), np.random.RandomState(0).randint(0, CONFIG.vocab_size, 30)
-    want = numpy_llama.logits(CONFIG, given, tokens)
+    want = independent(CONFIG, given).logits(tokens)
     made = generator(CONFIG, given, 32, chunks)
     for count in (24, 17, 1):
         made.forget()
@@ -67,7 +74,7 @@ def test_a_real_model_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ..
     model = open_model(STORIES)
     weights = {name: model.weight(name) for name in model.names}
     tokens = model.tokenizer().encode("Once upon a time" + STORY)[:64]
-    want = numpy_llama.logits(model.config, weights, np.array(tokens))
+    want = independent(model.config, weights).logits(np.array(tokens))
     made = generator(model.config, weights, 64, chunks)
     got = [made.feed([token]) for token in tokens] if chunks == (1,) else [made.feed(tokens)]
     assert len(tokens) == 64
@@ -213,5 +220,5 @@ def test_weights_are_the_sessions_own() -> None:
 def test_untied_heads_and_other_bases_are_followed() -> None:
     config = replace(CONFIG, tied=False, rope_freq_base=100.0, rms_eps=0.1)
     given, tokens = values(config), list(range(20, 30))
-    want = numpy_llama.logits(config, given, np.array(tokens))[-1]
+    want = independent(config, given).logits(np.array(tokens))[-1]
     assert np.abs(generator(config, given, 16).feed(tokens) - want).max() < TOLERANCE

@@ -9,6 +9,7 @@ import math
 
 from numba import njit, prange, types
 
+from packtrain.kernels.dequantize import f16
 from packtrain.kernels.simd import (
     INFINITY,
     LANES,
@@ -63,6 +64,7 @@ i64, f32, void = types.int64, types.float32, types.void
 in3, in4 = rank(3, readonly=True), rank(4, readonly=True)
 out3, out4 = rank(3), rank(4)
 ids2 = types.Array(types.int32, 2, "C", readonly=True)
+bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
 
 
 def emit_larger(builder, a, b):
@@ -179,6 +181,23 @@ def finish(y, stride, lse, rows, sums, columns, lanes, width):
 
 
 @njit(cache=True)
+def spare_of(x, width):
+    """How many f32 `heads` needs to unpack a block."""
+    return KEYS * width if x.shape[3] < 4 * width else 0
+
+
+@njit(cache=True)
+def heads(x, at, count, width, spare):
+    """Address and line of `count` heads from element `at` on as f32: in their place, or unpacked from f16 to `spare`."""
+    base, line = x.ctypes.data, x.shape[2] * width
+    if x.shape[3] == 4 * width:
+        return base + 4 * at, line
+    for j in range(count):
+        f16(spare + 4 * j * width, base + 2 * (at + j * line), width)
+    return spare, width
+
+
+@njit(cache=True)
 def attend(y, lse, q, k, v, places_of, keys, rule, b, h, first):
     """One block of queries of one head."""
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
@@ -187,7 +206,7 @@ def attend(y, lse, q, k, v, places_of, keys, rule, b, h, first):
     rows = min(queries_in_block(D), T - first)
     lanes = -(-rows // LANES) * LANES
     columns, mixed = room(packed_rows(D) * lanes), room(packed_rows(D) * lanes)
-    scores = room(KEYS * lanes)
+    scores, spare = room(KEYS * lanes), room(spare_of(k, D))
     places, sums = scratch(PLACES), scratch(STATE)
     at = ((b * T + first) * H + h) * D
     pack(columns, lanes, address(q, at), H * D, rows, D, scale * LOG2E)
@@ -203,31 +222,32 @@ def attend(y, lse, q, k, v, places_of, keys, rule, b, h, first):
         if seen == NO:
             continue
         from_key = ((b * S + start) * K + h // (H // K)) * D
-        key, value = address(k, from_key), address(v, from_key)
-        rows_product(count, lanes, D, scores, lanes, key, K * D, columns, lanes, False)
+        key, line = heads(k, from_key, count, D, spare)
+        rows_product(count, lanes, D, scores, lanes, key, line, columns, lanes, False)
         if cap > 0:
             squash(scores, count * lanes, cap * LOG2E)
         if seen == SOME:
             hide(scores, lanes, places, k_pos, k_seq, b, start, count)
         soften(scores, lanes, count, sums, mixed, D)
-        columns_product(D, lanes, count, mixed, lanes, value, K * D, scores, lanes, True)
+        value, line = heads(v, from_key, count, D, spare)
+        columns_product(D, lanes, count, mixed, lanes, value, line, scores, lanes, True)
     out = address(lse, (b * H + h) * T + first)
     finish(address(y, at), H * D, out, rows, sums, mixed, lanes, D)
 
 
 @njit(cache=True)
-def score_few(scores, heads, q, width, key, line, factor, place, k_pos, k_seq, b, own):
-    """scores = factor * q k for the heads of one query that share a kv head; -inf where unseen.
+def score_few(scores, group, q, width, key, line, factor, place, k_pos, k_seq, b, own):
+    """scores = factor * q k for a group of heads of one query that share a kv head; -inf where unseen.
 
-    scores  (heads, KEYS)
-    q       (heads, width)
+    scores  (group, KEYS)
+    q       (group, width)
     """
     (position, since, sequence), (first, count) = place, own
     for j in range(count):
         at = i64(k_pos[b, first + j]) if k_pos.size else first + j
         seen = since <= at <= position
         seen = seen and (k_seq.size == 0 or i64(k_seq[b, first + j]) == sequence)
-        for h in range(heads):
+        for h in range(group):
             score = f32(-INFINITY)
             if seen:
                 dot = splat(0.0)
@@ -266,9 +286,9 @@ def soften_few(scores, count, sums, h, y, width):
 
 
 @njit(cache=True)
-def finish_few(lse, line, heads, sums, y, width):
-    """finish for rows y (heads, width); lse (heads,) lies `line` apart."""
-    for h in range(heads):
+def finish_few(lse, line, group, sums, y, width):
+    """finish for rows y (group, width); lse (group,) lies `line` apart."""
+    for h in range(group):
         seen = peek(sums, FEW_HEADS + h)
         poke(lse, h * line, peek(sums, h) * LN2 + math.log(seen) if seen > 0 else seen)
         by = f32(1.0) / seen if seen > 0 else seen
@@ -278,33 +298,34 @@ def finish_few(lse, line, heads, sums, y, width):
 
 
 @njit(cache=True)
-def attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, heads):
-    """One query of at most FEW_HEADS heads that share kv head `head`; a lane is a part of the head."""
+def attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, group):
+    """One query of a group of at most FEW_HEADS heads that share kv head `head`; a lane is a part of the head."""
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
-    scores, sums = scratch(FEW_SCORES), scratch(FEW_STATE)
+    scores, sums, spare = scratch(FEW_SCORES), scratch(FEW_STATE), room(spare_of(k, D))
     at = ((b * T + t) * H + first) * D
     q_at, y_at = address(q, at), address(y, at)
     position = i64(q_pos[b, t]) if q_pos.size else t
     place = position, earliest(position, window), i64(q_seq[b, t]) if q_seq.size else 0
-    clear(y_at, D, heads, D)
-    for h in range(heads):
+    clear(y_at, D, group, D)
+    for h in range(group):
         poke(sums, h, LOWEST)
         poke(sums, FEW_HEADS + h, 0.0)
     for start in range(0, keys, KEYS):
         count = min(KEYS, keys - start)
         at = ((b * S + start) * K + head) * D
-        key, value, line = address(k, at), address(v, at), K * D
+        key, line = heads(k, at, count, D, spare)
         factor = f32(scale * LOG2E)
         own = start, count
-        score_few(scores, heads, q_at, D, key, line, factor, place, k_pos, k_seq, b, own)
+        score_few(scores, group, q_at, D, key, line, factor, place, k_pos, k_seq, b, own)
         if cap > 0:
-            squash(scores, heads * KEYS, cap * LOG2E)
-        for h in range(heads):
+            squash(scores, group * KEYS, cap * LOG2E)
+        for h in range(group):
             soften_few(scores, count, sums, h, y_at, D)
-        rows_product(heads, D, count, y_at, D, scores, KEYS, value, line, True)
-    finish_few(address(lse, (b * H + first) * T + t), T, heads, sums, y_at, D)
+        value, line = heads(v, at, count, D, spare)
+        rows_product(group, D, count, y_at, D, scores, KEYS, value, line, True)
+    finish_few(address(lse, (b * H + first) * T + t), T, group, sums, y_at, D)
 
 
 @njit(inline="always")
@@ -318,11 +339,11 @@ def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
         attend(y, lse, q, k, v, places_of, keys, rule, b, h, first)
         return
     K = k.shape[2]
-    b, head, group = task // K, task % K, H // K
+    b, head, sharing = task // K, task % K, H // K
     for t in range(T):
-        for first in range(head * group, (head + 1) * group, FEW_HEADS):
-            heads = min(FEW_HEADS, (head + 1) * group - first)
-            attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, heads)
+        for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
+            group = min(FEW_HEADS, (head + 1) * sharing - first)
+            attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, group)
 
 
 @njit(cache=True)
@@ -333,7 +354,10 @@ def extent(k, length, width):
     return max(min(k.shape[1], i64(length[0])), 0) if length.size else k.shape[1]
 
 
-@kernel(void(out4, out3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32), parallel=True)
+@kernel(
+    void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32),
+    parallel=True,
+)
 def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap):
     """Each query mixes the values of the keys that it sees; query head h reads kv head h // (H // K).
 
@@ -342,7 +366,7 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
     window > 0: only keys with q_pos[i] - k_pos[j] < window; cap > 0: z = cap * tanh(z / cap)
 
         q, y          (B, T, H, D)  f32, D <= 512
-        k, v          (B, S, K, D)  f32
+        k, v          (B, S, K, 4 D or 2 D)  the bytes of f32 or f16, both alike
         lse           (B, H, T)     f32
         q_pos, q_seq  (B, T)        i32, or (0, 0): positions are indices (T = S), sequences equal
         k_pos, k_seq  (B, S)        i32, or (0, 0)

@@ -282,13 +282,14 @@ def loss(config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256)
 
 
 def generation(
-    config: Config, w: Weights, time: int, cells: int, wanted: int = 1
+    config: Config, w: Weights, time: int, cells: int, wanted: int = 1, cache: Dtype = f32
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits (wanted, V) for `time` new tokens of any sequences, and the updated cache handles.
 
     Inputs, all i32: `tokens`, `pos`, `seq`, `cell` (time,), the cell each token goes to; `cell_pos`, `cell_seq`
     (cells,) as they are after that; `length` (1,), cells in use; `rows` (wanted,), the tokens whose logits are
     wanted. All of them come at run time, so one plan serves every position and every mix of sequences.
+    The cache holds keys and values as f32 or f16.
     """
     tokens, pos, seq, cell = (
         input(name, (time,), i32) for name in ("tokens", "pos", "seq", "cell")
@@ -301,7 +302,7 @@ def generation(
         return ops.reshape(x, shape=(1, *x.shape))
 
     def remember(name: str, x: Tensor) -> Tensor:
-        leaf = state(name, (cells, config.head_count_kv, config.head_width))
+        leaf = state(name, (cells, config.head_count_kv, config.head_width), cache)
         handles.extend(ops.set_rows(leaf, x, cell))
         return one(handles[-1])
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32, i32
+from packtrain.dtypes import f16, f32, i32
 from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -16,11 +16,11 @@ def _want_heads(q, k, v):
     )
     (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
     want(
-        q.dtype == k.dtype == v.dtype == f32,
-        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; all must be f32",
+        q.dtype == f32 and k.dtype == v.dtype and k.dtype in (f32, f16),
+        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; q must be f32, k and v both f32 or f16",
     )
     fits = k.shape == (b, s, kv, d) == v.shape
-    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be f32[{b}, S, K, {d}]")
+    want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be [{b}, S, K, {d}]")
     want(h % kv == 0, f"q has {h} heads and k has {kv}; they must divide")
     return b, t, h, s
 
@@ -72,7 +72,7 @@ def attention(
     Without positions, position = index (S = T); a query that sees nothing gives y = lse = 0.
 
         q, y          (B, T, H, D)  f32
-        k, v          (B, S, K, D)  f32; a KV cache has B = 1 and S cells
+        k, v          (B, S, K, D)  f32, or f16 without a gradient; a KV cache has B = 1 and S cells
         q_pos, q_seq  (B, T)        i32
         k_pos, k_seq  (B, S)        i32; cells of no sequence have a k_seq that no query has
         length        (1,)          i32; cells from there on are not looked at
@@ -140,7 +140,8 @@ def _where(q_pos, k_pos, q_seq, k_seq, length):
 
 @attention.kernel("cpu")
 def attention_cpu(out, q, k, v, *where, scale, window, softcap):
-    kernels.attention.attention(*out, q, k, v, *_where(*where), scale, window, softcap)
+    keys, values = k.view(np.uint8), v.view(np.uint8)
+    kernels.attention.attention(*out, q, keys, values, *_where(*where), scale, window, softcap)
 
 
 def _samples():
@@ -179,6 +180,13 @@ def _samples():
 def attention_samples():
     for qkv, where, rule in _samples():
         yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
+    for t, d in ((2, 20), (70, 48)):
+        cells = np.random.default_rng(t).standard_normal((2, 1, 140, 2, d))
+        k, v = (
+            constant(name, x.astype(np.float16), f16) for name, x in zip("kv", cells, strict=True)
+        )
+        ids = (constant("pos", np.arange(n)[None], i32) for n in (t, 140))
+        yield attention(input("q", (1, t, 4, d)), k, v, *ids, scale=d**-0.5)[0]
 
 
 @op(inplace=(1,))  # dq over y, which is read first; dy and q are read until a block is done
@@ -205,6 +213,7 @@ def attention_back(
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention.
     """
     want(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
+    want(k.dtype == v.dtype == f32, f"k is {k.spec} and v is {v.spec}; only f32 has a gradient")
     return q.spec, k.spec, v.spec
 
 

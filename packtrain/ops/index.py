@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, f32, i32
+from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, packed, start_with, table
 from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
@@ -115,12 +115,12 @@ def get_rows_back_samples():
 def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
     """Write rows of x into a leaf by index: leaf[ids[i]] = x[i]. ggml_set_rows; how a KV cache is filled.
 
-    leaf (V, ...) f32, x ids.shape + (...) f32, ids (...) i32: distinct, or below 0 to write nothing.
+    leaf (V, ...) f32 or f16, x ids.shape + (...) f32, ids (...) i32: distinct, or below 0 to write nothing.
     Returns the leaf's new handle (as a tuple of one).
     """
     want(
-        leaf.dtype == f32 and x.dtype == f32,
-        f"leaf is {leaf.spec} and x is {x.spec}; both must be f32",
+        leaf.dtype in (f32, f16) and x.dtype == f32,
+        f"leaf is {leaf.spec} and x is {x.spec}; leaf must be f32 or f16, x f32",
     )
     fits = x.shape == ids.shape + leaf.shape[1:] and ids.dtype == i32
     want(
@@ -138,11 +138,15 @@ def set_rows_vjp(dy, y, leaf, x, ids):
 @set_rows.kernel("numpy")
 def set_rows_numpy(out, leaf, x, ids):
     _check_numpy("set_rows", ids, len(leaf))
-    leaf[ids[ids >= 0]] = x[ids >= 0]
+    with np.errstate(over="ignore"):  # beyond f16 is infinite
+        leaf[ids[ids >= 0]] = x[ids >= 0]
 
 
 @set_rows.kernel("cpu")
 def set_rows_cpu(out, leaf, x, ids):
+    if leaf.dtype != np.float32:
+        set_rows_numpy(out, leaf, x, ids)
+        return
     bad = kernels.rows.set_rows(table(leaf, 1), table(x, ids.ndim), flat(ids))
     _check("set_rows", bad, ids, len(leaf))
 

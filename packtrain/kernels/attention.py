@@ -188,7 +188,7 @@ def spare_of(x, width):
 
 @njit(cache=True)
 def heads(x, at, count, width, spare):
-    """Address and line of `count` heads from element `at` on as f32: in their place, or unpacked from f16 to `spare`."""
+    """Address and line of `count` heads from element `at` on, as f32: in place, or unpacked to `spare`."""
     base, line = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
         return base + 4 * at, line

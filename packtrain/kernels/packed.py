@@ -8,6 +8,7 @@ shape, and sums are never split between tasks.
 from numba import prange, types
 
 from packtrain.kernels.dequantize import packed2, row
+from packtrain.kernels.dots import FUSED, dot
 from packtrain.kernels.gemm import DEPTH, PANEL, STACK, pack, tiles
 from packtrain.kernels.simd import (
     LANES,
@@ -28,12 +29,12 @@ from packtrain.kernels.simd import (
 
 i64, f32, void = types.int64, types.float32, types.void
 ROWS = 512  # rows of x for which a panel is unpacked once
-FEW_ROWS = 4  # up to so many rows go by dot products
+FEW_ROWS, SUMS = 4, 64  # up to so many rows go by dot products
 LINE = 256 + PANEL  # scratch: the values of a long block, and room behind them
 WIDE = DEPTH * 256  # scratch of `multiply_back`: as many columns as a block can have
-TASK = 1 << 24  # multiply-adds of one task
-SMALL = 1 << 19  # multiply-adds that do not pay for a parallel region
-LEAST_TASKS = 6
+UNPACKING = 16  # multiply-adds that unpacking a value is worth
+TASK = 1 << 20  # multiply-adds of one task, unless that makes more than MOST_TASKS
+MOST_TASKS, LEAST_TASKS = 64, 6
 LEAST_ROWS, LEAST_COLUMNS = 128, 128  # of a task of `product_back`
 
 
@@ -43,7 +44,7 @@ def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy):
     flat, panel = scratch(STACK), scratch(STACK)
     for i in range(0, m, ROWS):
         rows = min(m - i, ROWS)
-        for p in range(0, k, DEPTH):
+        for p in range(0, max(k, 1), DEPTH):
             depth = min(k - p, DEPTH)
             keep = f32(1.0) if add or p else f32(0.0)
             for j in range(0, n, PANEL):
@@ -69,7 +70,7 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx):
     The panels of 256 rows and columns take 256 KiB of stack.
     """
     line, panels = scratch(LINE), scratch(WIDE)
-    for p in range(0, n, DEPTH):
+    for p in range(0, max(n, 1), DEPTH):
         depth = min(n - p, DEPTH)
         keep = f32(1.0) if add or p else f32(0.0)
         for c in range(start, stop, 256):
@@ -89,12 +90,17 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx):
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
 def dots(y, x, kind, w, add, start, stop):
-    """y[:, start:stop] = x @ w[start:stop].T for few rows: every block is read and unpacked once."""
+    """y[:, start:stop] = x @ w[start:stop].T for up to 4 rows: every block is read and unpacked once."""
     m, k = x.shape
-    line, nbytes, n = scratch(LINE), w.shape[1], y.shape[1]
-    sums = scratch(64)
+    nbytes, n = w.shape[1], y.shape[1]
+    line, sums = scratch(LINE), scratch(SUMS)
+    fused = m == 1 and k % 32 == 0 and kind in FUSED
     for j in range(start, stop):
         source = w.ctypes.data + j * nbytes
+        if fused:
+            s = dot(kind, address(x, 0), source, k)
+            poke(y, j, peek(y, j) + s if add else s)
+            continue
         for i in range(m):
             store(sums, i * LANES, splat(0.0))
         for p in range(0, k, 256):
@@ -140,9 +146,11 @@ def product(y, x, kind, w, add):
     """
     m, k = x.shape
     n = w.shape[0]
-    work = (1 << 16) if m <= FEW_ROWS else TASK
-    step = max(work // max(m * k, 1) // PANEL, 1) * PANEL
-    if m * n * k <= SMALL or step >= n:
+    if y.size == 0:
+        return
+    tasks = max(min(n * k * (m + UNPACKING) // TASK, MOST_TASKS) // 2 * 2, 1)
+    step = -(-n // (tasks * PANEL)) * PANEL
+    if tasks == 1:
         columns(y, x, kind, w, add, 0, n)
         return
     for t in prange(-(-n // step)):
@@ -159,6 +167,8 @@ def product_back(x, y, block, kind, w, add):
     """
     m, k = x.shape
     n, nbytes = w.shape
+    if x.size == 0:
+        return
     step = max(block, LEAST_COLUMNS)
     across, rows = -(-k // step), m
     while across * -(-m // rows) < LEAST_TASKS and rows > LEAST_ROWS:

@@ -101,8 +101,8 @@ def matmul_samples():
     yield matmul(input("x", (2, 3, 5, 8)), input("w", (2, 3, 4, 8)))
     yield matmul(input("x", (2, 5, 8)), transpose(input("w", (2, 8, 4))), input("acc", (2, 5, 4)))
     yield matmul(transpose(input("x", (8, 5))), input("w", (3, 8)))
-    for w in _packed_weights():
-        yield matmul(input("x", (2, 3, w.shape[1])), w)
+    for shape, w in zip(((2, 3), (300,), (1,), (5,)), _packed_weights(), strict=True):
+        yield matmul(input("x", (*shape, w.shape[1])), w)
     yield matmul(input("x", (3, 64)), w, input("acc", (3, 40)))
 
 
@@ -112,7 +112,7 @@ def _packed_weights():
     yield constant("w", random.standard_normal((17, 33)).astype(np.float16), f16)
     upper = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]
     yield constant("w", np.ascontiguousarray(upper).view(bf16.numpy), bf16)
-    for name, blocks in (("q4_K", (40, 3)), ("q8_0", (40, 2))):
+    for name, blocks in (("q4_K", (300, 3)), ("q8_0", (40, 2))):
         bits = random.integers(0, 256, (*blocks, BLOCK_TYPES[name].block_nbytes), np.uint8)
         bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)  # scales
         yield constant("w", bits.view(BLOCK_TYPES[name].numpy)[..., 0], BLOCK_TYPES[name])

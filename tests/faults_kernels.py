@@ -14,6 +14,19 @@ from tests.faults import Change, fault, graphs, in_place, kernel, poisoned, valu
 # ---- kernels ---------------------------------------------------------------------------------------------------
 
 
+@fault("kernel", value("matmul"))
+def a_product_that_starts_at_the_second_block(patch: MonkeyPatch) -> None:
+    def late(run):
+        return lambda y, x, w, acc: run(y, x, np.roll(w, 1, -1) if w.dtype.names else w, acc)
+
+    kernel(patch, "matmul", late)
+
+
+@fault("kernel", value("matmul_back"))
+def a_gradient_through_packed_weights_that_forgets_the_earlier_one(patch: MonkeyPatch) -> None:
+    kernel(patch, "matmul_back", lambda run: lambda dx, dy, w, acc: run(dx, dy, w, None))
+
+
 @fault("kernel", value("rms_norm"))
 def rms_norm_without_eps(patch: MonkeyPatch) -> None:
     kernel(patch, "rms_norm", lambda run: lambda y, x, w, *, eps: run(y, x, w, eps=0.0))

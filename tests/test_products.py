@@ -1,17 +1,26 @@
 """Weights as they are stored: shared without a copy, read by products in the types of GGUF."""
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 import packtrain as pt
 from packtrain import ops
-from packtrain.dtypes import BLOCK_TYPES, Dtype
+from packtrain.dtypes import BLOCK_TYPES, DTYPES, Dtype
 from packtrain.gguf import GGUF, write
+from packtrain.memory import private_nbytes_of
+from packtrain.models import transformer
+from packtrain.models.file import metadata
 from packtrain.quant import READABLE, dequantize, quantize
 from packtrain.run import RunError
 from tests import checks
+from tests.test_model_file import TOKENS, vocabulary
 from tests.test_quant import SCALES
 
 # ---- shared arrays -------------------------------------------------------------------------------------------
@@ -146,3 +155,103 @@ def test_packed_weights_have_no_gradient(dtype: Dtype) -> None:
     loss = ops.sum(ops.matmul(pt.input("x", (3, 512)), w))
     with pytest.raises(pt.GraphError, match="only f32 tensors have gradients; w cannot be trained"):
         pt.differentiate(loss, [w])
+
+
+# ---- gradients through a packed base -------------------------------------------------------------------------
+
+WIDTH, RANK, ROWS = 256, 4, 6
+
+
+def adapted(dtype: Dtype) -> tuple[pt.Graph, dict[str, np.ndarray], list[np.ndarray]]:
+    """Two packed layers with low-rank adapters and a packed head; gradients of adapters and input; values; base."""
+    bases = [random_weights(dtype, WIDTH, WIDTH), random_weights(dtype, WIDTH, WIDTH)[::-1].copy()]
+    x = h = pt.input("x", (ROWS, WIDTH))
+    adapters = []
+    for i, base in enumerate(bases):
+        a, b = pt.weight(f"a{i}", (RANK, WIDTH)), pt.weight(f"b{i}", (WIDTH, RANK))
+        adapters += [a, b]
+        h = ops.scale(h, by=0.05)
+        y = ops.matmul(h, pt.constant(f"w{i}", base, dtype))
+        h = ops.silu(ops.matmul(ops.matmul(h, a), b, y))
+    head = pt.constant("head", bases[0], dtype)
+    targets = pt.constant("targets", np.arange(ROWS), pt.i32)
+    shares = pt.constant("shares", np.full(ROWS, 1 / ROWS))
+    loss = ops.linear_cross_entropy(ops.scale(h, by=0.01), head, targets, shares)[0]
+    made = pt.differentiate(loss, [*adapters, x])
+    random = np.random.default_rng(5)
+    given = {t.label: random.standard_normal(t.shape, np.float32) for t in [*adapters, x]}
+    graph = pt.Graph({"loss": loss} | {f"d/{t.label}": d for t, d in made.items()})
+    return graph, given, [dequantize(base) for base in bases]
+
+
+def in_torch(given: dict[str, np.ndarray], bases: list[np.ndarray]) -> dict[str, np.ndarray]:
+    leaves = {n: torch.tensor(v, dtype=torch.float64, requires_grad=True) for n, v in given.items()}
+    weights = [torch.tensor(base, dtype=torch.float64) for base in bases]
+    h = leaves["x"]
+    for i, w in enumerate(weights):
+        h = h * 0.05
+        h = functional.silu(h @ w.T + h @ leaves[f"a{i}"].T @ leaves[f"b{i}"].T)
+    loss = functional.cross_entropy(h * 0.01 @ weights[0].T, torch.arange(ROWS))
+    loss.backward()
+    made = {f"d/{n}": t.grad.numpy() for n, t in leaves.items() if t.grad is not None}
+    return made | {"loss": loss.detach().numpy()}
+
+
+@pytest.mark.parametrize("name", ("f16", "bf16", "q8_0", "q4_0", "q4_K", "q6_K"))
+def test_gradients_through_a_packed_base(name: str) -> None:
+    graph, given, bases = adapted(DTYPES[name])
+    want = in_torch(given, bases)
+    got = checks.run(graph, given)
+    for key, value in want.items():
+        top = float(np.abs(value).max())
+        assert top > 1e-4, f"{key} says nothing"
+        assert np.abs(got[key] - value).max() < 1e-4 * top, key
+
+
+def test_gradients_through_a_packed_base_are_the_slope() -> None:
+    graph, given, _ = adapted(DTYPES["q4_K"])
+    exact = {n: v.astype(np.float64) for n, v in given.items()}
+    made = pt.interpret(graph, exact)
+    random = np.random.default_rng(11)
+    way = {n: random.standard_normal(v.shape) for n, v in exact.items()}
+    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), exact, way)
+    checks.is_slope(measured, {n: made[f"d/{n}"] * v for n, v in way.items()}, "packed base")
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+SHAPE = transformer.Config(len(TOKENS), 128, 256, 12, 1024, 4, 4)
+READ = """
+import sys
+from packtrain import kernels
+from packtrain.generate import Generator
+from packtrain.memory import private_nbytes
+from packtrain.models.file import open_model
+
+kernels.load_all()
+Generator.of(open_model(sys.argv[1]), 40).feed([1, 2, 3] * 8)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_weights_of_a_file_take_no_private_memory(tmp_path: Path) -> None:
+    """Looked at from outside: a model of so many MiB makes a process grow by its activations and no more."""
+    grown = []
+    for blocks in (1, SHAPE.block_count):
+        config = replace(SHAPE, block_count=blocks)
+        packed = {n: stored(v, BLOCK_TYPES["q8_0"]) for n, v in transformer.initial(config).items()}
+        path = tmp_path / f"{blocks}.gguf"
+        write(path, metadata(config, "small") | vocabulary(), packed)
+        with subprocess.Popen(
+            [sys.executable, "-c", READ, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child:
+            assert child.stdin and child.stdout and child.stdout.readline() == b"ready\n"
+            grown.append(private_nbytes_of(child.pid))
+            child.stdin.write(b"\n")
+    weights = 11 * sum(v.nbytes for n, v in packed.items() if n.startswith("blk.0."))
+    assert grown[1] - grown[0] < weights / 4, f"{grown[1] - grown[0]:,} of {weights:,} bytes"
+
+
+def stored(values: np.ndarray, dtype: Dtype) -> np.ndarray:
+    return quantize(values, dtype) if values.ndim > 1 else values

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from packtrain.commands import demo, evaluate, generate, inspect, plan, quantize, train
+from packtrain.commands import convert, demo, evaluate, generate, inspect, plan, quantize, train
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.settings import add_flags, from_flags
 from packtrain.train.settings import TrainSettings, run_folder
@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "eval": (evaluate.Evaluate, evaluate.run),
     "inspect": (inspect.Inspect, inspect.run),
     "quantize": (quantize.Quantize, quantize.run),
+    "convert": (convert.Convert, convert.run),
 }
 INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 

@@ -27,6 +27,7 @@ LAYERS = {
     "graph": "dtypes tensor",
     "kernels": "",
     "quant": "dtypes kernels",
+    "convert": "dtypes errors files gguf tokenizer quant",
     "ops": "dtypes tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
     "interpret": "dtypes tensor graph",
@@ -50,7 +51,7 @@ LAYERS = {
     "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
     " corpus cost recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
-    " tokenizer vocabulary corpus cost recompute models sample generate watch train",
+    " tokenizer vocabulary convert corpus cost recompute models sample generate watch train",
     "version": "",
     "cli": "errors settings commands train version",
     "__main__": "cli",
@@ -59,6 +60,7 @@ OUTSIDE = {
     "kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"},
     "settings": {"yaml"},
     "vocabulary": {"numpy", "sentencepiece"},
+    "convert": {"numpy", "sentencepiece"},
     "memory": {"psutil"},
     "watch": {"numpy", "rich"},
 }

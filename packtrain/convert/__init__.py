@@ -1,0 +1,77 @@
+"""Checkpoints in Hugging Face's layout (config.json, safetensors, tokenizer files) to GGUF files.
+
+A folder goes in, a file that llama.cpp loads comes out, tensor by tensor: no model is in memory as a whole.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from packtrain import quant
+from packtrain.convert.architectures import ARCHITECTURES, describe
+from packtrain.convert.checkpoint import open_checkpoint
+from packtrain.convert.tensors import Tensor
+from packtrain.convert.vocabulary import vocabulary_of
+from packtrain.dtypes import DTYPES, Dtype, f16, f32
+from packtrain.errors import InputError
+from packtrain.files import check_writable
+from packtrain.gguf import Deferred, Value, write
+
+__all__ = ["ARCHITECTURES", "AUTO", "FILE_TYPES", "convert"]
+
+AUTO = "auto"
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # llama.h, enum llama_ftype
+QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
+ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight")  # llama.cpp takes no others
+HALF_MOST = 65_504.0
+
+
+def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred | np.ndarray]:
+    """Write the checkpoint in `folder` to a GGUF file; what was written, by tensor name.
+
+    dtype  of the matrices, one of FILE_TYPES; AUTO keeps that of the checkpoint's embedding
+    Raises InputError for what cannot be converted, before anything is written.
+    """
+    check_writable(path, "-o")
+    checkpoint = open_checkpoint(folder)
+    found = describe(checkpoint)
+    chosen = str(found.tensors[0].sources[0].dtype) if dtype == AUTO else dtype
+    metadata = {
+        **found.metadata,
+        "general.type": Value("string", "model"),
+        "general.name": Value("string", folder.resolve().name),
+        "general.file_type": Value("u32", FILE_TYPES[chosen]),
+        "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
+        **vocabulary_of(checkpoint, found.vocab_size),
+    }
+    tensors: dict[str, Deferred | np.ndarray] = {**found.computed}
+    for tensor in found.tensors:
+        tensors[tensor.name] = _deferred(tensor, _stored_as(tensor, DTYPES[chosen]))
+    write(path, metadata, tensors)
+    return tensors
+
+
+def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:
+    """The type that a tensor gets: vectors stay f32, rows that are no whole blocks become f16."""
+    if len(tensor.shape) == 1 or tensor.name.endswith(ALWAYS_F32):
+        return f32
+    return f16 if tensor.shape[-1] % dtype.block else dtype
+
+
+def _deferred(tensor: Tensor, dtype: Dtype) -> Deferred:
+    def make() -> Iterator[np.ndarray]:
+        for values in tensor.values():
+            yield _packed(tensor, values, dtype)
+
+    return Deferred(dtype, tensor.shape, make)
+
+
+def _packed(tensor: Tensor, values: np.ndarray, dtype: Dtype) -> np.ndarray:
+    where = f"{tensor.sources[0].path}: {tensor.sources[0].name}"
+    largest = float(np.abs(values).max(initial=0))
+    if not np.isfinite(largest):
+        raise InputError(f"{where} has values that are not finite; weights must be numbers")
+    if dtype is f16 and largest > HALF_MOST:
+        raise InputError(f"{where} has values up to {largest:.3g}, beyond f16; write bf16 or f32")
+    return quant.quantize(values, dtype)

@@ -1,0 +1,143 @@
+"""Tensors of a safetensors checkpoint, one file or several with an index: mapped, with every bound checked.
+
+A file is a length in 8 bytes, that many bytes of JSON (name -> dtype, shape, data_offsets), and raw bytes. It is
+read here because that is all of the format; the package for it would bring nothing but another copy.
+"""
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.dtypes import Dtype, bf16, f16, f32
+from packtrain.errors import InputError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LENGTH_NBYTES, LONGEST = 8, 100_000_000  # the format's own limit of its header
+READABLE = {"F32": f32, "F16": f16, "BF16": bf16}
+# bytes of an element of every type of the format; more than half of them cannot be read as weights
+NBYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
+    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file; `array` maps it, as f32, f16 or records of bf16."""
+
+    path: Path
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    data: Any
+
+    @property
+    def dtype(self) -> Dtype:
+        if self.kind not in READABLE:
+            raise InputError(
+                f"{self.path}: {self.name} is of type {self.kind}; it must be F32, F16 or BF16"
+            )
+        return READABLE[self.kind]
+
+    def array(self) -> np.ndarray:
+        return np.ndarray(self.shape, self.dtype.numpy, self.data, self.start)
+
+
+def open_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the checkpoint in a folder, by name. Raises InputError."""
+    if (folder / SINGLE).exists():
+        return _open_file(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        raise InputError(
+            f"{folder}: there is no {SINGLE} and no {INDEX}; a checkpoint must be in safetensors files"
+        )
+    places = _places(folder / INDEX)
+    found: dict[str, Stored] = {}
+    for file in dict.fromkeys(places.values()):
+        found |= _open_file(folder / file)
+    missing = [name for name in places if name not in found]
+    if missing:
+        raise InputError(
+            f"{folder / places[missing[0]]}: tensor {missing[0]} is missing; {INDEX} says it is there"
+        )
+    return found
+
+
+def _places(path: Path) -> dict[str, str]:
+    """Tensor name -> file name, from an index."""
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+        raise InputError(f"{path}: weight_map must be an object of file names")
+    outside = [f for f in places.values() if Path(f).name != f]
+    if outside:
+        raise InputError(
+            f"{path}: {outside[0]!r} is no file of this folder; names without folders are needed"
+        )
+    return places
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file. Raises InputError."""
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: this is no JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(made, dict):
+        raise InputError(f"{path}: it must be a JSON object")
+    return made
+
+
+def _open_file(path: Path) -> dict[str, Stored]:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(LENGTH_NBYTES)
+            if len(head) < LENGTH_NBYTES:
+                raise InputError(f"{path}: {len(head)} bytes are no safetensors file")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
+    length = int.from_bytes(head, "little")
+    begin = LENGTH_NBYTES + length
+    if length > LONGEST or begin > len(data):
+        raise InputError(
+            f"{path}: its header is said to have {length} bytes, the file has {len(data)}"
+        )
+    try:
+        header = json.loads(data[LENGTH_NBYTES:begin])
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: its header is no JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: its header must be a JSON object")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, data, begin, name, about) for name, about in header.items()}
+
+
+def _entry(path: Path, data: Any, begin: int, name: str, about: Any) -> Stored:
+    """One tensor of the header, checked against the file."""
+    about = about if isinstance(about, dict) else {}
+    kind, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if kind not in NBYTES:
+        raise InputError(
+            f"{path}: {name}: dtype is {kind!r}; it must be one of {', '.join(NBYTES)}"
+        )
+    if not (_sizes(shape) and _sizes(offsets) and len(offsets) == 2):
+        raise InputError(f"{path}: {name}: shape and data_offsets must be lists of sizes")
+    first, last = offsets
+    nbytes = math.prod(shape) * NBYTES[kind]
+    if last - first != nbytes or begin + last > len(data):
+        raise InputError(
+            f"{path}: {name}: bytes {first} to {last} of {len(data) - begin} cannot hold {kind}{shape}"
+        )
+    return Stored(path, name, kind, tuple(shape), begin + first, data)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)

@@ -1,0 +1,396 @@
+"""Small random checkpoints in Hugging Face's layout, and what they compute, in float64 and in that layout's terms.
+
+The forward pass is written from the descriptions of the models: rotation by halves, norms as 1 + w, experts one by
+one. It shares no line with packtrain.
+"""
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+Tensors = Mapping[str, np.ndarray]
+Config = dict[str, Any]
+V = 320
+BASE: Config = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "num_hidden_layers": 2, "vocab_size": V, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 24, "tie_word_embeddings": True}
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "long_factor": [1 + i / 4 for i in range(8)],
+    "short_factor": [1 + i / 8 for i in range(8)],
+}  # fmt: skip
+# the class of the model, and how its config differs from BASE
+KINDS: dict[str, Config] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "llama 3": {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA_3},
+    "llama linear": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": True, "tie_word_embeddings": True,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 24},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "mistral3": {
+        "architectures": ["Ministral3ForCausalLM"], "head_dim": 24, "rope_theta": None, "rope_parameters": YARN,
+    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "gemma": {"architectures": ["GemmaForCausalLM"], **GEMMA},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"], **GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 4,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], **GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 4,
+        "num_hidden_layers": 6, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"], "rope_scaling": LONG, "original_max_position_embeddings": 512,
+        "max_position_embeddings": 1024,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"], "tie_word_embeddings": True, "num_hidden_layers": 4,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
+    },
+}  # fmt: skip
+
+
+def config_of(kind: str) -> Config:
+    return BASE | KINDS[kind]
+
+
+def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights, large enough that a wrong variant shows."""
+    rng, made = np.random.default_rng(seed), {}
+    for name, shape in shapes(config).items():
+        value = rng.standard_normal(shape)
+        if name.endswith("norm.weight") or "layernorm" in name:
+            value = value * 0.3 + (0 if "Gemma" in config["architectures"][0] else 1)
+        elif len(shape) > 1:
+            value *= 1.5 / math.sqrt(shape[-1])
+        made[name] = value.astype(np.float32)
+    return made
+
+
+def head_width(config: Config) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    kind, c, f, d = (
+        config["architectures"][0],
+        config["hidden_size"],
+        config["intermediate_size"],
+        head_width(config),
+    )
+    q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    block: dict[str, tuple[int, ...]] = {"input_layernorm": (c,), "post_attention_layernorm": (c,)}
+    if kind in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+        block |= {"pre_feedforward_layernorm": (c,), "post_feedforward_layernorm": (c,)}
+    if kind in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"):
+        block |= {"self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
+    if kind == "Phi3ForCausalLM":
+        block |= {"self_attn.qkv_proj": (q + 2 * kv, c), "mlp.gate_up_proj": (2 * f, c)}
+    else:
+        block |= {
+            "self_attn.q_proj": (q, c),
+            "self_attn.k_proj": (kv, c),
+            "self_attn.v_proj": (kv, c),
+        }
+    block["self_attn.o_proj"] = (c, q)
+    if kind == "MixtralForCausalLM":
+        block["block_sparse_moe.gate"] = (config["num_local_experts"], c)
+        for e in range(config["num_local_experts"]):
+            for name, shape in (("w1", (f, c)), ("w2", (c, f)), ("w3", (f, c))):
+                block[f"block_sparse_moe.experts.{e}.{name}"] = shape
+    else:
+        block["mlp.down_proj"] = (c, f)
+        if kind != "Phi3ForCausalLM":
+            block |= {"mlp.gate_proj": (f, c), "mlp.up_proj": (f, c)}
+    made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], c)}
+    for i in range(config["num_hidden_layers"]):
+        made |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+        for part in biased(config):
+            made[f"model.layers.{i}.self_attn.{part}_proj.bias"] = block[f"self_attn.{part}_proj"][
+                :1
+            ]
+    made["model.norm.weight"] = (c,)
+    if not config["tie_word_embeddings"]:
+        made["lm_head.weight"] = (config["vocab_size"], c)
+    return made
+
+
+def biased(config: Config) -> str:
+    if config["architectures"][0] == "Qwen2ForCausalLM":
+        return "qkv"
+    return "qkvo" if config.get("attention_bias") else ""
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def write_safetensors(path: Path, tensors: Tensors, kind: str = "F32") -> None:
+    """The format: a length, a JSON header, bytes."""
+    header, parts, at = {}, [], 0
+    for name, value in tensors.items():
+        raw = value.astype("<f4")
+        if kind == "BF16":
+            raw = (raw.view("<u4") >> 16).astype("<u2")
+        data = raw.astype("<f2").tobytes() if kind == "F16" else raw.tobytes()
+        header[name] = {
+            "dtype": kind,
+            "shape": list(value.shape),
+            "data_offsets": [at, at + len(data)],
+        }
+        parts.append(data)
+        at += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
+
+
+@cache
+def sentencepiece_model() -> bytes:
+    """A SentencePiece model of at most V - 10 tokens."""
+    words = [f"{a}{b}{c}" for a in "bcdfgh" for b in "aeiou" for c in "lmnrst"]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(words[i::7]) for i in range(7)]), model_writer=model, model_type="bpe",
+        vocab_size=V - 10, hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, num_threads=1, minloglevel=4,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def write_checkpoint(
+    folder: Path, kind: str = "llama", **changes: Any
+) -> tuple[Config, dict[str, np.ndarray]]:
+    """A folder with a model of a kind, its config changed so, and a SentencePiece vocabulary."""
+    config = config_of(kind) | changes
+    tensors = tensors_of(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+    write_safetensors(folder / "model.safetensors", tensors)
+    return config, tensors
+
+
+def byte_characters() -> list[str]:
+    """The visible character that stands for each byte in byte-level vocabularies."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in shown]
+    table = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [table[b] for b in range(256)]
+
+
+def bpe_tokenizer(pattern: str, *, ignore_merges: bool = False) -> dict[str, Any]:
+    """A tokenizer.json: bytes, five merges, two special tokens."""
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("\u0120", "w"), ("o", "r")]
+    tokens = byte_characters() + [left + right for left, right in merges]
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    begin = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
+    return {
+        "model": {
+            "type": "BPE", "vocab": {text: id for id, text in enumerate(tokens)}, "ignore_merges": ignore_merges,
+            "merges": [list(pair) for pair in merges],
+        },
+        "added_tokens": [
+            {"id": len(tokens), "content": "<|begin|>", "special": True},
+            {"id": len(tokens) + 1, "content": "<|eot_id|>", "special": True},
+            {"id": len(tokens) + 2, "content": "<tool>", "special": False},
+        ],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, {"type": "ByteLevel", "use_regex": False}]},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        },
+    }  # fmt: skip
+
+
+# ---- the forward pass --------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A checkpoint's forward pass, one sequence without a cache."""
+
+    def __init__(self, config: Config, tensors: Tensors) -> None:
+        self.config, self.kind = config, config["architectures"][0]
+        self.w = {name: value.astype(np.float64) for name, value in tensors.items()}
+        self.gemma = self.kind.startswith("Gemma")
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        h = self.w["model.embed_tokens.weight"][tokens]
+        if self.gemma:
+            h = h * math.sqrt(self.config["hidden_size"])
+        for i in range(self.config["num_hidden_layers"]):
+            h = self.block(i, h)
+        x = (
+            self.norm("model.norm", h)
+            @ self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"]).T
+        )
+        cap = self.config.get("final_logit_softcapping")
+        return cap * np.tanh(x / cap) if cap else x
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        weight = self.w[f"{name}.weight"] + (1 if self.gemma else 0)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * weight
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0)
+
+    def block(self, i: int, h: np.ndarray) -> np.ndarray:
+        at = f"model.layers.{i}"
+        y = self.attention(i, self.norm(f"{at}.input_layernorm", h))
+        if self.kind in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+            h = h + self.norm(f"{at}.post_attention_layernorm", y)
+            y = self.feed_forward(at, self.norm(f"{at}.pre_feedforward_layernorm", h))
+            return h + self.norm(f"{at}.post_feedforward_layernorm", y)
+        h = h + y
+        return h + self.feed_forward(at, self.norm(f"{at}.post_attention_layernorm", h))
+
+    def feed_forward(self, at: str, x: np.ndarray) -> np.ndarray:
+        if self.kind == "MixtralForCausalLM":
+            return self.experts(f"{at}.block_sparse_moe", x)
+        if self.kind == "Phi3ForCausalLM":
+            gate, up = np.split(self.linear(f"{at}.mlp.gate_up_proj", x), 2, -1)
+        else:
+            gate, up = self.linear(f"{at}.mlp.gate_proj", x), self.linear(f"{at}.mlp.up_proj", x)
+        act = gelu(gate) if self.gemma else silu(gate)
+        return self.linear(f"{at}.mlp.down_proj", act * up)
+
+    def experts(self, at: str, x: np.ndarray) -> np.ndarray:
+        p = softmax(self.linear(f"{at}.gate", x))
+        y = np.zeros_like(x)
+        for t in range(len(x)):
+            chosen = np.argsort(-p[t])[: self.config["num_experts_per_tok"]]
+            for e in chosen:
+                one = f"{at}.experts.{e}"
+                hidden = silu(self.linear(f"{one}.w1", x[t])) * self.linear(f"{one}.w3", x[t])
+                y[t] += p[t, e] / p[t, chosen].sum() * self.linear(f"{one}.w2", hidden)
+        return y
+
+    def attention(self, i: int, x: np.ndarray) -> np.ndarray:
+        c, at, time = self.config, f"model.layers.{i}.self_attn", len(x)
+        heads, kv, d = c["num_attention_heads"], c["num_key_value_heads"], head_width(c)
+        if self.kind == "Phi3ForCausalLM":
+            q, k, v = np.split(self.linear(f"{at}.qkv_proj", x), [heads * d, (heads + kv) * d], -1)
+        else:
+            q, k, v = (self.linear(f"{at}.{name}_proj", x) for name in "qkv")
+        q, k, v = (t.reshape(time, -1, d) for t in (q, k, v))
+        if self.kind in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"):
+            q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
+        sliding = self.sliding(i)
+        if not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):
+            angles, scale = self.rotation(time, sliding)
+            q, k = turned(q, angles, scale), turned(k, angles, scale)
+        if self.kind == "Ministral3ForCausalLM":
+            rope = c["rope_parameters"]
+            steps = np.floor(np.arange(time) / rope["original_max_position_embeddings"])
+            q = q * (1 + rope["llama_4_scaling_beta"] * np.log(1 + steps))[:, None, None]
+        back = np.arange(time)[:, None] - np.arange(time)
+        hidden = (back < 0) | (back >= c["sliding_window"]) if sliding else back < 0
+        y = np.empty_like(q)
+        for j in range(heads):
+            scores = (
+                q[:, j] @ k[:, j * kv // heads].T / math.sqrt(c.get("query_pre_attn_scalar", d))
+            )
+            if cap := c.get("attn_logit_softcapping"):
+                scores = cap * np.tanh(scores / cap)
+            y[:, j] = softmax(np.where(hidden, -np.inf, scores)) @ v[:, j * kv // heads]
+        return self.linear(f"{at}.o_proj", y.reshape(time, -1))
+
+    def sliding(self, i: int) -> bool:
+        """Whether a block's attention has a window."""
+        if self.kind == "Gemma2ForCausalLM":
+            return i % 2 == 0
+        return self.kind == "Gemma3ForCausalLM" and i % 6 != 5
+
+    def rotation(self, time: int, sliding: bool) -> tuple[np.ndarray, float]:
+        """Angles (T, D / 2), and what cosines and sines are multiplied with."""
+        c, d = self.config, head_width(self.config)
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        base = rope.get("rope_theta") or c["rope_theta"]
+        if sliding and self.kind == "Gemma3ForCausalLM":
+            base, rope = c["rope_local_base_freq"], {}
+        inverse, scale = base ** (-np.arange(0, d, 2) / d), 1.0
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "linear":
+            inverse = inverse / rope["factor"]
+        elif kind == "llama3":
+            inverse = llama_3(inverse, rope)
+        elif kind == "yarn":
+            inverse = yarn(inverse, rope, base, d)  # mscale / mscale_all_dim is 1
+        elif kind == "longrope":
+            inverse = inverse / np.array(rope["short_factor"])
+            original = c["original_max_position_embeddings"]
+            longer = c["max_position_embeddings"] / original
+            scale = math.sqrt(1 + math.log(longer) / math.log(original))
+        return np.arange(time)[:, None] * inverse, scale
+
+
+def llama_3(inverse: np.ndarray, rope: Config) -> np.ndarray:
+    original, made = rope["original_max_position_embeddings"], []
+    for f in inverse:
+        wave = 2 * math.pi / f
+        if wave < original / rope["high_freq_factor"]:
+            made.append(f)
+        elif wave > original / rope["low_freq_factor"]:
+            made.append(f / rope["factor"])
+        else:
+            spread = rope["high_freq_factor"] - rope["low_freq_factor"]
+            smooth = (original / wave - rope["low_freq_factor"]) / spread
+            made.append((1 - smooth) * f / rope["factor"] + smooth * f)
+    return np.array(made)
+
+
+def yarn(inverse: np.ndarray, rope: Config, base: float, d: int) -> np.ndarray:
+    def dimension(turns: float) -> float:
+        return (
+            d
+            * math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi))
+            / (2 * math.log(base))
+        )
+
+    low, high = (
+        max(math.floor(dimension(rope["beta_fast"])), 0),
+        min(math.ceil(dimension(rope["beta_slow"])), d - 1),
+    )
+    ramp = np.clip((np.arange(d // 2) - low) / max(high - low, 0.001), 0, 1)
+    return inverse / rope["factor"] * ramp + inverse * (1 - ramp)
+
+
+def turned(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
+    """Rotation by halves: element i of a head goes with element i + D / 2."""
+    cos, sin = (np.concatenate([f(angles)] * 2, -1)[:, None] * scale for f in (np.cos, np.sin))
+    first, second = np.split(x, 2, -1)
+    return x * cos + np.concatenate([-second, first], -1) * sin
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)

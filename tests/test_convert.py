@@ -1,0 +1,338 @@
+"""Hugging Face's checkpoints become GGUF files that compute the same; what is not sound is refused in a line."""
+
+import json
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from packtrain import quant
+from packtrain.cli import main
+from packtrain.convert import convert, pretokenizer
+from packtrain.errors import InputError
+from packtrain.generate import Generator
+from packtrain.gguf import GGUF
+from packtrain.models.file import open_model
+from packtrain.run import Session
+from packtrain.tokenizer import Tokenizer
+from tests import hugging_face
+from tests.hugging_face import write_checkpoint, write_safetensors
+
+TOKENS = np.random.default_rng(5).integers(3, 300, 24)
+TOLERANCE = 1e-4  # of the largest logit
+
+
+def converted(folder: Path, kind: str = "llama", dtype: str = "auto", **changes: Any) -> GGUF:
+    write_checkpoint(folder / "model", kind, **changes)
+    convert(folder / "model", folder / "model.gguf", dtype)
+    return GGUF(folder / "model.gguf")
+
+
+# ---- the model -------------------------------------------------------------------------------------------------
+
+
+def logits(path: Path, tokens: np.ndarray) -> np.ndarray:
+    """Logits after each token, through the cache."""
+    model, session = open_model(path), Session()
+    generator = Generator.of(model.config, session, len(tokens))
+    for name in model.names:
+        session.set({name: model.weight(name)})
+    return np.stack([generator.feed([int(t)]).copy() for t in tokens])
+
+
+@pytest.mark.parametrize("kind", hugging_face.KINDS)
+def test_a_converted_model_computes_what_the_checkpoint_does(kind: str, tmp_path: Path) -> None:
+    config, tensors = write_checkpoint(tmp_path / "model", kind)
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    want = hugging_face.Model(config, tensors).logits(TOKENS)
+    if kind != "llama":
+        pytest.skip("read when its architecture is")
+    got = logits(tmp_path / "model.gguf", TOKENS)
+    assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()
+
+
+def test_types_of_tensors(tmp_path: Path) -> None:
+    """Vectors and routers stay f32, rows that are no whole blocks become f16."""
+    write_checkpoint(tmp_path / "model", "mixtral", intermediate_size=72)
+    kinds = {}
+    for dtype in ("auto", "f16", "bf16", "q8_0"):
+        convert(tmp_path / "model", tmp_path / "model.gguf", dtype)
+        file = GGUF(tmp_path / "model.gguf")
+        names = "attn_norm", "ffn_gate_inp", "attn_q", "ffn_down_exps"
+        kinds[dtype] = [str(file.entries[f"blk.0.{name}.weight"].dtype) for name in names]
+    assert kinds == {
+        "auto": ["f32"] * 4,
+        "f16": ["f32", "f32", "f16", "f16"],
+        "bf16": ["f32", "f32", "bf16", "bf16"],
+        "q8_0": ["f32", "f32", "q8_0", "f16"],
+    }
+    assert file.entries["blk.1.ffn_down_exps.weight"].shape == (4, 64, 72)
+    assert file.metadata["general.file_type"] == 7
+    assert (file.metadata["llama.expert_count"], file.metadata["llama.expert_used_count"]) == (4, 2)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_halves_are_kept_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    _, tensors = write_checkpoint(tmp_path / "model", "qwen3")
+    write_safetensors(tmp_path / "model/model.safetensors", tensors, kind)
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    file = GGUF(tmp_path / "model.gguf")
+    name = "blk.1.attn_q.weight"
+    assert str(file.entries[name].dtype) == kind.lower()
+    write_safetensors(tmp_path / "half.safetensors", tensors, kind)
+    value = tensors["model.layers.1.self_attn.q_proj.weight"]
+    halves = value.astype("<f2").view("<u2") if kind == "F16" else (value.view("<u4") >> 16)
+    np.testing.assert_array_equal(file.array(name).view("<u2").reshape(value.shape), halves)
+
+
+def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+    whole = converted(tmp_path)
+    _, tensors = write_checkpoint(tmp_path / "shards")
+    (tmp_path / "shards/model.safetensors").unlink()
+    names, places = list(tensors), {}
+    for i, part in enumerate((names[:7], names[7:])):
+        file = f"model-{i}.safetensors"
+        write_safetensors(tmp_path / "shards" / file, {name: tensors[name] for name in part})
+        places |= dict.fromkeys(part, file)
+    index = tmp_path / "shards/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    convert(tmp_path / "shards", tmp_path / "shards.gguf")
+    got = GGUF(tmp_path / "shards.gguf")
+    assert list(got.entries) == list(whole.entries)
+    for name in got.entries:
+        np.testing.assert_array_equal(got.array(name), whole.array(name))
+
+
+def test_a_language_model_that_sees_is_converted_without_its_eyes(tmp_path: Path) -> None:
+    config, tensors = write_checkpoint(tmp_path / "model", "gemma3")
+    kinds = ["Gemma3ForConditionalGeneration"]
+    text = {"architectures": kinds, "text_config": {**config, "architectures": None}}
+    del text["text_config"]["architectures"]
+    (tmp_path / "model/config.json").write_text(json.dumps(text))
+    seeing = {f"language_model.{name}": value for name, value in tensors.items()}
+    seeing["vision_tower.weight"] = np.ones(3, np.float32)
+    write_safetensors(tmp_path / "model/model.safetensors", seeing)
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    assert "token_embd.weight" in GGUF(tmp_path / "model.gguf").entries
+
+
+def test_a_model_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", num_hidden_layers=12, intermediate_size=2048)
+    convert(tmp_path / "model", tmp_path / "model.gguf")  # what is loaded once is loaded
+    tracemalloc.start()
+    convert(tmp_path / "model", tmp_path / "model.gguf", "bf16")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.4 * (tmp_path / "model/model.safetensors").stat().st_size
+
+
+# ---- the vocabulary --------------------------------------------------------------------------------------------
+
+
+def test_ids_are_sentencepieces(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(converted(tmp_path).metadata)
+    model = sentencepiece.SentencePieceProcessor(model_proto=hugging_face.sentencepiece_model())
+    for text in ("bal cem  dis", "hor\nBAL é", ""):
+        assert tokenizer.encode(text, bos=False) == model.encode(text)
+    assert tokenizer.vocab_size == hugging_face.V
+    assert (tokenizer.bos, tokenizer.eos) == (1, 2)
+
+
+def test_scores_come_from_merges_where_there_is_no_sentencepiece_model(tmp_path: Path) -> None:
+    """A tokenizer.json made of the model's own pieces and merges gives the same ids."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=hugging_face.sentencepiece_model())
+    vocabulary = {model.id_to_piece(id): id for id in range(model.get_piece_size())}
+    merges = []
+    for piece in sorted(vocabulary, key=lambda p: -model.get_score(vocabulary[p])):
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        merges += [c for c in cuts if all(part in vocabulary for part in c)][:1]
+    fast = {
+        "model": {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "vocab": vocabulary,
+                  "merges": [" ".join(pair) for pair in merges]},
+        "added_tokens": [{"id": id, "content": text, "special": True}
+                         for id, text in enumerate(("<unk>", "<s>", "</s>"))],
+    }  # fmt: skip
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "model/tokenizer.model").unlink()
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(fast))
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    tokenizer = Tokenizer(GGUF(tmp_path / "model.gguf").metadata)
+    for text in ("bal cem  dis", "hor\nBAL é"):
+        assert tokenizer.encode(text, bos=False) == model.encode(text)
+
+
+def with_bpe(folder: Path, **changes: Any) -> Path:
+    """A checkpoint with a byte-level vocabulary."""
+    write_checkpoint(folder, "qwen2")
+    (folder / "tokenizer.model").unlink()
+    fast = hugging_face.bpe_tokenizer(pretokenizer.LLAMA_3, ignore_merges=True) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(fast))
+    about = {
+        "bos_token": {"content": "<|begin|>"}, "eos_token": "<|eot_id|>", "add_eos_token": False,
+        "chat_template": [{"name": "default", "template": "plain"}, {"name": "tool-use", "template": "tools"}],
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_a_byte_level_vocabulary(tmp_path: Path) -> None:
+    convert(with_bpe(tmp_path / "model"), tmp_path / "model.gguf")
+    found = GGUF(tmp_path / "model.gguf").metadata
+    tokenizer = Tokenizer(found)
+    ids = tokenizer.encode("hello wor<|eot_id|><tool>")
+    texts = [tokenizer.tokens[id].decode() for id in ids]
+    assert texts == ["<|begin|>", "hell", "o", "\u0120w", "or", "<|eot_id|>", "<tool>"]
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.add_eos) == (261, 262, False)
+    assert found["tokenizer.ggml.pre"] == "llama-bpe"
+    assert found["tokenizer.ggml.add_bos_token"] is True
+    assert found["tokenizer.chat_template"] == "plain"
+    assert found["tokenizer.chat_template.tool_use"] == "tools"
+    assert tokenizer.tokens[hugging_face.V - 1] == b"[PAD319]"
+
+
+BYTES = {"type": "ByteLevel", "use_regex": True}
+STEPS = {
+    "gpt-2": BYTES,
+    "smollm": {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
+    },
+    "qwen2": {"type": "Split", "pattern": {"Regex": pretokenizer.QWEN_2}},
+    "tekken": {"type": "Split", "pattern": {"Regex": pretokenizer.TEKKEN}},
+    "gpt-4o": {"type": "Split", "pattern": {"Regex": pretokenizer.GPT_4O}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_steps_of_a_tokenizer_have_a_name(name: str, tmp_path: Path) -> None:
+    given = {"pre_tokenizer": STEPS[name]}
+    assert pretokenizer.pretokenizer_name(tmp_path, given, False) == name
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------
+
+
+def change_config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def change_tensors(changed: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        tensors = hugging_face.tensors_of(hugging_face.config_of("llama"))
+        changed(tensors)
+        write_safetensors(folder / "model.safetensors", tensors)
+
+    return change
+
+
+def change_header(old: bytes, new: bytes) -> Callable[[Path], object]:
+    """Other bytes, as many, in the header of the tensors' file."""
+    assert len(old) == len(new)
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        assert old in raw
+        path.write_bytes(raw.replace(old, new, 1))
+
+    return change
+
+
+def cut(nbytes: int) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:nbytes])
+
+    return change
+
+
+def outside(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def without_vocabulary(folder: Path) -> None:
+    (folder / "tokenizer.model").unlink()
+
+
+def other_steps(folder: Path) -> None:
+    shutil.rmtree(folder)
+    with_bpe(folder, pre_tokenizer={"type": "Metaspace"})
+
+
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read: no such file"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it must be a JSON object"),
+    "unknown class": (change_config(architectures=["BertModel"]), "BertModel cannot be converted; what can: Llama"),
+    "no class": (change_config(architectures=None), "architectures must name the model's class"),
+    "quantized": (change_config(quantization_config={"bits": 4}), "only weights in f32, f16 or bf16"),
+    "activation": (change_config(hidden_act="relu"), "hidden_act is 'relu'; it must be 'silu' or 'swish'"),
+    "scaling": (change_config(rope_scaling={"type": "dynamic"}), "rope_scaling.type is 'dynamic'; it must be"),
+    "no factor": (change_config(rope_scaling={"type": "linear"}), "rope_scaling.factor is missing; it must be a num"),
+    "size": (change_config(hidden_size=-1), "hidden_size is -1; it must be a whole number from 1"),
+    "heads": (change_config(num_attention_heads=5), "num_attention_heads is 5; it must be a divisor of hidden_size"),
+    "more blocks": (change_config(num_hidden_layers=3), "tensor model.layers.2.input_layernorm.weight is missing"),
+    "fewer blocks": (change_config(num_hidden_layers=1), "is no part of the model that config.json describes"),
+    "missing": (change_tensors(lambda t: t.pop(NORM)), f"tensor {NORM} is missing; its shape is \\[64\\]"),
+    "unknown": (change_tensors(lambda t: t.update(more=t[NORM])), "tensor more is no part of the model"),
+    "shape": (
+        change_tensors(lambda t: t.update({NORM: t[NORM][:-1]})),
+        f"{NORM} has shape \\[63\\]; by config.json it must be \\[64\\]",
+    ),
+    "not a number": (change_tensors(lambda t: t[EMBEDDING].fill(np.nan)), "has values that are not finite"),
+    "type": (change_header(b'"F32"', b'"I32"'), "is of type I32; it must be F32, F16 or BF16"),
+    "other type": (change_header(b'"F32"', b'"X32"'), "dtype is 'X32'; it must be one of F64"),
+    "offset": (change_header(b"[0, ", b"[9, "), "bytes 9 to 81920 of .* cannot hold F32"),
+    "negative": (change_header(b"[320, 64]", b"[32, -64]"), "shape and data_offsets must be lists of sizes"),
+    "no header": (cut(4), "4 bytes are no safetensors file"),
+    "half a header": (cut(100), "its header is said to have .* bytes, the file has 100"),
+    "half a file": (cut(200_000), "of .* cannot hold F32"),
+    "header": (change_header(b'{"model', b'["model'), "its header is no JSON"),
+    "no tensors": (lambda f: (f / "model.safetensors").unlink(), "a checkpoint must be in safetensors files"),
+    "outside": (outside, "'../other.safetensors' is no file of this folder"),
+    "no vocabulary": (without_vocabulary, "there is no tokenizer.model and no tokenizer.json"),
+    "bad vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?" * 99), "this is no SentencePiece model"),
+    "steps": (other_steps, "pre_tokenizer cuts words by 'Metaspace'; only those of gpt-2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_sound_is_refused_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, line = REFUSED[name]
+    write_checkpoint(tmp_path / "model")
+    change(tmp_path / "model")
+    with pytest.raises(InputError, match=line):
+        convert(tmp_path / "model", tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+    assert main(["convert", str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_values_beyond_f16_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    change_tensors(lambda t: t[EMBEDDING].fill(70_000))(tmp_path / "model")
+    with pytest.raises(InputError, match="up to 7e\\+04, beyond f16; write bf16 or f32"):
+        convert(tmp_path / "model", tmp_path / "model.gguf", "f16")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "tiny-1.5")
+    assert main(["convert", str(tmp_path / "tiny-1.5"), "--type", "q8_0"]) == 0
+    path = tmp_path / "tiny-1.5.gguf"
+    size = f"{path.stat().st_size:,}"
+    assert capsys.readouterr().out == f"{path}: 21 tensors (16 q8_0, 5 f32), {size} bytes\n"
+    assert GGUF(path).metadata["general.name"] == "tiny-1.5"
+    assert quant.dequantize(GGUF(path).array("token_embd.weight")).shape == (hugging_face.V, 64)

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from packtrain import Executor, Graph, Session, Stopped, interpret
+from packtrain import Executor, Graph, Session, Stopped, interpret, ops
+from packtrain.dtypes import Dtype, f16, f32, i32
 from packtrain.models import transformer
 from packtrain.models.cache import FREE, CacheFull, Cells
 from packtrain.models.config import Config
+from packtrain.tensor import constant, input
 from tests.models import CONFIG, bind, logits, same_bits, values
 
 TOLERANCE = 1e-5  # of the largest logit
@@ -26,6 +28,7 @@ class Cached:
     sizes: tuple[int, ...] = (1, 8)
     config: Config = CONFIG
     cells: Cells = field(default_factory=lambda: Cells(CELLS))
+    cache: Dtype = f32
     session: Session = field(default_factory=Session)
     runs: dict[int, Executor] = field(default_factory=dict)
 
@@ -37,6 +40,7 @@ class Cached:
                 size,
                 len(self.cells.pos),
                 wanted=size,
+                cache=self.cache,
             )
             self.runs[size] = bind(Graph([made], handles), session=self.session)
         self.session.set(values(self.config))
@@ -202,6 +206,34 @@ def test_a_reply_stopped_between_two_ops_is_taken_back(after):
         model.runs[8](fed, stop=lambda: next(asked) >= after)
     model.cells.drop(0, since=8)
     assert close(model.say(0, tokens[8:]), full(tokens)[8:])
+
+
+@pytest.mark.parametrize(("time", "width"), [(1, 64), (3, 20), (17, 48), (90, 136)])
+def test_attention_reads_halves_as_the_values_they_are(time, width):
+    rng, cells = np.random.default_rng(time), 150
+    halves = rng.standard_normal((2, 1, cells, 2, width)).astype(np.float16)
+    pos = [constant("pos", cells - n + np.arange(n)[None], i32) for n in (time, cells)]
+    found = []
+    for dtype in (f16, f32):
+        k, v = (constant(n, x, dtype) for n, x in zip("kv", halves, strict=True))
+        q = input("q", (1, time, 6, width))
+        y = ops.attention(q, k, v, *pos, scale=width**-0.5, window=70, softcap=3.0)
+        run = bind(Graph({"y": y[0], "lse": y[1]}))
+        queries = np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
+        found.append(run({"q": queries}))
+    assert same_bits(*found)
+
+
+def test_a_cache_of_halves_is_near_and_rounds_to_nearest():
+    tokens, model = prompt(23, 1), Cached(cache=f16)
+    got = model.say(0, tokens)
+    assert 0 < np.abs(got - full(tokens)).max() < 5e-3
+    exact = Cached()
+    exact.say(0, tokens)
+    for name in ("cache.k.0", "cache.v.0"):
+        halves = model.session.get(name)
+        assert halves.dtype == np.float16
+        assert np.array_equal(halves, exact.session.get(name).astype(np.float16))
 
 
 def test_a_full_cache_refuses_and_takes_nothing():

@@ -1,0 +1,114 @@
+"""The parent's side: which template a file has, and a child that renders it."""
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import InputError
+
+SECONDS = 10.0
+KEY = "tokenizer.chat_template"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class TemplateError(InputError):
+    """A chat template that cannot be used, or messages that it does not take."""
+
+
+def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | None:
+    """The template of a GGUF file; the one for tools where there are some and it has one. None if it has none."""
+    names = [KEY, f"{KEY}.default"]
+    if tools:
+        names.insert(0, f"{KEY}.tool_use")
+    found = next((metadata[name] for name in names if name in metadata), None)
+    if found is not None and not isinstance(found, str):
+        raise TemplateError(f"{KEY} is no text; it must be a Jinja template")
+    return found
+
+
+class ChatTemplate:
+    """A template and the texts of its file's BOS and EOS tokens.
+
+    seconds  how long rendering may take, the start of the child included
+    """
+
+    def __init__(self, source: str, bos: str = "", eos: str = "", seconds: float = SECONDS) -> None:
+        self._source, self._seconds = source, seconds
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The text of a conversation. Raises TemplateError in one sentence, whatever the template does."""
+        variables = self._tokens | {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if self._child is None:
+            self._child = _start(self._source)
+            weakref.finalize(self, _end, self._child)
+        said = self._ask(self._child, json.dumps(variables).encode())
+        if len(said) > 1:
+            raise TemplateError(f"the chat template: {' '.join(said[1].split())}")
+        text: str = said[0]
+        return text
+
+    def _ask(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
+        """What the child answers; it is ended if it takes too long."""
+        assert child.stdin and child.stdout
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(self._seconds, end)
+        timer.start()
+        try:
+            child.stdin.write(line + b"\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            timer.cancel()
+        if answer:
+            said: list[str] = json.loads(answer)
+            return said
+        _end(child)
+        self._child = None
+        took = f"took longer than {self._seconds:g} s" if late.is_set() else "ended its process"
+        raise TemplateError(f"the chat template {took}")
+
+
+def _start(source: str) -> subprocess.Popen[bytes]:
+    # -P: the folder of the file is no place to import from
+    child = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("render.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdin
+    child.stdin.write(json.dumps(source).encode() + b"\n")
+    return child
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the process and close what leads to it."""
+    with suppress(BrokenPipeError), child:
+        child.kill()

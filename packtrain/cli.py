@@ -13,7 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from packtrain.commands import convert, demo, evaluate, generate, inspect, plan, quantize, train
+from packtrain.commands import (
+    chat,
+    convert,
+    demo,
+    evaluate,
+    generate,
+    inspect,
+    plan,
+    quantize,
+    train,
+)
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.settings import add_flags, from_flags
 from packtrain.train.settings import TrainSettings, run_folder
@@ -24,6 +34,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (TrainSettings, train.run),
     "plan": (plan.PlanSettings, plan.run),
     "generate": (generate.Generate, generate.run),
+    "chat": (chat.Chat, chat.run),
     "eval": (evaluate.Evaluate, evaluate.run),
     "inspect": (inspect.Inspect, inspect.run),
     "quantize": (quantize.Quantize, quantize.run),

@@ -7,6 +7,7 @@ reads files or prints.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -49,10 +50,12 @@ class Generator:
     """A model with a cache of `cells` tokens: feed it tokens, it gives the logits of the next one.
 
     runs  executors of its placements, the largest first
+    fed   the tokens in the cache, in order
     """
 
     def __init__(self, cells: int, runs: Mapping[int, Executor]) -> None:
         self.cells, self._runs = Cells(cells), runs
+        self.fed: list[int] = []
 
     @classmethod
     def of(cls, model: ModelFile, cells: int) -> "Generator":
@@ -67,9 +70,17 @@ class Generator:
         """How many more tokens fit."""
         return len(self.cells.pos) - self.cells.length
 
-    def forget(self) -> None:
-        """Begin a new text."""
-        self.cells.drop(SEQUENCE)
+    def forget(self, since: int = 0) -> None:
+        """Drop what was fed from place `since` on; the text goes on from there."""
+        self.cells.drop(SEQUENCE, since)
+        del self.fed[since:]
+
+    def resume(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Keep what the cache has of the beginning of a text; the tokens that are to be fed, one at least."""
+        same = (a == b for a, b in zip(self.fed, tokens[:-1], strict=False))
+        known = sum(takewhile(bool, same))
+        self.forget(known)
+        return tokens[known:]
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits (V,) after the last of these tokens, of which there must be one or more."""
@@ -83,7 +94,9 @@ class Generator:
         size = next(size for size in self._runs if size <= len(tokens))
         ids, seqs = np.array(tokens[:size], np.int32), np.full(size, SEQUENCE, np.int32)
         fed = self.cells.feed(ids, seqs, np.array([size - 1], np.int32))
-        return self._runs[size](fed)["logits"][0], tokens[size:]
+        logits = self._runs[size](fed)["logits"][0]
+        self.fed += tokens[:size]
+        return logits, tokens[size:]
 
 
 @dataclass(slots=True)
@@ -159,8 +172,7 @@ class Reply:
 
     def _tokens(self) -> Iterator[int]:
         """Tokens until one of the ends but a stop text, which only the text shows."""
-        self._generator.forget()
-        waiting: Sequence[int] = self.prompt
+        waiting = self._generator.resume(self.prompt)
         while not self._over():
             speed = self.writing if self.ids else self.reading
             began = time.perf_counter()

@@ -109,6 +109,19 @@ def test_a_seed_gives_the_same_text_again_and_for_any_cutting() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_text_that_goes_on_is_fed_from_where_it_differs() -> None:
+    given, tokens = values(CONFIG), list(range(20, 44))
+    made = generator(CONFIG, given, 32)
+    made.feed(tokens)
+    other = [*tokens[:9], 5, 6, 7]
+    for text, new in ((other, 3), (other, 1), ([9, 8], 2)):
+        left = made.resume(text)
+        assert len(left) == new
+        want = numpy_llama.logits(CONFIG, given, np.array(text))[-1]
+        assert np.abs(made.feed(left) - want).max() < TOLERANCE
+        assert made.fed == text and made.room == 32 - len(text)
+
+
 # ---- ends: a model that says what it is told to
 
 
@@ -123,8 +136,9 @@ class Parrot:
     def room(self) -> int:
         return self.size - len(self.fed)
 
-    def forget(self) -> None:
+    def resume(self, tokens: Sequence[int]) -> Sequence[int]:
         self.fed.clear()
+        return tokens
 
     def step(self, tokens: Sequence[int]) -> tuple[np.ndarray, Sequence[int]]:
         self.fed.append(tokens[0])

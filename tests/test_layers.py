@@ -52,7 +52,7 @@ LAYERS = {
     "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
     " corpus cost recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
-    " tokenizer vocabulary convert corpus cost recompute models sample generate watch train",
+    " tokenizer vocabulary convert corpus cost recompute models sample generate template watch train",
     "version": "",
     "cli": "errors settings commands train version",
     "__main__": "cli",

@@ -1,0 +1,180 @@
+"""The chat command: what the model is given in each turn, what goes through it again, and how a conversation ends."""
+
+import io
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from packtrain.commands import chat
+from packtrain.commands.chat import Chat, Talk
+from packtrain.errors import InputError
+from packtrain.gguf import Value
+from packtrain.models.file import open_model
+from packtrain.template import TemplateError
+from tests.test_model_file import CONFIG, save
+
+Capture = pytest.CaptureFixture[str]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
+    "{{ m.role[0] }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chat") / "m.gguf"
+    template = {"tokenizer.chat_template": Value("string", TEMPLATE)}
+    save(path, replace(CONFIG, context_length=128), extra=template)
+    return path
+
+
+def settings(model: Path, **more: object) -> Chat:
+    return Chat(model, temp=0.0, n_predict=5, **more)  # type: ignore[arg-type]
+
+
+def spoken(given: Chat, lines: str, monkeypatch: pytest.MonkeyPatch, terminal: bool = False) -> int:
+    typed = io.StringIO(lines)
+    monkeypatch.setattr(typed, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdin", typed)
+    return chat.run(given)
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What each answer was made from: its text, and how many of its tokens went through the model."""
+    seen: list[tuple[str, int]] = []
+    before = Talk._reply
+
+    def note(self: Talk, ids: list[int], limits: object) -> object:
+        cached = list(self._generator.fed)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(cached, ids, strict=False)) if a != b), len(cached)
+        )
+        seen.append((self._tokenizer.decode(ids, special=True), len(ids) - min(same, len(ids) - 1)))
+        return before(self, ids, limits)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Talk, "_reply", note)
+    return seen
+
+
+def test_a_conversation(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
+) -> None:
+    assert spoken(settings(model, system="be good"), "the cat\n\n a dog \n", monkeypatch) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert [text for text, _ in prompts] == [
+        "<s>s be good\nu the cat\na ",
+        f"<s>s be good\nu the cat\na {first.strip()}\nu a dog\na ",
+    ]
+    # the second time only the new message is fed, and the one token of the answer that the model has not seen
+    assert prompts[1][1] < 20 < len(open_model(model).tokenizer().encode(prompts[1][0]))
+    assert len(second) > 0
+
+
+def test_answers_are_those_of_a_fresh_model(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoken(settings(model), "a b\nc d\n", monkeypatch)
+    second = capsys.readouterr().out.splitlines()[1]
+    talk = Talk(settings(model), open_model(model))
+    spoken(settings(model), "a b\n", monkeypatch)
+    talk.messages += [{"role": "user", "content": "a b"}]
+    talk.messages += [{"role": "assistant", "content": capsys.readouterr().out.strip()}]
+    talk.answer("c d")
+    assert capsys.readouterr().out.splitlines() == [second]
+
+
+def test_commands(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
+) -> None:
+    lines = "/regen\nabc\n/regen\n/clear\nd\n/what is it\n/help\n/exit\nnever\n"
+    assert spoken(replace(settings(model, seed=3), temp=5.0), lines, monkeypatch) == 0
+    out, said = capsys.readouterr()
+    assert [text for text, _ in prompts] == ["<s>u abc\na ", "<s>u abc\na ", "<s>u d\na "]
+    first, again, _ = out.splitlines()
+    assert first != again
+    assert "no message to answer" in said and "/what is no command" in said
+    assert "/regen  another answer" in said
+
+
+def test_a_full_context_is_said_and_can_be_cleared(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "a b c d e f g h"
+    given = replace(settings(model, ctx=24), n_predict=-1)
+    assert spoken(given, f"a\n{long}\n/clear\n{long}\n", monkeypatch, terminal=True) == 0
+    said = capsys.readouterr().err
+    assert said.count("the context of 24 tokens is full") == 2
+    assert "tokens and the context 24; /clear begins a new one, --ctx makes room for more" in said
+    with pytest.raises(InputError, match="and the context 24; /clear"):
+        spoken(given, f"a\n{long}\n", monkeypatch)
+
+
+def test_a_message_that_the_template_refuses_is_left_out(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
+) -> None:
+    assert spoken(settings(model), "no\nyes\n", monkeypatch, terminal=True) == 0
+    assert "the chat template: not that" in capsys.readouterr().err
+    assert [text for text, _ in prompts] == ["<s>u yes\na "]
+    with pytest.raises(TemplateError, match="not that"):
+        spoken(settings(model), "no\nyes\n", monkeypatch)
+
+
+def test_without_a_template_chatml_is_used_and_said(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[str, int]]
+) -> None:
+    save(tmp_path / "m.gguf", replace(CONFIG, context_length=256))
+    assert spoken(settings(tmp_path / "m.gguf"), "hi\n", monkeypatch) == 0
+    assert "has no chat template; ChatML is used" in capsys.readouterr().err
+    assert prompts[0][0] == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_ends_an_answer(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    before, write_out, written = signal.getsignal(signal.SIGINT), chat.write, list[str]()
+
+    def then_stop(text: str) -> None:
+        write_out(text)
+        written.append(text)
+        if text.strip() and not "".join(written[:-1]).strip():  # the first there is
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(chat, "write", then_stop)
+    given = replace(settings(model), n_predict=60)
+    # on a terminal the conversation goes on; in a script nobody is there to go on
+    assert spoken(given, "a\nb\n", monkeypatch, terminal) == (0 if terminal else 130)
+    assert (len("".join(written)) > 30) == terminal  # only the first answer is cut
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_leaves(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(text: str) -> None:
+        if text.strip():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(chat, "write", twice)
+    assert (
+        spoken(replace(settings(model), n_predict=60), "a\nb\n", monkeypatch, terminal=True) == 130
+    )
+
+
+def test_ctrl_c_at_the_prompt_leaves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ctrl_c(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", ctrl_c)
+    assert spoken(settings(model), "", monkeypatch, terminal=True) == 130
+
+
+def test_text_that_is_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    with pytest.raises(InputError, match="standard input is no UTF-8"):
+        chat.run(settings(model))

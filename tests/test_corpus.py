@@ -131,7 +131,7 @@ def test_borders_of_pieces_change_no_token(
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["llama-spm", "phi-3"])
+@pytest.mark.parametrize("name", ["llama-spm", "phi-3", "gpt-2", "llama-bpe"])
 def test_pieces_of_real_vocabularies(name: str):
     metadata = gguf.GGUF(SHARED / f"tokenizers/ggml-vocab/ggml-vocab-{name}.gguf").metadata
     text = (SHARED / "text/wikitext-2-raw/wiki.test.raw").read_bytes()[:20_000].decode()
@@ -140,6 +140,15 @@ def test_pieces_of_real_vocabularies(name: str):
         pieces = (text[i : i + size] for i in range(0, len(text), size))
         ids = [id for part in Tokenizer(metadata).encode_pieces(pieces) for id in part]
         assert ids == Tokenizer(metadata).encode(text, bos=False, special=False)
+
+
+@needs_shared
+def test_byte_level_vocabularies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    vocab = SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-bpe.gguf"
+    texts = ["  It's 12345 o'clock\n\n\n\u4e2d\u6587\u3002\u2581 <|end_of_text|> x", "\U0001f600 a"]
+    monkeypatch.setattr(records, "CHUNK_NBYTES", 7)
+    found, _ = parts_of(one(tmp_path, "\n<|endoftext|>\n".join(texts)), vocab)
+    assert found == texts
 
 
 def test_json_lines(tmp_path: Path, vocab: Path):

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import packtrain as pt
 from packtrain.stop import stop_on_signals
 from packtrain.train.finite import FiniteGuard, NotFinite
 from packtrain.train.optim import AdamW, training
+
+ROOT = Path(pt.__file__).parents[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -65,3 +70,15 @@ def test_good_steps_reset_the_count_and_three_bad_ones_raise():
         guard.check(run(inputs), partial(run.diagnose, inputs))
     with pytest.raises(NotFinite, match="3 steps in a row"):
         guard.check(run(bad), lambda: run.diagnose(bad))
+
+
+def test_ctrl_c_during_imports_leaves_quietly(tmp_path: Path) -> None:
+    (tmp_path / "packtrain").mkdir()
+    (tmp_path / "packtrain/__init__.py").touch()
+    slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import nowhere"
+    (tmp_path / "packtrain/cli.py").write_text(slow)  # in the place of what takes a second
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import packtrain_command as p; p.main()"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

@@ -60,7 +60,8 @@ class SentencePieces:
     def _joins(self) -> set[str]:
         """Neighbours that stand side by side in some token; between all others no merge can ever happen."""
         tokens = BORDER.join(token.decode(errors="replace") for token in self.table.tokens)
-        return {a + b for a, b in pairwise(tokens.replace(" ", SPACE)) if BORDER not in (a, b)}
+        tokens = tokens.replace(" ", SPACE)
+        return {pair for pair in set(map(add, tokens, tokens[1:])) if BORDER not in pair}
 
     @cached_property
     def _has_words(self) -> bool:

@@ -117,7 +117,7 @@ def test_a_text_that_goes_on_is_fed_from_where_it_differs() -> None:
     for text, new in ((other, 3), (other, 1), ([9, 8], 2)):
         left = made.resume(text)
         assert len(left) == new
-        want = numpy_llama.logits(CONFIG, given, np.array(text))[-1]
+        want = independent(CONFIG, given).logits(np.array(text))[-1]
         assert np.abs(made.feed(left) - want).max() < TOLERANCE
         assert made.fed == text and made.room == 32 - len(text)
 

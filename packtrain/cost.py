@@ -109,6 +109,7 @@ PRODUCTS: dict[str, Callable[[Shape, Shape, Shape, list[bool]], float]] = {
     "matmul": _matmul,
     "matmul_id": _matmul,
     "matmul_back": _out_prod,
+    "matmul_id_back": _out_prod,
     "out_prod": _out_prod,
     "out_prod_id": _out_prod,
     "linear_cross_entropy": _head,

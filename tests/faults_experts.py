@@ -81,3 +81,21 @@ def weighted_rows_back_that_writes_dx_before_it_reads_x(patch: MonkeyPatch) -> N
             dweights[...] = (dy[..., None, :] * x[ids]).sum(-1)
 
     kernel(patch, "weighted_rows_back", lambda run: wrong)
+
+
+@fault("kernel", value("matmul_id_back"))
+def matmul_id_back_that_forgets_what_it_adds_to(patch: MonkeyPatch) -> None:
+    kernel(
+        patch, "matmul_id_back", lambda run: lambda dx, dy, w, ids, acc: run(dx, dy, w, ids, None)
+    )
+
+
+@fault("kernel", value("matmul_id"))
+def matmul_id_with_the_packed_matrix_of_the_last_expert(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def last(y, x, w, ids, acc):
+            run(y, x, w if w.dtype == np.float32 else np.repeat(w[-1:], len(w), 0), ids, acc)
+
+        return last
+
+    kernel(patch, "matmul_id", wrong)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import packtrain as pt
-from packtrain import kernels, ops
+from packtrain import kernels, ops, quant
 from tests import checks
 
 T, C, E, F = 40, 48, 6, 65  # tokens, width, experts, feed-forward width
@@ -88,6 +88,33 @@ def test_threads_change_no_bit() -> None:
     one = checks.run(block(2, True), values)
     kernels.set_threads(count)
     checks.same_bits(one, several, "threads")
+
+
+@pytest.mark.parametrize("dtype", [pt.dtypes.DTYPES["q8_0"], pt.f16], ids=str)
+def test_packed_experts_compute_what_their_values_do(dtype: pt.dtypes.Dtype) -> None:
+    """The gradient for x through packed matrices, for which there is none themselves."""
+    rng, shapes = (
+        np.random.default_rng(2),
+        {"gate": (E, 96, 64), "up": (E, 96, 64), "down": (E, 64, 96)},
+    )
+    values = {
+        name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()
+    }
+    given = {"x": rng.standard_normal((T, 64)), "gate_inp": rng.standard_normal((E, 64))}
+    given = {name: value.astype(np.float32) for name, value in given.items()}
+    made = []
+    for packed in (True, False):
+        x, router = (pt.input(name, value.shape) for name, value in given.items())
+        stored = [quant.quantize(value, dtype) for value in values.values()]
+        matrices = [
+            pt.constant("w", s, dtype) if packed else pt.constant("w", quant.dequantize(s))
+            for s in stored
+        ]
+        loss = ops.sum(ops.sqr(ops.experts(x, router, *matrices, used=2)))
+        slopes = pt.differentiate(loss, [x, router])
+        outputs = {"loss": loss} | {f"d/{t.label}": d for t, d in slopes.items()}
+        made.append(checks.run(pt.Graph(outputs), given))
+    checks.all_close(*made, f"{dtype} against f32", 2e-5)
 
 
 def test_equal_logits_go_to_the_lower_experts() -> None:

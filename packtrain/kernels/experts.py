@@ -5,9 +5,12 @@
 
 from numba import prange, types
 
+from packtrain.kernels.dequantize import packed2
 from packtrain.kernels.matmul import FEW_ROWS, SMALL, block, dot_rows, layout
+from packtrain.kernels.packed import columns, multiply_back
 from packtrain.kernels.simd import (
     LANES,
+    address,
     fma,
     ids1,
     in2,
@@ -27,7 +30,7 @@ out_ids1, out_ids2 = types.Array(types.int32, 1, "C"), types.Array(types.int32, 
 any_in3 = rank(3, "A", readonly=True)
 SERIAL = 1 << 14
 BLOCK = 1 << 13
-SIDE = 120  # columns of a product in a task, or rows of an outer product
+WIDE, HIGH = 128, 120  # columns of a product in a task, rows of an outer product
 
 
 # ---- choosing ------------------------------------------------------------------------------------------------
@@ -114,15 +117,15 @@ def first_of(ids, expert):
 
 @kernel(void(out2, in2, any_in3, ids1, types.boolean, i64))
 def matmul_id_task(y, x, w, ids, accumulate, task):
-    """SIDE columns of the rows of one expert."""
-    e, j = task % w.shape[0], task // w.shape[0] * SIDE
+    """WIDE columns of the rows of one expert."""
+    e, j = task % w.shape[0], task // w.shape[0] * WIDE
     start, stop = first_of(ids, e), first_of(ids, e + 1)
-    columns = w[e].T
-    if 0 < stop - start <= FEW_ROWS and layout(columns)[0] == 1:
-        end = min(j + SIDE, y.shape[1])
-        dot_rows(y[start:stop], x[start:stop], columns, accumulate, j, end)
+    turned = w[e].T
+    if 0 < stop - start <= FEW_ROWS and layout(turned)[0] == 1:
+        end = min(j + WIDE, y.shape[1])
+        dot_rows(y[start:stop], x[start:stop], turned, accumulate, j, end)
     else:
-        block(y[start:stop], x[start:stop], columns, accumulate, 0, stop - start, j, SIDE)
+        block(y[start:stop], x[start:stop], turned, accumulate, 0, stop - start, j, WIDE)
 
 
 @kernel(void(out2, in2, any_in3, ids1, types.boolean), parallel=True)
@@ -134,7 +137,7 @@ def matmul_id(y, x, w, ids, accumulate):
     ids  (N,)       i32, ascending
     y    (N, F)     f32
     """
-    tasks = -(-y.shape[1] // SIDE) * w.shape[0]
+    tasks = -(-y.shape[1] // WIDE) * w.shape[0]
     if y.size * x.shape[1] <= SMALL:
         for t in range(tasks):
             matmul_id_task(y, x, w, ids, accumulate, t)
@@ -143,12 +146,40 @@ def matmul_id(y, x, w, ids, accumulate):
         matmul_id_task(y, x, w, ids, accumulate, t)
 
 
+@kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean), parallel=True)
+def packed_matmul_id(y, x, kind, w, experts, ids, accumulate):
+    """As matmul_id, with w (E * F, row bytes) packed."""
+    high = w.shape[0] // experts
+    for t in prange(-(-high // WIDE) * experts):
+        e, j = t % experts, t // experts * WIDE
+        start, stop = first_of(ids, e), first_of(ids, e + 1)
+        if start < stop:
+            matrix, end = w[e * high : (e + 1) * high], min(j + WIDE, high)
+            columns(y[start:stop], x[start:stop], kind, matrix, accumulate, j, end)
+
+
+@kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean), parallel=True)
+def packed_matmul_id_back(dx, dy, unit, kind, w, experts, ids, accumulate):
+    """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) packed by `unit` columns."""
+    high, nbytes, k = w.shape[0] // experts, w.shape[1], dx.shape[1]
+    step = max(unit, WIDE)
+    for t in prange(-(-k // step) * experts):
+        e, c = t % experts, t // experts * step
+        start, stop = first_of(ids, e), first_of(ids, e + 1)
+        if start < stop:
+            multiply_back(
+                *(kind, stop - start, high, k, c, min(k, c + step)),
+                *(address(dy, start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
+                *(accumulate, address(dx, start * k), k),
+            )
+
+
 @kernel(void(out3, in2, in2, ids1, types.boolean, i64))
 def out_prod_id_task(y, a, b, ids, accumulate, task):
-    """SIDE rows of the product of one expert; zeros for one without rows."""
-    e, i = task % y.shape[0], task // y.shape[0] * SIDE
+    """HIGH rows of the product of one expert; zeros for one without rows."""
+    e, i = task % y.shape[0], task // y.shape[0] * HIGH
     start, stop = first_of(ids, e), first_of(ids, e + 1)
-    block(y[e], a[start:stop].T, b[start:stop], accumulate, i, SIDE, 0, y.shape[2])
+    block(y[e], a[start:stop].T, b[start:stop], accumulate, i, HIGH, 0, y.shape[2])
 
 
 @kernel(void(out3, in2, in2, ids1, types.boolean), parallel=True)
@@ -160,7 +191,7 @@ def out_prod_id(y, a, b, ids, accumulate):
     ids  (N,)       i32, ascending
     y    (E, P, Q)  f32
     """
-    tasks = -(-y.shape[1] // SIDE) * y.shape[0]
+    tasks = -(-y.shape[1] // HIGH) * y.shape[0]
     if max(a.shape[0], y.shape[0]) * y.shape[1] * y.shape[2] <= SMALL:
         for t in range(tasks):
             out_prod_id_task(y, a, b, ids, accumulate, t)

@@ -23,6 +23,7 @@ from packtrain.ops.elementwise import (
 from packtrain.ops.experts import (
     experts,
     matmul_id,
+    matmul_id_back,
     out_prod_id,
     weighted_rows,
     weighted_rows_back,
@@ -41,10 +42,10 @@ from packtrain.ops.update import accumulate, clip_gate, opt_step_adamw, opt_step
 __all__ = [
     "accumulate", "add", "attention", "attention_back", "broadcast_to", "clip_gate", "cont", "cross_entropy",
     "cross_entropy_back", "div", "dropout", "exp", "experts", "geglu", "geglu_back", "get_rows",
-    "get_rows_back", "group_rows", "linear_cross_entropy", "log", "matmul", "matmul_back", "matmul_id", "mul",
-    "narrow", "narrow_back", "neg", "opt_step_adamw", "opt_step_sgd", "out_prod", "out_prod_id", "permute",
-    "relu", "reshape", "rms_norm", "rms_norm_back", "rope", "rope_table", "scale", "set_rows", "sigmoid",
-    "silu", "silu_back", "soft_max", "soft_max_back", "sqr", "sqrt", "step", "sub", "sum", "sum_rows",
-    "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back", "tanh", "top_k", "transpose",
-    "weighted_rows", "weighted_rows_back", "zero_rows",
+    "get_rows_back", "group_rows", "linear_cross_entropy", "log", "matmul", "matmul_back", "matmul_id",
+    "matmul_id_back", "mul", "narrow", "narrow_back", "neg", "opt_step_adamw", "opt_step_sgd", "out_prod",
+    "out_prod_id", "permute", "relu", "reshape", "rms_norm", "rms_norm_back", "rope", "rope_table", "scale",
+    "set_rows", "sigmoid", "silu", "silu_back", "soft_max", "soft_max_back", "sqr", "sqrt", "step", "sub",
+    "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back", "tanh", "top_k",
+    "transpose", "weighted_rows", "weighted_rows_back", "zero_rows",
 ]  # fmt: skip

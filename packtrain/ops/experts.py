@@ -5,14 +5,15 @@ import math
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32, i32
+from packtrain.dtypes import BLOCK_TYPES, dtype_of, f16, f32, i32
 from packtrain.ops.activation import swiglu
-from packtrain.ops.arrays import rows, rows_or_absent, start_with
+from packtrain.ops.arrays import floats, packed, rows, rows_or_absent, start_with
 from packtrain.ops.index import get_rows
 from packtrain.ops.matmul import matmul
 from packtrain.ops.routing import check_ids, group_rows, take, top_k
 from packtrain.ops.shape import reshape, transpose
 from packtrain.ops.softmax import soft_max
+from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -33,8 +34,8 @@ def experts(
 
         x         (..., C)   f32
         gate_inp  (E, C)     f32
-        gate, up  (E, F, C)  f32
-        down      (E, C, F)  f32
+        gate, up  (E, F, C)  any readable type
+        down      (E, C, F)  any readable type
         acc, y    (..., C)   f32
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); llama.cpp's build_moe_ffn.
     """
@@ -60,7 +61,11 @@ def _check_order(op_name, ids, count):
 def _is_stack(index: int, t: Tensor) -> bool:
     """Whether w is a stack of matrices, each with one axis contiguous: a transposed view is as good."""
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
-    return index == 1 and ((column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n))
+    return (
+        index == 1
+        and t.dtype == f32
+        and ((column == 4 and row >= 4 * k) or (row == 4 and column >= 4 * n))
+    )
 
 
 @op(inplace=(3,), acc=3)
@@ -68,14 +73,14 @@ def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> S
     """Multiply each row of x by the matrix of its expert: y[i] = w[ids[i]] @ x[i] (+ acc[i]). ggml_mul_mat_id.
 
     x    (N, K)     f32
-    w    (E, F, K)  f32; a transposed view is as good
+    w    (E, F, K)  any readable type; of f32 a transposed view is as good
     ids  (N,)       i32, ascending: rows of one expert are multiplied at once
     y    (N, F)     f32
     """
     fits = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[-1] == w.shape[-1]
     want(
-        fits and x.dtype == f32 and w.dtype == f32,
-        f"x is {x.spec} and w is {w.spec}; f32[N, K] and f32[E, F, K] are needed",
+        fits and x.dtype == f32 and w.dtype in READABLE,
+        f"x is {x.spec} and w is {w.spec}; f32[N, K] and a readable type's [E, F, K] are needed",
     )
     want(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
     y = Spec((x.shape[0], w.shape[1]))
@@ -85,6 +90,8 @@ def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> S
 
 @matmul_id.vjp
 def matmul_id_vjp(dy, y, x, w, ids, acc):
+    if w.dtype != f32:
+        return matmul_id_back(dy, w, ids), None, None, (None if acc is None else dy)
     dw = out_prod_id(dy, x, ids, count=w.shape[0])
     return matmul_id(dy, transpose(w), ids), dw, None, (None if acc is None else dy)
 
@@ -94,7 +101,7 @@ def matmul_id_numpy(y, x, w, ids, acc):
     _check_order("matmul_id", ids, len(w))
     y[...] = 0 if acc is None else acc
     for e in np.unique(ids):
-        y[ids == e] += x[ids == e] @ w[e].T
+        y[ids == e] += x[ids == e] @ floats(w[e]).T
 
 
 @matmul_id.kernel("cpu", strided=_is_stack)
@@ -102,7 +109,10 @@ def matmul_id_cpu(y, x, w, ids, acc):
     _check_order("matmul_id", ids, len(w))
     if acc is not None:
         start_with(y, acc)
-    kernels.experts.matmul_id(y, x, w, ids, acc is not None)
+    if w.dtype == np.float32:
+        kernels.experts.matmul_id(y, x, w, ids, acc is not None)
+    else:
+        kernels.experts.packed_matmul_id(y, x, *packed(rows(w)), len(w), ids, acc is not None)
 
 
 @matmul_id.samples
@@ -113,6 +123,58 @@ def matmul_id_samples():
         yield matmul_id(input("x", (sum(counts), k)), w, ids, input("acc", (sum(counts), f)))
     turned = transpose(input("w", (3, 16, 9)))
     yield matmul_id(input("x", (9, 16)), turned, _ascending((2, 0, 7)))
+    for w in _packed_stacks():
+        yield matmul_id(input("x", (13, w.shape[2])), w, _ascending((9, 0, 4)))
+    yield matmul_id(input("x", (5, 64)), w, _ascending((0, 0, 5)), input("acc", (5, 150)))
+
+
+@op(inplace=(3,), acc=3)
+def matmul_id_back(dy: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> Spec:
+    """Gradient of matmul_id for x where w is packed: dx[i] = dy[i] @ w[ids[i]] (+ acc[i]). The weight has none.
+
+    dy   (N, F)     f32
+    w    (E, F, K)  any readable type
+    ids  (N,)       i32, ascending
+    dx   (N, K)     f32
+    """
+    fits = len(dy.shape) == 2 and len(w.shape) == 3 and dy.shape[1] == w.shape[1]
+    want(
+        fits and dy.dtype == f32 and w.dtype in READABLE,
+        f"dy is {dy.spec} and w is {w.spec}; f32[N, F] and a readable type's [E, F, K] are needed",
+    )
+    want(ids.spec == Spec(dy.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{dy.shape[0]}]")
+    dx = Spec((dy.shape[0], w.shape[2]))
+    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
+    return dx
+
+
+@matmul_id_back.vjp
+def matmul_id_back_vjp(ddx, dx, dy, w, ids, acc):
+    return matmul_id(ddx, w, ids), None, None, (None if acc is None else ddx)
+
+
+@matmul_id_back.kernel("numpy")
+def matmul_id_back_numpy(dx, dy, w, ids, acc):
+    _check_order("matmul_id_back", ids, len(w))
+    dx[...] = 0 if acc is None else acc
+    for e in np.unique(ids):
+        dx[ids == e] += dy[ids == e] @ floats(w[e])
+
+
+@matmul_id_back.kernel("cpu")
+def matmul_id_back_cpu(dx, dy, w, ids, acc):
+    _check_order("matmul_id_back", ids, len(w))
+    if acc is not None:
+        start_with(dx, acc)
+    given = dtype_of(w).block, *packed(rows(w)), len(w), ids, acc is not None
+    kernels.experts.packed_matmul_id_back(dx, dy, *given)
+
+
+@matmul_id_back.samples
+def matmul_id_back_samples():
+    for w in _packed_stacks():
+        yield matmul_id_back(input("dy", (13, w.shape[1])), w, _ascending((9, 0, 4)))
+    yield matmul_id_back(input("dy", (5, 150)), w, _ascending((0, 0, 5)), input("acc", (5, 64)))
 
 
 @op(inplace=(3,), acc=3)
@@ -266,3 +328,13 @@ def _ascending(counts: tuple[int, ...]) -> Tensor:
 
 def _places(n: int, k: int) -> Tensor:
     return constant("ids", np.random.default_rng(3).permutation(n * k).reshape(n, k), i32)
+
+
+def _packed_stacks():
+    """Three matrices of each kind of storage: halves, and blocks of two sizes."""
+    random = np.random.default_rng(1)
+    yield constant("w", random.standard_normal((3, 20, 33)).astype(np.float16), f16)
+    for name, blocks in (("q4_K", (3, 40, 2)), ("q8_0", (3, 150, 2))):
+        bits = random.integers(0, 256, (*blocks, BLOCK_TYPES[name].block_nbytes), np.uint8)
+        bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)  # scales
+        yield constant("w", bits.view(BLOCK_TYPES[name].numpy)[..., 0], BLOCK_TYPES[name])

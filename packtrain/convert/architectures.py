@@ -26,6 +26,12 @@ from packtrain.errors import InputError
 from packtrain.gguf import Value
 
 Keys = dict[str, int | float | bool | str]
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+LONG = ("longrope", "su")
+YARN = {
+    "ext_factor": "extrapolation_factor", "attn_factor": "attention_factor", "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}  # fmt: skip
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu")
 
 
@@ -145,10 +151,9 @@ def _kind(c: Checkpoint) -> str:
 def _rope(c: Checkpoint, a: Architecture) -> Keys:
     """Scaling of positions, where it is more than a base."""
     given, kind = _full(c), _kind(c)
-    if kind in ("default", "llama3"):
+    longer = kind in LONG and a.name == "phi3"
+    if kind in ("default", "llama3") or longer:
         return {}
-    if kind in ("longrope", "su") and a.name == "phi3":
-        return {"rope.scaling.type": "longrope"}
     if kind not in ("linear", "yarn"):
         raise c.wrong(
             "rope_scaling.type", kind, "default, linear, yarn, llama3 or, in Phi3, longrope"
@@ -166,19 +171,12 @@ def _rope(c: Checkpoint, a: Architecture) -> Keys:
     return keys
 
 
-ORIGINAL = "original_max_position_embeddings"
-YARN = {
-    "ext_factor": "extrapolation_factor", "attn_factor": "attention_factor", "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-}  # fmt: skip
-
-
 def _factors(c: Checkpoint, sizes: Sizes) -> dict[str, np.ndarray]:
     """Divisors of the frequencies as tensors."""
     given = _full(c)
     if _kind(c) == "llama3":
         return {"rope_freqs.weight": _llama3(c, given, sizes.D)}
-    if _kind(c) not in ("longrope", "su"):
+    if _kind(c) not in LONG:
         return {}
     made = {}
     for name in ("long", "short"):
@@ -212,8 +210,6 @@ def _turned(c: Checkpoint, sizes: Sizes) -> int:
     share = c.number(PARTIAL, _full(c).get(PARTIAL, c.config.get(PARTIAL, 1.0)))
     return int(share * sizes.D)
 
-
-PARTIAL = "partial_rotary_factor"
 
 # ---- families ------------------------------------------------------------------------------------------------
 
@@ -298,7 +294,7 @@ def _phi3(c: Checkpoint, sizes: Sizes) -> Keys:
         if c.config.get("sliding_window")
         else 0,
     }
-    if _kind(c) in ("longrope", "su"):
+    if _kind(c) in LONG:
         scale = context / original
         attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
         keys["rope.scaling.attn_factor"] = attention

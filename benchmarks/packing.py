@@ -37,6 +37,9 @@ COLUMNS = ("id", "lower", "upper", "size")
 SECONDS = 20.0
 BAD_INPUT, NO_FIT = 2, 3
 
+MIXTURE = Config(
+    32_000, 2_048, 1_024, 24, 3_584, 16, 8, tied=False, expert_count=8, expert_used_count=2
+)
 # name: shape, rows, tokens in each
 SHAPES = {
     "1m": (PRESETS["1m"], 4, 256),
@@ -46,6 +49,7 @@ SHAPES = {
     "Qwen2.5-0.5B": (Config(151_936, 2_048, 896, 24, 4_864, 14, 2), 1, 512),
     "Llama-3.2-1B": (Config(128_256, 2_048, 2_048, 16, 8_192, 32, 8), 1, 512),
     "Llama-3.2-3B": (Config(128_256, 2_048, 3_072, 28, 8_192, 24, 8), 1, 512),
+    "8 experts": (MIXTURE, 1, 512),
     "Llama-3.1-8B": (Config(128_256, 2_048, 4_096, 32, 14_336, 32, 8, tied=False), 1, 512),
 }
 RECOMPUTED = ("none", "half", "all")  # of the blocks

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from packtrain.commands import (
     chat,
     convert,
+    data,
     demo,
     evaluate,
     generate,
@@ -36,6 +37,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "generate": (generate.Generate, generate.run),
     "chat": (chat.Chat, chat.run),
     "eval": (evaluate.Evaluate, evaluate.run),
+    "data": (data.Data, data.run),
     "inspect": (inspect.Inspect, inspect.run),
     "quantize": (quantize.Quantize, quantize.run),
     "convert": (convert.Convert, convert.run),

@@ -23,6 +23,7 @@ LAYERS = {
     "vocabulary": "errors gguf tokenizer",
     "kept": "errors",
     "corpus": "errors files gguf tokenizer vocabulary kept",
+    "samples": "errors files gguf tokenizer template kept corpus",
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
@@ -50,9 +51,9 @@ LAYERS = {
     "generate": "dtypes errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
     "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
-    " corpus cost recompute models sample generate watch",
+    " corpus samples cost recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
-    " tokenizer vocabulary convert corpus cost recompute models sample generate template watch train",
+    " tokenizer vocabulary convert corpus samples cost recompute models sample generate template watch train",
     "version": "",
     "cli": "errors settings commands train version",
     "__main__": "cli",

@@ -51,9 +51,12 @@ def prepare(text: Text, cache: Path, say: Say) -> Corpus:
 def _fingerprint(
     text: Text, sources: Sequence[Source], vocabulary: Mapping[str, Value] | None
 ) -> str:
-    """A hash of all that the result depends on: contents, options, vocabulary, format."""
-    wanted = (text.vocab_size, text.auto) if vocabulary is None else _plain(vocabulary)
-    options = FORMAT, text.separator, text.val_split, wanted
+    wanted = (text.vocab_size, text.auto) if vocabulary is None else plain(vocabulary)
+    return checksum((FORMAT, text.separator, text.val_split, wanted), sources)
+
+
+def checksum(options: object, sources: Sequence[Source]) -> str:
+    """A hash of all that a result depends on: options, vocabulary and format, and the contents of files."""
     made_from = hashlib.sha256(repr(options).encode())
     for source in sources:
         with open(source.path, "rb") as file:
@@ -62,7 +65,8 @@ def _fingerprint(
     return made_from.hexdigest()[:16]
 
 
-def _plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
+def plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
+    """Metadata as values that print in full."""
     return [
         (key, v.value.tolist() if isinstance(v.value, np.ndarray) else v.value)
         for key, v in sorted(vocabulary.items())

@@ -1,0 +1,103 @@
+"""packtrain data: what a model would learn from a data set: forms, counts, and samples with what is learnt marked."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.errors import printable
+from packtrain.gguf import GGUF
+from packtrain.kernels.runtime import cache_root, writable
+from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
+from packtrain.settings import option, positional, required, unescaped
+from packtrain.tokenizer import Tokenizer
+
+CONTEXT = 2048  # at most, where --ctx does not say
+LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Look at data as a model sees it."""
+
+    data: Path = positional("the data: .jsonl, .json, .txt, each perhaps .gz, or a folder of them")
+    model: Path = required("the model that is to learn, a GGUF file", flags="-m")
+    show: int = option(0, "print so many samples, what is learnt in colour or in [[ ]]", least=0)
+    ctx: int | None = option(
+        None, f"tokens of a sample; the model's context, at most {CONTEXT}", flags="-c", least=1
+    )
+    truncate: str = option(
+        TRUNCATE[0], "longer conversations: cut their end, drop or split them", choices=TRUNCATE
+    )
+    mask_prompt: bool = option(True, "learn what the assistant says, and nothing else")
+    train_on: str = option("all", "the assistant's turns to learn", choices=("all", "last"))
+    separator: str | None = option(
+        None, "text between documents of a .txt; found by itself if it is <|endoftext|>"
+    )
+    val_split: float = option(0.0, "share kept for validation where the data has no such file")
+
+
+def run(settings: Data) -> int:
+    """Print the description, and samples if asked. Raises InputError."""
+    metadata = GGUF(settings.model).metadata
+    dataset = prepare(_recipe(settings, metadata), writable(cache_root() / "tokens"), _say)
+    for line in described(dataset):
+        print(printable(line))
+    if settings.show:
+        tokenizer, colour = Tokenizer(metadata), sys.stdout.isatty()
+        for i in range(min(settings.show, len(dataset.train))):
+            print(f"---- sample {i + 1}")
+            print(shown(tokenizer, *dataset.train[i], colour))
+    return 0
+
+
+def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
+    context = metadata.get(f"{metadata.get('general.architecture')}.context_length", CONTEXT)
+    return Recipe(
+        settings.data,
+        settings.model,
+        settings.ctx or min(context, CONTEXT),
+        settings.truncate,
+        not settings.mask_prompt,
+        settings.train_on == "last",
+        settings.separator and unescaped(settings.separator),
+        settings.val_split,
+    )
+
+
+def described(dataset: Dataset) -> Iterator[str]:
+    """What was found, and for each part how much it is."""
+    yield from dataset.notes
+    for name, samples in (("training", dataset.train), ("validation", dataset.valid)):
+        if samples is not None:
+            yield f"{name}: {_size(samples)}"
+
+
+def _size(samples: Samples) -> str:
+    """Numbers of samples, tokens and targets, and how long samples are."""
+    total, lengths = samples.ids.size, samples.lengths - 1  # fed; the last one is a target only
+    p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")
+    return (
+        f"{len(samples):,} samples, {total:,} tokens, {samples.targets:,} to learn"
+        f" ({samples.targets / total:.1%}); tokens of a sample: half have at most {p50:,}, 90 % {p90:,},"
+        f" 99 % {p99:,}, the longest {lengths.max():,}"
+    )
+
+
+def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, colour: bool) -> str:
+    """A sample's text, special tokens by name, with what is learnt in colour or in brackets."""
+    begin, end = (LEARNT, PLAIN) if colour else ("[[", "]]")
+    borders = np.flatnonzero(np.diff(weights)) + 1
+    text = ""
+    for part, weight in zip(np.split(ids, borders), np.split(weights, borders), strict=True):
+        raw = b"".join(tokenizer.piece(id) for id in part.tolist()).decode(errors="replace")
+        safe = "\n".join(map(printable, raw.split("\n")))
+        text += f"{begin}{safe}{end}" if weight[0] else safe
+    return text
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,16 @@
+"""python -m packtrain.samples: what the child of prepare does."""
+
+from pathlib import Path
+from typing import Any
+
+from packtrain.kept import Say, answer
+from packtrain.samples.build import Recipe, build
+
+
+def _build(request: dict[str, Any], folder: Path, say: Say) -> None:
+    data, model = Path(request.pop("data")), Path(request.pop("model"))
+    build(Recipe(data=data, model=model, **request), folder, say)
+
+
+if __name__ == "__main__":
+    answer(_build)

@@ -1,0 +1,197 @@
+"""The heavy part, for a child process: read the data, render, tokenize, cut, and write the files of each part.
+
+A Recipe and an empty folder go in; the folder then holds all that prepare reads. Records are streamed, once.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packtrain.corpus.documents import TRAIN, VALID, Source, find_sources
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF
+from packtrain.kept import Say
+from packtrain.samples.formats import SUFFIXES, Plain, Reader
+from packtrain.samples.mask import Masker, Sample, windows
+from packtrain.samples.messages import Conversation
+from packtrain.samples.render import Renderer
+from packtrain.samples.store import SampleFile, write_samples
+from packtrain.template import CHATML, ChatTemplate, template_source
+from packtrain.tokenizer import Tokenizer
+
+NOTES_FILE = "notes.json"
+SECONDS_BETWEEN_LINES = 3.0
+END, DROP, SPLIT = TRUNCATE = ("end", "drop", "split")
+FATES = {END: "cut at their end", DROP: "left out", SPLIT: "split"}
+CONTROLS = "messages that spell control tokens, which they become here as in llama.cpp"
+UNTOLD = "the model has no chat template: conversations are written as ChatML"
+UNTRAINED = "samples left out, for nothing in them is to be learnt"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to prepare, and how.
+
+    model      a GGUF file: its vocabulary and its chat template
+    length     the most targets of a sample
+    truncate   what becomes of longer conversations: their end is cut, they are dropped, or split; texts are split
+    everything, last_only   prompts are learnt, too; of the assistant's turns the last one alone
+    separator, val_split    as of corpus.Text
+    """
+
+    data: Path
+    model: Path
+    length: int
+    truncate: str = END
+    everything: bool = False
+    last_only: bool = False
+    separator: str | None = None
+    val_split: float = 0.0
+
+
+def sources_of(recipe: Recipe) -> tuple[Source, ...]:
+    return find_sources(recipe.data, SUFFIXES, SUFFIXES)
+
+
+def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
+    """The parts that the samples have."""
+    return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
+
+
+def build(recipe: Recipe, folder: Path, say: Say) -> None:
+    """Fill the folder. Raises InputError for whatever is wrong with the data."""
+    file = GGUF(recipe.model)
+    try:
+        maker = Maker(recipe, file.metadata)
+    except InputError as error:
+        raise InputError(f"{recipe.model}: {error}") from None
+    sources = sources_of(recipe)
+    split = 0.0 if any(source.part for source in sources) else recipe.val_split
+    parts = parts_of(recipe, sources)
+    notes: list[str] = []
+    with ExitStack() as stack:
+        files = {
+            part: stack.enter_context(
+                write_samples(folder, part, maker.masker.tokenizer.vocab_size)
+            )
+            for part in parts
+        }
+        for source in sources:
+            reader = Reader(source, recipe.separator)
+            _write(_reported(reader, say), source.part, split, maker, files)
+            if not reader.count:
+                raise InputError(
+                    f"{source.path} holds no records; there must be some to learn from"
+                )
+            notes.append(reader.note)
+        notes += maker.said
+        _check_filled(recipe, files, notes)
+    (folder / NOTES_FILE).write_text(json.dumps(notes), encoding="utf-8")
+
+
+def _write(
+    records: Iterable[Conversation | Plain],
+    part: str,
+    split: float,
+    maker: "Maker",
+    files: Mapping[str, SampleFile],
+) -> None:
+    """All samples of one file; every k-th record is for validation where the files do not say."""
+    every = round(1 / split) if split else 0
+    for number, record in enumerate(records, 1):
+        chosen = part or (VALID if every and number % every == 0 else TRAIN)
+        for sample in maker.samples(record):
+            files[chosen].add(sample)
+
+
+def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Plain]:
+    """The same records, with a line every few seconds."""
+    said = time.monotonic()
+    for record in reader:
+        if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            say(f"{reader.source.path.name}: {reader.count:,} records")
+        yield record
+
+
+def _check_filled(recipe: Recipe, files: Mapping[str, SampleFile], notes: list[str]) -> None:
+    for part, file in files.items():
+        if not file.starts:
+            why = f" ({'; '.join(notes)})"
+            spoken = {TRAIN: "training", VALID: "validation"}[part]
+            raise InputError(f"--data: {recipe.data} leaves no tokens to learn for {spoken}{why}")
+
+
+class Maker:
+    """Records to samples; `said` tells afterwards what was not as one would think."""
+
+    def __init__(self, recipe: Recipe, metadata: Mapping[str, Any]) -> None:
+        self.recipe, self._metadata = recipe, metadata
+        self.masker = Masker(Tokenizer(metadata), recipe.everything)
+        self.notes: Counter[str] = Counter()
+        self._renderers: dict[str | None, Renderer] = {}
+
+    @property
+    def said(self) -> list[str]:
+        """Lines worth printing."""
+        notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
+        counted = [f"{what}: {count:,}" for what, count in notes.items() if count]
+        return [UNTOLD, *counted] if None in self._renderers else counted
+
+    def _renderer(self, tools: bool) -> Renderer:
+        """By the model's template, or its template for tools; they are made when they are first needed."""
+        source = template_source(self._metadata, tools)
+        if source not in self._renderers:
+            tokenizer = self.masker.tokenizer
+            bos, eos = (
+                "" if id is None else tokenizer.piece(id).decode(errors="replace")
+                for id in (tokenizer.bos, tokenizer.eos)
+            )
+            template = ChatTemplate(source or CHATML, bos, eos)
+            self._renderers[source] = Renderer(template, self.masker.ends, self.recipe.last_only)
+        return self._renderers[source]
+
+    def samples(self, record: Conversation | Plain) -> Iterator[Sample]:
+        """The samples of a record that have something to learn."""
+        try:
+            made = self._text(record) if isinstance(record, Plain) else self._conversation(record)
+            for sample in made:
+                if sample.trained:
+                    yield sample
+                else:
+                    self.notes[UNTRAINED] += 1
+        except InputError as error:
+            raise InputError(
+                str(error) if record.where in str(error) else f"{record.where}: {error}"
+            ) from None
+
+    def _text(self, record: Plain) -> Iterator[Sample]:
+        ids = self.masker.text(record.pieces, record.checked)
+        for window in windows(ids, self.recipe.length):
+            yield Sample(window, [1] * len(window))
+
+    def _conversation(self, record: Conversation) -> Iterator[Sample]:
+        words = (message["content"] for message in record.messages)
+        self.notes[CONTROLS] += sum(map(self.masker.spells_control, words))
+        for rendered in self._renderer(record.tools is not None).render(record):
+            yield from self._cut(self.masker.conversation(rendered))
+
+    def _cut(self, sample: Sample) -> Iterator[Sample]:
+        """A conversation that may be longer than a sample."""
+        most, ids, weights = self.recipe.length + 1, sample.ids, sample.weights
+        if len(ids) <= most:
+            yield sample
+            return
+        self.notes[
+            f"conversations longer than {self.recipe.length:,} tokens, {FATES[self.recipe.truncate]}"
+        ] += 1
+        if self.recipe.truncate == DROP:
+            return
+        last = len(ids) - 1 if self.recipe.truncate == SPLIT else 1
+        for at in range(0, last, self.recipe.length):
+            yield Sample(ids[at : at + most], weights[at : at + most])

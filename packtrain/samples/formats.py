@@ -1,0 +1,172 @@
+"""Data files as conversations and texts, one record at a time, whatever form they are in.
+
+A file's form is found by the fields of its first record and is that of all others. Out come messages as chat
+templates take them. It knows no templates and no tokens; InputError names file, line and field.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from packtrain.corpus.documents import RECORDS, Piece, Source, read_documents, sound
+from packtrain.corpus.records import kind_of, read_records
+from packtrain.errors import InputError
+from packtrain.samples.messages import (
+    KEPT_FIELDS,
+    MESSAGE_FIELDS,
+    WANTED,
+    Conversation,
+    Message,
+    an_object,
+    conversation,
+    listed,
+    read_messages,
+    said,
+    worded,
+)
+
+SUFFIXES = tuple(f"{kind}{packed}" for kind in (*RECORDS, ".txt") for packed in ("", ".gz"))
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A text, all of which is to be learnt; `checked` if texts of control tokens in it mean these tokens."""
+
+    where: str
+    pieces: Iterable[str]
+    checked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A kind of record: fields that it must have and may have, and what is made of them."""
+
+    needed: tuple[str, ...]
+    allowed: tuple[str, ...]
+    make: Callable[[Mapping[str, Any], str], Conversation | Plain]
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.needed)
+
+
+@dataclass(slots=True)
+class Reader:
+    """The records of a file. What it found is known when all have been read."""
+
+    source: Source
+    separator: str | None = None
+    form: Form | None = None
+    count: int = 0
+    unused: set[str] = field(default_factory=set)
+
+    def __iter__(self) -> Iterator[Conversation | Plain]:
+        if kind_of(self.source.path) not in RECORDS:
+            yield from self._documents()
+            return
+        for where, found in read_records(self.source.path, WANTED):
+            record = an_object(found, where)
+            if self.form is None:
+                self.form = _form_of(record, where)
+            self._check(record, where, self.form)
+            self.count += 1
+            yield self.form.make(record, where)
+
+    def _check(self, record: Mapping[str, Any], where: str, form: Form) -> None:
+        missing = [name for name in form.needed if name not in record]
+        if missing:
+            raise InputError(
+                f"{where} has no field {missing[0]}; all records of a file must be like its first, with"
+                f" {' and '.join(form.needed)}"
+            )
+        self.unused |= set(record) - {*form.needed, *form.allowed}
+        for message in listed(record.get("messages", record.get("conversations"))):
+            if isinstance(message, dict):
+                self.unused |= set(message) - MESSAGE_FIELDS - KEPT_FIELDS
+
+    def _documents(self) -> Iterator[Plain]:
+        pieces = iter(read_documents([self.source], self.separator))
+        for piece in pieces:
+            self.count += 1
+            yield Plain(f"{self.source.path}: document {self.count}", _rest(piece, pieces), False)
+
+    @property
+    def note(self) -> str:
+        """The file, its form, and fields that mean nothing."""
+        what = f"records of {self.form.name}" if self.form else "documents of text"
+        said = f"{self.source.path.name}: {self.count:,} {what}"
+        return f"{said}; not used: {', '.join(sorted(self.unused))}" if self.unused else said
+
+
+def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
+    """The texts of one document, taken from the stream of all."""
+    yield piece.text
+    while not piece.ends:
+        piece = next(pieces)
+        yield piece.text
+
+
+# ---- forms
+
+
+def _form_of(record: Mapping[str, Any], where: str) -> Form:
+    for form in FORMS:
+        if set(form.needed) <= set(record):
+            return form
+    fields = f"the fields {', '.join(record)}" if record else "no fields"
+    raise InputError(f"{where} has {fields}; {WANTED}")
+
+
+def _messages(record: Mapping[str, Any], where: str) -> Conversation:
+    turns = record["messages"] if "messages" in record else record["conversations"]
+    messages = read_messages(turns, where, "messages" if "messages" in record else "conversations")
+    system = record.get("system")
+    if system:
+        messages.insert(0, said("system", system, f"{where}: system"))
+    return conversation(where, messages, record.get("tools"))
+
+
+def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
+    messages = []
+    if record.get("system"):
+        messages.append(said("system", record["system"], f"{where}: system"))
+    for i, pair in enumerate(listed(record.get("history"))):
+        at = f"{where}: history[{i}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise InputError(f"{at} must be a list of what the user and the assistant said")
+        messages += [said("user", pair[0], at), said("assistant", pair[1], at)]
+    given = record.get("input") or ""
+    instruction = worded(record["instruction"], f"{where}: instruction")
+    both = "\n".join(filter(None, (instruction, sound(given, f"{where}: input", WANTED))))
+    answer = said("assistant", record["output"], f"{where}: output")
+    return conversation(where, [*messages, {"role": "user", "content": both}, answer], None)
+
+
+def _pair(question: str, answer: str) -> Form:
+    """What is asked and what is answered: strings, or lists of messages."""
+
+    def make(record: Mapping[str, Any], where: str) -> Conversation:
+        messages: list[Message] = []
+        for name, role in ((question, "user"), (answer, "assistant")):
+            given = record[name]
+            if isinstance(given, list):
+                messages += read_messages(given, where, name)
+            else:
+                messages.append(said(role, given, f"{where}: {name}"))
+        return conversation(where, messages, record.get("tools"))
+
+    return Form((question, answer), ("tools",), make)
+
+
+def _plain(record: Mapping[str, Any], where: str) -> Plain:
+    return Plain(where, (worded(record["text"], f"{where}: text"),), True)
+
+
+FORMS = (
+    Form(("messages",), ("tools", "system"), _messages),
+    Form(("conversations",), ("tools", "system"), _messages),
+    _pair("prompt", "completion"),
+    Form(("instruction", "output"), ("input", "system", "history"), _alpaca),
+    _pair("question", "answer"),
+    Form(("text",), (), _plain),
+)

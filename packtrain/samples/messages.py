@@ -1,0 +1,159 @@
+"""Messages as chat templates take them: roles, words, calls of tools with their arguments as objects, ids of calls.
+
+In goes what a record of any form holds, out come conversations; InputError names the place and what would be right.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from packtrain.corpus.documents import sound
+from packtrain.errors import InputError
+
+Message = dict[str, Any]
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"function": "tool", "function_response": "tool", "ipython": "tool", "model": "assistant"}
+MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls"}
+KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}  # templates may read them
+WANTED = (
+    'a record is like {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},'
+    ' {"prompt": "…", "completion": "…"} or {"text": "…"}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages with role and content, the last one the assistant's; `where` is the place in the file."""
+
+    where: str
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+def conversation(where: str, messages: list[Message], tools: Any) -> Conversation:
+    """Checked: a user speaks first, and an assistant last; what comes after its last words teaches nothing."""
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        raise InputError(f"{where} has no turn of an assistant; nothing could be learnt from it")
+    first = next(m["role"] for m in messages if m["role"] not in ("system", "developer"))
+    if first != "user":
+        raise InputError(f"{where}: the first to speak is {first}; it must be the user")
+    _name_calls(messages)
+    return Conversation(where, messages, _tools(tools, where))
+
+
+def read_messages(turns: Any, where: str, name: str) -> list[Message]:
+    if not isinstance(turns, list) or not turns:
+        raise InputError(f"{where}: {name} must be a list of messages; {WANTED}")
+    return [_message(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(turns)]
+
+
+def _message(turn: Any, at: str) -> Message:
+    turn = an_object(turn, at)
+    given = turn.get("role", turn.get("from"))
+    role = ROLES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise InputError(f"{at}: role is {given!r}; it must be system, user, assistant or tool")
+    content = turn.get("content", turn.get("value"))
+    calls: Any = turn.get("tool_calls")
+    if given == "function_call":
+        content, calls = "", _json(content, at)
+    kept = {name: turn[name] for name in sorted(KEPT_FIELDS & set(turn))}
+    if role == "assistant" and calls:
+        made = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
+        words = _content(content, at) if content else ""
+        return {"role": role, "content": words, **kept, "tool_calls": made}
+    return said(role, content, at) | kept
+
+
+def said(role: str, content: Any, at: str) -> Message:
+    """A message; only a tool may have nothing to say."""
+    text = _content(content, at)
+    if role != "tool" and not text.strip():
+        raise InputError(f"{at}: the {role}'s content is empty; it must have words")
+    return {"role": role, "content": text}
+
+
+def _content(content: Any, at: str) -> str:
+    """Words, also from a list of parts."""
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise InputError(
+                    f"{at}: content has a part that is no text; only text can be learnt"
+                )
+        content = "".join(sound(part.get("text"), f"{at}: text", WANTED) for part in content)
+    return sound(content, f"{at}: content", WANTED)
+
+
+def _call(call: Any, at: str) -> Message:
+    """A call of a tool as templates take it, with its arguments as an object."""
+    call = an_object(call, f"{at}: tool_calls")
+    function = an_object(call.get("function", call), f"{at}: function")
+    name = function.get("name")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{at}: a tool call needs a name")
+    arguments = _json(arguments, at) if isinstance(arguments, str) else arguments
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call["id"], **made} if "id" in call else made
+
+
+def _name_calls(messages: list[Message]) -> None:
+    """Calls without an id get one of nine letters, as some templates want, and their answers the same."""
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            count += 1
+            waiting.append(call.setdefault("id", f"call{count:05d}"))
+        if message["role"] == "tool" and waiting:
+            message.setdefault("tool_call_id", waiting.pop(0))
+
+
+def _tools(tools: Any, where: str) -> list[Any] | None:
+    """Functions as llama.cpp's server hands them to templates: with these fields, in this order."""
+    tools = _json(tools, f"{where}: tools") if isinstance(tools, str) and tools.strip() else tools
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise InputError(f"{where}: tools must be a list of objects, each with name and parameters")
+    made = []
+    for i, tool in enumerate(tools):
+        at = f"{where}: tools[{i}]"
+        tool = an_object(tool, at)
+        function = an_object(tool.get("function", tool), at)
+        if not isinstance(function.get("name"), str):
+            raise InputError(f"{at} has no name; it must be an object with name and parameters")
+        given = {"name": "", "description": "", "parameters": {}} | function
+        function = {key: given[key] for key in ("name", "description", "parameters")}
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def _json(text: Any, at: str) -> Any:
+    try:
+        return json.loads(sound(text, at, WANTED))
+    except (ValueError, RecursionError):
+        raise InputError(
+            f'{at} is not JSON; it must be like {{"name": …, "arguments": …}}'
+        ) from None
+
+
+def worded(given: Any, at: str) -> str:
+    text = sound(given, at, WANTED)
+    if not text.strip():
+        raise InputError(f"{at} is empty; it must have words")
+    return text
+
+
+def an_object(found: Any, at: str) -> Message:
+    if not isinstance(found, dict):
+        raise InputError(f"{at} is {type(found).__name__}, not an object; {WANTED}")
+    return found
+
+
+def listed(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else []

@@ -1,0 +1,147 @@
+"""A conversation as text by a chat template, and which stretches of it are the assistant's own.
+
+A turn's words begin where the prompt before it ends, rendered as for a reply, and end with the first end marker after
+them. It knows no token ids; a template that raises is an InputError that names the record.
+"""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from packtrain.errors import InputError
+from packtrain.samples.messages import Conversation, Message
+
+PROBE = "packtrainprobe"
+CALL = {"id": "call00001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
+TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
+ASK, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}
+
+# what is said with a count
+SYSTEM = "system messages put before the user's first words, for the template has no place for them"
+CALLS = "calls of tools written as JSON, for the template has no form for them"
+RESULTS = "results of tools written as the user's words, for the template has no form for them"
+TOOLS = "lists of tools left out, for the template has no place for them"
+UNSTABLE = "conversations rendered once for each turn to learn, for later turns change earlier ones"
+CHANGED = "turns whose words or thoughts the template changes"
+ENDLESS = "turns without an end token, so that the model cannot learn to stop"
+
+
+class Template(Protocol):
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text and the stretches of it, from and to, that are to be learnt."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class Renderer:
+    """Conversations by one template.
+
+    ends   the texts of tokens that end a reply
+    notes  how often something was not as one would think
+    """
+
+    def __init__(self, template: Template, ends: list[str], last_only: bool = False) -> None:
+        self.template, self.last_only = template, last_only
+        self.notes: Counter[str] = Counter()
+        self._end = re.compile(
+            "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)"
+        )
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        self.takes_system = self._shows([{"role": "system", "content": PROBE}, ASK])
+        self.takes_calls = self._shows([ASK, called])
+        self.takes_results = self._shows([ASK, called if self.takes_calls else REPLY, RESULT])
+        self.takes_tools = self._shows([ASK], [TOOL])
+
+    def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
+        """Whether the template writes the probe, neither leaving it out nor raising."""
+        try:
+            return PROBE in self.template.render(messages, tools)
+        except InputError:
+            return False
+
+    def render(self, conversation: Conversation) -> list[Rendered]:
+        """One text with all turns of the assistant, or one for each of them where later turns change earlier ones."""
+        messages, tools = self._fitted(conversation)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        try:
+            alone = [self._turn(messages, i, tools) for i in turns[-1 if self.last_only else 0 :]]
+        except InputError as error:
+            raise InputError(f"{conversation.where}: {error}") from None
+        whole = alone[-1].text
+        if all(whole.startswith(one.text[: one.spans[0][1]]) for one in alone):
+            return [Rendered(whole, [span for one in alone for span in one.spans])]
+        self.notes[UNSTABLE] += 1
+        return alone
+
+    def _turn(self, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
+        """The conversation up to a turn of the assistant, with the stretch that is this turn's."""
+        prompt = self.template.render(messages[:i], tools, add_generation_prompt=True)
+        text, begin = self.template.render(messages[: i + 1], tools), len(prompt)
+        words = messages[i]["content"].strip()
+        if not text.startswith(prompt):
+            shown = self.template.render([*messages[:i], {**REPLY, "content": PROBE}], tools)
+            text, begin = _joined(prompt, text, messages[i - 1]["content"].strip(), shown)
+        at = text.find(words, begin)
+        if at < 0:
+            self.notes[CHANGED] += 1
+        mark = self._end.search(text, begin if at < 0 else at + len(words))
+        if mark is None:
+            self.notes[ENDLESS] += 1
+        return Rendered(text, [(begin, mark.end() if mark else max(begin, len(text.rstrip())))])
+
+    # ---- what templates do not take
+
+    def _fitted(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
+        """Messages and tools in a form that the template takes."""
+        messages, tools = conversation.messages, conversation.tools
+        if messages[0]["role"] == "system" and not self.takes_system:
+            self.notes[SYSTEM] += 1
+            system, first, *others = messages
+            messages = [{**first, "content": f"{system['content']}\n{first['content']}"}, *others]
+        if tools and not self.takes_tools:
+            self.notes[TOOLS] += 1
+            tools = None
+        return [self._fitting(message) for message in messages], tools
+
+    def _fitting(self, message: Message) -> Message:
+        if message.get("tool_calls") and not self.takes_calls:
+            self.notes[CALLS] += 1
+            calls = (json.dumps(c["function"], ensure_ascii=False) for c in message["tool_calls"])
+            words = "\n".join(filter(None, (message["content"], *calls)))
+            return {"role": "assistant", "content": words}
+        if message["role"] == "tool" and not self.takes_results:
+            self.notes[RESULTS] += 1
+            return {"role": "user", "content": message["content"]}
+        return message
+
+
+def _joined(prompt: str, text: str, before: str, shown: str) -> tuple[str, int]:
+    """A prompt and its reply, and where this begins, for a prompt that is written otherwise once it is answered.
+
+    What is learnt must follow the prompt as the model will see it, as with a system message that stands in the last
+    question. A prompt that asks for thoughts which are not kept is followed by none: then the answered text is taken,
+    and `shown`, the same with the probe as its reply, tells where replies begin.
+    """
+    at = prompt.rfind(before) if before else -1
+    asked = prompt[at:]
+    if at >= 0 and asked in text:
+        return prompt + text[text.rindex(asked) + len(asked) :], len(prompt)
+    begin = shown.rfind(PROBE)
+    if begin < 0 or text[:begin] != shown[:begin]:
+        raise InputError(
+            "the chat template gives no text in which the reply can be told from the prompt"
+        )
+    return text, begin

@@ -1,0 +1,113 @@
+"""Batches of tokenized samples as a pure function of an index, as train.batches makes them of running text.
+
+Samples go in, the inputs of `transformer.loss` come out; `weights` is 1 for a target that is learnt. Samples that
+share a row are told apart by `seq` and `pos`: none sees another.
+"""
+
+import numpy as np
+
+from packtrain.samples import Samples
+
+
+class SampleBatches:
+    """Rows of `time` tokens, `rows` to a batch; an index counts on through epochs.
+
+    pack     a row takes samples as long as they fit, each in the fullest row that has room for it, the longest first;
+             otherwise a row is a sample and padding
+    shuffle  an epoch has its rows in an order of its own, and each of them other samples of the same lengths
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        rows: int,
+        time: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        pack: bool = True,
+    ) -> None:
+        self.samples, self.rows, self.time = samples, rows, time
+        self.seed, self.shuffle, self.pack = seed, shuffle, pack
+        self._lengths = samples.lengths - 1  # in targets
+        longest = int(self._lengths.max())
+        if longest > time:
+            raise ValueError(f"a sample of {longest} targets does not fit a row of {time}")
+        # by length alone, so that every epoch has the same number of rows
+        row_of = np.arange(len(samples))
+        if pack:
+            row_of = best_fit(np.sort(self._lengths)[::-1], time)
+        self._places = np.argsort(row_of, kind="stable")
+        self._first = np.append(0, np.cumsum(np.bincount(row_of)))
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        """Batches in one epoch; the last one is padded."""
+        return -(-(len(self._first) - 1) // self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
+        epoch, batch = divmod(index, len(self))
+        self._enter(epoch)
+        places = range(batch * self.rows, (batch + 1) * self.rows)
+        rows = [self._row(self._samples_at(place)) for place in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _enter(self, epoch: int) -> None:
+        """Draw the orders of an epoch, unless it is the one drawn last."""
+        if epoch == self._epoch:
+            return
+        draw = np.random.Generator(np.random.Philox(key=[self.seed % (1 << 63), epoch]))
+        self._rows = np.arange(len(self._first) - 1)
+        ties = np.arange(len(self.samples))
+        if self.shuffle:
+            draw.shuffle(self._rows)
+            draw.shuffle(ties)
+        order = np.lexsort((ties, -self._lengths)) if self.pack else np.arange(len(self.samples))
+        self._order = order[self._places]
+        self._epoch = epoch
+
+    def _samples_at(self, place: int) -> list[int]:
+        """The samples of the row at a place of the epoch."""
+        if place >= len(self._rows):
+            return []
+        row = int(self._rows[place])
+        found: list[int] = self._order[self._first[row] : self._first[row + 1]].tolist()
+        return found
+
+    def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
+        """Samples side by side; what is left of the row is padding, a sample of its own."""
+        names = ("tokens", "targets", "pos", "seq")
+        row = {name: np.zeros(self.time, np.int32) for name in names}
+        row["weights"] = np.zeros(self.time, np.float32)
+        at = 0
+        for number, i in enumerate(chosen):
+            ids, weights = self.samples[i]
+            here = slice(at, at + len(ids) - 1)
+            row["tokens"][here], row["targets"][here] = ids[:-1], ids[1:]
+            row["weights"][here] = weights[1:]
+            row["pos"][here] = np.arange(len(ids) - 1)
+            row["seq"][here] = number
+            at = here.stop
+        row["pos"][at:] = np.arange(self.time - at)
+        row["seq"][at:] = len(chosen)
+        return row
+
+
+def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:
+    """The row of each sample, in turn: of those that it fits the fullest, else a new one."""
+    rows = np.empty(len(lengths), np.int64)
+    with_room: list[list[int]] = [[] for _ in range(time + 1)]
+    there, count = 0, 0  # bit r of `there`: some row has room for r more
+    for i, length in enumerate(lengths.tolist()):
+        fitting = there >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            there ^= 0 if with_room[room] else 1 << room
+        else:
+            room, row, count = time, count, count + 1
+        with_room[room - length].append(row)
+        there |= 1 << (room - length)
+        rows[i] = row
+    return rows

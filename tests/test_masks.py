@@ -1,0 +1,329 @@
+"""What is learnt of a conversation: exactly the assistant's words and their end marker.
+
+The texts in tests/goldens/masks have [[…]] around what is learnt. `python -m tests.test_masks` writes them anew: read
+every line of the difference.
+"""
+
+import json
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.corpus.documents import Source
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF
+from packtrain.samples import render as rendering
+from packtrain.samples.formats import Reader
+from packtrain.samples.mask import Masker, Sample, places_of
+from packtrain.samples.messages import Conversation
+from packtrain.samples.render import Rendered, Renderer
+from packtrain.template import ChatTemplate
+from packtrain.tokenizer import Tokenizer
+from tests.templates import CHATS, Chat
+
+GOLDENS = Path(__file__).parent / "goldens/masks"
+VOCABULARIES = Path(__file__).parent.parent.parent / "shared/data/tokenizers/ggml-vocab"
+# a template may write thoughts, also empty ones, before words
+THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+each = pytest.mark.parametrize("name", CHATS)
+
+SYSTEM = {"role": "system", "content": "You answer briefly."}
+TOOLS = [
+    {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+]
+CALL = {"name": "weather", "arguments": {"city": "Zürich"}}
+
+
+def asked(*words: str) -> list[dict[str, Any]]:
+    """What a user and the assistant say in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(words)]
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "one question": {"messages": asked("Who are you?", "A program.")},
+    "three turns and a system": {
+        "messages": [SYSTEM, *asked("Hi.", "Hello!", "Say A program.", "A program.", "Bye.", "Bye.\n\nTill soon.")]
+    },
+    "a call of a tool": {
+        "tools": TOOLS,
+        "messages": [
+            SYSTEM,
+            *asked("Is it warm in Zürich?"),
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "content": '{"celsius": 31}'},
+            {"role": "assistant", "content": "Yes, 31 °C."},
+            *asked("Thanks.", "You are welcome."),
+        ],
+    },
+    "thoughts": {
+        "messages": asked("1 + 1?", "<think>\nEasy.\n</think>\n\n2", "2 + 2?", "<think>\nTwice.\n</think>\n\n4")
+    },
+    "blanks around words": {"messages": asked(" a ", " \n b\n", "c", "d ")},
+}  # fmt: skip
+
+
+def conversation(record: dict[str, Any], folder: Path) -> Conversation:
+    """A record as it comes out of a file."""
+    path = folder / "data.jsonl"
+    path.write_text(json.dumps(record))
+    (found,) = Reader(Source(path))
+    assert isinstance(found, Conversation)
+    return found
+
+
+def template(chat: Chat) -> ChatTemplate:
+    return ChatTemplate(chat.source, chat.bos, chat.eos)
+
+
+def rendered(chat: Chat, record: dict[str, Any], folder: Path, **how: bool) -> list[Rendered]:
+    return Renderer(template(chat), list(chat.ends), **how).render(conversation(record, folder))
+
+
+def marked(one: Rendered) -> str:
+    """The text with [[…]] around what is learnt."""
+    text, at = "", 0
+    for begin, end in one.spans:
+        text += f"{one.text[at:begin]}[[{one.text[begin:end]}]]"
+        at = end
+    return text + one.text[at:]
+
+
+def golden(name: str, folder: Path) -> str:
+    parts = []
+    for about, record in RECORDS.items():
+        parts += [f"==== {about}", *map(marked, rendered(CHATS[name], record, folder))]
+    return "\n".join(parts) + "\n"
+
+
+@each
+def test_goldens(name: str, tmp_path: Path):
+    assert golden(name, tmp_path) == (GOLDENS / f"{name}.txt").read_text(encoding="utf-8")
+
+
+@each
+@pytest.mark.parametrize("about", RECORDS)
+def test_what_is_learnt_is_what_the_assistant_says(name: str, about: str, tmp_path: Path):
+    """By a rule that knows no spans: each turn's words, thoughts aside, and one end marker; a call as its JSON."""
+    said = [m for m in RECORDS[about]["messages"] if m["role"] == "assistant"]
+    learnt = [
+        one.text[begin:end]
+        for one in rendered(CHATS[name], RECORDS[about], tmp_path)
+        for begin, end in one.spans
+    ]
+    assert len(learnt) == len(said)
+    for words, message in zip(learnt, said, strict=True):
+        (mark,) = (end for end in CHATS[name].ends if words.endswith(end))
+        body = THOUGHT.sub("", words.removesuffix(mark)).strip()
+        if "tool_calls" in message:
+            assert '"weather"' in body and '{"city": "Zürich"}' in body
+            assert not {"user", "assistant", "model", "weather?"} & set(re.findall(r"\w+\??", body))
+        else:
+            assert body == THOUGHT.sub("", message["content"]).strip()
+
+
+@each
+@pytest.mark.parametrize("about", RECORDS)
+def test_what_is_not_learnt_has_no_reply_in_it(name: str, about: str, tmp_path: Path):
+    """Where all turns are in one text, nothing that only the assistant says is left outside of the spans."""
+    texts = rendered(CHATS[name], RECORDS[about], tmp_path)
+    if len(texts) == 1:
+        rest = re.sub(r"\[\[.*?\]\]", "", marked(texts[0]).replace("\\]", ""), flags=re.DOTALL)
+        for only in ("Hello!", "Till soon", "31 °C", "You are welcome", "Easy.", "Twice."):
+            assert only not in rest
+
+
+@each
+def test_the_last_turn_alone(name: str, tmp_path: Path):
+    (one,) = rendered(CHATS[name], RECORDS["three turns and a system"], tmp_path, last_only=True)
+    ((begin, end),) = one.spans
+    assert "Till soon." in one.text[begin:end] and "Hello!" in one.text[:begin]
+
+
+# ---- tokens
+
+
+@cache
+def metadata(chat: Chat) -> dict[str, Any]:
+    """The model's own vocabulary; where there is none, one of bytes and the special tokens."""
+    path = VOCABULARIES / f"ggml-vocab-{chat.vocabulary}.gguf"
+    if chat.vocabulary and path.exists():
+        return dict(GGUF(path).metadata)
+    texts = ["<unk>", *chat.special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    count = len(chat.special)
+    names = {"bos": chat.bos, "eos": chat.eos}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [text.encode() for text in texts],
+        "tokenizer.ggml.scores": np.zeros(len(texts), np.float32),
+        "tokenizer.ggml.token_type": np.array([2] + [3] * count + [6] * 256 + [1], np.int32),
+        "tokenizer.ggml.add_bos_token": bool(chat.bos),
+        "tokenizer.ggml.add_space_prefix": False,
+    } | {f"tokenizer.ggml.{k}_token_id": texts.index(v) for k, v in names.items() if v}
+
+
+def learnt(masker: Masker, sample: Sample) -> str:
+    """The text of the tokens that are learnt."""
+    pairs = zip(sample.ids, sample.weights, strict=True)
+    return b"".join(masker.tokenizer.piece(id) for id, weight in pairs if weight).decode()
+
+
+@each
+@pytest.mark.parametrize("about", RECORDS)
+def test_tokens(name: str, about: str, tmp_path: Path):
+    """Ids are those of the whole text with one BOS; tokens that are learnt spell what is learnt of the text."""
+    chat = CHATS[name]
+    tokenizer = Tokenizer(metadata(chat))
+    masker = Masker(tokenizer)
+    assert set(chat.ends) <= set(masker.ends)
+    for one in rendered(chat, RECORDS[about], tmp_path):
+        sample = masker.conversation(one)
+        bare = one.text.removeprefix(chat.bos) if tokenizer.add_bos else one.text
+        assert sample.ids == tokenizer.encode(bare)
+        assert sample.ids.count(tokenizer.bos) == (1 if chat.bos else 0) or tokenizer.bos is None
+        spelt = "".join(one.text[begin:end] for begin, end in one.spans)
+        words = learnt(masker, sample)
+        assert "".join(words.split()) == "".join(spelt.split())
+        if (
+            not tokenizer.add_space_prefix and about != "blanks around words"
+        ):  # a token with the prompt's line break
+            assert words == spelt
+        assert all(
+            weight == 1 for weight in Masker(tokenizer, everything=True).conversation(one).weights
+        )
+
+
+TINY = Chat("", "<s>", "</s>", ("</s>",), ("<s>", "</s>"), None)
+
+
+@pytest.mark.parametrize(
+    "text", ["a", " a", "<s>a</s> \n b", "ä\u2581é  x", "🙂" * 3, "</s></s>\t"]
+)
+@each
+def test_where_tokens_begin(name: str, text: str):
+    """The pieces of all tokens are the text between their places, but for spaces that are put in or swallowed."""
+    tokenizer, raw = Tokenizer(metadata(CHATS[name])), text.encode()
+    ids = tokenizer.encode(text, bos=False, eos=False)
+    places = list(places_of(tokenizer, ids, raw))
+    assert all(a[1] <= b[0] and not raw[a[1] : b[0]].strip() for a, b in pairwise(places))
+    for id, (begin, end) in zip(ids, places, strict=True):
+        piece = raw[begin:end].replace("\u2581".encode(), b" ")
+        assert tokenizer.piece(id).replace("\u2581".encode(), b" ").strip() == piece.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "span", "weights"),
+    [
+        ("abcdef  ", (2, 4), [0, 1, 0, 0]),
+        ("ab cdefg", (3, 6), [0, 1, 1, 0]),  # a word of the reply with a blank of the prompt
+        (
+            "abcdef  ",
+            (3, 5),
+            [0, 1, 1, 0],
+        ),  # letters of both; then of the reply and of what follows
+        ("ab    ef", (3, 8), [0, 0, 1, 1]),  # blanks of both
+    ],
+)
+def test_a_token_across_a_border(text: str, span: tuple[int, int], weights: list[int]):
+    class Pairs(Tokenizer):
+        def encode(self, text: str, *given: Any, **more: Any) -> list[int]:
+            return [self.tokens.index(text[i : i + 2].encode()) for i in range(0, len(text), 2)]
+
+    given = metadata(TINY) | {"tokenizer.ggml.add_bos_token": False}
+    pairs = sorted({text[i : i + 2].encode() for i in range(0, len(text), 2)})
+    given["tokenizer.ggml.tokens"] = [*given["tokenizer.ggml.tokens"], *pairs]
+    count = len(pairs)
+    for key, value in (("token_type", 1), ("scores", 0.0)):
+        given[f"tokenizer.ggml.{key}"] = np.append(given[f"tokenizer.ggml.{key}"], [value] * count)
+    assert Masker(Pairs(given)).conversation(Rendered(text, [span])).weights == weights
+
+
+def test_a_text_ends_once():
+    tokenizer = Tokenizer(metadata(TINY))
+    masker = Masker(tokenizer)
+    bos, eos = tokenizer.bos, tokenizer.eos
+    words = tokenizer.encode("ab", bos=False)
+
+    def ids(*given: Any) -> list[int | None]:
+        return [id for part in masker.text(*given) for id in part]
+
+    assert ids(["a", "b"], False) == [bos, *words, eos]
+    assert ids(["<s>ab</s>"], True) == [bos, *words, eos]
+    assert ids(["<s>ab</s>"], False) == [
+        bos,
+        *tokenizer.encode("<s>ab</s>", bos=False, special=False),
+        eos,
+    ]
+
+
+# ---- templates that are not as others
+
+
+def test_notes(tmp_path: Path):
+    """What a template does not take is said, with a count."""
+    wanted = {
+        "gemma": {rendering.SYSTEM, rendering.CALLS, rendering.RESULTS, rendering.TOOLS},
+        "phi-3": {rendering.CALLS, rendering.RESULTS, rendering.TOOLS},
+        "chatml": {rendering.CALLS, rendering.TOOLS},
+        "mistral": {rendering.UNSTABLE},
+        "qwen3": {rendering.UNSTABLE},
+        "qwen2.5": set(),
+        "llama-3": set(),
+    }
+    for name, notes in wanted.items():
+        renderer = Renderer(template(CHATS[name]), list(CHATS[name].ends))
+        renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
+        assert set(renderer.notes) == notes and set(renderer.notes.values()) <= {1}
+
+
+def test_a_prompt_that_asks_for_thoughts(tmp_path: Path):
+    """A prompt for a reply need not be what the conversation goes on with; that thoughts are lost is said."""
+    source = CHATS["chatml"].source.replace(
+        "assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"
+    )
+    source = source.replace("m.content", "m.content.split('</think>')[-1]|trim")
+    assert source.count("think") == 2
+    renderer = Renderer(ChatTemplate(source), list(CHATS["chatml"].ends))
+    for about, wanted in (("one question", ["A program."]), ("thoughts", ["2", "4"])):
+        (one,) = renderer.render(conversation(RECORDS[about], tmp_path))
+        assert [one.text[a:b] for a, b in one.spans] == [f"{words}<|im_end|>" for words in wanted]
+    assert renderer.notes == {rendering.CHANGED: 2}
+
+
+def test_bad_templates(tmp_path: Path):
+    found = conversation(RECORDS["one question"], tmp_path)
+    raising = CHATS["gemma"].source.replace(
+        "messages[0].role == 'system'", "messages[0].role == 'user'"
+    )
+    with pytest.raises(InputError, match=r"data\.jsonl: line 1: .*System role not supported"):
+        Renderer(ChatTemplate(raising, "", ""), []).render(found)
+    silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{{ add_generation_prompt }}"
+    with pytest.raises(InputError, match=r"line 1: .*reply can be told from the prompt"):
+        Renderer(ChatTemplate(silent, "", ""), []).render(found)
+
+
+def test_a_template_without_an_end(tmp_path: Path):
+    source = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\\n' }}{% endfor %}"
+    source += "{% if add_generation_prompt %}assistant: {% endif %}"
+    renderer = Renderer(ChatTemplate(source, "", ""), ["</s>"])
+    (one,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
+    assert marked(one) == "user: Who are you?\nassistant: [[A program.]]\n"
+    assert renderer.notes == {rendering.ENDLESS: 1}
+
+
+def write(folder: Path) -> None:
+    GOLDENS.mkdir(parents=True, exist_ok=True)
+    for name in CHATS:
+        (GOLDENS / f"{name}.txt").write_text(golden(name, folder), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parent)
+    (Path(__file__).parent / "data.jsonl").unlink()

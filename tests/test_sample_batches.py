@@ -1,0 +1,128 @@
+"""Rows of samples: each is there once an epoch, alone in its attention; packed and unpacked learn the same."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from packtrain.models.transformer import Config
+from packtrain.samples import Samples
+from packtrain.train.samples import SampleBatches, best_fit
+from tests import models
+
+modes = pytest.mark.parametrize("pack", [True, False])
+shuffles = pytest.mark.parametrize("shuffle", [True, False])
+
+
+def samples_of(*lengths: int, vocabulary: int = 1000) -> Samples:
+    """Samples of so many targets; about half of them are learnt, the last one always."""
+    rng = np.random.default_rng(sum(lengths))
+    ids = [rng.integers(1, vocabulary, n + 1, np.uint16) for n in lengths]
+    weights = [np.append(rng.integers(0, 2, n), 1).astype(np.uint8) for n in lengths]
+    starts = np.cumsum([0, *(n + 1 for n in lengths[:-1])])
+    return Samples(np.concatenate(ids), np.concatenate(weights), starts)
+
+
+def contents(batches: SampleBatches, epoch: int = 0) -> Counter[tuple[tuple[int, ...], ...]]:
+    """All samples of an epoch, read back from the rows: ids, targets and weights by sequence."""
+    found: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    for index in range(epoch * len(batches), (epoch + 1) * len(batches)):
+        batch = batches[index]
+        for r in range(batches.rows):
+            for number in np.unique(batch["seq"][r]):
+                here = batch["seq"][r] == number
+                assert batch["pos"][r][here].tolist() == list(range(int(here.sum())))
+                if batch["weights"][r][here].any():
+                    read = (batch[name][r][here] for name in ("tokens", "targets", "weights"))
+                    found[tuple(tuple(values.tolist()) for values in read)] += 1
+    return found
+
+
+def wanted(samples: Samples) -> Counter[tuple[tuple[int, ...], ...]]:
+    every = (samples[i] for i in range(len(samples)))
+    parts = (((ids[:-1]), (ids[1:]), (weights[1:])) for ids, weights in every)
+    return Counter(tuple(tuple(values.tolist()) for values in part) for part in parts)
+
+
+@modes
+@shuffles
+@pytest.mark.parametrize("rows", [1, 3])
+def test_each_sample_is_there_once_an_epoch(pack: bool, shuffle: bool, rows: int):
+    samples = samples_of(5, 1, 9, 3, 3, 10, 2, 7, 7, 1, 4)
+    batches = SampleBatches(samples, rows, 10, seed=3, shuffle=shuffle, pack=pack)
+    for epoch in range(3):
+        assert contents(batches, epoch) == wanted(samples)
+    assert sum(int(batches[i]["weights"].sum()) for i in range(len(batches))) == samples.targets
+
+
+@modes
+def test_an_index_says_everything(pack: bool):
+    samples = samples_of(5, 1, 9, 3, 3, 10, 2, 7, 7, 1, 4)
+    given = {"seed": 5, "pack": pack}
+    straight = [SampleBatches(samples, 2, 12, **given)[i] for i in range(12)]
+    batches = SampleBatches(samples, 2, 12, **given)
+    for i in (11, 0, 7, 3, 7):
+        assert models.same_bits(batches[i], straight[i])
+    other = SampleBatches(samples, 2, 12, seed=6, pack=pack)
+    assert any(not models.same_bits(other[i], straight[i]) for i in range(len(other)))
+    epochs = [straight[i]["tokens"].tolist() for i in (0, len(batches))]
+    assert epochs[0] != epochs[1]
+
+
+def test_a_packed_row():
+    samples = Samples(
+        np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.uint16),
+        np.array([0, 0, 1, 1, 0, 1, 0, 1, 1], np.uint8),
+        np.array([0, 4, 6]),
+    )
+    batch = SampleBatches(samples, 1, 7, shuffle=False)[0]
+    assert {name: values[0].tolist() for name, values in batch.items()} == {
+        "tokens": [1, 2, 3, 7, 8, 5, 0],
+        "targets": [2, 3, 4, 8, 9, 6, 0],
+        "weights": [0, 1, 1, 1, 1, 1, 0],
+        "pos": [0, 1, 2, 0, 1, 0, 0],
+        "seq": [0, 0, 0, 1, 1, 2, 3],
+    }
+    assert {name: values.dtype.name for name, values in batch.items()} == {
+        "tokens": "int32", "targets": "int32", "weights": "float32", "pos": "int32", "seq": "int32",
+    }  # fmt: skip
+
+
+def test_samples_as_they_come():
+    batches = SampleBatches(samples_of(3, 5, 4), 1, 5, shuffle=False, pack=False)
+    assert [int((batches[i]["seq"] == 0).sum()) for i in range(3)] == [3, 5, 4]
+
+
+def test_a_sample_that_does_not_fit():
+    with pytest.raises(ValueError, match="6 targets does not fit a row of 5"):
+        SampleBatches(samples_of(3, 6), 1, 5)
+
+
+def test_rows_are_full():
+    """Of many samples no more than a hundredth of the rows is lost; none is too full; sizes that fit exactly do."""
+    lengths = np.sort(np.random.default_rng(0).gamma(2, 60, 5000).astype(int).clip(1, 512))[::-1]
+    rows = best_fit(lengths, 512)
+    filled = np.bincount(rows, lengths)
+    assert filled.max() <= 512 and filled.sum() == lengths.sum()
+    assert filled.mean() >= 0.99 * 512
+    assert best_fit(np.array([7, 5, 5, 3, 2]), 10).tolist() == [0, 1, 1, 0, 2]
+
+
+def test_packed_and_unpacked_learn_the_same():
+    """Loss and all gradients of an epoch, as sums over its targets."""
+    config = Config(64, 32, 16, 2, 24, 4, 2)
+    samples = samples_of(9, 3, 12, 4, 7, 16, 2, 5, vocabulary=config.vocab_size)
+    values, found = models.values(config), []
+    for pack in (True, False):
+        batches = SampleBatches(samples, 2, 16, pack=pack)
+        run = models.bind(models.gradients(config, 2, 16), values)
+        sums: dict[str, np.ndarray] = {}
+        for i in range(len(batches)):
+            for name, value in run(batches[i]).items():
+                if name != "losses":
+                    sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
+        found.append((len(batches), sums))
+    (fewer, packed), (more, unpacked) = found
+    assert fewer < more and packed.keys() == unpacked.keys()
+    for name, value in unpacked.items():
+        assert models.apart(packed[name], value) <= 1e-5, name

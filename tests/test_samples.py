@@ -1,0 +1,463 @@
+"""From data files to samples: every form, the same conversation; what is left out is said; bad records have a line."""
+
+import gzip
+import io
+import json
+import tracemalloc
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain import gguf
+from packtrain.cli import main
+from packtrain.corpus import records
+from packtrain.corpus.documents import Source, find_sources
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Value
+from packtrain.samples import Dataset, Recipe, Samples, build, prepare
+from packtrain.samples.cache import read_dataset
+from packtrain.samples.formats import SUFFIXES, Plain, Reader
+from packtrain.samples.messages import Conversation
+from packtrain.tokenizer import Tokenizer
+from packtrain.vocabulary import train_vocabulary
+
+SHARED = Path(__file__).parent.parent.parent / "shared/data"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no shared data beside the checkout")
+TEMPLATE = (
+    "{% for m in messages %}{{ '<s>' if loop.first }}{{ m.role }}: {{ m.content }}"
+    "{{ '</s>' if m.role == 'assistant' }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+)
+PAIR = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
+WHY = {"type": "text", "text": "why"}
+THREE = [{"role": "system", "content": "be"}, *PAIR]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    words = "user assistant system why so one two three four five\n" * 40
+    values = train_vocabulary([words], 300, True, len(words))
+    gguf.write(path, values | {"tokenizer.chat_template": Value("string", TEMPLATE)}, {})
+    return path
+
+
+def one(tmp_path: Path, content: Any, name: str = "data.jsonl") -> Path:
+    """A file of lines of JSON, of an array, or of text."""
+    path = tmp_path / name
+    if name.endswith((".jsonl", ".jsonl.gz")) and not isinstance(content, str):
+        content = "\n".join(map(json.dumps, content))
+    raw = (content if isinstance(content, str) else json.dumps(content, indent=1)).encode()
+    path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    return path
+
+
+def read(path: Path) -> tuple[list[Conversation | Plain], str]:
+    reader = Reader(Source(path))
+    return list(reader), reader.note
+
+
+def made(data: Path, model: Path, tmp_path: Path, **more: Any) -> Dataset:
+    """Samples, made in this process."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    recipe = Recipe(data, model, more.pop("length", 100), **more)
+    build.build(recipe, folder, lambda sentence: None)
+    parts = build.parts_of(recipe, build.sources_of(recipe))
+    return read_dataset(folder, parts, Tokenizer(GGUF(model).metadata).vocab_size)
+
+
+def texts(samples: Samples, model: Path) -> list[str]:
+    """The samples, with [[…]] around what is learnt."""
+    tokenizer, found = Tokenizer(GGUF(model).metadata), []
+    for ids, weights in (samples[i] for i in range(len(samples))):
+        text = "".join(
+            f"[[{tokenizer.piece(id).decode()}]]" if weight else tokenizer.piece(id).decode()
+            for id, weight in zip(ids.tolist(), weights.tolist(), strict=True)
+        )
+        found.append(text.replace("]][[", ""))
+    return found
+
+
+# ---- forms
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "form"),
+    [
+        ({"messages": PAIR}, PAIR, "messages"),
+        ({"messages": [*PAIR, {"role": "user", "content": "?"}]}, PAIR, "messages"),
+        ({"prompt": "why", "completion": "so"}, PAIR, "prompt/completion"),
+        ({"prompt": THREE[:2], "completion": PAIR[1:]}, THREE, "prompt/completion"),
+        ({"question": "why", "answer": "so"}, PAIR, "question/answer"),
+        ({"instruction": "why", "output": "so"}, PAIR, "instruction/output"),
+        (
+            {"instruction": "why", "input": "not", "output": "so", "system": "be", "history": [["a", "b"]]},
+            [
+                THREE[0],
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "why\nnot"},
+                PAIR[1],
+            ],
+            "instruction/output",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]},
+            PAIR,
+            "conversations",
+        ),
+        ({"conversations": PAIR, "system": "be"}, THREE, "conversations"),
+        (
+            {"messages": [{"role": "user", "content": [WHY, {"type": "text", "text": ""}]}, PAIR[1]]},
+            PAIR,
+            "messages",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz"])
+def test_forms(tmp_path: Path, record: dict[str, Any], messages: list[Any], form: str, name: str):
+    found, note = read(one(tmp_path, [record, record], name))
+    assert [conversation.messages for conversation in found] == [messages] * 2
+    assert note == f"{name}: 2 records of {form}"
+    assert found[0].where == f"{tmp_path / name}: line {1 if 'jsonl' in name else 2}"
+
+
+def test_tools(tmp_path: Path):
+    """Calls and tools of both kinds of records come out alike: arguments as objects, ids of nine letters."""
+    tool = {"name": "add", "parameters": {"type": "object"}}
+    call = {"name": "add", "arguments": {"a": 1}}
+    sharegpt = [
+        {"from": "human", "value": "add"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "two"},
+    ]
+    openai = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]  # fmt: skip
+    (a,), _ = read(one(tmp_path, [{"conversations": sharegpt, "tools": json.dumps([tool])}]))
+    (b,), _ = read(
+        one(tmp_path, [{"messages": openai, "tools": [{"type": "function", "function": tool}]}])
+    )
+    assert (a.messages, a.tools) == (b.messages, b.tools)
+    given = {"name": "add", "description": "", "parameters": {"type": "object"}}
+    assert a.tools == [{"type": "function", "function": given}]
+    assert list(a.tools[0]["function"]) == ["name", "description", "parameters"]
+    wanted = {"id": "call00001", "type": "function", "function": call}
+    assert a.messages[1] == {"role": "assistant", "content": "", "tool_calls": [wanted]}
+    assert a.messages[2] == {"role": "tool", "content": "2", "tool_call_id": "call00001"}
+
+
+def test_what_is_not_used_is_said_once(tmp_path: Path):
+    pair = [{**PAIR[0], "time": 3}, PAIR[1]]
+    _, note = read(
+        one(tmp_path, [{"messages": pair, "id": 1}, {"messages": pair, "id": 2, "tag": 1}])
+    )
+    assert note == "data.jsonl: 2 records of messages; not used: id, tag, time"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_arrays_come_in_chunks(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "CHUNK_NBYTES", chunk)
+    values = [{"text": 'ä]}"\\n' * 5, "n": [1, {"a": "["}]}, {"text": "b"}, 3, "c"]
+    for indent in (None, 2):
+        path = tmp_path / "a.json"
+        path.write_text("\ufeff" + json.dumps(values, indent=indent, ensure_ascii=False) + "\n")
+        assert [value for _, value in records.read_records(path, "")] == values
+    path.write_text(" [ ] ")
+    assert list(records.read_records(path, "")) == []
+
+
+def test_memory_of_a_large_array(tmp_path: Path):
+    path = tmp_path / "a.json"
+    with open(path, "w") as file:
+        file.write("[")
+        file.write(",\n".join(json.dumps({"text": "word " * 200}) for _ in range(30_000)))
+        file.write("]")
+    assert path.stat().st_size > 30e6
+    tracemalloc.start()
+    count = sum(1 for _ in records.read_records(path, ""))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 30_000 and peak < 8e6
+
+
+def test_folders(tmp_path: Path):
+    def named() -> list[tuple[str, str]]:
+        return [(s.path.name, s.part) for s in find_sources(tmp_path, SUFFIXES, SUFFIXES)]
+
+    for name in ("b.txt", "a.json", "c.jsonl.gz", "d.md"):
+        (tmp_path / name).write_text("x")
+    assert named() == [("a.json", ""), ("b.txt", ""), ("c.jsonl.gz", "")]
+    (tmp_path / "train.jsonl").write_text("x")
+    assert named() == [("train.jsonl", "")]
+    (tmp_path / "valid.json.gz").write_text("x")
+    (tmp_path / "test.jsonl").write_text("x")
+    assert named() == [("train.jsonl", "train"), ("valid.json.gz", "valid")]
+
+
+# ---- what is refused
+
+
+TURN, SILENT = {"role": "user", "content": "a"}, {"role": "assistant", "content": " "}
+NO_CALL = {"from": "function_call", "value": "no"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"messages": []}', r"line 1: messages must be a list of messages"),
+        ('{"text": "a"}\n\n{"text": ', r"data\.jsonl: line 3 is not JSON; a record is like"),
+        ("[1]", r"line 1 is list, not an object"),
+        ([{"words": 1, "more": 2}], r"line 1 has the fields words, more; a record is like"),
+        ([{}], r"line 1 has no fields"),
+        ([{"text": "a"}, {"messages": PAIR}], r"line 2 has no field text; all records of a file must be like"),
+        ([{"messages": [{"role": "robot", "content": "a"}]}], r"messages\[0\]: role is 'robot'; it must be"),
+        ([{"messages": [TURN]}], r"line 1 has no turn of an assistant"),
+        ([{"messages": [PAIR[1]]}], r"the first to speak is assistant; it must be the user"),
+        ([{"messages": [TURN, SILENT]}], r"messages\[1\]: the assistant's content is empty"),
+        ([{"messages": [TURN, {"role": "assistant"}]}], r"messages\[1\]: content is NoneType, not a string"),
+        ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"content has a part that is no text"),
+        ([{"prompt": "a", "completion": ""}], r"line 1: completion: the assistant's content is empty"),
+        ([{"instruction": "", "output": "a"}], r"line 1: instruction is empty"),
+        ([{"instruction": "a", "output": "a", "history": ["b"]}], r"history\[0\] must be a list of what"),
+        ([{"text": 3}], r"line 1: text is int, not a string"),
+        ([{"text": " \n"}], r"line 1: text is empty"),
+        ([{"text": "\ud800"}], r"line 1: text has half a surrogate pair"),
+        ([{"messages": PAIR, "tools": "{"}], r"line 1: tools is not JSON"),
+        ([{"messages": PAIR, "tools": ["a"]}], r"line 1: tools\[0\] is str, not an object"),
+        ([{"messages": PAIR, "tools": {"a": 1}}], r"line 1: tools must be a list of objects"),
+        ([{"messages": PAIR, "tools": [{"a": 1}]}], r"line 1: tools\[0\] has no name"),
+        ([{"messages": [TURN, {"role": "assistant", "tool_calls": [{"function": {}}]}]}], r"a tool call needs a name"),
+        ([{"conversations": [TURN, NO_CALL]}], r"is not JSON; it must be like"),
+    ],
+)  # fmt: skip
+def test_bad_records(tmp_path: Path, content: Any, said: str):
+    with pytest.raises(InputError, match=said) as raised:
+        read(one(tmp_path, content))
+    assert "\n" not in str(raised.value) and "data.jsonl: line" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "a"}', r"a\.json must be an array; with one record a line it is a \.jsonl"),
+        ('[{"text": "a"},\n{"text": }]', r"a\.json: line 2 is not JSON"),
+        ('[{"text": "a"},\n\n{"text": "b"', r"a\.json: line 3 is not JSON"),
+        ('[{"text": "a"}]\n[]', r"a\.json: line 2: the array has ended before"),
+        ('["' + "a" * 3000, r"a\.json: line 1 is not JSON"),
+    ],
+)
+def test_bad_arrays(tmp_path: Path, content: str, said: str):
+    with pytest.raises(InputError, match=said):
+        read(one(tmp_path, content, "a.json"))
+
+
+def test_a_damaged_gzip(tmp_path: Path):
+    path = one(tmp_path, [{"text": "a" * 1000}], "a.jsonl.gz")
+    whole = path.read_bytes()
+    for damaged in (whole[:-10], b"no gzip", whole[:15] + b"\0\0\0\0" + whole[19:]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"a\.jsonl\.gz is damaged, or no gzip file"):
+            read(path)
+
+
+# ---- samples
+
+
+def test_conversations_become_samples(tmp_path: Path, model: Path):
+    data = one(tmp_path, [{"messages": THREE}, {"messages": [*PAIR, TURN, PAIR[1]]}])
+    dataset = made(data, model, tmp_path)
+    assert texts(dataset.train, model) == [
+        "<s> system: be\nuser: why\nassistant:[[ so</s>]] \n",
+        "<s> user: why\nassistant:[[ so</s>]] \nuser: a\nassistant:[[ so</s>]] \n",
+    ]
+    assert dataset.notes == ("data.jsonl: 2 records of messages",) and dataset.valid is None
+    assert dataset.train.targets == int(dataset.train.weights.sum())
+
+
+def test_options(tmp_path: Path, model: Path):
+    data = one(tmp_path, [{"messages": [*PAIR, TURN, PAIR[1]]}])
+    for name, how, wanted in (
+        ("all", {"everything": True}, "[[<s> user: why\nassistant: so</s> \nuser: a\nassistant: so</s> \n]]"),
+        ("last", {"last_only": True}, "<s> user: why\nassistant: so</s> \nuser: a\nassistant:[[ so</s>]] \n"),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        assert texts(made(data, model, tmp_path / name, **how).train, model) == [wanted]
+
+
+def test_texts_are_split(tmp_path: Path, model: Path):
+    """Each token is a target once; a window begins with the last token of the one before."""
+    words = " ".join(["one two three"] * 20)
+    tokenizer = Tokenizer(GGUF(model).metadata)
+    ids = [*tokenizer.encode(words), tokenizer.eos]
+    for name, content in (("a.txt", words), ("a.jsonl", [{"text": words}])):
+        folder = tmp_path / name[2:]
+        folder.mkdir()
+        samples = made(one(folder, content, name), model, folder, length=7).train
+        parts = [samples[i][0].tolist() for i in range(len(samples))]
+        assert [len(part) for part in parts[:-1]] == [8] * (len(parts) - 1)
+        assert parts[0] + [id for part in parts[1:] for id in part[1:]] == ids
+        assert samples.targets == len(ids) - 1
+
+
+LONG = {"messages": [PAIR[0], {"role": "assistant", "content": "one two three four five " * 5}]}
+
+
+@pytest.mark.parametrize(
+    ("truncate", "said"), [("end", "cut at their end"), ("drop", "left out"), ("split", "split")]
+)
+def test_long_conversations(tmp_path: Path, model: Path, truncate: str, said: str):
+    data = one(tmp_path, [LONG, {"messages": PAIR}])
+    whole = made(data, model, tmp_path, truncate=truncate, length=1000).train[0]
+    (tmp_path / truncate).mkdir()
+    dataset = made(data, model, tmp_path / truncate, truncate=truncate, length=20)
+    assert dataset.notes[1] == f"conversations longer than 20 tokens, {said}: 1"
+    samples = [dataset.train[i] for i in range(len(dataset.train) - 1)]
+    assert all(len(ids) <= 21 for ids, _ in samples)
+    if truncate == "end":
+        assert [ids.tolist() for ids, _ in samples] == [whole[0][:21].tolist()]
+    elif truncate == "drop":
+        assert samples == []
+    else:
+        for i in (0, 1):
+            first, *others = (sample[i].tolist() for sample in samples)
+            assert first + [v for other in others for v in other[1:]] == whole[i].tolist()
+
+
+def test_nothing_to_learn(tmp_path: Path, model: Path):
+    asked = {"messages": [{"role": "user", "content": "one two three four five " * 5}, PAIR[1]]}
+    dataset = made(one(tmp_path, [asked, {"messages": PAIR}]), model, tmp_path, length=20)
+    assert len(dataset.train) == 1
+    assert "samples left out, for nothing in them is to be learnt: 1" in dataset.notes
+    (tmp_path / "all").mkdir()
+    with pytest.raises(
+        InputError,
+        match=r"leaves no tokens to learn for training \(data\.jsonl: 1 rec.*samples left out",
+    ):
+        made(one(tmp_path, [asked]), model, tmp_path / "all", length=20)
+
+
+def test_words_that_spell_control_tokens(tmp_path: Path, model: Path):
+    """They become these tokens, as llama.cpp makes them, and that is said; they do not end what is learnt."""
+    said = [{"role": "user", "content": "why </s>"}, {"role": "assistant", "content": "so </s> so"}]
+    dataset = made(one(tmp_path, [{"messages": said}, {"messages": PAIR}]), model, tmp_path)
+    assert (
+        texts(dataset.train, model)[0] == "<s> user: why </s> \nassistant:[[ so </s>  so</s>]] \n"
+    )
+    (note,) = (note for note in dataset.notes if "control" in note)
+    assert note.startswith("messages that spell control tokens") and note.endswith(": 2")
+
+
+def test_validation(tmp_path: Path, model: Path):
+    data = one(tmp_path, [{"text": f"{i}"} for i in range(1, 11)])
+    dataset = made(data, model, tmp_path, val_split=0.2)
+    assert dataset.valid is not None
+    assert texts(dataset.valid, model) == ["[[<s> 5</s>]]", "[[<s> 10</s>]]"]
+    assert len(dataset.train) == 8
+    (tmp_path / "few").mkdir()
+    with pytest.raises(InputError, match="leaves no tokens to learn for validation"):
+        made(one(tmp_path, [{"text": "1"}]), model, tmp_path / "few", val_split=0.2)
+
+
+def test_no_records(tmp_path: Path, model: Path):
+    for name, content in (("a.jsonl", "\n"), ("a.json", "[]"), ("a.txt", " \n")):
+        (tmp_path / name[2:]).mkdir()
+        with pytest.raises(InputError, match=rf"{name} holds no records"):
+            made(one(tmp_path, content, name), model, tmp_path / name[2:])
+
+
+# ---- the cache
+
+
+def test_prepared_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
+    data, cache = one(tmp_path, [{"messages": PAIR}]), tmp_path / "cache"
+    recipe = Recipe(data, model, 100)
+    first = prepare(recipe, cache, lambda sentence: None)
+    assert texts(first.train, model) == ["<s> user: why\nassistant:[[ so</s>]] \n"]
+
+    def never(*given: Any) -> None:
+        raise AssertionError("made again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("packtrain.samples.cache.make", never)
+        again = prepare(recipe, cache, lambda sentence: None)
+    assert again.fingerprint == first.fingerprint and again.notes == first.notes
+    assert not again.train.ids.flags.owndata and not again.train.ids.flags.writeable
+    weights = cache / first.fingerprint / "train.weights.npy"
+    weights.write_bytes(weights.read_bytes()[:-1])  # damaged ones are made anew
+    assert prepare(recipe, cache, lambda sentence: None).train.targets == first.train.targets
+
+
+def test_what_a_fingerprint_depends_on(tmp_path: Path, model: Path):
+    data, cache = one(tmp_path, [{"messages": PAIR}]), tmp_path / "cache"
+
+    def name(**more: Any) -> str:
+        given = {"data": data, "model": model, "length": 100} | more
+        return prepare(Recipe(**given), cache, lambda sentence: None).fingerprint
+
+    other = tmp_path / "other.gguf"
+    values = dict(GGUF(model).values)
+    gguf.write(other, values | {"tokenizer.chat_template": Value("string", TEMPLATE + " ")}, {})
+    names = [
+        name(),
+        name(length=50),
+        name(everything=True),
+        name(last_only=True),
+        name(model=other),
+    ]
+    data.write_text(data.read_text() + "\n" + data.read_text())
+    assert len({*names, name()}) == 6
+
+
+def test_errors_of_the_child(tmp_path: Path, model: Path):
+    with pytest.raises(InputError, match=r"data\.jsonl: line 1 is not JSON"):
+        prepare(Recipe(one(tmp_path, "{"), model, 100), tmp_path / "cache", lambda sentence: None)
+    assert list((tmp_path / "cache").iterdir()) == []
+    bare = tmp_path / "bare.gguf"
+    gguf.write(bare, {"general.name": Value("string", "a")}, {})
+    with pytest.raises(InputError, match=r"bare\.gguf: the metadata has no tokenizer\.ggml\.model"):
+        prepare(Recipe(one(tmp_path, "{}"), bare, 100), tmp_path / "cache", lambda sentence: None)
+
+
+# ---- the command
+
+
+def packtrain(*arguments: object) -> tuple[int, str]:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        code = main([str(argument) for argument in arguments])
+    return code, said.getvalue()
+
+
+def test_the_command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = one(tmp_path, [{"messages": PAIR, "id": 1}, {"messages": THREE}])
+    code, said = packtrain("data", data, "--model", model, "--show", 1)
+    assert code == 0
+    lines = said.splitlines()
+    assert lines[0] == "data.jsonl: 2 records of messages; not used: id"
+    assert lines[1].startswith("training: 2 samples, ")
+    assert lines[2:] == ["---- sample 1", "<s> user: why", "assistant:[[ so</s>]] ", ""]
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gsm8k_train.jsonl", "gsm8k_train.jsonl: 7,473 records of question/answer"),
+        ("glaive_toolcall_en_demo.json", "glaive_toolcall_en_demo.json: 300 records of conversations"),
+        ("dummy_conversation.json", "dummy_conversation.json: 500 records of conversations; not used: id"),
+    ],
+)  # fmt: skip
+def test_real_files(name: str, said: str):
+    found, note = read(SHARED / "chat" / name)
+    assert note == said
+    assert all(
+        isinstance(one, Conversation) and one.messages[-1]["role"] == "assistant" for one in found
+    )

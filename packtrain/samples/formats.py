@@ -27,6 +27,8 @@ from packtrain.samples.messages import (
 
 SUFFIXES = tuple(f"{kind}{packed}" for kind in (*RECORDS, ".txt") for packed in ("", ".gz"))
 
+FEW = 8  # names that are listed
+
 
 @dataclass(frozen=True, slots=True)
 class Plain:
@@ -94,8 +96,11 @@ class Reader:
     def note(self) -> str:
         """The file, its form, and fields that mean nothing."""
         what = f"records of {self.form.name}" if self.form else "documents of text"
-        said = f"{self.source.path.name}: {self.count:,} {what}"
-        return f"{said}; not used: {', '.join(sorted(self.unused))}" if self.unused else said
+        found = f"{self.source.path.name}: {self.count:,} {what}"
+        if not self.unused:
+            return found
+        names, more = sorted(self.unused)[:FEW], len(self.unused) - FEW
+        return f"{found}; not used: {', '.join(names)}{f' and {more:,} more' if more > 0 else ''}"
 
 
 def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from packtrain.dtypes import Dtype
+from packtrain.dtypes import Dtype, f32
 from packtrain.errors import InputError
 from packtrain.graph import Graph
 from packtrain.models import transformer
@@ -32,16 +32,18 @@ def placements(
     cells: int,
     chunks: tuple[int, ...] = (64, 8, 1),
     types: Mapping[str, Dtype] = transformer.NO_TYPES,
+    cache: Dtype = f32,
 ) -> dict[int, Placed]:
     """The graphs of a Generator with a cache of `cells` tokens, for each number of tokens one run can take.
 
     chunks  those numbers, falling and ending with 1; a prompt is cut into them
     types   of weights that are not f32
+    cache   of keys and values, f32 or f16
     """
     placed = {}
     for size in (size for size in chunks if size <= cells):
         leaves = transformer.weights(config, types)
-        logits, handles = transformer.generation(config, leaves, size, cells)
+        logits, handles = transformer.generation(config, leaves, size, cells, cache=cache)
         placed[size] = place(Graph({"logits": logits}, handles))
     return placed
 
@@ -58,11 +60,11 @@ class Generator:
         self.fed: list[int] = []
 
     @classmethod
-    def of(cls, model: ModelFile, cells: int) -> "Generator":
+    def of(cls, model: ModelFile, cells: int, cache: Dtype = f32) -> "Generator":
         """A generator with the weights of a file, mapped, and a cache in a session of its own."""
         session = Session()
         session.share(model.stored())
-        made = placements(model.config, cells, CHUNKS, model.types())
+        made = placements(model.config, cells, CHUNKS, model.types(), cache)
         return cls(cells, {size: session.executor(placed) for size, placed in made.items()})
 
     @property

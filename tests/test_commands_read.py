@@ -136,7 +136,7 @@ def test_generate_wants_text(model: Path) -> None:
 
 def test_generate_says_that_a_context_does_not_fit(model: Path) -> None:
     with pytest.raises(
-        DoesNotFit, match=r"--ctx: the cache of 2,000,000,000 tokens needs 357\.6 GiB"
+        DoesNotFit, match=r"--ctx: the cache of 2,000,000,000 tokens needs 178\.8 GiB"
     ):
         generate.run(Generate(model, prompt="a", ctx=2_000_000_000))
 

@@ -51,7 +51,7 @@ class Talk:
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(source or CHATML, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config.context_length, CONTEXT)
-        self._generator = ready(model, self.cells)
+        self._generator = ready(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0
         self.messages: list[dict[str, str]] = []
         self.clear()

@@ -35,7 +35,7 @@ def run(settings: Generate) -> int:
     ids = tokenizer.encode(prompt, eos=False)
     wanted = len(ids) + settings.n_predict if settings.n_predict >= 0 else CONTEXT
     context = model.config.context_length
-    generator = ready(model, cells(settings, context, max(wanted, len(ids) + 1)))
+    generator = ready(settings, model, cells(settings, context, max(wanted, len(ids) + 1)))
     seed = settings.drawn_seed()
     with stop_on_signals() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.generate import Generator
 from packtrain.memory import total_nbytes
@@ -50,6 +51,7 @@ class Speaking:
     ctx: int | None = option(
         None, "context in tokens; as long as needed, at most the model's", flags="-c", least=1
     )
+    cache_type: str = option("f16", "of remembered keys and values", choices=("f16", "f32"))
 
     @property
     def sampling(self) -> Sampling:
@@ -72,15 +74,15 @@ def cells(settings: Speaking, context: int, wanted: int) -> int:
     return settings.ctx
 
 
-def ready(model: ModelFile, cells: int) -> Generator:
+def ready(settings: Speaking, model: ModelFile, cells: int) -> Generator:
     """A generator with the model's weights, its kernels loaded. Raises DoesNotFit."""
-    c, there = model.config, total_nbytes()
-    cache = 2 * 4 * cells * c.block_count * c.head_count_kv * c.head_width
+    c, there, kind = model.config, total_nbytes(), DTYPES[settings.cache_type]
+    cache = 2 * cells * c.block_count * c.head_count_kv * kind.row_nbytes(c.head_width)
     if cache > there:
         raise DoesNotFit(
             f"--ctx: the cache of {cells:,} tokens needs {size_text(cache)}, and there are {size_text(there)}"
         )
-    generator = Generator.of(model, cells)
+    generator = Generator.of(model, cells, kind)
     generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time
     return generator
 

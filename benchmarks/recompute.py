@@ -19,9 +19,9 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.recompute import keep_all
 from packtrain.run import Executor, Session
-from packtrain.train.budget import Setting, chain
 from packtrain.train.optim import SGD
 from packtrain.train.plans import Shape
+from packtrain.train.search import Setting, chain
 
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
 MIB = 2**20

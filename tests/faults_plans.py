@@ -199,7 +199,7 @@ def an_input_that_gets_its_bytes_when_it_is_first_read(patch: MonkeyPatch) -> No
 
 @fault("planner", verified)
 def sizes_that_are_not_rounded_up(patch: MonkeyPatch) -> None:
-    around(patch, planning, "_columns", lambda rule: lambda here, alignment: rule(here, 1))
+    around(patch, planning, "columns", lambda rule: lambda here, alignment: rule(here, 1))
 
 
 @fault("planner", partial(plan_checks.check_packer, pack), verified, poisoned)

@@ -96,7 +96,7 @@ def logits(config: Config, rows: int, time: int) -> Graph:
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return transformer.mixed(config, i, q, k, v, pos, pos, seq, seq)
 
-    h = transformer.stream(config, weights, tokens, pos, attend, time)[-1]
+    *_, h = transformer.stream(config, weights, tokens, pos, attend, time)
     return Graph([transformer.logits(config, weights, h)])
 
 

@@ -14,37 +14,42 @@ from packtrain.cost import Rates
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, total_nbytes
 from packtrain.models import transformer
+from packtrain.models.config import Config
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
-from packtrain.train.budget import Setting, chain, planned, search
+from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
-from packtrain.train.optim import AdamW
+from packtrain.train.optim import SGD, AdamW
 from packtrain.train.plans import APPLY, MEASURE, Shape, make_plans
+from packtrain.train.search import Setting, chain, search
 from packtrain.watch import metrics
 from tests.kill import TINY, words
 from tests.models import CONFIG, batch, same_bits, values
 
 RATES = Rates(1e11, 1e10)
 MIB = 1 << 20
+ADAMW = AdamW()
 ROWS, TIME = 4, 16
 
 
-def deep(blocks: int, **given) -> Shape:
-    return Shape(replace(CONFIG, block_count=blocks), ROWS, TIME, **given)
+def deep(blocks: int, rows: int = ROWS, **given) -> Shape:
+    return Shape(replace(CONFIG, block_count=blocks), rows, TIME, **given)
 
 
 def setting(baseline: int = 0) -> Setting:
     return Setting(AdamW(), RATES, baseline)
 
 
-def trained(shape: Shape, steps: int = 3) -> dict[str, np.ndarray]:
-    made = Engine(make_plans(shape, AdamW()), AdamW())
+def trained(shape: Shape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.ndarray]:
+    made = Engine(make_plans(shape, optimizer), optimizer)
     made.session.set(values(shape.config))
-    found = {}
+    found, rows = {}, shape.rows
     for number in range(1, steps + 1):
         whole = batch(shape.config, ROWS, TIME, number) | {
             "weights": np.ones((ROWS, TIME), np.float32)
         }
-        did = made.step([whole], number, 1e-2)
+        parts = range(0, ROWS, rows)
+        micros = [{name: x[at : at + rows] for name, x in whole.items()} for at in parts]
+        did = made.step(micros, number, 1e-2)
         found |= {f"{number} loss": did.loss, f"{number} norm": did.norm}
     return found | {name: made.session.get(name) for name in made.plans.leaves}
 
@@ -60,6 +65,40 @@ def test_two_passes_and_any_choice_give_the_same_bits():
     ):
         assert same_bits(trained(other), expected)
     assert set(make_plans(replace(shape, two_passes=True), AdamW()).plans) >= {MEASURE, APPLY}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_norm):
+    """The same gradients but for the order of additions; where that is the same, the same bits."""
+    config = replace(CONFIG, block_count=3, tied=False)
+    summed = Shape(config, 1, TIME, ROWS, max_norm)
+    layered = replace(summed, layered=True)
+    expected, got = (trained(one, 1, SGD()) for one in (summed, layered))
+    for name, value in expected.items():
+        if not name.startswith("g/"):
+            error = np.abs(got[name] - value).max() / np.abs(value).max()
+            assert error < 1e-6, f"{name}: {error}"
+    if max_norm is None:
+        exact = [name for name in got if name.startswith("blk.") and got[name].ndim == 2]
+        assert exact and same_bits({n: got[n] for n in exact}, {n: expected[n] for n in exact})
+    for keep in (uniform(3, ()), chain(layered, setting()).least().choice):
+        assert same_bits(trained(replace(layered, keep=keep), 1, SGD()), got)
+    if max_norm is not None:
+        assert same_bits(trained(replace(layered, two_passes=True), 1, SGD()), got)
+
+
+def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():
+    """So a search finds them, where matrices are large and tokens more than they are wide."""
+    config = Config(320, 512, 512, 4, 2048, 8, 8)
+    summed = Shape(config, 1, 512, 4)
+    layered = replace(summed, layered=True, keep=uniform(4, ()))
+    together = replace(summed, rows=4, micros=1, keep=uniform(4, ()))
+    least = make_plans(layered, AdamW()).nbytes
+    assert least < make_plans(replace(summed, keep=uniform(4, ())), AdamW()).nbytes
+    assert least < make_plans(together, AdamW()).nbytes
+    limit = setting().total(make_plans(layered, AdamW()))
+    answer = search(summed, "auto", setting(), limit)
+    assert answer.fits and answer.shape.layered and answer.shape.micros == 4
 
 
 def test_the_smallest_arena_is_nested_and_gives_the_same_bits():

@@ -45,13 +45,13 @@ LAYERS = {
     "observe": "dtypes tensor debug place plan bound",
     "run": "dtypes tensor backends debug place plan bound observe",
     "cost": "tensor graph ops place run",
-    "recompute": "graph place plan tensor cost",
+    "recompute": "graph place packing plan tensor cost",
     "models": "dtypes errors tensor ops gguf quant tokenizer",
     "sample": "errors",
     "generate": "dtypes errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
-    "train": "errors files settings dtypes tensor graph ops grad place plan run memory stop kernels gguf tokenizer"
-    " corpus samples cost recompute models sample generate watch",
+    "train": "errors files settings dtypes tensor graph ops grad place packing plan run memory stop kernels gguf"
+    " tokenizer corpus samples cost recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
     " tokenizer vocabulary convert corpus samples cost recompute models sample generate template watch train",
     "version": "",

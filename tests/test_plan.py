@@ -54,7 +54,9 @@ def test_random_graphs_have_everything() -> None:
     calls = [call for seed in SEEDS[:100] for call in random_case(seed).graph.calls]
     names, phases = {call.op.name for call in calls}, {call.phase for call in calls}
     assert phases == {"forward", "backward", "recomputed"}
-    assert set(ops.__all__) - names <= {"transpose", "zero_rows"}, set(ops.__all__) - names
+    assert set(ops.__all__) - names <= {"concat", "transpose", "zero_rows"}, (
+        set(ops.__all__) - names
+    )
 
 
 # ---- the plan as data ----------------------------------------------------------------------------------------

@@ -109,9 +109,10 @@ def rope_table(pos, *, dims, base):
     return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
 
 
-def narrow_back(dy, *, axis, start, size):
+def narrow_back(dy, acc=None, *, axis, start, size):
     behind = size - start - dy.shape[axis]
-    return torch.nn.functional.pad(dy.movedim(axis, -1), (start, behind)).movedim(-1, axis)
+    padded = torch.nn.functional.pad(dy.movedim(axis, -1), (start, behind)).movedim(-1, axis)
+    return padded if acc is None else padded + acc
 
 
 def clip_gate(squares, *, max_norm):

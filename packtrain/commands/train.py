@@ -21,11 +21,12 @@ from packtrain.sample import Sampling
 from packtrain.settings import to_yaml
 from packtrain.stop import stop_on_signals
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.budget import Setting, as_asked, planned
+from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit, check_compatible
 from packtrain.train.job import Job, decide
 from packtrain.train.plans import Plans, Shape
+from packtrain.train.search import Setting, as_asked
 from packtrain.train.settings import TrainSettings
 from packtrain.train.state import Checkpoint, load, previous
 from packtrain.watch import Watch
@@ -104,11 +105,12 @@ def _found(settings: TrainSettings) -> Checkpoint | None:
 
 
 def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
-    """The shape with the rows and the chunk that the run began with, which decide about the order of additions."""
+    """The shape with what decided about the order of additions when the run began."""
     rows, chunk = int(begun.get("rows", shape.rows)), int(begun.get("chunk", shape.chunk))
     if (shape.rows * shape.micros) % rows:
         return shape  # other settings: `check_compatible` says so
-    return replace(shape, rows=rows, micros=shape.rows * shape.micros // rows, chunk=chunk)
+    micros, layered = shape.rows * shape.micros // rows, bool(begun.get("layered", False))
+    return replace(shape, rows=rows, micros=micros, chunk=chunk, layered=layered)
 
 
 def facts(settings: TrainSettings, made: Ready, measured: int | None = None) -> dict[str, Any]:

@@ -4,8 +4,9 @@ A Config and leaves go in, tensors come out. Weights bear their GGUF names; `att
 training (keys and values of the batch) and generation (keys and values of the cache).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -207,16 +208,16 @@ def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables
 
 def stream(
     config: Config, w: Weights, tokens: Tensor, pos: Tensor, attend: Attend, context: int
-) -> list[Tensor]:
-    """The residual stream: the embedding of tokens (...) and what each block leaves, (..., C) each."""
+) -> Iterator[Tensor]:
+    """The residual stream: the embedding of tokens (...) and what each block leaves, (..., C) each, one by one."""
     tables = rope_tables(config, w, pos, context)
     h = ops.get_rows(w["token_embd.weight"], tokens)
     if config.traits.scaled_embedding:
         h = ops.scale(h, by=config.embedding_length**0.5)
-    blocks = [named("token_embd", h)]
+    yield named("token_embd", h)
     for i in range(config.block_count):
-        blocks.append(block(config, w, i, blocks[-1], tables, attend))
-    return blocks
+        h = block(config, w, i, h, tables, attend)
+        yield h
 
 
 def mixed(config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, *where: Tensor) -> Tensor:
@@ -250,32 +251,50 @@ def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """loss () is sum of weights * losses; losses (B, T); blocks: the residual stream, to keep when recomputing."""
+    """loss () is sum of weights * losses; losses (B, T); blocks: the residual stream, to keep when recomputing.
+
+    The stream has a value for each part of the batch, as written.
+    """
 
     loss: Tensor
     losses: Tensor
     blocks: list[Tensor]
 
 
-def loss(config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256) -> Loss:
+def loss(
+    config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256, parts: int = 1
+) -> Loss:
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the
     same `seq`, so that several samples can share a row.
+
+    parts  each block takes the batch in so many parts: it then needs memory for one of them, and its weights'
+           gradients are complete before those of the block below begin. The last part goes first, so that these
+           gradients are summed in the order of the rows.
     """
     shape = (batch, time)
     tokens, targets = input("tokens", shape, i32), input("targets", shape, i32)
     pos, seq = input("pos", shape, i32), input("seq", shape, i32)
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return mixed(config, i, q, k, v, pos, pos, seq, seq)
+    rows = batch // parts
 
-    h = stream(config, w, tokens, pos, attend, time)
-    x = output_norm(config, w, h[-1])
+    def part(at: int) -> Iterator[Tensor]:
+        def its(x: Tensor) -> Tensor:
+            return x if parts == 1 else ops.narrow(x, axis=0, start=at * rows, length=rows)
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return mixed(config, i, q, k, v, its(pos), its(pos), its(seq), its(seq))
+
+        return stream(config, w, its(tokens), its(pos), attend, time)
+
+    layers = list(zip(*(part(at) for at in reversed(range(parts))), strict=True))
+    last = layers[-1][0] if parts == 1 else ops.concat(layers[-1][::-1], axis=0)
+    x = output_norm(config, w, last)
     made = ops.linear_cross_entropy(
         x, head(w), targets, input("weights", shape), chunk=chunk, softcap=config.final_softcap
     )
-    return Loss(named("loss", made[0]), named("losses", made[1]), h)
+    return Loss(named("loss", made[0]), named("losses", made[1]), [*chain(*layers)])
 
 
 # ---- cached generation ---------------------------------------------------------------------------------------
@@ -311,5 +330,5 @@ def generation(
         where = one(pos), one(cell_pos), one(seq), one(cell_seq), length
         return mixed(config, i, one(q), keys, values, *where)
 
-    h = stream(config, w, tokens, pos, attend, cells)[-1]
+    *_, h = stream(config, w, tokens, pos, attend, cells)
     return logits(config, w, ops.get_rows(h, wanted_rows)), handles

@@ -1,9 +1,11 @@
 """Views (the same bytes seen with another shape or strides) and the copies that make them dense."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from packtrain.ops.arrays import start_with
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -149,29 +151,46 @@ def cont_samples():
     yield cont(narrow(transpose(input("x", (64, 65))), axis=0, start=3, length=17))
 
 
-@op()
-def narrow_back(dy: Tensor, *, axis: int, start: int, size: int) -> Spec:
-    """Zeros of the given size along one axis, with dy at `start`: the gradient of narrow."""
+@op(inplace=(1,), acc=1)
+def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int, size: int) -> Spec:
+    """Zeros of the given size along one axis, or acc, and dy added at `start`: the gradient of narrow."""
     end = start + dy.shape[axis]
     want(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
-    return Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)
+    dx = Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)
+    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
+    return dx
 
 
 @narrow_back.vjp
-def narrow_back_vjp(ddx, dx, dy, *, axis, start, size):
-    return (narrow(ddx, axis=axis, start=start, length=dy.shape[axis]),)
+def narrow_back_vjp(ddx, dx, dy, acc, *, axis, start, size):
+    of_dy = narrow(ddx, axis=axis, start=start, length=dy.shape[axis])
+    return of_dy, None if acc is None else ddx
 
 
 @narrow_back.kernel("numpy")
-def narrow_back_numpy(dx, dy, *, axis, start, size):
-    dx[...] = 0
-    np.moveaxis(dx, axis, 0)[start : start + dy.shape[axis]] = np.moveaxis(dy, axis, 0)
+def narrow_back_numpy(dx, dy, acc, *, axis, start, size):
+    if acc is None:
+        dx[...] = 0
+    else:
+        start_with(dx, acc)
+    np.moveaxis(dx, axis, 0)[start : start + dy.shape[axis]] += np.moveaxis(dy, axis, 0)
 
 
-narrow_back.kernel("cpu", strided=True)(narrow_back_numpy)
+narrow_back.kernel("cpu", strided=lambda index, t: index == 0)(narrow_back_numpy)
+
+
+def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:
+    """Tensors one behind the other along an axis."""
+    size, start, whole = sum(part.shape[axis] for part in parts), 0, None
+    for part in parts:
+        whole = narrow_back(part, whole, axis=axis, start=start, size=size)
+        start += part.shape[axis]
+    assert whole is not None
+    return whole
 
 
 @narrow_back.samples
 def narrow_back_samples():
     yield narrow_back(input("dy", (3, 4)), axis=0, start=1, size=5)
     yield narrow_back(input("dy", (3, 4)), axis=1, start=0, size=4)
+    yield narrow_back(input("dy", (3, 4)), input("acc", (3, 6)), axis=1, start=2, size=6)

@@ -4,8 +4,8 @@ It knows no tensors and no plans. `pack` is quick, `packings` goes on searching,
 """
 
 from packtrain.packing.online import Allocator, NoSpace, best_fit
-from packtrain.packing.pack import Packing, clash, height, lower_bound, pack, packings
+from packtrain.packing.pack import Packing, alive, clash, height, lower_bound, pack, packings
 
 __all__ = [
-    "Allocator", "NoSpace", "Packing", "best_fit", "clash", "height", "lower_bound", "pack", "packings",
+    "Allocator", "NoSpace", "Packing", "alive", "best_fit", "clash", "height", "lower_bound", "pack", "packings",
 ]  # fmt: skip

@@ -79,12 +79,12 @@ def lower_bound(start: Ints, end: Ints, size: Ints) -> tuple[int, int]:
     """The most bytes alive at once, and the first step at which they are: no packing can need less."""
     if not len(size):
         return 0, 0
-    times, alive = _alive(start, end, size)
-    at = int(alive.argmax())
-    return int(alive[at]), int(times[at])
+    times, nbytes = alive(start, end, size)
+    at = int(nbytes.argmax())
+    return int(nbytes[at]), int(times[at])
 
 
-def _alive(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
+def alive(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
     """The steps at which something starts or ends, and the bytes alive from each to the next."""
     times, event = np.unique(np.concatenate((start, end)), return_inverse=True)
     change = np.zeros(len(times), np.int64)
@@ -132,9 +132,9 @@ def _guesses(start: Ints, end: Ints, size: Ints) -> Iterator[Ints]:
 
 def _crowd(start: Ints, end: Ints, size: Ints) -> Ints:
     """The most bytes alive during the life of each buffer."""
-    times, alive = _alive(start, end, size)
+    times, nbytes = alive(start, end, size)
     spans = zip(np.searchsorted(times, start), np.searchsorted(times, end), strict=True)
-    return np.array([alive[first:last].max() for first, last in spans], np.int64)
+    return np.array([nbytes[first:last].max() for first, last in spans], np.int64)
 
 
 def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:

@@ -1,6 +1,10 @@
 """Which tensors share bytes, and from which step to which they are needed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from packtrain.place import Placed, Step
 from packtrain.tensor import Tensor
@@ -57,6 +61,13 @@ def storages(placed: Placed, *, reuse: bool = True) -> list[Storage]:
             storage.end = max(last.get(t, i) + 1, i + 1)
             found[t] = storage
     return made
+
+
+def columns(made: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
+    """Start, end and size of each storage; sizes are multiples of the alignment."""
+    sizes = [max(-(-s.nbytes // alignment), 1) * alignment for s in made]
+    rows = [s.start for s in made], [s.end for s in made], sizes
+    return tuple(np.array(row, np.int64) for row in rows)
 
 
 def _last_reads(placed: Placed) -> dict[Tensor, int]:

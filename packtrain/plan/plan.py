@@ -8,7 +8,7 @@ import numpy as np
 
 from packtrain.packing import height, lower_bound, pack
 from packtrain.place import Placed
-from packtrain.plan.lifetimes import Storage, storages
+from packtrain.plan.lifetimes import columns, storages
 from packtrain.tensor import GraphError
 
 Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -132,7 +132,7 @@ def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> P
     made = storages(placed, reuse=reuse)
     for space, alignment in sorted({(b.space, b.alignment) for b in placed.home.values()}):
         here = [s for s in made if s.space == space]
-        start, end, size = (np.array(column, np.int64) for column in _columns(here, alignment))
+        start, end, size = columns(here, alignment)
         offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
         bound, at = lower_bound(start, end, size)
         outside = {"weight": 0, "state": 0, "constant": 0, "input": 0}
@@ -155,8 +155,3 @@ def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> P
                 Buffer(s.name, s.op, s.category, space, s.start, s.end, offset, s.nbytes, tensors)
             )
     return Plan(placed.fingerprint, len(placed.steps), tuple(arenas), tuple(buffers))
-
-
-def _columns(here: list[Storage], alignment: int) -> tuple[list[int], list[int], list[int]]:
-    sizes = [max(-(-s.nbytes // alignment), 1) * alignment for s in here]
-    return [s.start for s in here], [s.end for s in here], sizes

@@ -6,6 +6,7 @@ planner has the last word. Beaumont et al. 2021 (rotor) and Chen et al. 2016 (ar
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,24 +16,18 @@ import numpy as np
 from packtrain import cost
 from packtrain.cost import Rates
 from packtrain.graph import Graph
+from packtrain.packing import alive, lower_bound
 from packtrain.place import Placed, place
-from packtrain.plan import Plan, make_plan
-from packtrain.plan.lifetimes import Storage, storages
-from packtrain.recompute.choice import (
-    Choice,
-    Option,
-    aligned,
-    inner_values,
-    keep_all,
-    stretches,
-    uniform,
-)
-from packtrain.recompute.table import solve
+from packtrain.plan.lifetimes import columns, storages
+from packtrain.recompute.choice import Choice, Option, aligned, inner_values, stretches, uniform
+from packtrain.recompute.table import Table
 from packtrain.tensor import Call, Tensor
 
+ALIGNMENT = 64
 OPTIONS = 14  # of a block, spread over its Pareto front
 ROUNDS = 4
 SAMPLED = 3  # blocks of the chain that options are measured on; the middle one counts
+AIMS = 12  # sizes at which the least one is looked for
 
 
 Build = Callable[[int, "Choice | None"], tuple[Graph, list[Tensor]]]
@@ -40,27 +35,25 @@ Build = Callable[[int, "Choice | None"], tuple[Graph, list[Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A choice that was built: the bytes that must be alive at once, what its calls take, and the seconds it adds.
+    """A choice that was built: bytes that must be alive at once, bytes with those of its calls, what it adds.
 
-    arena   lower bound of its arena, which the planner reaches but for rare cases
-    nbytes  with the memory of the process that its calls take
+    arena    lower bound of its arena, which the planner reaches but for rare cases
+    seconds  of what is computed again, and how many calls that are
     """
 
-    choice: Choice
+    choice: Choice | None
     arena: int
     nbytes: int
     seconds: float
-    placed: Placed
-
-    def plan(self) -> Plan:
-        return make_plan(self.placed)
+    calls: int
 
 
 class Chain:
-    """A training graph whose middle is `count` equal blocks; remembers every plan it has made.
+    """A training graph whose middle is `count` equal blocks; remembers what it has measured.
 
     reserved     bytes that stay once a block's, or the head's, backward is done: gradients that wait for clipping
     call_nbytes  what each call of the graph takes of the process, beside the arena
+    like         a chain with the same blocks, whose options hold for this one too
     """
 
     def __init__(
@@ -70,11 +63,12 @@ class Chain:
         rates: Rates,
         reserved: tuple[int, int] = (0, 0),
         call_nbytes: int = 0,
+        like: "Chain | None" = None,
     ) -> None:
         self.call_nbytes = call_nbytes
-        self.build, self.count, self.rates = build, count, rates
+        self.build, self.count, self.rates, self.like = build, count, rates, like
         self.block_reserve, self.head_reserve = reserved
-        self.found: dict[Choice, Found] = {}
+        self.found: dict[Choice | None, Found] = {}
 
     # ---- what a block can do
 
@@ -83,35 +77,53 @@ class Chain:
         return self.build(SAMPLED, None)
 
     @cached_property
+    def parts(self) -> int:
+        """In how many parts a block takes its rows; the stream has as many values for each block."""
+        return len(self._short[1]) // (SAMPLED + 1)
+
+    @cached_property
     def _calls(self) -> list[Call]:
-        """Of the middle block of the short chain."""
-        return stretches(self._short[1])[2]
+        """Of the first part of the middle block of the short chain."""
+        return stretches(self._short[1])[2 * self.parts]
+
+    @property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """What these calls begin with, and what they lead to."""
+        return self._short[1][self.parts], self._short[1][2 * self.parts]
 
     @cached_property
     def stream_nbytes(self) -> int:
-        return aligned(self._short[1][0])
+        return self.parts * aligned(self._short[1][0])
 
     @cached_property
     def forward_seconds(self) -> float:
-        return sum(self._seconds(call) for call in self._calls)
+        return self.parts * sum(self._seconds(call) for call in self._calls)
+
+    @cached_property
+    def forward_calls(self) -> int:
+        return self.parts * len(self._calls)
 
     def _seconds(self, call: Call) -> float:
         return 0.0 if call.op.view else cost.call_seconds(call, self.rates)
 
     @cached_property
     def options(self) -> list[Option]:
-        """The Pareto front of a block over bytes kept and seconds added, each with its measured working set.
+        """The Pareto front of a block over bytes kept and seconds added, each with its measured working set."""
+        if self.like is not None:
+            return self.like.options
+        return [one for keep in self._front() for one in self._forms(keep)]
 
-        Where a cut of the block is not kept, a second form computes it again first, and then each side on its own.
-        """
-        cuts = self._cuts()
-        made = []
-        for keep in self._front():
-            saved = sum(aligned(self.values[place]) for place in keep)
-            ranked = [tuple((place, 0) for place in keep)]
-            ranked += [(*ranked[0], (cut, 1)) for cut in cuts if cut not in keep]
-            made += [Option(one, saved, *self._measured(one, saved)) for one in ranked]
-        return made
+    @cached_property
+    def least_options(self) -> list[Option]:
+        """Those that keep nothing of a block."""
+        return self._forms(()) if self.like is None else self.like.least_options
+
+    def _forms(self, keep: tuple[int, ...]) -> list[Option]:
+        """Where a cut of the block is not kept, another form computes it again first, and then each side."""
+        saved = self.parts * sum(aligned(self.values[place]) for place in keep)
+        ranked = [tuple((place, 0) for place in keep)]
+        ranked += [(*ranked[0], (cut, 1)) for cut in self._cuts if cut not in keep]
+        return [Option(one, saved, *self._measured(one, saved)) for one in ranked]
 
     @cached_property
     def values(self) -> list[Tensor]:
@@ -120,16 +132,15 @@ class Chain:
 
     def _front(self) -> list[tuple[int, ...]]:
         """Sets of places to keep that no other set beats in bytes and in seconds."""
-        graph, stream = self._short
-        inside = set(self._calls)
-        backward = (call for call in graph.calls if call.phase == "backward")
+        inside, (start, end) = set(self._calls), self._ends
+        backward = (call for call in self._short[0].calls if call.phase == "backward")
         read = {t.base for call in backward for t in call.reads if t.base.call in inside}
-        read.discard(stream[2])
+        read.discard(end)
         places = [i for i, t in enumerate(self.values) if t in read]
         weighed = []
         for mask in range(1 << len(places)):
             keep = tuple(place for bit, place in enumerate(places) if mask >> bit & 1)
-            kept = {self.values[place] for place in keep} | {stream[1]}
+            kept = {self.values[place] for place in keep} | {start}
             saved = sum(aligned(self.values[place]) for place in keep)
             weighed.append((saved, self._again(read - kept, kept, inside), keep))
         return [keep for _, _, keep in pareto(weighed)]
@@ -139,83 +150,107 @@ class Chain:
         calls = needed(wanted, kept, inside)
         return sum(map(self._seconds, calls))
 
+    @cached_property
     def _cuts(self) -> list[int]:
         """Places of values that every way through the block passes."""
-        stream = self._short[1]
-        inside, start = set(self._calls), stream[1]
+        inside, (start, end) = set(self._calls), self._ends
         return [
             i
             for i, t in enumerate(self.values)
-            if all(start not in call.reads for call in needed({stream[2]}, {t}, inside))
+            if all(start not in call.reads for call in needed({end}, {t}, inside))
         ]
 
-    def _measured(self, keep: tuple[tuple[int, int], ...], saved: int) -> tuple[float, int]:
-        """Seconds that the middle block computes again, and the most bytes while its backward runs.
+    def _measured(self, keep: tuple[tuple[int, int], ...], saved: int) -> tuple[float, int, int]:
+        """Seconds and calls that the middle block computes again, and the most bytes while its backward runs.
 
         The bytes are without what earlier blocks keep and what later ones leave.
         """
         graph, stream = self.build(SAMPLED, Choice((0,) * (SAMPLED + 1), (keep,) * SAMPLED))
         placed = place(graph)
-        first, last = backward_steps(placed, stream, 1)
-        again = (step.call for step in placed.steps[first : last + 1])
-        seconds = sum(self._seconds(call) for call in again if call.phase == "recomputed")
-        live = live_bytes(storages(placed), len(placed.steps))
+        first, last = backward_steps(placed, stream, self.parts, 1)
+        steps = (step.call for step in placed.steps[first : last + 1])
+        again = [call for call in steps if call.phase == "recomputed"]
         before = 2 * self.stream_nbytes + saved
         later = self.head_reserve + self.block_reserve
-        return seconds, int(live[first : last + 1].max()) - before - later
+        work = most_alive(placed, first, last) - before - later
+        return sum(map(self._seconds, again)), len(again), work
 
     @cached_property
     def head_work(self) -> int:
         """Most bytes from the last block's end to the beginning of its backward, without what blocks keep."""
         graph, stream = self.build(SAMPLED, uniform(SAMPLED, ()))
         placed = place(graph)
-        first, _ = backward_steps(placed, stream, SAMPLED - 1)
-        live = live_bytes(storages(placed), len(placed.steps))
-        return int(live[:first].max()) - (SAMPLED + 1) * self.stream_nbytes
+        first, _ = backward_steps(placed, stream, self.parts, SAMPLED - 1)
+        return most_alive(placed, 0, first - 1) - (SAMPLED + 1) * self.stream_nbytes
 
     # ---- choices
 
-    def plan(self, choice: Choice) -> Found:
-        """The choice in the whole chain, placed and planned."""
+    def plan(self, choice: Choice | None) -> Found:
+        """The choice in the whole chain, measured; None keeps everything."""
         if choice not in self.found:
             graph, _ = self.build(self.count, choice)
-            placed = place(graph)
-            arena = int(live_bytes(storages(placed), len(placed.steps)).max())
+            arena, _ = lower_bound(*columns(storages(place(graph)), ALIGNMENT))
+            again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
-            again = (call for call in graph.calls if call.phase == "recomputed")
             seconds = sum(map(self._seconds, again))
-            self.found[choice] = Found(choice, arena, nbytes, seconds, placed)
+            self.found[choice] = Found(choice, arena, nbytes, seconds, len(again))
         return self.found[choice]
 
-    def within(self, nbytes: int) -> Found | None:
-        """The fastest known choice that takes at most so many bytes; None if none does."""
-        everything = self.plan(keep_all(self.count, len(self.values)))
-        if everything.nbytes <= nbytes:
-            return everything
-        self.plan(uniform(self.count, ()))
-        aim = nbytes - self.call_nbytes * len(everything.placed.graph.calls)
+    @cached_property
+    def _calls_nbytes(self) -> int:
+        """Of the process, for the calls of a whole chain that keeps everything."""
+        three, four = (len(self.build(count, None)[0].calls) for count in (SAMPLED, SAMPLED + 1))
+        return self.call_nbytes * (three + (self.count - SAMPLED) * (four - three))
+
+    def within(self, nbytes: int, below: float = math.inf) -> Found | None:
+        """The fastest known choice that takes at most so many bytes; None if none does.
+
+        below  seconds that it may add, by estimate; nothing is built that should add more
+        """
+        aim = nbytes - self._calls_nbytes
+        if self.smallest.aim > aim:
+            return None
+        table = Table(self, self.options, aim + aim // 16)
         for _ in range(ROUNDS):
-            choice = solve(self, aim)
-            if choice is None:
+            solved = table.choice(aim)
+            if solved is None or solved.seconds >= below:
                 break
-            over = self.plan(choice).nbytes - nbytes
+            over = self.plan(solved.choice).nbytes - nbytes
             if -nbytes // 50 <= over <= 0:
                 break
             aim -= over if over > 0 else over // 2
         fitting = [found for found in self.found.values() if found.nbytes <= nbytes]
         return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
 
+    @cached_property
+    def smallest(self) -> "Smallest":
+        """The least arena and the least bytes, calls included, by estimate."""
+        high = 2 * self.head_work + (self.count + 1) * (self.stream_nbytes + self.block_reserve)
+        high += self.head_reserve + 2 * max(option.work for option in self.least_options)
+        coarse = Table(self, self.least_options, high)
+        fine = Table(self, self.least_options, coarse.least + coarse.least // 20)
+        found = []
+        for aim in (fine.least, *np.geomspace(fine.nbytes, high, AIMS).astype(int).tolist()):
+            solved = (fine if aim <= fine.nbytes else coarse).choice(aim)
+            assert solved is not None
+            nbytes = aim + self._calls_nbytes + self.call_nbytes * solved.calls
+            found.append(Smallest(fine.least, nbytes, solved.choice))
+        return min(found, key=lambda one: one.nbytes)
+
     def least(self) -> Found:
         """The choice that takes the least bytes, calls included."""
-        self.plan(keep_all(self.count, len(self.values)))
-        low, high = 0, self.plan(uniform(self.count, ())).arena
-        while high - low > max(high // 100, 4096):
-            middle = (low + high) // 2
-            choice = solve(self, middle)
-            if choice is not None:
-                self.plan(choice)
-            low, high = (middle, high) if choice is None else (low, middle)
+        self.plan(self.smallest.choice)
+        self.plan(uniform(self.count, ()))
         return min(self.found.values(), key=lambda found: (found.nbytes, found.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """By estimate: the least bytes that an arena can have, the least with those of calls, and the choice for these."""
+
+    aim: int
+    nbytes: int
+    choice: Choice
 
 
 def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Call]:
@@ -249,23 +284,24 @@ def pareto(
     return front
 
 
-def backward_steps(placed: Placed, stream: Sequence[Tensor], i: int) -> tuple[int, int]:
-    """The step that makes the gradient of a block's end, and the one that makes that of its beginning."""
-    made = {placed.names[t]: at for at, step in enumerate(placed.steps) for t in step.results}
-    return made[f"d/{stream[i + 1].name}"], made[f"d/{stream[i].name}"]
+def backward_steps(placed: Placed, stream: Sequence[Tensor], parts: int, i: int) -> tuple[int, int]:
+    """The first step with a gradient of a block's end, and the last that makes one of its beginning."""
+    made, serials = dict[str, list[int]](), [step.call.serial for step in placed.steps]
+    for call in placed.graph.calls:
+        for t in call.results:
+            made.setdefault(t.stem, []).append(bisect_left(serials, call.serial))
+    end, beginning = stream[(i + 1) * parts], stream[i * parts]
+    return made[f"d/{end.name}"][0], made[f"d/{beginning.name}"][-1]
 
 
 def spacing(chain: Chain) -> int:
     """a = sqrt(n v / u): of n blocks with u bytes inside and v between, every a-th is kept. Chen et al. 2016."""
-    inside = sum(map(aligned, chain.values))
+    inside = chain.parts * sum(map(aligned, chain.values))
     return max(round(math.sqrt(chain.count * chain.stream_nbytes / inside)), 1)
 
 
-def live_bytes(made: Sequence[Storage], steps: int) -> np.ndarray:
-    """Bytes alive at each step."""
-    change = np.zeros(steps + 2, np.int64)
-    for s in made:
-        size = max(-(-s.nbytes // 64), 1) * 64
-        change[s.start] += size
-        change[min(s.end, steps + 1)] -= size
-    return np.cumsum(change)[: steps + 1]
+def most_alive(placed: Placed, first: int, last: int) -> int:
+    """Most bytes alive at any step from the first to the last."""
+    times, nbytes = alive(*columns(storages(placed), ALIGNMENT))
+    begin, end = np.searchsorted(times, (first, last), side="right")
+    return int(nbytes[max(begin - 1, 0) : end].max())

@@ -19,23 +19,28 @@ class Choice:
     inner: tuple[tuple[tuple[int, int], ...], ...]
 
     def ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
-        """For the stream of a graph that was built just now; what comes before the first block is kept."""
-        before, *blocks = stretches(stream)
-        ranks = {t: 0 for call in before for t in call.results}
-        ranks |= dict(zip(stream, self.stream, strict=True))
-        for calls, chosen in zip(blocks, self.inner, strict=True):
+        """For the stream of a graph that was built just now; what comes before the first block is kept.
+
+        Where blocks take their rows in parts, the stream has as many values for each block, and all parts keep alike.
+        """
+        parts = len(stream) // len(self.stream)
+        made = stretches(stream)
+        ranks = {t: 0 for calls in made[:parts] for call in calls for t in call.results}
+        for at, t in enumerate(stream):
+            ranks[t] = self.stream[at // parts]
+        for at, calls in enumerate(made[parts:]):
             values = inner_values(calls)
-            ranks.update((values[at], rank) for at, rank in chosen)
+            ranks.update((values[place], rank) for place, rank in self.inner[at // parts])
         return ranks
 
 
 def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
-    """The calls of each block, as written; first those of no block, such as the embedding and shared tables."""
+    """The calls that lead to each value of the stream, as written; first those of no block, such as the embedding."""
     ends = [t.call.serial for t in stream if t.call is not None]
-    parts: list[list[Call]] = [[] for _ in stream]
-    for call in Graph([stream[-1]]).calls:
-        parts[bisect_left(ends, call.serial)].append(call)
-    return parts
+    made: list[list[Call]] = [[] for _ in stream]
+    for call in Graph({str(at): t for at, t in enumerate(stream)}).calls:
+        made[bisect_left(ends, call.serial)].append(call)
+    return made
 
 
 def inner_values(calls: Sequence[Call]) -> list[Tensor]:
@@ -46,7 +51,7 @@ def inner_values(calls: Sequence[Call]) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a block: inner values it keeps, their bytes, extra seconds, and bytes while its backward runs.
+    """One way to run a block: inner values it keeps, their bytes, extra seconds and calls, bytes of its backward.
 
     keep  (place, rank) pairs; rank 0 stays from the forward pass, rank 1 is computed again first and on its own
     """
@@ -54,6 +59,7 @@ class Option:
     keep: tuple[tuple[int, int], ...]
     saved: int
     seconds: float
+    calls: int
     work: int
 
 

@@ -4,6 +4,8 @@ In go measured options and a number of bytes, out comes a Choice. Beaumont et al
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +24,22 @@ class Measured(Protocol):
     head_reserve: int
 
     @property
-    def options(self) -> list[Option]: ...
-    @property
     def stream_nbytes(self) -> int: ...
     @property
     def head_work(self) -> int: ...
     @property
     def forward_seconds(self) -> float: ...
+    @property
+    def forward_calls(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A choice, and the seconds and calls that it should add."""
+
+    choice: Choice
+    seconds: float
+    calls: int
 
 
 class Table:
@@ -39,8 +50,9 @@ class Table:
     inner   runs whose end gradient is there, by number of blocks; outer: runs that end with the head
     """
 
-    def __init__(self, chain: Measured, nbytes: int) -> None:
-        self.chain, self.unit = chain, max(nbytes / SLOTS, 1.0)
+    def __init__(self, chain: Measured, options: Sequence[Option], nbytes: int) -> None:
+        self.chain, self.options = chain, options
+        self.nbytes, self.unit = nbytes, max(nbytes / SLOTS, 1.0)
         self.slots = int(nbytes / self.unit)
         self.passed = self._slots(chain.stream_nbytes)
         self.reserve = self._slots(chain.block_reserve)
@@ -56,27 +68,33 @@ class Table:
 
     def _row(self, n: int, rest: list[Row], later: int) -> Row:
         """Seconds by slots, and the move: option k as k, a split before block j as -j."""
-        best, move = np.full(self.slots + 1, np.inf), np.zeros(self.slots + 1)
-        for k, option in enumerate(self.chain.options):
+        moves, ways = [], []
+        for k, option in enumerate(self.options):
             kept = shifted(rest[n - 1][0], self._slots(option.saved) + self.passed)
             kept[: self._slots(option.work) + later + (n - 1) * self.reserve] = np.inf
-            better = kept + option.seconds < best
-            best[better], move[better] = (kept + option.seconds)[better], k
+            moves.append(k)
+            ways.append(kept + option.seconds)
         for j in range(1, n):
             behind = shifted(rest[n - j][0], self.passed)
             again = shifted(self.inner[j][0], later + (n - j) * self.reserve)
-            seconds = behind + again + j * self.chain.forward_seconds
-            better = seconds < best
-            best[better], move[better] = seconds[better], -j
-        return best, move
+            moves.append(-j)
+            ways.append(behind + again + j * self.chain.forward_seconds)
+        every = np.stack(ways)
+        best = every.argmin(axis=0)
+        return every[best, np.arange(len(best))], np.array(moves)[best]
 
-    def choice(self) -> Choice | None:
-        """What is best with all slots; None where nothing fits."""
-        count, slots = self.chain.count, self.slots - self.passed
-        if slots < 0 or not np.isfinite(self.outer[count][0][slots]):
+    def choice(self, nbytes: int) -> Solved | None:
+        """What is best with so many bytes, of those that the table is for; None where nothing fits."""
+        chain = self.chain
+        slots = min(int(nbytes / self.unit), self.slots) - self.passed
+        if slots < 0 or not np.isfinite(self.outer[chain.count][0][slots]):
             return None
-        stream, inner = [0] * (count + 1), [tuple[tuple[int, int], ...]()] * count
-        runs = [(0, count, slots, 0, self.outer)]
+        stream, inner, calls = (
+            [0] * (chain.count + 1),
+            [tuple[tuple[int, int], ...]()] * chain.count,
+            0,
+        )
+        runs = [(0, chain.count, slots, 0, self.outer)]
         while runs:
             first, n, m, rank, rows = runs.pop()
             if n == 0:
@@ -84,22 +102,27 @@ class Table:
             move = int(rows[n][1][m])
             if move < 0:
                 stream[first - move] = rank
+                calls -= move * chain.forward_calls
                 reserve = (n + move) * self.reserve
-                reserve += self._slots(self.chain.head_reserve) if rows is self.outer else 0
+                reserve += self._slots(chain.head_reserve) if rows is self.outer else 0
                 runs.append((first - move, n + move, m - self.passed, rank, rows))
                 runs.append((first, -move, m - reserve, rank + 1, self.inner))
                 continue
-            option = self.chain.options[move]
+            option = self.options[move]
+            calls += option.calls
             inner[first] = tuple((place, rank + beyond) for place, beyond in option.keep)
             if n > 1 or rows is self.outer:
                 stream[first + 1] = rank
             runs.append((first + 1, n - 1, m - self._slots(option.saved) - self.passed, rank, rows))
-        return Choice(tuple(stream), tuple(inner))
+        seconds = float(self.outer[chain.count][0][slots])
+        return Solved(Choice(tuple(stream), tuple(inner)), seconds, calls)
 
-
-def solve(chain: Measured, nbytes: int) -> Choice | None:
-    """The choice with the least extra time that should fit into so many bytes, by the measured options."""
-    return Table(chain, nbytes).choice() if nbytes > 0 else None
+    @property
+    def least(self) -> int:
+        """The fewest bytes with which something fits; all where nothing does."""
+        fitting = np.flatnonzero(np.isfinite(self.outer[self.chain.count][0]))
+        slots = int(fitting[0]) + self.passed if len(fitting) else self.slots
+        return min(math.ceil((slots + 0.5) * self.unit), self.nbytes)
 
 
 def shifted(row: np.ndarray, by: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import pickle
 import signal
 import sys
 
-from packtrain.train.budget import search
+from packtrain.train.search import search
 
 
 def main() -> None:

@@ -50,6 +50,8 @@ class Engine:
         tokens = float(sum(batch["weights"].sum() for batch in batches))
         hyper = self.optimizer.inputs(number, rate)
         shares = [{**b, "weights": b["weights"] / np.float32(tokens or 1)} for b in batches]
+        if self.plans.shape.layered:
+            shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         if STEP in self.run:
             inputs = shares[0] | hyper
             got = self.run[STEP](inputs)

@@ -59,7 +59,7 @@ class Job:
     def about(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to go on with this job, as plain data.
 
-        Rows and chunk decide about the order of additions; what is computed again does not change a bit.
+        Rows, chunk and `layered` decide about the order of additions; what is computed again does not change a bit.
         """
         s, shape = self.settings, self.shape
         names = [name for name in s.__dataclass_fields__ if name not in FREE]
@@ -70,6 +70,7 @@ class Job:
             "steps": self.steps,
             "rows": shape.rows,
             "chunk": shape.chunk,
+            "layered": shape.layered,
         }
 
 

@@ -35,6 +35,7 @@ class Shape:
     chunk       tokens of the loss head at a time
     keep        what the backward pass finds of the forward pass; None is everything
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients wait
+    layered     the micro-batches go through each block in turn, so that no gradient waits for the next of them
     """
 
     config: Config
@@ -46,6 +47,7 @@ class Shape:
     chunk: int = CHUNK
     keep: Choice | None = None
     two_passes: bool = False
+    layered: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,7 @@ class Plans:
 
     @property
     def loop_nbytes(self) -> int:
-        """What the training loop holds beside the session: executors, a step's batches twice, and its files."""
-        shape = self.shape
-        batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
-        return LOOP_NBYTES + BOUND_NBYTES * self.calls + 2 * batch * shape.micros
+        return loop_nbytes(self.shape, self.calls)
 
     @property
     def nbytes(self) -> int:
@@ -111,11 +110,9 @@ class Plans:
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""
-        runs = {STEP: 1, MICRO: self.shape.micros, UPDATE: 1, MEASURE: 1, APPLY: 1}
         return sum(
             count * cost.seconds(self.placed[name], rates)
-            for name, count in runs.items()
-            if name in self.placed
+            for name, count in runs(self.shape).items()
         )
 
     def to_dict(self, baseline: int, seconds: float, budget: int | None = None) -> dict[str, Any]:
@@ -173,6 +170,7 @@ class Plans:
         )
         found = [f"{again} operations computed again"] if again else []
         found += ["a first pass measures the gradient"] if shape.two_passes else []
+        found += ["micro-batches go through each block in turn"] if shape.layered else []
         found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
         return found
 
@@ -192,45 +190,62 @@ class Plans:
         )
 
 
+def loop_nbytes(shape: Shape, calls: int) -> int:
+    """What the training loop holds beside the session: executors, a step's batches, and its files."""
+    batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
+    times = 3 if shape.layered else 2  # as they come, with their share of the loss, and together
+    return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros
+
+
 def make_plans(
     shape: Shape, optimizer: Optimizer, others: Mapping[str, Placed] | None = None
 ) -> Plans:
     """Plans of training, of evaluation if wanted, and of other graphs on the same leaves."""
-    graphs = {name: graph for name, (graph, _) in training_graphs(shape, optimizer).items()}
-    if shape.evaluate:
-        made = forward(shape)
-        graphs[EVALUATE] = Graph({"loss": made.loss, "losses": made.losses})
-    placed = {name: place(graph) for name, graph in graphs.items()} | dict(others or {})
+    placed = {name: place(build(name, shape, optimizer)[0]) for name in names(shape)}
+    placed |= others or {}
     return Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()})
 
 
-def forward(shape: Shape) -> transformer.Loss:
+def names(shape: Shape) -> tuple[str, ...]:
+    """The graphs of a run, first those of a step in their order."""
+    return (*_of_a_step(shape), EVALUATE) if shape.evaluate else _of_a_step(shape)
+
+
+def runs(shape: Shape) -> dict[str, int]:
+    """How often each graph runs in a step."""
+    return {name: shape.micros if name == MICRO else 1 for name in _of_a_step(shape)}
+
+
+def _of_a_step(shape: Shape) -> tuple[str, ...]:
+    if shape.micros > 1 and not shape.layered:
+        return MICRO, UPDATE
+    return (MEASURE, APPLY) if shape.two_passes else (STEP,)
+
+
+def blocks_in(shape: Shape) -> str:
+    """The graph of a step whose blocks are computed again where memory is short; the first pass does likewise."""
+    return next(name for name in (MICRO, APPLY, STEP) if name in _of_a_step(shape))
+
+
+def build(name: str, shape: Shape, optimizer: Optimizer) -> tuple[Graph, list[Tensor]]:
+    """A graph of a run, with the stream of its blocks if it has any."""
     weights = transformer.weights(shape.config)
-    return transformer.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
-
-
-def training_graphs(shape: Shape, optimizer: Optimizer) -> dict[str, tuple[Graph, list[Tensor]]]:
-    """The graphs that make up a step, each with the stream of its blocks."""
-
-    def made(name: str) -> tuple[Graph, list[Tensor]]:
-        weights = transformer.weights(shape.config)
-        loss = transformer.loss(shape.config, weights, shape.rows, shape.time, chunk=shape.chunk)
-        keep = None if shape.keep is None else shape.keep.ranks(loss.blocks)
-        trained, outputs = list(weights.values()), {"loss": loss.loss}
-        if name == MICRO:
-            graph = accumulating(outputs, trained, keep=keep)
-        elif name == MEASURE:
-            graph = measuring(outputs, trained, keep=keep)
-        elif name == APPLY:
-            graph = applying(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm or INF)
-        else:
-            graph = training(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm)
-        return graph, loss.blocks
-
-    if shape.micros > 1:
-        trained = list(transformer.weights(shape.config).values())
-        return {
-            MICRO: made(MICRO),
-            UPDATE: (updating(trained, optimizer, max_norm=shape.max_norm), []),
-        }
-    return {name: made(name) for name in ((MEASURE, APPLY) if shape.two_passes else (STEP,))}
+    trained = list(weights.values())
+    if name == UPDATE:
+        return updating(trained, optimizer, max_norm=shape.max_norm), []
+    parts = shape.micros if shape.layered and name != EVALUATE else 1
+    rows = shape.rows * parts
+    made = transformer.loss(shape.config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
+    outputs = {"loss": made.loss}
+    if name == EVALUATE:
+        return Graph(outputs | {"losses": made.losses}), made.blocks
+    keep = None if shape.keep is None else shape.keep.ranks(made.blocks)
+    if name == MICRO:
+        graph = accumulating(outputs, trained, keep=keep)
+    elif name == MEASURE:
+        graph = measuring(outputs, trained, keep=keep)
+    elif name == APPLY:
+        graph = applying(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm or INF)
+    else:
+        graph = training(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm)
+    return graph, made.blocks

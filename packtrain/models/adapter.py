@@ -12,11 +12,10 @@ import numpy as np
 from packtrain.dtypes import bf16, f16, f32
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
+from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting
 from packtrain.quant import dequantize
 
-SUFFIXES = (".lora_a", ".lora_b")
 READABLE = (f32, f16, bf16)
-EMBEDDING = "token_embd.weight"
 ARCHITECTURE, ALPHA = "general.architecture", "adapter.lora.alpha"
 INVOCATION = "adapter.alora.invocation_tokens"
 
@@ -55,14 +54,6 @@ class Adapter:
             for e in range(start // count, -(-stop // count))
         ]
         return by * np.concatenate(parts)
-
-
-def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of A and B of this rank for a tensor of the base."""
-    *experts, out, width = shape
-    if name == EMBEDDING:
-        return (out, rank), (width, rank)
-    return (*experts, rank, width), (*experts, out, rank)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------

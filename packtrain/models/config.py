@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from packtrain.models.lora import Lora
+
 Scaling = Literal["none", "linear", "yarn", "longrope"]
 LONGEST_DIVIDED = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
@@ -141,6 +143,7 @@ class Config:
     temperature_scale  queries grow with the logarithm of their position by this much
     optional           tensors that not every model of the architecture has: "attn_q.bias" of all blocks,
                        "rope_freqs.weight"
+    lora               low-rank additions to its matrices
     """
 
     vocab_size: int
@@ -166,6 +169,7 @@ class Config:
     expert_count: int = 0
     expert_used_count: int = 0
     optional: tuple[str, ...] = ()
+    lora: Lora | None = None
 
     @property
     def traits(self) -> Architecture:

@@ -12,8 +12,9 @@ from types import MappingProxyType
 import numpy as np
 
 from packtrain import ops
-from packtrain.dtypes import Dtype, f32, i32
+from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models.config import Config, Rope
+from packtrain.models.lora import KEY, A, B, noise
 from packtrain.tensor import Tensor, input, named, state, weight
 
 Weights = Mapping[str, Tensor]
@@ -24,7 +25,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
-    """The model's weight leaves by GGUF name; `types` says which are stored otherwise than as f32."""
+    """The model's weight leaves by GGUF name; `types` says which are stored otherwise than as f32.
+
+    Those of low-rank additions come last.
+    """
     c = config.embedding_length
     shapes: Shapes = {"token_embd.weight": (config.vocab_size, c)}
     factors = [name for name in config.optional if name.startswith("rope_")]
@@ -35,6 +39,8 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
     if not config.tied:
         shapes["output.weight"] = (config.vocab_size, c)
     shapes |= dict.fromkeys(factors, (config.rope_width // 2,))
+    if config.lora is not None:
+        shapes |= dict(config.lora.shapes(shapes, config.block_count))
     return {name: weight(name, shape, types.get(name, f32)) for name, shape in shapes.items()}
 
 
@@ -125,7 +131,18 @@ class Block:
         whole = self.config.slices.get(name, (name,))[0]
         if f"{whole}.bias" in self.config.optional:
             y = ops.add(y, self.weight(name, "bias"))
-        return self.named(name, y)
+        return self.named(name, self.added(name, x, y))
+
+    def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """y and what the low-rank addition to the weight makes of x, if it has one."""
+        whole = f"blk.{self.number}.{self.config.slices.get(name, (name,))[0]}.weight"
+        a, lora = self.w.get(whole + A), self.config.lora
+        if a is None or lora is None:
+            return y
+        if lora.dropout:
+            x = ops.dropout(x, self.w[KEY], p=lora.dropout, stream=noise(whole))
+        low = ops.scale(ops.matmul(x, a), by=lora.scale(a.shape[0]))
+        return ops.matmul(low, self.weight(name, f"weight{B}"), y)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return self.named(name, ops.rms_norm(x, self.weight(name), eps=self.config.rms_eps))
@@ -267,13 +284,16 @@ def loss(
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the
-    same `seq`, so that several samples can share a row.
+    same `seq`, so that several samples can share a row. Dropout asks for another input, `dropout` (2,) i64: a seed
+    and a number that is another one at every step.
 
     parts  each block takes the batch in so many parts: it then needs memory for one of them, and its weights'
            gradients are complete before those of the block below begin. The last part goes first, so that these
            gradients are summed in the order of the rows.
     """
     shape = (batch, time)
+    if config.lora is not None and config.lora.dropout:
+        w = {**w, KEY: input(KEY, (2,), i64)}
     tokens, targets = input("tokens", shape, i32), input("targets", shape, i32)
     pos, seq = input("pos", shape, i32), input("seq", shape, i32)
 

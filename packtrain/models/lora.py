@@ -1,0 +1,61 @@
+"""Low-rank additions to matrices of a model: y = W x + scale * B (A x). Hu et al. 2021, arXiv 2106.09685.
+
+A Lora is plain data and part of a model's Config, so that every graph of the model has the additions; their values
+are leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter).
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+A, B = SUFFIXES = (".lora_a", ".lora_b")
+EMBEDDING = "token_embd.weight"
+KEY = "dropout"  # the input that random numbers depend on: seed and step
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Which matrices of the blocks have additions.
+
+    ranks    by name of the tensor: the first pattern that fits it counts; a tensor that fits none has no addition
+    last     only in so many blocks, counted from the last one; 0 is all
+    alpha    the scale is alpha / rank; 0 stands for a scale of 1
+    dropout  the part of what A reads that is dropped while training
+    """
+
+    ranks: tuple[tuple[str, int], ...]
+    last: int = 0
+    alpha: float = 0.0
+    dropout: float = 0.0
+
+    def rank(self, name: str) -> int:
+        """The rank of the addition to a tensor; 0 is none."""
+        return next((rank for pattern, rank in self.ranks if fnmatchcase(name, pattern)), 0)
+
+    def scale(self, rank: int) -> float:
+        return self.alpha / rank if self.alpha else 1.0
+
+    def shapes(
+        self, shapes: Mapping[str, tuple[int, ...]], blocks: int
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the leaves that are added to a model of these shapes."""
+        first = blocks - self.last if self.last else 0
+        for name, shape in shapes.items():
+            in_reach = name.startswith("blk.") and int(name.split(".")[1]) >= first
+            rank = self.rank(name) if in_reach and len(shape) > 1 else 0
+            if rank:
+                yield from zip((name + A, name + B), fitting(shape, name, rank), strict=True)
+
+
+def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of A and B of this rank for a tensor of the base."""
+    *experts, out, width = shape
+    if name == EMBEDDING:
+        return (out, rank), (width, rank)
+    return (*experts, rank, width), (*experts, out, rank)
+
+
+def noise(name: str) -> int:
+    """The stream of random numbers by which the addition to this tensor drops what it reads."""
+    return zlib.crc32(name.encode())

@@ -1,0 +1,71 @@
+"""Low-rank additions in graphs: they compute what merged matrices compute, and their gradients follow from theirs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from packtrain import Graph, differentiate
+from packtrain.models import transformer
+from packtrain.models.lora import KEY, A, B, Lora
+from tests.checks import close
+from tests.models import CONFIG, batch, bind, gradients, same_bits, values
+
+ROWS, TIME = 2, 16
+LORA = Lora((("blk.1.attn_q.*", 3), ("*attn_*", 4), ("*ffn_down*", 2), ("*ffn_up*", 2)), alpha=8.0)
+FUSED = replace(CONFIG, architecture="phi3")
+
+
+def of_additions(config: transformer.Config) -> Graph:
+    """`loss` and the gradient of every addition."""
+    leaves = transformer.weights(config)
+    made = transformer.loss(config, leaves, ROWS, TIME, chunk=16)
+    trained = [leaf for name, leaf in leaves.items() if name.endswith((A, B))]
+    found = differentiate(made.loss, trained, made.blocks)
+    return Graph({"loss": made.loss, **{f"d/{w.name}": d for w, d in found.items()}})
+
+
+def merged(given: dict[str, np.ndarray], alpha: float) -> dict[str, np.ndarray]:
+    def one(name: str, value: np.ndarray) -> np.ndarray:
+        if name + A not in given:
+            return value
+        a, b = given[name + A], given[name + B]
+        return value + np.float32(alpha / len(a)) * (b @ a)
+
+    return {name: one(name, v) for name, v in given.items() if not name.endswith((A, B))}
+
+
+@pytest.mark.parametrize("base", [CONFIG, FUSED], ids=["llama", "phi3"])
+def test_additions_are_as_good_as_merged_matrices(base):
+    config = replace(base, lora=LORA)
+    given, inputs = values(config), batch(base, ROWS, TIME)
+    changed = merged(given, LORA.alpha)
+    got = bind(of_additions(config), given)(inputs)
+    wanted = bind(gradients(base, ROWS, TIME), changed)(inputs)
+    close(got["loss"], wanted["loss"], "loss")
+    added = [name for name in changed if name + A in given]
+    assert len(added) == (8 if base is FUSED else 12)
+    for name in added:
+        a, b, d = given[name + A], given[name + B], wanted[f"d/{name}"]
+        scale = np.float32(LORA.alpha / len(a))
+        assert len(a) == (3 if name == "blk.1.attn_q.weight" else 4 if "attn" in name else 2)
+        close(got[f"d/{name}{A}"], scale * b.T @ d, f"{name}{A}")
+        close(got[f"d/{name}{B}"], scale * d @ a.T, f"{name}{B}")
+
+
+def test_only_the_last_blocks_have_additions_where_so_many_are_asked_for():
+    lora = replace(LORA, last=1)
+    names = [n for n in transformer.weights(replace(CONFIG, lora=lora)) if n.endswith(A)]
+    assert names and all(name.startswith("blk.1.") for name in names)
+
+
+def test_dropout_is_drawn_from_seed_and_step_alone():
+    config = replace(CONFIG, lora=replace(LORA, dropout=0.5))
+    run, inputs = bind(of_additions(config), values(config)), batch(CONFIG, ROWS, TIME)
+
+    def at(seed: int, step: int):
+        return run(inputs | {KEY: np.array([seed, step], np.int64)})
+
+    first = at(3, 1)
+    assert same_bits(at(3, 1), first)
+    assert at(3, 2)["loss"] != first["loss"] != at(4, 1)["loss"]

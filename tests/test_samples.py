@@ -16,10 +16,11 @@ from packtrain.corpus import records
 from packtrain.corpus.documents import Source, find_sources
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value
-from packtrain.samples import Dataset, Recipe, Samples, build, prepare
+from packtrain.samples import Dataset, Recipe, Samples, build, prepare, template_of
 from packtrain.samples.cache import read_dataset
 from packtrain.samples.formats import SUFFIXES, Plain, Reader
 from packtrain.samples.messages import Conversation
+from packtrain.template import CHATML
 from packtrain.tokenizer import Tokenizer
 from packtrain.vocabulary import train_vocabulary
 
@@ -289,6 +290,23 @@ def test_options(tmp_path: Path, model: Path):
     ):  # fmt: skip
         (tmp_path / name).mkdir()
         assert texts(made(data, model, tmp_path / name, **how).train, model) == [wanted]
+
+
+def test_a_model_without_a_template(tmp_path: Path, model: Path):
+    """It learns to stop at a token that it has; the same template must then go into its file."""
+    values = {k: v for k, v in GGUF(model).values.items() if k != "tokenizer.chat_template"}
+    bare = tmp_path / "bare.gguf"
+    gguf.write(bare, values, {})
+    dataset = made(one(tmp_path, [{"messages": PAIR}]), bare, tmp_path)
+    assert texts(dataset.train, bare) == [
+        "<s> <|im_start|>user\nwhy</s> \n<|im_start|>assistant\n[[so</s>]] \n"
+    ]
+    assert dataset.notes[1:] == (build.UNTOLD,)
+    metadata = dict(GGUF(bare).metadata)
+    assert "eos_token" in template_of(metadata) and "<|im_end|>" not in template_of(metadata)
+    tokens = [*metadata["tokenizer.ggml.tokens"], b"<|im_end|>"]
+    assert template_of(metadata | {"tokenizer.ggml.tokens": tokens}) == CHATML
+    assert template_of(dict(GGUF(model).metadata)) == TEMPLATE
 
 
 def test_texts_are_split(tmp_path: Path, model: Path):

@@ -22,7 +22,7 @@ from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
 from packtrain.samples.store import SampleFile, write_samples
 from packtrain.template import CHATML, ChatTemplate, template_source
-from packtrain.tokenizer import Tokenizer
+from packtrain.tokenizer import KEYS, Tokenizer
 
 NOTES_FILE = "notes.json"
 SECONDS_BETWEEN_LINES = 3.0
@@ -30,6 +30,7 @@ END, DROP, SPLIT = TRUNCATE = ("end", "drop", "split")
 FATES = {END: "cut at their end", DROP: "left out", SPLIT: "split"}
 CONTROLS = "messages that spell control tokens, which they become here as in llama.cpp"
 UNTOLD = "the model has no chat template: conversations are written as ChatML"
+END_OF_TURN = "<|im_end|>"
 UNTRAINED = "samples left out, for nothing in them is to be learnt"
 
 
@@ -61,6 +62,19 @@ def sources_of(recipe: Recipe) -> tuple[Source, ...]:
 def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
     """The parts that the samples have."""
     return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
+
+
+def template_of(metadata: Mapping[str, Any], tools: bool = False) -> str:
+    """The template that conversations are written by; a model that has learnt from them must carry it.
+
+    Where there is none it is ChatML, with the vocabulary's EOS at the end of a turn if `<|im_end|>` is no token of it:
+    a model can stop at a token only.
+    """
+    source = template_source(metadata, tools)
+    if source is not None:
+        return source
+    known = END_OF_TURN.encode() in metadata[f"{KEYS}tokens"]
+    return CHATML if known else CHATML.replace(END_OF_TURN, "{{ eos_token }}")
 
 
 def build(recipe: Recipe, folder: Path, say: Say) -> None:
@@ -134,25 +148,26 @@ class Maker:
         self.recipe, self._metadata = recipe, metadata
         self.masker = Masker(Tokenizer(metadata), recipe.everything)
         self.notes: Counter[str] = Counter()
-        self._renderers: dict[str | None, Renderer] = {}
+        self._renderers: dict[str, Renderer] = {}
 
     @property
     def said(self) -> list[str]:
         """Lines worth printing."""
         notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
         counted = [f"{what}: {count:,}" for what, count in notes.items() if count]
-        return [UNTOLD, *counted] if None in self._renderers else counted
+        bare = template_source(self._metadata) is None
+        return [UNTOLD, *counted] if self._renderers and bare else counted
 
     def _renderer(self, tools: bool) -> Renderer:
         """By the model's template, or its template for tools; they are made when they are first needed."""
-        source = template_source(self._metadata, tools)
+        source = template_of(self._metadata, tools)
         if source not in self._renderers:
             tokenizer = self.masker.tokenizer
             bos, eos = (
                 "" if id is None else tokenizer.piece(id).decode(errors="replace")
                 for id in (tokenizer.bos, tokenizer.eos)
             )
-            template = ChatTemplate(source or CHATML, bos, eos)
+            template = ChatTemplate(source, bos, eos)
             self._renderers[source] = Renderer(template, self.masker.ends, self.recipe.last_only)
         return self._renderers[source]
 

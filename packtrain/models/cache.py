@@ -47,8 +47,9 @@ class Cells:
     def feed(self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         """All inputs of a generation step for tokens (T,) of sequences (T,), in order; logits wanted at `rows`."""
         self._free(len(seqs))
-        taken = [self.take(int(seq), 1) for seq in seqs]
-        cell, pos = (np.concatenate(part) for part in zip(*taken, strict=True))
+        cell, pos = np.empty_like(seqs), np.empty_like(seqs)
+        for seq in np.unique(seqs):
+            cell[seqs == seq], pos[seqs == seq] = self.take(int(seq), int((seqs == seq).sum()))
         return {
             "tokens": tokens, "pos": pos, "seq": seqs, "cell": cell, "rows": rows,
             "cell_pos": self.pos, "cell_seq": self.seq, "length": np.array([self.length], np.int32),

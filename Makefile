@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint bench goldens clean
+.PHONY: demo test lint bench conformance goldens clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,20 @@ bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.engine
 	$(RUN) -m benchmarks.train
 	$(RUN) -m benchmarks.memory
+
+# docs/conformance.md: the same files through packtrain and llama.cpp. llama.cpp is built in a folder of its own, without
+# -march=native: some compilers make its AMX code wrong. LLAMA_PYTHON=… takes one that is there already.
+LLAMA_PYTHON ?= build/llama/bin/python
+VOCABULARIES ?= ../shared/data/tokenizers/ggml-vocab
+conformance: $(VENV)/.ready $(LLAMA_PYTHON)
+	$(RUN) -m benchmarks.conformance --llama-python $(LLAMA_PYTHON) --write docs/conformance.md \
+	    $(if $(wildcard $(VOCABULARIES)),--vocabularies $(VOCABULARIES))
+
+build/llama/bin/python:
+	$(PYTHON) -m venv build/llama.part
+	CMAKE_ARGS=-DGGML_NATIVE=OFF build/llama.part/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	mv build/llama.part build/llama
 
 # Records tests/goldens anew from PyTorch.
 goldens: $(VENV)/.ready

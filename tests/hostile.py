@@ -7,11 +7,13 @@ import numpy as np
 
 from packtrain.dtypes import BLOCK_TYPES, bf16
 from packtrain.gguf import Value, write
+from packtrain.models.config import ARCHITECTURES, RopeScaling
 from packtrain.models.file import save_model
 from packtrain.tokenizer.bpe import ALPHABET
+from tests.architectures import vocabulary
 from tests.fuzz import Draft
 from tests.models import values
-from tests.test_model_file import CONFIG, save
+from tests.test_model_file import CONFIG
 
 KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f32", "f64")
 
@@ -63,9 +65,29 @@ def byte_pairs() -> dict[str, Value]:
 
 
 def model_drafts(folder: Path) -> list[Draft]:
-    """Small models that can be generated with: a SentencePiece-style vocabulary, and byte pairs."""
-    save(folder / "model.gguf")
-    given = byte_pairs()
-    config = replace(CONFIG, vocab_size=len(given["tokenizer.ggml.tokens"].value))
-    save_model(folder / "pairs.gguf", config, given, values(config).__getitem__, name="pairs")
-    return [Draft.of(folder / name) for name in ("model.gguf", "pairs.gguf")]
+    """Small models that can be generated with, of every architecture and both kinds of vocabulary."""
+    base = replace(CONFIG, block_count=1)
+    window = replace(base, window=4, window_pattern=2, block_count=2)
+    configs = {
+        "llama": base,
+        "experts": replace(base, expert_count=3, expert_used_count=2),
+        "factors": replace(base, optional=("rope_freqs.weight", "attn_q.bias", "ffn_down.bias")),
+        "mistral3": replace(base, rope_scaling=RopeScaling("yarn", 4.0, 16), temperature_scale=0.1),
+        "qwen2": replace(base, optional=("attn_q.bias", "attn_k.bias", "attn_v.bias")),
+        "qwen3": replace(base, key_length=8),
+        "gemma": base,
+        "gemma2": replace(window, attention_softcap=50.0, final_softcap=30.0),
+        "gemma3": replace(window, rope_freq_base_swa=1e4),
+        "phi3": base,
+        "smollm3": replace(base, block_count=4),
+    }
+    made = []
+    for name, config in configs.items():
+        given = vocabulary() if len(made) % 3 else byte_pairs()
+        known = name if name in ARCHITECTURES else "llama"
+        tokens = len(given["tokenizer.ggml.tokens"].value)
+        config = replace(config, vocab_size=tokens, architecture=known)
+        path = folder / f"{name}.gguf"
+        save_model(path, config, given, values(config).__getitem__, name="small")
+        made.append(Draft.of(path))
+    return made

@@ -16,6 +16,7 @@ from packtrain.errors import InputError
 from tests import fuzz
 from tests.fuzz import Draft, Fault, encoded, hostile, judged, limits
 from tests.hostile import header_draft, model_drafts
+from tests.test_model_file import save
 
 MIB = 2**20
 Change = Callable[[Draft], object]
@@ -24,10 +25,9 @@ Change = Callable[[Draft], object]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Draft:
     folder = tmp_path_factory.mktemp("valid")
-    draft = model_drafts(folder)[0]
-    (folder / "again.gguf").write_bytes(draft.encode())
-    use_file(folder / "again.gguf")  # loads the kernels, which say so and need memory of their own
-    return draft
+    save(folder / "valid.gguf")
+    use_file(folder / "valid.gguf")  # loads the kernels, which say so and need memory of their own
+    return Draft.of(folder / "valid.gguf")
 
 
 def put(key: str, kind: str, value: object) -> Change:
@@ -151,11 +151,13 @@ def test_the_valid_file_is_used(model: Draft, tmp_path: Path) -> None:
 # ---- by seed ---------------------------------------------------------------------------------------------------
 
 
-def outcomes(draft: Draft, use: Callable[[Path], None], seeds: range, path: Path) -> Counter[str]:
+def outcomes(
+    drafts: list[Draft], use: Callable[[Path], None], seeds: range, path: Path
+) -> Counter[str]:
     """How many there were of each; raises Fault, with the seed, at the first that must not be."""
     found: Counter[str] = Counter()
     for seed in seeds:
-        path.write_bytes(hostile(draft, seed))
+        path.write_bytes(hostile(drafts[seed % len(drafts)], seed))
         try:
             found[judged(use, path)] += 1
         except Fault as fault:
@@ -166,13 +168,17 @@ def outcomes(draft: Draft, use: Callable[[Path], None], seeds: range, path: Path
 def test_changed_headers_are_used_or_refused(tmp_path: Path) -> None:
     draft = header_draft(tmp_path)
     with limits(32 * MIB):
-        found = outcomes(draft, use_header, range(1000), tmp_path / "hostile.gguf")
+        found = outcomes([draft], use_header, range(1000), tmp_path / "hostile.gguf")
     assert found["used"] > 200 and found["GGUFError"] > 200, found
 
 
-def test_changed_models_are_used_or_refused(model: Draft, tmp_path: Path) -> None:
+def test_changed_models_are_used_or_refused(tmp_path: Path) -> None:
+    drafts, path = model_drafts(tmp_path), tmp_path / "hostile.gguf"
+    for draft in drafts:  # loads the kernels, which need memory of their own
+        path.write_bytes(draft.encode())
+        use_file(path)
     with limits(256 * MIB):
-        found = outcomes(model, use_file, range(200), tmp_path / "hostile.gguf")
+        found = outcomes(drafts, use_file, range(250), path)
     assert found["used"] > 10 and found["InputError"] > 40 and found["GGUFError"] > 40, found
 
 

@@ -86,7 +86,7 @@ class Keys:
     def __init__(self, gguf: GGUF) -> None:
         self.path, self.metadata = gguf.path, gguf.metadata
         found: Any = self.metadata.get("general.architecture")
-        if found not in ARCHITECTURES:
+        if not isinstance(found, str) or found not in ARCHITECTURES:
             raise InputError(
                 f"{self.path}: general.architecture is {found!r}; supported are {', '.join(ARCHITECTURES)}"
             )
@@ -173,7 +173,7 @@ def _optional(gguf: GGUF, architecture: str) -> tuple[str, ...]:
 def _scaling(keys: Keys) -> RopeScaling:
     """llama.cpp takes a factor alone for linear scaling."""
     type = keys.get("rope.scaling.type", "linear")
-    if type not in get_args(Scaling):
+    if not isinstance(type, str) or type not in get_args(Scaling):
         raise keys.wrong("rope.scaling.type", type, " or ".join(get_args(Scaling)))
     old = keys.real("rope.scale_linear", 0.0, zero=True)
     factor = keys.real("rope.scaling.factor", old, zero=True) or 1.0
@@ -227,7 +227,7 @@ def _windows(keys: Keys) -> dict[str, Any]:
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
-    if not keys.get("expert_count"):
+    if not keys.size("expert_count", 0, least=0):
         return {}
     count, used = keys.size("expert_count"), keys.size("expert_used_count")
     if used > count:

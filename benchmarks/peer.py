@@ -1,0 +1,52 @@
+"""llama.cpp, asked one question: a JSON object on standard input, the answer as one on standard output.
+
+    {"model": PATH, "tokens": [...], "count": N, "scores": PATH}   N greedy tokens after the last of `tokens`; the
+                                                                   logits at each of `tokens` go to the .npy file
+    {"model": PATH, "texts": [...], "special": BOOL}               ids of each text, the vocabulary alone is loaded
+    {}                                                             its version
+
+It runs under a Python that has llama-cpp-python and needs nothing of packtrain. The KV cache is f32 and flash
+attention is off, so that nothing is rounded that need not be.
+"""
+
+import json
+import sys
+
+import llama_cpp
+import numpy as np
+
+F32 = 0  # ggml.h, GGML_TYPE_F32
+
+
+def answer(question: dict) -> dict:
+    version = {"version": llama_cpp.__version__}
+    if not question:
+        return version
+    if "texts" in question:
+        model = llama_cpp.Llama(question["model"], vocab_only=True, verbose=False)
+        special = question["special"]
+        return version | {
+            "ids": [model.tokenize(text.encode(), True, special) for text in question["texts"]]
+        }
+    tokens, count = question["tokens"], question["count"]
+    model = llama_cpp.Llama(
+        question["model"],
+        n_ctx=len(tokens) + count,
+        logits_all=True,
+        type_k=F32,
+        type_v=F32,
+        flash_attn=False,
+        n_threads=2,
+        verbose=False,
+    )
+    model.eval(tokens)
+    np.save(question["scores"], model.scores[: len(tokens)])
+    reply: list[int] = []
+    while len(reply) < count:
+        reply.append(int(model.scores[model.n_tokens - 1].argmax()))
+        model.eval(reply[-1:])
+    return version | {"reply": reply}
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(json.load(sys.stdin))))

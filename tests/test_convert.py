@@ -1,6 +1,8 @@
 """Hugging Face's checkpoints become GGUF files that compute the same; what is not sound is refused in a line."""
 
+import contextlib
 import json
+import random
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -267,7 +269,7 @@ def other_steps(folder: Path) -> None:
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read: no such file"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it must be a JSON object"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "this must be a JSON object"),
     "unknown class": (change_config(architectures=["BertModel"]), "BertModel cannot be converted; what can: Llama"),
     "no class": (change_config(architectures=None), "architectures must name the model's class"),
     "quantized": (change_config(quantization_config={"bits": 4}), "only weights in f32, f16 or bf16"),
@@ -297,6 +299,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "outside": (outside, "'../other.safetensors' is no file of this folder"),
     "no vocabulary": (without_vocabulary, "there is no tokenizer.model and no tokenizer.json"),
     "bad vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?" * 99), "this is no SentencePiece model"),
+    "half a character": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}'),
+        "tokenizer_config.json: this is no JSON: 'utf-8' codec can't encode",
+    ),
+    "odd template": (
+        lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: this is no UTF-8 text"
+    ),
     "steps": (other_steps, "pre_tokenizer cuts words by 'Metaspace'; only those of gpt-2"),
 }  # fmt: skip
 
@@ -313,6 +322,24 @@ def test_what_is_not_sound_is_refused_in_one_line(
     assert not (tmp_path / "model.gguf").exists()
     assert main(["convert", str(tmp_path / "model")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_json_of_other_kinds_is_refused_or_passed_over(tmp_path: Path) -> None:
+    """Any value of the tokenizer's files may be of any kind."""
+    folder, rng = with_bpe(tmp_path / "model"), random.Random(1)
+    for _ in range(60):
+        path = folder / rng.choice(("config.json", "tokenizer.json", "tokenizer_config.json"))
+        text = path.read_text()
+        made = json.loads(text)
+        at: Any = made
+        while isinstance(at, dict | list) and at:
+            inside, key = at, rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            at = at[key] if rng.random() < 0.7 else None
+        inside[key] = rng.choice((None, -1, 2**63, 0.5, "x", [], [1], {}, {"a": 1}, [{}]))
+        path.write_text(json.dumps(made))
+        with contextlib.suppress(InputError):
+            convert(folder, tmp_path / "model.gguf")
+        path.write_text(text)
 
 
 def test_values_beyond_f16_are_refused(tmp_path: Path) -> None:

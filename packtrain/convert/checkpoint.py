@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packtrain.convert.safetensors import Stored, open_tensors, read_json
+from packtrain.convert.plain import read_json
+from packtrain.convert.safetensors import Stored, open_tensors
 from packtrain.errors import InputError
 
 CONFIG = "config.json"

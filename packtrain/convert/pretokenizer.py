@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from packtrain.convert.plain import as_list, as_object
 from packtrain.errors import InputError
 
 # patterns of tokenizer.json files
@@ -49,16 +50,15 @@ def pretokenizer_name(path: Path, fast: Mapping[str, Any], ignore_merges: bool) 
 
 def _steps(given: Any) -> Iterator[str]:
     """The pattern of each step that cuts, in order."""
-    given = given if isinstance(given, dict) else {}
+    given = as_object(given)
     kind = given.get("type")
     if kind == "Sequence":
-        for step in given.get("pretokenizers") or ():
+        for step in as_list(given.get("pretokenizers")):
             yield from _steps(step)
     elif kind == "Digits" and given.get("individual_digits") is True:
         yield DIGITS
     elif kind == "Split":
-        pattern = given.get("pattern")
-        yield str(pattern.get("Regex") if isinstance(pattern, dict) else pattern)
+        yield str(as_object(given.get("pattern")).get("Regex"))
     elif kind == "ByteLevel":
         if given.get("use_regex", True) is not False:
             yield GPT_2

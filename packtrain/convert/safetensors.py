@@ -4,7 +4,6 @@ A file is a length in 8 bytes, that many bytes of JSON (name -> dtype, shape, da
 read here because that is all of the format; the package for it would bring nothing but another copy.
 """
 
-import json
 import math
 import mmap
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.convert.plain import parsed, read_json
 from packtrain.dtypes import Dtype, bf16, f16, f32
 from packtrain.errors import InputError
 
@@ -82,19 +82,6 @@ def _places(path: Path) -> dict[str, str]:
     return places
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises InputError."""
-    try:
-        made = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: this is no JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(made, dict):
-        raise InputError(f"{path}: it must be a JSON object")
-    return made
-
-
 def _open_file(path: Path) -> dict[str, Stored]:
     try:
         with open(path, "rb") as file:
@@ -110,12 +97,7 @@ def _open_file(path: Path) -> dict[str, Stored]:
         raise InputError(
             f"{path}: its header is said to have {length} bytes, the file has {len(data)}"
         )
-    try:
-        header = json.loads(data[LENGTH_NBYTES:begin])
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: its header is no JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(header, dict):
-        raise InputError(f"{path}: its header must be a JSON object")
+    header = parsed(path, data[LENGTH_NBYTES:begin], "its header")
     header.pop("__metadata__", None)
     return {name: _entry(path, data, begin, name, about) for name, about in header.items()}
 

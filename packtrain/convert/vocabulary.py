@@ -12,8 +12,8 @@ import numpy as np
 import sentencepiece
 
 from packtrain.convert.checkpoint import Checkpoint
+from packtrain.convert.plain import as_list, as_object, read_json, read_text
 from packtrain.convert.pretokenizer import pretokenizer_name
-from packtrain.convert.safetensors import read_json
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, USER_DEFINED, Tokenizer
@@ -79,7 +79,7 @@ class _Table:
 
     def put_added(self, file: str, id: Any, about: Any) -> None:
         """A token that was added to the vocabulary: control if special, else user-defined."""
-        about = about if isinstance(about, dict) else {}
+        about = as_object(about)
         text = about.get("content")
         special = about.get("special") is True or (isinstance(text, str) and _looks_special(text))
         self.put(file, id, text, CONTROL if special else USER_DEFINED)
@@ -107,16 +107,8 @@ def _looks_special(text: str) -> bool:
 
 def _fill_from_sentencepiece(table: _Table, path: Path, about: Mapping[str, Any]) -> None:
     """Pieces of the model, then what was added beside it. Ids beyond the model's tokens are left out."""
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-    except (OSError, RuntimeError):
-        raise InputError(f"{path}: this is no SentencePiece model") from None
-    for id in range(min(model.get_piece_size(), len(table.tokens))):
-        kind = UNUSED if model.is_unused(id) else NORMAL
-        kind = BYTE if model.is_byte(id) else kind
-        kind = CONTROL if model.is_control(id) else kind
-        kind = UNKNOWN if model.is_unknown(id) else kind
-        table.put(path.name, id, model.id_to_piece(id), kind, model.get_score(id))
+    for id, (text, kind, score) in enumerate(_pieces(path)[: len(table.tokens)]):
+        table.put(path.name, id, text, kind, score)
     beside = _optional(path.parent / "added_tokens.json")
     for text, id in beside.items():
         if id not in range(len(table.tokens), 1 << 31):
@@ -126,9 +118,30 @@ def _fill_from_sentencepiece(table: _Table, path: Path, about: Mapping[str, Any]
             table.put_added("tokenizer_config.json", id, added)
 
 
+def _pieces(path: Path) -> list[tuple[str, int, float]]:
+    """Text, type and score of each piece of a model."""
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        return [
+            (model.id_to_piece(id), _kind(model, id), model.get_score(id))
+            for id in range(model.get_piece_size())
+        ]
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        raise InputError(f"{path}: this is no SentencePiece model") from None
+
+
+def _kind(model: sentencepiece.SentencePieceProcessor, id: int) -> int:
+    if model.is_unknown(id):
+        return UNKNOWN
+    if model.is_control(id):
+        return CONTROL
+    if model.is_byte(id):
+        return BYTE
+    return UNUSED if model.is_unused(id) else NORMAL
+
+
 def _added_tokens(about: Mapping[str, Any]) -> dict[int, Any]:
-    listed = about.get("added_tokens_decoder")
-    listed = listed if isinstance(listed, dict) else {}
+    listed = as_object(about.get("added_tokens_decoder"))
     return {int(id): added for id, added in listed.items() if id.isdecimal()}
 
 
@@ -137,8 +150,7 @@ def _added_tokens(about: Mapping[str, Any]) -> dict[int, Any]:
 
 def _from_json(table: _Table, path: Path, fast: Mapping[str, Any]) -> dict[str, Value]:
     """BPE of bytes, or that of SentencePiece, whose merges give the scores."""
-    model = fast.get("model")
-    model = model if isinstance(model, dict) else {}
+    model = as_object(fast.get("model"))
     vocabulary, merges = model.get("vocab"), _merges(model.get("merges"))
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or merges is None:
         raise InputError(f"{path}: model must be a BPE with vocab and merges")
@@ -150,9 +162,7 @@ def _from_json(table: _Table, path: Path, fast: Mapping[str, Any]) -> dict[str, 
             kind = BYTE if len(text) == 6 and text.startswith("<0x") else NORMAL
             kind = UNKNOWN if text == model.get("unk_token") else kind
         table.put(path.name, id, text, kind, float(ranks.get(text, 0)))
-    added = fast.get("added_tokens")
-    for one in added if isinstance(added, list) else ():
-        about = one if isinstance(one, dict) else {}
+    for about in map(as_object, as_list(fast.get("added_tokens"))):
         if not (pieces and about.get("content") == model.get("unk_token")):
             table.put_added(path.name, about.get("id"), about)
     if pieces:
@@ -207,17 +217,15 @@ def _special_ids(
 def _added(about: Mapping[str, Any], fast: Mapping[str, Any]) -> dict[str, Value]:
     """Whether BOS and EOS are added: as the post-processor's template has it, else as the config says."""
     found: dict[str, bool] = {}
-    after = fast.get("post_processor")
-    after = after if isinstance(after, dict) else {}
-    for step in after.get("processors") or [after]:
+    after = as_object(fast.get("post_processor"))
+    for step in map(as_object, as_list(after.get("processors")) or [after]):
         if step.get("type") == "ByteLevel":
             found = {"bos": False, "eos": False} | found
-        single = step.get("single") if step.get("type") == "TemplateProcessing" else None
-        if isinstance(single, list) and len(single) > 1:
-            for name, item in (("bos", single[0]), ("eos", single[-1])):
-                text = item.get("SpecialToken", {}).get("id")
-                if text:
-                    found[name] = text == _text(about.get(f"{name}_token"))
+        single = as_list(step.get("single")) if step.get("type") == "TemplateProcessing" else []
+        for name, at in (("bos", 0), ("eos", -1)) if len(single) > 1 else ():
+            text = as_object(as_object(single[at]).get("SpecialToken")).get("id")
+            if text:
+                found[name] = text == _text(about.get(f"{name}_token"))
     for name in ("bos", "eos"):
         if isinstance(about.get(f"add_{name}_token"), bool):
             found.setdefault(name, about[f"add_{name}_token"])
@@ -228,13 +236,13 @@ def _templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Value]:
     """The chat template, and others by name."""
     given = about.get("chat_template")
     if given is None and (folder / "chat_template.jinja").exists():
-        given = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        given = read_text(folder / "chat_template.jinja")
     if given is None:
         given = _optional(folder / "chat_template.json").get("chat_template")
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     made: dict[str, Value] = {}
     allowed = string.ascii_letters + string.digits
-    for one in listed:
+    for one in map(as_object, listed):
         name, template = (_text(one.get(key)) for key in ("name", "template"))
         if name and template is not None:
             name = "".join(c if c in allowed else "_" for c in name)

@@ -1,0 +1,46 @@
+"""Texts and JSON of a checkpoint folder: what is read may be anything; it is taken for what it should be or refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import InputError
+
+
+def read_text(path: Path) -> str:
+    """A file of UTF-8. Raises InputError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: this is no UTF-8 text: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file. Raises InputError."""
+    return parsed(path, read_text(path), "this")
+
+
+def parsed(path: Path, text: str | bytes, what: str) -> dict[str, Any]:
+    """An object from JSON text; halves of characters, which only escapes can hold, are refused."""
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        made = json.loads(text)
+        if "\\u" in text:
+            json.dumps(made, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {what} is no JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(made, dict):
+        raise InputError(f"{path}: {what} must be a JSON object")
+    return made
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """The value if it is an object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []

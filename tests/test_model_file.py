@@ -157,6 +157,10 @@ def key(name: str, kind: str, value: Any) -> Change:
     return lambda keys, tensors: keys.update({name: Value(kind, value)})
 
 
+def keys(*given: tuple[str, str, Any]) -> Change:
+    return lambda keys, tensors: keys.update({n: Value(kind, value) for n, kind, value in given})
+
+
 def no_key(name: str) -> Change:
     return lambda keys, tensors: keys.pop(name)
 
@@ -193,6 +197,13 @@ BAD: dict[str, Change] = {
     "llama.attention.value_length is 8; it must be the width of keys, 6": key("llama.attention.value_length", "u32", 8),
     "llama.rope.scaling.type is 'ntk'; it must be none or linear": key("llama.rope.scaling.type", "string", "ntk"),
     "llama.rope.scaling.yarn_beta_fast is 8.0; it must be 32.0 or": key("llama.rope.scaling.yarn_beta_fast", "f32", 8),
+    "llama.attention.head_count is 40; it must be a divisor": key("llama.attention.head_count", "u32", 40),
+    "llama.rope.scaling.factor is 0.5; it must be 1 or more": keys(
+        ("llama.rope.scaling.type", "string", "yarn"), ("llama.rope.scaling.factor", "f32", 0.5)
+    ),
+    "llama.rope.freq_base is 1.0; it must be above 1 with yarn": keys(
+        ("llama.rope.scaling.type", "string", "yarn"), ("llama.rope.freq_base", "f32", 1)
+    ),
     "llama.expert_used_count is missing; it must": key("llama.expert_count", "u32", 8),
     "llama.attention.scale is 0.5; it must be 0.0 or left out": key("llama.attention.scale", "f32", 0.5),
     "llama.logit_scale is 2.0; it must be left out": key("llama.logit_scale", "f32", 2),

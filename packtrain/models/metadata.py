@@ -179,6 +179,10 @@ def _scaling(keys: Keys) -> RopeScaling:
     factor = keys.real("rope.scaling.factor", old, zero=True) or 1.0
     if type == "none" or (type == "linear" and factor == 1):
         type, factor = "none", 1.0
+    if type == "yarn" and factor < 1:
+        raise keys.wrong("rope.scaling.factor", factor, "1 or more")
+    if type == "yarn" and keys.real("rope.freq_base", ROPE_FREQ_BASE) <= 1:
+        raise keys.wrong("rope.freq_base", keys.get("rope.freq_base"), "above 1 with yarn")
     context = keys.size("context_length")
     original = keys.size("rope.scaling.original_context_length", context)
     return RopeScaling(
@@ -240,7 +244,7 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 def _check_heads(keys: Keys, config: Config) -> None:
     width, heads, kv = config.embedding_length, config.head_count, config.head_count_kv
     arch, head, square = config.architecture, config.head_width, config.traits.square
-    if config.key_length is None and width % (2 * heads):
+    if keys.get("attention.key_length") is None and width % (2 * heads):
         right = f"a divisor of half of {arch}.embedding_length {width}, so that heads have an even width"
         raise keys.wrong("attention.head_count", heads, right)
     if heads % kv:

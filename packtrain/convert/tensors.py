@@ -10,6 +10,7 @@ from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.safetensors import Stored
 from packtrain.errors import InputError
 
+PART = 1 << 20  # elements that are in memory at a time, as long as a row or a head is not longer
 ATTENTION = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -79,12 +80,16 @@ class Tensor:
         return (len(self.sources), *one) if self.stacked else one
 
     def values(self) -> Iterator[np.ndarray]:
-        """The values of one source after the other, as f32."""
+        """The values of one source after the other as f32, some rows at a time; heads are not cut."""
         for source in self.sources:
-            array = quant.dequantize(source.array())
-            if self.turned:
-                array = paired(array, self.turned)
-            yield array + np.float32(self.shift) if self.shift else array
+            array = source.array()
+            head = len(array) // self.turned if self.turned else 1
+            step = max(PART * len(array) // (array.size * head), 1) * head
+            for start in range(0, len(array), step):
+                rows = quant.dequantize(array[start : start + step])
+                if self.turned:
+                    rows = paired(rows, len(rows) // head)
+                yield rows + np.float32(self.shift) if self.shift else rows
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:

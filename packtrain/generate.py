@@ -24,7 +24,7 @@ from packtrain.sample import Sampling, choose, draws
 from packtrain.tokenizer import Stream, Tokenizer
 
 SEQUENCE = 0  # the only one there is
-CHUNKS = (512, 64, 8, 1)  # tokens of a prompt that one run takes
+CHUNKS = (512, 128, 32, 8, 1)  # tokens of a prompt that one run takes
 
 
 def placements(

@@ -119,7 +119,13 @@ def norm(g: Writer, x: Tensor) -> list[Tensor]:
 def gated(g: Writer, x: Tensor) -> list[Tensor]:
     width = g.number(1, 3) * 8
     gate, up = (ops.matmul(x, g.weight(width, x.shape[1])) for _ in range(2))
-    return [ops.swiglu(gate, up), gate]
+    return [(ops.geglu if width == 16 else ops.swiglu)(gate, up), gate]
+
+
+def mixture(g: Writer, x: Tensor) -> list[Tensor]:
+    count, c, f = 3, x.shape[1], 8
+    shapes = (count, c), (count, f, c), (count, f, c), (count, c, f)
+    return [ops.experts(x, *(g.weight(*shape) for shape in shapes), used=g.number(1, count + 1))]
 
 
 def attend(g: Writer, x: Tensor) -> list[Tensor]:
@@ -184,8 +190,8 @@ def drop(g: Writer, x: Tensor) -> list[Tensor]:
 
 
 MOVES = (
-    elementwise, elementwise, elementwise, binary, binary, product, batched, norm, gated, attend, see, see, reduce,
-    pick, remember, drop, drop,
+    elementwise, elementwise, elementwise, binary, binary, product, batched, norm, gated, attend, mixture, see, see,
+    reduce, pick, remember, drop, drop,
 )  # fmt: skip
 
 

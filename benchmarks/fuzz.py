@@ -1,7 +1,8 @@
 """Hostile files in great numbers: python -m benchmarks.fuzz [--headers 1000000] [--files 10000] [--seed 0]
 
-headers  changed headers of every kind of value and tensor, through GGUF and inspect
-files    changed model files, through open_model, the vocabulary, one generated token, and sometimes quantize
+headers  changed headers of every kind of value and tensor, through GGUF
+files    changed model files of every architecture: inspected, opened, one token generated, quantized, and a message
+         through the chat template
 
 A child works, so that one that dies is seen, with the seed that did it. Prints how many of each outcome there were
 and every fault; exit code 1 if there is one. `--only SEED` says what becomes of one file, with the traceback.
@@ -21,13 +22,17 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
-from packtrain.commands import generate, inspect
+from packtrain.commands import generate, inspect, quantize
 from packtrain.commands.generate import Generate
+from packtrain.commands.quantize import Quantize
 from packtrain.gguf import GGUF
+from packtrain.models.file import open_model
+from packtrain.template import ChatTemplate, template_source
 from tests import fuzz
 from tests.hostile import header_draft, model_drafts
 
 MIB = 2**20
+TEMPLATE_SECONDS = 5.0
 BATCH, HEADER_NBYTES, FILE_NBYTES = 500, 32 * MIB, 256 * MIB
 Done = tuple[
     Counter[str], list[tuple[int, str]], float
@@ -38,13 +43,22 @@ def use_header(path: Path) -> None:
     gguf = GGUF(path)
     for name in gguf.entries:
         gguf.array(name)
-    list(inspect.lines(inspect.describe(gguf)))
 
 
 def use_file(path: Path) -> None:
+    """All that a user would do with a model; what is printed is left out."""
+    output = path.with_name("quantized.gguf")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        inspect.run(inspect.Inspect(path, tensors=True, json=True))
+        inspect.run(inspect.Inspect(path, tensors=True))
+        inspect.run(inspect.Inspect(path, json=True))
+        model = open_model(path)
+        tokenizer = model.tokenizer()
+        source = template_source(model.gguf.metadata)
         generate.run(Generate(path, prompt="the cat", n_predict=1, temp=0.0))
+        quantize.run(Quantize(path, output, "Q8_0", overwrite=True))
+        if source is not None:
+            template = ChatTemplate(source, seconds=TEMPLATE_SECONDS)
+            tokenizer.encode(template.render([{"role": "user", "content": "the cat"}]))
 
 
 USES: dict[str, Callable[[Path], None]] = {"headers": use_header, "files": use_file}

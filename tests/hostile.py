@@ -80,6 +80,7 @@ def model_drafts(folder: Path) -> list[Draft]:
         "gemma3": replace(window, rope_freq_base_swa=1e4),
         "phi3": base,
         "smollm3": replace(base, block_count=4),
+        "packed": replace(base, embedding_length=32, feed_forward_length=64),
     }
     made = []
     for name, config in configs.items():

@@ -22,6 +22,8 @@ FILE_TYPES = {
 }  # fmt: skip
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 MOST = 2**31 - 1  # ids, positions and sizes are i32
+WIDEST = 64  # times the width of the stream: what is wider is no model, and a small file would take much memory
+MOST_EXPERTS = 512  # as in llama.cpp
 ROPE_FREQ_BASE = 10_000.0  # where a file does not say
 WINDOW, ATTENTION_SOFTCAP, FINAL_SOFTCAP = 4096, 50.0, 30.0  # of gemma2
 EVERY_WINDOW: Mapping[str, int] = MappingProxyType({"gemma2": 2, "gemma3": 6})  # window_pattern
@@ -148,6 +150,7 @@ def read(gguf: GGUF) -> Config:
         **_windows(keys),
         **_mixture(keys),
     )
+    _check_widths(keys, config)
     _check_heads(keys, config)
     return config
 
@@ -233,7 +236,10 @@ def _windows(keys: Keys) -> dict[str, Any]:
 def _mixture(keys: Keys) -> dict[str, Any]:
     if not keys.size("expert_count", 0, least=0):
         return {}
-    count, used = keys.size("expert_count"), keys.size("expert_used_count")
+    count = keys.size("expert_count")
+    if count > MOST_EXPERTS:
+        raise keys.wrong("expert_count", count, f"at most {MOST_EXPERTS}")
+    used = keys.size("expert_used_count")
     if used > count:
         raise keys.wrong(
             "expert_used_count", used, f"{keys.architecture}.expert_count {count} at most"
@@ -260,6 +266,18 @@ def _check_heads(keys: Keys, config: Config) -> None:
     if dims % 2 or dims > head or (dims < head and arch != "phi3"):
         right = f"even and at most {head}" if arch == "phi3" else f"the width of a head, {head}"
         raise keys.wrong("rope.dimension_count", dims, right)
+
+
+def _check_widths(keys: Keys, config: Config) -> None:
+    most, used = WIDEST * config.embedding_length, config.expert_used_count or 1
+    for key, size, times in (
+        ("feed_forward_length", config.feed_forward_length, used),
+        ("attention.key_length", config.head_width, config.head_count),
+    ):
+        if size * times > most:
+            raise keys.wrong(
+                key, size, f"at most {most // times}, by embedding_length {config.embedding_length}"
+            )
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

@@ -155,14 +155,15 @@ def test_the_valid_file_is_used(model: Draft, tmp_path: Path) -> None:
 
 
 def outcomes(
-    drafts: list[Draft], use: Callable[[Path], None], seeds: range, path: Path
+    drafts: list[Draft], use: Callable[[Path], None], seeds: range, path: Path, room: int
 ) -> Counter[str]:
     """How many there were of each; raises Fault, with the seed, at the first that must not be."""
     found: Counter[str] = Counter()
     for seed in seeds:
         path.write_bytes(hostile(drafts[seed % len(drafts)], seed))
         try:
-            found[judged(use, path)] += 1
+            with limits(room):
+                found[judged(use, path)] += 1
         except Fault as fault:
             raise Fault(f"seed {seed}: {fault}") from fault
     return found
@@ -170,9 +171,9 @@ def outcomes(
 
 def test_changed_headers_are_used_or_refused(tmp_path: Path) -> None:
     draft = header_draft(tmp_path)
-    with limits(32 * MIB):
-        found = outcomes([draft], use_header, range(1000), tmp_path / "hostile.gguf")
-    assert found["used"] > 200 and found["GGUFError"] > 200, found
+    path = tmp_path / "hostile.gguf"
+    found = outcomes([draft], use_header, range(500), path, 32 * MIB)
+    assert found["used"] > 100 and found["GGUFError"] > 100, found
 
 
 def test_changed_models_are_used_or_refused(tmp_path: Path) -> None:
@@ -180,9 +181,8 @@ def test_changed_models_are_used_or_refused(tmp_path: Path) -> None:
     for draft in drafts:  # loads the kernels, which need memory of their own
         path.write_bytes(draft.encode())
         use_file(path)
-    with limits(256 * MIB):
-        found = outcomes(drafts, use_file, range(250), path)
-    assert found["used"] > 10 and found["InputError"] > 40 and found["GGUFError"] > 40, found
+    found = outcomes(drafts, use_file, range(120), path, 256 * MIB)
+    assert found["used"] > 5 and found["InputError"] > 20 and found["GGUFError"] > 20, found
 
 
 def allocate(path: Path) -> None:

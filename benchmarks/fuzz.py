@@ -55,7 +55,7 @@ def use_file(path: Path) -> None:
         tokenizer = model.tokenizer()
         source = template_source(model.gguf.metadata)
         generate.run(Generate(path, prompt="the cat", n_predict=1, temp=0.0))
-        quantize.run(Quantize(path, output, "Q8_0", overwrite=True))
+        quantize.run(Quantize(path, output, "Q8_0", overwrite=True, allow_requantize=True))
         if source is not None:
             template = ChatTemplate(source, seconds=TEMPLATE_SECONDS)
             tokenizer.encode(template.render([{"role": "user", "content": "the cat"}]))

@@ -1,14 +1,16 @@
 """The valid files that hostile ones are made from."""
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.dtypes import BLOCK_TYPES, bf16
-from packtrain.gguf import Value, write
+from packtrain.gguf import GGUF, Value, write
 from packtrain.models.config import ARCHITECTURES, RopeScaling
 from packtrain.models.file import save_model
+from packtrain.quant import quantize
 from packtrain.tokenizer.bpe import ALPHABET
 from tests.architectures import vocabulary
 from tests.fuzz import Draft
@@ -90,5 +92,15 @@ def model_drafts(folder: Path) -> list[Draft]:
         config = replace(config, vocab_size=tokens, architecture=known)
         path = folder / f"{name}.gguf"
         save_model(path, config, given, values(config).__getitem__, name="small")
+        if name == "packed":
+            pack(path)
         made.append(Draft.of(path))
     return made
+
+
+def pack(path: Path) -> None:
+    """Matrices as blocks, of one type after the other."""
+    file, types = GGUF(path), cycle(BLOCK_TYPES[name] for name in ("q8_0", "q4_0", "q5_1"))
+    arrays = {name: file.array(name).copy() for name in file.entries}
+    packed = {n: quantize(a, next(types)) if a.ndim > 1 else a for n, a in arrays.items()}
+    write(path, file.values, packed)

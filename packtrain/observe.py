@@ -133,7 +133,7 @@ class Observer:
         name = self.names.get(t) or self.names[t.base]
         return (
             f"{name}: {t.spec} from {array.min():.6g} to {array.max():.6g}"
-            if array.size
+            if array.size and not array.dtype.names
             else f"{name}: {t.spec}"
         )
 

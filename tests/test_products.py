@@ -255,3 +255,20 @@ def test_weights_of_a_file_take_no_private_memory(tmp_path: Path) -> None:
 
 def stored(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     return quantize(values, dtype) if values.ndim > 1 else values
+
+
+# ---- debugging -----------------------------------------------------------------------------------------------
+
+
+def test_a_product_with_infinity_is_found_and_all_inputs_are_named() -> None:
+    q8_0 = BLOCK_TYPES["q8_0"]
+    packed = random_weights(q8_0, 3, 32)
+    packed.view(np.uint8)[0, :2] = np.float16([np.inf]).view(np.uint8)
+    y = ops.matmul(pt.input("x", (2, 32)), pt.constant("w", packed, q8_0))
+    with pt.debug("nan"), pytest.raises(FloatingPointError, match=r"w: q8_0\[3, 32\]$"):
+        checks.run(pt.Graph({"y": y}), {"x": np.ones((2, 32))})
+    with pt.debug("compare"):
+        good = pt.constant("w", random_weights(q8_0, 3, 32), q8_0)
+        checks.run(
+            pt.Graph({"y": ops.matmul(pt.input("x", (2, 32)), good)}), {"x": np.ones((2, 32))}
+        )

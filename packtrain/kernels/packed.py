@@ -170,7 +170,7 @@ def product_back(x, y, block, kind, w, add):
     if x.size == 0:
         return
     step = max(block, LEAST_COLUMNS)
-    across, rows = -(-k // step), m
+    across, rows = -(-k // step), min(m, ROWS)
     while across * -(-m // rows) < LEAST_TASKS and rows > LEAST_ROWS:
         rows = -(-rows // 2)
     for t in prange(across * -(-m // rows)):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
+from packtrain import ops, quant
 from packtrain.tensor import OPS, Call
 from tests import checks
 
@@ -15,7 +15,9 @@ torch: Any = pytest.importorskip("torch")
 
 # gradients of other ops: compared as those ops' gradients
 NO_PEER = {
-    "silu_back", "swiglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
+    "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back",
+    "cross_entropy_back", "weighted_rows_back",
+    "group_rows",  # no f32 in it
     "dropout",  # another generator of random numbers
 }  # fmt: skip
 
@@ -33,22 +35,29 @@ def soft_max(x, mask, *, scale):
     return y
 
 
-def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale):
+def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale, window, softcap):
     b, t, s = *q.shape[:2], k.shape[1]
     q_pos = torch.arange(t).expand(b, t) if q_pos is None else q_pos
     k_pos = torch.arange(s).expand(b, s) if k_pos is None else k_pos
-    seen = k_pos[:, None, :] <= q_pos[:, :, None]
+    since = q_pos[:, :, None] - k_pos[:, None, :]
+    seen = (since >= 0) & (since < window) if window else since >= 0
     if q_seq is not None:
         seen = seen & (k_seq[:, None, :] == q_seq[:, :, None])
     if length is not None:
         seen = seen & (torch.arange(s) < length)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if softcap:
+        return capped_attention(q, k, v, seen[:, None], scale, softcap).transpose(1, 2)
     y = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        attn_mask=seen[:, None],
-        scale=scale,
-        enable_gqa=True,
+        q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True
     )
     return y.transpose(1, 2)
+
+
+def capped_attention(q, k, v, seen, scale, softcap):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    z = softcap * (scale * q @ k.mT / softcap).tanh()
+    return z.masked_fill(~seen, -1e300).softmax(-1) @ v * seen.any(-1, keepdim=True)
 
 
 def cross_entropy(logits, targets, weights):
@@ -58,12 +67,43 @@ def cross_entropy(logits, targets, weights):
     return (losses * weights.flatten()).sum()
 
 
-def linear_cross_entropy(x, w, targets, weights, *, chunk):
-    return cross_entropy(torch.nn.functional.linear(x, w), targets, weights)
+def linear_cross_entropy(x, w, targets, weights, *, chunk, softcap):
+    logits = torch.nn.functional.linear(x, w)
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
+    return cross_entropy(logits, targets, weights)
 
 
 def matmul(x, w, acc):
     return x @ w.mT + (0 if acc is None else acc)
+
+
+def matmul_back(dy, w, acc):
+    return dy @ w + (0 if acc is None else acc)
+
+
+def top_k(x, *, k):
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def take_back(dy, ids, *, width):
+    return torch.zeros((*dy.shape[:-1], width), dtype=dy.dtype).scatter_add(-1, ids.long(), dy)
+
+
+def matmul_id(x, w, ids, acc):
+    return torch.einsum("nk,nfk->nf", x, w[ids.long()]) + (0 if acc is None else acc)
+
+
+def matmul_id_back(dy, w, ids, acc):
+    return torch.einsum("nf,nfk->nk", dy, w[ids.long()]) + (0 if acc is None else acc)
+
+
+def out_prod_id(a, b, ids, acc, *, count):
+    start = torch.zeros((count, a.shape[1], b.shape[1]), dtype=a.dtype) if acc is None else acc
+    return start.index_add(0, ids.long(), torch.einsum("np,nq->npq", a, b))
+
+
+def weighted_rows(x, ids, weights, acc):
+    return (x[ids.long()] * weights[..., None]).sum(-2) + (0 if acc is None else acc)
 
 
 def out_prod(a, b, acc):
@@ -103,10 +143,18 @@ def rope(x, table, *, neox, inverse):
     return torch.cat([(made.mT if neox else made).flatten(-2), rest], -1)
 
 
-def rope_table(pos, *, dims, base):
-    rates = base ** (-torch.arange(0, dims, 2).double() / dims)
+def rope_table(pos, factors, *, dims, base, divisor, blend, magnitude, growth):
+    rates = base ** (-torch.arange(0, dims, 2).double() / dims) / (
+        1 if factors is None else factors
+    )
+    if blend:
+        ramp = ((torch.arange(dims // 2) - blend[0]) / (blend[1] - blend[0])).clamp(0, 1)
+        rates = rates.lerp(rates / divisor, ramp.double())
+    else:
+        rates = rates / divisor
     angles = pos[..., None] * rates
-    return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
+    by = magnitude * (1 + growth[0] * (1 + pos // growth[1]).double().log())
+    return torch.view_as_real(torch.polar(by[..., None].expand_as(angles).contiguous(), angles))
 
 
 def narrow_back(dy, acc=None, *, axis, start, size):
@@ -170,6 +218,8 @@ PEERS: dict[str, Callable[..., Any]] = {
     "tanh": lambda x: x.tanh(),
     "silu": lambda x: torch.nn.functional.silu(x),
     "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+    "geglu": lambda gate, up: torch.nn.functional.gelu(gate, approximate="tanh") * up,
+    "take": lambda x, ids: x.gather(-1, ids.long()),
     "sum": lambda x: x.sum(),
     "sum_rows": lambda x: x.sum(-1, keepdim=True),
     "sum_to": lambda x, shape: x.sum_to_size(shape),
@@ -181,8 +231,8 @@ PEERS: dict[str, Callable[..., Any]] = {
     "cont": lambda x: x.clone(),
     **{f.__name__: f for f in (
         rms_norm, soft_max, attention, cross_entropy, linear_cross_entropy, matmul, out_prod, get_rows, get_rows_back,
-        set_rows, zero_rows, rope, rope_table, narrow_back, clip_gate, opt_step_adamw,
-        opt_step_sgd,
+        set_rows, zero_rows, rope, rope_table, narrow_back, clip_gate, opt_step_adamw, opt_step_sgd, matmul_back,
+        top_k, take_back, matmul_id, matmul_id_back, out_prod_id, weighted_rows,
     )},
 }  # fmt: skip
 
@@ -212,13 +262,21 @@ def test_pytorch_agrees(name: str) -> None:
 
 
 def _inputs(call: Call, given: checks.Values) -> list[Any]:
-    """Tensors for the call's inputs; f32 ones are float64 and want a gradient."""
+    """Tensors for the call's inputs; f32 ones are float64 and want a gradient, packed ones are unpacked."""
     graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
-    made = {name: torch.from_numpy(array) for name, array in pt.interpret(graph, given).items()}
+    arrays = pt.interpret(graph, given)
+    made = {name: torch.from_numpy(a) for name, a in arrays.items() if not is_packed(a)}
     for t in made.values():
         if t.dtype == torch.float64:
             t.requires_grad_()
+    for name, a in arrays.items():
+        if is_packed(a):
+            made[name] = torch.from_numpy(quant.dequantize(a).astype(np.float64))
     return [made.get(str(i)) for i in range(len(call.inputs))]
+
+
+def is_packed(array: np.ndarray) -> bool:
+    return array.dtype.names is not None or array.dtype == np.float16
 
 
 def _check_gradients(

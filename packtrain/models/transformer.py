@@ -202,25 +202,30 @@ def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables
     context  how long a text can become: where it is longer than what the model was first trained with, other
              factors of the frequencies hold
     """
-    original = config.original_context
+    original, rate = config.original_context, config.temperature_scale
     length = "long" if context > original else "short"
     factors = w.get("rope_freqs.weight", w.get(f"rope_factors_{length}.weight"))
+    ropes = dict.fromkeys(config.rope_of(i) for i in range(config.block_count))
     made: dict[Rope | None, tuple[Tensor, Tensor]] = {}
-    for rope in (config.rope_of(i) for i in range(config.block_count)):
-        if rope is None or rope in made:
-            continue
-
-        def table(rope: Rope = rope, growth: tuple[float, int] = (0.0, 1)) -> Tensor:
-            made = ops.rope_table(
-                pos, factors, dims=config.rope_width, base=rope.base, divisor=rope.divisor, blend=rope.blend,
-                magnitude=rope.magnitude, growth=growth,
-            )  # fmt: skip
-            return named("rope_table", made)
-
-        for_k = table()
-        grows = config.temperature_scale
-        made[rope] = (table(growth=(grows, original)) if grows else for_k), for_k
+    for rope in (rope for rope in ropes if rope is not None):
+        for_k = rope_table(config, rope, pos, factors)
+        warmer = rope_table(config, rope, pos, factors, growth=(rate, original)) if rate else for_k
+        made[rope] = warmer, for_k
     return made
+
+
+def rope_table(
+    config: Config,
+    rope: Rope,
+    pos: Tensor,
+    factors: Tensor | None,
+    growth: tuple[float, int] = (0.0, 1),
+) -> Tensor:
+    made = ops.rope_table(
+        pos, factors, dims=config.rope_width, base=rope.base, divisor=rope.divisor, blend=rope.blend,
+        magnitude=rope.magnitude, growth=growth,
+    )  # fmt: skip
+    return named("rope_table", made)
 
 
 def stream(

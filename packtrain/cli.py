@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from packtrain.commands import (
@@ -19,21 +18,26 @@ from packtrain.commands import (
     data,
     demo,
     evaluate,
+    finetune,
     generate,
     inspect,
+    merge,
     plan,
     quantize,
     train,
 )
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.settings import add_flags, from_flags
-from packtrain.train.settings import TrainSettings, run_folder
+from packtrain.train.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (demo.DemoSettings, demo.run),
     "train": (TrainSettings, train.run),
-    "plan": (plan.PlanSettings, plan.run),
+    "finetune": (TuneSettings, finetune.run),
+    "plan train": (plan.PlanTrain, plan.run),
+    "plan finetune": (plan.PlanTune, plan.run),
+    "merge": (merge.Merge, merge.run),
     "generate": (generate.Generate, generate.run),
     "chat": (chat.Chat, chat.run),
     "eval": (evaluate.Evaluate, evaluate.run),
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, run = COMMANDS[given.command]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        return run(from_flags(settings, _resumed(given)))
+        return run(from_flags(settings, _resumed(given, settings)))
     except BrokenPipeError:  # the reader of a pipe has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -99,10 +103,10 @@ def _line(error: Exception) -> str:
     return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
 
 
-def _resumed(given: argparse.Namespace) -> argparse.Namespace:
+def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
     """A run that goes on has the settings it began with, where no others are given."""
     if getattr(given, "resume", False) and not given.config:
-        begun = run_folder(getattr(given, "output", Path("model.gguf"))) / "run.yaml"
+        begun = run_folder(getattr(given, "output", settings.output)) / "run.yaml"
         given.config = begun if begun.exists() else None
     return given
 
@@ -121,13 +125,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"packtrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    groups: dict[str, Any] = {"": commands}
     for name, (settings, run) in COMMANDS.items():
         about = (sys.modules[run.__module__].__doc__ or "").partition(": ")[2].splitlines()[0]
-        into = commands.add_parser(name, help=about, description=about)
-        if name == "plan":  # what is planned comes first, as in `packtrain plan train …`
-            into = into.add_subparsers(metavar="train", required=True).add_parser(
-                "train", help=about
-            )
+        group, _, own = name.rpartition(" ")
+        if group not in groups:  # what is planned comes second, as in `packtrain plan train …`
+            into = commands.add_parser(group, help=about, description=about)
+            groups[group] = into.add_subparsers(metavar="COMMAND", required=True)
+        into = groups[group].add_parser(own, help=about, description=about)
         into.set_defaults(command=name)
         into.add_argument("--debug", action="store_true", help="show where an error was raised")
         add_flags(into, settings)

@@ -39,9 +39,9 @@ def option(
     return dataclasses.field(default=default, metadata=about)
 
 
-def positional(help: str) -> Any:
-    """A field that stands on the command line without a flag and must be given."""
-    return dataclasses.field(metadata={"help": help, "positional": True})
+def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field that stands on the command line without a flag, and must be given if it has no default."""
+    return dataclasses.field(default=default, metadata={"help": help, "positional": True})
 
 
 def required(help: str, *, flags: str = "") -> Any:
@@ -56,9 +56,10 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
         about, (kind, many) = field.metadata, _kind(types_[field.name])
         rule: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
         if about.get("positional"):
-            parser.add_argument(
-                field.name, type=kind, help=about["help"], metavar=field.name.upper()
-            )
+            rule |= {"type": kind, "metavar": field.name.upper(), "nargs": "+" if many else None}
+            if field.default is not dataclasses.MISSING:
+                rule |= {"type": str, "nargs": "?"}  # argparse would convert SUPPRESS to a Path
+            parser.add_argument(field.name, **rule)
             continue
         names = [f"--{field.name.replace('_', '-')}", *about["flags"]]
         if kind is bool:

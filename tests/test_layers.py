@@ -50,7 +50,7 @@ LAYERS = {
     "sample": "errors",
     "generate": "dtypes errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
-    "train": "errors files settings dtypes tensor graph ops grad place packing plan run memory stop kernels gguf"
+    "train": "errors files settings dtypes tensor graph ops grad place packing plan run memory stop kernels quant gguf"
     " tokenizer corpus samples cost recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
     " tokenizer vocabulary convert corpus samples cost recompute models sample generate template watch train",

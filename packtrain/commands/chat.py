@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from packtrain.commands.speak import CONTEXT, MOST_SEED, Speaking, cells, ready, say, write
+from packtrain.commands.speak import CONTEXT, MOST_SEED, Speaking, cells, opened, ready, say, write
 from packtrain.errors import InputError
 from packtrain.generate import Limits, Reply
-from packtrain.models.file import ModelFile, open_model
+from packtrain.models.file import ModelFile
 from packtrain.settings import option
 from packtrain.stop import stop_on_signals
 from packtrain.template import CHATML, ChatTemplate, template_source
@@ -113,7 +113,7 @@ class Talk:
 def run(settings: Chat) -> int:
     """Talk until the input ends; 130 when a signal ended it. Raises InputError, DoesNotFit."""
     settings.check()
-    talk, terminal = Talk(settings, open_model(settings.model)), sys.stdin.isatty()
+    talk, terminal = Talk(settings, opened(settings)), sys.stdin.isatty()
     if terminal:
         say(f"a context of {talk.cells:,} tokens; /help says more")
     try:

@@ -10,19 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.corpus import Text, prepare
-from packtrain.errors import DoesNotFit, InputError, Interrupted
-from packtrain.graph import Graph
+from packtrain.errors import InputError, Interrupted
 from packtrain.kernels.runtime import cache_root, writable
-from packtrain.memory import total_nbytes
-from packtrain.models import transformer
+from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
-from packtrain.place import place
-from packtrain.plan import make_plan, size_text
-from packtrain.run import Executor, Session
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.stop import stop_on_signals
 from packtrain.train.batches import Batches
 from packtrain.train.engine import evaluate
+from packtrain.train.measure import losses_of
 
 CONTEXT = 512  # at most, where --ctx does not say
 HUGE = 700.0  # e to the power of more is beyond a float
@@ -39,6 +35,9 @@ class Evaluate:
     ctx: int | None = option(
         None, f"tokens of a window; the model's context, at most {CONTEXT}", flags="-c", least=1
     )
+    lora: tuple[str, ...] = option(
+        (), "an adapter of this model, FILE or FILE:SCALE; may be given several times"
+    )
     batch_size: int = option(4, "windows at a time", least=1)
     separator: str | None = option(
         None, "text between two documents; found by itself if it is <|endoftext|>"
@@ -48,8 +47,9 @@ class Evaluate:
 def run(settings: Evaluate) -> int:
     """Print loss, perplexity and speed. Raises InputError, and Interrupted when a signal came."""
     model = open_model(settings.model)
+    model = adapted(model, read_scaled(settings.lora, model.gguf))
     batches = _batches(settings, model)
-    executor = _executor(model, batches)
+    executor = losses_of(model, batches.rows, batches.time)
     executor(batches[0])  # loads the kernels, so that they do not count as time of the first batch
     began = time.perf_counter()
     found = evaluate(executor, _until_stopped(batches))
@@ -76,20 +76,6 @@ def _batches(settings: Evaluate, model: ModelFile) -> Batches:
     context = min(context, len(tokens.ids) - 1)  # no window is longer than the text
     windows = -(-(len(tokens.ids) - 1) // context)
     return Batches(tokens, min(settings.batch_size, windows), context, shuffle=False)
-
-
-def _executor(model: ModelFile, batches: Batches) -> Executor:
-    leaves, session = transformer.weights(model.config, model.types()), Session()
-    session.share(model.stored())
-    made = transformer.loss(model.config, leaves, batches.rows, batches.time)
-    placed = place(Graph({"losses": made.losses}))
-    plan, there = make_plan(placed), total_nbytes()
-    if plan.arena().nbytes > there:
-        raise DoesNotFit(
-            f"windows of {batches.rows} × {batches.time} tokens need {size_text(plan.arena().nbytes)}, and there "
-            f"are {size_text(there)}; a smaller --ctx or --batch-size needs less"
-        )
-    return session.executor(placed, plan)
 
 
 def _until_stopped(batches: Batches) -> Iterator[dict[str, np.ndarray]]:

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.commands.speak import CONTEXT, ENDS, Speaking, cells, ready, say, write
+from packtrain.commands.speak import CONTEXT, ENDS, Speaking, cells, opened, ready, say, write
 from packtrain.errors import InputError
 from packtrain.files import existing
 from packtrain.generate import Limits, Reply
-from packtrain.models.file import open_model
 from packtrain.settings import option
 from packtrain.stop import stop_on_signals
 
@@ -30,7 +29,7 @@ def run(settings: Generate) -> int:
     """Generate as the settings say; 130 when a signal ended it. Raises InputError, DoesNotFit."""
     prompt = _prompt(settings)
     settings.check()
-    model = open_model(settings.model)
+    model = opened(settings)
     tokenizer = model.tokenizer()
     ids = tokenizer.encode(prompt, eos=False)
     wanted = len(ids) + settings.n_predict if settings.n_predict >= 0 else CONTEXT

@@ -9,14 +9,18 @@ from packtrain.commands.train import facts, ready
 from packtrain.files import check_writable, write_text
 from packtrain.picture import chart, page, terminal, trace
 from packtrain.settings import option
-from packtrain.train.settings import TrainSettings
+from packtrain.train import tune
+from packtrain.train.job import decide
+from packtrain.train.settings import TrainSettings, TuneSettings
 from packtrain.watch.metrics import read
 
 WIDTH = 100
 
 
 @dataclass(frozen=True)
-class PlanSettings(TrainSettings):
+class Drawn:
+    """What is made of a plan beside its table."""
+
     json: Path | None = option(None, "write the plan with all its buffers to this file")
     html: Path | None = option(None, "write a page that shows every byte over time")
     svg: Path | None = option(None, "write the same as one picture")
@@ -24,15 +28,25 @@ class PlanSettings(TrainSettings):
     map: bool = option(False, "draw the arena in the terminal")
 
 
-def run(settings: PlanSettings) -> int:
+@dataclass(frozen=True)
+class PlanTrain(Drawn, TrainSettings):
+    pass
+
+
+@dataclass(frozen=True)
+class PlanTune(Drawn, TuneSettings):
+    pass
+
+
+def run(settings: PlanTrain | PlanTune) -> int:
     """Print the plan, and draw it where that was asked for. Raises InputError, DoesNotFit."""
     wanted = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
     for name, path in wanted.items():
         if path is not None:
             check_writable(path, f"--{name}")
-    made = ready(settings)
+    made = ready(settings, tune.decide if isinstance(settings, TuneSettings) else decide)
     print(made.text)
-    about, plan = facts(settings, made, _measured(settings.folder)), made.plans.largest
+    about, plan = facts(made, _measured(settings.folder)), made.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         print(terminal(plan, width, color=sys.stdout.isatty(), **about))

@@ -9,7 +9,8 @@ from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.generate import Generator
 from packtrain.memory import total_nbytes
-from packtrain.models.file import ModelFile
+from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.file import ModelFile, open_model
 from packtrain.plan import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import option, positional
@@ -51,6 +52,9 @@ class Speaking:
     ctx: int | None = option(
         None, "context in tokens; as long as needed, at most the model's", flags="-c", least=1
     )
+    lora: tuple[str, ...] = option(
+        (), "an adapter of this model, FILE or FILE:SCALE; may be given several times"
+    )
     cache_type: str = option("f16", "of remembered keys and values", choices=("f16", "f32"))
 
     @property
@@ -63,6 +67,12 @@ class Speaking:
     def check(self) -> None:
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have a character at least")
+
+
+def opened(settings: Speaking) -> ModelFile:
+    """The model with the adapters that are asked for. Raises InputError."""
+    model = open_model(settings.model)
+    return adapted(model, read_scaled(settings.lora, model.gguf))
 
 
 def cells(settings: Speaking, context: int, wanted: int) -> int:

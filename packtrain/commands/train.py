@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from packtrain.train.fit import CHECKPOINT, Fit, check_compatible
 from packtrain.train.job import Job, decide
 from packtrain.train.plans import Plans, Shape
 from packtrain.train.search import Setting, as_asked
-from packtrain.train.settings import TrainSettings
+from packtrain.train.settings import RunSettings, TrainSettings
 from packtrain.train.state import Checkpoint, load, previous
 from packtrain.watch import Watch
 from packtrain.watch.progress import clock
@@ -40,6 +40,21 @@ def say(text: str) -> None:
     """A line for the person; that nobody reads it any more is no reason to end."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a command that trains does in its own way.
+
+    decide  settings to a job; it is given `say`
+    before  what is done on the engine before step 1, once its values are there
+    after   what is done and said when the run has ended and its memory is free
+    """
+
+    command: str
+    decide: Callable[[Any, Callable[[str], None]], Job]
+    before: Callable[[Fit], None]
+    after: Callable[[Job, Shape], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +78,18 @@ class Ready:
         return self.plans.text(self.baseline, self.seconds, self.job.steps)
 
 
-def ready(settings: TrainSettings) -> Ready:
+def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], Job]) -> Ready:
     """Decide and plan a run; nothing of it is reserved yet. Raises InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     if settings.threads:
         _set_threads(settings.threads)
     job = decide(settings, say)
-    for note in job.corpus.notes:
-        say(note)
     kernels.load_all()
     rates = cost.measured()
     settle()
     found = _found(settings)
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job
-    tokenizer = _tokenizer(job) if settings.sample_every else None
+    tokenizer = job.subject.tokenizer() if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
     setting = Setting(job.optimizer, rates, private_nbytes(), cells)
     if limit is None:
@@ -90,11 +103,7 @@ def ready(settings: TrainSettings) -> Ready:
     return Ready(job, plans, baseline, seconds, limit, tokenizer, found)
 
 
-def _tokenizer(job: Job) -> Tokenizer:
-    return Tokenizer({key: value.value for key, value in job.corpus.vocabulary.items()})
-
-
-def _found(settings: TrainSettings) -> Checkpoint | None:
+def _found(settings: RunSettings) -> Checkpoint | None:
     """The checkpoint that a resumed run goes on from; None if there is none yet, which is said."""
     if not settings.resume:
         return None
@@ -113,11 +122,10 @@ def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
     return replace(shape, rows=rows, micros=micros, chunk=chunk, layered=layered)
 
 
-def facts(settings: TrainSettings, made: Ready, measured: int | None = None) -> dict[str, Any]:
+def facts(made: Ready, measured: int | None = None) -> dict[str, Any]:
     """What pictures of the plan tell beside the arena; `measured` is the peak of a run that has been."""
-    shape = made.plans.shape
     return {
-        "title": f"{settings.preset}, {shape.rows} × {shape.time} tokens",
+        "title": made.job.title,
         "budget_nbytes": made.budget,
         "rows": made.plans.parts(made.baseline),
         "measured": measured,
@@ -133,8 +141,13 @@ def _set_threads(count: int) -> None:
 
 def run(settings: TrainSettings) -> int:
     """Train; 130 if a signal ended it, after saving. Raises InputError, OSError, NotFinite."""
+    return carry_out(settings, Work("train", decide, lambda fit: None, _after))
+
+
+def carry_out(settings: RunSettings, work: Work) -> int:
+    """A run of any command that trains, from its settings to its end."""
     _check(settings)
-    made = ready(settings)
+    made = ready(settings, work.decide)
     say(made.text)
     total, there = made.baseline + made.plans.nbytes, total_nbytes()
     if total > there:
@@ -147,10 +160,13 @@ def run(settings: TrainSettings) -> int:
         check_compatible(made.job, made.found, say)
     folder.mkdir(exist_ok=True)
     with locked(folder / "lock", f"--output: {folder}"):
-        return _train(settings, made)
+        code = _train(settings, made, work)
+        if not code:
+            work.after(made.job, made.plans.shape)
+        return code
 
 
-def _train(settings: TrainSettings, made: Ready) -> int:
+def _train(settings: RunSettings, made: Ready, work: Work) -> int:
     folder, total = settings.folder, made.baseline + made.plans.nbytes
     _begin_folder(settings, made)
     watching = partial(Watch, folder, steps=made.job.steps, planned_nbytes=total)
@@ -159,26 +175,31 @@ def _train(settings: TrainSettings, made: Ready) -> int:
         Peak() as peak,
         watching(report_every=settings.steps_per_report, tensorboard=settings.tensorboard) as watch,
     ):
-        engine = Engine(made.plans, made.job.optimizer)
+        shared = made.job.subject.shared()
+        engine = Engine(made.plans, made.job.optimizer, shared, settings.seed)
         fit = Fit(made.job, engine, folder)
         fit.begin(made.found)
+        if made.found is None:
+            work.before(fit)
         watch.resume(fit.progress.step)
         if made.tokenizer is not None:
             fit.sample = partial(_sample, made.job, engine, made.tokenizer)
         try:
             fit.go(watch, stopped, lambda: peak.nbytes)
         except Interrupted as error:
-            watch.say(f"{error}; go on with: packtrain train -o {settings.output} --resume")
+            watch.say(
+                f"{error}; go on with: packtrain {work.command} -o {settings.output} --resume"
+            )
             return INTERRUPTED
         fit.finish()
         watch.end(_end(fit, total, peak))
-    drawn = page(made.plans.largest, **facts(settings, made, peak.nbytes))
+    drawn = page(made.plans.largest, **facts(made, peak.nbytes))
     write_text(folder / "plan.html", drawn)
     _report(fit, total, peak)
     return 0
 
 
-def _check(settings: TrainSettings) -> None:
+def _check(settings: RunSettings) -> None:
     """What can be known to be wrong before any work."""
     check_writable(settings.output, "--output")
     folder, output = settings.folder, settings.output
@@ -203,7 +224,7 @@ def _check(settings: TrainSettings) -> None:
         )
 
 
-def _begin_folder(settings: TrainSettings, made: Ready) -> None:
+def _begin_folder(settings: RunSettings, made: Ready) -> None:
     """The run folder with settings and plan; what a run before left goes if it is not resumed."""
     folder = settings.folder
     for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
@@ -212,21 +233,15 @@ def _begin_folder(settings: TrainSettings, made: Ready) -> None:
         for pattern in ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "*.svg"):
             for file in folder.glob(pattern):
                 file.unlink()
-    kept = replace(
-        settings,
-        resume=False,
-        overwrite=False,
-        data=_absolute(settings.data),
-        vocab=_absolute(settings.vocab),
-    )
+    paths: dict[str, Any] = {
+        name: value.absolute()
+        for name, value in vars(settings).items()
+        if isinstance(value, Path) and name != "output"
+    }
+    kept = replace(settings, resume=False, overwrite=False, **paths)
     write_text(folder / "run.yaml", to_yaml(kept))
     write_text(folder / "plan.json", made.json)
-    write_text(folder / "plan.html", page(made.plans.largest, **facts(settings, made)))
-
-
-def _absolute(path: Path | None) -> Path | None:
-    """For run.yaml, which may be read from elsewhere."""
-    return path and path.absolute()
+    write_text(folder / "plan.html", page(made.plans.largest, **facts(made)))
 
 
 def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
@@ -252,17 +267,20 @@ def _end(fit: Fit, planned: int, peak: Peak) -> dict[str, float]:
 
 
 def _report(fit: Fit, planned: int, peak: Peak) -> None:
-    output, job = fit.job.settings.output, fit.job
+    job = fit.job
     say(
         f"trained {fit.progress.step:,} steps, {fit.progress.tokens:,} tokens in {clock(fit.progress.seconds)}; "
         f"memory: peak {size_text(peak.nbytes)}, planned {size_text(planned)}"
     )
     if job.valid is not None:
         say(f"lowest validation loss {fit.progress.best:.4f}")
-    size = size_text(Path(output).stat().st_size)
-    say(
-        f"{output}: {size}, {job.settings.type}; the run is in {fit.folder}, its curve in {fit.folder / 'loss.svg'}"
-    )
+    say(f"the run is in {fit.folder}, its curve in {fit.folder / 'loss.svg'}")
+
+
+def _after(job: Job, shape: Shape) -> None:
+    """Where the model is, and what to do with it."""
+    output = job.settings.output
+    say(f"{output}: {size_text(output.stat().st_size)}")
     name = shlex.quote(str(output))
     say(f"  packtrain generate {name} -p 'Once'")
     say(f"  llama-cli -m {name} -no-cnv -p 'Once'")

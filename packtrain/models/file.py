@@ -5,7 +5,7 @@ It knows no sessions: weights come and go as arrays by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,10 +26,14 @@ TOKENS = "tokenizer.ggml.tokens"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """An open model file that is known to be sound; weights stay in the file until they are asked for."""
+    """An open model file that is known to be sound; weights stay in the file until they are asked for.
+
+    added  values of the low-rank additions that the config has beside what is in the file, see adapted
+    """
 
     gguf: GGUF
     config: Config
+    added: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,9 +54,10 @@ class ModelFile:
 
     def stored(self) -> dict[str, np.ndarray]:
         """All weights by name as graphs read them: matrices in the type of the file, mapped; vectors as f32."""
+        entries = self.gguf.entries.items()
         return {
-            name: self.gguf.array(name) if len(entry.shape) > 1 else self.weight(name)
-            for name, entry in self.gguf.entries.items()
+            **{n: self.gguf.array(n) if len(e.shape) > 1 else self.weight(n) for n, e in entries},
+            **self.added,
         }
 
     def types(self) -> dict[str, Dtype]:

@@ -115,12 +115,13 @@ def _write(
     maker: "Maker",
     files: Mapping[str, SampleFile],
 ) -> None:
-    """All samples of one file; every k-th record is for validation where the files do not say."""
-    every = round(1 / split) if split else 0
-    for number, record in enumerate(records, 1):
-        chosen = part or (VALID if every and number % every == 0 else TRAIN)
+    """All samples of one file; every k-th is for validation where the files do not say, or every k-th conversation."""
+    every, number = round(1 / split) if split else 0, 0
+    for record in records:
+        number += isinstance(record, Conversation)
         for sample in maker.samples(record):
-            files[chosen].add(sample)
+            number += isinstance(record, Plain)
+            files[part or (VALID if every and number % every == 0 else TRAIN)].add(sample)
 
 
 def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Plain]:

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
+from packtrain.models.lora import KEY
 from packtrain.run import Executor, Session
 from packtrain.train.finite import FiniteGuard
 from packtrain.train.optim import Optimizer
@@ -34,11 +36,22 @@ class Evaluated:
 
 
 class Engine:
-    """The session of a run with an executor for each of its plans."""
+    """The session of a run with an executor for each of its plans.
 
-    def __init__(self, plans: Plans, optimizer: Optimizer) -> None:
-        self.plans, self.optimizer = plans, optimizer
+    shared  leaves that are read where they are, and never change
+    seed    of dropout
+    """
+
+    def __init__(
+        self,
+        plans: Plans,
+        optimizer: Optimizer,
+        shared: Mapping[str, np.ndarray] = MappingProxyType({}),
+        seed: int = 0,
+    ) -> None:
+        self.plans, self.optimizer, self.seed = plans, optimizer, seed
         self.session = Session()
+        self.session.share(shared)
         self.guard = FiniteGuard()
         self.run = {
             name: self.session.executor(placed, plans.plans[name])
@@ -52,6 +65,11 @@ class Engine:
         shares = [{**b, "weights": b["weights"] / np.float32(tokens or 1)} for b in batches]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
+        lora = self.plans.shape.config.lora
+        if lora is not None and lora.dropout:
+            numbers = range((number - 1) * len(shares), number * len(shares))
+            keys = (np.array([self.seed, n], np.int64) for n in numbers)
+            shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
         if STEP in self.run:
             inputs = shares[0] | hyper
             got = self.run[STEP](inputs)

@@ -8,8 +8,6 @@ from typing import Any
 
 from packtrain.errors import InputError, Interrupted
 from packtrain.gguf import GGUF
-from packtrain.models import transformer
-from packtrain.models.file import save_model
 from packtrain.train import state
 from packtrain.train.engine import Engine
 from packtrain.train.job import Job, differences
@@ -35,7 +33,7 @@ class Fit:
         """Fresh values, or those of a checkpoint that `check_compatible` has seen."""
         session = self.engine.session
         if found is None:
-            transformer.initialise(self.job.config, self.job.settings.seed, session.fill)
+            self.job.subject.begin(session)
             return
         for name in self.names:
             session.set({name: found.array(name)})
@@ -50,8 +48,8 @@ class Fit:
 
     @property
     def names(self) -> list[str]:
-        """Leaves that a checkpoint holds: weights and moments. Sums and caches begin anew."""
-        return [name for name in self.engine.plans.leaves if not name.startswith(("g/", "cache."))]
+        """Leaves that a checkpoint holds: trained weights and moments. Sums and caches begin anew."""
+        return [name for name in self.engine.plans.kept if not name.startswith(("g/", "cache."))]
 
     # ---- training
 
@@ -98,7 +96,7 @@ class Fit:
         got = self.engine.evaluate(self.job.validation())
         self.progress = self.progress.validated(got.loss)
         if self.job.settings.patience and not self.progress.stale:
-            self.write_model(self.folder / BEST)
+            self.job.subject.keep(self.folder / BEST, self.engine.session.view)
         return {"val_loss": got.loss, "val_error": got.error}
 
     def _due(self, every: int, last: bool) -> bool:
@@ -125,19 +123,13 @@ class Fit:
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
 
     def finish(self) -> None:
-        """Write the model: its best weights where validation decided when to stop, else its last."""
+        """Write the result: the best weights where validation decided when to stop, else the last."""
         best = self.folder / BEST
         if self.job.settings.patience and best.exists():
             kept = GGUF(best)
             for name in kept.entries:
                 self.engine.session.set({name: kept.array(name)})
-        self.write_model(self.job.settings.output, self.job.settings.type)
-
-    def write_model(self, path: Path, dtype: str = "f32") -> None:
-        job = self.job
-        view = self.engine.session.view
-        name = job.settings.output.stem.encode(errors="replace").decode()
-        save_model(path, job.config, job.corpus.vocabulary, view, dtype=dtype, name=name)
+        self.job.subject.write(self.engine.session.view)
 
 
 def check_compatible(job: Job, found: state.Checkpoint, say: Callable[[str], None]) -> None:

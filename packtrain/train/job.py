@@ -4,46 +4,88 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from packtrain.corpus import Corpus, Text, prepare
+import numpy as np
+
+from packtrain.corpus import Text, prepare
 from packtrain.errors import InputError
+from packtrain.gguf import Value
 from packtrain.kernels.runtime import cache_root, writable
+from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
+from packtrain.models.file import save_model
+from packtrain.run import Session
 from packtrain.settings import unescaped
+from packtrain.tokenizer import Tokenizer
 from packtrain.train.batches import Batches
 from packtrain.train.optim import SGD, AdamW, Optimizer
 from packtrain.train.plans import Shape
 from packtrain.train.schedule import Schedule
-from packtrain.train.settings import FREE, TrainSettings
+from packtrain.train.settings import FREE, RunSettings, TrainSettings
 
 VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
+
+Batch = dict[str, np.ndarray]
+View = Callable[[str], np.ndarray]
+
+
+class Batched(Protocol):
+    """Batches as a pure function of an index that counts on through epochs, of which len() is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+
+class Subject(Protocol):
+    """What is trained: where the values of its leaves come from, and where they go."""
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        """Leaves that are read where they are, and never change."""
+
+    def begin(self, session: Session) -> None:
+        """Give all others the values that training begins with."""
+
+    def keep(self, path: Path, view: View) -> None:
+        """Write what is trained to a GGUF file, tensors named after their leaves, f32."""
+
+    def write(self, view: View) -> None:
+        """Write the result as the settings say."""
+
+    def tokenizer(self) -> Tokenizer: ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what, for how many steps."""
+    """What is trained, on what, for how many steps. `fingerprint` says what the data is, `about` tells more of it."""
 
-    settings: TrainSettings
-    corpus: Corpus
-    config: Config
+    settings: RunSettings
+    title: str
+    subject: Subject
+    fingerprint: str
     shape: Shape
     optimizer: Optimizer
     schedule: Schedule
-    train: Batches
-    valid: Batches | None
+    train: Batched
+    valid: Batched | None
 
     @property
     def steps(self) -> int:
         return self.schedule.steps
 
-    def batches(self, step: int) -> list[dict[str, Any]]:
+    @property
+    def config(self) -> Config:
+        return self.shape.config
+
+    def batches(self, step: int) -> list[Batch]:
         """The micro-batches of step 1, 2, …: the same windows however many rows of them are taken at a time."""
         asked = self.settings.grad_accumulation_steps
         first = (step - 1) * asked
         return [part for i in range(asked) for part in self._parts(self.train[first + i])]
 
-    def validation(self) -> Iterator[dict[str, Any]]:
+    def validation(self) -> Iterator[Batch]:
         """The batches of one validation: all, or as many as asked for, always the same."""
         assert self.valid is not None
         count = len(self.valid)
@@ -51,7 +93,7 @@ class Job:
         for i in range(most):
             yield from self._parts(self.valid[i * count // most])
 
-    def _parts(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _parts(self, batch: Mapping[str, Any]) -> list[Batch]:
         rows = self.shape.rows
         starts = range(0, self.settings.batch_size, rows)
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
@@ -63,15 +105,44 @@ class Job:
         """
         s, shape = self.settings, self.shape
         names = [name for name in s.__dataclass_fields__ if name not in FREE]
-        return {
+        about = {
             **{name: getattr(s, name) for name in names},
-            **json.loads(json.dumps(asdict(self.config))),  # as a checkpoint gives it back
-            "data": self.corpus.fingerprint,
+            **asdict(self.config),
+            "data": self.fingerprint,
             "steps": self.steps,
             "rows": shape.rows,
             "chunk": shape.chunk,
             "layered": shape.layered,
         }
+        return dict(json.loads(json.dumps(about)))  # as a checkpoint gives it back
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A model from random numbers, with a vocabulary of its own: the subject of `packtrain train`."""
+
+    settings: TrainSettings
+    config: Config
+    vocabulary: Mapping[str, Value]
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        return {}
+
+    def begin(self, session: Session) -> None:
+        transformer.initialise(self.config, self.settings.seed, session.fill)
+
+    def keep(self, path: Path, view: View) -> None:
+        self._save(path, view, "f32")
+
+    def write(self, view: View) -> None:
+        self._save(self.settings.output, view, self.settings.type)
+
+    def _save(self, path: Path, view: View, dtype: str) -> None:
+        name = self.settings.output.stem.encode(errors="replace").decode()
+        save_model(path, self.config, self.vocabulary, view, dtype=dtype, name=name)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer({key: value.value for key, value in self.vocabulary.items()})
 
 
 def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
@@ -82,6 +153,8 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         )
     corpus = prepare(_text(settings), writable(cache_root() / "tokens"), say)
     config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
+    for note in corpus.notes:
+        say(note)
     shape = Shape(
         config,
         settings.batch_size,
@@ -101,11 +174,20 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     valid = None
     if corpus.valid is not None:
         valid = Batches(corpus.valid, *size, shuffle=False, fill=settings.fill_samples)
-    optimizer, schedule = _optimizer(settings), _schedule(settings, len(train))
-    return Job(settings, corpus, config, shape, optimizer, schedule, train, valid)
+    return Job(
+        settings,
+        f"{settings.preset}, {shape.rows} × {shape.time} tokens",
+        Fresh(settings, config, corpus.vocabulary),
+        corpus.fingerprint,
+        shape,
+        optimizer_of(settings),
+        schedule_of(settings, len(train)),
+        train,
+        valid,
+    )
 
 
-def _optimizer(settings: TrainSettings) -> Optimizer:
+def optimizer_of(settings: RunSettings) -> Optimizer:
     if settings.optimizer == "sgd":
         return SGD(settings.learning_rate, settings.weight_decay)
     betas = settings.beta1, settings.beta2
@@ -119,10 +201,7 @@ def _text(settings: TrainSettings) -> Text:
     size = PRESETS[settings.preset].vocab_size if auto else int(settings.vocab_size)
     if size > VOCABULARY:
         raise InputError(f"--vocab-size {size}: a vocabulary has at most {VOCABULARY:,} tokens")
-    if 0 < settings.val_split < LEAST_SPLIT:
-        raise InputError(
-            f"--val-split {settings.val_split}: it must be 0 or at least {LEAST_SPLIT}"
-        )
+    check_split(settings.val_split)
     assert settings.data is not None
     separator = settings.separator
     if separator is not None:
@@ -130,7 +209,12 @@ def _text(settings: TrainSettings) -> Text:
     return Text(settings.data, settings.vocab, size, auto, separator, settings.val_split)
 
 
-def _schedule(settings: TrainSettings, batches: int) -> Schedule:
+def check_split(val_split: float) -> None:
+    if 0 < val_split < LEAST_SPLIT:
+        raise InputError(f"--val-split {val_split}: it must be 0 or at least {LEAST_SPLIT}")
+
+
+def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     """The schedule over --iters steps, or as many as --epochs take."""
     epochs = 1.0 if settings.epochs is None else settings.epochs
     steps = settings.iters or max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)

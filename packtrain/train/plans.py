@@ -4,14 +4,17 @@ Sizes and settings go in; nothing is allocated. All plans share the leaves, by n
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 from packtrain import cost
+from packtrain.dtypes import Dtype
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
+from packtrain.models.lora import SUFFIXES
 from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
@@ -26,6 +29,32 @@ BOUND_NBYTES = 800  # of an executor for each call, measured
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")
+OWN = ("m/", "v/", "g/", "cache.")  # how names of leaves begin that are no weights
+FACTORS = "rope_*"  # what frequencies are divided by: no training changes it
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model in a file that a run begins with. What is not trained is read where it is in the file.
+
+    types   of the file's matrices by name; what is trained is f32
+    frozen  patterns of names of tensors that are not trained; of a model with low-rank additions nothing else is
+    last    only so many blocks are trained, from the last one, and nothing beside them; 0 sets no limit
+    strict  the memory counts what is read from the file, too
+    """
+
+    types: tuple[tuple[str, Dtype], ...]
+    frozen: tuple[str, ...] = ()
+    last: int = 0
+    strict: bool = False
+
+    def trains(self, config: Config, name: str) -> bool:
+        """Whether a tensor of the model is trained."""
+        if config.lora is not None:
+            return name.endswith(SUFFIXES)
+        first = config.block_count - self.last if self.last else 0
+        reached = int(name.split(".")[1]) >= first if name.startswith("blk.") else not self.last
+        return reached and not any(fnmatchcase(name, p) for p in (*self.frozen, FACTORS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +65,7 @@ class Shape:
     keep        what the backward pass finds of the forward pass; None is everything
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients wait
     layered     the micro-batches go through each block in turn, so that no gradient waits for the next of them
+    base        the model in a file that is tuned; None trains all of a new one
     """
 
     config: Config
@@ -48,6 +78,13 @@ class Shape:
     keep: Choice | None = None
     two_passes: bool = False
     layered: bool = False
+    base: Base | None = None
+
+    @property
+    def even(self) -> bool:
+        """Whether every block is trained as all others are."""
+        lora, base = self.config.lora, self.base
+        return not (lora and lora.last) and not (base and (base.last or base.frozen))
 
 
 @dataclass(frozen=True)
@@ -68,13 +105,26 @@ class Plans:
             if leaf.kind in ("weight", "state")
         }
 
+    @cached_property
+    def kept(self) -> dict[str, int]:
+        """The same without those that are read where they are in a file."""
+        return {name: n for name, n in self.leaves.items() if not is_mapped(self.shape, name)}
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name in self.kept if not name.startswith(OWN)]
+
+    @property
+    def mapped_nbytes(self) -> int:
+        return sum(self.leaves.values()) - sum(self.kept.values())
+
     @property
     def largest(self) -> Plan:
         """The plan that needs the largest arena, which all share."""
         return max(self.plans.values(), key=lambda plan: plan.arena().nbytes)
 
     def _nbytes(self, *prefixes: str) -> int:
-        return sum(n for name, n in self.leaves.items() if name.startswith(prefixes))
+        return sum(n for name, n in self.kept.items() if name.startswith(prefixes))
 
     @property
     def state_nbytes(self) -> int:
@@ -88,7 +138,7 @@ class Plans:
 
     @property
     def weight_nbytes(self) -> int:
-        return sum(self.leaves.values()) - self.state_nbytes - self.gradient_nbytes
+        return sum(self.kept.values()) - self.state_nbytes - self.gradient_nbytes
 
     @property
     def arena_nbytes(self) -> int:
@@ -106,7 +156,7 @@ class Plans:
     @property
     def nbytes(self) -> int:
         """All that a run takes on top of the process before it."""
-        return sum(self.leaves.values()) + self.arena_nbytes + self.loop_nbytes
+        return counted(self.shape, self.leaves) + self.arena_nbytes + self.loop_nbytes
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""
@@ -121,6 +171,7 @@ class Plans:
         total = baseline + self.nbytes
         return {
             "weights_bytes": self.weight_nbytes,
+            "mapped_bytes": self.mapped_nbytes,
             "state_bytes": self.state_nbytes,
             "gradient_bytes": self.gradient_nbytes,
             "arena_bytes": arena.nbytes,
@@ -137,6 +188,11 @@ class Plans:
     def parts(self, baseline: int) -> list[tuple[str, int, str]]:
         """What takes how many bytes beside the arena, and why."""
         parts = [
+            (
+                "base",
+                counted(self.shape, self.leaves) - sum(self.kept.values()),
+                "mapped from its file",
+            ),
             ("weights", self.weight_nbytes, f"{self.weight_nbytes // 4:,} parameters in f32"),
             ("optimizer", self.state_nbytes, "moments of the optimizer, and a cache for samples"),
             ("gradients", self.gradient_nbytes, "sums over micro-batches"),
@@ -152,6 +208,8 @@ class Plans:
         *parts, loop, process = self.parts(baseline)
         inside = ("arena", arena.nbytes, f"activations, gradients, workspaces; {bound}")
         rows = [*parts, inside, loop, process, ("total", baseline + self.nbytes, "")]
+        if self.shape.base is not None and not self.shape.base.strict:
+            rows.append(("base", self.mapped_nbytes, "mapped from its file, not in the total"))
         return [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows]
 
     def ops(self, plan: Plan) -> list[str]:
@@ -188,6 +246,19 @@ class Plans:
                 f"{clock(seconds * steps)} for {steps:,} steps",
             ]
         )
+
+
+def is_mapped(shape: Shape, name: str) -> bool:
+    """Whether a leaf is read where it is in the file of the base."""
+    if shape.base is None or name.startswith(OWN):
+        return False
+    return not shape.base.trains(shape.config, name)
+
+
+def counted(shape: Shape, leaves: Mapping[str, int]) -> int:
+    """Bytes of these leaves in the memory of the run."""
+    strict = shape.base is not None and shape.base.strict
+    return sum(n for name, n in leaves.items() if strict or not is_mapped(shape, name))
 
 
 def loop_nbytes(shape: Shape, calls: int) -> int:
@@ -229,13 +300,13 @@ def blocks_in(shape: Shape) -> str:
 
 def build(name: str, shape: Shape, optimizer: Optimizer) -> tuple[Graph, list[Tensor]]:
     """A graph of a run, with the stream of its blocks if it has any."""
-    weights = transformer.weights(shape.config)
-    trained = list(weights.values())
+    weights, trained = leaves(shape)
     if name == UPDATE:
         return updating(trained, optimizer, max_norm=shape.max_norm), []
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     rows = shape.rows * parts
-    made = transformer.loss(shape.config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
+    config = still(shape.config) if name == EVALUATE else shape.config
+    made = transformer.loss(config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
     outputs = {"loss": made.loss}
     if name == EVALUATE:
         return Graph(outputs | {"losses": made.losses}), made.blocks
@@ -249,3 +320,20 @@ def build(name: str, shape: Shape, optimizer: Optimizer) -> tuple[Graph, list[Te
     else:
         graph = training(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm)
     return graph, made.blocks
+
+
+def leaves(shape: Shape) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The weights of the model by name, and those that are trained."""
+    if shape.base is None:
+        weights = transformer.weights(shape.config)
+        return weights, list(weights.values())
+    names = transformer.weights(shape.config)
+    trained = dict.fromkeys(n for n in names if shape.base.trains(shape.config, n))
+    types = {name: dtype for name, dtype in shape.base.types if name not in trained}
+    weights = transformer.weights(shape.config, types)
+    return weights, [weights[name] for name in trained]
+
+
+def still(config: Config) -> Config:
+    """The config without dropout, which belongs to training alone."""
+    return replace(config, lora=config.lora and replace(config.lora, dropout=0.0))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from packtrain import cost
 from packtrain.generate import placements
 from packtrain.graph import Graph
-from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.packing import lower_bound
 from packtrain.place import Placed, place
@@ -39,18 +38,19 @@ from packtrain.train.plans import (
     Shape,
     blocks_in,
     build,
+    counted,
+    leaves,
     loop_nbytes,
     make_plans,
     names,
     runs,
+    still,
 )
 
 CHUNKS = (CHUNK, 64, 16)
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
-PARTS, BLOCKS = (
-    8,
-    256,
-)  # most micro-batches of a graph, and blocks counted for each: building it takes time
+# most micro-batches of a graph, and blocks counted for each: building it takes time
+PARTS, BLOCKS = 8, 256
 SAMPLED = 4  # blocks of the larger chain that others are judged by
 ROUNDS = 3
 WORTH = 0.02  # of the room: less is no reason for a smaller chunk
@@ -69,13 +69,16 @@ class Setting:
     baseline: int
     cells: int = 0
 
-    def samples(self, config: Config) -> dict[str, Placed]:
+    def samples(self, shape: Shape) -> dict[str, Placed]:
         """The graphs that write samples."""
-        found = placements(config, self.cells) if self.cells else {}
+        if not self.cells:
+            return {}
+        types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
+        found = placements(still(shape.config), self.cells, types=types)
         return {f"generate {size}": placed for size, placed in found.items()}
 
     def plans(self, shape: Shape) -> Plans:
-        return make_plans(shape, self.optimizer, self.samples(shape.config))
+        return make_plans(shape, self.optimizer, self.samples(shape))
 
     def total(self, plans: Plans) -> int:
         """What the process will hold at its peak, by estimate."""
@@ -163,18 +166,18 @@ class Search:
     def sizes(self, shape: Shape) -> Sizes:
         """By chains of three and four blocks, since everything grows evenly from there on."""
         more = shape.config.block_count - SAMPLED
-        if more <= 0:
+        if more <= 0 or not shape.even:
             return self._sizes(shape)
         three, four = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
         return Sizes(*(b + more * (b - a) for a, b in zip(three, four, strict=True)))
 
     def _sizes(self, shape: Shape) -> Sizes:
         parts = {name: self._part(name, shape) for name in names(shape)}
-        every = [*parts.values(), *self._of_samples(shape.config)]
-        leaves = {name: n for part in every for name, n in part.leaves.items()}
+        every = [*parts.values(), *self._of_samples(shape)]
+        every_leaf = {name: n for part in every for name, n in part.leaves.items()}
         inside = parts[blocks_in(shape)]
         return Sizes(
-            sum(leaves.values()),
+            counted(shape, every_leaf),
             inside.arena,
             max((part.arena for part in every if part is not inside), default=0),
             sum(part.calls for part in every),
@@ -189,9 +192,10 @@ class Search:
             self._parts[key] = measured(place(graph), self.setting.rates)
         return self._parts[key]
 
-    def _of_samples(self, config: Config) -> list[Part]:
+    def _of_samples(self, shape: Shape) -> list[Part]:
+        config = shape.config
         if config not in self._samples:
-            found = self.setting.samples(config).values()
+            found = self.setting.samples(shape).values()
             self._samples[config] = [measured(placed, self.setting.rates) for placed in found]
         return self._samples[config]
 
@@ -340,26 +344,28 @@ def chain(shape: Shape, setting: Setting, like: Chain | None = None) -> Chain:
         return build(name, replace(shape, config=config, keep=choice), setting.optimizer)
 
     waiting = name == STEP and shape.max_norm is not None
-    reserved = _gradients(shape.config) if waiting else (0, 0)
+    reserved = _gradients(shape) if waiting else (0, 0)
     per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape)
     return Chain(made, shape.config.block_count, setting.rates, reserved, per_call, like)
 
 
-def _gradients(config: Config) -> tuple[int, int]:
-    """Bytes of the gradients of a block, and of all that is in no block."""
+def _gradients(shape: Shape) -> tuple[int, int]:
+    """Bytes of the gradients of a block, the last one, and of all that is in no block."""
     block = head = 0
-    for name, leaf in transformer.weights(config).items():
-        block += aligned(leaf) if name.startswith("blk.0.") else 0
-        head += aligned(leaf) if not name.startswith("blk.") else 0
+    for leaf in leaves(shape)[1]:
+        block += (
+            aligned(leaf) if leaf.label.startswith(f"blk.{shape.config.block_count - 1}.") else 0
+        )
+        head += aligned(leaf) if not leaf.label.startswith("blk.") else 0
     return block, head
 
 
 def _what_matters(name: str, shape: Shape) -> Shape:
     """The shape less what makes no difference to a graph that keeps everything: equal graphs, equal keys."""
     if name == UPDATE:
-        return Shape(shape.config, 1, 1, 2, max_norm=shape.max_norm)
+        return Shape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
     if name == EVALUATE:
-        return Shape(shape.config, shape.rows, shape.time, chunk=shape.chunk)
+        return Shape(shape.config, shape.rows, shape.time, chunk=shape.chunk, base=shape.base)
     return replace(shape, keep=None, evaluate=False)
 
 

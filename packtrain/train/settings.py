@@ -1,50 +1,38 @@
-"""Every setting of `packtrain train`, with its default and help: flags, run.yaml and checkpoints all read this."""
+"""Every setting of train and finetune, with its default and help: flags, run.yaml and checkpoints all read this."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import InputError
 from packtrain.models.config import PRESETS, Config
-from packtrain.settings import option
+from packtrain.quant import WRITABLE
+from packtrain.samples import TRUNCATE
+from packtrain.settings import option, positional
 from packtrain.train.schedule import KINDS
 
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
+LORA_RATE, FULL_RATE = 2e-4, 1e-5
 TYPES = ("f32", "f16", "bf16")
+WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
 @dataclass(frozen=True)
-class TrainSettings:
+class RunSettings:
+    """Settings of every run that trains."""
+
     data: Path | None = option(
         None, "text to train on: .txt or .jsonl, or a folder with train, valid"
     )
     output: Path = option(
         Path("model.gguf"), "the model to write; its run folder stands beside it", flags="-o"
     )
-
-    preset: str = option("1m", "shape of the model", choices=tuple(PRESETS))
-    dim: int | None = option(None, "width of the model, instead of the preset's", least=1)
-    layers: int | None = option(None, "blocks, instead of the preset's", least=1)
-    heads: int | None = option(None, "attention heads, instead of the preset's", least=1)
-    kv_heads: int | None = option(None, "key and value heads, instead of the preset's", least=1)
-    ffn: int | None = option(
-        None, "width of the feed-forward part, instead of the preset's", least=1
-    )
     ctx: int | None = option(
         None, "context: tokens of a window", flags="-c --max-seq-length", least=2
     )
-    vocab: Path | None = option(
-        None, "take the vocabulary of this GGUF file instead of training one"
-    )
-    vocab_size: str = option(
-        "auto", "tokens of the vocabulary, or auto: the preset's, less if the text is small"
-    )
-
     separator: str | None = option(
         None, "text between two documents; found by itself if it is <|endoftext|>"
     )
     val_split: float = option(0.05, "part of the data for validation", least=0, most=0.5)
-    fill_samples: bool = option(True, "fill windows of short documents up with the next one")
-    random_offsets: bool = option(True, "begin the windows of each epoch somewhere else")
 
     batch_size: int = option(8, "windows of a micro-batch", least=1)
     grad_accumulation_steps: int = option(1, "micro-batches of a step", least=1)
@@ -54,7 +42,7 @@ class TrainSettings:
     )
     lr: float | None = option(
         None,
-        "highest learning rate; by default from the preset",
+        "highest learning rate; by default by the model's size, or 2e-4 for adapters and 1e-5 for --full",
         flags="--learning-rate -lr",
         least=0,
     )
@@ -87,7 +75,6 @@ class TrainSettings:
     sample_every: int = option(0, "write a sample so often; 0 never", least=0)
     sample_prompt: str = option("", "how samples begin")
     tensorboard: bool = option(True, "write TensorBoard events")
-    type: str = option("f32", "type of matrices in the written model", choices=TYPES)
     threads: int = option(0, "threads of the kernels; 0: one for each core", flags="-t", least=0)
     resume: bool = option(False, "go on with the run in the run folder, bit for bit")
     overwrite: bool = option(False, "begin anew although the run folder has a run")
@@ -95,6 +82,31 @@ class TrainSettings:
     @property
     def folder(self) -> Path:
         return run_folder(self.output)
+
+    @property
+    def learning_rate(self) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TrainSettings(RunSettings):
+    preset: str = option("1m", "shape of the model", choices=tuple(PRESETS))
+    dim: int | None = option(None, "width of the model, instead of the preset's", least=1)
+    layers: int | None = option(None, "blocks, instead of the preset's", least=1)
+    heads: int | None = option(None, "attention heads, instead of the preset's", least=1)
+    kv_heads: int | None = option(None, "key and value heads, instead of the preset's", least=1)
+    ffn: int | None = option(
+        None, "width of the feed-forward part, instead of the preset's", least=1
+    )
+    vocab: Path | None = option(
+        None, "take the vocabulary of this GGUF file instead of training one"
+    )
+    vocab_size: str = option(
+        "auto", "tokens of the vocabulary, or auto: the preset's, less if the text is small"
+    )
+    type: str = option("f32", "type of matrices in the written model", choices=TYPES)
+    fill_samples: bool = option(True, "fill windows of short documents up with the next one")
+    random_offsets: bool = option(True, "begin the windows of each epoch somewhere else")
 
     @property
     def learning_rate(self) -> float:
@@ -124,6 +136,54 @@ class TrainSettings:
         return given
 
 
+@dataclass(frozen=True)
+class TuneSettings(RunSettings):
+    model: Path | None = positional("the model to begin with, a GGUF file", None)
+    output: Path = option(
+        Path("tuned.gguf"), "the tuned model to write; its run folder stands beside it", flags="-o"
+    )
+    data: Path | None = option(
+        None, "conversations or texts: .jsonl, .json, .txt, or a folder with train, valid"
+    )
+    adapter: Path | None = option(None, "write the adapter here, too")
+    type: str | None = option(
+        None, "type of changed matrices; by default what each has in the base", choices=WRITTEN
+    )
+
+    full: bool = option(False, "train the matrices themselves, in f32, not low-rank additions")
+    lora_rank: tuple[str, ...] = option(
+        ("16",), "rank of the additions; NAME=RANK for matrices of this name, again and again"
+    )
+    lora_alpha: float = option(32.0, "additions count alpha / rank", least=0.001)
+    rslora: bool = option(False, "additions count alpha / sqrt(rank)")
+    lora_modules: str = option(
+        "all", "matrices with additions: all, attn, mlp, or names as attn_q,attn_v"
+    )
+    lora_dropout: float = option(
+        0.0, "part of an addition's input that is dropped", least=0, most=0.9
+    )
+    num_layers: int = option(-1, "train so many blocks, from the last one; -1 is all", least=-1)
+    freeze: tuple[str, ...] = option(
+        (), "with --full: tensors to leave as they are, as token_embd*"
+    )
+
+    mask_prompt: bool = option(True, "learn what the assistant says, and nothing else")
+    train_on: str = option("all", "the assistant's turns to learn", choices=("all", "last"))
+    truncate: str = option(
+        "end", "longer conversations: cut their end, drop or split them", choices=TRUNCATE
+    )
+    pack: bool = option(True, "put several samples into a row as long as they fit")
+    strict: bool = option(False, "--memory counts the base that is mapped from its file, too")
+
+    batch_size: int = option(4, "rows of a micro-batch", least=1)
+    warmup_ratio: float = option(0.03, "part of the steps with a rising rate", least=0, most=1)
+    weight_decay: float = option(0.01, "decay of weights of two or more axes", least=0)
+
+    @property
+    def learning_rate(self) -> float:
+        return (FULL_RATE if self.full else LORA_RATE) if self.lr is None else self.lr
+
+
 def run_folder(output: Path) -> Path:
     """Where a run keeps all but its model: model.gguf has model.run."""
     return output.with_name(f"{output.stem or 'model'}.run") if output.name else output
@@ -133,6 +193,9 @@ def run_folder(output: Path) -> Path:
 FREE = frozenset(
     (
         *(
+            "model",
+            "adapter",
+            "strict",
             "data",
             "vocab",
             "vocab_size",

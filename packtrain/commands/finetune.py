@@ -1,0 +1,176 @@
+"""packtrain finetune: from a GGUF model and conversations to a tuned GGUF model, inside a planned amount of memory."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from packtrain.commands.train import Work, carry_out, say
+from packtrain.dtypes import DTYPES, Dtype
+from packtrain.errors import InputError
+from packtrain.files import check_writable, write_text
+from packtrain.models.adapted import adapted
+from packtrain.models.adapter import read_adapter
+from packtrain.models.file import ModelFile, open_model
+from packtrain.models.merge import merged, stored_type, write_changed
+from packtrain.plan import size_text
+from packtrain.quant import WRITABLE
+from packtrain.train.engine import evaluate
+from packtrain.train.fit import Fit
+from packtrain.train.job import Job
+from packtrain.train.measure import losses_of
+from packtrain.train.plans import Shape
+from packtrain.train.probe import probe
+from packtrain.train.settings import TuneSettings
+from packtrain.train.tune import ADAPTER, Tuned, decide, name_of
+
+ENOUGH = 0.8  # of the adapter's gain that a merge should keep
+TRIAL = ".trial.gguf"
+
+
+def run(settings: TuneSettings) -> int:
+    """Tune; 130 if a signal ended it, after saving. Raises InputError, OSError, ArithmeticError."""
+    _check(settings)
+    return carry_out(settings, Work("finetune", decide, _before, _after))
+
+
+def _check(settings: TuneSettings) -> None:
+    """No output may be the base, or replace what is not this run's."""
+    outputs = {"--output": settings.output, "--adapter": settings.adapter}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        if settings.model is not None and path.resolve() == settings.model.resolve():
+            raise InputError(f"{flag}: {path} is the base itself; give another name")
+    if settings.adapter is None:
+        return
+    if settings.full:
+        raise InputError("--adapter: --full trains the matrices themselves; leave one of them out")
+    check_writable(settings.adapter, "--adapter")
+    if settings.adapter.resolve() == settings.output.resolve():
+        raise InputError(f"--adapter: {settings.adapter} is the --output, too; give another name")
+    if settings.adapter.exists() and not (settings.overwrite or settings.resume):
+        raise InputError(f"--adapter: {settings.adapter} exists; give another, or --overwrite")
+
+
+def _before(fit: Fit) -> None:
+    probe(fit.job, fit.engine, say)
+
+
+# ---- the end of a run ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Validation losses, each of what is in its file."""
+
+    base: float
+    merged: float
+    adapter: float | None = None
+
+    @property
+    def kept(self) -> float:
+        """What part of the adapter's gain is left when it is merged; 1 where it gains nothing."""
+        gain = self.base - (self.merged if self.adapter is None else self.adapter)
+        return (self.base - self.merged) / gain if gain > 0 else 1.0
+
+    def __str__(self) -> str:
+        middle = "" if self.adapter is None else f"with the adapter {self.adapter:.4f}, "
+        last = "merged" if self.adapter is not None else "tuned"
+        kept = "" if self.adapter is None else f" ({self.kept:.0%} of the gain)"
+        return f"validation loss: base {self.base:.4f}, {middle}{last} {self.merged:.4f}{kept}"
+
+
+def _after(job: Job, shape: Shape) -> None:
+    """Merge, measure what came of it, and say how it is used. The memory of the run is free."""
+    settings, subject = cast(TuneSettings, job.settings), cast(Tuned, job.subject)
+    base, adapter_path = subject.model, settings.folder / ADAPTER
+    if not settings.full:
+        _merge(base, adapter_path, settings.output, settings.type)
+    if job.valid is not None:
+        measured = Measured(job, shape)
+        with_adapter = None
+        if not settings.full:
+            adapter = read_adapter(adapter_path)
+            with_adapter = measured.loss(adapted(base, [(adapter, 1.0)]))
+        tuned = measured.loss(open_model(settings.output))
+        losses = Losses(measured.loss(base), tuned, with_adapter)
+        say(str(losses))
+        if losses.kept < ENOUGH:
+            _advise(measured, losses, base, adapter_path, settings)
+    _write_modelfile(settings, base)
+    _tell(settings)
+
+
+def _merge(base: ModelFile, adapter: Path, output: Path, dtype: str | None) -> None:
+    changes = merged(base.gguf, [(read_adapter(adapter), 1.0)])
+    stored = DTYPES[dtype] if dtype else None
+    write_changed(output, base.gguf, changes, name=name_of(output), dtype=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The validation of a job, for models in files."""
+
+    job: Job
+    shape: Shape
+
+    def loss(self, model: ModelFile) -> float:
+        run = losses_of(model, self.shape.rows, self.shape.time, self.shape.chunk)
+        return evaluate(run, self.job.validation()).loss
+
+
+def _advise(
+    measured: Measured, losses: Losses, base: ModelFile, adapter: Path, settings: TuneSettings
+) -> None:
+    """Say which type the merged matrices should have: the smallest that keeps enough, by trial."""
+    trial = settings.folder / TRIAL
+    try:
+        for dtype in _larger(base, read_adapter(adapter).pairs, settings.type):
+            _merge(base, adapter, trial, str(dtype))
+            found = Losses(losses.base, measured.loss(open_model(trial)), losses.adapter)
+            if found.kept >= ENOUGH:
+                say(
+                    f"warning: the merge keeps less than {ENOUGH:.0%} of what the adapter gains; with --type {dtype}"
+                    f" it keeps {found.kept:.0%}, or use the adapter beside the base"
+                )
+                return
+    finally:
+        trial.unlink(missing_ok=True)
+    say(f"warning: no type keeps {ENOUGH:.0%} of what the adapter gains; use it beside the base")
+
+
+def _larger(base: ModelFile, names: object, asked: str | None) -> Iterator[Dtype]:
+    """Types with more bits a weight than the changed matrices have now, the smallest first."""
+    entries = [base.gguf.entries[name] for name in cast(dict[str, object], names)]
+    now = DTYPES[asked] if asked else None
+    least = max(bits(stored_type(entry, now)) for entry in entries)
+    yield from sorted((dtype for dtype in WRITABLE if bits(dtype) > least), key=bits)
+
+
+def bits(dtype: Dtype) -> float:
+    return 8 * dtype.block_nbytes / dtype.block
+
+
+def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
+    """What `ollama create` reads. Ollama takes the chat template from the GGUF file, so none is written here."""
+    tokenizer = base.tokenizer()
+    ends = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.ends)]
+    stops = [f'PARAMETER stop "{end}"' for end in ends if end and '"' not in end]
+    lines = [f"FROM ../{settings.output.name}", *stops, ""]
+    write_text(settings.folder / "Modelfile", "\n".join(lines))
+
+
+def _tell(settings: TuneSettings) -> None:
+    """Where everything is, and the commands that use it."""
+    output, folder = settings.output, settings.folder
+    say(f"{output}: {size_text(output.stat().st_size)}")
+    name = shlex.quote(str(output))
+    say(f"  packtrain generate {name} -p 'Once'")
+    say(f"  llama-cli -m {name}")
+    if not settings.full:
+        adapter = shlex.quote(str(settings.adapter or folder / ADAPTER))
+        base = shlex.quote(str(settings.model))
+        say(f"  llama-cli -m {base} --lora {adapter}")
+    say(f"  ollama create {name_of(output)} -f {shlex.quote(str(folder / 'Modelfile'))}")

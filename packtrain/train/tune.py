@@ -1,0 +1,260 @@
+"""Tuning the model of a file: settings in, a Job out, as `train.job` makes it for a model that begins anew.
+
+What is trained are low-rank additions, or the matrices themselves; all else is read where it is in the file.
+"""
+
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.dtypes import DTYPES
+from packtrain.errors import InputError
+from packtrain.files import existing
+from packtrain.gguf import write
+from packtrain.kernels.runtime import cache_root, writable
+from packtrain.models import transformer
+from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.config import Config
+from packtrain.models.file import ModelFile, open_model
+from packtrain.models.lora import A, B, Lora
+from packtrain.models.merge import Rows, write_changed
+from packtrain.quant import dequantize
+from packtrain.run import Session
+from packtrain.samples import Recipe, prepare
+from packtrain.settings import unescaped
+from packtrain.tokenizer import Tokenizer
+from packtrain.train.job import Job, View, check_split, optimizer_of, schedule_of
+from packtrain.train.plans import Base, Shape
+from packtrain.train.samples import SampleBatches
+from packtrain.train.settings import TuneSettings
+
+CONTEXT = 2048  # at most, where --ctx does not say
+SHORTEST = 256  # rows are not made shorter for short samples
+PART = 1 << 18  # values that are unpacked at a time
+EDGE = 256  # bytes of a tensor that tell it from others, at its beginning and its end
+GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
+ADAPTER = "adapter.gguf"  # in the run folder
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The model of a file and what is trained of it."""
+
+    settings: TuneSettings
+    model: ModelFile
+    config: Config
+    base: Base
+
+    @property
+    def trained(self) -> list[str]:
+        names = transformer.weights(self.config)
+        return [name for name in names if self.base.trains(self.config, name)]
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        trained = set(self.trained)
+        return {n: array for n, array in self.model.stored().items() if n not in trained}
+
+    def begin(self, session: Session) -> None:
+        """Values of the file; of an addition A is drawn as PEFT does, uniform to 1 / sqrt(width), and B is 0."""
+        for name in self.trained:
+            if name.endswith(B):
+                session.fill(name, lambda array: array.fill(0))
+            elif name.endswith(A):
+                draw = np.random.default_rng([self.settings.seed, zlib.crc32(name.encode())])
+                session.fill(name, partial(_uniform, draw=draw))
+            else:
+                stored = self.model.gguf.array(name)
+                session.fill(name, partial(_unpack, stored=stored))
+
+    def keep(self, path: Path, view: View) -> None:
+        if self.config.lora is not None:
+            write_adapter(path, self._adapter(view, self.config.lora), path.stem)
+        else:
+            write(path, {}, {name: view(name) for name in self.trained})
+
+    def write(self, view: View) -> None:
+        """The adapter, which is merged when the memory of the run is free; or the tuned model."""
+        s = self.settings
+        if self.config.lora is not None:
+            adapter = self._adapter(view, self.config.lora)
+            for path in filter(None, (s.folder / ADAPTER, s.adapter)):
+                write_adapter(path, adapter, name_of(s.output))
+            return
+
+        def rows(name: str) -> Rows:
+            array = view(name)
+            return lambda start, stop: array.reshape(-1, array.shape[-1])[start:stop]
+
+        changes = {name: rows(name) for name in self.trained}
+        dtype = DTYPES[s.type] if s.type else None
+        write_changed(s.output, self.model.gguf, changes, name=name_of(s.output), dtype=dtype)
+
+    def _adapter(self, view: View, lora: Lora) -> Adapter:
+        names = [name.removesuffix(A) for name in self.trained if name.endswith(A)]
+        pairs = {name: (view(name + A), view(name + B)) for name in names}
+        return Adapter(self.config.architecture, lora.alpha, pairs)
+
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer()
+
+
+def name_of(output: Path) -> str:
+    """The name of a model in the file that is written."""
+    return output.stem.encode(errors="replace").decode()
+
+
+def _uniform(array: np.ndarray, draw: np.random.Generator) -> None:
+    draw.random(dtype=np.float32, out=array)
+    array *= 2
+    array -= 1
+    array *= np.float32(1 / math.sqrt(array.shape[-1]))
+
+
+def _unpack(array: np.ndarray, stored: np.ndarray) -> None:
+    """Values of the file as f32, some rows at a time."""
+    if array.ndim == 1:
+        array[...] = dequantize(stored)
+        return
+    rows, packed = array.reshape(-1, array.shape[-1]), stored.reshape(-1, stored.shape[-1])
+    step = max(1, PART // rows.shape[1])
+    for at in range(0, len(rows), step):
+        rows[at : at + step] = dequantize(packed[at : at + step])
+
+
+# ---- deciding ------------------------------------------------------------------------------------------------
+
+
+def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
+    """Open the model, tokenize the data, and fill in what the settings leave open. Raises InputError."""
+    for name, given in (("the model", settings.model), ("--data", settings.data)):
+        if given is None:
+            raise InputError(f"{name} must be given: packtrain finetune BASE.gguf --data FILE")
+    assert settings.model is not None and settings.data is not None
+    existing(settings.data, "--data")
+    model = open_model(settings.model)
+    config = replace(model.config, lora=None if settings.full else lora_of(settings, model.config))
+    last = max(settings.num_layers, 0)
+    base = Base(tuple(model.types().items()), settings.freeze, last, settings.strict)
+    subject = Tuned(settings, model, config, base)
+    if not subject.trained:
+        raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
+    train, valid, data = _batches(settings, config, say)
+    shape = Shape(
+        config,
+        train.rows,
+        train.time,
+        settings.grad_accumulation_steps,
+        settings.max_grad_norm or None,
+        valid is not None,
+        base=base,
+    )
+    return Job(
+        settings,
+        f"{settings.model.name}, {train.rows} × {train.time} tokens",
+        subject,
+        f"{data} {fingerprint(model)}",
+        shape,
+        optimizer_of(settings),
+        schedule_of(settings, len(train)),
+        train,
+        valid,
+    )
+
+
+def _batches(
+    settings: TuneSettings, config: Config, say: Callable[[str], None]
+) -> tuple[SampleBatches, SampleBatches | None, str]:
+    """Batches for training and validation, as long as the longest sample needs, and what tells the data from other."""
+    length = settings.ctx or min(config.context_length, CONTEXT)
+    dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
+    for note in dataset.notes:
+        say(note)
+    longest = max(int(s.lengths.max()) - 1 for s in (dataset.train, dataset.valid) if s is not None)
+    size = settings.batch_size, settings.ctx or min(length, max(longest, SHORTEST))
+    train = SampleBatches(dataset.train, *size, seed=settings.seed, pack=settings.pack)
+    valid = None
+    if dataset.valid is not None:
+        valid = SampleBatches(dataset.valid, *size, shuffle=False, pack=settings.pack)
+    return train, valid, dataset.fingerprint
+
+
+def _recipe(settings: TuneSettings, length: int) -> Recipe:
+    check_split(settings.val_split)
+    assert settings.model is not None and settings.data is not None
+    return Recipe(
+        settings.data,
+        settings.model,
+        length,
+        settings.truncate,
+        not settings.mask_prompt,
+        settings.train_on == "last",
+        settings.separator and unescaped(settings.separator),
+        settings.val_split,
+    )
+
+
+def fingerprint(model: ModelFile) -> str:
+    """Tells the model from others: names, types and shapes of its tensors, and the ends of each."""
+    digest = hashlib.sha256()
+    for name, e in model.gguf.entries.items():
+        digest.update(f"{name} {e.dtype} {e.shape}\n".encode())
+        raw = model.gguf.array(name).reshape(-1).view(np.uint8)
+        digest.update(raw[:EDGE].tobytes() + raw[-EDGE:].tobytes())
+    return digest.hexdigest()[:16]
+
+
+# ---- low-rank additions --------------------------------------------------------------------------------------
+
+
+def lora_of(settings: TuneSettings, config: Config) -> Lora:
+    """The additions that the settings ask for. Raises InputError."""
+    kinds = list(_matrices(config))
+    wanted = settings.lora_modules.split(",")
+    patterns = [GROUPS.get(name, name) for name in wanted]
+    chosen = [kind for kind in kinds if any(fnmatchcase(kind, p) for p in patterns)]
+    for name, pattern in zip(wanted, patterns, strict=True):
+        if not any(fnmatchcase(kind, pattern) for kind in kinds):
+            raise InputError(
+                f"--lora-modules: {name or 'nothing'} is no matrix of the model; take all, attn, mlp, or of"
+                f" {', '.join(kinds)}"
+            )
+    ranks = dict.fromkeys(chosen, 0)
+    for text in sorted(settings.lora_rank, key=lambda text: "=" in text):
+        name, rank = _rank(text)
+        found = [kind for kind in chosen if fnmatchcase(kind, name)]
+        if not found:
+            raise InputError(f"--lora-rank {text}: it must be for one of {', '.join(chosen)}")
+        ranks |= dict.fromkeys(found, rank)
+    ranks = {kind: rank or _rank(TuneSettings.lora_rank[0])[1] for kind, rank in ranks.items()}
+    alpha = settings.lora_alpha
+    if settings.rslora:
+        if len(set(ranks.values())) > 1:
+            raise InputError("--rslora: all ranks must be equal, for an adapter has one alpha")
+        alpha *= math.sqrt(next(iter(ranks.values())))
+    patterns_ranks = tuple((f"blk.*.{kind}.weight", rank) for kind, rank in ranks.items())
+    return Lora(patterns_ranks, max(settings.num_layers, 0), alpha, settings.lora_dropout)
+
+
+def _matrices(config: Config) -> Iterator[str]:
+    """Names, within a block, of the matrices that can have additions."""
+    for name, leaf in transformer.weights(config).items():
+        kind = name.removeprefix("blk.0.").removesuffix(".weight")
+        if name.startswith("blk.0.") and len(leaf.shape) == 2 and kind != "ffn_gate_inp":
+            yield kind
+
+
+def _rank(text: str) -> tuple[str, int]:
+    """Name and rank of NAME=RANK, or of RANK alone for all names."""
+    name, _, number = text.rpartition("=")
+    if not number.isdecimal() or not 0 < int(number) <= 4096:
+        raise InputError(
+            f"--lora-rank {text}: it must be a number from 1, or NAME=RANK as attn_q=8"
+        )
+    return name or "*", int(number)

@@ -1,0 +1,279 @@
+"""`packtrain finetune` as its users meet it: what it writes, what it leaves alone, resume, refusals; and merge."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.cli import main
+from packtrain.gguf import GGUF, Value, write
+from packtrain.models.adapter import read_adapter
+from packtrain.quant import dequantize
+from packtrain.train import probe, tune
+from packtrain.watch import metrics
+from tests.architectures import random_model
+from tests.checks import close
+from tests.kill import without_times, words
+from tests.test_train import said, signal_after, weights
+
+FEW = [
+    *("--batch-size", "2", "--ctx", "64", "--lora-rank", "4", "--lr", "0.01", "--val-batches", "2"),
+    *("--no-tensorboard", "--val-split", "0.2"),
+]
+
+
+def chats(count: int = 40) -> str:
+    """Questions that have one answer each."""
+    rng = random.Random(1)
+    facts = {"sun": "hot", "ice": "cold", "night": "dark", "sea": "deep"}
+    asked = [rng.choice(sorted(facts)) for _ in range(count)]
+    return "\n".join(
+        json.dumps({"prompt": f"what is the {q}", "completion": f"the {q} is {facts[q]}"})
+        for q in asked
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("finetune")
+    (made / "chats.jsonl").write_text(chats())
+    random_model(made / "f32.gguf", "llama tied")
+    for dtype, mix in (("q8_0", "Q8_0"), ("q4_K", "Q4_K_M")):
+        assert main(["quantize", str(made / "f32.gguf"), str(made / f"{dtype}.gguf"), mix]) == 0
+    return made
+
+
+def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
+    data = str(folder / "chats.jsonl")
+    given = [str(folder / f"{base}.gguf"), "--data", data, "-o", str(output), *FEW]
+    return main(["finetune", *given, *more])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8_0", "q4_K"])
+def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
+    output, base = tmp_path / "tuned.gguf", folder / f"{dtype}.gguf"
+    before = base.read_bytes()
+    more = ["--adapter", str(tmp_path / "a.gguf"), "--steps-per-eval", "6"]
+    code = tuned(folder, dtype, output, "--iters", "12", "--lora-modules", "attn", *more)
+    text = "\n".join(said(capsys))
+    assert code == 0, text
+    assert base.read_bytes() == before
+    losses = [
+        r["val_loss"] for r in metrics.read(tmp_path / "tuned.run/metrics.jsonl") if "val_loss" in r
+    ]
+    base_loss, with_adapter, merged = map(
+        float,
+        re.findall(r"base (\d+\.\d+), with the adapter (\d+\.\d+), merged (\d+\.\d+)", text)[0],
+    )
+    assert with_adapter < base_loss and abs(with_adapter - losses[-1]) < 2e-4
+    assert dtype != "f32" or abs(with_adapter - merged) < 2e-4
+    old, new, adapter = GGUF(base), GGUF(output), read_adapter(tmp_path / "a.gguf")
+    assert new.entries.keys() == old.entries.keys()
+    assert len(adapter.pairs) == 8 and all(".attn_" in name for name in adapter.pairs)
+    for name, entry in old.entries.items():
+        assert new.entries[name].dtype == entry.dtype
+        same = new.array(name).tobytes() == old.array(name).tobytes()
+        assert same == (name not in adapter.pairs), name
+    changed = {"general.name", "general.base_model.count", "general.base_model.0.name"}
+    kept = new.values.keys() - changed
+    assert all(str(new.metadata[key]) == str(old.metadata[key]) for key in kept)
+    assert "FROM ../tuned.gguf" in (tmp_path / "tuned.run/Modelfile").read_text()
+    for part in ("llama-cli -m", "--lora", "ollama create", "mapped from its file"):
+        assert part in text
+
+
+def test_full_tuning_changes_what_is_not_frozen(folder, tmp_path):
+    output = tmp_path / "full.gguf"
+    more = ["--full", "--freeze", "token_embd*", "--freeze", "blk.0.*", "--iters", "3"]
+    assert tuned(folder, "q8_0", output, *more) == 0
+    old, new = GGUF(folder / "q8_0.gguf"), GGUF(output)
+    for name in old.entries:
+        frozen = name.startswith(("token_embd", "blk.0."))
+        assert (new.array(name).tobytes() == old.array(name).tobytes()) == frozen, name
+        assert new.entries[name].dtype == old.entries[name].dtype
+
+
+def test_resume_is_bit_for_bit(folder, tmp_path, capsys):
+    a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    more = ["--iters", "9", "--save-every", "2", "--lora-dropout", "0.2"]
+    assert tuned(folder, "q8_0", a, *more) == 0
+    with signal_after(5):
+        assert tuned(folder, "q8_0", b, *more) == 130
+    assert "packtrain finetune -o" in "\n".join(said(capsys))
+    assert main(["finetune", "-o", str(b), "--resume", "--no-tensorboard"]) == 0
+    assert weights(a) == weights(b)
+    for name in ("checkpoint.gguf", "adapter.gguf"):
+        assert weights(tmp_path / "a.run" / name) == weights(tmp_path / "b.run" / name)
+    one, other = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
+    assert one == other
+
+
+def test_micro_batches_are_as_good_as_one_batch(folder, tmp_path):
+    at_once, in_parts = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    assert tuned(folder, "q8_0", at_once, "--iters", "3", "--batch-size", "4") == 0
+    more = ["--iters", "3", "--batch-size", "1", "--grad-accumulation-steps", "4"]
+    assert tuned(folder, "q8_0", in_parts, *more) == 0
+    first, second = (read_adapter(tmp_path / f"{x}.run/adapter.gguf").pairs for x in "ab")
+    for name, pair in first.items():
+        for one, other in zip(pair, second[name], strict=True):
+            close(one, other, name, 1e-3)
+
+
+# ---- the probe -----------------------------------------------------------------------------------------------
+
+
+def test_the_probe_leaves_no_trace(folder, tmp_path, monkeypatch):
+    assert tuned(folder, "q8_0", tmp_path / "a.gguf", "--iters", "2") == 0
+    monkeypatch.setattr("packtrain.commands.finetune.probe", lambda *_: None)
+    assert tuned(folder, "q8_0", tmp_path / "b.gguf", "--iters", "2") == 0
+    a, b = (weights(tmp_path / f"{x}.run/checkpoint.gguf") for x in "ab")
+    assert a == b
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_probe_finds_what_gets_no_gradient(folder, tmp_path, capsys, monkeypatch, optimizer):
+    monkeypatch.setattr(tune, "_uniform", lambda array, draw: array.fill(0))
+    code = tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "2", "--optimizer", optimizer)
+    assert code == 1
+    assert re.search(
+        r"no gradient reaches blk\.0\.attn_q\.weight\.lora_b, .* and 6 others", said(capsys)[-1]
+    )
+
+
+def test_the_probe_finds_what_is_not_finite(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(probe, "_small", lambda array, draw: array.fill(np.inf))
+    assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "2") == 1
+    assert "before step 1 a gradient is not finite" in said(capsys)[-1]
+
+
+# ---- merging -------------------------------------------------------------------------------------------------
+
+
+def test_merging_adapters_with_scales(folder, tmp_path, capsys):
+    base = folder / "f32.gguf"
+    for seed in ("1", "2"):
+        made = tmp_path / f"{seed}.gguf"
+        assert tuned(folder, "f32", made, "--iters", "2", "--seed", seed) == 0
+    paths = [str(tmp_path / f"{seed}.run/adapter.gguf") for seed in "12"]
+    pair = [f"{paths[0]}:0.5", paths[1]]
+    assert main(["merge", str(base), *pair, "-o", str(tmp_path / "m.gguf")]) == 0
+    old, new = GGUF(base), GGUF(tmp_path / "m.gguf")
+    adapters = [read_adapter(path) for path in paths]
+    name = "blk.1.ffn_down.weight"
+    wanted = old.array(name).astype(np.float64)
+    for by, adapter in zip((0.5, 1.0), adapters, strict=True):
+        a, b = adapter.pairs[name]
+        wanted += by * adapter.alpha / len(a) * (b.astype(np.float64) @ a)
+    np.testing.assert_allclose(new.array(name), wanted, atol=1e-6)
+    (tmp_path / "text.txt").write_text(words(2000))
+    data = ["--data", str(tmp_path / "text.txt"), "-c", "32"]
+    capsys.readouterr()
+    losses = []
+    for model, more in ((base, [f"--lora={text}" for text in pair]), (tmp_path / "m.gguf", [])):
+        assert main(["eval", str(model), *data, *more]) == 0
+        losses.append(float(re.findall(r"loss ([\d.]+)", capsys.readouterr().out)[0]))
+    assert abs(losses[0] - losses[1]) <= 2e-4
+    assert main(["merge", str(base), f"{paths[0]}:0", "-o", str(tmp_path / "same.gguf")]) == 0
+    assert weights(tmp_path / "same.gguf") == weights(base)
+    written = ["--type", "q8_0", "-o", str(tmp_path / "q8.gguf")]
+    assert main(["merge", str(base), paths[1], *written]) == 0
+    packed = GGUF(tmp_path / "q8.gguf")
+    assert (
+        str(packed.entries[name].dtype) == "q8_0"
+        and str(packed.entries["token_embd.weight"].dtype) == "f32"
+    )
+    close(dequantize(packed.array(name)), np.asarray(old.array(name)), name, 0.1)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--lora-modules", "attn_x"], "--lora-modules: attn_x is no matrix of the model; take all, attn, mlp, or of"),
+        (["--lora-rank", "many"], "--lora-rank many: it must be a number from 1, or NAME=RANK"),
+        (["--lora-rank", "attn_x=3"], "--lora-rank attn_x=3: it must be for one of attn_q"),
+        (["--rslora", "--lora-rank", "attn_q=2"], "--rslora: all ranks must be equal"),
+        (["--full", "--freeze", "*"], "--freeze: nothing is left to train"),
+        (["--full", "--adapter", "a.gguf"], "--adapter: --full trains the matrices themselves"),
+        (["--val-split", "1e-9"], "--val-split 1e-09: it must be 0 or at least"),
+    ],
+)  # fmt: skip
+def test_refusals(folder, tmp_path, capsys, monkeypatch, more, line):
+    monkeypatch.chdir(tmp_path)
+    assert tuned(folder, "f32", tmp_path / "m.gguf", *more) == 2
+    lines = said(capsys)
+    assert line in lines[-1] and len(lines) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_base_is_never_an_output(folder, tmp_path, capsys):
+    before = (folder / "f32.gguf").read_bytes()
+    for more in (["--overwrite"], ["--adapter", str(folder / "f32.gguf"), "--overwrite"]):
+        output = folder / "f32.gguf" if len(more) == 1 else tmp_path / "m.gguf"
+        assert tuned(folder, "f32", output, *more) == 2
+        assert "is the base itself" in said(capsys)[-1]
+    assert (folder / "f32.gguf").read_bytes() == before
+
+
+def test_data_that_teaches_nothing_is_refused(folder, tmp_path, capsys):
+    data = tmp_path / "empty.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    given = [str(folder / "f32.gguf"), "--data", str(data), "-o", str(tmp_path / "m.gguf")]
+    assert main(["finetune", *given]) == 2
+    assert f"{data}" in said(capsys)[-1] and "no turn of an assistant" in said_again(
+        data, given, capsys
+    )
+
+
+def said_again(data: Path, given: list[str], capsys) -> str:
+    main(["finetune", *given])
+    return said(capsys)[-1]
+
+
+def test_an_adapter_of_another_base_is_refused(folder, tmp_path, capsys):
+    random_model(tmp_path / "other.gguf", "qwen3")
+    write(
+        tmp_path / "a.gguf",
+        {
+            "general.type": Value("string", "adapter"),
+            "general.architecture": Value("string", "llama"),
+            "adapter.type": Value("string", "lora"),
+        },
+        {
+            "blk.0.attn_q.weight.lora_a": np.ones((2, 64), np.float32),
+            "blk.0.attn_q.weight.lora_b": np.ones((64, 2), np.float32),
+        },
+    )
+    for base, line in (("other", "is for 'llama' and"), ("f32", "do not fit [256, 256]")):
+        model = tmp_path / "other.gguf" if base == "other" else folder / "f32.gguf"
+        for command in (
+            ["merge", str(model), str(tmp_path / "a.gguf"), "-o", str(tmp_path / "m.gguf")],
+            ["generate", str(model), "-p", "a", "--lora", str(tmp_path / "a.gguf")],
+        ):
+            assert main(command) == 2
+            assert line in said(capsys)[-1]
+
+
+def test_a_plan_tells_what_is_mapped_and_what_strict_adds(folder, tmp_path, capsys):
+    given = [str(folder / "q8_0.gguf"), "--data", str(folder / "chats.jsonl"), *FEW]
+    plans = []
+    for more in ([], ["--strict"]):
+        path = tmp_path / "plan.json"
+        assert main(["plan", "finetune", *given, *more, "--json", str(path)]) == 0
+        plans.append(json.loads(path.read_text()))
+    mapped = plans[0]["mapped_bytes"]
+    matrices = (e for e in GGUF(folder / "q8_0.gguf").entries.values())
+    assert mapped == sum(e.nbytes for e in matrices)
+    private = [
+        p["total_bytes"] - sum(p[f"{n}_bytes"] for n in ("weights", "state", "arena", "loop"))
+        for p in plans
+    ]
+    assert (
+        abs(private[1] - private[0] - mapped) < 4 << 20
+    )  # what the process holds differs a little
+    assert not list(tmp_path.glob("*.run"))

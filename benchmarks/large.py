@@ -53,7 +53,8 @@ def run(name: str, rates: cost.Rates) -> None:
     settle()
     setting = Setting(optimizer, rates, private_nbytes())
     shape = Shape(config, 1, TIME, max_norm=max_norm, evaluate=False)
-    plans, baseline = planned(shape, "auto", setting, int(limit * GIB))
+    made = planned(shape, "auto", setting, int(limit * GIB))
+    plans, baseline = made.plans, made.baseline
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, TIME + 1), np.int32)
     batch = {
         "tokens": ids[:, :-1],

@@ -5,7 +5,6 @@ is then renamed, so that a folder is complete whenever it exists.
 """
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from packtrain.child import variables
 from packtrain.errors import InputError
 
 DAY = 24 * 3600.0
@@ -69,12 +69,11 @@ def _sweep(cache: Path) -> None:
 
 def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
     """Run the module in a process of its own; its errors are raised here, its lines go to `say`."""
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
             [sys.executable, "-m", module],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=variables(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

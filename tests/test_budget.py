@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from packtrain import kernels
 from packtrain.cli import main
 from packtrain.cost import Rates
 from packtrain.errors import InputError
@@ -20,7 +21,8 @@ from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
 from packtrain.train.optim import SGD, AdamW
 from packtrain.train.plans import APPLY, MEASURE, Shape, make_plans
-from packtrain.train.search import Setting, chain, search
+from packtrain.train.rates import kept, rates
+from packtrain.train.search import Setting, chain, search, smallest
 from packtrain.watch import metrics
 from tests.kill import TINY, words
 from tests.models import CONFIG, batch, same_bits, values
@@ -120,6 +122,7 @@ def test_two_passes_need_no_memory_for_waiting_gradients():
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
     blocks = chain(deep(6, max_norm=max_norm), setting())
+    blocks.call_nbytes = 0  # which is more than these small tensors are worth
     everything = blocks.plan(keep_all(6, len(blocks.values)))
     least = blocks.least()
     budgets = np.linspace(least.nbytes, everything.nbytes, 12).astype(int)
@@ -135,6 +138,7 @@ def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
 def test_two_blocks_are_as_good_as_exhaustive_search():
     shape = Shape(replace(CONFIG, block_count=2), ROWS, TIME)
     blocks = chain(shape, setting())
+    blocks.call_nbytes = 0
     sides = [option.keep for option in blocks.options]
     every = [
         blocks.plan(Choice((0, rank, 0), (a, b)))
@@ -145,6 +149,7 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
     low, high = min(f.nbytes for f in every), max(f.nbytes for f in every)
     for budget in np.linspace(low, high, 8).astype(int):
         fresh = chain(shape, setting())
+        fresh.call_nbytes = 0
         got = fresh.within(int(budget))
         best = min(f.seconds for f in every if f.nbytes <= budget)
         if got is None:
@@ -184,8 +189,23 @@ def test_less_memory_down_to_the_least_which_fits_and_no_less():
 
 def test_the_child_finds_the_same():
     shape = deep(2)
-    plans, baseline = planned(shape, "auto", setting(), 1 << 40)
-    assert plans.shape == shape and baseline > 10 * MIB
+    made = planned(shape, "auto", setting(), 1 << 40)
+    assert made.plans.shape == shape and made.baseline > 10 * MIB and made.refusal is None
+
+
+def test_more_budget_is_never_slower():
+    """Every budget is asked by itself, with nothing remembered; tensors are large enough to matter beside calls."""
+    config = Config(320, 128, 256, 3, 768, 8, 8)
+    shape, process = Shape(config, 2, 128), setting()
+    whole = process.total(make_plans(shape, AdamW()))
+    least = process.total(process.plans(smallest(shape, "auto", process)))
+    seconds = []
+    for limit in np.linspace(least, whole, 20).astype(int):
+        answer = search(shape, "auto", process, int(limit))
+        plans = process.plans(answer.shape)
+        assert answer.fits and process.total(plans) <= limit
+        seconds.append(plans.seconds(RATES))
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
 # ---- the command
@@ -229,6 +249,41 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     plan = json.loads((tmp_path / "m.run/plan.json").read_text())
     assert plan["budget_bytes"] == limit and plan["fits"]
     assert 0.9 * limit <= end["peak_bytes"] <= limit and end["planned_bytes"] <= limit
+
+
+def test_a_refused_plan_is_drawn_all_the_same(data, tmp_path, capsys):
+    files = {kind: tmp_path / f"plan.{kind}" for kind in ("json", "html")}
+    drawn = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
+    flags = ["--dim", "256", "--ffn", "768", "--batch-size", "8", "--memory", "20MiB", *drawn]
+    assert main(["plan", *arguments(data, tmp_path, *flags)]) == 3
+    found = json.loads(files["json"].read_text())
+    assert not found["fits"] and found["budget_bytes"] == 20 * MIB
+    said = capsys.readouterr().err
+    assert f"would do is {-(-found['minimum_bytes'] // MIB)}MiB" in said
+    assert "budget" in files["html"].read_text()
+
+
+def test_a_plan_that_fits_tells_the_smallest_too(data, tmp_path):
+    path = tmp_path / "plan.json"
+    flags = ["--dim", "256", "--ffn", "768", "--batch-size", "2", "--json", str(path)]
+    assert main(["plan", *arguments(data, tmp_path, *flags)]) == 0
+    found = json.loads(path.read_text())
+    assert found["fits"] and found["budget_bytes"] is None
+    assert found["baseline_bytes"] + found["weights_bytes"] < found["minimum_bytes"]
+
+
+def test_rates_are_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = list[str]()
+    first = rates(False, said.append)
+    assert rates(False, said.append) == first and len(said) == 1 and first.flops > 1e8
+    path = kept(kernels.threads())
+    path.write_text('{"flops": 1.0, "nbytes": 2.0}')
+    assert rates(False, said.append) == Rates(1.0, 2.0)
+    for torn in ("{", '{"flops": 1.0}'):
+        path.write_text(torn)
+        assert rates(False, said.append) != Rates(1.0, 2.0)
+    assert rates(True, said.append).flops > 1e8 and len(said) == 4
 
 
 @pytest.mark.parametrize(

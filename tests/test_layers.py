@@ -13,6 +13,7 @@ ROOT = Path(packtrain.__file__).parent
 
 # every module of the first level, in reading order, and what it may import
 LAYERS = {
+    "version": "",
     "errors": "",
     "files": "errors",
     "settings": "errors",
@@ -21,13 +22,14 @@ LAYERS = {
     "tokenizer": "dtypes errors gguf",
     "template": "errors",
     "vocabulary": "errors gguf tokenizer",
-    "kept": "errors",
+    "child": "",
+    "kept": "child errors",
     "corpus": "errors files gguf tokenizer vocabulary kept",
     "samples": "errors files gguf tokenizer template kept corpus",
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
-    "kernels": "",
+    "kernels": "child",
     "quant": "dtypes kernels",
     "convert": "dtypes errors files gguf tokenizer quant",
     "ops": "dtypes tensor kernels quant",
@@ -50,11 +52,10 @@ LAYERS = {
     "sample": "errors",
     "generate": "dtypes errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
-    "train": "errors files settings dtypes tensor graph ops grad place packing plan run memory stop kernels quant gguf"
-    " tokenizer corpus samples cost recompute models sample generate watch",
+    "train": "version child errors files settings dtypes tensor graph ops grad place packing plan run memory stop"
+    " kernels quant gguf tokenizer corpus samples cost recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
     " tokenizer vocabulary convert corpus samples cost recompute models sample generate template watch train",
-    "version": "",
     "cli": "errors settings commands train version",
     "__main__": "cli",
 }

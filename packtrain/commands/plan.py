@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.commands.train import facts, ready
+from packtrain.errors import DoesNotFit
 from packtrain.files import check_writable, write_text
 from packtrain.picture import chart, page, terminal, trace
 from packtrain.settings import option
@@ -39,19 +40,23 @@ class PlanTune(Drawn, TuneSettings):
 
 
 def run(settings: PlanTrain | PlanTune) -> int:
-    """Print the plan, and draw it where that was asked for. Raises InputError, DoesNotFit."""
+    """Print the plan, and draw it where that was asked for. Raises InputError.
+
+    Where no plan fits, the smallest is drawn, and DoesNotFit raised.
+    """
     wanted = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
     for name, path in wanted.items():
         if path is not None:
             check_writable(path, f"--{name}")
     made = ready(settings, tune.decide if isinstance(settings, TuneSettings) else decide)
-    print(made.text)
+    if made.refusal is None:
+        print(made.text)
     about, plan = facts(made, _measured(settings.folder)), made.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         print(terminal(plan, width, color=sys.stdout.isatty(), **about))
     texts = {
-        "json": lambda: made.json,
+        "json": lambda: made.json(made.minimum()),
         "html": lambda: page(plan, **about),
         "svg": lambda: chart(plan, **about),
         "trace": lambda: trace(plan, made.plans.ops(plan)),
@@ -59,6 +64,8 @@ def run(settings: PlanTrain | PlanTune) -> int:
     for name, path in wanted.items():
         if path is not None:
             write_text(path, texts[name]())
+    if made.refusal is not None:
+        raise DoesNotFit(made.refusal)
     return 0
 
 

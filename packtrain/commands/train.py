@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packtrain import cost, kernels
+from packtrain import kernels
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.files import check_writable, locked, write_text
 from packtrain.generate import Generator, Limits, Reply
@@ -21,11 +21,12 @@ from packtrain.sample import Sampling
 from packtrain.settings import to_yaml
 from packtrain.stop import stop_on_signals
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.budget import planned
+from packtrain.train.budget import Planned, minimum, planned
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit, check_compatible
 from packtrain.train.job import Job, decide
 from packtrain.train.plans import Plans, Shape
+from packtrain.train.rates import rates
 from packtrain.train.search import Setting, as_asked
 from packtrain.train.settings import RunSettings, TrainSettings
 from packtrain.train.state import Checkpoint, load, previous
@@ -68,10 +69,12 @@ class Ready:
     budget: int | None
     tokenizer: Tokenizer | None  # for samples; made before the baseline is measured
     found: Checkpoint | None  # to go on from
+    refusal: str | None  # why the plans, the smallest there are, do not fit
+    minimum: Callable[[], int]  # looks for the smallest budget that would do
 
-    @property
-    def json(self) -> str:
-        return json.dumps(self.plans.to_dict(self.baseline, self.seconds, self.budget))
+    def json(self, minimum: int | None = None) -> str:
+        """The plan as plain data."""
+        return json.dumps(self.plans.to_dict(self.baseline, self.seconds, self.budget, minimum))
 
     @property
     def text(self) -> str:
@@ -79,28 +82,37 @@ class Ready:
 
 
 def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], Job]) -> Ready:
-    """Decide and plan a run; nothing of it is reserved yet. Raises InputError."""
+    """Decide and plan a run, or say why it is refused; nothing of it is reserved yet. Raises InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     if settings.threads:
         _set_threads(settings.threads)
     job = decide(settings, say)
     kernels.load_all()
-    rates = cost.measured()
+    speed = rates(settings.calibrate, say)
     settle()
     found = _found(settings)
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job
     tokenizer = job.subject.tokenizer() if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
-    setting = Setting(job.optimizer, rates, private_nbytes(), cells)
+    setting = Setting(job.optimizer, speed, private_nbytes(), cells)
+    asked, fixed = (job.shape, settings.recompute, setting), found is not None
     if limit is None:
-        plans = as_asked(job.shape, settings.recompute, setting)
+        plans = as_asked(*asked)
         settle()
-        baseline = private_nbytes()
+        made = Planned(plans, private_nbytes())
     else:
-        plans, baseline = planned(job.shape, settings.recompute, setting, limit, fixed=bool(found))
-    seconds = plans.seconds(rates)
-    job = replace(job, shape=plans.shape)
-    return Ready(job, plans, baseline, seconds, limit, tokenizer, found)
+        made = planned(*asked, limit, fixed, say)
+    return Ready(
+        replace(job, shape=made.plans.shape),
+        made.plans,
+        made.baseline,
+        made.plans.seconds(speed),
+        limit,
+        tokenizer,
+        found,
+        made.refusal,
+        lambda: made.minimum if made.refusal else minimum(*asked, fixed, say),
+    )
 
 
 def _found(settings: RunSettings) -> Checkpoint | None:
@@ -148,6 +160,8 @@ def carry_out(settings: RunSettings, work: Work) -> int:
     """A run of any command that trains, from its settings to its end."""
     _check(settings)
     made = ready(settings, work.decide)
+    if made.refusal is not None:
+        raise DoesNotFit(made.refusal)
     say(made.text)
     total, there = made.baseline + made.plans.nbytes, total_nbytes()
     if total > there:
@@ -240,7 +254,7 @@ def _begin_folder(settings: RunSettings, made: Ready) -> None:
     }
     kept = replace(settings, resume=False, overwrite=False, **paths)
     write_text(folder / "run.yaml", to_yaml(kept))
-    write_text(folder / "plan.json", made.json)
+    write_text(folder / "plan.json", made.json())
     write_text(folder / "plan.html", page(made.plans.largest, **facts(made)))
 
 

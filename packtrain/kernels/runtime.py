@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from packtrain.child import variables
+
 FOLDER = Path(__file__).parent
 NOT_KERNELS = {"__init__", "__main__", "runtime", "counter"}
 filling: Path | None = None  # in the compiling child: where it compiles to, by module
@@ -244,12 +246,10 @@ def complete_folders() -> dict[str, Path]:
 def compile_in_children(names: list[str]) -> str:
     """Compile these modules, two processes at most; what went wrong, or nothing."""
     shares = [names] if allowed_cpus() == 1 or len(names) == 1 else [names[0::2], names[1::2]]
-    paths = [str(FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     children = [
         subprocess.Popen(
             [sys.executable, "-m", __package__, str(kernel_root()), *share],
-            env=env,
+            env=variables(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -20,13 +20,14 @@ from packtrain.packing import alive, lower_bound
 from packtrain.place import Placed, place
 from packtrain.plan.lifetimes import columns, storages
 from packtrain.recompute.choice import Choice, Option, aligned, inner_values, stretches, uniform
-from packtrain.recompute.table import Table
+from packtrain.recompute.table import Solved, Table
 from packtrain.tensor import Call, Tensor
 
 ALIGNMENT = 64
 OPTIONS = 14  # of a block, spread over its Pareto front
 ROUNDS = 4
 SAMPLED = 3  # blocks of the chain that options are measured on; the middle one counts
+SLACK = 0.03  # how far estimates may be off
 AIMS = 12  # sizes at which the least one is looked for
 
 
@@ -207,24 +208,35 @@ class Chain:
 
         below  seconds that it may add, by estimate; nothing is built that should add more
         """
-        aim = nbytes - self._calls_nbytes
-        if self.smallest.aim > aim:
+        if self.smallest.nbytes > nbytes * (1 + SLACK):
             return None
-        table = Table(self, self.options, aim + aim // 16)
+        table, aim = Table(self, self.options, nbytes + nbytes // 16), nbytes
         for _ in range(ROUNDS):
-            solved = table.choice(aim)
+            solved = self._solved(table, aim)
             if solved is None or solved.seconds >= below:
                 break
             over = self.plan(solved.choice).nbytes - nbytes
             if -nbytes // 50 <= over <= 0:
                 break
             aim -= over if over > 0 else over // 2
+        if solved is None:
+            self.plan(self.smallest.choice)
         fitting = [found for found in self.found.values() if found.nbytes <= nbytes]
         return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
 
+    def _solved(self, table: Table, nbytes: int) -> Solved | None:
+        """The fastest choice by the table that leaves room for its own calls."""
+        aim = nbytes - self._calls_nbytes
+        while (solved := table.choice(aim)) is not None:
+            over = aim + self._calls_nbytes + self.call_nbytes * solved.calls - nbytes
+            if over <= 0:
+                break
+            aim -= over
+        return solved
+
     @cached_property
     def smallest(self) -> "Smallest":
-        """The least arena and the least bytes, calls included, by estimate."""
+        """By estimate."""
         high = 2 * self.head_work + (self.count + 1) * (self.stream_nbytes + self.block_reserve)
         high += self.head_reserve + 2 * max(option.work for option in self.least_options)
         coarse = Table(self, self.least_options, high)
@@ -234,7 +246,7 @@ class Chain:
             solved = (fine if aim <= fine.nbytes else coarse).choice(aim)
             assert solved is not None
             nbytes = aim + self._calls_nbytes + self.call_nbytes * solved.calls
-            found.append(Smallest(fine.least, nbytes, solved.choice))
+            found.append(Smallest(nbytes, solved.choice))
         return min(found, key=lambda one: one.nbytes)
 
     def least(self) -> Found:
@@ -246,9 +258,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """By estimate: the least bytes that an arena can have, the least with those of calls, and the choice for these."""
+    """The choice that should take the least bytes, calls included, and how many."""
 
-    aim: int
     nbytes: int
     choice: Choice
 

@@ -4,79 +4,95 @@ In go a Shape as asked for, a limit, and what this machine can do; out come Plan
 but for the order of additions, which is said. The search runs in a child, so that its memory is gone afterwards.
 """
 
-import os
-import pickle
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from packtrain.errors import DoesNotFit
+from packtrain.child import ask
 from packtrain.memory import private_nbytes, settle
 from packtrain.plan import size_text
 from packtrain.train.plans import Plans, Shape
-from packtrain.train.search import Answer, Setting
+from packtrain.train.search import Setting, search, smallest
 
+Say = Callable[[str], None]
 OWNERS = 10
 SPARE_NBYTES = 1 << 20  # how much a process differs from the next one that does the same
 ROUNDS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Plans, and the bytes of this process with them. With a `refusal` they are the smallest, and too large."""
+
+    plans: Plans
+    baseline: int
+    refusal: str | None = None
+
+    @property
+    def minimum(self) -> int:
+        """Bytes that are enough for these plans, whatever the next process is like."""
+        return self.baseline + self.plans.nbytes + SPARE_NBYTES
+
+
 def planned(
-    shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool = False
-) -> tuple[Plans, int]:
-    """Plans within the limit, and the bytes of this process with them. Raises DoesNotFit with all that helps.
+    shape: Shape,
+    recompute: str,
+    setting: Setting,
+    limit: int,
+    fixed: bool = False,
+    say: Say = print,
+) -> Planned:
+    """Plans within the limit, or a refusal with all that helps.
 
     fixed  nothing may be chosen that changes the order of additions: a run is resumed
     """
+
+    def late() -> None:
+        say(f"looking for a way to fit into {size_text(limit)} …")
+
+    change = "a little more would do"
     for _ in range(ROUNDS):
-        answer = in_child(shape, recompute, setting, limit, fixed)
-        plans = setting.plans(answer.shape)
-        settle()
-        baseline = private_nbytes()
-        over = baseline + plans.nbytes - limit
+        answer = ask(late, search, shape, recompute, setting, limit, fixed)
+        made = _built(setting, answer.shape)
+        over = made.baseline + made.plans.nbytes - limit
         if over <= 0:
-            return plans, baseline
+            return made
         if not answer.fits:
-            raise DoesNotFit(refusal(plans, answer.change, baseline, limit))
+            change = answer.change
+            break
         setting = replace(setting, baseline=setting.baseline + over + SPARE_NBYTES // 4)
-    raise DoesNotFit(refusal(plans, "a little more would do", baseline, limit))
+    return replace(made, refusal=refusal(made, change, limit))
 
 
-def in_child(shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool) -> Answer:
-    """`search` in a short-lived process."""
-    request = pickle.dumps((shape, recompute, setting, limit, fixed))
-    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "packtrain.train"],
-        input=request,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise RuntimeError(f"the search for a budget failed, exit {done.returncode}: {last[0]}")
-    found = pickle.loads(done.stdout)
-    assert isinstance(found, Answer)
-    return found
+def minimum(shape: Shape, recompute: str, setting: Setting, fixed: bool, say: Say) -> int:
+    """The smallest budget that would do."""
+
+    def late() -> None:
+        say("looking for the smallest way …")
+
+    return _built(setting, ask(late, smallest, shape, recompute, setting, fixed)).minimum
+
+
+def _built(setting: Setting, shape: Shape) -> Planned:
+    plans = setting.plans(shape)
+    settle()
+    return Planned(plans, private_nbytes())
 
 
 # ---- refusal
 
 
-def refusal(smallest: Plans, change: str, baseline: int, limit: int) -> str:
+def refusal(made: Planned, change: str, limit: int) -> str:
     """One screen: asked, the smallest that would do, who owns its peak, and the cheapest change that fits."""
-    total = baseline + smallest.nbytes + SPARE_NBYTES
+    plans = made.plans
     lines = [
-        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(total)}",
-        f"  {_described(smallest)}",
-        *smallest.rows(baseline),
-        f"  the peak of its arena, {size_text(smallest.arena_nbytes)}, belongs to",
+        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(made.minimum)}",
+        f"  {_described(plans)}",
+        *plans.rows(made.baseline),
+        f"  the peak of its arena, {size_text(plans.arena_nbytes)}, belongs to",
     ]
     lines += [
         f"    {size_text(b.nbytes):>10}  {b.name}  ({b.op}, {b.category})"
-        for b in smallest.largest.peak()[:OWNERS]
+        for b in plans.largest.peak()[:OWNERS]
     ]
     return "\n".join([*lines, f"  {change}"])
 

@@ -165,8 +165,10 @@ class Plans:
             for name, count in runs(self.shape).items()
         )
 
-    def to_dict(self, baseline: int, seconds: float, budget: int | None = None) -> dict[str, Any]:
-        """The plan as plain data for JSON; sizes in bytes, `budget_bytes` null where none was given."""
+    def to_dict(
+        self, baseline: int, seconds: float, budget: int | None = None, minimum: int | None = None
+    ) -> dict[str, Any]:
+        """The plan as plain data for JSON; sizes in bytes, null where no budget was given or no minimum looked for."""
         arena = self.largest.arena()
         total = baseline + self.nbytes
         return {
@@ -179,6 +181,7 @@ class Plans:
             "loop_bytes": self.loop_nbytes,
             "baseline_bytes": baseline,
             "total_bytes": total,
+            "minimum_bytes": minimum,
             "budget_bytes": budget,
             "fits": budget is None or total <= budget,
             "seconds_per_step": seconds,

@@ -5,7 +5,7 @@ through the blocks, recomputation, the chunks of the loss head and the way of cl
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -114,10 +114,15 @@ def search(
     best = looking.fastest(shape, limit, fixed)
     if best is not None:
         return Answer(best.shape, fits=True)
-    least = min((looking.least(one) for one in extremes(shape, fixed)), key=lambda d: d.nbytes)
+    least = looking.least_of(extremes(shape, fixed))
     if least.nbytes <= limit:
         return Answer(least.shape, fits=True)
     return Answer(least.shape, fits=False, change=looking.change(least.shape, limit))
+
+
+def smallest(shape: Shape, recompute: str, setting: Setting, fixed: bool = False) -> Shape:
+    """The shape that takes the least bytes."""
+    return Search(setting, recompute).least_of(extremes(shape, fixed)).shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +305,9 @@ class Search:
         return replace(shape, keep=keep)
 
     # ---- the least
+
+    def least_of(self, shapes: Iterable[Shape]) -> Draft:
+        return min(map(self.least, shapes), key=lambda draft: draft.nbytes)
 
     def least(self, shape: Shape) -> Draft:
         """The shape with the recomputation that takes the least bytes."""

@@ -60,6 +60,11 @@ class RunSettings:
     memory: str | None = option(
         None, "most private memory, as 2GiB, 800MiB or 80%; refused if it cannot be kept"
     )
+    strict: bool = option(
+        False,
+        "count weights that are only mapped from a file, too; training from scratch maps none",
+    )
+    calibrate: bool = option(False, "measure again how fast this machine is, for predicted times")
     recompute: str = option(
         "auto", "what the backward pass computes again", choices=("none", "blocks", "sqrt", "auto")
     )
@@ -203,6 +208,8 @@ FREE = frozenset(
             "iters",
             "epochs",
             "memory",
+            "strict",
+            "calibrate",
             "recompute",
             "threads",
         ),

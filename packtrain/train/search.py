@@ -5,7 +5,7 @@ through the blocks, recomputation, the chunks of the loss head and the way of cl
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from packtrain.recompute import (
     uniform,
 )
 from packtrain.tensor import Tensor
+from packtrain.train.forms import CHUNKS, candidates, extremes
 from packtrain.train.optim import SGD, Optimizer
 from packtrain.train.plans import (
     BOUND_NBYTES,
@@ -47,7 +48,6 @@ from packtrain.train.plans import (
     still,
 )
 
-CHUNKS = (CHUNK, 64, 16)
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
 # most micro-batches of a graph, and blocks counted for each: building it takes time
 PARTS, BLOCKS = 8, 256
@@ -380,29 +380,3 @@ def _what_matters(name: str, shape: Shape) -> Shape:
 def as_asked(shape: Shape, recompute: str, setting: Setting) -> Plans:
     """Plans without a limit."""
     return setting.plans(Search(setting, recompute).as_asked(shape))
-
-
-def candidates(shape: Shape, fixed: bool = False) -> Iterator[Shape]:
-    """Shapes that compute the same as this one, whatever its chunk; bit for bit the same if `fixed`."""
-    clips, blocks = shape.max_norm is not None, shape.config.block_count
-    for rows in [shape.rows] if fixed else divisors(shape.rows):
-        micros = shape.micros * shape.rows // rows
-        for layered in (shape.layered,) if fixed else (False, True):
-            if layered and not 1 < micros <= min(PARTS, BLOCKS // blocks):
-                continue
-            one = replace(shape, rows=rows, micros=micros, layered=layered, two_passes=False)
-            yield one
-            if clips and (layered or micros == 1):
-                yield replace(one, two_passes=True)
-
-
-def divisors(count: int) -> list[int]:
-    """The largest first."""
-    return [n for n in range(count, 0, -1) if count % n == 0]
-
-
-def extremes(shape: Shape, fixed: bool = False) -> list[Shape]:
-    """Where the least memory can be: all rows at once, or as few as possible."""
-    found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
-    ends = found[0].rows, found[-1].rows
-    return [one for one in found if one.rows in ends]

@@ -1,0 +1,38 @@
+"""Forms of a training step: shapes that compute the same as one that was asked for, but for the order of additions."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from packtrain.train.plans import CHUNK, Shape
+
+CHUNKS = (CHUNK, 64, 16)
+PARTS, BLOCKS = (
+    8,
+    256,
+)  # most micro-batches of a graph, and blocks counted for each: building it takes time
+
+
+def candidates(shape: Shape, fixed: bool = False) -> Iterator[Shape]:
+    """Shapes that compute the same as this one, whatever its chunk; bit for bit the same if `fixed`."""
+    clips, blocks = shape.max_norm is not None, shape.config.block_count
+    for rows in [shape.rows] if fixed else divisors(shape.rows):
+        micros = shape.micros * shape.rows // rows
+        for layered in (shape.layered,) if fixed else (False, True):
+            if layered and not 1 < micros <= min(PARTS, BLOCKS // blocks):
+                continue
+            one = replace(shape, rows=rows, micros=micros, layered=layered, two_passes=False)
+            yield one
+            if clips and (layered or micros == 1):
+                yield replace(one, two_passes=True)
+
+
+def divisors(count: int) -> list[int]:
+    """The largest first."""
+    return [n for n in range(count, 0, -1) if count % n == 0]
+
+
+def extremes(shape: Shape, fixed: bool = False) -> list[Shape]:
+    """Where the least memory can be: all rows at once, or as few as possible."""
+    found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
+    ends = found[0].rows, found[-1].rows
+    return [one for one in found if one.rows in ends]

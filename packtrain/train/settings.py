@@ -178,7 +178,6 @@ class TuneSettings(RunSettings):
         "end", "longer conversations: cut their end, drop or split them", choices=TRUNCATE
     )
     pack: bool = option(True, "put several samples into a row as long as they fit")
-    strict: bool = option(False, "--memory counts the base that is mapped from its file, too")
 
     batch_size: int = option(4, "rows of a micro-batch", least=1)
     warmup_ratio: float = option(0.03, "part of the steps with a rising rate", least=0, most=1)

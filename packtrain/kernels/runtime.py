@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -186,7 +186,8 @@ def cache_root() -> Path:
 
 
 def say(text: str) -> None:
-    print(f"packtrain: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody may be reading any more
+        print(f"packtrain: {text}", file=sys.stderr, flush=True)
 
 
 def writable(root: Path) -> Path:
@@ -204,12 +205,12 @@ def writable(root: Path) -> Path:
         return folder
 
 
-def sweep(folders: Collection[Path]) -> None:
+def sweep(root: Path) -> None:
     """Remove kernels of other versions that were compiled more than a month ago."""
-    for root in {folder.parent for folder in folders}:
-        for folder in set(root.iterdir()) - set(folders):
-            if time.time() - folder.stat().st_mtime > 30 * 24 * 3600:
-                shutil.rmtree(folder, ignore_errors=True)
+    current = {f"{name}-{fingerprint(name)}" for name in modules()}
+    for folder in root.iterdir():
+        if folder.name not in current and time.time() - folder.stat().st_mtime > 30 * 24 * 3600:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache
@@ -225,22 +226,49 @@ def complete_folders() -> dict[str, Path]:
     processes that start at once do not disturb each other.
     """
     folders = {name: kernel_root() / f"{name}-{fingerprint(name)}" for name in modules()}
-    missing = [name for name, folder in folders.items() if not folder.exists()]
-    if not missing or filling:
+    if filling or all(folder.exists() for folder in folders.values()):
         return folders
-    sweep(folders.values())
-    share = f"{len(missing)} of {len(folders)} modules"
-    say(f"compiling kernels, {share} (once for this machine, a minute at most) …")
-    start = time.perf_counter()
-    error = compile_in_children(missing)
+    with alone(kernel_root() / "lock"):
+        missing = [name for name, folder in folders.items() if not folder.exists()]
+        error = compiled(missing, len(folders)) if missing else ""
     if error:
         say(f"the compiling child failed ({error}); compiling in this process")
         return {
             name: folder if folder.exists() else folder.with_name(f"{folder.name}-unfinished")
             for name, folder in folders.items()
         }
-    say(f"kernels compiled in {time.perf_counter() - start:.0f} s")
     return folders
+
+
+def compiled(names: list[str], count: int) -> str:
+    """Compile these modules of `count` in children, and say so; what went wrong, or nothing."""
+    sweep(kernel_root())
+    say(
+        f"compiling kernels, {len(names)} of {count} modules (once for this machine, a minute or two) …"
+    )
+    start = time.perf_counter()
+    error = compile_in_children(names)
+    if not error:
+        say(f"kernels compiled in {time.perf_counter() - start:.0f} s")
+    return error
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process after the other, so that those that start at once compile nothing twice."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: they do compile it twice, into folders of their own
+        yield
+        return
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            say("another process is compiling kernels; waiting for it …")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def compile_in_children(names: list[str]) -> str:

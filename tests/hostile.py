@@ -8,6 +8,7 @@ import numpy as np
 
 from packtrain.dtypes import BLOCK_TYPES, bf16
 from packtrain.gguf import GGUF, Value, write
+from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.config import ARCHITECTURES, RopeScaling
 from packtrain.models.file import save_model
 from packtrain.quant import quantize
@@ -104,3 +105,12 @@ def pack(path: Path) -> None:
     arrays = {name: file.array(name).copy() for name in file.entries}
     packed = {n: quantize(a, next(types)) if a.ndim > 1 else a for n, a in arrays.items()}
     write(path, file.values, packed)
+
+
+def adapter_draft(folder: Path) -> Draft:
+    """A LoRA adapter for two matrices."""
+    rng = np.random.default_rng(0)
+    pair = tuple(rng.standard_normal(shape).astype(np.float32) for shape in ((4, 24), (24, 4)))
+    pairs = {f"blk.0.attn_{part}.weight": pair for part in ("q", "output")}
+    write_adapter(folder / "adapter.gguf", Adapter("llama", 8.0, pairs), "adapter")
+    return Draft.of(folder / "adapter.gguf")

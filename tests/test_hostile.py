@@ -13,9 +13,10 @@ import pytest
 from benchmarks.fuzz import use_file, use_header
 from packtrain.cli import INPUT, main
 from packtrain.errors import InputError
+from packtrain.models.adapter import read_adapter
 from tests import fuzz
 from tests.fuzz import Draft, Fault, encoded, hostile, judged, limits
-from tests.hostile import header_draft, model_drafts
+from tests.hostile import adapter_draft, header_draft, model_drafts
 from tests.test_model_file import save
 
 MIB = 2**20
@@ -183,6 +184,35 @@ def test_changed_models_are_used_or_refused(tmp_path: Path) -> None:
         use_file(path)
     found = outcomes(drafts, use_file, range(120), path, 256 * MIB)
     assert found["used"] > 5 and found["InputError"] > 20 and found["GGUFError"] > 20, found
+
+
+def test_changed_adapters_are_used_or_refused(tmp_path: Path) -> None:
+    draft, path = adapter_draft(tmp_path), tmp_path / "hostile.gguf"
+    path.write_bytes(draft.encode())
+    read_adapter(path)  # loads the kernels, which need memory of their own
+    found = outcomes([draft], read_adapter, range(500), path, 256 * MIB)
+    assert found["used"] > 50 and found["InputError"] > 50 and found["GGUFError"] > 50, found
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        ("inspect", []),
+        ("eval", ["--data", "text.txt"]),
+        ("quantize", ["out.gguf", "Q8_0"]),
+        ("chat", []),
+    ],
+    ids=lambda rest: rest[0],
+)
+def test_every_command_refuses_in_one_line(
+    model: Draft, tmp_path: Path, capsys: pytest.CaptureFixture[str], rest: tuple[str, list[str]]
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(model.encode()[:-4000])
+    code = main([rest[0], str(path), *rest[1]])
+    said = capsys.readouterr().err
+    assert code == INPUT and said.count("\n") == 1
+    assert said.startswith(f"packtrain: error: {path}: ") and "the file has" in said
 
 
 def allocate(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.errors import printable
+from packtrain.errors import InputError, printable
 from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
@@ -55,7 +55,12 @@ def run(settings: Data) -> int:
 
 
 def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
-    context = metadata.get(f"{metadata.get('general.architecture')}.context_length", CONTEXT)
+    key = f"{metadata.get('general.architecture')}.context_length"
+    context = metadata.get(key, CONTEXT)
+    if not isinstance(context, int) or context < 1:
+        raise InputError(
+            f"{settings.model}: {key} is {context!r}; it must be a whole number from 1"
+        )
     return Recipe(
         settings.data,
         settings.model,

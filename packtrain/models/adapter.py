@@ -64,10 +64,9 @@ def read_adapter(path: str | Path) -> Adapter:
     gguf = GGUF(path)
     values = gguf.metadata
     for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
-        if values.get(key) != wanted:
-            raise InputError(
-                f"{path}: {key} is {values.get(key)!r}; of an adapter it is {wanted!r}"
-            )
+        found = values.get(key)
+        if not isinstance(found, str) or found != wanted:
+            raise InputError(f"{path}: {key} is {found!r}; of an adapter it is {wanted!r}")
     if INVOCATION in values:
         raise InputError(
             f"{path}: {INVOCATION} is there; adapters that wait for tokens are not supported"

@@ -21,7 +21,8 @@ try:
 except ImportError:  # no such limits on this system
     resource = None  # type: ignore[assignment]
 
-MEMORY_NBYTES, TEXT_LENGTH = 512 << 20, 16 << 20
+MEMORY_NBYTES, TEXT_LENGTH = 512 << 20, 4 << 20
+REASON_LENGTH = 1000  # characters of what went wrong that the parent is told
 
 
 class Generation(jinja2.ext.Extension):
@@ -81,13 +82,13 @@ def answer(work: Callable[[], Any]) -> Any:
     try:
         return [work()]
     except Refused as error:
-        return ["", str(error)]
+        return ["", str(error)[:REASON_LENGTH]]
     except MemoryError:
         return ["", f"it needs more than {MEMORY_NBYTES >> 20} MiB"]
     except jinja2.TemplateSyntaxError as error:
-        return ["", f"line {error.lineno}: {error.message}"]
+        return ["", f"line {error.lineno}: {error.message}"[:REASON_LENGTH]]
     except Exception as error:  # whatever an unchecked template can raise
-        return ["", f"{type(error).__name__}: {error}"]
+        return ["", f"{type(error).__name__}: {error}"[:REASON_LENGTH]]
 
 
 def main() -> None:

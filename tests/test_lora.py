@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from packtrain import Graph, differentiate
+from packtrain import Graph, Session, differentiate, place
+from packtrain.dtypes import BLOCK_TYPES
 from packtrain.models import transformer
 from packtrain.models.lora import KEY, A, B, Lora
+from packtrain.quant import dequantize, quantize
+from tests import torch_llama
 from tests.checks import close
 from tests.models import CONFIG, batch, bind, gradients, same_bits, values
 
@@ -16,9 +20,9 @@ LORA = Lora((("blk.1.attn_q.*", 3), ("*attn_*", 4), ("*ffn_down*", 2), ("*ffn_up
 FUSED = replace(CONFIG, architecture="phi3")
 
 
-def of_additions(config: transformer.Config) -> Graph:
+def of_additions(config: transformer.Config, types=transformer.NO_TYPES) -> Graph:
     """`loss` and the gradient of every addition."""
-    leaves = transformer.weights(config)
+    leaves = transformer.weights(config, types)
     made = transformer.loss(config, leaves, ROWS, TIME, chunk=16)
     trained = [leaf for name, leaf in leaves.items() if name.endswith((A, B))]
     found = differentiate(made.loss, trained, made.blocks)
@@ -69,3 +73,34 @@ def test_dropout_is_drawn_from_seed_and_step_alone():
     first = at(3, 1)
     assert same_bits(at(3, 1), first)
     assert at(3, 2)["loss"] != first["loss"] != at(4, 1)["loss"]
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_K"])
+def test_gradients_on_packed_matrices_are_those_of_pytorch_on_what_they_hold(dtype):
+    wide = replace(CONFIG, embedding_length=256, feed_forward_length=512)
+    config, packed = replace(wide, lora=LORA), BLOCK_TYPES[dtype]
+    given = values(config)
+    base = {
+        name: quantize(value, packed)
+        for name, value in given.items()
+        if value.ndim == 2 and not name.endswith((A, B))
+    }
+    session, inputs = Session(), batch(wide, ROWS, TIME)
+    session.share(base)
+    run = session.executor(place(of_additions(config, dict.fromkeys(base, packed))))
+    session.set({name: value for name, value in given.items() if name not in base})
+    got = run(inputs)
+
+    w = {name: torch.from_numpy(v).double() for name, v in given.items()}
+    w |= {name: torch.from_numpy(dequantize(array)).double() for name, array in base.items()}
+    trained = {n: t.requires_grad_() for n, t in w.items() if n.endswith((A, B))}
+    for name in [name.removesuffix(A) for name in trained if name.endswith(A)]:
+        a, b = w[name + A], w[name + B]
+        w[name] = w[name] + LORA.alpha / len(a) * b @ a
+    loss = torch_llama.loss(wide, w, inputs)
+    loss.backward()
+    close(got["loss"], loss.detach().numpy(), "loss", 1e-5)
+    for name, t in trained.items():
+        wanted = t.grad.numpy()
+        off = np.linalg.norm(got[f"d/{name}"] - wanted) / np.linalg.norm(wanted)
+        assert off < 1e-4, f"{name}: {off}"

@@ -207,7 +207,6 @@ FREE = frozenset(
             "iters",
             "epochs",
             "memory",
-            "strict",
             "calibrate",
             "recompute",
             "threads",

@@ -49,13 +49,14 @@ LAYERS = {
     "cost": "tensor graph ops place run",
     "recompute": "graph place packing plan tensor cost",
     "models": "dtypes errors tensor ops gguf quant tokenizer",
+    "peft": "errors files gguf quant convert models",
     "sample": "errors",
     "generate": "dtypes errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
     "train": "version child errors files settings dtypes tensor graph ops grad place packing plan run memory stop"
     " kernels quant gguf tokenizer corpus samples cost recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
-    " tokenizer vocabulary convert corpus samples cost recompute models sample generate template watch train",
+    " tokenizer vocabulary convert corpus samples cost recompute models peft sample generate template watch train",
     "cli": "errors settings commands train version",
     "__main__": "cli",
 }

@@ -1,33 +1,71 @@
-"""packtrain convert: a Hugging Face checkpoint (config.json, safetensors, tokenizer) to a GGUF file."""
+"""packtrain convert: a Hugging Face checkpoint (config.json, safetensors, tokenizer) to a GGUF file.
+
+With --base it is an adapter of that model: a PEFT folder to a GGUF file, or a GGUF file to --peft FOLDER.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.convert import AUTO, FILE_TYPES, convert
+from packtrain.errors import InputError
+from packtrain.files import check_writable
 from packtrain.gguf import Deferred
+from packtrain.models.adapter import check_fits, read_adapter, write_adapter
+from packtrain.models.file import open_model
+from packtrain.peft import TENSORS, read_peft, write_peft
 from packtrain.settings import option, positional
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Make a GGUF file of a checkpoint folder."""
+    """Make a GGUF file of a checkpoint folder, or of an adapter's; or a folder of an adapter."""
 
     folder: Path = positional(
-        "the folder with config.json, *.safetensors and the tokenizer's files"
+        "the folder with config.json, *.safetensors and the tokenizer's files; with --base an adapter"
     )
     output: Path | None = option(None, "the file to write; FOLDER.gguf if not given", flags="-o")
     type: str = option(
         AUTO, "of the matrices; auto keeps the checkpoint's", choices=(AUTO, *FILE_TYPES)
     )
+    base: Path | None = option(None, "the model that an adapter is for, a GGUF file")
+    peft: Path | None = option(None, "write an adapter that is a GGUF file to this folder")
 
 
 def run(settings: Convert) -> int:
     """Convert and say what was written. Raises InputError for what cannot be converted."""
     folder = settings.folder
     path = settings.output or Path(f"{folder.resolve()}.gguf")
+    if settings.base is not None:
+        if settings.peft is not None:
+            return _to_peft(folder, settings.base, settings.peft)
+        return _from_peft(folder, settings.base, path)
+    if settings.peft is not None:
+        raise InputError("--peft: --base must be given, too: the model that the adapter is for")
     written = convert(folder, path, settings.type)
     types = Counter(str(t.dtype) if isinstance(t, Deferred) else "f32" for t in written.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
     print(f"{path}: {len(written)} tensors ({counts}), {path.stat().st_size:,} bytes")
+    return 0
+
+
+def _from_peft(folder: Path, base: Path, path: Path) -> int:
+    check_writable(path, "-o")
+    model = open_model(base)
+    if any(path.exists() and path.samefile(part) for part in model.gguf.paths):
+        raise InputError(f"-o: {path} is the base itself; give another name")
+    adapter = read_peft(folder, model)
+    check_fits(adapter, folder, model.gguf)
+    write_adapter(path, adapter, path.stem.encode(errors="replace").decode())
+    print(f"{path}: additions to {len(adapter.pairs)} tensors, {path.stat().st_size:,} bytes")
+    return 0
+
+
+def _to_peft(file: Path, base: Path, folder: Path) -> int:
+    if (folder / TENSORS).exists():
+        raise InputError(f"--peft: {folder / TENSORS} exists; give another folder")
+    model, adapter = open_model(base), read_adapter(file)
+    check_fits(adapter, file, model.gguf)
+    count = write_peft(folder, adapter, model)
+    print(f"{folder}: {count} tensors, {(folder / TENSORS).stat().st_size:,} bytes")
     return 0

@@ -1,45 +1,61 @@
-"""packtrain merge: a model with adapters added to its matrices, everything else byte for byte."""
+"""packtrain merge: a model with adapters made part of its matrices; all else stays as it is, byte for byte."""
 
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.dtypes import DTYPES
-from packtrain.errors import InputError
-from packtrain.files import check_writable
-from packtrain.gguf import GGUF
-from packtrain.models.adapted import read_scaled
+from packtrain.commands.quantize import MIB, TYPES, check_output, line, writable_dtype
+from packtrain.dtypes import Dtype
+from packtrain.gguf import GGUF, Entry
+from packtrain.models.adapted import read_scaled, split_scale
+from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import merged, write_changed
-from packtrain.plan import size_text
 from packtrain.settings import option, positional, required
-from packtrain.train.settings import WRITTEN
+
+HEAD = "output.weight"
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Add adapters to a model for good."""
+    """Write a model with adapters merged into it."""
 
     model: Path = positional("the base, a GGUF file")
-    adapters: tuple[str, ...] = positional("adapters of this base: FILE, or FILE:SCALE")
-    output: Path = required("the model to write", flags="-o")
-    type: str | None = option(
-        None, "type of changed matrices; by default what each has in the base", choices=WRITTEN
-    )
+    adapters: tuple[str, ...] = positional("adapters, GGUF files; FILE:SCALE adds SCALE times one")
+    output: Path = required("the GGUF file to write", flags="-o")
+    type: str | None = option(None, f"of what is changed; else what it is in the base: {TYPES}")
     overwrite: bool = option(False, "replace the output if it exists")
 
 
 def run(settings: Merge) -> int:
-    """Write the merged model. Raises InputError."""
-    check_writable(settings.output, "--output")
-    if settings.output.exists() and not settings.overwrite:
-        raise InputError(f"--output: {settings.output} exists; give another, or --overwrite")
+    """Write the file and print a line per merged tensor. Raises InputError; what was there then stays."""
+    began = time.perf_counter()
+    dtype = writable_dtype(settings.type, "--type")
     base = GGUF(settings.model)
-    inputs = [*base.paths, *(Path(text.rpartition(":")[0] or text) for text in settings.adapters)]
-    if settings.output.resolve() in [path.resolve() for path in inputs]:
-        raise InputError(f"--output: {settings.output} is what is merged; give another name")
-    changes = merged(base, read_scaled(settings.adapters, base))
-    dtype = DTYPES[settings.type] if settings.type else None
+    read = [*base.paths, *(split_scale(text)[0] for text in settings.adapters)]
+    adapters = read_scaled(settings.adapters, base)
+    check_output(settings.output, "-o", read, settings.overwrite)
+    ignored = sorted({name for adapter, _ in adapters for name in adapter.ignored})
+    if ignored:
+        _say(
+            f"{len(ignored)} vectors are no part of an adapter and left out, the first is {ignored[0]}"
+        )
+    changes = merged(base, adapters)
+    if EMBEDDING in changes and HEAD not in base.entries:
+        _say(f"{EMBEDDING} is the head, too: both are changed")
+
+    def done(entry: Entry, stored: Dtype, error: float) -> None:
+        print(line(entry, stored, error))
+
     name = settings.output.stem.encode(errors="replace").decode()
-    write_changed(settings.output, base, changes, name=name, dtype=dtype)
-    size = size_text(settings.output.stat().st_size)
-    print(f"{settings.output}: {size}, {len(changes)} of {len(base.entries)} tensors changed")
+    write_changed(settings.output, base, changes, name=name, dtype=dtype, done=done)
+    print(
+        f"{settings.output}: {len(changes)} of {len(base.entries)} tensors changed, "
+        f"{base.nbytes / MIB:.2f} -> {settings.output.stat().st_size / MIB:.2f} MiB, "
+        f"{time.perf_counter() - began:.1f} s"
+    )
     return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

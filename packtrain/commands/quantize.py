@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from packtrain.dtypes import Dtype
 from packtrain.errors import InputError, printable
 from packtrain.files import check_writable
 from packtrain.gguf import GGUF, Deferred, Entry, Value, tensor_nbytes, write
+from packtrain.models.merge import packed, squares
 from packtrain.models.mix import MIXES, Mix, types_of
-from packtrain.quant import READABLE, WRITABLE, dequantize, quantize
+from packtrain.quant import READABLE, WRITABLE, dequantize
 from packtrain.settings import option, positional
 
 PART = 1 << 20  # values that are converted at a time
@@ -51,8 +52,8 @@ def run(settings: Quantize) -> int:
         gguf,
         mix,
         pure=settings.pure,
-        output=_dtype(settings.output_tensor_type, "--output-tensor-type"),
-        embedding=_dtype(settings.token_embedding_type, "--token-embedding-type"),
+        output=writable_dtype(settings.output_tensor_type, "--output-tensor-type"),
+        embedding=writable_dtype(settings.token_embedding_type, "--token-embedding-type"),
     )
     _check(settings, gguf, types)
     converted = {
@@ -77,7 +78,8 @@ def metadata(gguf: GGUF, mix: Mix) -> dict[str, Value]:
     return kept | {key: Value("u32", number) for key, number in said.items()}
 
 
-def _dtype(name: str | None, field: str) -> Dtype | None:
+def writable_dtype(name: str | None, field: str) -> Dtype | None:
+    """The element type of this name; None is None. Raises InputError for one that cannot be written."""
     if name is None:
         return None
     found = next((dtype for dtype in WRITABLE if dtype.name.lower() == name.lower()), None)
@@ -86,15 +88,18 @@ def _dtype(name: str | None, field: str) -> Dtype | None:
     return found
 
 
+def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool) -> None:
+    """Raise InputError unless this file may be written: none of those that are read, and none that is to be kept."""
+    check_writable(output, field)
+    if any(output.exists() and output.samefile(path) for path in read):
+        raise InputError(f"{field}: {output} is the model itself; give another name")
+    if output.exists() and not overwrite:
+        raise InputError(f"{field}: {output} exists; give another, or --overwrite to replace it")
+
+
 def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
     """What can be known to be wrong before any work."""
-    check_writable(settings.output, "output")
-    if any(settings.output.exists() and settings.output.samefile(path) for path in gguf.paths):
-        raise InputError(f"output: {settings.output} is the model itself; give another name")
-    if settings.output.exists() and not settings.overwrite:
-        raise InputError(
-            f"output: {settings.output} exists; give another, or --overwrite to replace it"
-        )
+    check_output(settings.output, "output", gguf.paths, settings.overwrite)
     for name, entry in gguf.entries.items():
         stored, wanted = entry.dtype, types[name]
         if stored is wanted:
@@ -116,25 +121,25 @@ def _maker(
     gguf: GGUF, entry: Entry, dtype: Dtype, usual: Dtype
 ) -> Callable[[], Iterator[np.ndarray]]:
     """Converts a tensor when its turn comes, part by part, and prints what became of it."""
-    name = f"{gguf.path}: {entry.name}"
+    where = f"{gguf.path}: {entry.name}"
 
-    def make() -> Iterator[np.ndarray]:
-        wrong = total = 0.0
+    def done(error: float) -> None:
+        width = entry.shape[-1] if entry.shape else 1
+        narrow = f"  rows of {width} are no blocks of {usual}" if width % usual.block else ""
+        print(line(entry, dtype, error) + narrow)
+
+    def kept() -> Iterator[np.ndarray]:
         for part in _parts(gguf.array(entry.name)):
-            if entry.dtype in READABLE:  # others are only copied
-                values = dequantize(part)
-                total += _squares(values)
-                if not math.isfinite(total):
-                    raise InputError(f"{name} has values that are not finite; they must be")
-                if dtype != entry.dtype:
-                    part = quantize(values, dtype)
-                    wrong += _squares(dequantize(part) - values)
-                if not math.isfinite(wrong):
-                    raise InputError(f"{name} has values too large for {dtype}; take another type")
+            # others than those that can be read are only copied
+            if entry.dtype in READABLE and not math.isfinite(squares(dequantize(part))):
+                raise InputError(f"{where} has values that are not finite; they must be")
             yield part
-        print(_line(entry, dtype, usual, math.sqrt(wrong / total) if total else 0.0))
+        print(line(entry, dtype))
 
-    return make
+    def converted() -> Iterator[np.ndarray]:
+        return packed(where, map(dequantize, _parts(gguf.array(entry.name))), dtype, done)
+
+    return kept if dtype == entry.dtype else converted
 
 
 def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
@@ -145,16 +150,11 @@ def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
         yield from (rows[i : i + step] for i in range(0, len(rows), step))
 
 
-def _squares(x: np.ndarray) -> float:
-    return float(np.square(x, dtype=np.float64).sum())
-
-
-def _line(entry: Entry, dtype: Dtype, usual: Dtype, error: float) -> str:
+def line(entry: Entry, dtype: Dtype, error: float | None = None) -> str:
+    """What became of a tensor: name, shape, types, sizes and what was lost; None where it was kept."""
     what = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
-    if dtype == entry.dtype:
+    if error is None:
         return f"{what} kept {entry.nbytes / MIB:18.2f} MiB"
     after = tensor_nbytes(entry.shape, dtype)
-    width = entry.shape[-1]
-    narrow = f"  rows of {width} are no blocks of {usual}" if width % usual.block else ""
     sizes = f"{entry.nbytes / MIB:8.2f} -> {after / MIB:.2f} MiB"
-    return f"{what} -> {dtype!s:5} {sizes}  error {error:.2%}{narrow}"
+    return f"{what} -> {dtype!s:5} {sizes}  error {error:.2%}"

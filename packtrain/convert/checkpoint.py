@@ -82,11 +82,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     tensors: dict[str, Stored] = {}
     for name, stored in open_tensors(folder).items():
         if not name.startswith(OTHERS) and not name.endswith(UNUSED):
-            tensors[_alone(name)] = stored
+            tensors[alone(name)] = stored
     return Checkpoint(folder, kinds[0], config, tensors)
 
 
-def _alone(name: str) -> str:
+def alone(name: str) -> str:
     """A tensor's name as it is in the language model alone."""
     for prefix in LANGUAGE:
         if name.startswith(prefix):

@@ -1,11 +1,13 @@
-"""Tensors of a safetensors checkpoint, one file or several with an index: mapped, with every bound checked.
+"""Tensors of a safetensors checkpoint, one file or several with an index: mapped, with every bound checked; written.
 
 A file is a length in 8 bytes, that many bytes of JSON (name -> dtype, shape, data_offsets), and raw bytes. It is
 read here because that is all of the format; the package for it would bring nothing but another copy.
 """
 
+import json
 import math
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 from packtrain.convert.plain import parsed, read_json
 from packtrain.dtypes import Dtype, bf16, f16, f32
 from packtrain.errors import InputError
+from packtrain.files import replacing
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LENGTH_NBYTES, LONGEST = 8, 100_000_000  # the format's own limit of its header
@@ -52,7 +55,7 @@ class Stored:
 def open_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of the checkpoint in a folder, by name. Raises InputError."""
     if (folder / SINGLE).exists():
-        return _open_file(folder / SINGLE)
+        return open_file(folder / SINGLE)
     if not (folder / INDEX).exists():
         raise InputError(
             f"{folder}: there is no {SINGLE} and no {INDEX}; a checkpoint must be in safetensors files"
@@ -60,7 +63,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     places = _places(folder / INDEX)
     found: dict[str, Stored] = {}
     for file in dict.fromkeys(places.values()):
-        found |= _open_file(folder / file)
+        found |= open_file(folder / file)
     missing = [name for name in places if name not in found]
     if missing:
         raise InputError(
@@ -82,7 +85,8 @@ def _places(path: Path) -> dict[str, str]:
     return places
 
 
-def _open_file(path: Path) -> dict[str, Stored]:
+def open_file(path: Path) -> dict[str, Stored]:
+    """Every tensor of one file, by name. Raises InputError."""
     try:
         with open(path, "rb") as file:
             head = file.read(LENGTH_NBYTES)
@@ -123,3 +127,18 @@ def _entry(path: Path, data: Any, begin: int, name: str, about: Any) -> Stored:
 
 def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write tensors of f32, the whole file at once."""
+    header, at = dict[str, Any](), 0
+    for name, values in tensors.items():
+        end = at + values.size * NBYTES["F32"]
+        header[name] = {"dtype": "F32", "shape": values.shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % LENGTH_NBYTES)
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(LENGTH_NBYTES, "little") + text)
+        for values in tensors.values():
+            file.write(np.ascontiguousarray(values, "<f4").tobytes())

@@ -98,6 +98,12 @@ def paired(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
+def halved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of paired."""
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
 def tensors_of(
     checkpoint: Checkpoint,
     sizes: Sizes,

@@ -15,26 +15,26 @@ from packtrain.models.lora import EMBEDDING, A, B, Lora
 Scaled = tuple[Adapter, float]
 
 
+def split_scale(text: str) -> tuple[Path, float]:
+    """File and scale of FILE:SCALE, or of FILE alone, whose scale is 1."""
+    path, _, number = text.rpartition(":")
+    if not path or Path(text).exists():
+        return Path(text), 1.0
+    try:
+        scale = float(number)
+    except ValueError:
+        return Path(text), 1.0
+    return (Path(path), scale) if np.isfinite(scale) else (Path(text), 1.0)
+
+
 def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:
-    """Adapters and their scales from texts as FILE or FILE:SCALE. Raises InputError for one of another base."""
+    """Adapters and their scales from texts FILE[:SCALE]. Raises InputError for one of another base."""
     found = []
-    for text in given:
-        path, _, number = text.rpartition(":")
-        scale = None if Path(text).exists() else _number(number)
-        if not path or scale is None:
-            path, scale = text, 1.0
+    for path, scale in map(split_scale, given):
         adapter = read_adapter(path)
         check_fits(adapter, path, base)
         found.append((adapter, scale))
     return found
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if np.isfinite(number) else None
 
 
 def adapted(model: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
@@ -42,18 +42,24 @@ def adapted(model: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
     touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
     ranks, added = [], {}
     for name in touched:
-        if not name.startswith("blk.") or model.gguf.array(name).ndim != 2:
-            what = "the embedding" if name == EMBEDDING else name
-            raise InputError(
-                f"{model.gguf.path}: an adapter adds to {what}, which works merged only; use packtrain merge"
-            )
-        pairs = [
-            (*adapter.pairs[name], by * adapter.scale(name))
-            for adapter, by in adapters
-            if name in adapter.pairs
-        ]
-        added[name + A] = np.concatenate([a for a, _, _ in pairs])
-        added[name + B] = np.concatenate([np.float32(by) * b for _, b, by in pairs], axis=1)
-        ranks.append((name, len(added[name + A])))
+        _check_beside(model, name)
+        ours = [(adapter, by) for adapter, by in adapters if name in adapter.pairs]
+        pairs = [adapter.pairs[name] for adapter, _ in ours]
+        scales = [np.float32(by * adapter.scale(name)) for adapter, by in ours]
+        inner = -1 if name == EMBEDDING else -2  # the axis of A that is the rank
+        added[name + A] = np.concatenate([a for a, _ in pairs], axis=inner)
+        scaled = [by * b for by, (_, b) in zip(scales, pairs, strict=True)]
+        added[name + B] = np.concatenate(scaled, axis=-1)
+        ranks.append((name, added[name + B].shape[-1]))
     lora = Lora(tuple(ranks)) if ranks else None
     return replace(model, config=replace(model.config, lora=lora), added=added)
+
+
+def _check_beside(model: ModelFile, name: str) -> None:
+    """Additions work beside the base in matrices of the blocks, and in an embedding that is not the head, too."""
+    config, axes = model.config, len(model.gguf.entries[name].shape)
+    inside = name.startswith("blk.") and axes > 1
+    if not inside and (name != EMBEDDING or config.tied):
+        raise InputError(
+            f"{model.gguf.path}: an adapter adds to {name}, which works merged only; use packtrain merge"
+        )

@@ -19,6 +19,8 @@ READABLE = (f32, f16, bf16)
 ARCHITECTURE, ALPHA = "general.architecture", "adapter.lora.alpha"
 INVOCATION = "adapter.alora.invocation_tokens"
 
+NORM = "_norm.weight"
+
 Pair = tuple[np.ndarray, np.ndarray]
 
 
@@ -26,14 +28,16 @@ Pair = tuple[np.ndarray, np.ndarray]
 class Adapter:
     """Additions to matrices of a base of this architecture, f32, by the name of the base's tensor.
 
-    pairs  A (R, in) and B (out, R) for a matrix (out, in); with a leading axis of experts for each if it has one;
-           for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
-    alpha  0 stands for a scale of 1, as in llama.cpp
+    pairs    A (R, in) and B (out, R) for a matrix (out, in); with a leading axis of experts for each if it has one;
+             for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
+    alpha    0 stands for a scale of 1, as in llama.cpp
+    ignored  vectors that the file has beside them, which nothing reads, as in llama.cpp
     """
 
     architecture: str
     alpha: float
     pairs: Mapping[str, Pair]
+    ignored: tuple[str, ...] = ()
 
     def scale(self, name: str) -> float:
         """What B A is multiplied by: alpha over rank."""
@@ -76,12 +80,13 @@ def read_adapter(path: str | Path) -> Adapter:
         raise InputError(f"{path}: {ARCHITECTURE} is {architecture!r}; it must name the base's")
     if not isinstance(alpha, float) or not np.isfinite(alpha):
         raise InputError(f"{path}: {ALPHA} is {alpha!r}; it must be a number")
-    names = list(dict.fromkeys(_base_name(gguf, name) for name in gguf.entries))
+    ignored = tuple(name for name in gguf.entries if name.endswith(NORM))
+    names = dict.fromkeys(_base_name(gguf, n) for n in gguf.entries if n not in ignored)
     if not names:
         raise InputError(
             f"{path}: there are no tensors; an adapter has pairs {' and '.join(SUFFIXES)}"
         )
-    return Adapter(architecture, alpha, {name: _pair(gguf, name) for name in names})
+    return Adapter(architecture, alpha, {name: _pair(gguf, name) for name in names}, ignored)
 
 
 def _base_name(gguf: GGUF, name: str) -> str:
@@ -114,7 +119,11 @@ def _half(gguf: GGUF, name: str) -> np.ndarray:
         raise InputError(
             f"{gguf.path}: {name} is {entry.dtype}{[*entry.shape]}; it must be {wanted}"
         )
-    return dequantize(gguf.array(name))
+    stored = gguf.array(name)
+    values = stored if entry.dtype is f32 else dequantize(stored)
+    if not np.isfinite(values).all():
+        raise InputError(f"{gguf.path}: {name} has values that are not finite; they must be")
+    return values
 
 
 def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:

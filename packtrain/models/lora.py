@@ -16,10 +16,10 @@ KEY = "dropout"  # the input that random numbers depend on: seed and step
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Which matrices of the blocks have additions.
+    """Which matrices of the blocks, and whether the embedding, have additions.
 
     ranks    by name of the tensor: the first pattern that fits it counts; a tensor that fits none has no addition
-    last     only in so many blocks, counted from the last one; 0 is all
+    last     in only so many of the blocks, counted from the last one; 0 is all
     alpha    the scale is alpha / rank; 0 stands for a scale of 1
     dropout  the part of what A reads that is dropped while training
     """
@@ -42,7 +42,8 @@ class Lora:
         """Names and shapes of the leaves that are added to a model of these shapes."""
         first = blocks - self.last if self.last else 0
         for name, shape in shapes.items():
-            in_reach = name.startswith("blk.") and int(name.split(".")[1]) >= first
+            in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first
+            in_reach = in_block or name == EMBEDDING
             rank = self.rank(name) if in_reach and len(shape) > 1 else 0
             if rank:
                 yield from zip((name + A, name + B), fitting(shape, name, rank), strict=True)

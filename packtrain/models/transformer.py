@@ -14,7 +14,7 @@ import numpy as np
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models.config import Config, Rope
-from packtrain.models.lora import KEY, A, B, noise
+from packtrain.models.lora import EMBEDDING, KEY, A, B, noise
 from packtrain.tensor import Tensor, input, named, state, weight
 
 Weights = Mapping[str, Tensor]
@@ -135,14 +135,22 @@ class Block:
 
     def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """y and what the low-rank addition to the weight makes of x, if it has one."""
+        found, lora = self.low(name), self.config.lora
+        if found is None or lora is None:
+            return y
+        a, b, by = found
+        if lora.dropout:
+            whole = a.label.removesuffix(A)
+            x = ops.dropout(x, self.w[KEY], p=lora.dropout, stream=noise(whole))
+        return ops.matmul(ops.scale(ops.matmul(x, a), by=by), b, y)
+
+    def low(self, name: str) -> tuple[Tensor, Tensor, float] | None:
+        """A, B and scale of the low-rank addition to a weight, if it has one."""
         whole = f"blk.{self.number}.{self.config.slices.get(name, (name,))[0]}.weight"
         a, lora = self.w.get(whole + A), self.config.lora
         if a is None or lora is None:
-            return y
-        if lora.dropout:
-            x = ops.dropout(x, self.w[KEY], p=lora.dropout, stream=noise(whole))
-        low = ops.scale(ops.matmul(x, a), by=lora.scale(a.shape[0]))
-        return ops.matmul(low, self.weight(name, f"weight{B}"), y)
+            return None
+        return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2])
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return self.named(name, ops.rms_norm(x, self.weight(name), eps=self.config.rms_eps))
@@ -183,17 +191,23 @@ def feed_forward(part: Block, h: Tensor) -> Tensor:
     """The second half of a block: h (..., C) -> (..., C)."""
     x = part.norm("ffn_norm", h)
     if part.config.expert_count:
-        choose, gate, up, down = (
-            part.weight(f"ffn_{name}") for name in ("gate_inp", "gate_exps", "up_exps", "down_exps")
-        )
-        y = ops.experts(x, choose, gate, up, down, h, used=part.config.expert_used_count)
-        return part.named("ffn_experts", y)
+        return part.named("ffn_experts", mixture(part, x, h))
     gate, up = part.linear("ffn_gate", x), part.linear("ffn_up", x)
     if part.config.traits.gelu:
         y = part.named("ffn_geglu", ops.geglu(gate, up))
     else:
         y = part.named("ffn_swiglu", ops.swiglu(gate, up))
     return part.join("ffn_down", y, "post_ffw_norm", h)
+
+
+def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
+    """h and what experts make of x, with their low-rank additions, which drop nothing."""
+    names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
+    choose, gate, up, down = map(part.weight, names.values())
+    found = {short: part.low(name) for short, name in names.items()}
+    low = {short: addition for short, addition in found.items() if addition is not None}
+    used = part.config.expert_used_count
+    return ops.experts(x, choose, gate, up, down, h, used=used, low=low)
 
 
 def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables:
@@ -228,15 +242,25 @@ def rope_table(
     return named("rope_table", made)
 
 
+def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
+    """The rows of tokens (...), with the low-rank addition to them if they have one, (..., C)."""
+    h = ops.get_rows(w[EMBEDDING], tokens)
+    a, lora = w.get(EMBEDDING + A), config.lora
+    if a is not None and lora is not None:
+        low = ops.scale(ops.get_rows(a, tokens), by=lora.scale(a.shape[-1]))
+        h = ops.matmul(low, w[EMBEDDING + B], h)
+    if config.traits.scaled_embedding:
+        h = ops.scale(h, by=config.embedding_length**0.5)
+    return named("token_embd", h)
+
+
 def stream(
     config: Config, w: Weights, tokens: Tensor, pos: Tensor, attend: Attend, context: int
 ) -> Iterator[Tensor]:
     """The residual stream: the embedding of tokens (...) and what each block leaves, (..., C) each, one by one."""
     tables = rope_tables(config, w, pos, context)
-    h = ops.get_rows(w["token_embd.weight"], tokens)
-    if config.traits.scaled_embedding:
-        h = ops.scale(h, by=config.embedding_length**0.5)
-    yield named("token_embd", h)
+    h = embedding(config, w, tokens)
+    yield h
     for i in range(config.block_count):
         h = block(config, w, i, h, tables, attend)
         yield h

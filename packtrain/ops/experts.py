@@ -1,6 +1,8 @@
 """Mixture of experts: products of rows with the matrix of their expert, weighted sums of rows, and both together."""
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -8,6 +10,7 @@ from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, dtype_of, f16, f32, i32
 from packtrain.ops.activation import swiglu
 from packtrain.ops.arrays import floats, packed, rows, rows_or_absent, start_with
+from packtrain.ops.elementwise import scale
 from packtrain.ops.index import get_rows
 from packtrain.ops.matmul import matmul
 from packtrain.ops.routing import check_ids, group_rows, take, top_k
@@ -15,6 +18,9 @@ from packtrain.ops.shape import reshape, transpose
 from packtrain.ops.softmax import soft_max
 from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+Low = tuple[Tensor, Tensor, float]
+NONE: Mapping[str, Low] = MappingProxyType({})
 
 
 def experts(
@@ -27,6 +33,7 @@ def experts(
     *,
     used: int,
     norm: bool = True,
+    low: Mapping[str, Low] = NONE,
 ) -> Tensor:
     """A feed-forward of experts: y = sum over the `used` likeliest e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
 
@@ -37,16 +44,28 @@ def experts(
         gate, up  (E, F, C)  any readable type
         down      (E, C, F)  any readable type
         acc, y    (..., C)   f32
+        low       by a matrix's name A (R, in), B (out, R), with an axis E where it has one, and s: w is w + s B A
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); llama.cpp's build_moe_ffn.
     """
-    logits = matmul(x, gate_inp)
+    logits = _product(x, gate_inp, low.get("gate_inp"))
     chosen = top_k(logits, k=used)
     p = soft_max(take(logits, chosen)) if norm else take(soft_max(logits), chosen)
     row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
     tokens = math.prod(x.shape[:-1])
     sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
-    hidden = swiglu(matmul_id(sorted_x, gate, expert), matmul_id(sorted_x, up, expert))
-    return weighted_rows(matmul_id(hidden, down, expert), place, p, acc)
+    gated = _product(sorted_x, gate, low.get("gate"), expert)
+    hidden = swiglu(gated, _product(sorted_x, up, low.get("up"), expert))
+    return weighted_rows(_product(hidden, down, low.get("down"), expert), place, p, acc)
+
+
+def _product(x: Tensor, w: Tensor, low: Low | None, *expert: Tensor) -> Tensor:
+    """w x, or that of the rows' experts, and the low-rank addition to w."""
+    times: Callable[..., Tensor] = matmul_id if expert else matmul
+    y = times(x, w, *expert)
+    if low is None:
+        return y
+    a, b, by = low
+    return times(scale(times(x, a, *expert), by=by), b, *expert, y)
 
 
 def _check_order(op_name, ids, count):

@@ -1,0 +1,224 @@
+"""LoRA adapters as PEFT keeps them, a folder of adapter_config.json and adapter_model.safetensors, read and written.
+
+The base says which names the matrices have in a checkpoint, and of which the rows are in another order in GGUF files.
+What an adapter file cannot hold (DoRA, biases, whole modules) is refused.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.convert import ARCHITECTURES
+from packtrain.convert.checkpoint import alone
+from packtrain.convert.plain import as_object, read_json
+from packtrain.convert.safetensors import open_file, write_file
+from packtrain.convert.tensors import halved, paired
+from packtrain.errors import InputError
+from packtrain.files import write_text
+from packtrain.models.adapter import Adapter, Pair
+from packtrain.models.file import ModelFile
+from packtrain.models.lora import EMBEDDING
+from packtrain.quant import dequantize
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+HALF = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?"
+)
+EMBED, HEAD = "model.embed_tokens", "lm_head"
+# settings under which a folder holds more than A and B, or means something else by them
+REFUSED = (
+    "use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices", "target_parameters",
+    "use_qalora", "alora_invocation_tokens",
+)  # fmt: skip
+EXACT = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a matrix of the checkpoint is in the base: its tensor, which expert's it is, heads with turned rows."""
+
+    tensor: str
+    expert: int | None = None
+    heads: int = 0
+
+
+def places(model: ModelFile) -> dict[str, Place]:
+    """The matrices that can have additions, by the name of their module in a checkpoint of this model."""
+    c, entries, made = model.config, model.gguf.entries, dict[str, Place]()
+    for family in (f for f in ARCHITECTURES.values() if f.name == c.architecture):
+        heads = {"attn_q": c.head_count, "attn_k": c.head_count_kv} if family.paired else {}
+        for i, (module, part) in (
+            (i, b) for i in range(c.block_count) for b in family.block.items()
+        ):
+            tensor = f"blk.{i}.{part}.weight"
+            if tensor in entries and len(entries[tensor].shape) > 1:
+                for e in range(c.expert_count) if "{}" in module else (None,):
+                    name = f"model.layers.{i}.{module.format(e)}"
+                    made[name] = Place(tensor, e, heads.get(part, 0))
+    if not c.tied:  # else an addition to one of them would be one to the other
+        made |= {EMBED: Place(EMBEDDING), HEAD: Place("output.weight")}
+    return made
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def read_peft(folder: Path, model: ModelFile) -> Adapter:
+    """The adapter in a folder, in the terms of its base. Raises InputError for what an adapter file cannot hold."""
+    config = _config(folder / CONFIG)
+    halves = _halves(folder / TENSORS, model)
+    alpha, found = 0.0, dict[str, dict[int | None, Pair]]()
+    known = places(model)
+    for module, (a, b) in halves.items():
+        place, rank = known[module], b.shape[-1]
+        by = _scale(folder / CONFIG, config, module, rank)
+        alpha = alpha or by * rank
+        if abs(by * rank / alpha - 1) > EXACT:  # there is one alpha in a file
+            b = b * np.float32(by * rank / alpha)
+        if place.heads and len(b) % (2 * place.heads) == 0:
+            b = paired(b, place.heads)
+        found.setdefault(place.tensor, {})[place.expert] = (a.T if module == EMBED else a, b)
+    count = model.config.expert_count
+    pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in found.items()}
+    return Adapter(model.config.architecture, alpha, pairs)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{path}: peft_type is {config.get('peft_type')!r}; it must be 'LORA'")
+    for key in REFUSED:
+        if config.get(key):
+            raise InputError(
+                f"{path}: {key} is set, which no adapter file can hold; merge it there instead"
+            )
+    if config.get("bias") not in (None, "none"):
+        raise InputError(f"{path}: bias is {config['bias']!r}; an adapter file holds no biases")
+    return config
+
+
+def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+    """What B A is multiplied by in this module."""
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in as_object(config.get("alpha_pattern")).items():
+        try:
+            fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
+        except re.error:
+            raise InputError(f"{path}: alpha_pattern: {pattern!r} is no pattern") from None
+        if fits:
+            alpha = value
+            break
+    if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha == 0:
+        raise InputError(
+            f"{path}: lora_alpha of {module} is {alpha!r}; it must be a number other than 0"
+        )
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
+    """A and B of each module, f32."""
+    found = dict[str, dict[str, np.ndarray]]()
+    known = places(model)
+    for name, stored in open_file(path).items():
+        parts = HALF.fullmatch(name)
+        if parts is None:
+            raise InputError(
+                f"{path}: tensor {name} is neither A nor B of a LoRA; an adapter holds nothing else"
+            )
+        module = alone(parts[1])
+        if module not in known:
+            raise InputError(f"{path}: {_unknown(module, model)}")
+        values = dequantize(stored.array())
+        if values.ndim != 2 or 0 in values.shape or not np.isfinite(values).all():
+            raise InputError(
+                f"{path}: {name} is {[*values.shape]}; it must be a matrix of finite numbers"
+            )
+        found.setdefault(module, {})[parts[2]] = values
+    for module, halves in found.items():
+        if len(halves) < 2 or halves["A"].shape[0] != halves["B"].shape[1]:
+            raise InputError(f"{path}: {module} must have A of [rank, …] and B of […, rank]")
+    if not found:
+        raise InputError(f"{path}: there are no tensors; an adapter has A and B of some matrices")
+    return {module: (halves["A"], halves["B"]) for module, halves in found.items()}
+
+
+def _unknown(module: str, model: ModelFile) -> str:
+    if module in (EMBED, HEAD):
+        return f"{module} has an addition, and {model.gguf.path} has one matrix for embedding and head; merge it there"
+    return f"{module} is no matrix of {model.gguf.path}, a {model.config.architecture}; take the adapter's base"
+
+
+def _stacked(path: Path, name: str, found: Mapping[int | None, Pair], count: int) -> Pair:
+    """The pair of a matrix, or those of all experts as one; an expert without additions has zeros."""
+    if None in found:
+        return found[None]
+    first = next(iter(found.values()))
+    if any(
+        one.shape != other.shape
+        for pair in found.values()
+        for one, other in zip(pair, first, strict=True)
+    ):
+        raise InputError(
+            f"{path}: the experts of {name} have other shapes or ranks; they must be equal"
+        )
+    nothing = tuple(np.zeros_like(half) for half in first)
+    a, b = zip(*(found.get(e, nothing) for e in range(count)), strict=True)
+    return np.stack(a), np.stack(b)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
+    """Write an adapter of this base as PEFT reads it; the number of tensors.
+
+    Raises InputError for matrices that no checkpoint has, or a folder that cannot be made.
+    """
+    known = {module: p for module, p in places(model).items() if p.tensor in adapter.pairs}
+    missing = adapter.pairs.keys() - {place.tensor for place in known.values()}
+    if missing:
+        raise InputError(
+            f"{model.gguf.path}: {min(missing)} has no name of its own in a checkpoint of this model"
+        )
+    tensors = dict[str, np.ndarray]()
+    for module, place in known.items():
+        a, b = adapter.pairs[place.tensor]
+        if place.expert is not None:
+            a, b = a[place.expert], b[place.expert]
+        a, b = (a.T if module == EMBED else a), (halved(b, place.heads) if place.heads else b)
+        for half, values in (("A", a), ("B", b)):
+            suffix = f"lora_embedding_{half}" if module == EMBED else f"lora_{half}.weight"
+            tensors[f"base_model.model.{module}.{suffix}"] = values
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / TENSORS, tensors)
+    write_text(folder / CONFIG, json.dumps(_described(adapter, known), indent=2) + "\n")
+    return len(tensors)
+
+
+def _described(adapter: Adapter, known: Mapping[str, Place]) -> dict[str, Any]:
+    """The settings under which PEFT computes with the tensors what the adapter says."""
+    ranks = {module: adapter.pairs[place.tensor][1].shape[-1] for module, place in known.items()}
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    others = {re.escape(module): r for module, r in ranks.items() if r != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": adapter.alpha or rank,
+        "rank_pattern": others,
+        "alpha_pattern": {} if adapter.alpha else others,
+        "target_modules": list(known),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+    }

@@ -1,0 +1,25 @@
+"""Random adapters for the models of tests.architectures: what tests and the comparison with llama.cpp share."""
+
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.file import ModelFile
+from packtrain.models.lora import EMBEDDING, fitting
+
+RANK, ALPHA = 4, 6.0
+
+
+def random_adapter(path: Path, model: ModelFile, *, seed: int = 0) -> str:
+    """Write additions to all matrices that an adapter can have beside the base, large enough to change its logits."""
+    rng, pairs = np.random.RandomState(seed), {}
+    for name, entry in model.gguf.entries.items():
+        beside = name.startswith("blk.") or (name == EMBEDDING and not model.config.tied)
+        if len(entry.shape) > 1 and beside:
+            pairs[name] = tuple(
+                (rng.standard_normal(shape) * (0.3 / shape[-1]) ** 0.5).astype(np.float32)
+                for shape in fitting(entry.shape, name, RANK)
+            )
+    write_adapter(path, Adapter(model.config.architecture, ALPHA, pairs), "random")
+    return str(path)

@@ -1,0 +1,77 @@
+"""Adapters beside a model compute what the merged one computes, in every kind of matrix; what cannot be is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.commands import evaluate, generate, merge
+from packtrain.commands.evaluate import Evaluate
+from packtrain.commands.generate import Generate
+from packtrain.commands.merge import Merge
+from packtrain.dtypes import f32
+from packtrain.errors import InputError
+from packtrain.generate import Generator
+from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.file import ModelFile, open_model
+from packtrain.models.lora import EMBEDDING
+from tests.adapters import random_adapter
+from tests.architectures import random_model
+
+Capture = pytest.CaptureFixture[str]
+TOKENS = [1, 270, 265, 280, 263, 275, 289, 266, 262]
+
+
+def logits(model: ModelFile) -> np.ndarray:
+    return Generator.of(model, 16, f32).feed(TOKENS).astype(np.float64)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "cache_root", lambda: tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "llama experts", "gemma2"])
+def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
+    random_model(tmp_path / "base.gguf", name)
+    base = open_model(tmp_path / "base.gguf")
+    one, other = (random_adapter(tmp_path / f"{i}.gguf", base, seed=i) for i in range(2))
+    given = (f"{one}:0.75", f"{other}:-0.5")
+    merge.run(Merge(tmp_path / "base.gguf", given, tmp_path / "merged.gguf"))
+    beside = adapted(base, read_scaled(given, base.gguf))
+    assert (EMBEDDING + ".lora_a" in beside.added) == (not base.config.tied)
+    got, wanted = logits(beside), logits(open_model(tmp_path / "merged.gguf"))
+    np.testing.assert_allclose(got, wanted, atol=1e-4 * np.abs(wanted).max())
+    assert np.abs(got - logits(base)).max() > 0.1 * np.abs(wanted).max()
+
+
+def test_generate_and_eval_take_adapters(tmp_path: Path, cache: None, capsys: Capture):
+    random_model(tmp_path / "base.gguf", "llama")
+    (tmp_path / "t.txt").write_text("the a b c the d e f " * 9)
+    lora = random_adapter(tmp_path / "a.gguf", open_model(tmp_path / "base.gguf"))
+    merge.run(Merge(tmp_path / "base.gguf", (lora,), tmp_path / "merged.gguf"))
+    capsys.readouterr()
+    said = []
+    for model, given in (("base", ()), ("base", (lora,)), ("merged", ())):
+        file = tmp_path / f"{model}.gguf"
+        generate.run(Generate(file, prompt="the", n_predict=8, temp=0.0, lora=given))
+        evaluate.run(Evaluate(file, tmp_path / "t.txt", ctx=32, lora=given))
+        said.append(capsys.readouterr().out.partition("perplexity")[0])
+    assert said[0] != said[1] == said[2]
+
+
+def test_what_works_merged_only_says_so(tmp_path: Path):
+    random_model(tmp_path / "tied.gguf", "llama tied")
+    random_model(tmp_path / "own.gguf", "llama")
+    for file, name in (("tied", EMBEDDING), ("own", "output.weight")):
+        model = open_model(tmp_path / f"{file}.gguf")
+        rows, width = model.gguf.entries[name].shape
+        a = (rows, 2) if name == EMBEDDING else (2, width)
+        pair = (
+            np.ones(a, np.float32),
+            np.ones((width if name == EMBEDDING else rows, 2), np.float32),
+        )
+        write_adapter(tmp_path / "a.gguf", Adapter("llama", 1.0, {name: pair}), "a")
+        with pytest.raises(InputError, match=f"adds to {name}, which works merged only; use pack"):
+            adapted(model, read_scaled((str(tmp_path / "a.gguf"),), model.gguf))

@@ -1,0 +1,219 @@
+"""`packtrain merge`: what is added and how it is stored, what stays byte for byte, and what is refused in one line."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.commands import merge
+from packtrain.commands.merge import Merge
+from packtrain.dtypes import BLOCK_TYPES, DTYPES
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Value, write
+from packtrain.models.adapted import split_scale
+from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.quant import dequantize, quantize
+
+Capture = pytest.CaptureFixture[str]
+RNG = np.random.default_rng(8)
+Q, DOWN, EMBEDDING, NORM = (
+    "blk.0.attn_q.weight", "blk.0.ffn_down.weight", "token_embd.weight", "output_norm.weight"
+)  # fmt: skip
+BASE = {
+    "general.architecture": Value("string", "llama"),
+    "general.name": Value("string", "base"),
+    "general.base_model.0.name": Value("string", "an older one"),
+    "general.base_model.0.repo_url": Value("string", "somewhere"),
+    "own.key": Value("string", [b"x", b"y"]),
+}
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def tensors() -> dict[str, np.ndarray]:
+    return {
+        EMBEDDING: normal(8, 256),
+        Q: quantize(normal(64, 256), DTYPES["q8_0"]),
+        DOWN: quantize(normal(256, 64), DTYPES["f16"]),
+        NORM: normal(256),
+    }
+
+
+def pair(out: int, width: int, rank: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    return normal(rank, width), normal(out, rank)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Merge:
+    write(tmp_path / "base.gguf", BASE, tensors())
+    adapter(tmp_path / "a.gguf", {Q: pair(64, 256)})
+    return Merge(tmp_path / "base.gguf", (str(tmp_path / "a.gguf"),), tmp_path / "out.gguf")
+
+
+def adapter(path: Path, pairs: dict[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    write_adapter(path, Adapter("llama", 8.0, pairs), "a")
+    return str(path)
+
+
+def dense(name: str, path: str) -> np.ndarray:
+    """The addition that an adapter file makes, alpha 8 and rank 4."""
+    a, b = (np.float64(GGUF(path).array(f"{name}.lora_{half}")) for half in "ab")
+    return 2.0 * (b @ a)
+
+
+def test_several_adapters_add_with_their_scales(settings: Merge, tmp_path: Path, capsys: Capture):
+    one = settings.adapters[0]
+    other = adapter(tmp_path / "b.gguf", {Q: pair(64, 256), DOWN: pair(256, 64)})
+    given = replace(settings, adapters=(one, f"{other}:-0.5"), type="F32")
+    assert merge.run(given) == 0
+    base, made = GGUF(settings.model), GGUF(settings.output)
+    q = dequantize(base.array(Q)) + dense(Q, one) - 0.5 * dense(Q, other)
+    down = dequantize(base.array(DOWN)) - 0.5 * dense(DOWN, other)
+    np.testing.assert_allclose(made.array(Q), q, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(made.array(DOWN), down, rtol=1e-5, atol=1e-5)
+    for name in (EMBEDDING, NORM):
+        assert made.array(name).tobytes() == base.array(name).tobytes()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and "q8_0 -> f32" in said[0] and "2 of 4 tensors changed" in said[2]
+
+
+def test_metadata_stays_but_for_where_the_model_comes_from(settings: Merge):
+    merge.run(settings)
+    values = GGUF(settings.output).values
+    assert values == {
+        **{key: value for key, value in BASE.items() if not key.startswith("general.base")},
+        "general.name": Value("string", "out"),
+        "general.base_model.count": Value("u32", 1),
+        "general.base_model.0.name": Value("string", "base"),
+    }
+
+
+def test_split_bases_become_one_file(settings: Merge, tmp_path: Path):
+    whole = tensors()
+    for i, names in enumerate(((EMBEDDING, Q), (DOWN, NORM))):
+        split = {"split.no": Value("u16", i), "split.count": Value("u16", 2)}
+        part = {name: whole[name] for name in names}
+        path = tmp_path / f"m-0000{i + 1}-of-00002.gguf"
+        write(
+            path, (BASE if not i else {}) | split | {"split.tensors.count": Value("i32", 4)}, part
+        )
+    merge.run(replace(settings, model=tmp_path / "m-00002-of-00002.gguf"))
+    made = GGUF(settings.output)
+    assert list(made.entries) == list(whole)
+    assert not any(key.startswith("split.") for key in made.values)
+    assert made.array(DOWN).tobytes() == whole[DOWN].tobytes()
+    assert made.array(Q).tobytes() != whole[Q].tobytes()
+
+
+def test_a_type_that_is_only_read_gets_the_next_larger_one(settings: Merge, capsys: Capture):
+    zeros = np.zeros((64, 1), BLOCK_TYPES["q3_K"].numpy)
+    write(settings.model, BASE, tensors() | {Q: zeros})
+    merge.run(settings)
+    assert GGUF(settings.output).entries[Q].dtype is BLOCK_TYPES["q4_K"]
+    assert "q3_K -> q4_K" in capsys.readouterr().out
+
+
+def test_norms_beside_an_adapter_are_left_out_and_said(settings: Merge, capsys: Capture):
+    gguf = GGUF(settings.adapters[0])
+    halves = {name: gguf.array(name).copy() for name in gguf.entries}
+    write(settings.adapters[0], gguf.values, halves | {NORM: normal(256)})
+    merge.run(settings)
+    assert GGUF(settings.output).array(NORM).tobytes() == GGUF(settings.model).array(NORM).tobytes()
+    assert f"1 vectors are no part of an adapter and left out, the first is {NORM}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_embedding_of_a_tied_model_changes_its_head_and_that_is_said(
+    settings: Merge, capsys: Capture
+):
+    path = adapter(settings.output.with_name("e.gguf"), {EMBEDDING: (normal(8, 4), normal(256, 4))})
+    merge.run(replace(settings, adapters=(path,)))
+    a, b = (GGUF(path).array(f"{EMBEDDING}.lora_{half}") for half in "ab")
+    wanted = GGUF(settings.model).array(EMBEDDING) + 2.0 * (a @ b.T)
+    np.testing.assert_allclose(GGUF(settings.output).array(EMBEDDING), wanted, rtol=1e-5, atol=1e-5)
+    assert "is the head, too: both are changed" in capsys.readouterr().err
+
+
+def test_a_scale_stands_after_the_file(tmp_path: Path):
+    assert split_scale("a.gguf:0.5") == (Path("a.gguf"), 0.5)
+    assert split_scale("a.gguf") == (Path("a.gguf"), 1.0)
+    (tmp_path / "b:2").touch()
+    assert split_scale(f"{tmp_path}/b:2") == (tmp_path / "b:2", 1.0)
+    assert split_scale(f"{tmp_path}/b:2:-1e-1") == (tmp_path / "b:2", -0.1)
+    assert split_scale("a.gguf:nan") == (Path("a.gguf:nan"), 1.0)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+
+def refused(settings: Merge, said: str) -> None:
+    """One line, and nothing is written or left behind."""
+    before = {path: path.read_bytes() for path in settings.model.parent.iterdir()}
+    with pytest.raises(InputError, match=said) as raised:
+        merge.run(settings)
+    assert "\n" not in str(raised.value)
+    assert {path: path.read_bytes() for path in settings.model.parent.iterdir()} == before
+
+
+def test_files_that_would_be_lost_are_kept(settings: Merge):
+    refused(replace(settings, output=settings.model), "is the model itself")
+    refused(replace(settings, output=Path(settings.adapters[0])), "is the model itself")
+    settings.output.write_bytes(b"earlier")
+    refused(settings, "exists; give another, or --overwrite")
+    merge.run(replace(settings, overwrite=True))
+    assert GGUF(settings.output).entries
+
+
+def test_another_base_is_refused(settings: Merge, tmp_path: Path):
+    wrong = adapter(tmp_path / "w.gguf", {Q: pair(64, 32)})
+    refused(replace(settings, adapters=(*settings.adapters, wrong)), "do not fit .* another base")
+    missing = adapter(tmp_path / "x.gguf", {"blk.7.attn_q.weight": pair(64, 32)})
+    refused(replace(settings, adapters=(missing,)), "no tensor blk.7.attn_q.weight")
+
+
+def test_quantized_halves_are_refused(settings: Merge, tmp_path: Path):
+    values, (a, b) = GGUF(settings.adapters[0]).values, pair(64, 256)
+    halves = {f"{Q}.lora_a": quantize(a, DTYPES["q8_0"]), f"{Q}.lora_b": b}
+    write(tmp_path / "q.gguf", values, halves)
+    given = replace(settings, adapters=(str(tmp_path / "q.gguf"),))
+    refused(given, "lora_a is q8_0.* it must be a matrix of f32, f16, bf16")
+
+
+def test_a_base_whose_type_cannot_be_read_is_refused(settings: Merge):
+    write(settings.model, BASE, tensors() | {Q: np.zeros((64, 1), BLOCK_TYPES["iq2_xs"].numpy)})
+    refused(settings, "attn_q.weight is iq2_xs, to which nothing can be added")
+
+
+def test_an_unknown_type_is_refused(settings: Merge):
+    refused(replace(settings, type="q3_K"), "--type: q3_K is unknown")
+
+
+def test_values_that_are_no_numbers_are_refused(settings: Merge, tmp_path: Path):
+    a, b = pair(64, 256)
+    b[3, 1] = np.nan
+    bad = adapter(tmp_path / "n.gguf", {Q: (a, b)})
+    refused(replace(settings, adapters=(bad,)), "lora_b has values that are not finite")
+    settings.output.write_bytes(b"earlier")
+    b[3, 1] = 3e38  # finite, but what is added is not
+    over = replace(settings, adapters=(adapter(tmp_path / "n.gguf", {Q: (a, b)}),), overwrite=True)
+    refused(over, "attn_q.weight has values that are not finite")
+    b[3, 1] = 1e6
+    far = adapter(tmp_path / "n.gguf", {Q: (a, b)})
+    refused(replace(over, adapters=(far,), type="f16"), "values too large for f16")
+
+
+def test_few_rows_are_in_memory_at_a_time(settings: Merge, monkeypatch: pytest.MonkeyPatch):
+    seen, rows = [], Adapter.rows
+
+    def counted(self: Adapter, name: str, start: int, stop: int) -> np.ndarray:
+        seen.append((start, stop))
+        return rows(self, name, start, stop)
+
+    monkeypatch.setattr(Adapter, "rows", counted)
+    monkeypatch.setattr("packtrain.models.merge.PART", 256 * 24)
+    merge.run(settings)
+    assert seen == [(0, 24), (24, 48), (48, 64)]

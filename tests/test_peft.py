@@ -1,0 +1,171 @@
+"""PEFT folders become adapters that change a converted model as PEFT changes its checkpoint; and back, bit for bit."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.cli import main
+from packtrain.convert import convert
+from packtrain.convert.safetensors import open_file
+from packtrain.dtypes import f32
+from packtrain.errors import InputError
+from packtrain.generate import Generator
+from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.adapter import read_adapter
+from packtrain.models.file import open_model
+from packtrain.peft import CONFIG, TENSORS, read_peft
+from tests import hugging_face
+from tests.hugging_face import write_checkpoint, write_safetensors
+
+IDS = np.random.default_rng(6).integers(3, 300, 12)
+RANK, ALPHA = 4, 6.0
+GOOD = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "use_dora": False}
+Tensors = dict[str, np.ndarray]
+
+
+def random_halves(tensors: Tensors, tied: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A and B for every matrix, by the name of its module; not for embeddings that are the head, nor for heads."""
+    rng, made = np.random.default_rng(7), {}
+    for name, w in tensors.items():
+        module = name.removesuffix(".weight")
+        if w.ndim == 2 and module != "lm_head" and not (tied and module == "model.embed_tokens"):
+            a, b = rng.standard_normal((RANK, w.shape[1])), rng.standard_normal((w.shape[0], RANK))
+            made[module] = 0.1 * a.astype(np.float32), b.astype(np.float32)
+    return made
+
+
+def write_folder(folder: Path, halves: dict[str, tuple[np.ndarray, np.ndarray]], **changes: Any):
+    """As PEFT does: the embedding's A reads rows by token, so it is B there."""
+    folder.mkdir(exist_ok=True)
+    stored = {}
+    for module, (a, b) in halves.items():
+        name = f"base_model.model.{module}"
+        if module == "model.embed_tokens":
+            stored |= {
+                f"{name}.lora_embedding_A": b.T.copy(),
+                f"{name}.lora_embedding_B": a.T.copy(),
+            }
+        else:
+            stored |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    write_safetensors(folder / TENSORS, stored)
+    (folder / CONFIG).write_text(json.dumps(GOOD | changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("llama", {}), ("qwen3", {"use_rslora": True}), ("gemma2", {}), ("phi3", {}), ("mixtral", {})],
+)
+def test_an_adapter_of_peft_computes_the_same(kind: str, changes: dict[str, Any], tmp_path: Path):
+    config, tensors = write_checkpoint(tmp_path / "model", kind)
+    convert(tmp_path / "model", tmp_path / "base.gguf")
+    halves = random_halves(tensors, config["tie_word_embeddings"])
+    write_folder(tmp_path / "lora", halves, **changes)
+    given = [str(tmp_path / name) for name in ("lora", "base.gguf", "a.gguf", "back", "again.gguf")]
+    lora, base, made, back, again = given
+    assert main(["convert", lora, "--base", base, "-o", made]) == 0
+    by = ALPHA / (math.sqrt(RANK) if changes else RANK)
+    changed = {f"{m}.weight": tensors[f"{m}.weight"] + by * (b @ a) for m, (a, b) in halves.items()}
+    wanted = hugging_face.Model(config, tensors | changed).logits(IDS)[-1]
+    model = open_model(tmp_path / "base.gguf")
+    beside = adapted(model, read_scaled((made,), model.gguf))
+    got = Generator.of(beside, len(IDS), f32).feed([*map(int, IDS)])
+    assert np.abs(got - wanted).max() <= 1e-4 * np.abs(wanted).max()
+    assert main(["convert", made, "--base", base, "--peft", back]) == 0
+    first, second = (open_file(Path(folder) / TENSORS) for folder in (lora, back))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[name].array(), second[name].array()) for name in first)
+    assert main(["convert", back, "--base", base, "-o", again]) == 0
+    one, other = (read_adapter(file) for file in (made, again))
+    assert one.alpha == pytest.approx(by * RANK) and other.alpha == pytest.approx(one.alpha)
+    assert all(np.array_equal(one.pairs[n][1], other.pairs[n][1]) for n in one.pairs)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    _, tensors = write_checkpoint(tmp_path / "model", "llama")
+    convert(tmp_path / "model", tmp_path / "base.gguf")
+    write_folder(tmp_path / "lora", random_halves(tensors, False))
+    return tmp_path
+
+
+def test_a_module_with_another_alpha_has_its_scale_in_b(llama: Path):
+    model, name = open_model(llama / "base.gguf"), "blk.1.ffn_up.weight"
+    plain = read_peft(llama / "lora", model)
+    changes = {"alpha_pattern": {r"layers\.1\.mlp\.up_proj": 3 * ALPHA}}
+    (llama / "lora" / CONFIG).write_text(json.dumps(GOOD | changes))
+    found = read_peft(llama / "lora", model)
+    assert found.alpha == plain.alpha == ALPHA
+    for tensor in plain.pairs:
+        by = 3 if tensor == name else 1
+        np.testing.assert_allclose(found.pairs[tensor][1], by * plain.pairs[tensor][1], rtol=1e-6)
+
+
+def test_experts_without_additions_have_zeros(tmp_path: Path):
+    _, tensors = write_checkpoint(tmp_path / "model", "mixtral")
+    convert(tmp_path / "model", tmp_path / "base.gguf")
+    module = "model.layers.0.block_sparse_moe.experts.2.w3"
+    pair = random_halves(tensors, False)[module]
+    write_folder(tmp_path / "lora", {module: pair})
+    found = read_peft(tmp_path / "lora", open_model(tmp_path / "base.gguf"))
+    ((name, (a, b)),) = found.pairs.items()
+    assert name == "blk.0.ffn_up_exps.weight" and a.shape[0] == b.shape[0] == 4
+    np.testing.assert_array_equal(a[2], pair[0])
+    assert not a[[0, 1, 3]].any() and not b[[0, 1, 3]].any()
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+HALVES = {
+    f"{Q}.lora_A.weight": np.ones((RANK, 64), np.float32),
+    f"{Q}.lora_B.weight": np.ones((64, RANK), np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "tensors"),
+    [
+        ("use_dora is set, which no adapter file can hold", {"use_dora": True}, {}),
+        ("modules_to_save is set, which", {"modules_to_save": ["lm_head"]}, {}),
+        ("bias is 'all'; an adapter file holds no biases", {"bias": "all"}, {}),
+        ("peft_type is 'IA3'; it must be 'LORA'", {"peft_type": "IA3"}, {}),
+        ("lora_alpha of .* is 'x'; it must be a number", {"lora_alpha": "x"}, {}),
+        ("is no pattern", {"alpha_pattern": {"(": 1}}, {}),
+        ("q_proj.weight is neither A nor B", {}, {f"{Q}.weight": np.ones((2, 2))}),
+        (
+            "layers.7.self_attn.q_proj is no matrix of .*, a llama; take the adapter's base",
+            {},
+            {f"{Q}.lora_A.weight".replace("0", "7"): np.ones((RANK, 64))},
+        ),
+        ("k_proj must have A of", {}, {f"{Q}.lora_A.weight".replace("q_", "k_"): np.ones((4, 64))}),
+        ("must be a matrix of finite", {}, {f"{Q}.lora_A.weight": np.full((RANK, 64), np.nan)}),
+        ("do not fit", {}, {f"{Q}.lora_A.weight": np.ones((RANK, 32))}),
+    ],
+)
+def test_what_no_adapter_can_hold_gets_one_line(llama: Path, capsys, said, changes, tensors):
+    (llama / "lora" / CONFIG).write_text(json.dumps(GOOD | changes))
+    write_safetensors(llama / "lora" / TENSORS, HALVES | tensors)
+    given = [str(llama / name) for name in ("lora", "base.gguf", "a.gguf")]
+    assert main(["convert", given[0], "--base", given[1], "-o", given[2]]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(said, error), error
+    assert not (llama / "a.gguf").exists()
+
+
+def test_an_embedding_that_is_the_head_is_refused(tmp_path: Path):
+    _, tensors = write_checkpoint(tmp_path / "model", "qwen2")
+    convert(tmp_path / "model", tmp_path / "base.gguf")
+    halves = random_halves(tensors, tied=False)
+    write_folder(tmp_path / "lora", {"model.embed_tokens": halves["model.embed_tokens"]})
+    with pytest.raises(InputError, match="one matrix for embedding and head; merge it there"):
+        read_peft(tmp_path / "lora", open_model(tmp_path / "base.gguf"))
+
+
+def test_a_folder_that_has_an_adapter_is_kept(llama: Path, capsys):
+    given = [str(llama / name) for name in ("lora", "base.gguf", "a.gguf")]
+    main(["convert", given[0], "--base", given[1], "-o", given[2]])
+    assert main(["convert", given[2], "--base", given[1], "--peft", given[0]]) == 2
+    assert "exists; give another folder" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from packtrain.train.search import Setting, search, smallest
 
 Say = Callable[[str], None]
 OWNERS = 10
-SPARE_NBYTES = 1 << 20  # how much a process differs from the next one that does the same
+SPARE_NBYTES = 3 << 20  # how much a process differs from the next one, which may look ROUNDS times
 ROUNDS = 3
 
 
@@ -59,7 +59,7 @@ def planned(
         if not answer.fits:
             change = answer.change
             break
-        setting = replace(setting, baseline=setting.baseline + over + SPARE_NBYTES // 4)
+        setting = replace(setting, baseline=setting.baseline + over + SPARE_NBYTES // 12)
     return replace(made, refusal=refusal(made, change, limit))
 
 

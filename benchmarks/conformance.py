@@ -3,6 +3,8 @@
 Models  small ones of random weights, of every architecture and in several types: logarithms of probabilities of
         llama.cpp's five likeliest tokens at every position, and greedy replies. A variant that is wrong on purpose
         (a file in which one thing is changed) must be seen to differ. `--model FILE` does it with your own.
+Adapters  random ones of rank 4, beside their bases and merged into them: the same likeliest token wherever llama.cpp
+        is sure of it, and nearly the same logarithms of probabilities of the tokens that follow.
 Texts   random ones, through every vocabulary of `--vocabularies FOLDER`: the same ids.
 
 PYTHON has llama-cpp-python; llama.cpp works in a process of its own (benchmarks/peer.py). In quantized models it
@@ -29,9 +31,11 @@ import numpy as np
 from packtrain.cli import main as packtrain
 from packtrain.generate import Generator
 from packtrain.gguf import GGUF, Value, write
+from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
 from packtrain.tokenizer import Tokenizer
 from packtrain.version import __version__
+from tests.adapters import RANK, random_adapter
 from tests.architectures import CONFIGS, random_model
 
 LIMITS = {
@@ -41,6 +45,9 @@ LIMITS = {
 }  # of |difference of logarithms of probabilities|
 TOP, TOKENS, REPLY = 5, 48, 24
 TEXTS = 1000
+ADAPTED = ("llama", "qwen2", "gemma2", "phi3", "llama experts")
+ADAPTED_LIMITS = {"F32": 0.02, "F16": 0.02, "Q8_0": 0.05, "Q4_K_M": 0.05}
+POSITIONS, SURE, SCALE = 256, 0.1, 0.75  # tokens, nats between the two likeliest, of the adapter
 Values, Arrays = dict[str, Value], dict[str, np.ndarray]
 
 
@@ -115,9 +122,15 @@ def reply(model: ModelFile, tokens: Sequence[int]) -> list[int]:
     return made
 
 
+def logarithms(logits: np.ndarray) -> np.ndarray:
+    """Of probabilities."""
+    logits = logits.astype(np.float64)
+    return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+
+
 def off(ours: np.ndarray, theirs: np.ndarray) -> float:
     """The largest difference of logarithms of probabilities of their likeliest tokens."""
-    a, b = (x - np.logaddexp.reduce(x, -1, keepdims=True) for x in map(np.float64, (ours, theirs)))
+    a, b = map(logarithms, (ours, theirs))
     top = np.argsort(-b, -1)[:, :TOP]
     return float(np.abs(np.take_along_axis(a - b, top, -1)).max())
 
@@ -227,9 +240,64 @@ def models(python: str, names: Sequence[str]) -> Iterator[Row]:
             for kind in LIMITS:
                 path = folder / f"{kind}.gguf"
                 if kind != "F32":
-                    with contextlib.redirect_stdout(io.StringIO()):
-                        packtrain(["quantize", str(folder / "F32.gguf"), str(path), kind])
+                    silently("quantize", folder / "F32.gguf", path, kind)
                 yield compared(name, kind, path, python, others=kind == "F32")
+
+
+def silently(*command: object) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert packtrain([*map(str, command)]) == 0
+
+
+def adapters(python: str) -> Iterator[tuple[bool, str]]:
+    """Whether a row is good, and the row, for each architecture, type, and way to use an adapter."""
+    for name, kind in ((name, kind) for name in ADAPTED for kind in ADAPTED_LIMITS):
+        with tempfile.TemporaryDirectory() as made:
+            base, merged = Path(made) / "base.gguf", Path(made) / "merged.gguf"
+            random_model(Path(made) / "f32.gguf", name)
+            silently("quantize", Path(made) / "f32.gguf", base, kind)
+            model = open_model(base)
+            path = random_adapter(Path(made) / "adapter.gguf", model)
+            silently("merge", base, f"{path}:{SCALE}", "-o", merged)
+            beside = adapted(model, read_scaled((f"{path}:{SCALE}",), model.gguf))
+            lora = {"model": str(base), "lora": [path, SCALE]}
+            for how, ours, question in (("beside", beside, lora),
+                                        ("merged", open_model(merged), {"model": str(merged)})):  # fmt: skip
+                yield adapter_row(python, f"| {name} | {kind} | {how}", ours, model, question)
+
+
+def adapter_row(
+    python: str, title: str, ours: ModelFile, base: ModelFile, question: dict[str, Any]
+) -> tuple[bool, str]:
+    rng = random.Random(1)
+    tokens = [1, *(rng.randrange(3, base.config.vocab_size) for _ in range(POSITIONS))]
+    theirs = scored(python, tokens[:-1], question)
+    found, without = (logarithms(logits(model, tokens[:-1])) for model in (ours, base))
+    second, first = np.sort(theirs, -1)[:, -2:].T
+    sure = first - second > SURE
+    other = sure & (found.argmax(-1) != theirs.argmax(-1))
+    at = np.arange(POSITIONS), np.array(tokens[1:])
+    mean, unlike = (float(np.abs(x[at] - theirs[at]).mean()) for x in (found, without))
+    limit = ADAPTED_LIMITS[title.split(" | ")[1]]
+    count, same = f"{other.sum()} of {sure.sum()}", True
+    if (
+        other.any()
+    ):  # then llama.cpp must find so, too, where it need not round activations to 8 bits
+        unpacked = f"{question['model']}.f32"
+        silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
+        exact = scored(python, tokens[:-1], question | {"model": unpacked})
+        same = bool((found.argmax(-1) == exact.argmax(-1))[other].all())
+        count += ", as in llama.cpp with the weights unpacked" if same else ""
+    good = mean <= limit < unlike and same
+    said = "" if good else " **no**"
+    return good, f"{title} | {mean:.1e} | {limit}{said} | {unlike:.2g} | {count} |"
+
+
+def scored(python: str, tokens: Sequence[int], question: dict[str, Any]) -> np.ndarray:
+    """Logarithms of llama.cpp's probabilities at every position."""
+    with tempfile.NamedTemporaryFile(suffix=".npy") as scores:
+        ask(python, **question, tokens=list(tokens), count=0, scores=scores.name)
+        return logarithms(np.load(scores.name))
 
 
 def random_texts(count: int) -> list[str]:
@@ -265,6 +333,15 @@ def vocabularies(python: str, folder: Path) -> Iterator[tuple[bool, str]]:
         yield not differ, f"| {path.stem} | {2 * len(texts):,} | {len(differ)}{first} |"
 
 
+ADAPTER_HEADING = f"""
+Random adapters of rank {RANK} for every matrix of the blocks, experts and routers included, and for embeddings that are
+not the head, scale {SCALE}, beside the base and merged into it. The difference is the mean over {POSITIONS} positions
+of that of the logarithm of the probability of the token that follows; without the adapter it is as in the column after
+the limit. The same token must come out first wherever llama.cpp's two likeliest are more than {SURE} nats apart; where
+it does not, llama.cpp must find ours, too, in a file of the same weights as F32, for which it rounds no activations.
+
+| architecture | type | adapter | mean difference | limit | without it | other likeliest token where sure |
+|---|---|---|---|---|---|---|"""
 TEXT_HEADING = (
     "| vocabulary | texts, special tokens as text and as tokens | different ids |\n|---|---|---|"
 )
@@ -297,6 +374,10 @@ def main() -> int:
     own = (compared(path.stem, kind_of(path), path, python) for path in args.model or ())
     for row in own if args.model else models(python, args.only or list(CONFIGS)):
         say(str(row), row.good)
+    if not args.model:
+        say(ADAPTER_HEADING)
+        for fine, line in adapters(python):
+            say(line, fine)
     if args.vocabularies:
         say("\n" + TEXT_HEADING)
         for fine, line in vocabularies(python, args.vocabularies):

@@ -1,7 +1,8 @@
 """llama.cpp, asked one question: a JSON object on standard input, the answer as one on standard output.
 
     {"model": PATH, "tokens": [...], "count": N, "scores": PATH}   N greedy tokens after the last of `tokens`; the
-                                                                   logits at each of `tokens` go to the .npy file
+                                                                   logits at each of `tokens` go to the .npy file;
+                                                                   with "lora": [PATH, SCALE] beside an adapter
     {"model": PATH, "texts": [...], "special": BOOL}               ids of each text, the vocabulary alone is loaded
     {}                                                             its version
 
@@ -29,6 +30,7 @@ def answer(question: dict) -> dict:
             "ids": [model.tokenize(text.encode(), True, special) for text in question["texts"]]
         }
     tokens, count = question["tokens"], question["count"]
+    lora, scale = question.get("lora", (None, 1.0))
     model = llama_cpp.Llama(
         question["model"],
         n_ctx=len(tokens) + count,
@@ -36,6 +38,8 @@ def answer(question: dict) -> dict:
         type_k=F32,
         type_v=F32,
         flash_attn=False,
+        lora_path=lora,
+        lora_scale=scale,
         n_threads=2,
         verbose=False,
     )

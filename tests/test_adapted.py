@@ -16,6 +16,7 @@ from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import EMBEDDING
+from packtrain.models.transformer import Block
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 
@@ -32,18 +33,34 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "cache_root", lambda: tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "llama experts", "gemma2"])
-def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
-    random_model(tmp_path / "base.gguf", name)
-    base = open_model(tmp_path / "base.gguf")
-    one, other = (random_adapter(tmp_path / f"{i}.gguf", base, seed=i) for i in range(2))
+def check_beside(name: str, folder: Path) -> None:
+    """Logits of two adapters beside a model are those of the merged file, and far from those of the model alone."""
+    random_model(folder / "base.gguf", name)
+    base = open_model(folder / "base.gguf")
+    one, other = (random_adapter(folder / f"{i}.gguf", base, seed=i) for i in range(2))
     given = (f"{one}:0.75", f"{other}:-0.5")
-    merge.run(Merge(tmp_path / "base.gguf", given, tmp_path / "merged.gguf"))
+    merge.run(Merge(folder / "base.gguf", given, folder / "merged.gguf"))
     beside = adapted(base, read_scaled(given, base.gguf))
     assert (EMBEDDING + ".lora_a" in beside.added) == (not base.config.tied)
-    got, wanted = logits(beside), logits(open_model(tmp_path / "merged.gguf"))
+    got, wanted = logits(beside), logits(open_model(folder / "merged.gguf"))
     np.testing.assert_allclose(got, wanted, atol=1e-4 * np.abs(wanted).max())
     assert np.abs(got - logits(base)).max() > 0.1 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "llama experts", "gemma2"])
+def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
+    check_beside(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("llama experts", "ffn_gate_inp"), ("llama experts", "ffn_up_exps"), ("phi3", "attn_k")],
+)
+def test_an_addition_that_is_left_out_is_seen(name, without, tmp_path, monkeypatch):
+    whole = Block.low
+    monkeypatch.setattr(Block, "low", lambda part, n: None if n == without else whole(part, n))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_beside(name, tmp_path)
 
 
 def test_generate_and_eval_take_adapters(tmp_path: Path, cache: None, capsys: Capture):

@@ -16,7 +16,11 @@ def test_a_module_needs_what_it_imports_however_far_away():
 
 @pytest.mark.parametrize(
     ("changed", "again"),
-    [("gemm", {"gemm", "matmul", "loss"}), ("softmax", {"softmax"}), ("simd", set(runtime.modules()))],
+    [
+        ("gemm", {"gemm", "matmul", "loss"}),
+        ("softmax", {"softmax"}),
+        ("simd", set(runtime.modules())),
+    ],
 )
 def test_a_change_reaches_all_that_contains_it(
     changed: str, again: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -246,7 +246,7 @@ def _matrices(config: Config) -> Iterator[str]:
     """Names, within a block, of the matrices that can have additions."""
     for name, leaf in transformer.weights(config).items():
         kind = name.removeprefix("blk.0.").removesuffix(".weight")
-        if name.startswith("blk.0.") and len(leaf.shape) == 2 and kind != "ffn_gate_inp":
+        if name.startswith("blk.0.") and len(leaf.shape) > 1 and kind != "ffn_gate_inp":
             yield kind
 
 

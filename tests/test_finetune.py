@@ -85,6 +85,20 @@ def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
         assert part in text
 
 
+def test_experts_are_tuned_and_those_without_tokens_are_said(tmp_path, folder, capsys):
+    random_model(tmp_path / "experts.gguf", "llama experts")
+    data = str(folder / "chats.jsonl")
+    given = [str(tmp_path / "experts.gguf"), "--data", data, "-o", str(tmp_path / "m.gguf"), *FEW]
+    assert main(["finetune", *given, "--iters", "2", "--lora-modules", "mlp"]) == 0, said(capsys)
+    pairs = read_adapter(tmp_path / "m.run/adapter.gguf").pairs
+    assert {name.split(".")[2] for name in pairs} == {
+        "ffn_gate_exps",
+        "ffn_up_exps",
+        "ffn_down_exps",
+    }
+    assert all(b.any() for _, b in pairs.values())
+
+
 def test_full_tuning_changes_what_is_not_frozen(folder, tmp_path):
     output = tmp_path / "full.gguf"
     more = ["--full", "--freeze", "token_embd*", "--freeze", "blk.0.*", "--iters", "3"]

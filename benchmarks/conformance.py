@@ -382,10 +382,8 @@ def main() -> int:
         say("\n" + TEXT_HEADING)
         for fine, line in vocabularies(python, args.vocabularies):
             say(line, fine)
-    if args.write:  # from its first section on a page is somebody else's
-        before = args.write.read_text() if args.write.exists() else ""
-        rest = before[before.find("\n## ") :] if "\n## " in before else ""
-        args.write.write_text("\n".join(lines) + "\n" + rest)
+    if args.write:
+        args.write.write_text("\n".join(lines) + "\n")
     return 0 if good else 1
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.cli import main
 from packtrain.commands import chat
 from packtrain.commands.chat import Chat, Talk
 from packtrain.errors import InputError
@@ -178,3 +179,13 @@ def test_text_that_is_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     with pytest.raises(InputError, match="standard input is no UTF-8"):
         chat.run(settings(model))
+
+
+def test_text_that_is_none_in_a_lenient_locale(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Where the locale is C.UTF-8, Python reads such bytes as halves of surrogate pairs."""
+    typed = io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8", "surrogateescape")
+    monkeypatch.setattr("sys.stdin", typed)
+    assert main(["chat", str(model)]) == 2
+    assert "standard input is no UTF-8" in capsys.readouterr().err

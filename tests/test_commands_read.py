@@ -321,6 +321,18 @@ def test_eval_says_what_is_wrong(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
+def test_eval_says_that_windows_are_longer_than_the_model_knows(
+    model: Path, capsys: Capture
+) -> None:
+    text, own = model.parent / "long.txt", open_model(model).config.context_length
+    text.write_text("a few words " * own)
+    evaluate.run(Evaluate(model, text, ctx=own, batch_size=1))
+    assert "own context" not in capsys.readouterr().err
+    evaluate.run(Evaluate(model, text, ctx=own + 1, batch_size=1))
+    assert f"more than the model's own context of {own:,}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cache")
 def test_eval_of_what_cannot_be_measured(model: Path, tmp_path: Path, capsys: Capture) -> None:
     text = model.parent / "short.txt"
     text.write_text("a few words")

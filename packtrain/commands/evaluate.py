@@ -72,8 +72,10 @@ def _batches(settings: Evaluate, model: ModelFile) -> Batches:
     text = Text(settings.data, settings.model, model.config.vocab_size, False, separator, 0.0)
     corpus = prepare(text, writable(cache_root() / "tokens"), _say)
     tokens = corpus.valid or corpus.train
-    context = settings.ctx or min(model.config.context_length, CONTEXT)
-    context = min(context, len(tokens.ids) - 1)  # no window is longer than the text
+    own = model.config.context_length
+    context = min(settings.ctx or min(own, CONTEXT), len(tokens.ids) - 1)  # not beyond the text
+    if context > own:
+        _say(f"windows of {context:,} tokens are more than the model's own context of {own:,}")
     windows = -(-(len(tokens.ids) - 1) // context)
     return Batches(tokens, min(settings.batch_size, windows), context, shuffle=False)
 

@@ -35,6 +35,9 @@ class Llama(torch.nn.Module):
     def part(self, name: str) -> torch.Tensor:
         return self.w[f"{name}.weight".replace(".", "/")]
 
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.part(name))
+
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.part(name), self.config.rms_eps)
 
@@ -58,7 +61,7 @@ class Llama(torch.nn.Module):
         for i in range(c.block_count):
             x = self.norm(h, f"blk.{i}.attn_norm")
             q, k, v = (
-                F.linear(x, self.part(f"blk.{i}.attn_{name}")).unflatten(-1, (-1, c.head_width))
+                self.linear(x, f"blk.{i}.attn_{name}").unflatten(-1, (-1, c.head_width))
                 for name in "qkv"
             )
             y = F.scaled_dot_product_attention(
@@ -69,17 +72,40 @@ class Llama(torch.nn.Module):
                 is_causal=seen is None,
                 enable_gqa=c.head_count != c.head_count_kv,
             )
-            h = h + F.linear(y.transpose(1, 2).flatten(-2), self.part(f"blk.{i}.attn_output"))
+            h = h + self.linear(y.transpose(1, 2).flatten(-2), f"blk.{i}.attn_output")
             x = self.norm(h, f"blk.{i}.ffn_norm")
-            gated = F.silu(F.linear(x, self.part(f"blk.{i}.ffn_gate"))) * F.linear(
-                x, self.part(f"blk.{i}.ffn_up")
-            )
-            h = h + F.linear(gated, self.part(f"blk.{i}.ffn_down"))
+            gate, up = self.linear(x, f"blk.{i}.ffn_gate"), self.linear(x, f"blk.{i}.ffn_up")
+            h = h + self.linear(F.silu(gate) * up, f"blk.{i}.ffn_down")
         logits = F.linear(self.norm(h, "output_norm"), self.part("token_embd"))
         if weights is None:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return losses @ weights.flatten()
+
+
+class Tuned(Llama):
+    """The model frozen, with low-rank additions to the matrices of its blocks, as PEFT computes them."""
+
+    def __init__(self, config: Config, values: dict, rank: int, scale: float) -> None:
+        super().__init__(config, values)
+        self.scale = scale
+        self.w.requires_grad_(False)
+        wide = {name: w for name, w in self.w.items() if name.startswith("blk") and w.dim() == 2}
+        halves = {
+            half: {
+                name: torch.nn.Parameter(1e-3 * torch.randn(shape(w))) for name, w in wide.items()
+            }
+            for half, shape in (
+                ("a", lambda w: (rank, w.shape[1])),
+                ("b", lambda w: (w.shape[0], rank)),
+            )
+        }
+        self.a, self.b = (torch.nn.ParameterDict(halves[half]) for half in "ab")
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        key = f"{name}.weight".replace(".", "/")
+        low = F.linear(F.linear(x, self.a[key]), self.b[key])
+        return super().linear(x, name) + self.scale * low
 
 
 def optimizer(
@@ -89,8 +115,9 @@ def optimizer(
     weight_decay: float = 0.1,
 ) -> torch.optim.AdamW:
     """AdamW in one fused kernel, with decay for matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    vectors = [p for p in trained if p.dim() == 1]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},

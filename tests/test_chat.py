@@ -11,6 +11,7 @@ import pytest
 from packtrain.cli import main
 from packtrain.commands import chat
 from packtrain.commands.chat import Chat, Talk
+from packtrain.commands.speak import write
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.models.file import open_model
@@ -189,3 +190,15 @@ def test_text_that_is_none_in_a_lenient_locale(
     monkeypatch.setattr("sys.stdin", typed)
     assert main(["chat", str(model)]) == 2
     assert "standard input is no UTF-8" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A token of a file that nobody has checked may hold an escape sequence; a pipe gets what the model wrote."""
+    text = "a\tb\n\x1b[31m\x07\x9bc\r"
+    write(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    write(text)
+    assert capsys.readouterr().out == "a\tb\n\ufffd[31m\ufffd\ufffdc\ufffd"

@@ -1,5 +1,6 @@
 """What generate and chat have in common: settings of the choice, a model made ready to write, text on the screen."""
 
+import re
 import secrets
 import sys
 from dataclasses import dataclass, fields
@@ -17,6 +18,7 @@ from packtrain.settings import option, positional
 
 CONTEXT = 4096  # at most, where nothing says
 MOST_SEED = 2**63 - 1
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 ENDS = {
     "end": "an end token",
     "stop": "a stop text",
@@ -98,8 +100,8 @@ def ready(settings: Speaking, model: ModelFile, cells: int) -> Generator:
 
 
 def write(text: str) -> None:
-    """Text of the model, at once."""
-    sys.stdout.write(text)
+    """Text of the model, at once; a terminal gets no control characters, which could steer it."""
+    sys.stdout.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

@@ -17,6 +17,7 @@ from packtrain.memory import parse_size, total_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
+from packtrain.train import rates as kept_rates
 from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
 from packtrain.train.optim import SGD, AdamW
@@ -273,7 +274,7 @@ def test_a_plan_that_fits_tells_the_smallest_too(data, tmp_path):
 
 
 def test_rates_are_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept_rates, "cache_root", lambda: tmp_path)
     said = list[str]()
     first = rates(False, said.append)
     assert rates(False, said.append) == first and len(said) == 1 and first.flops > 1e8

@@ -64,10 +64,10 @@ def in_place(name: str) -> Check:
 
 
 def seeds(check: Callable[[int], None]) -> Check:
-    """A check of random graphs, over the first 30 seeds."""
+    """A check of random graphs, over the first 60 seeds."""
 
     def each() -> None:
-        for seed in range(30):
+        for seed in range(60):
             check(seed)
 
     return each

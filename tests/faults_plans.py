@@ -91,7 +91,7 @@ def last_reads(patch: MonkeyPatch, change: Any) -> None:
 
 @fault("planner", verified, poisoned)
 def a_value_freed_one_step_early(patch: MonkeyPatch) -> None:
-    last_reads(patch, lambda placed, last: {t: i - 1 for t, i in last.items()})
+    last_reads(patch, lambda placed, last: {t: max(i - 1, 0) for t, i in last.items()})
 
 
 @fault("planner", verified, poisoned)

@@ -26,7 +26,8 @@ from packtrain.child import variables
 
 FOLDER = Path(__file__).parent
 NOT_KERNELS = {"__init__", "__main__", "runtime", "counter"}
-filling: Path | None = None  # in the compiling child: where it compiles to, by module
+COMPLETE = "complete"
+compiling: Path | None = None  # in the compiling child: kernel_root() of its parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,29 +216,29 @@ def sweep(root: Path) -> None:
 
 @cache
 def kernel_root() -> Path:
-    return writable(cache_root() / "kernels")
+    return compiling or writable(cache_root() / "kernels")
 
 
 @cache
-def complete_folders() -> dict[str, Path]:
-    """For each module the folder with its compiled code; those that do not exist are filled by children.
+def folder_of(name: str) -> Path:
+    """Where a module's compiled code is kept; all of it is there once the file COMPLETE is."""
+    return kernel_root() / f"{name}-{fingerprint(name)}"
 
-    A folder is filled under another name and renamed, so that it is complete whenever it exists and
-    processes that start at once do not disturb each other.
-    """
-    folders = {name: kernel_root() / f"{name}-{fingerprint(name)}" for name in modules()}
-    if filling or all(folder.exists() for folder in folders.values()):
-        return folders
+
+@cache
+def fill_cache() -> None:
+    """Let children compile what is missing. What is done before they are ended need not be done again."""
+
+    def missing() -> list[str]:
+        return [name for name in modules() if not (folder_of(name) / COMPLETE).exists()]
+
+    if not missing():
+        return
     with alone(kernel_root() / "lock"):
-        missing = [name for name, folder in folders.items() if not folder.exists()]
-        error = compiled(missing, len(folders)) if missing else ""
+        names = missing()
+        error = compiled(names, len(modules())) if names else ""
     if error:
         say(f"the compiling child failed ({error}); compiling in this process")
-        return {
-            name: folder if folder.exists() else folder.with_name(f"{folder.name}-unfinished")
-            for name, folder in folders.items()
-        }
-    return folders
 
 
 def compiled(names: list[str], count: int) -> str:
@@ -258,7 +259,7 @@ def alone(path: Path) -> Iterator[None]:
     """One process after the other, so that those that start at once compile nothing twice."""
     try:
         import fcntl
-    except ImportError:  # Windows: they do compile it twice, into folders of their own
+    except ImportError:  # Windows: they do compile it twice
         yield
         return
     with open(path, "w") as file:
@@ -297,14 +298,11 @@ def compile_in_children(names: list[str]) -> str:
 
 def compile_into(root: str, names: list[str]) -> None:
     """What the child does; it must never start children of its own."""
-    global filling
-    with tempfile.TemporaryDirectory(prefix="partial-", dir=root) as folder:
-        filling = Path(folder)
-        for name in names:
-            load(name)
-        for name, complete in complete_folders().items():
-            with contextlib.suppress(OSError):  # another process was first
-                (filling / name).rename(complete)
+    global compiling
+    compiling = Path(root)
+    for name in names:
+        load(name)
+        (folder_of(name) / COMPLETE).touch()
 
 
 @contextlib.contextmanager
@@ -327,11 +325,10 @@ def load(name: str) -> object:
     blas()
     for other in sorted(needed(name) - {name}):
         load(other)
-    folder = complete_folders()[name]
-    if filling and not folder.exists():
-        folder = filling / name
-        folder.mkdir()  # even a module without code of its own is then known to be done
-    with numba_cache(folder):
+    if not compiling:
+        fill_cache()
+    folder_of(name).mkdir(exist_ok=True)
+    with numba_cache(folder_of(name)):
         return importlib.import_module(f"{__package__}.{name}")
 
 

@@ -1,7 +1,8 @@
 """The promise of `--memory`: the fastest way to train that fits into so many bytes, or a refusal that helps.
 
 In go a Shape as asked for, a limit, and what this machine can do; out come Plans. What was chosen changes no result
-but for the order of additions, which is said. The search runs in a child, so that its memory is gone afterwards.
+but for the order of additions, which is said. The search runs in children, so that its memory is gone afterwards:
+this process makes plans once, for what its heap keeps of them counts.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from packtrain.train.search import Setting, search, smallest
 
 Say = Callable[[str], None]
 OWNERS = 10
-SPARE_NBYTES = 3 << 20  # how much a process differs from the next one, which may look ROUNDS times
-ROUNDS = 3
+SPARE_NBYTES = 3 << 20  # how much a process differs from the next one
+ROUNDS = 3  # searches, each for less than the one before, until what is found fits a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,32 @@ def planned(
     def late() -> None:
         say(f"looking for a way to fit into {size_text(limit)} …")
 
-    change = "a little more would do"
+    asked, change = setting, ""
     for _ in range(ROUNDS):
-        answer = ask(late, search, shape, recompute, setting, limit, fixed)
-        made = _built(setting, answer.shape)
-        over = made.baseline + made.plans.nbytes - limit
-        if over <= 0:
-            return made
+        answer = ask(late, search, shape, recompute, asked, limit, fixed)
         if not answer.fits:
-            change = answer.change
+            chosen, change = answer.shape, answer.change
             break
-        setting = replace(setting, baseline=setting.baseline + over + SPARE_NBYTES // 12)
-    return replace(made, refusal=refusal(made, change, limit))
+        over = setting.baseline + ask(late, grown, setting, answer.shape) - limit
+        if over <= 0:
+            chosen = answer.shape
+            break
+        asked = replace(asked, baseline=asked.baseline + over + SPARE_NBYTES // 3)
+    else:
+        chosen = ask(late, smallest, shape, recompute, setting, fixed)
+    made = _built(setting, chosen)
+    if made.baseline + made.plans.nbytes <= limit:
+        return made
+    return replace(made, refusal=refusal(made, change or "a little more would do", limit))
+
+
+def grown(setting: Setting, shape: Shape) -> int:
+    """Bytes by which a process grows that makes these plans and runs by them; for a child that does nothing else."""
+    settle()
+    before = private_nbytes()
+    plans = setting.plans(shape)
+    settle()
+    return private_nbytes() - before + plans.nbytes
 
 
 def minimum(shape: Shape, recompute: str, setting: Setting, fixed: bool, say: Say) -> int:

@@ -87,7 +87,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
     if settings.threads:
         _set_threads(settings.threads)
     job = decide(settings, say)
-    kernels.load_all()
+    kernels.load_all(but=_unused(job.shape))
     speed = rates(settings.calibrate, say)
     settle()
     found = _found(settings)
@@ -96,12 +96,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
     cells = job.config.context_length if settings.sample_every else 0
     setting = Setting(job.optimizer, speed, private_nbytes(), cells)
     asked, fixed = (job.shape, settings.recompute, setting), found is not None
-    if limit is None:
-        plans = as_asked(*asked)
-        settle()
-        made = Planned(plans, private_nbytes())
-    else:
-        made = planned(*asked, limit, fixed, say)
+    made = Planned.here(as_asked(*asked)) if limit is None else planned(*asked, limit, fixed, say)
     return Ready(
         replace(job, shape=made.plans.shape),
         made.plans,
@@ -113,6 +108,15 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
         made.refusal,
         lambda: made.minimum if made.refusal else minimum(*asked, fixed, say),
     )
+
+
+def _unused(shape: Shape) -> set[str]:
+    """Kernel modules that a run of this shape never calls; what they take need not be in its plan."""
+    experts = set() if shape.config.expert_count else {"experts"}
+    packing = (
+        set() if shape.base else {"quantize", "quantize_k"}
+    )  # of a tuned file, when it is written
+    return experts | packing
 
 
 def _found(settings: RunSettings) -> Checkpoint | None:

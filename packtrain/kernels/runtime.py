@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -332,10 +332,11 @@ def load(name: str) -> object:
         return importlib.import_module(f"{__package__}.{name}")
 
 
-def load_all() -> None:
-    """Load every kernel module, so that what they take is there before memory is measured."""
+def load_all(but: Collection[str] = ()) -> None:
+    """Load every kernel module `but` these, so that what they take is there before memory is measured."""
     for name in modules():
-        load(name)
+        if name not in but:
+            load(name)
 
 
 def threads() -> int:

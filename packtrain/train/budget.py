@@ -28,6 +28,12 @@ class Planned:
     baseline: int
     refusal: str | None = None
 
+    @classmethod
+    def here(cls, plans: Plans) -> "Planned":
+        """Plans that this process has just made."""
+        settle()
+        return cls(plans, private_nbytes())
+
     @property
     def minimum(self) -> int:
         """Bytes that are enough for these plans, whatever the next process is like."""
@@ -63,7 +69,7 @@ def planned(
         asked = replace(asked, baseline=asked.baseline + over + SPARE_NBYTES // 3)
     else:
         chosen = ask(late, smallest, shape, recompute, setting, fixed)
-    made = _built(setting, chosen)
+    made = Planned.here(setting.plans(chosen))
     if made.baseline + made.plans.nbytes <= limit:
         return made
     return replace(made, refusal=refusal(made, change or "a little more would do", limit))
@@ -73,9 +79,8 @@ def grown(setting: Setting, shape: Shape) -> int:
     """Bytes by which a process grows that makes these plans and runs by them; for a child that does nothing else."""
     settle()
     before = private_nbytes()
-    plans = setting.plans(shape)
-    settle()
-    return private_nbytes() - before + plans.nbytes
+    made = Planned.here(setting.plans(shape))
+    return made.baseline - before + made.plans.nbytes
 
 
 def minimum(shape: Shape, recompute: str, setting: Setting, fixed: bool, say: Say) -> int:
@@ -84,13 +89,8 @@ def minimum(shape: Shape, recompute: str, setting: Setting, fixed: bool, say: Sa
     def late() -> None:
         say("looking for the smallest way …")
 
-    return _built(setting, ask(late, smallest, shape, recompute, setting, fixed)).minimum
-
-
-def _built(setting: Setting, shape: Shape) -> Planned:
-    plans = setting.plans(shape)
-    settle()
-    return Planned(plans, private_nbytes())
+    least = ask(late, smallest, shape, recompute, setting, fixed)
+    return Planned.here(setting.plans(least)).minimum
 
 
 # ---- refusal

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from packtrain.commands.speak import CONTEXT, MOST_SEED, Speaking, cells, opened, ready, say, write
+from packtrain.commands import say
+from packtrain.commands.speak import CONTEXT, MOST_SEED, Speaking, cells, opened, ready, write
 from packtrain.errors import InputError
 from packtrain.generate import Limits, Reply
 from packtrain.models.file import ModelFile

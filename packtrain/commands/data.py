@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.commands import say
 from packtrain.errors import InputError, printable
 from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
@@ -43,7 +44,7 @@ class Data:
 def run(settings: Data) -> int:
     """Print the description, and samples if asked. Raises InputError."""
     metadata = GGUF(settings.model).metadata
-    dataset = prepare(_recipe(settings, metadata), writable(cache_root() / "tokens"), _say)
+    dataset = prepare(_recipe(settings, metadata), writable(cache_root() / "tokens"), say)
     for line in described(dataset):
         print(printable(line))
     if settings.show:
@@ -102,7 +103,3 @@ def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, colour: bo
         safe = "\n".join(map(printable, raw.split("\n")))
         text += f"{begin}{safe}{end}" if weight[0] else safe
     return text
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -1,7 +1,6 @@
 """packtrain eval: loss and perplexity of a model on a text, with the text's documents cut as training cuts them."""
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.commands import say
 from packtrain.corpus import Text, prepare
 from packtrain.errors import InputError, Interrupted
 from packtrain.kernels.runtime import cache_root, writable
@@ -70,12 +70,12 @@ def _batches(settings: Evaluate, model: ModelFile) -> Batches:
     """The whole text, once and in order, as tokens of the model's own vocabulary."""
     separator = settings.separator and unescaped(settings.separator)
     text = Text(settings.data, settings.model, model.config.vocab_size, False, separator, 0.0)
-    corpus = prepare(text, writable(cache_root() / "tokens"), _say)
+    corpus = prepare(text, writable(cache_root() / "tokens"), say)
     tokens = corpus.valid or corpus.train
     own = model.config.context_length
     context = min(settings.ctx or min(own, CONTEXT), len(tokens.ids) - 1)  # not beyond the text
     if context > own:
-        _say(f"windows of {context:,} tokens are more than the model's own context of {own:,}")
+        say(f"windows of {context:,} tokens are more than the model's own context of {own:,}")
     windows = -(-(len(tokens.ids) - 1) // context)
     return Batches(tokens, min(settings.batch_size, windows), context, shuffle=False)
 
@@ -86,7 +86,3 @@ def _until_stopped(batches: Batches) -> Iterator[dict[str, np.ndarray]]:
             if stopped():
                 raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
             yield batches[i]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

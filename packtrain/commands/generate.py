@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.commands.speak import CONTEXT, ENDS, Speaking, cells, opened, ready, say, write
+from packtrain.commands import say
+from packtrain.commands.speak import CONTEXT, ENDS, Speaking, cells, opened, ready, write
 from packtrain.errors import InputError
 from packtrain.files import existing
 from packtrain.generate import Limits, Reply

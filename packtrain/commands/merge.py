@@ -1,10 +1,10 @@
 """packtrain merge: a model with adapters made part of its matrices; all else stays as it is, byte for byte."""
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from packtrain.commands import say
 from packtrain.commands.quantize import MIB, TYPES, check_output, line, writable_dtype
 from packtrain.dtypes import Dtype
 from packtrain.gguf import GGUF, Entry
@@ -37,12 +37,12 @@ def run(settings: Merge) -> int:
     check_output(settings.output, "-o", read, settings.overwrite)
     ignored = sorted({name for adapter, _ in adapters for name in adapter.ignored})
     if ignored:
-        _say(
+        say(
             f"{len(ignored)} vectors are no part of an adapter and left out, the first is {ignored[0]}"
         )
     changes = merged(base, adapters)
     if EMBEDDING in changes and HEAD not in base.entries:
-        _say(f"{EMBEDDING} is the head, too: both are changed")
+        say(f"{EMBEDDING} is the head, too: both are changed")
 
     def done(entry: Entry, stored: Dtype, error: float) -> None:
         print(line(entry, stored, error))
@@ -55,7 +55,3 @@ def run(settings: Merge) -> int:
         f"{time.perf_counter() - began:.1f} s"
     )
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

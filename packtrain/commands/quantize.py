@@ -11,7 +11,7 @@ import numpy as np
 from packtrain.dtypes import Dtype
 from packtrain.errors import InputError, printable
 from packtrain.files import check_writable
-from packtrain.gguf import GGUF, Deferred, Entry, Value, tensor_nbytes, write
+from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
 from packtrain.models.merge import packed, squares
 from packtrain.models.mix import MIXES, Mix, types_of
 from packtrain.quant import READABLE, WRITABLE, dequantize
@@ -21,7 +21,6 @@ PART = 1 << 20  # values that are converted at a time
 MIB = 1 << 20
 FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
 DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
-QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 TYPES = ", ".join(str(dtype) for dtype in WRITABLE)
 
 

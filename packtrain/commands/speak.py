@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from packtrain.commands import say
 from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.generate import Generator
@@ -103,8 +104,3 @@ def write(text: str) -> None:
     """Text of the model, at once; a terminal gets no control characters, which could steer it."""
     sys.stdout.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
-
-
-def say(line: str) -> None:
-    """A line beside the text."""
-    print(line, file=sys.stderr)

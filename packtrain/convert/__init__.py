@@ -16,13 +16,12 @@ from packtrain.convert.vocabulary import vocabulary_of
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.errors import InputError
 from packtrain.files import check_writable
-from packtrain.gguf import Deferred, Value, write
+from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
 
 __all__ = ["ARCHITECTURES", "AUTO", "FILE_TYPES", "convert"]
 
 AUTO = "auto"
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # llama.h, enum llama_ftype
-QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight")  # llama.cpp takes no others
 HALF_MOST = 65_504.0
 

@@ -4,8 +4,10 @@ Metadata and tensors go in and out by name; shapes are in NumPy order, GGUF's re
 It knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too).
 """
 
-from packtrain.gguf.format import Entry, GGUFError, Value, tensor_nbytes
+from packtrain.gguf.format import QUANTIZATION_VERSION, Entry, GGUFError, Value, tensor_nbytes
 from packtrain.gguf.read import GGUF
 from packtrain.gguf.write import Deferred, write
 
-__all__ = ["GGUF", "Deferred", "Entry", "GGUFError", "Value", "tensor_nbytes", "write"]
+__all__ = [
+    "GGUF", "QUANTIZATION_VERSION", "Deferred", "Entry", "GGUFError", "Value", "tensor_nbytes", "write",
+]  # fmt: skip

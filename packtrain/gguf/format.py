@@ -7,6 +7,7 @@ from typing import Any
 from packtrain.dtypes import BLOCK_TYPES, Dtype, bf16, f16, f32, f64, i8, i16, i32, i64
 from packtrain.errors import InputError
 
+QUANTIZATION_VERSION = 2  # of the block types: ggml.h, GGML_QNT_VERSION
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 NAME_NBYTES, AXES = 64, 4  # ggml's limits: names end within 64 bytes, at most four axes
 ALIGNMENT_KEY = "general.alignment"

@@ -12,7 +12,7 @@ import numpy as np
 from packtrain.dtypes import bf16, f16, f32
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting
+from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting, scale_of
 from packtrain.quant import dequantize
 
 READABLE = (f32, f16, bf16)
@@ -40,9 +40,7 @@ class Adapter:
     ignored: tuple[str, ...] = ()
 
     def scale(self, name: str) -> float:
-        """What B A is multiplied by: alpha over rank."""
-        rank = self.pairs[name][1].shape[-1]
-        return self.alpha / rank if self.alpha else 1.0
+        return scale_of(self.alpha, self.pairs[name][1].shape[-1])
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start:stop of the addition to a matrix, f32 (stop - start, in); rows of experts follow each other."""

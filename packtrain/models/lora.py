@@ -34,7 +34,7 @@ class Lora:
         return next((rank for pattern, rank in self.ranks if fnmatchcase(name, pattern)), 0)
 
     def scale(self, rank: int) -> float:
-        return self.alpha / rank if self.alpha else 1.0
+        return scale_of(self.alpha, rank)
 
     def shapes(
         self, shapes: Mapping[str, tuple[int, ...]], blocks: int
@@ -47,6 +47,11 @@ class Lora:
             rank = self.rank(name) if in_reach and len(shape) > 1 else 0
             if rank:
                 yield from zip((name + A, name + B), fitting(shape, name, rank), strict=True)
+
+
+def scale_of(alpha: float, rank: int) -> float:
+    """What B A is multiplied by: alpha over rank; 1 where alpha is 0, as in llama.cpp."""
+    return alpha / rank if alpha else 1.0
 
 
 def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ...], ...]:

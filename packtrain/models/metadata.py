@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from packtrain.errors import InputError
-from packtrain.gguf import GGUF, Value
+from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.config import ARCHITECTURES, Config, RopeScaling, Scaling
 
 # llama.h, enum llama_ftype; of the K-quants the M mixtures
@@ -20,7 +20,6 @@ FILE_TYPES = {
     "f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_K": 10, "q3_K": 12,
     "q4_K": 15, "q5_K": 17, "q6_K": 18,
 }  # fmt: skip
-QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 MOST = 2**31 - 1  # ids, positions and sizes are i32
 WIDEST = 64  # times the width of the stream: what is wider is no model, and a small file would take much memory
 MOST_EXPERTS = 512  # as in llama.cpp

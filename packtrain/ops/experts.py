@@ -87,6 +87,22 @@ def _is_stack(index: int, t: Tensor) -> bool:
     )
 
 
+def _rows_by_expert(
+    name: str, x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None, summed: int, kept: int
+) -> Spec:
+    """What a product of rows with their expert's matrix gives; `summed` and `kept` are the axes of w (E, F, K)."""
+    fits = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
+    wanted = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
+    want(
+        fits and x.dtype == f32 and w.dtype in READABLE,
+        f"{name} is {x.spec} and w is {w.spec}; {wanted}",
+    )
+    want(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
+    y = Spec((x.shape[0], w.shape[kept]))
+    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
+    return y
+
+
 @op(inplace=(3,), acc=3)
 def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> Spec:
     """Multiply each row of x by the matrix of its expert: y[i] = w[ids[i]] @ x[i] (+ acc[i]). ggml_mul_mat_id.
@@ -96,15 +112,7 @@ def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> S
     ids  (N,)       i32, ascending: rows of one expert are multiplied at once
     y    (N, F)     f32
     """
-    fits = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[-1] == w.shape[-1]
-    want(
-        fits and x.dtype == f32 and w.dtype in READABLE,
-        f"x is {x.spec} and w is {w.spec}; f32[N, K] and a readable type's [E, F, K] are needed",
-    )
-    want(ids.spec == Spec(x.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{x.shape[0]}]")
-    y = Spec((x.shape[0], w.shape[1]))
-    want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
-    return y
+    return _rows_by_expert("x", x, w, ids, acc, 2, 1)
 
 
 @matmul_id.vjp
@@ -156,15 +164,7 @@ def matmul_id_back(dy: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None
     ids  (N,)       i32, ascending
     dx   (N, K)     f32
     """
-    fits = len(dy.shape) == 2 and len(w.shape) == 3 and dy.shape[1] == w.shape[1]
-    want(
-        fits and dy.dtype == f32 and w.dtype in READABLE,
-        f"dy is {dy.spec} and w is {w.spec}; f32[N, F] and a readable type's [E, F, K] are needed",
-    )
-    want(ids.spec == Spec(dy.shape[:1], i32), f"ids is {ids.spec}; it must be i32[{dy.shape[0]}]")
-    dx = Spec((dy.shape[0], w.shape[2]))
-    want(acc is None or acc.spec == dx, f"acc is {acc and acc.spec}; it must be {dx}")
-    return dx
+    return _rows_by_expert("dy", dy, w, ids, acc, 1, 2)
 
 
 @matmul_id_back.vjp

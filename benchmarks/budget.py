@@ -4,8 +4,9 @@
 
 Each case is a random shape, batch, optimizer and budget. Its plan must fit or be refused with a smallest budget; that
 budget must be taken, and 3 % less refused. Runs make steps with the longest batches there are, evaluations, samples and
-saves, watched from outside, with RLIMIT_DATA as a cap of the system: no kill, and a peak within the budget. That limit
-counts what is reserved and never touched too, such as stacks of threads: how much that is, a run without a cap tells.
+saves, watched from outside with their children from beginning to end, with RLIMIT_DATA as a cap of the system: no kill,
+and a peak within the budget. That limit counts what is reserved and never touched too, such as stacks of threads: how
+much that is, a run without a cap tells. The text is tokenized before.
 """
 
 import argparse
@@ -80,11 +81,10 @@ def trained(
     process = subprocess.Popen(
         [*command, "--memory", memory], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    plan, peak, beyond = output.with_suffix(".run") / "plan.html", 0, 0
+    peak, beyond = 0, 0
     while process.poll() is None:
         seen = private_nbytes_of(process.pid)
-        if plan.exists():
-            peak, beyond = max(peak, seen), max(beyond, reserved(process.pid) - seen)
+        peak, beyond = max(peak, seen), max(beyond, reserved(process.pid) - seen)
         time.sleep(0.002)
     assert process.stderr is not None
     return process.returncode, peak, beyond, process.stderr.read()
@@ -102,6 +102,7 @@ def reserved(pid: int) -> int:
 def overhead(base: list[str], folder: Path) -> int:
     """What a run reserves and does not touch; the cap made with it is seen to bite."""
     memory = "1GiB"
+    planned(base, memory)  # tokenizes the text
     code, peak, beyond, said = trained(base, folder / "plain.gguf", memory, None)
     assert code == 0, said
     code, *_ = trained(base, folder / "capped.gguf", memory, peak + beyond - 16 * MIB)

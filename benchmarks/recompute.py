@@ -3,21 +3,26 @@
     python -m benchmarks.recompute [--shapes 110m 1b] [--time 512] [--rounds 5]
 
 One step with plain SGD, one sequence; `1b` is four blocks of the Llama-3.2-1B shape with its vocabulary cut to 32,000.
-Budgets are parts of the activations of the plan that keeps everything: what its arena has above the arena without
-blocks. Extra time is over the step that keeps everything, median of paired rounds.
+Budgets are parts of the activations of the plan that keeps everything: what of its peak the blocks' forward pass keeps;
+the rest, such as gradients, every budget has, and what is computed again has to fit into the budget as well. Extra time
+is over the step that keeps everything, median of paired rounds. Over 20 budgets, a smaller one never plans a larger
+peak nor expects less time.
 """
 
 import argparse
 import statistics
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from packtrain import cost
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
-from packtrain.recompute import keep_all
+from packtrain.place import Placed, place
+from packtrain.plan import Buffer, Plan, make_plan
+from packtrain.recompute import Choice
 from packtrain.run import Executor, Session
 from packtrain.train.optim import SGD
 from packtrain.train.plans import Shape
@@ -38,13 +43,32 @@ def seconds(run: Executor, inputs: dict[str, np.ndarray]) -> float:
     return time.perf_counter() - began
 
 
+def of_blocks(buffer: Buffer) -> bool:
+    """Whether it is kept of the forward pass; the head works in its own buffers."""
+    return buffer.category == "activation" and buffer.op != "linear_cross_entropy"
+
+
+def ratio(run: Executor, whole: Executor, inputs: dict[str, np.ndarray], turn: int) -> float:
+    """Of one pair of steps, each of them first in every other pair."""
+    pair = [run, whole] if turn % 2 else [whole, run]
+    took = {one: seconds(one, inputs) for one in pair}
+    return took[run] / took[whole]
+
+
 def measure(name: str, time_: int, rounds: int) -> None:
     config = replace(SHAPES[name], context_length=time_)
     optimizer, shape = SGD(lr=0.0), Shape(config, 1, time_)
     setting = Setting(optimizer, cost.measured(), 0)
     blocks = chain(shape, setting)
-    everything = blocks.plan(keep_all(config.block_count, len(blocks.values)))
-    floor = blocks.head_work
+
+    def planned(choice: Choice | None) -> tuple[Placed, Plan]:
+        placed = place(blocks.build(config.block_count, choice)[0])
+        return placed, make_plan(placed)
+
+    everything, plan = planned(None)
+    keeping = plan.arena().nbytes
+    activations = sum(buffer.nbytes for buffer in plan.peak() if of_blocks(buffer))
+    floor = keeping - activations
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, time_ + 1), np.int32)
     inputs = {
         "tokens": ids[:, :-1],
@@ -54,12 +78,12 @@ def measure(name: str, time_: int, rounds: int) -> None:
         "pos": np.arange(time_, dtype=np.int32)[None],
     } | optimizer.inputs(1)
     session = Session()
-    whole = session.executor(everything.placed, everything.plan())
+    whole = session.executor(everything, plan)
     transformer.initialise(config, 0, session.fill)
     expected = whole(inputs)
-    activations = everything.arena - floor
+    step_seconds = cost.seconds(everything, setting.rates)
     base = min(seconds(whole, inputs) for _ in range(3))
-    print(f"{name}, 1 × {time_}: keeps everything in {everything.arena / MIB:.1f} MiB, of which activations "
+    print(f"{name}, 1 × {time_}: keeps everything in {keeping / MIB:.1f} MiB, of which activations "
           f"{activations / MIB:.1f} MiB; {base:.3f} s a step")  # fmt: skip
     print(
         f"{'budget':>7} {'planned MiB':>12} {'of keep-all':>12} {'decided in s':>13} {'predicted':>10} "
@@ -70,16 +94,29 @@ def measure(name: str, time_: int, rounds: int) -> None:
         found = blocks.within(floor + activations * percent // 100)
         decided = time.perf_counter() - began
         if found is None:
-            print(f"{percent:>6}% {'does not fit':>12}")
+            least = blocks.least().arena - floor
+            print(f"{percent:>6}% does not fit: the least is {least / activations:.1%}")
             continue
-        run = session.executor(found.placed, found.plan())
+        placed, plan = planned(found.choice)
+        arena, run = plan.arena().nbytes, session.executor(placed, plan)
         same = all(np.array_equal(run(inputs)[k], expected[k]) for k in expected)
-        ratios = [seconds(run, inputs) / seconds(whole, inputs) for _ in range(rounds)]
-        predicted = found.seconds / cost.seconds(everything.placed, setting.rates)
+        ratios = [ratio(run, whole, inputs, turn) for turn in range(rounds)]
+        predicted = found.seconds / step_seconds
         print(
-            f"{percent:>6}% {found.arena / MIB:>12.1f} {(found.arena - floor) / activations:>12.1%} {decided:>13.2f} "
+            f"{percent:>6}% {arena / MIB:>12.1f} {(arena - floor) / activations:>12.1%} {decided:>13.2f} "
             f"{predicted:>+10.1%} {statistics.median(ratios) - 1:>+9.1%}  {'equal' if same else 'DIFFERENT'}"
         )
+    steps = [blocks.within(floor + activations * k // 20) for k in range(20, 0, -1)]
+    fitting = [found for found in steps if found is not None]
+    peaks, times = [f.arena for f in fitting], [f.seconds for f in fitting]
+    falls = all(a >= b for a, b in pairwise(peaks)) and all(
+        f is None for f in steps[len(fitting) :]
+    )
+    rises = all(a <= b for a, b in pairwise(times))
+    print(
+        f"{len(fitting)} of 20 budgets fit; as they fall the peak {'never rises' if falls else 'RISES'}, "
+        f"the expected time {'never falls' if rises else 'FALLS'}"
+    )
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from packtrain import kernels
 from packtrain.cli import main
 from packtrain.cost import Rates
 from packtrain.errors import InputError
-from packtrain.memory import parse_size, total_nbytes
+from packtrain.memory import parse_size, private_nbytes_of, total_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
@@ -250,6 +251,25 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     plan = json.loads((tmp_path / "m.run/plan.json").read_text())
     assert plan["budget_bytes"] == limit and plan["fits"]
     assert 0.9 * limit <= end["peak_bytes"] <= limit and end["planned_bytes"] <= limit
+
+
+def test_the_search_is_inside_the_budget_too(data, tmp_path):
+    """A run that takes less than the child that would look for it: refused, and the minimum leaves room for both."""
+    run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path), "--no-tensorboard"]
+    assert subprocess.run(run, capture_output=True, check=False).returncode == 0
+    total = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
+    run += ["--overwrite", "--memory"]
+    asked = [*run, f"{total // MIB + 8}MiB"]
+    refused = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert refused.returncode == 3 and "the search for it, before it, takes more" in refused.stderr
+    least = refused.stderr[refused.stderr.index("would do is") :].split()[3]
+    process = subprocess.Popen([*run, least], stderr=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, private_nbytes_of(process.pid))
+        time.sleep(0.005)
+    assert process.returncode == 0
+    assert total < peak <= parse_size(least, "")
 
 
 def test_a_refused_plan_is_drawn_all_the_same(data, tmp_path, capsys):

@@ -110,7 +110,7 @@ def test_a_run_without_a_checkpoint_resumes_from_the_beginning(data, tmp_path, c
 
 def test_a_budget_changes_no_data_and_resumes_bit_for_bit(data, tmp_path):
     """In processes of their own: what this one holds is not the same twice."""
-    wide = ["--dim", "64", "--ffn", "512", "--batch-size", "8", "-c", "256", "--layers", "2"]
+    wide = ["--dim", "64", "--ffn", "512", "--batch-size", "24", "-c", "256", "--layers", "2"]
     even = ["--lr-scheduler", "constant", "--warmup-ratio", "0", "--steps-per-eval", "2"]
 
     def run(name: str, steps: int, *more: str) -> str:

@@ -29,7 +29,7 @@ from packtrain.train.plans import Plans, Shape
 from packtrain.train.rates import rates
 from packtrain.train.search import Setting, as_asked
 from packtrain.train.settings import RunSettings, TrainSettings
-from packtrain.train.state import Checkpoint, load, previous
+from packtrain.train.state import Checkpoint, Progress, load, previous
 from packtrain.watch import Watch
 from packtrain.watch.progress import clock
 
@@ -178,13 +178,19 @@ def carry_out(settings: RunSettings, work: Work) -> int:
         check_compatible(made.job, made.found, say)
     folder.mkdir(exist_ok=True)
     with locked(folder / "lock", f"--output: {folder}"):
-        code = _train(settings, made, work)
-        if not code:
-            work.after(made.job, made.plans.shape)
-        return code
+        ended = _train(settings, made, work)
+        if ended is None:
+            return INTERRUPTED
+        settle()
+        progress, peak = ended
+        write_text(folder / "plan.html", page(made.plans.largest, **facts(made, peak)))
+        _report(made.job, progress, peak, total)
+        work.after(made.job, made.plans.shape)
+    return 0
 
 
-def _train(settings: RunSettings, made: Ready, work: Work) -> int:
+def _train(settings: RunSettings, made: Ready, work: Work) -> tuple[Progress, int] | None:
+    """How far it came and the most bytes it took; None if a signal ended it."""
     folder, total = settings.folder, made.baseline + made.plans.nbytes
     _begin_folder(settings, made)
     watching = partial(Watch, folder, steps=made.job.steps, planned_nbytes=total)
@@ -208,13 +214,10 @@ def _train(settings: RunSettings, made: Ready, work: Work) -> int:
             watch.say(
                 f"{error}; go on with: packtrain {work.command} -o {settings.output} --resume"
             )
-            return INTERRUPTED
+            return None
         fit.finish()
         watch.end(_end(fit, total, peak))
-    drawn = page(made.plans.largest, **facts(made, peak.nbytes))
-    write_text(folder / "plan.html", drawn)
-    _report(fit, total, peak)
-    return 0
+        return fit.progress, peak.nbytes
 
 
 def _check(settings: RunSettings) -> None:
@@ -284,15 +287,15 @@ def _end(fit: Fit, planned: int, peak: Peak) -> dict[str, float]:
     }
 
 
-def _report(fit: Fit, planned: int, peak: Peak) -> None:
-    job = fit.job
+def _report(job: Job, progress: Progress, peak: int, planned: int) -> None:
     say(
-        f"trained {fit.progress.step:,} steps, {fit.progress.tokens:,} tokens in {clock(fit.progress.seconds)}; "
-        f"memory: peak {size_text(peak.nbytes)}, planned {size_text(planned)}"
+        f"trained {progress.step:,} steps, {progress.tokens:,} tokens in {clock(progress.seconds)}; "
+        f"memory: peak {size_text(peak)}, planned {size_text(planned)}"
     )
     if job.valid is not None:
-        say(f"lowest validation loss {fit.progress.best:.4f}")
-    say(f"the run is in {fit.folder}, its curve in {fit.folder / 'loss.svg'}")
+        say(f"lowest validation loss {progress.best:.4f}")
+    folder = job.settings.folder
+    say(f"the run is in {folder}, its curve in {folder / 'loss.svg'}")
 
 
 def _after(job: Job, shape: Shape) -> None:

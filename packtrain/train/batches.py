@@ -7,6 +7,9 @@ for the step from one document to the next. It knows no model and no optimizer.
 import numpy as np
 
 from packtrain.corpus import Tokens
+from packtrain.train.order import Order
+
+OFFSET = 1  # salt of the place where an epoch begins to read
 
 
 class Batches:
@@ -39,7 +42,6 @@ class Batches:
         # targets of each stretch that windows may not leave, and the first window of each
         self._targets = ends - self._starts - 1
         self._first = np.append(0, np.cumsum(-(-self._targets // time)))
-        self._epoch = -1
 
     @property
     def windows(self) -> int:
@@ -52,31 +54,21 @@ class Batches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
-        self._enter(epoch)
+        order = Order.of(self.seed, epoch)
         places = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._row(*self._window(place)) for place in places]
+        rows = [self._row(*self._window(place, order)) for place in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _enter(self, epoch: int) -> None:
-        """Draw the order and the offset of an epoch, unless it is the one drawn last."""
-        if epoch == self._epoch:
-            return
-        draw = np.random.Generator(np.random.Philox(key=[self.seed % (1 << 63), epoch]))
-        self._offset = int(draw.integers(self.size)) if self.random_offsets else 0
-        self._order = np.arange(self.windows, dtype=np.uint32)
-        if self.shuffle:
-            draw.shuffle(self._order)
-        self._epoch = epoch
-
-    def _window(self, place: int) -> tuple[int, int]:
+    def _window(self, place: int, order: Order) -> tuple[int, int]:
         """Where the window at a place of the epoch begins in the stream, and how many targets it has."""
         if place >= self.windows:
             return 0, 0
-        window = int(self._order[place])
+        window = order(place, self.windows) if self.shuffle else place
+        offset = order(0, self.size, salt=OFFSET) if self.random_offsets else 0
         stretch = int(np.searchsorted(self._first, window, side="right")) - 1
         skipped = (window - int(self._first[stretch])) * self.time
         count = min(self.time, int(self._targets[stretch]) - skipped)
-        return int(self._starts[stretch]) + skipped + self._offset, count
+        return int(self._starts[stretch]) + skipped + offset, count
 
     def _row(self, start: int, count: int) -> dict[str, np.ndarray]:
         """The row of `count` targets after `start`; what is left of it is padding, a document of its own."""

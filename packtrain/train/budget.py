@@ -17,6 +17,10 @@ from packtrain.train.search import Setting, search, smallest
 Say = Callable[[str], None]
 OWNERS = 10
 SPARE_NBYTES = 3 << 20  # how much a process differs from the next one
+SEARCH_NBYTES, BLOCK_NBYTES = (
+    48 << 20,
+    800_000,
+)  # of the child that searches, and more for each block; measured
 ROUNDS = 3  # searches, each for less than the one before, until what is found fits a process
 
 
@@ -35,9 +39,15 @@ class Planned:
         return cls(plans, private_nbytes())
 
     @property
+    def needed(self) -> int:
+        """Bytes that are taken at the most: by the run, or before it by this process and the child that searches."""
+        searching = SEARCH_NBYTES + BLOCK_NBYTES * self.plans.shape.config.block_count
+        return self.baseline + max(self.plans.nbytes, searching)
+
+    @property
     def minimum(self) -> int:
-        """Bytes that are enough for these plans, whatever the next process is like."""
-        return self.baseline + self.plans.nbytes + SPARE_NBYTES
+        """Bytes that are enough, whatever the next process is like."""
+        return self.needed + SPARE_NBYTES
 
 
 def planned(
@@ -70,8 +80,10 @@ def planned(
     else:
         chosen = ask(late, smallest, shape, recompute, setting, fixed)
     made = Planned.here(setting.plans(chosen))
-    if made.baseline + made.plans.nbytes <= limit:
+    if made.needed <= limit:
         return made
+    if made.baseline + made.plans.nbytes <= limit:
+        change = "the run would fit; the search for it, before it, takes more"
     return replace(made, refusal=refusal(made, change or "a little more would do", limit))
 
 

@@ -4,9 +4,14 @@ Samples go in, the inputs of `transformer.loss` come out; `weights` is 1 for a t
 share a row are told apart by `seq` and `pos`: none sees another.
 """
 
+from typing import Literal
+
 import numpy as np
 
 from packtrain.samples import Samples
+from packtrain.train.order import Order
+
+SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
 class SampleBatches:
@@ -29,51 +34,52 @@ class SampleBatches:
     ) -> None:
         self.samples, self.rows, self.time = samples, rows, time
         self.seed, self.shuffle, self.pack = seed, shuffle, pack
-        self._lengths = samples.lengths - 1  # in targets
-        longest = int(self._lengths.max())
+        lengths = samples.lengths - 1  # in targets
+        longest = int(lengths.max())
         if longest > time:
             raise ValueError(f"a sample of {longest} targets does not fit a row of {time}")
         # by length alone, so that every epoch has the same number of rows
-        row_of = np.arange(len(samples))
+        self._order = np.arange(len(samples))
+        row_of = self._order
         if pack:
-            row_of = best_fit(np.sort(self._lengths)[::-1], time)
+            self._order = np.argsort(-lengths, kind="stable")
+            row_of = best_fit(lengths[self._order], time)
+        self._shortness = -lengths[self._order]
         self._places = np.argsort(row_of, kind="stable")
         self._first = np.append(0, np.cumsum(np.bincount(row_of)))
-        self._epoch = -1
+
+    @property
+    def windows(self) -> int:
+        """Rows of an epoch."""
+        return len(self._first) - 1
 
     def __len__(self) -> int:
         """Batches in one epoch; the last one is padded."""
-        return -(-(len(self._first) - 1) // self.rows)
+        return -(-self.windows // self.rows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
-        self._enter(epoch)
+        order = Order.of(self.seed, epoch)
         places = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._row(self._samples_at(place)) for place in places]
+        rows = [self._row(self._samples_at(place, order)) for place in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _enter(self, epoch: int) -> None:
-        """Draw the orders of an epoch, unless it is the one drawn last."""
-        if epoch == self._epoch:
-            return
-        draw = np.random.Generator(np.random.Philox(key=[self.seed % (1 << 63), epoch]))
-        self._rows = np.arange(len(self._first) - 1)
-        ties = np.arange(len(self.samples))
-        if self.shuffle:
-            draw.shuffle(self._rows)
-            draw.shuffle(ties)
-        order = np.lexsort((ties, -self._lengths)) if self.pack else np.arange(len(self.samples))
-        self._order = order[self._places]
-        self._epoch = epoch
-
-    def _samples_at(self, place: int) -> list[int]:
+    def _samples_at(self, place: int, order: Order) -> list[int]:
         """The samples of the row at a place of the epoch."""
-        if place >= len(self._rows):
+        if place >= self.windows:
             return []
-        row = int(self._rows[place])
-        found: list[int] = self._order[self._first[row] : self._first[row + 1]].tolist()
-        return found
+        row = order(place, self.windows) if self.shuffle else place
+        ranks = self._places[self._first[row] : self._first[row + 1]].tolist()
+        return [int(self._order[self._swapped(rank, order)]) for rank in ranks]
+
+    def _swapped(self, rank: int, order: Order) -> int:
+        """The rank of a sample that has its place this epoch: one of the same length."""
+        if not (self.pack and self.shuffle):
+            return rank
+        here = self._shortness[rank]
+        first, end = (int(np.searchsorted(self._shortness, here, side)) for side in SIDES)
+        return first + order(rank - first, end - first, salt=-int(here))
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
         """Samples side by side; what is left of the row is padding, a sample of its own."""

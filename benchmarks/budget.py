@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.memory import text
 from packtrain.memory import parse_size, private_nbytes_of
 
 MIB = 1 << 20
 MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
-RESERVED = re.compile(r"VmData:\s+(\d+) kB")
+COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
 SPARE = 4 * MIB  # by which what is reserved differs from run to run
 OFTEN = "--iters 6 --steps-per-eval 2 --val-batches 2 --save-every 2 --no-tensorboard --overwrite"
 
@@ -71,43 +72,56 @@ def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, in
         return done.returncode, done.stderr, json.loads(text) if text else {}
 
 
-def trained(
-    base: list[str], output: Path, memory: str, cap: int | None
-) -> tuple[int, int, int, str]:
-    """Exit code of a run under a cap; from outside its peak, and the most it reserved beyond; what it said."""
+class Seen(NamedTuple):
+    """A run from outside: exit code, what it said, bytes at its peak with children and alone, most reserved beyond."""
+
+    code: int
+    said: str
+    peak: int
+    alone: int
+    beyond: int
+
+
+def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen:
+    """A run under a cap."""
     command = [sys.executable, "-m", "packtrain", *base, *OFTEN.split(), "-o", str(output)]
     if cap is not None:
         command = ["prlimit", f"--data={cap}", *command]
     process = subprocess.Popen(
         [*command, "--memory", memory], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    peak, beyond = 0, 0
+    peaks = [0, 0, 0]
     while process.poll() is None:
-        seen = private_nbytes_of(process.pid)
-        peak, beyond = max(peak, seen), max(beyond, reserved(process.pid) - seen)
+        alone, beyond = counted(process.pid)
+        now = private_nbytes_of(process.pid), alone, beyond
+        peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
         time.sleep(0.002)
     assert process.stderr is not None
-    return process.returncode, peak, beyond, process.stderr.read()
+    return Seen(process.returncode, process.stderr.read(), *peaks)
 
 
-def reserved(pid: int) -> int:
-    """What the system counts as data of a process."""
+def counted(pid: int) -> tuple[int, int]:
+    """Private bytes of a process, and what the system counts as its data beyond them."""
     try:
-        found = RESERVED.search(Path(f"/proc/{pid}/status").read_text())
+        found = dict(COUNTED.findall(Path(f"/proc/{pid}/status").read_text()))
     except OSError:
-        return 0
-    return 1024 * int(found[1]) if found else 0
+        return 0, 0
+    data, anon, shmem = (
+        1024 * int(found.get(name, 0)) for name in ("VmData", "RssAnon", "RssShmem")
+    )
+    return anon + shmem, data - anon - shmem
 
 
 def overhead(base: list[str], folder: Path) -> int:
     """What a run reserves and does not touch; the cap made with it is seen to bite."""
     memory = "1GiB"
     planned(base, memory)  # tokenizes the text
-    code, peak, beyond, said = trained(base, folder / "plain.gguf", memory, None)
-    assert code == 0, said
-    code, *_ = trained(base, folder / "capped.gguf", memory, peak + beyond - 16 * MIB)
-    assert code != 0, "a cap below what a run takes did not stop it"
-    return beyond + SPARE
+    seen = trained(base, folder / "plain.gguf", memory, None)
+    assert seen.code == 0, seen.said
+    cap = seen.alone + seen.beyond - 16 * MIB
+    capped = trained(base, folder / "capped.gguf", memory, cap)
+    assert capped.code != 0, "a cap below what a run takes did not stop it"
+    return seen.beyond + SPARE
 
 
 def main() -> None:
@@ -150,11 +164,11 @@ def main() -> None:
                 ran += 1
                 limit = parse_size(memory, "--memory")
                 output = Path(folder) / f"m{number}.gguf"
-                code, peak, _, said = trained(base, output, memory, limit + beyond)
-                used.append(peak / limit)
-                if code or used[-1] > 1:
+                seen = trained(base, output, memory, limit + beyond)
+                used.append(seen.peak / limit)
+                if seen.code or used[-1] > 1:
                     wrong.append(
-                        f"case {number}: exit {code}, peak {used[-1]:.1%} of {memory}: {said[-300:]}"
+                        f"case {number}: exit {seen.code}, peak {used[-1]:.1%} of {memory}: {seen.said[-300:]}"
                     )
             print(
                 f"\r{number + 1} planned, {refused} refused, {ran} run, {len(wrong)} wrong",

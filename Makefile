@@ -29,19 +29,34 @@ bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.train
 	$(RUN) -m benchmarks.memory
 
-# docs/conformance.md: the same files through packtrain and llama.cpp. llama.cpp is built in a folder of its own, without
-# -march=native: some compilers make its AMX code wrong. LLAMA_PYTHON=… takes one that is there already.
-LLAMA_PYTHON ?= build/llama/bin/python
+# docs/conformance.md: the same files through packtrain and llama.cpp, whose library, server and Python package are built
+# in a folder of their own; without -march=native: some compilers make its AMX code wrong. LLAMA_PYTHON=…, a Python with
+# llama-cpp-python, and LLAMA_SERVER=… take what is there already.
 VOCABULARIES ?= ../shared/data/tokenizers/ggml-vocab
-conformance: $(VENV)/.ready $(LLAMA_PYTHON)
+LLAMA := build/llama
+ifndef LLAMA_PYTHON
+LLAMA_PYTHON := $(LLAMA)/bin/python
+LLAMA_SERVER := $(LLAMA)/cpp/bin/llama-server
+LLAMA_READY := $(LLAMA)/.ready
+conformance: export LLAMA_CPP_LIB_PATH = $(abspath $(LLAMA)/cpp/bin)
+endif
+conformance: $(VENV)/.ready $(LLAMA_READY)
 	$(RUN) -m benchmarks.conformance --llama-python $(LLAMA_PYTHON) --write docs/conformance.md \
+	    $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) \
 	    $(if $(wildcard $(VOCABULARIES)),--vocabularies $(VOCABULARIES))
 
-build/llama/bin/python:
-	$(PYTHON) -m venv build/llama.part
-	CMAKE_ARGS=-DGGML_NATIVE=OFF build/llama.part/bin/python -m pip install --quiet --disable-pip-version-check \
+$(LLAMA)/.ready:
+	$(PYTHON) -m venv $(LLAMA)
+	$(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check cmake
+	$(LLAMA)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(LLAMA) \
 	    --no-binary llama-cpp-python llama-cpp-python==0.3.36
-	mv build/llama.part build/llama
+	tar -xzf $(LLAMA)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA)
+	$(LLAMA)/bin/cmake -S $(LLAMA)/llama_cpp_python-0.3.36/vendor/llama.cpp -B $(LLAMA)/cpp -DCMAKE_BUILD_TYPE=Release \
+	    -DGGML_NATIVE=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF
+	$(LLAMA)/bin/cmake --build $(LLAMA)/cpp --target llama-server llama-quantize llama-bench --parallel 2
+	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(LLAMA)/llama_cpp_python-0.3.36.tar.gz
+	touch $@
 
 # Records tests/goldens anew from PyTorch.
 goldens: $(VENV)/.ready

@@ -27,6 +27,7 @@ from packtrain.memory import parse_size, private_nbytes_of
 MIB = 1 << 20
 MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
 COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
+MOST_WORK = 3e10  # tokens of a step times parameters of all blocks
 SPARE = 4 * MIB  # by which what is reserved differs from run to run
 OFTEN = "--iters 6 --steps-per-eval 2 --val-batches 2 --save-every 2 --no-tensorboard --overwrite"
 
@@ -40,26 +41,33 @@ class Wrong(list[str]):
 
 
 def case(rng: random.Random) -> list[str]:
-    """Flags of a random run."""
-    heads = rng.choice((2, 4, 8))
-    flags = {
-        "dim": heads * rng.choice((8, 16, 32, 64)),
-        "layers": rng.choice((1, 2, 3, 4, 6, 8, 10, 16, 24)),
-        "heads": heads,
-        "kv-heads": rng.choice([k for k in (1, 2, 4, 8) if heads % k == 0]),
-        "ffn": 16 * rng.randint(2, 48),
-        "ctx": rng.choice((16, 48, 128, 256)),
-        "batch-size": rng.randint(1, 12),
-        "grad-accumulation-steps": rng.choice((1, 1, 2)),
-        "max-grad-norm": rng.choice((0, 1)),
-        "optimizer": rng.choice(("adamw", "sgd")),
-        "vocab-size": rng.choice((320, 320, 1_000, 3_000)),
-        "sample-every": rng.choice((0, 0, 3)),
-        "patience": rng.choice((0, 2)),
-        "type": rng.choice(("f32", "f16")),
-    }
-    more = ["--no-fill-samples"] if rng.random() < 0.2 else []
-    return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + more
+    """Flags of a random run whose steps take a second or two."""
+    while True:
+        heads = rng.choice((2, 4, 8))
+        flags = {
+            "dim": heads * rng.choice((16, 32, 64)),
+            "layers": rng.choice((1, 2, 3, 4, 6, 8, 10, 16, 24)),
+            "heads": heads,
+            "kv-heads": rng.choice([k for k in (1, 2, 4, 8) if heads % k == 0]),
+            "ffn": 16 * rng.randint(2, 96),
+            "ctx": rng.choice((48, 128, 256, 512)),
+            "batch-size": rng.randint(1, 16),
+            "grad-accumulation-steps": rng.choice((1, 1, 2)),
+            "max-grad-norm": rng.choice((0, 1)),
+            "optimizer": rng.choice(("adamw", "sgd")),
+            "vocab-size": rng.choice((320, 1_000, 3_000)),
+            "sample-every": rng.choice((0, 0, 3)),
+            "patience": rng.choice((0, 2)),
+            "type": rng.choice(("f32", "f16")),
+        }
+        size = {name: value for name, value in flags.items() if isinstance(value, int)}
+        block = size["dim"] * (3 * size["dim"] + 3 * size["ffn"])
+        tokens = size["ctx"] * size["batch-size"] * size["grad-accumulation-steps"]
+        if MOST_WORK / 20 < tokens * size["layers"] * block < MOST_WORK:
+            more = ["--no-fill-samples"] if rng.random() < 0.2 else []
+            return [
+                part for name, value in flags.items() for part in (f"--{name}", str(value))
+            ] + more
 
 
 def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, int]]:
@@ -144,7 +152,7 @@ def main() -> None:
         for number in range(given.plans):
             base = [*asked, *case(rng)]
             _, _, whole = planned(base, None)
-            share = rng.uniform(0.0, 1.1)
+            share = rng.uniform(0.2, 1.1)
             nbytes = whole["baseline_bytes"] + int(
                 share * (whole["total_bytes"] - whole["baseline_bytes"])
             )

@@ -65,13 +65,21 @@ def private_nbytes() -> int:
 
 
 def private_nbytes_of(pid: int) -> int:
-    """Private memory of a process and all its descendants, seen from outside; 0 once it has ended."""
+    """Private memory of a process and all its descendants, seen from outside; 0 once it has ended.
+
+    A child that has not begun its own program yet still has its parent's memory, which is not counted twice.
+    """
     try:
         root = psutil.Process(pid)
-        family = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
+        command, nbytes = root.cmdline(), _private_nbytes(pid)
+        family = root.children(recursive=True)
+    except psutil.Error:
         return 0
-    return sum(_private_nbytes(process.pid) for process in family)
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            own = process.cmdline() != command
+            nbytes += _private_nbytes(process.pid) if own else 0
+    return nbytes
 
 
 def settle() -> None:

@@ -16,8 +16,8 @@ from packtrain.train.search import Setting, search, smallest
 
 Say = Callable[[str], None]
 OWNERS = 10
-SPARE_NBYTES = 3 << 20  # how much a process differs from the next one
-SEARCH_NBYTES, BLOCK_NBYTES = (
+MARGIN_NBYTES, SPARE_NBYTES = 1 << 20, 3 << 20  # how much a process differs from its child, and from the next one
+SEARCH_NBYTES, BLOCK_NBYTES = 48 << 20, 900_000  # of the child that searches, and more for each block; measured
     48 << 20,
     800_000,
 )  # of the child that searches, and more for each block; measured
@@ -72,11 +72,11 @@ def planned(
         if not answer.fits:
             chosen, change = answer.shape, answer.change
             break
-        over = setting.baseline + ask(late, grown, setting, answer.shape) - limit
+        over = setting.baseline + ask(late, grown, setting, answer.shape) + MARGIN_NBYTES - limit
         if over <= 0:
             chosen = answer.shape
             break
-        asked = replace(asked, baseline=asked.baseline + over + SPARE_NBYTES // 3)
+        asked = replace(asked, baseline=asked.baseline + over)
     else:
         chosen = ask(late, smallest, shape, recompute, setting, fixed)
     made = Planned.here(setting.plans(chosen))

@@ -16,10 +16,13 @@ from packtrain.train.search import Setting, search, smallest
 
 Say = Callable[[str], None]
 OWNERS = 10
-MARGIN_NBYTES, SPARE_NBYTES = 1 << 20, 3 << 20  # how much a process differs from its child, and from the next one
-SEARCH_NBYTES, BLOCK_NBYTES = 48 << 20, 900_000  # of the child that searches, and more for each block; measured
+MARGIN_NBYTES, SPARE_NBYTES = (
+    1 << 20,
+    3 << 20,
+)  # how much a process differs from its child, and from the next one
+SEARCH_NBYTES, BLOCK_NBYTES = (
     48 << 20,
-    800_000,
+    900_000,
 )  # of the child that searches, and more for each block; measured
 ROUNDS = 3  # searches, each for less than the one before, until what is found fits a process
 

@@ -81,12 +81,12 @@ def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, in
 
 
 class Seen(NamedTuple):
-    """A run from outside: exit code, what it said, bytes at its peak with children and alone, most reserved beyond."""
+    """A run from outside: exit code, what it said, most bytes with its children; what the system counts, and beyond."""
 
     code: int
     said: str
     peak: int
-    alone: int
+    data: int
     beyond: int
 
 
@@ -100,8 +100,7 @@ def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen
     )
     peaks = [0, 0, 0]
     while process.poll() is None:
-        alone, beyond = counted(process.pid)
-        now = private_nbytes_of(process.pid), alone, beyond
+        now = private_nbytes_of(process.pid), *counted(process.pid)
         peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
         time.sleep(0.002)
     assert process.stderr is not None
@@ -109,7 +108,7 @@ def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen
 
 
 def counted(pid: int) -> tuple[int, int]:
-    """Private bytes of a process, and what the system counts as its data beyond them."""
+    """What the system counts as data of a process, and what of that is not touched."""
     try:
         found = dict(COUNTED.findall(Path(f"/proc/{pid}/status").read_text()))
     except OSError:
@@ -117,7 +116,7 @@ def counted(pid: int) -> tuple[int, int]:
     data, anon, shmem = (
         1024 * int(found.get(name, 0)) for name in ("VmData", "RssAnon", "RssShmem")
     )
-    return anon + shmem, data - anon - shmem
+    return data, data - anon - shmem
 
 
 def overhead(base: list[str], folder: Path) -> int:
@@ -126,8 +125,7 @@ def overhead(base: list[str], folder: Path) -> int:
     planned(base, memory)  # tokenizes the text
     seen = trained(base, folder / "plain.gguf", memory, None)
     assert seen.code == 0, seen.said
-    cap = seen.alone + seen.beyond - 16 * MIB
-    capped = trained(base, folder / "capped.gguf", memory, cap)
+    capped = trained(base, folder / "capped.gguf", memory, seen.data - 16 * MIB)
     assert capped.code != 0, "a cap below what a run takes did not stop it"
     return seen.beyond + SPARE
 

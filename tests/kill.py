@@ -1,19 +1,24 @@
-"""Kill a training run at random moments and see that it resumes: python -m tests.kill [--kills 50] [--seed 0]
+"""Kill a run at random moments and see that it resumes: python -m tests.kill [finetune] [--kills 50] [--seed 0]
 
 Every life begins with --resume and ends by SIGKILL, while it starts, trains or saves. The run that is finished
-at last must equal one that was left alone, in weights, moments and metrics.
+at last must equal one that was left alone, in weights, moments and metrics. One life of five is killed while it ends:
+what an earlier end wrote must be there still, or the new result, whole. The base that is tuned never changes.
 """
 
 import argparse
+import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.gguf import GGUF
 from packtrain.watch import metrics
+from tests.architectures import random_model
 
 TINY = [
     *("--dim", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ffn", "48", "-c", "32"),
@@ -36,45 +41,111 @@ def words(count: int = 12_000) -> str:
     return made
 
 
-def command(data: Path, output: Path, steps: int) -> list[str]:
-    """A run whose steps do not depend on how many there will be."""
-    flags = ["train", "--data", str(data), "-o", str(output), *TINY, "--iters", str(steps)]
-    often = ["--save-every", "3", "--steps-per-eval", "25", "--val-batches", "1"]
-    constant = ["--lr-scheduler", "constant", "--warmup-ratio", "0"]
-    return [sys.executable, "-m", "packtrain", *flags, *often, *constant, "--resume"]
+def chats(count: int = 40) -> str:
+    """Questions that have one answer each."""
+    rng = random.Random(1)
+    facts = {"sun": "hot", "ice": "cold", "night": "dark", "sea": "deep"}
+    asked = [rng.choice(sorted(facts)) for _ in range(count)]
+    return "\n".join(
+        json.dumps({"prompt": f"what is the {q}", "completion": f"the {q} is {facts[q]}"})
+        for q in asked
+    )
 
 
-def survive(folder: Path, kills: int, seed: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Runs of a command on files that `prepare` makes in a folder; their steps do not depend on how many there will be.
+
+    results  what must be equal at last, `{}` for the name of the run
+    """
+
+    prepare: Callable[[Path], None]
+    flags: Callable[[Path], list[str]]
+    results: tuple[str, ...]
+
+    def command(self, folder: Path, name: str, steps: int) -> list[str]:
+        often = ["--save-every", "3", "--steps-per-eval", "25", "--val-batches", "1"]
+        constant = ["--lr-scheduler", "constant", "--warmup-ratio", "0", "--resume"]
+        output = ["-o", str(folder / f"{name}.gguf"), "--iters", str(steps)]
+        return [sys.executable, "-m", "packtrain", *self.flags(folder), *output, *often, *constant]
+
+
+def prepare_text(folder: Path) -> None:
+    (folder / "text.txt").write_text(words())
+
+
+def prepare_base(folder: Path) -> None:
+    random_model(folder / "f32.gguf", "llama tied")
+    files = [str(folder / name) for name in ("f32.gguf", "base.gguf")]
+    run([sys.executable, "-m", "packtrain", "quantize", *files, "Q8_0"])
+    (folder / "chats.jsonl").write_text(chats())
+
+
+def train_flags(folder: Path) -> list[str]:
+    return ["train", "--data", str(folder / "text.txt"), *TINY]
+
+
+def tune_flags(folder: Path) -> list[str]:
+    few = ["--batch-size", "1", "--ctx", "64", "--lora-rank", "2", "--lora-dropout", "0.1"]
+    return ["finetune", str(folder / "base.gguf"), "--data", str(folder / "chats.jsonl"), *few]
+
+
+ALWAYS = ("{}.gguf", "{}.run/checkpoint.gguf")
+KINDS = {
+    "train": Kind(prepare_text, train_flags, ALWAYS),
+    "finetune": Kind(prepare_base, tune_flags, (*ALWAYS, "{}.run/adapter.gguf")),
+}
+
+
+def survive(folder: Path, kills: int, seed: int, kind: str = "train") -> int:
     """Steps of a run that was killed so often and still equals one left alone; raises AssertionError if it does not."""
-    data, alone, killed = folder / "text.txt", folder / "alone.gguf", folder / "killed.gguf"
-    data.write_text(words())
-    run(command(data, folder / "warm.gguf", 1))
+    made = KINDS[kind]
+    made.prepare(folder)
+    run(made.command(folder, "warm", 1))
     began = time.monotonic()
-    run(command(data, folder / "again.gguf", 1))
-    start_seconds = time.monotonic() - began
+    run(made.command(folder, "again", 1))
+    seconds = time.monotonic() - began
+    given = {path: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
     rng, seen = random.Random(seed), folder / "killed.run/metrics.jsonl"
-    for number in range(kills):
-        life = subprocess.Popen(
-            command(data, killed, ENDLESS),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    for number in range(kills - kills // 5):
+        life = begun(made.command(folder, "killed", ENDLESS))
         if number % 4 == 1:  # while it starts
-            time.sleep(rng.uniform(0, 1) * start_seconds)
+            time.sleep(rng.uniform(0, 1) * seconds)
         else:  # while it trains and saves
             wait_for_more(seen, life)
             time.sleep(rng.uniform(0, 0.4))
-        ended = life.poll()
-        life.kill()
-        said = life.communicate()[1]
-        assert ended is None, said
-    lines = metrics.read(seen)
-    steps = lines[-1]["step"] + 10
-    run(command(data, killed, steps))
-    run(command(data, alone, steps))
-    same(folder, "alone", "killed")
+        assert not ended(life)
+    steps = metrics.read(seen)[-1]["step"] + 10
+    for name in ("killed", "alone"):
+        run(made.command(folder, name, steps))
+    same(folder, made.results)
+    for _ in range(kills // 5):  # while it ends
+        steps += 1
+        earlier = (folder / "killed.gguf").read_bytes()
+        life = begun(made.command(folder, "killed", steps))
+        time.sleep(rng.uniform(0.3, 1) * seconds)
+        finished = ended(life)
+        run(made.command(folder, "alone", steps))
+        now = (folder / "killed.gguf").read_bytes()
+        new = [folder / f"{name}.gguf" for name in ("killed", "alone")]
+        assert (not finished and now == earlier) or equal(*new)
+    run(made.command(folder, "killed", steps))
+    same(folder, made.results)
+    assert all(path.read_bytes() == before for path, before in given.items())
     return int(steps)
+
+
+def begun(command: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def ended(life: "subprocess.Popen[str]") -> bool:
+    """Kill it; whether it had come to a good end before. Raises AssertionError for a bad one."""
+    code = life.poll()
+    life.kill()
+    said = life.communicate()[1]
+    assert not code, said
+    return code == 0
 
 
 def wait_for_more(path: Path, life: "subprocess.Popen[str]") -> None:
@@ -91,15 +162,20 @@ def run(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def same(folder: Path, a: str, b: str) -> None:
-    """Raise AssertionError unless two runs have equal models, checkpoints and metrics, times aside."""
-    for name in ("{}.gguf", "{}.run/checkpoint.gguf"):
-        one, other = (GGUF(folder / name.format(run)) for run in (a, b))
-        assert one.entries.keys() == other.entries.keys()
-        for entry in one.entries:
-            assert one.array(entry).tobytes() == other.array(entry).tobytes(), entry
-    one, other = (without_times(folder / f"{run}.run/metrics.jsonl") for run in (a, b))
+def same(folder: Path, results: tuple[str, ...]) -> None:
+    """Raise AssertionError unless both runs have equal models, checkpoints and metrics, times aside."""
+    for name in results:
+        assert equal(*(folder / name.format(run) for run in ("alone", "killed"))), name
+    one, other = (without_times(folder / f"{run}.run/metrics.jsonl") for run in ("alone", "killed"))
     assert one == other
+
+
+def equal(*paths: Path) -> bool:
+    """Whether two GGUF files have equal tensors."""
+    one, other = map(GGUF, paths)
+    return one.entries.keys() == other.entries.keys() and all(
+        one.array(name).tobytes() == other.array(name).tobytes() for name in one.entries
+    )
 
 
 def without_times(path: Path) -> list[dict[str, float]]:
@@ -112,11 +188,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("kind", nargs="?", choices=KINDS, default="train")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps = survive(Path(folder), given.kills, given.seed)
+        steps = survive(Path(folder), given.kills, given.seed, given.kind)
     print(f"survived {given.kills} kills; {steps} steps, weights and metrics equal bit for bit")
 
 

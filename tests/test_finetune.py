@@ -1,7 +1,6 @@
 """`packtrain finetune` as its users meet it: what it writes, what it leaves alone, resume, refusals; and merge."""
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -16,24 +15,13 @@ from packtrain.train import probe, tune
 from packtrain.watch import metrics
 from tests.architectures import random_model
 from tests.checks import close
-from tests.kill import without_times, words
+from tests.kill import chats, survive, without_times, words
 from tests.test_train import said, signal_after, weights
 
 FEW = [
     *("--batch-size", "2", "--ctx", "64", "--lora-rank", "4", "--lr", "0.01", "--val-batches", "2"),
     *("--no-tensorboard", "--val-split", "0.2"),
 ]
-
-
-def chats(count: int = 40) -> str:
-    """Questions that have one answer each."""
-    rng = random.Random(1)
-    facts = {"sun": "hot", "ice": "cold", "night": "dark", "sea": "deep"}
-    asked = [rng.choice(sorted(facts)) for _ in range(count)]
-    return "\n".join(
-        json.dumps({"prompt": f"what is the {q}", "completion": f"the {q} is {facts[q]}"})
-        for q in asked
-    )
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +111,10 @@ def test_resume_is_bit_for_bit(folder, tmp_path, capsys):
         assert weights(tmp_path / "a.run" / name) == weights(tmp_path / "b.run" / name)
     one, other = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
     assert one == other
+
+
+def test_killed_runs_resume_bit_for_bit_and_keep_what_was_there(tmp_path):
+    assert survive(tmp_path, kills=5, seed=1, kind="finetune") > 10
 
 
 def test_micro_batches_are_as_good_as_one_batch(folder, tmp_path):

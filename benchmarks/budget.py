@@ -81,13 +81,13 @@ def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, in
 
 
 class Seen(NamedTuple):
-    """A run from outside: exit code, what it said, most bytes with its children; what the system counts, and beyond."""
+    """A run from outside: exit code, what it said, most bytes with its children and alone, and as the system counts."""
 
     code: int
     said: str
     peak: int
+    alone: int
     data: int
-    beyond: int
 
 
 def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen:
@@ -108,7 +108,7 @@ def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen
 
 
 def counted(pid: int) -> tuple[int, int]:
-    """What the system counts as data of a process, and what of that is not touched."""
+    """Private bytes of a process, and what the system counts as its data."""
     try:
         found = dict(COUNTED.findall(Path(f"/proc/{pid}/status").read_text()))
     except OSError:
@@ -116,7 +116,7 @@ def counted(pid: int) -> tuple[int, int]:
     data, anon, shmem = (
         1024 * int(found.get(name, 0)) for name in ("VmData", "RssAnon", "RssShmem")
     )
-    return data, data - anon - shmem
+    return anon + shmem, data
 
 
 def overhead(base: list[str], folder: Path) -> int:
@@ -127,7 +127,7 @@ def overhead(base: list[str], folder: Path) -> int:
     assert seen.code == 0, seen.said
     capped = trained(base, folder / "capped.gguf", memory, seen.data - 16 * MIB)
     assert capped.code != 0, "a cap below what a run takes did not stop it"
-    return seen.beyond + SPARE
+    return seen.data - seen.alone + SPARE
 
 
 def main() -> None:

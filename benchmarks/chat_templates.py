@@ -1,13 +1,10 @@
-"""Prompts and ids of conversations beside llama.cpp's server: its /apply-template and /tokenize.
+"""Conversations beside llama.cpp's server, its /apply-template and /tokenize: a table of benchmarks.conformance.
 
-    python -m benchmarks.chat_templates LLAMA_SERVER MODEL.gguf
-
-The model, any small one, is given each template of tests/templates.py in turn. For every turn of the assistant the
-server's prompt must be the text before what is learnt, and its ids those of the sample. A template that has no form for
-calls of tools is not asked about them. Exit code 0 if all are equal.
+A small model of random weights with the vocabulary that a template belongs to is served with each template of
+tests/templates.py. For every turn of the assistant the server's prompt must be the text before what is learnt, and its
+ids those of the sample. A template that has no form for calls of tools is not asked about them.
 """
 
-import argparse
 import json
 import socket
 import subprocess
@@ -20,13 +17,15 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-from packtrain import gguf
 from packtrain.gguf import GGUF, Value
+from packtrain.models.config import Config
+from packtrain.models.file import save_model
 from packtrain.samples.mask import Masker
 from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
 from packtrain.template import ChatTemplate
 from packtrain.tokenizer import Tokenizer
+from tests.architectures import random_weights
 from tests.templates import CHATS
 from tests.test_masks import RECORDS, conversation
 
@@ -106,35 +105,32 @@ def compare(
         yield ask(f"{address}/tokenize", body)["tokens"] == masker.conversation(one).ids
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("server", help="llama.cpp's llama-server")
-    parser.add_argument("model", type=Path, help="a small GGUF model")
-    given = parser.parse_args()
-    base, bad = GGUF(given.model), 0
-    tensors = {name: base.array(name) for name in base.entries}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        for name, chat in CHATS.items():
-            template = {"tokenizer.chat_template": Value("string", chat.source)}
-            gguf.write(path, dict(base.values) | template, tensors)
+HEADING = """| chat template | vocabulary | prompts and samples | equal to llama-server's |
+|---|---|---|---|"""
+
+
+def rows(server: str, vocabularies: Path) -> Iterator[tuple[bool, str]]:
+    """Whether all is equal, and a row of the table, for each template."""
+    for name, chat in CHATS.items():
+        vocabulary = chat.vocabulary or "llama-spm"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            save(path, vocabularies / f"ggml-vocab-{vocabulary}.gguf", chat.source)
             tokenizer = Tokenizer(GGUF(path).metadata)
             masker = Masker(tokenizer)
             texts = [tokenizer.piece(id or 0).decode() for id in (tokenizer.bos, tokenizer.eos)]
             renderer = Renderer(ChatTemplate(chat.source, *texts), masker.ends)
-            records = [r for r in RECORDS.values() if renderer.takes_calls or "tools" not in r]
-            with served(given.server, path) as address:
-                same = [
-                    good
-                    for record in records
-                    for good in compare(
-                        address, renderer, masker, conversation(record, Path(folder))
-                    )
-                ]
-            bad += same.count(False)
-            print(f"{name:10} {same.count(True)} of {len(same)} prompts and samples are equal")
-    raise SystemExit(1 if bad else 0)
+            asked = [r for r in RECORDS.values() if renderer.takes_calls or "tools" not in r]
+            found = [conversation(record, Path(folder)) for record in asked]
+            with served(server, path) as address:
+                same = [x for one in found for x in compare(address, renderer, masker, one)]
+        yield all(same), f"| {name} | {vocabulary} | {len(same)} | {sum(same)} |"
 
 
-if __name__ == "__main__":
-    main()
+def save(path: Path, vocabulary: Path, template: str) -> None:
+    """A model of random weights with the vocabulary of another file and a template."""
+    values = {k: v for k, v in GGUF(vocabulary).values.items() if k.startswith("tokenizer.")}
+    values["tokenizer.chat_template"] = Value("string", template)
+    count = len(values["tokenizer.ggml.tokens"].value)
+    config = Config(count, 512, 64, 1, 128, 2, 2)
+    save_model(path, config, values, random_weights(config).__getitem__, name="random")

@@ -3,9 +3,9 @@
 Models  small ones of random weights, of every architecture and in several types: logarithms of probabilities of
         llama.cpp's five likeliest tokens at every position, and greedy replies. A variant that is wrong on purpose
         (a file in which one thing is changed) must be seen to differ. `--model FILE` does it with your own.
-Adapters  random ones of rank 4, beside their bases and merged into them: the same likeliest token wherever llama.cpp
-        is sure of it, and nearly the same logarithms of probabilities of the tokens that follow.
+Adapters  beside their bases and merged into them, see conformance_adapters.
 Texts   random ones, through every vocabulary of `--vocabularies FOLDER`: the same ids.
+Chats   through seven chat templates and these vocabularies, `--llama-server PATH`: the same prompts and ids.
 
 PYTHON has llama-cpp-python; llama.cpp works in a process of its own (benchmarks/peer.py). In quantized models it
 rounds activations to 8 bits as well, packtrain does not: hence their limit. `--write FILE` keeps the tables.
@@ -13,13 +13,9 @@ Exit code 1 if anything is beyond its limit.
 """
 
 import argparse
-import contextlib
 import datetime
-import io
-import json
 import math
 import random
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,14 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.cli import main as packtrain
-from packtrain.generate import Generator
+from benchmarks import chat_templates, conformance_adapters
+from benchmarks.beside import REPLY, TOP, ask, logits, off, reply, silently
 from packtrain.gguf import GGUF, Value, write
-from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
 from packtrain.tokenizer import Tokenizer
 from packtrain.version import __version__
-from tests.adapters import RANK, random_adapter
 from tests.architectures import CONFIGS, random_model
 
 LIMITS = {
@@ -43,11 +37,7 @@ LIMITS = {
     "Q8_0": 0.1,
     "Q4_K_M": math.inf,
 }  # of |difference of logarithms of probabilities|
-TOP, TOKENS, REPLY = 5, 48, 24
-TEXTS = 1000
-ADAPTED = ("llama", "qwen2", "gemma2", "phi3", "llama experts")
-ADAPTED_LIMITS = {"F32": 0.02, "F16": 0.02, "Q8_0": 0.05, "Q4_K_M": 0.05}
-POSITIONS, SURE, SCALE = 256, 0.1, 0.75  # tokens, nats between the two likeliest, of the adapter
+TOKENS, TEXTS = 48, 1000
 Values, Arrays = dict[str, Value], dict[str, np.ndarray]
 
 
@@ -90,49 +80,6 @@ F32 are those of llama.cpp's table of gelu, which is f16.
 """
 HEADING = """| architecture | type | largest difference | limit | wrong on purpose: difference | reply equal |
 |---|---|---|---|---|---|"""
-
-
-# ---- both sides ----------------------------------------------------------------------------------------------
-
-
-def ask(python: str, **question: Any) -> dict[str, Any]:
-    """llama.cpp's answer, see benchmarks/peer.py."""
-    command = [python, "-m", "benchmarks.peer"]
-    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"llama.cpp ended with {done.returncode}: {done.stderr[-2000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-def logits(model: ModelFile, tokens: Sequence[int]) -> np.ndarray:
-    """At every position, fed one by one; the last row is from all in one, which must not differ."""
-    one = Generator.of(model, len(tokens))
-    rows = [one.feed([token]).copy() for token in tokens]
-    one.forget()
-    return np.array([*rows[:-1], one.feed(tokens)])
-
-
-def reply(model: ModelFile, tokens: Sequence[int]) -> list[int]:
-    one, made = Generator.of(model, len(tokens) + REPLY), list[int]()
-    found = one.feed(tokens)
-    while len(made) < REPLY:
-        made.append(int(found.argmax()))
-        found = one.feed(made[-1:])
-    return made
-
-
-def logarithms(logits: np.ndarray) -> np.ndarray:
-    """Of probabilities."""
-    logits = logits.astype(np.float64)
-    return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
-
-
-def off(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference of logarithms of probabilities of their likeliest tokens."""
-    a, b = map(logarithms, (ours, theirs))
-    top = np.argsort(-b, -1)[:, :TOP]
-    return float(np.abs(np.take_along_axis(a - b, top, -1)).max())
 
 
 # ---- wrong on purpose ----------------------------------------------------------------------------------------
@@ -244,62 +191,6 @@ def models(python: str, names: Sequence[str]) -> Iterator[Row]:
                 yield compared(name, kind, path, python, others=kind == "F32")
 
 
-def silently(*command: object) -> None:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert packtrain([*map(str, command)]) == 0
-
-
-def adapters(python: str) -> Iterator[tuple[bool, str]]:
-    """Whether a row is good, and the row, for each architecture, type, and way to use an adapter."""
-    for name, kind in ((name, kind) for name in ADAPTED for kind in ADAPTED_LIMITS):
-        with tempfile.TemporaryDirectory() as made:
-            base, merged = Path(made) / "base.gguf", Path(made) / "merged.gguf"
-            random_model(Path(made) / "f32.gguf", name)
-            silently("quantize", Path(made) / "f32.gguf", base, kind)
-            model = open_model(base)
-            path = random_adapter(Path(made) / "adapter.gguf", model)
-            silently("merge", base, f"{path}:{SCALE}", "-o", merged)
-            beside = adapted(model, read_scaled((f"{path}:{SCALE}",), model.gguf))
-            lora = {"model": str(base), "lora": [path, SCALE]}
-            for how, ours, question in (("beside", beside, lora),
-                                        ("merged", open_model(merged), {"model": str(merged)})):  # fmt: skip
-                yield adapter_row(python, f"| {name} | {kind} | {how}", ours, model, question)
-
-
-def adapter_row(
-    python: str, title: str, ours: ModelFile, base: ModelFile, question: dict[str, Any]
-) -> tuple[bool, str]:
-    rng = random.Random(1)
-    tokens = [1, *(rng.randrange(3, base.config.vocab_size) for _ in range(POSITIONS))]
-    theirs = scored(python, tokens[:-1], question)
-    found, without = (logarithms(logits(model, tokens[:-1])) for model in (ours, base))
-    second, first = np.sort(theirs, -1)[:, -2:].T
-    sure = first - second > SURE
-    other = sure & (found.argmax(-1) != theirs.argmax(-1))
-    at = np.arange(POSITIONS), np.array(tokens[1:])
-    mean, unlike = (float(np.abs(x[at] - theirs[at]).mean()) for x in (found, without))
-    limit = ADAPTED_LIMITS[title.split(" | ")[1]]
-    count, same = f"{other.sum()} of {sure.sum()}", True
-    if (
-        other.any()
-    ):  # then llama.cpp must find so, too, where it need not round activations to 8 bits
-        unpacked = f"{question['model']}.f32"
-        silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
-        exact = scored(python, tokens[:-1], question | {"model": unpacked})
-        same = bool((found.argmax(-1) == exact.argmax(-1))[other].all())
-        count += ", as in llama.cpp with the weights unpacked" if same else ""
-    good = mean <= limit < unlike and same
-    said = "" if good else " **no**"
-    return good, f"{title} | {mean:.1e} | {limit}{said} | {unlike:.2g} | {count} |"
-
-
-def scored(python: str, tokens: Sequence[int], question: dict[str, Any]) -> np.ndarray:
-    """Logarithms of llama.cpp's probabilities at every position."""
-    with tempfile.NamedTemporaryFile(suffix=".npy") as scores:
-        ask(python, **question, tokens=list(tokens), count=0, scores=scores.name)
-        return logarithms(np.load(scores.name))
-
-
 def random_texts(count: int) -> list[str]:
     """Words, numbers, spaces, marks and letters of many scripts, names of special tokens, bytes that pair up oddly."""
     rng, made = random.Random(0), list[str]()
@@ -333,15 +224,6 @@ def vocabularies(python: str, folder: Path) -> Iterator[tuple[bool, str]]:
         yield not differ, f"| {path.stem} | {2 * len(texts):,} | {len(differ)}{first} |"
 
 
-ADAPTER_HEADING = f"""
-Random adapters of rank {RANK} for every matrix of the blocks, experts and routers included, and for embeddings that are
-not the head, scale {SCALE}, beside the base and merged into it. The difference is the mean over {POSITIONS} positions
-of that of the logarithm of the probability of the token that follows; without the adapter it is as in the column after
-the limit. The same token must come out first wherever llama.cpp's two likeliest are more than {SURE} nats apart; where
-it does not, llama.cpp must find ours, too, in a file of the same weights as F32, for which it rounds no activations.
-
-| architecture | type | adapter | mean difference | limit | without it | other likeliest token where sure |
-|---|---|---|---|---|---|---|"""
 TEXT_HEADING = (
     "| vocabulary | texts, special tokens as text and as tokens | different ids |\n|---|---|---|"
 )
@@ -355,6 +237,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, action="append", help="a model file of your own")
     parser.add_argument("--only", action="append", help="this architecture; may be given again")
     parser.add_argument("--vocabularies", type=Path, help="a folder of GGUF files")
+    parser.add_argument("--llama-server", help="llama.cpp's, for chat templates")
     parser.add_argument("--write", type=Path, help="keep the tables in this file")
     args = parser.parse_args()
     good, lines, python = True, list[str](), args.llama_python
@@ -375,13 +258,17 @@ def main() -> int:
     for row in own if args.model else models(python, args.only or list(CONFIGS)):
         say(str(row), row.good)
     if not args.model:
-        say(ADAPTER_HEADING)
-        for fine, line in adapters(python):
+        say(conformance_adapters.HEADING)
+        for fine, line in conformance_adapters.adapters(python):
             say(line, fine)
     if args.vocabularies:
         say("\n" + TEXT_HEADING)
         for fine, line in vocabularies(python, args.vocabularies):
             say(line, fine)
+        if args.llama_server:
+            say("\n" + chat_templates.HEADING)
+            for fine, line in chat_templates.rows(args.llama_server, args.vocabularies):
+                say(line, fine)
     if args.write:
         args.write.write_text("\n".join(lines) + "\n")
     return 0 if good else 1

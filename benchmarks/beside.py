@@ -1,0 +1,69 @@
+"""A model in packtrain and in llama.cpp, asked the same: what the tables of benchmarks.conformance are made of."""
+
+import contextlib
+import io
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from packtrain.cli import main as packtrain
+from packtrain.generate import Generator
+from packtrain.models.file import ModelFile
+
+TOP, REPLY = 5, 24
+
+
+def ask(python: str, **question: Any) -> dict[str, Any]:
+    """llama.cpp's answer, see benchmarks/peer.py."""
+    command = [python, "-m", "benchmarks.peer"]
+    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"llama.cpp ended with {done.returncode}: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def logits(model: ModelFile, tokens: Sequence[int]) -> np.ndarray:
+    """At every position, fed one by one; the last row is from all in one, which must not differ."""
+    one = Generator.of(model, len(tokens))
+    rows = [one.feed([token]).copy() for token in tokens]
+    one.forget()
+    return np.array([*rows[:-1], one.feed(tokens)])
+
+
+def reply(model: ModelFile, tokens: Sequence[int]) -> list[int]:
+    one, made = Generator.of(model, len(tokens) + REPLY), list[int]()
+    found = one.feed(tokens)
+    while len(made) < REPLY:
+        made.append(int(found.argmax()))
+        found = one.feed(made[-1:])
+    return made
+
+
+def logarithms(logits: np.ndarray) -> np.ndarray:
+    """Of probabilities."""
+    logits = logits.astype(np.float64)
+    return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+
+
+def off(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference of logarithms of probabilities of their likeliest tokens."""
+    a, b = map(logarithms, (ours, theirs))
+    top = np.argsort(-b, -1)[:, :TOP]
+    return float(np.abs(np.take_along_axis(a - b, top, -1)).max())
+
+
+def silently(*command: object) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert packtrain([*map(str, command)]) == 0
+
+
+def scored(python: str, tokens: Sequence[int], question: dict[str, Any]) -> np.ndarray:
+    """Logarithms of llama.cpp's probabilities at every position."""
+    with tempfile.NamedTemporaryFile(suffix=".npy") as scores:
+        ask(python, **question, tokens=list(tokens), count=0, scores=scores.name)
+        return logarithms(np.load(scores.name))

@@ -1,0 +1,76 @@
+"""Adapters beside llama.cpp, a table of benchmarks.conformance.
+
+Random ones of rank 4, beside their bases and merged into them: the same likeliest token wherever llama.cpp is sure of
+it, and nearly the same logarithms of probabilities of the tokens that follow.
+"""
+
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.beside import logarithms, logits, scored, silently
+from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.file import ModelFile, open_model
+from tests.adapters import RANK, random_adapter
+from tests.architectures import random_model
+
+ADAPTED = ("llama", "qwen2", "gemma2", "phi3", "llama experts")
+LIMITS = {"F32": 0.02, "F16": 0.02, "Q8_0": 0.05, "Q4_K_M": 0.05}
+POSITIONS, SURE, SCALE = 256, 0.1, 0.75  # tokens, nats between the two likeliest, of the adapter
+HEADING = f"""
+Random adapters of rank {RANK} for every matrix of the blocks, experts and routers included, and for embeddings that are
+not the head, scale {SCALE}, beside the base and merged into it. The difference is the mean over {POSITIONS} positions
+of that of the logarithm of the probability of the token that follows; without the adapter it is as in the column after
+the limit. The same token must come out first wherever llama.cpp's two likeliest are more than {SURE} nats apart; where
+it does not, llama.cpp must find ours, too, in a file of the same weights as F32, for which it rounds no activations.
+
+| architecture | type | adapter | mean difference | limit | without it | other likeliest token where sure |
+|---|---|---|---|---|---|---|"""
+
+
+def adapters(python: str) -> Iterator[tuple[bool, str]]:
+    """Whether a row is good, and the row, for each architecture, type, and way to use an adapter."""
+    for name, kind in ((name, kind) for name in ADAPTED for kind in LIMITS):
+        with tempfile.TemporaryDirectory() as made:
+            base, merged = Path(made) / "base.gguf", Path(made) / "merged.gguf"
+            random_model(Path(made) / "f32.gguf", name)
+            silently("quantize", Path(made) / "f32.gguf", base, kind)
+            model = open_model(base)
+            path = random_adapter(Path(made) / "adapter.gguf", model)
+            silently("merge", base, f"{path}:{SCALE}", "-o", merged)
+            beside = adapted(model, read_scaled((f"{path}:{SCALE}",), model.gguf))
+            lora = {"model": str(base), "lora": [path, SCALE]}
+            for how, ours, question in (("beside", beside, lora),
+                                        ("merged", open_model(merged), {"model": str(merged)})):  # fmt: skip
+                yield adapter_row(python, f"| {name} | {kind} | {how}", ours, model, question)
+
+
+def adapter_row(
+    python: str, title: str, ours: ModelFile, base: ModelFile, question: dict[str, Any]
+) -> tuple[bool, str]:
+    rng = random.Random(1)
+    tokens = [1, *(rng.randrange(3, base.config.vocab_size) for _ in range(POSITIONS))]
+    theirs = scored(python, tokens[:-1], question)
+    found, without = (logarithms(logits(model, tokens[:-1])) for model in (ours, base))
+    second, first = np.sort(theirs, -1)[:, -2:].T
+    sure = first - second > SURE
+    other = sure & (found.argmax(-1) != theirs.argmax(-1))
+    at = np.arange(POSITIONS), np.array(tokens[1:])
+    mean, unlike = (float(np.abs(x[at] - theirs[at]).mean()) for x in (found, without))
+    limit = LIMITS[title.split(" | ")[1]]
+    count, same = f"{other.sum()} of {sure.sum()}", True
+    if (
+        other.any()
+    ):  # then llama.cpp must find so, too, where it need not round activations to 8 bits
+        unpacked = f"{question['model']}.f32"
+        silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
+        exact = scored(python, tokens[:-1], question | {"model": unpacked})
+        same = bool((found.argmax(-1) == exact.argmax(-1))[other].all())
+        count += ", as in llama.cpp with the weights unpacked" if same else ""
+    good = mean <= limit < unlike and same
+    said = "" if good else " **no**"
+    return good, f"{title} | {mean:.1e} | {limit}{said} | {unlike:.2g} | {count} |"

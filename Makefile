@@ -38,7 +38,6 @@ ifndef LLAMA_PYTHON
 LLAMA_PYTHON := $(LLAMA)/bin/python
 LLAMA_SERVER := $(LLAMA)/cpp/bin/llama-server
 LLAMA_READY := $(LLAMA)/.ready
-conformance: export LLAMA_CPP_LIB_PATH = $(abspath $(LLAMA)/cpp/bin)
 endif
 conformance: $(VENV)/.ready $(LLAMA_READY)
 	$(RUN) -m benchmarks.conformance --llama-python $(LLAMA_PYTHON) --write docs/conformance.md \

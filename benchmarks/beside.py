@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,12 @@ TOP, REPLY = 5, 24
 
 def ask(python: str, **question: Any) -> dict[str, Any]:
     """llama.cpp's answer, see benchmarks/peer.py."""
-    command = [python, "-m", "benchmarks.peer"]
-    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
+    command, variables = [python, "-m", "benchmarks.peer"], dict(os.environ)
+    if (libraries := Path(python).absolute().parents[1] / "cpp/bin").exists():
+        variables["LLAMA_CPP_LIB_PATH"] = str(libraries)  # where `make conformance` builds them
+    done = subprocess.run(
+        command, input=json.dumps(question), capture_output=True, text=True, env=variables
+    )
     if done.returncode:
         raise SystemExit(f"llama.cpp ended with {done.returncode}: {done.stderr[-2000:]}")
     answer: dict[str, Any] = json.loads(done.stdout)

@@ -235,6 +235,8 @@ def main() -> int:
     )
     parser.add_argument("--llama-python", required=True)
     parser.add_argument("--model", type=Path, action="append", help="a model file of your own")
+    parser.add_argument("--adapter", type=Path, help="an adapter of your own for that model")
+    parser.add_argument("--text", type=Path, help="whose first tokens the adapter is compared at")
     parser.add_argument("--only", action="append", help="this architecture; may be given again")
     parser.add_argument("--vocabularies", type=Path, help="a folder of GGUF files")
     parser.add_argument("--llama-server", help="llama.cpp's, for chat templates")
@@ -254,9 +256,16 @@ def main() -> int:
         )
     )
     say(HEADING)
+    if args.adapter and not (args.model and args.text):
+        parser.error("--adapter needs --model and --text")
     own = (compared(path.stem, kind_of(path), path, python) for path in args.model or ())
     for row in own if args.model else models(python, args.only or list(CONFIGS)):
         say(str(row), row.good)
+    if args.adapter:
+        say(conformance_adapters.HEADING)
+        own_rows = (args.model[0], kind_of(args.model[0]), args.adapter, args.text.read_text())
+        for fine, line in conformance_adapters.of_ones_own(python, *own_rows):
+            say(line, fine)
     if not args.model:
         say(conformance_adapters.HEADING)
         for fine, line in conformance_adapters.adapters(python):

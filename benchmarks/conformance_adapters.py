@@ -6,7 +6,7 @@ it, and nearly the same logarithms of probabilities of the tokens that follow.
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,43 +32,68 @@ it does not, llama.cpp must find ours, too, in a file of the same weights as F32
 |---|---|---|---|---|---|---|"""
 
 
-def adapters(python: str) -> Iterator[tuple[bool, str]]:
-    """Whether a row is good, and the row, for each architecture, type, and way to use an adapter."""
+Row = tuple[bool, str]  # whether it is good
+
+
+def adapters(python: str) -> Iterator[Row]:
+    """A row for each architecture, type, and way to use an adapter."""
     for name, kind in ((name, kind) for name in ADAPTED for kind in LIMITS):
         with tempfile.TemporaryDirectory() as made:
-            base, merged = Path(made) / "base.gguf", Path(made) / "merged.gguf"
+            base = Path(made) / "base.gguf"
             random_model(Path(made) / "f32.gguf", name)
             silently("quantize", Path(made) / "f32.gguf", base, kind)
             model = open_model(base)
             path = random_adapter(Path(made) / "adapter.gguf", model)
-            silently("merge", base, f"{path}:{SCALE}", "-o", merged)
-            beside = adapted(model, read_scaled((f"{path}:{SCALE}",), model.gguf))
-            lora = {"model": str(base), "lora": [path, SCALE]}
-            for how, ours, question in (("beside", beside, lora),
-                                        ("merged", open_model(merged), {"model": str(merged)})):  # fmt: skip
-                yield adapter_row(python, f"| {name} | {kind} | {how}", ours, model, question)
+            rng = random.Random(1)
+            tokens = [1, *(rng.randrange(3, model.config.vocab_size) for _ in range(POSITIONS))]
+            yield from both_ways(python, f"| {name} | {kind}", base, f"{path}:{SCALE}", tokens)
+
+
+def of_ones_own(python: str, base: Path, kind: str, adapter: Path, text: str) -> Iterator[Row]:
+    """The rows of an adapter for a model, at the first tokens of a text."""
+    tokens = open_model(base).tokenizer().encode(text)[: POSITIONS + 1]
+    yield from both_ways(python, f"| {base.stem} | {kind}", base, str(adapter), tokens)
+
+
+def both_ways(
+    python: str, title: str, base: Path, adapter: str, tokens: Sequence[int]
+) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as made:
+        merged = Path(made) / "merged.gguf"
+        silently("merge", base, adapter, "-o", merged)
+        model = open_model(base)
+        (loaded, scale), *_ = read_scaled((adapter,), model.gguf)
+        beside = adapted(model, [(loaded, scale)])
+        lora = {"model": str(base), "lora": [adapter.removesuffix(f":{scale}"), scale]}
+        for how, ours, question in (("beside", beside, lora),
+                                    ("merged", open_model(merged), {"model": str(merged)})):  # fmt: skip
+            yield adapter_row(python, f"{title} | {how}", ours, model, question, tokens)
 
 
 def adapter_row(
-    python: str, title: str, ours: ModelFile, base: ModelFile, question: dict[str, Any]
-) -> tuple[bool, str]:
-    rng = random.Random(1)
-    tokens = [1, *(rng.randrange(3, base.config.vocab_size) for _ in range(POSITIONS))]
+    python: str,
+    title: str,
+    ours: ModelFile,
+    base: ModelFile,
+    question: dict[str, Any],
+    tokens: Sequence[int],
+) -> Row:
     theirs = scored(python, tokens[:-1], question)
     found, without = (logarithms(logits(model, tokens[:-1])) for model in (ours, base))
     second, first = np.sort(theirs, -1)[:, -2:].T
     sure = first - second > SURE
     other = sure & (found.argmax(-1) != theirs.argmax(-1))
-    at = np.arange(POSITIONS), np.array(tokens[1:])
+    at = np.arange(len(tokens) - 1), np.array(tokens[1:])
     mean, unlike = (float(np.abs(x[at] - theirs[at]).mean()) for x in (found, without))
     limit = LIMITS[title.split(" | ")[1]]
     count, same = f"{other.sum()} of {sure.sum()}", True
     if (
         other.any()
     ):  # then llama.cpp must find so, too, where it need not round activations to 8 bits
-        unpacked = f"{question['model']}.f32"
-        silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
-        exact = scored(python, tokens[:-1], question | {"model": unpacked})
+        with tempfile.TemporaryDirectory() as made:
+            unpacked = Path(made) / "unpacked.gguf"
+            silently("quantize", question["model"], unpacked, "F32", "--allow-requantize")
+            exact = scored(python, tokens[:-1], question | {"model": str(unpacked)})
         same = bool((found.argmax(-1) == exact.argmax(-1))[other].all())
         count += ", as in llama.cpp with the weights unpacked" if same else ""
     good = mean <= limit < unlike and same

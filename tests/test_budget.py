@@ -141,7 +141,7 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
     shape = Shape(replace(CONFIG, block_count=2), ROWS, TIME)
     blocks = chain(shape, setting())
     blocks.call_nbytes = 0
-    sides = [option.keep for option in blocks.options]
+    sides = [option.keep for option in blocks.options[::2]]
     every = [
         blocks.plan(Choice((0, rank, 0), (a, b)))
         for a, b in itertools.product(sides, sides)

@@ -8,7 +8,7 @@ planner has the last word. Beaumont et al. 2021 (rotor) and Chen et al. 2016 (ar
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from packtrain.recompute.table import Solved, Table
 from packtrain.tensor import Call, Tensor
 
 ALIGNMENT = 64
-OPTIONS = 14  # of a block, spread over its Pareto front
+OPTIONS = 20  # of a block, spread over each of its Pareto fronts
 ROUNDS = 4
 SAMPLED = 3  # blocks of the chain that options are measured on; the middle one counts
 SLACK = 0.03  # how far estimates may be off
@@ -132,19 +132,24 @@ class Chain:
         return inner_values(self._calls)
 
     def _front(self) -> list[tuple[int, ...]]:
-        """Sets of places to keep that no other set beats in bytes and in seconds."""
+        """Sets of places to keep that no other with the same cuts beats in bytes and in seconds.
+
+        A cut that is kept makes the working set smaller, which neither number tells.
+        """
         inside, (start, end) = set(self._calls), self._ends
         backward = (call for call in self._short[0].calls if call.phase == "backward")
         read = {t.base for call in backward for t in call.reads if t.base.call in inside}
         read.discard(end)
         places = [i for i, t in enumerate(self.values) if t in read]
-        weighed = []
+        weighed: dict[tuple[int, ...], list[tuple[int, float, tuple[int, ...]]]] = {}
         for mask in range(1 << len(places)):
             keep = tuple(place for bit, place in enumerate(places) if mask >> bit & 1)
             kept = {self.values[place] for place in keep} | {start}
             saved = sum(aligned(self.values[place]) for place in keep)
-            weighed.append((saved, self._again(read - kept, kept, inside), keep))
-        return [keep for _, _, keep in pareto(weighed)]
+            cuts = tuple(place for place in keep if place in self._cuts)
+            again = self._again(read - kept, kept, inside)
+            weighed.setdefault(cuts, []).append((saved, again, keep))
+        return [keep for alike in weighed.values() for _, _, keep in pareto(alike)]
 
     def _again(self, wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> float:
         """Seconds to compute `wanted` again from what is kept."""
@@ -220,9 +225,16 @@ class Chain:
                 break
             aim -= over if over > 0 else over // 2
         if solved is None:
-            self.plan(self.smallest.choice)
+            self._plan_around(self.smallest.choice)
         fitting = [found for found in self.found.values() if found.nbytes <= nbytes]
         return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
+
+    def _plan_around(self, choice: Choice) -> None:
+        """The choice, and others whose last block keeps a little more: its backward comes first, often there is room."""
+        self.plan(choice)
+        for option in self.options:
+            if 0 < option.saved <= self.stream_nbytes:
+                self.plan(replace(choice, inner=(*choice.inner[:-1], option.keep)))
 
     def _solved(self, table: Table, nbytes: int) -> Solved | None:
         """The fastest choice by the table that leaves room for its own calls."""

@@ -51,6 +51,7 @@ f32, f64, f16 = _scalar("f32", "float32"), _scalar("f64", "float64"), _scalar("f
 i32, i64, u8 = _scalar("i32", "int32"), _scalar("i64", "int64"), _scalar("u8", "uint8")
 i8, i16 = _scalar("i8", "int8"), _scalar("i16", "int16")
 bf16 = _packed("bf16", 1, 2)
+TRAINABLE = (f32, bf16)  # what weights with a gradient can be; the gradient is f32
 
 BLOCK_TYPES = {
     name: _packed(name, block, nbytes)

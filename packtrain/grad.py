@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.dtypes import f32
+from packtrain.dtypes import TRAINABLE, f32
 from packtrain.graph import Graph
 from packtrain.ops.elementwise import add
 from packtrain.origin import written_for
@@ -36,15 +36,17 @@ def differentiate(
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update placed here consumes the gradient at once instead of keeping all of them.
 
-    Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is not f32, or an op has no
-    gradient (all named).
+    Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is neither f32 nor
+    bf16, or an op has no gradient (all named).
     """
     if loss.shape != () or loss.dtype != f32:
         raise GraphError(f"the loss is {loss.spec}; only a scalar f32[] has a gradient")
     calls = Graph([loss]).calls
-    packed = [t.label for t in wrt if t.dtype != f32]
+    packed = [t.label for t in wrt if t.dtype not in TRAINABLE]
     if packed:
-        raise GraphError(f"only f32 tensors have gradients; {', '.join(packed)} cannot be trained")
+        raise GraphError(
+            f"only f32 and bf16 tensors have gradients; {', '.join(packed)} cannot be trained"
+        )
     active = _dependents(calls, wrt)
     _check(loss, calls, active, wrt)
     return _Backward(calls, active, wrt, _Recompute(calls, keep), then).run(loss)
@@ -55,7 +57,7 @@ def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
     active = set(wrt)
     for call in calls:
         if any(t in active for t in call.inputs):
-            active.update(t for t in call.results if t.dtype == f32)
+            active.update(t for t in call.results if t.dtype in TRAINABLE)
     return active
 
 

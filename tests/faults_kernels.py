@@ -6,7 +6,10 @@ from functools import partial
 import numpy as np
 from pytest import MonkeyPatch
 
+import packtrain as pt
 from packtrain import kernels
+from packtrain.ops.arrays import floats
+from packtrain.quant import dequantize, quantize
 from packtrain.tensor import OPS
 from tests import bit_checks
 from tests.faults import Change, fault, graphs, in_place, kernel, poisoned, value
@@ -334,8 +337,9 @@ def an_op_that_permits_what_its_kernel_cannot(patch: MonkeyPatch) -> None:
 @fault("update", value("opt_step_adamw"))
 def adamw_with_decay_in_the_gradient(patch: MonkeyPatch) -> None:
     def coupled(run):
-        def wrong(out, w, g, m, v, hyper, gate, *, decay):
-            run(out, w, g + hyper[4] * w * decay, m, v, hyper, gate, decay=False)
+        def wrong(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+            coupled = g + hyper[4] * floats(w) * decay
+            run(out, w, coupled, m, v, hyper, gate, key, decay=False, stream=stream)
 
         return wrong
 
@@ -344,8 +348,8 @@ def adamw_with_decay_in_the_gradient(patch: MonkeyPatch) -> None:
 
 def with_gate(change: Callable[[np.ndarray], np.ndarray]) -> Change:
     def changed(run):
-        def wrong(out, w, g, m, v, hyper, gate, *, decay):
-            run(out, w, g, m, v, hyper, change(gate), decay=decay)
+        def wrong(out, w, g, m, v, hyper, gate, key, **how):
+            run(out, w, g, m, v, hyper, change(gate), key, **how)
 
         return wrong
 
@@ -365,11 +369,40 @@ def adamw_that_takes_a_step_of_zero_where_it_should_take_none(patch: MonkeyPatch
 @fault("update", value("opt_step_adamw"))
 def adamw_without_bias_correction(patch: MonkeyPatch) -> None:
     def wrong(run):
-        def uncorrected(out, w, g, m, v, hyper, gate, *, decay):
+        def uncorrected(out, w, g, m, v, hyper, *rest, **how):
             ones = np.ones(2, np.float32)
-            run(out, w, g, m, v, np.concatenate([hyper[:5], ones]), gate, decay=decay)
+            run(out, w, g, m, v, np.concatenate([hyper[:5], ones]), *rest, **how)
 
         return uncorrected
+
+    kernel(patch, "opt_step_adamw", wrong)
+
+
+@fault("update", value("opt_step_sgd"))
+def bf16_that_are_rounded_to_the_nearest(patch: MonkeyPatch) -> None:
+    kernel(patch, "opt_step_sgd", to_nearest)
+
+
+def to_nearest(run):
+    """An optimizer step whose bf16 weights are rounded to the nearest."""
+
+    def step(out, w, *given, **how):
+        if given[-1] is None:
+            run(out, w, *given, **how)
+            return
+        exact = dequantize(w)
+        run(out, exact, *given[:-1], None, **how)
+        w[...] = quantize(exact, pt.bf16)
+
+    return step
+
+
+@fault("update", value("opt_step_adamw"))
+def bf16_that_are_rounded_by_the_same_numbers_in_every_step(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        return lambda *given, **how: run(
+            *given[:-1], given[-1] if given[-1] is None else given[-1] * 0, **how
+        )
 
     kernel(patch, "opt_step_adamw", wrong)
 

@@ -1,6 +1,7 @@
 """`packtrain finetune` as its users meet it: what it writes, what it leaves alone, resume, refusals; and merge."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -98,19 +99,53 @@ def test_full_tuning_changes_what_is_not_frozen(folder, tmp_path):
         assert new.entries[name].dtype == old.entries[name].dtype
 
 
-def test_resume_is_bit_for_bit(folder, tmp_path, capsys):
+LORA, MASTERS = ["--lora-dropout", "0.2"], ["--full", "--masters", "bf16"]
+
+
+@pytest.mark.parametrize("how", [LORA, MASTERS], ids=["lora", "masters"])
+def test_resume_is_bit_for_bit(folder, tmp_path, capsys, how):
     a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    more = ["--iters", "9", "--save-every", "2", "--lora-dropout", "0.2"]
+    more = ["--iters", "9", "--save-every", "2", *how]
     assert tuned(folder, "q8_0", a, *more) == 0
     with signal_after(5):
         assert tuned(folder, "q8_0", b, *more) == 130
     assert "packtrain finetune -o" in "\n".join(said(capsys))
     assert main(["finetune", "-o", str(b), "--resume", "--no-tensorboard"]) == 0
     assert weights(a) == weights(b)
-    for name in ("checkpoint.gguf", "adapter.gguf"):
+    for name in ("checkpoint.gguf", *(["adapter.gguf"] if how is LORA else [])):
         assert weights(tmp_path / "a.run" / name) == weights(tmp_path / "b.run" / name)
     one, other = (without_times(tmp_path / f"{x}.run/metrics.jsonl") for x in "ab")
     assert one == other
+
+
+def test_masters_are_as_planned_and_as_kept(folder, tmp_path, capsys):
+    """bf16 of two bytes in the plan, in the checkpoint, and in what validation chose to keep; vectors are f32."""
+    for masters in ("f32", "bf16"):
+        more = ["--full", "--iters", "2", "--patience", "5", "--steps-per-eval", "1"]
+        assert tuned(folder, "q8_0", tmp_path / f"{masters}.gguf", *more, "--masters", masters) == 0
+    plans = [json.loads((tmp_path / f"{m}.run/plan.json").read_text()) for m in ("f32", "bf16")]
+    base = GGUF(folder / "q8_0.gguf").entries
+    sizes = {name: math.prod(e.shape) for name, e in base.items()}
+    packed = sum(n for name, n in sizes.items() if len(base[name].shape) > 1)
+    assert plans[0]["weights_bytes"] == 4 * sum(sizes.values())
+    assert plans[0]["weights_bytes"] - plans[1]["weights_bytes"] == 2 * packed
+    assert plans[0]["state_bytes"] == plans[1]["state_bytes"]
+    rest = sum(sizes.values()) - packed
+    assert f"{packed:,} parameters in bf16, {rest:,} in f32" in "\n".join(said(capsys))
+    for name in ("checkpoint.gguf", "best.gguf"):
+        kept = GGUF(tmp_path / "bf16.run" / name).entries
+        for tensor, e in base.items():
+            assert str(kept[tensor].dtype) == ("bf16" if len(e.shape) > 1 else "f32")
+    assert "m/token_embd.weight" in GGUF(tmp_path / "bf16.run/checkpoint.gguf").entries
+    written = GGUF(tmp_path / "bf16.gguf").entries
+    assert {name: e.dtype for name, e in written.items()} == {n: e.dtype for n, e in base.items()}
+
+
+def test_a_run_with_masters_of_one_type_is_not_resumed_with_another(folder, tmp_path, capsys):
+    output = tmp_path / "m.gguf"
+    assert tuned(folder, "f32", output, "--full", "--iters", "1") == 0
+    assert tuned(folder, "f32", output, *MASTERS, "--iters", "2", "--resume") == 2
+    assert "masters was f32 and is bf16" in said(capsys)[-1]
 
 
 def test_killed_runs_resume_bit_for_bit_and_keep_what_was_there(tmp_path):
@@ -205,6 +240,7 @@ def test_merging_adapters_with_scales(folder, tmp_path, capsys):
         (["--lora-rank", "attn_x=3"], "--lora-rank attn_x=3: it must be for one of attn_q"),
         (["--rslora", "--lora-rank", "attn_q=2"], "--rslora: all ranks must be equal"),
         (["--full", "--freeze", "*"], "--freeze: nothing is left to train"),
+        (["--masters", "bf16"], "--masters: low-rank additions are f32; leave it out, or give --full"),
         (["--full", "--adapter", "a.gguf"], "--adapter: --full trains the matrices themselves"),
         (["--val-split", "1e-9"], "--val-split 1e-09: it must be 0 or at least"),
     ],

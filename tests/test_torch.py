@@ -173,7 +173,7 @@ def clip_gate(squares, *, max_norm):
     return parameter.grad / squares.sqrt()
 
 
-def opt_step_adamw(w, g, m, v, hyper, gate, *, decay):
+def opt_step_adamw(w, g, m, v, hyper, gate, key, *, decay, stream):
     """One step of torch.optim.AdamW that had made one step before, as the samples' corrections say."""
     if not gate.isfinite():
         return w, m, v
@@ -189,7 +189,7 @@ def opt_step_adamw(w, g, m, v, hyper, gate, *, decay):
     return parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
 
 
-def opt_step_sgd(w, g, hyper, gate, *, decay):
+def opt_step_sgd(w, g, hyper, gate, key, *, decay, stream):
     """One step of torch.optim.SGD; its decay is not decoupled, so that is done before."""
     if not gate.isfinite():
         return (w,)

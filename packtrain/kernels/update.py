@@ -1,16 +1,33 @@
-"""Optimizer steps in one pass over weight, gradient and state."""
+"""Optimizer steps in one pass over weight, gradient and state.
+
+A weight comes as bytes: f32, or bf16, of which a part at a time is unpacked, stepped and rounded at random.
+"""
 
 import math
 
 from numba import prange, types
 
+from packtrain.kernels.bits import (
+    I16,
+    i32x16,
+    put_short,
+    reading,
+    short_at,
+    sixteen,
+    to_bits,
+    writing,
+)
+from packtrain.kernels.dequantize import F32, row
+from packtrain.kernels.elementwise import uniform
 from packtrain.kernels.simd import (
+    I32,
     LANES,
     fma,
     in1,
     kernel,
     load_part,
     out1,
+    scratch,
     splat,
     sqrt,
     store_part,
@@ -19,9 +36,32 @@ from packtrain.kernels.simd import (
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
 BLOCK = 1 << 13
+PART = 1 << 10  # elements of a bf16 weight that are f32 at a time
+
+bytes1 = types.Array(types.uint8, 1, "C")
+words_at = reading(sixteen(I32), i32x16, lambda builder, v: v)
+put_shorts = writing(i32x16, lambda builder, v: builder.trunc(v, sixteen(I16)))
 
 
-@kernel(void(out1, in1, out1, out1, in1, f32, f32, i64, i64))
+@kernel(void(i64, i64, i64, i64, i64))
+def round_at_random(w, part, key, first, n):
+    """n f32 at the address `part`, elements `first` and on of a tensor, to bf16 at `w`; `part` is used up.
+
+    16 random bits are added to the 16 that go, and what carries is kept: up and down even out. There is no sum of
+    vectors of bits, so the random ones come negative.
+    """
+    for i in range(0, n, LANES):
+        less = to_bits(uniform(key, first + i) * -65536.0)
+        rounded = (words_at(part, i) - less) >> 16
+        if n - i >= LANES:
+            put_shorts(w, i, rounded)
+        else:
+            put_shorts(part, 0, rounded)
+            for k in range(n - i):
+                put_short(w, i + k, short_at(part, k))
+
+
+@kernel(void(i64, in1, out1, out1, in1, f32, f32, i64, i64))
 def adamw_span(w, g, m, v, hyper, decay, gate, start, stop):
     kept = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[4]) * decay))
     rate = splat(f32(-f64(hyper[0]) / f64(hyper[5])))
@@ -40,8 +80,21 @@ def adamw_span(w, g, m, v, hyper, decay, gate, start, stop):
         store_part(w, i, fma(rate, step, load_part(w, i, left) * kept), left)
 
 
-@kernel(void(out1, in1, out1, out1, in1, f32, in1), parallel=True)
-def adamw(w, g, m, v, hyper, decay, gate):
+@kernel(void(i64, i64, i64, bytes1, in1, out1, out1, in1, f32, f32, i64))
+def adamw_part(start, stop, kind, w, g, m, v, hyper, decay, gate, key):
+    if kind == F32:
+        adamw_span(w.ctypes.data, g, m, v, hyper, decay, gate, start, stop)
+        return
+    part = scratch(PART)
+    for i in range(start, stop, PART):
+        at, n = w.ctypes.data + 2 * i, min(PART, stop - i)
+        row(kind, part, at, n)
+        adamw_span(part - 4 * i, g, m, v, hyper, decay, gate, i, i + n)
+        round_at_random(at, part, key, i, n)
+
+
+@kernel(void(i64, bytes1, in1, out1, out1, in1, f32, in1, i64), parallel=True)
+def adamw(kind, w, g, m, v, hyper, decay, gate, key):
     """AdamW with decoupled decay, as torch.optim.AdamW, in place.
 
     g = gate * g
@@ -49,23 +102,26 @@ def adamw(w, g, m, v, hyper, decay, gate):
     v = b2 * v + (1 - b2) * g**2
     w = w * (1 - lr * wd * decay) - lr * (m / c1) / (sqrt(v / c2) + eps)
 
-    w, g, m, v  (N,)  f32
+    kind, w           F32 or BF16, and the bytes of N of them
+    g, m, v     (N,)  f32
     hyper       (7,)  f32: lr, b1, b2, eps, wd, c1 = 1 - b1**t, c2 = 1 - b2**t
     decay             f32: 0 or 1
     gate        (1,)  f32, or (0,) for 1; if it is not finite nothing changes
+    key               i64: of the random numbers by which a bf16 is rounded, see counter
     """
     factor = gate[0] if gate.size else f32(1.0)
     if not math.isfinite(factor):
         return
-    n = w.size
+    n = g.size
     if n <= SERIAL:
-        adamw_span(w, g, m, v, hyper, decay, factor, 0, n)
+        adamw_part(0, n, kind, w, g, m, v, hyper, decay, factor, key)
         return
     for t in prange(-(-n // BLOCK)):
-        adamw_span(w, g, m, v, hyper, decay, factor, t * BLOCK, min(n, (t + 1) * BLOCK))
+        start, stop = t * BLOCK, min(n, (t + 1) * BLOCK)
+        adamw_part(start, stop, kind, w, g, m, v, hyper, decay, factor, key)
 
 
-@kernel(void(out1, in1, in1, f32, f32, i64, i64))
+@kernel(void(i64, in1, in1, f32, f32, i64, i64))
 def sgd_span(w, g, hyper, decay, gate, start, stop):
     kept = splat(f32(1.0 - f64(hyper[0]) * f64(hyper[1]) * decay))
     rate = splat(-hyper[0] * gate)
@@ -75,21 +131,36 @@ def sgd_span(w, g, hyper, decay, gate, start, stop):
         store_part(w, i, w_new, left)
 
 
-@kernel(void(out1, in1, in1, f32, in1), parallel=True)
-def sgd(w, g, hyper, decay, gate):
+@kernel(void(i64, i64, i64, bytes1, in1, in1, f32, f32, i64))
+def sgd_part(start, stop, kind, w, g, hyper, decay, gate, key):
+    if kind == F32:
+        sgd_span(w.ctypes.data, g, hyper, decay, gate, start, stop)
+        return
+    part = scratch(PART)
+    for i in range(start, stop, PART):
+        at, n = w.ctypes.data + 2 * i, min(PART, stop - i)
+        row(kind, part, at, n)
+        sgd_span(part - 4 * i, g, hyper, decay, gate, i, i + n)
+        round_at_random(at, part, key, i, n)
+
+
+@kernel(void(i64, bytes1, in1, in1, f32, in1, i64), parallel=True)
+def sgd(kind, w, g, hyper, decay, gate, key):
     """w = w * (1 - lr * wd * decay) - lr * gate * g, in place.
 
-    w, g   (N,)  f32
+    kind, w      F32 or BF16, and the bytes of N of them
+    g      (N,)  f32
     hyper  (2,)  f32: lr, wd
     decay        f32: 0 or 1
     gate   (1,)  f32, or (0,) for 1; if it is not finite nothing changes
+    key          i64: of the random numbers by which a bf16 is rounded, see counter
     """
     factor = gate[0] if gate.size else f32(1.0)
     if not math.isfinite(factor):
         return
-    n = w.size
+    n = g.size
     if n <= SERIAL:
-        sgd_span(w, g, hyper, decay, factor, 0, n)
+        sgd_part(0, n, kind, w, g, hyper, decay, factor, key)
         return
     for t in prange(-(-n // BLOCK)):
-        sgd_span(w, g, hyper, decay, factor, t * BLOCK, min(n, (t + 1) * BLOCK))
+        sgd_part(t * BLOCK, min(n, (t + 1) * BLOCK), kind, w, g, hyper, decay, factor, key)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, dtype_of, f16, f32, i32
+from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops.activation import swiglu
 from packtrain.ops.arrays import floats, packed, rows, rows_or_absent, start_with
 from packtrain.ops.elementwise import scale
@@ -117,10 +117,9 @@ def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> S
 
 @matmul_id.vjp
 def matmul_id_vjp(dy, y, x, w, ids, acc):
-    if w.dtype != f32:
-        return matmul_id_back(dy, w, ids), None, None, (None if acc is None else dy)
-    dw = out_prod_id(dy, x, ids, count=w.shape[0])
-    return matmul_id(dy, transpose(w), ids), dw, None, (None if acc is None else dy)
+    dw = out_prod_id(dy, x, ids, count=w.shape[0]) if w.dtype in TRAINABLE else None
+    dx = matmul_id(dy, transpose(w), ids) if w.dtype == f32 else matmul_id_back(dy, w, ids)
+    return dx, dw, None, (None if acc is None else dy)
 
 
 @matmul_id.kernel("numpy")
@@ -157,7 +156,7 @@ def matmul_id_samples():
 
 @op(inplace=(3,), acc=3)
 def matmul_id_back(dy: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> Spec:
-    """Gradient of matmul_id for x where w is packed: dx[i] = dy[i] @ w[ids[i]] (+ acc[i]). The weight has none.
+    """Gradient of matmul_id for x where w is packed: dx[i] = dy[i] @ w[ids[i]] (+ acc[i]).
 
     dy   (N, F)     f32
     w    (E, F, K)  any readable type

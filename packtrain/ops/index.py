@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32
+from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, packed, start_with, table
 from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
@@ -41,7 +41,7 @@ def get_rows(w: Tensor, ids: Tensor) -> Spec:
 
 @get_rows.vjp
 def get_rows_vjp(dy, y, w, ids):
-    return (get_rows_back(dy, ids, shape=w.shape) if w.dtype == f32 else None), None
+    return (get_rows_back(dy, ids, shape=w.shape) if w.dtype in TRAINABLE else None), None
 
 
 @get_rows.kernel("numpy")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import dtype_of, f16, f32, i32
+from packtrain.dtypes import TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, packed, rows, rows_or_absent
 from packtrain.ops.elementwise import mul
 from packtrain.quant import READABLE
@@ -156,7 +156,7 @@ def linear_cross_entropy(
         weights  (...)     f32
         loss     ()        f32
         losses   (...)     f32, by row, not weighted
-        dx, dw             f32, as x and w; no dw if w is packed
+        dx, dw             f32, as x and w; no dw if w is neither f32 nor bf16
     Exact; the idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
     want(
@@ -168,7 +168,7 @@ def linear_cross_entropy(
         chunk > 0 <= softcap, f"chunk is {chunk}, softcap {softcap}; one is above 0, one not below"
     )
     _check_targets(targets, weights, x.shape[:-1])
-    dw = (w.spec,) if w.dtype == f32 else ()
+    dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
     return Spec(()), weights.spec, x.spec, *dw
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, bf16, dtype_of, f16, f32
+from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.ops.arrays import floats, packed, rows, start_with
 from packtrain.ops.shape import transpose
 from packtrain.quant import READABLE
@@ -54,12 +54,15 @@ def _want_readable(w: Tensor) -> None:
 
 @matmul.vjp
 def matmul_vjp(dy, y, x, w, acc):
-    if w.dtype != f32:
-        return matmul_back(dy, w), None, (None if acc is None else dy)
-    batched = len(w.shape) > 2
     # dw is written first: x is then no longer needed when dx comes to be
-    dw = matmul(transpose(dy), transpose(x)) if batched else out_prod(dy, x)
-    return matmul(dy, transpose(w)), dw, (None if acc is None else dy)
+    if w.dtype not in TRAINABLE:
+        dw = None
+    elif len(w.shape) > 2:
+        dw = matmul(transpose(dy), transpose(x))
+    else:
+        dw = out_prod(dy, x)
+    dx = matmul(dy, transpose(w)) if w.dtype == f32 else matmul_back(dy, w)
+    return dx, dw, (None if acc is None else dy)
 
 
 @matmul.kernel("numpy")
@@ -120,7 +123,7 @@ def _packed_weights():
 
 @op(inplace=(2,), acc=2)
 def matmul_back(dy: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
-    """Gradient of matmul for x where w is packed: dx = dy @ w (+ acc). The weight itself has none.
+    """Gradient of matmul for x where w is packed: dx = dy @ w (+ acc).
 
     dy   (..., N)   f32
     w    (N, K)     any readable type

@@ -3,8 +3,10 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat
+from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
+from packtrain.kernels.counter import key as mixed
+from packtrain.kernels.counter import uniform_numpy
+from packtrain.ops.arrays import flat, floats
 from packtrain.ops.elementwise import mul, scale
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want, weight
 
@@ -108,25 +110,83 @@ def accumulate_samples():
         yield accumulate(state("total", (n,)), input("g", (n,)), constant("fresh", np.array(fresh)))
 
 
+# ---- steps ---------------------------------------------------------------------------------------------------
+
+
+def _want_weight(w: Tensor, key: Tensor | None, *others: Tensor) -> None:
+    """A weight is f32, or bf16 with a key for its rounding; its gradient and moments are f32."""
+    given = ", ".join(str(t.spec) for t in others)
+    want(
+        w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in others),
+        f"w is {w.spec} with {given}; these must be f32{[*w.shape]}, and w f32 or bf16",
+    )
+    fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
+    want(fits, f"w is {w.spec}, key {key and key.spec}; only with a bf16 there is one, i64[2]")
+
+
+def _write(w, values, key, stream):
+    """Values to a weight; to a bf16 up or down at random, so that the mean over many draws is the value.
+
+    16 random bits are added to the 16 that go, and what carries is kept.
+    """
+    if key is None:
+        w[...] = values
+        return
+    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    uniform = uniform_numpy(int(key[0]), int(key[1]), stream, w.size).reshape(w.shape)
+    words = words + (uniform * 65536).astype(np.uint32)
+    w[...] = (words >> 16).astype(np.uint16).view(w.dtype)
+
+
+def _stored(w, key, stream):
+    """What kernels know of a weight: ggml's number of its type, its bytes, and the key of its rounding."""
+    kind = kernels.dequantize.KINDS[dtype_of(w).name]
+    number = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
+    return kind, flat(w).view(np.uint8), number
+
+
+def _weights():
+    """For samples: a weight of each type and some lengths, its key, a gate, and whether it decays."""
+    for n, gate, decay in (
+        (1, 1.0, True),
+        (17, 0.5, False),
+        (64, np.nan, True),
+        (70_000, 1.0, True),
+    ):
+        gate = constant("gate", np.array(gate))
+        yield weight("w", (n,)), None, gate, decay
+        yield weight("w", (n,), bf16), constant("key", np.array([3, n]), i64), gate, decay
+
+
 ADAMW_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - beta2**t")
 
 
 @op(writes=(0, 2, 3))
 def opt_step_adamw(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Tensor, gate: Tensor, *, decay: bool
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    hyper: Tensor,
+    gate: Tensor,
+    key: Tensor | None = None,
+    *,
+    decay: bool,
+    stream: int = 0,
 ) -> tuple[Spec, ...]:
     """One AdamW step in one pass; returns the new handles of w, m and v. ggml_opt_step_adamw.
 
     g' = gate * g;  m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2
     w = w (1 - lr * weight_decay) - lr (m / c1) / (sqrt(v / c2) + eps)
 
-        w, g, m, v  (...)  f32
-        hyper       (7,)   f32   see ADAMW_HYPER: c1 and c2 come as numbers, so one plan serves every step
-        gate        ()     f32   see clip_gate; nothing changes if it is not finite
+        w        (...)  f32, or bf16: rounded up or down at random by uniform(seed, step, stream, index)
+        g, m, v  (...)  f32
+        hyper    (7,)   f32   see ADAMW_HYPER: c1 and c2 come as numbers, so one plan serves every step
+        gate     ()     f32   see clip_gate; nothing changes if it is not finite
+        key      (2,)   i64   seed and step, for a bf16 alone
     Loshchilov & Hutter 2019, arXiv 1711.05101.
     """
-    same = w.spec == g.spec == m.spec == v.spec and w.dtype == f32
-    want(same, f"w {w.spec}, g {g.spec}, m {m.spec} and v {v.spec} must be equal and f32")
+    _want_weight(w, key, g, m, v)
     want(
         hyper.spec == Spec((7,)),
         f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(ADAMW_HYPER)}",
@@ -136,75 +196,76 @@ def opt_step_adamw(
 
 
 @opt_step_adamw.kernel("numpy")
-def opt_step_adamw_numpy(out, w, g, m, v, hyper, gate, *, decay):
+def opt_step_adamw_numpy(out, w, g, m, v, hyper, gate, key, *, decay, stream):
     if not np.isfinite(gate):
         return
     lr, beta1, beta2, eps, weight_decay, c1, c2 = hyper
     g = g * gate
     m[...] = beta1 * m + (1 - beta1) * g
     v[...] = beta2 * v + (1 - beta2) * g * g
-    w[...] = w * (1 - lr * weight_decay * decay) - lr * (m / c1) / (np.sqrt(v / c2) + eps)
+    kept = floats(w) * (1 - lr * weight_decay * decay)
+    _write(w, kept - lr * (m / c1) / (np.sqrt(v / c2) + eps), key, stream)
 
 
 @opt_step_adamw.kernel("cpu")
-def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, *, decay):
-    kernels.update.adamw(flat(w), flat(g), flat(m), flat(v), hyper, float(decay), flat(gate))
+def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+    kind, data, number = _stored(w, key, stream)
+    given = flat(g), flat(m), flat(v), hyper, float(decay), flat(gate)
+    kernels.update.adamw(kind, data, *given, number)
 
 
 @opt_step_adamw.samples
 def opt_step_adamw_samples():
     hyper = constant("hyper", np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975]))
-    for n, gate, decay in (
-        (1, 1.0, True),
-        (17, 0.5, False),
-        (64, np.nan, True),
-        (70_000, 1.0, True),
-    ):
-        w, m, v = weight("w", (n,)), state("m", (n,)), state("v", (n,))
-        yield from opt_step_adamw(
-            w, input("g", (n,)), m, v, hyper, constant("gate", np.array(gate)), decay=decay
-        )
+    for w, key, gate, decay in _weights():
+        g, m, v = input("g", w.shape), state("m", w.shape), state("v", w.shape)
+        yield from opt_step_adamw(w, g, m, v, hyper, gate, key, decay=decay, stream=7)
 
 
 @op(writes=(0,))
 def opt_step_sgd(
-    w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, *, decay: bool
+    w: Tensor,
+    g: Tensor,
+    hyper: Tensor,
+    gate: Tensor,
+    key: Tensor | None = None,
+    *,
+    decay: bool,
+    stream: int = 0,
 ) -> tuple[Spec, ...]:
     """One step of gradient descent; returns the new handle of w. ggml_opt_step_sgd.
 
     w = w (1 - lr * weight_decay) - lr * gate * g
 
-        w, g   (...)  f32
+        w      (...)  f32, or bf16: rounded up or down at random by uniform(seed, step, stream, index)
+        g      (...)  f32
         hyper  (2,)   f32   lr, weight_decay
         gate   ()     f32   see clip_gate; nothing changes if it is not finite
+        key    (2,)   i64   seed and step, for a bf16 alone
     """
-    same = w.spec == g.spec and w.dtype == f32
-    want(same, f"w {w.spec} and g {g.spec} must be equal and f32")
+    _want_weight(w, key, g)
     want(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
     want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
     return (w.spec,)
 
 
 @opt_step_sgd.kernel("numpy")
-def opt_step_sgd_numpy(out, w, g, hyper, gate, *, decay):
+def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
     if np.isfinite(gate):
         lr, weight_decay = hyper
-        w[...] = w * (1 - lr * weight_decay * decay) - lr * (g * gate)
+        kept = floats(w) * (1 - lr * weight_decay * decay)
+        _write(w, kept - lr * (g * gate), key, stream)
 
 
 @opt_step_sgd.kernel("cpu")
-def opt_step_sgd_cpu(out, w, g, hyper, gate, *, decay):
-    kernels.update.sgd(flat(w), flat(g), hyper, float(decay), flat(gate))
+def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
+    kind, data, number = _stored(w, key, stream)
+    kernels.update.sgd(kind, data, flat(g), hyper, float(decay), flat(gate), number)
 
 
 @opt_step_sgd.samples
 def opt_step_sgd_samples():
     hyper = constant("hyper", np.array([1e-2, 0.1]))
-    for n, gate, decay in (
-        (1, 1.0, True),
-        (17, 0.5, False),
-        (64, np.nan, True),
-        (70_000, 1.0, True),
-    ):
-        w, g = weight("w", (n,)), input("g", (n,))
-        yield from opt_step_sgd(w, g, hyper, constant("gate", np.array(gate)), decay=decay)
+    for w, key, gate, decay in _weights():
+        g = input("g", w.shape)
+        yield from opt_step_sgd(w, g, hyper, gate, key, decay=decay, stream=7)

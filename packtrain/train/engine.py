@@ -10,7 +10,7 @@ import numpy as np
 from packtrain.models.lora import KEY
 from packtrain.run import Executor, Session
 from packtrain.train.finite import FiniteGuard
-from packtrain.train.optim import Optimizer
+from packtrain.train.optim import ROUNDING, Optimizer
 from packtrain.train.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Plans
 
 Batch = Mapping[str, np.ndarray]
@@ -39,7 +39,7 @@ class Engine:
     """The session of a run with an executor for each of its plans.
 
     shared  leaves that are read where they are, and never change
-    seed    of dropout
+    seed    of dropout, and of the rounding of bf16 weights
     """
 
     def __init__(
@@ -62,6 +62,8 @@ class Engine:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite, see FiniteGuard."""
         tokens = float(sum(batch["weights"].sum() for batch in batches))
         hyper = self.optimizer.inputs(number, rate)
+        if any(ROUNDING in run.inputs for run in self.run.values()):
+            hyper |= {ROUNDING: np.array([self.seed, number], np.int64)}
         shares = [{**b, "weights": b["weights"] / np.float32(tokens or 1)} for b in batches]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]

@@ -49,7 +49,7 @@ class Subject(Protocol):
         """Give all others the values that training begins with."""
 
     def keep(self, path: Path, view: View) -> None:
-        """Write what is trained to a GGUF file, tensors named after their leaves, f32."""
+        """Write what is trained to a GGUF file, tensors named after their leaves."""
 
     def write(self, view: View) -> None:
         """Write the result as the settings say."""

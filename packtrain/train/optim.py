@@ -1,5 +1,6 @@
 """Optimizers as graph builders: states are leaves, settings are inputs, so one plan serves every step."""
 
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,9 +8,12 @@ from typing import Protocol
 import numpy as np
 
 from packtrain import ops
+from packtrain.dtypes import f32, i64
 from packtrain.grad import Keep, differentiate
 from packtrain.graph import Graph
 from packtrain.tensor import GraphError, Tensor, input, named, state
+
+ROUNDING = "rounding"  # the input that the rounding of bf16 weights depends on: seed and step
 
 
 class Optimizer(Protocol):
@@ -24,8 +28,13 @@ class Optimizer(Protocol):
     def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
         """The input of step t, counted from 1, with another rate than `lr` where one is given."""
 
-    def update(self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
-        """The handles of all that one step changes for w; nothing changes if the gate is not finite."""
+    def update(
+        self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """The handles of all that one step changes for w; nothing changes if the gate is not finite.
+
+        key  seed and step, of a bf16 alone: it is rounded at random
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +56,14 @@ class AdamW:
         hyper = rate, self.beta1, self.beta2, self.eps, self.weight_decay, *corrections
         return {"adamw": np.array(hyper, np.float32)}
 
-    def update(self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+    def update(
+        self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """The handles of w and its two moments `m/<name>` and `v/<name>` after one step."""
         m, v = state(f"m/{w.name}", w.shape), state(f"v/{w.name}", w.shape)
-        return ops.opt_step_adamw(w, g, m, v, hyper, gate, decay=len(w.shape) > 1)
+        return ops.opt_step_adamw(
+            w, g, m, v, hyper, gate, key, decay=len(w.shape) > 1, stream=stream_of(w)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +79,15 @@ class SGD:
     def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
         return {"sgd": np.array((self.lr if lr is None else lr, self.weight_decay), np.float32)}
 
-    def update(self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
-        return ops.opt_step_sgd(w, g, hyper, gate, decay=len(w.shape) > 1)
+    def update(
+        self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return ops.opt_step_sgd(w, g, hyper, gate, key, decay=len(w.shape) > 1, stream=stream_of(w))
+
+
+def stream_of(w: Tensor) -> int:
+    """The stream of random numbers by which a weight is rounded; 0 for one that is not."""
+    return 0 if w.dtype == f32 else zlib.crc32(w.label.encode())
 
 
 def training(
@@ -175,7 +195,7 @@ class _Update:
 
     def __init__(self, optimizer: Optimizer, loss: Tensor, max_norm: float | None) -> None:
         self.optimizer, self.loss, self.max_norm = optimizer, loss, max_norm
-        self.hyper = optimizer.hyper()
+        self.hyper, self.key = optimizer.hyper(), input(ROUNDING, (2,), i64)
         self.squares: list[Tensor] = []
         self.handles: list[Tensor] = []
         self.clip: Tensor | None = None
@@ -185,11 +205,15 @@ class _Update:
 
     def apply(self, w: Tensor, g: Tensor) -> None:
         self.clip = self.clip or self._gate()
-        self.handles.extend(self.optimizer.update(w, g, self.hyper, self.clip))
+        self._update(w, g, self.clip)
 
     def measure_and_apply(self, w: Tensor, g: Tensor) -> None:
         self.measure(w, g)
-        self.handles.extend(self.optimizer.update(w, g, self.hyper, self._gate()))
+        self._update(w, g, self._gate())
+
+    def _update(self, w: Tensor, g: Tensor, gate: Tensor) -> None:
+        key = None if w.dtype == f32 else self.key
+        self.handles.extend(self.optimizer.update(w, g, self.hyper, gate, key))
 
     def _gate(self) -> Tensor:
         finite = ops.add(self.squares[-1], ops.scale(self.loss, by=0.0))

@@ -3,6 +3,7 @@
 Sizes and settings go in; nothing is allocated. All plans share the leaves, by name, and one arena.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from packtrain import cost
-from packtrain.dtypes import Dtype
+from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
@@ -37,7 +38,8 @@ FACTORS = "rope_*"  # what frequencies are divided by: no training changes it
 class Base:
     """The model in a file that a run begins with. What is not trained is read where it is in the file.
 
-    types   of the file's matrices by name; what is trained is f32
+    types   of the file's matrices by name, for those that are not trained
+    masters of the matrices that are trained; vectors and low-rank additions are f32
     frozen  patterns of names of tensors that are not trained; of a model with low-rank additions nothing else is
     last    only so many blocks are trained, from the last one, and nothing beside them; 0 sets no limit
     strict  the memory counts what is read from the file, too
@@ -47,6 +49,7 @@ class Base:
     frozen: tuple[str, ...] = ()
     last: int = 0
     strict: bool = False
+    masters: Dtype = f32
 
     def trains(self, config: Config, name: str) -> bool:
         """Whether a tensor of the model is trained."""
@@ -188,6 +191,14 @@ class Plans:
             "buffers": [asdict(buffer) for buffer in self.largest.buffers],
         }
 
+    def _parameters(self) -> str:
+        """How many are trained, in which types."""
+        counts = Counter[str]()
+        for leaf in leaves(self.shape)[1]:
+            counts[str(leaf.dtype)] += leaf.spec.size
+        first, *others = (f"{n:,} {{}}in {dtype}" for dtype, n in counts.items())
+        return ", ".join([first.format("parameters "), *(other.format("") for other in others)])
+
     def parts(self, baseline: int) -> list[tuple[str, int, str]]:
         """What takes how many bytes beside the arena, and why."""
         parts = [
@@ -196,7 +207,7 @@ class Plans:
                 counted(self.shape, self.leaves) - sum(self.kept.values()),
                 "mapped from its file",
             ),
-            ("weights", self.weight_nbytes, f"{self.weight_nbytes // 4:,} parameters in f32"),
+            ("weights", self.weight_nbytes, self._parameters()),
             ("optimizer", self.state_nbytes, "moments of the optimizer, and a cache for samples"),
             ("gradients", self.gradient_nbytes, "sums over micro-batches"),
             ("loop", self.loop_nbytes, "executors, batches, files, progress"),
@@ -330,10 +341,14 @@ def leaves(shape: Shape) -> tuple[dict[str, Tensor], list[Tensor]]:
     if shape.base is None:
         weights = transformer.weights(shape.config)
         return weights, list(weights.values())
+    base = shape.base
     names = transformer.weights(shape.config)
-    trained = dict.fromkeys(n for n in names if shape.base.trains(shape.config, n))
-    types = {name: dtype for name, dtype in shape.base.types if name not in trained}
-    weights = transformer.weights(shape.config, types)
+    trained = {
+        name: base.masters if len(leaf.shape) > 1 else f32
+        for name, leaf in names.items()
+        if base.trains(shape.config, name)
+    }
+    weights = transformer.weights(shape.config, dict(base.types) | trained)
     return weights, [weights[name] for name in trained]
 
 

@@ -20,12 +20,11 @@ from packtrain.recompute import (
     ALIGNMENT,
     Chain,
     Choice,
-    aligned,
     spaced,
     spacing,
     uniform,
 )
-from packtrain.tensor import Tensor
+from packtrain.tensor import Spec, Tensor
 from packtrain.train.forms import CHUNKS, candidates, extremes
 from packtrain.train.optim import SGD, Optimizer
 from packtrain.train.plans import (
@@ -361,10 +360,11 @@ def _gradients(shape: Shape) -> tuple[int, int]:
     """Bytes of the gradients of a block, the last one, and of all that is in no block."""
     block = head = 0
     for leaf in leaves(shape)[1]:
-        block += (
-            aligned(leaf) if leaf.label.startswith(f"blk.{shape.config.block_count - 1}.") else 0
-        )
-        head += aligned(leaf) if not leaf.label.startswith("blk.") else 0
+        nbytes = -(-Spec(leaf.shape).nbytes // ALIGNMENT) * ALIGNMENT  # f32, whatever the leaf is
+        if leaf.label.startswith(f"blk.{shape.config.block_count - 1}."):
+            block += nbytes
+        elif not leaf.label.startswith("blk."):
+            head += nbytes
     return block, head
 
 

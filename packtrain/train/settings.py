@@ -155,7 +155,10 @@ class TuneSettings(RunSettings):
         None, "type of changed matrices; by default what each has in the base", choices=WRITTEN
     )
 
-    full: bool = option(False, "train the matrices themselves, in f32, not low-rank additions")
+    full: bool = option(False, "train the matrices themselves, not low-rank additions")
+    masters: str = option(
+        "f32", "with --full: type in which matrices are trained", choices=("f32", "bf16")
+    )
     lora_rank: tuple[str, ...] = option(
         ("16",), "rank of the additions; NAME=RANK for matrices of this name, again and again"
     )

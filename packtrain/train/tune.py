@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.dtypes import DTYPES
+from packtrain.dtypes import DTYPES, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
 from packtrain.gguf import write
@@ -25,7 +25,7 @@ from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, write_changed
-from packtrain.quant import dequantize
+from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import unescaped
@@ -90,7 +90,10 @@ class Tuned:
 
         def rows(name: str) -> Rows:
             array = view(name)
-            return lambda start, stop: array.reshape(-1, array.shape[-1])[start:stop]
+            flat = array.reshape(-1, array.shape[-1])
+            if dtype_of(array) == f32:
+                return lambda start, stop: flat[start:stop]
+            return lambda start, stop: dequantize(flat[start:stop])
 
         changes = {name: rows(name) for name in self.trained}
         dtype = DTYPES[s.type] if s.type else None
@@ -118,14 +121,11 @@ def _uniform(array: np.ndarray, draw: np.random.Generator) -> None:
 
 
 def _unpack(array: np.ndarray, stored: np.ndarray) -> None:
-    """Values of the file as f32, some rows at a time."""
-    if array.ndim == 1:
-        array[...] = dequantize(stored)
-        return
+    """Values of the file in the type of the array, some rows at a time."""
     rows, packed = array.reshape(-1, array.shape[-1]), stored.reshape(-1, stored.shape[-1])
-    step = max(1, PART // rows.shape[1])
+    step, dtype = max(1, PART // rows.shape[1]), dtype_of(array)
     for at in range(0, len(rows), step):
-        rows[at : at + step] = dequantize(packed[at : at + step])
+        rows[at : at + step] = quantize(dequantize(packed[at : at + step]), dtype)
 
 
 # ---- deciding ------------------------------------------------------------------------------------------------
@@ -137,11 +137,14 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         if given is None:
             raise InputError(f"{name} must be given: packtrain finetune BASE.gguf --data FILE")
     assert settings.model is not None and settings.data is not None
+    if settings.masters != "f32" and not settings.full:
+        raise InputError("--masters: low-rank additions are f32; leave it out, or give --full, too")
     existing(settings.data, "--data")
     model = open_model(settings.model)
     config = replace(model.config, lora=None if settings.full else lora_of(settings, model.config))
     last = max(settings.num_layers, 0)
-    base = Base(tuple(model.types().items()), settings.freeze, last, settings.strict)
+    types, masters = tuple(model.types().items()), DTYPES[settings.masters]
+    base = Base(types, settings.freeze, last, settings.strict, masters)
     subject = Tuned(settings, model, config, base)
     if not subject.trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")

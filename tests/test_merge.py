@@ -1,5 +1,6 @@
 """`packtrain merge`: what is added and how it is stored, what stays byte for byte, and what is refused in one line."""
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapted import split_scale
 from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.merge import write_changed
 from packtrain.quant import dequantize, quantize
+from packtrain.train.plans import LOOP_NBYTES
 
 Capture = pytest.CaptureFixture[str]
 RNG = np.random.default_rng(8)
@@ -217,3 +220,17 @@ def test_few_rows_are_in_memory_at_a_time(settings: Merge, monkeypatch: pytest.M
     monkeypatch.setattr("packtrain.models.merge.PART", 256 * 24)
     merge.run(settings)
     assert seen == [(0, 24), (24, 48), (48, 64)]
+
+
+@pytest.mark.parametrize("dtype", ("f32", "q8_0"))
+def test_a_tuned_matrix_is_written_in_the_room_of_the_loop(tmp_path: Path, dtype: str) -> None:
+    """All memory of the run is still held then, and its plan has no other row for this."""
+    values = normal(1024, 1024)
+    write(tmp_path / "base.gguf", BASE, {Q: quantize(values, DTYPES[dtype])})
+    base, changes = GGUF(tmp_path / "base.gguf"), {Q: lambda start, stop: values[start:stop]}
+    write_changed(tmp_path / "first.gguf", base, changes, name="compiled")
+    tracemalloc.start()
+    write_changed(tmp_path / "tuned.gguf", base, changes, name="tuned")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < LOOP_NBYTES

@@ -17,7 +17,7 @@ from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models.adapter import Adapter
 from packtrain.quant import READABLE, WRITABLE, dequantize, quantize
 
-PART = 1 << 20  # elements that are changed at a time
+PART = 1 << 16  # elements that are changed at a time: a run that ends still holds all of its memory
 # what stands for a type that can be read only: the next larger one of the same block
 INSTEAD = MappingProxyType(
     {

@@ -230,7 +230,7 @@ class Chain:
         return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
 
     def _plan_around(self, choice: Choice) -> None:
-        """The choice, and others whose last block keeps a little more: its backward comes first, often there is room."""
+        """The choice and others whose last block keeps a little more: its backward comes first and often has room."""
         self.plan(choice)
         for option in self.options:
             if 0 < option.saved <= self.stream_nbytes:

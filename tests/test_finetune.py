@@ -3,15 +3,18 @@
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from packtrain.cli import main
+from packtrain.commands import finetune
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapter import read_adapter
 from packtrain.quant import dequantize
+from packtrain.samples import template_of
 from packtrain.train import probe, tune
 from packtrain.watch import metrics
 from tests.architectures import random_model
@@ -67,25 +70,43 @@ def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
         same = new.array(name).tobytes() == old.array(name).tobytes()
         assert same == (name not in adapter.pairs), name
     changed = {"general.name", "general.base_model.count", "general.base_model.0.name"}
-    kept = new.values.keys() - changed
+    kept = new.values.keys() - changed - {"tokenizer.chat_template"}
     assert all(str(new.metadata[key]) == str(old.metadata[key]) for key in kept)
     assert "FROM ../tuned.gguf" in (tmp_path / "tuned.run/Modelfile").read_text()
     for part in ("llama-cli -m", "--lora", "ollama create", "mapped from its file"):
         assert part in text
 
 
+def one_expert_shunned(path: Path, shunned: int) -> None:
+    """A model of four experts, and one that no token reaches: all embeddings have in common what its router avoids."""
+    random_model(path, "llama experts")
+    made = GGUF(path)
+    values = {name: np.array(made.array(name)) for name in made.entries}
+    values["token_embd.weight"][:, 0] = 2
+    for name in (name for name in values if "ffn_gate_inp" in name):
+        values[name][:, 0] = 0
+        values[name][shunned, 0] = -50
+    write(path, made.values, values)
+
+
 def test_experts_are_tuned_and_those_without_tokens_are_said(tmp_path, folder, capsys):
-    random_model(tmp_path / "experts.gguf", "llama experts")
+    one_expert_shunned(tmp_path / "experts.gguf", 2)
     data = str(folder / "chats.jsonl")
     given = [str(tmp_path / "experts.gguf"), "--data", data, "-o", str(tmp_path / "m.gguf"), *FEW]
-    assert main(["finetune", *given, "--iters", "2", "--lora-modules", "mlp"]) == 0, said(capsys)
+    more = ["--lora-modules", "mlp", "--lora-dropout", "0.1"]
+    assert main(["finetune", *given, "--iters", "2", *more]) == 0, said(capsys)
+    line = r"(\S+): no token of the first step reaches experts (.*)"
+    unreached = {name: ids.split(", ") for name, ids in re.findall(line, "\n".join(said(capsys)))}
+    assert len(unreached) == 12 and all("2" in ids for ids in unreached.values())
     pairs = read_adapter(tmp_path / "m.run/adapter.gguf").pairs
     assert {name.split(".")[2] for name in pairs} == {
         "ffn_gate_exps",
         "ffn_up_exps",
         "ffn_down_exps",
     }
-    assert all(b.any() for _, b in pairs.values())
+    for name, (_, b) in pairs.items():
+        assert not b[2].any() and b.any()
+        assert all(b[e].any() for e in range(4) if str(e) not in unreached[f"{name}.lora_b"])
 
 
 def test_full_tuning_changes_what_is_not_frozen(folder, tmp_path):
@@ -190,6 +211,56 @@ def test_the_probe_finds_what_is_not_finite(folder, tmp_path, capsys, monkeypatc
     assert "before step 1 a gradient is not finite" in said(capsys)[-1]
 
 
+# ---- the end of a run ----------------------------------------------------------------------------------------
+
+
+def test_a_merge_that_keeps_too_little_names_the_type_that_would(folder, tmp_path, capsys):
+    few = ["--lr", "3e-4", "--iters", "4"]
+    kept = re.compile(r"merged \d+\.\d+ \((-?\d+)% of the gain\)")
+    assert tuned(folder, "q4_K", tmp_path / "a.gguf", *few) == 0
+    text = "\n".join(said(capsys))
+    assert int(kept.findall(text)[0]) < 80
+    ((dtype, with_it),) = re.findall(r"less than 80% .*; with --type (\w+) it keeps (\d+)%", text)
+    assert int(with_it) >= 80 and not (tmp_path / "a.run/.trial.gguf").exists()
+    assert tuned(folder, "q4_K", tmp_path / "b.gguf", *few, "--type", dtype) == 0
+    text = "\n".join(said(capsys))
+    assert kept.findall(text) == [with_it] and "warning" not in text
+
+
+def test_a_merge_that_no_type_would_keep_is_said(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(finetune, "ENOUGH", 9.0)
+    assert tuned(folder, "q4_K", tmp_path / "a.gguf", "--lr", "3e-4", "--iters", "4") == 0
+    assert "warning: no type keeps 900% of what the adapter gains" in "\n".join(said(capsys))
+    assert not (tmp_path / "a.run/.trial.gguf").exists()
+
+
+def test_no_part_of_a_gain_is_said_where_there_is_none(folder, tmp_path, capsys):
+    assert tuned(folder, "f32", tmp_path / "a.gguf", "--lr", "0", "--iters", "1") == 0
+    text = "\n".join(said(capsys))
+    assert "merged" in text and "of the gain" not in text
+
+
+@pytest.mark.parametrize("how", [(), ("--full",)])
+def test_what_learnt_from_conversations_carries_their_template(folder, tmp_path, how):
+    assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "1", *how) == 0
+    template = GGUF(tmp_path / "a.gguf").metadata["tokenizer.chat_template"]
+    assert template == template_of(GGUF(folder / "f32.gguf").metadata) and "eos_token" in template
+    (tmp_path / "text.txt").write_text(words(2000))
+    given = [str(folder / "f32.gguf"), "--data", str(tmp_path / "text.txt")]
+    output = ["-o", str(tmp_path / "b.gguf"), "--iters", "1"]
+    assert main(["finetune", *given, *output, *FEW, *how]) == 0
+    assert "tokenizer.chat_template" not in GGUF(tmp_path / "b.gguf").metadata
+
+
+def test_commands_for_names_with_blanks_and_quotes(folder, tmp_path, capsys):
+    output = tmp_path / "Bob's 1.5 model.gguf"
+    assert tuned(folder, "f32", output, "--iters", "1") == 0
+    commands = [shlex.split(line) for line in said(capsys) if line.startswith("  ")]
+    assert ["packtrain", "generate", str(output), "-p", "Once"] in commands
+    modelfile = output.with_name("Bob's 1.5 model.run") / "Modelfile"
+    assert commands[-1] == ["ollama", "create", "Bob-s-1.5-model", "-f", str(modelfile)]
+
+
 # ---- merging -------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +312,9 @@ def test_merging_adapters_with_scales(folder, tmp_path, capsys):
         (["--rslora", "--lora-rank", "attn_q=2"], "--rslora: all ranks must be equal"),
         (["--full", "--freeze", "*"], "--freeze: nothing is left to train"),
         (["--masters", "bf16"], "--masters: low-rank additions are f32; leave it out, or give --full"),
+        (["--full", "--freeze", "attn*"], "--freeze attn*:"),
+        (["--freeze", "token_embd*"], "--freeze is for --full"),
+        (["--num-layers", "0"], "--num-layers 0: it must be at least 1, or -1 for all"),
         (["--full", "--adapter", "a.gguf"], "--adapter: --full trains the matrices themselves"),
         (["--val-split", "1e-9"], "--val-split 1e-09: it must be 0 or at least"),
     ],
@@ -260,6 +334,14 @@ def test_the_base_is_never_an_output(folder, tmp_path, capsys):
         assert tuned(folder, "f32", output, *more) == 2
         assert "is the base itself" in said(capsys)[-1]
     assert (folder / "f32.gguf").read_bytes() == before
+
+
+def test_data_are_never_an_output(folder, tmp_path, capsys):
+    (tmp_path / "link.gguf").symlink_to(folder / "chats.jsonl")
+    before = (folder / "chats.jsonl").read_bytes()
+    assert tuned(folder, "f32", tmp_path / "link.gguf", "--overwrite") == 2
+    assert "is the data" in said(capsys)[-1]
+    assert (folder / "chats.jsonl").read_bytes() == before
 
 
 def test_data_that_teaches_nothing_is_refused(folder, tmp_path, capsys):

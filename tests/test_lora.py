@@ -18,6 +18,7 @@ from tests.models import CONFIG, batch, bind, gradients, same_bits, values
 ROWS, TIME = 2, 16
 LORA = Lora((("blk.1.attn_q.*", 3), ("*attn_*", 4), ("*ffn_down*", 2), ("*ffn_up*", 2)), alpha=8.0)
 FUSED = replace(CONFIG, architecture="phi3")
+EXPERTS = replace(CONFIG, expert_count=4, expert_used_count=2)
 
 
 def of_additions(config: transformer.Config, types=transformer.NO_TYPES) -> Graph:
@@ -63,8 +64,10 @@ def test_only_the_last_blocks_have_additions_where_so_many_are_asked_for():
     assert names and all(name.startswith("blk.1.") for name in names)
 
 
-def test_dropout_is_drawn_from_seed_and_step_alone():
-    config = replace(CONFIG, lora=replace(LORA, dropout=0.5))
+@pytest.mark.parametrize("base", [CONFIG, EXPERTS], ids=["llama", "experts alone"])
+def test_dropout_is_drawn_from_seed_and_step_alone(base):
+    lora = replace(LORA, dropout=0.5, ranks=LORA.ranks if base is CONFIG else (("*_exps*", 2),))
+    config = replace(base, lora=lora)
     run, inputs = bind(of_additions(config), values(config)), batch(CONFIG, ROWS, TIME)
 
     def at(seed: int, step: int):

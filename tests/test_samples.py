@@ -202,11 +202,48 @@ def test_folders(tmp_path: Path):
     assert named() == [("train.jsonl", "train"), ("valid.json.gz", "valid")]
 
 
+@pytest.mark.parametrize("arguments", ["", " ", None, {}])
+def test_a_call_without_arguments(tmp_path: Path, arguments: Any):
+    turn = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+    ((conversation,), _) = read(one(tmp_path, [{"messages": [PAIR[0], turn]}]))
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_marks_of_utf8_and_capital_suffixes_are_no_text(tmp_path: Path):
+    ((text,), _) = read(one(tmp_path, "\ufeffwhy \ufeff so", "a.txt"))
+    assert isinstance(text, Plain) and "".join(text.pieces) == "why \ufeff so"
+    records, note = read(one(tmp_path, json.dumps({"messages": PAIR}), "A.JSONL"))
+    assert isinstance(records[0], Conversation) and "1 records of messages" in note
+
+
+# ---- training and validation
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_small_files_of_a_folder_are_divided_together(tmp_path: Path, model: Path, suffix: str):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(9):
+        one(folder, "why so" if suffix == ".txt" else [{"messages": PAIR}], f"{i}{suffix}")
+    dataset = made(folder, model, tmp_path, val_split=0.25)
+    assert dataset.valid is not None and (len(dataset.train), len(dataset.valid)) == (7, 2)
+
+
+def test_too_few_records_for_a_validation_part(tmp_path: Path, model: Path):
+    data = one(tmp_path, [{"messages": PAIR}] * 3)
+    with pytest.raises(
+        InputError, match=r"for validation; a larger --val-split takes more .* 0 none"
+    ):
+        made(data, model, tmp_path, val_split=0.05)
+
+
 # ---- what is refused
 
 
 TURN, SILENT = {"role": "user", "content": "a"}, {"role": "assistant", "content": " "}
 NO_CALL = {"from": "function_call", "value": "no"}
+CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +267,8 @@ NO_CALL = {"from": "function_call", "value": "no"}
         ([{"text": 3}], r"line 1: text is int, not a string"),
         ([{"text": " \n"}], r"line 1: text is empty"),
         ([{"text": "\ud800"}], r"line 1: text has half a surrogate pair"),
-        ([{"messages": PAIR, "tools": "{"}], r"line 1: tools is not JSON"),
+        ([{"messages": PAIR, "tools": "{"}], r'line 1: tools is not JSON; it must be like \[{"name"'),
+        ([{"messages": [TURN, CALLS]}], r'messages\[1\]: arguments is not JSON; it must be like {"city"'),
         ([{"messages": PAIR, "tools": ["a"]}], r"line 1: tools\[0\] is str, not an object"),
         ([{"messages": PAIR, "tools": {"a": 1}}], r"line 1: tools must be a list of objects"),
         ([{"messages": PAIR, "tools": [{"a": 1}]}], r"line 1: tools\[0\] has no name"),

@@ -12,9 +12,10 @@ from packtrain.commands.speak import CONTEXT, MOST_SEED, Speaking, cells, opened
 from packtrain.errors import InputError
 from packtrain.generate import Limits, Reply
 from packtrain.models.file import ModelFile
+from packtrain.samples import template_of
 from packtrain.settings import option
 from packtrain.stop import stop_on_signals
-from packtrain.template import CHATML, ChatTemplate, template_source
+from packtrain.template import ChatTemplate, template_source
 
 try:
     import readline  # input() then edits lines and knows those before
@@ -49,8 +50,9 @@ class Talk:
         source = template_source(metadata)
         if source is None:
             say("the file has no chat template; ChatML is used")
+            source = template_of(metadata)
         self._bos = self._text(self._tokenizer.bos)
-        self._template = ChatTemplate(source or CHATML, self._bos, self._text(self._tokenizer.eos))
+        self._template = ChatTemplate(source, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config.context_length, CONTEXT)
         self._generator = ready(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0

@@ -1,8 +1,10 @@
 """packtrain finetune: from a GGUF model and conversations to a tuned GGUF model, inside a planned amount of memory."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +12,7 @@ from packtrain.commands.train import Work, carry_out, say
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.errors import InputError
 from packtrain.files import check_writable, write_text
+from packtrain.gguf import GGUF
 from packtrain.models.adapted import adapted
 from packtrain.models.adapter import read_adapter
 from packtrain.models.file import ModelFile, open_model
@@ -27,6 +30,7 @@ from packtrain.train.tune import ADAPTER, Tuned, decide, name_of
 
 ENOUGH = 0.8  # of the adapter's gain that a merge should keep
 TRIAL = ".trial.gguf"
+OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # what no name in Ollama has
 
 
 def run(settings: TuneSettings) -> int:
@@ -36,13 +40,17 @@ def run(settings: TuneSettings) -> int:
 
 
 def _check(settings: TuneSettings) -> None:
-    """No output may be the base, or replace what is not this run's."""
+    """No output may be what is read, or replace what is not this run's."""
+    base = None if settings.model is None else GGUF(settings.model)
+    _check_trained(settings, base)
     outputs = {"--output": settings.output, "--adapter": settings.adapter}
     for flag, path in outputs.items():
-        if path is None:
+        if path is None or not path.exists():
             continue
-        if settings.model is not None and path.resolve() == settings.model.resolve():
+        if base is not None and any(path.samefile(part) for part in base.paths):
             raise InputError(f"{flag}: {path} is the base itself; give another name")
+        if settings.data is not None and settings.data.exists() and path.samefile(settings.data):
+            raise InputError(f"{flag}: {path} is the data; give another name")
     if settings.adapter is None:
         return
     if settings.full:
@@ -52,6 +60,19 @@ def _check(settings: TuneSettings) -> None:
         raise InputError(f"--adapter: {settings.adapter} is the --output, too; give another name")
     if settings.adapter.exists() and not (settings.overwrite or settings.resume):
         raise InputError(f"--adapter: {settings.adapter} exists; give another, or --overwrite")
+
+
+def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
+    """No setting may mean nothing."""
+    if settings.num_layers == 0:
+        raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
+    if settings.freeze and not settings.full:
+        raise InputError(
+            "--freeze is for --full; additions leave all tensors of the base as they are"
+        )
+    for pattern in settings.freeze:
+        if base is not None and not any(fnmatchcase(name, pattern) for name in base.entries):
+            raise InputError(f"--freeze {pattern}: {base.path} has no such tensor")
 
 
 def _before(fit: Fit) -> None:
@@ -78,7 +99,8 @@ class Losses:
     def __str__(self) -> str:
         middle = "" if self.adapter is None else f"with the adapter {self.adapter:.4f}, "
         last = "merged" if self.adapter is not None else "tuned"
-        kept = "" if self.adapter is None else f" ({self.kept:.0%} of the gain)"
+        gains = self.adapter is not None and self.adapter < self.base
+        kept = f" ({self.kept:.0%} of the gain)" if gains else ""
         return f"validation loss: base {self.base:.4f}, {middle}{last} {self.merged:.4f}{kept}"
 
 
@@ -87,7 +109,7 @@ def _after(job: Job, shape: Shape) -> None:
     settings, subject = cast(TuneSettings, job.settings), cast(Tuned, job.subject)
     base, adapter_path = subject.model, settings.folder / ADAPTER
     if not settings.full:
-        _merge(base, adapter_path, settings.output, settings.type)
+        _merge(subject, adapter_path, settings.output, settings.type)
     if job.valid is not None:
         measured = Measured(job, shape)
         with_adapter = None
@@ -98,15 +120,15 @@ def _after(job: Job, shape: Shape) -> None:
         losses = Losses(measured.loss(base), tuned, with_adapter)
         say(str(losses))
         if losses.kept < ENOUGH:
-            _advise(measured, losses, base, adapter_path, settings)
+            _advise(measured, losses, subject, settings)
     _write_modelfile(settings, base)
     _tell(settings)
 
 
-def _merge(base: ModelFile, adapter: Path, output: Path, dtype: str | None) -> None:
-    changes = merged(base.gguf, [(read_adapter(adapter), 1.0)])
-    stored = DTYPES[dtype] if dtype else None
-    write_changed(output, base.gguf, changes, name=name_of(output), dtype=stored)
+def _merge(subject: Tuned, adapter: Path, output: Path, dtype: str | None) -> None:
+    base, stored = subject.model.gguf, DTYPES[dtype] if dtype else None
+    changes = merged(base, [(read_adapter(adapter), 1.0)])
+    write_changed(output, base, changes, name=name_of(output), dtype=stored, more=subject.more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +143,12 @@ class Measured:
         return evaluate(run, self.job.validation()).loss
 
 
-def _advise(
-    measured: Measured, losses: Losses, base: ModelFile, adapter: Path, settings: TuneSettings
-) -> None:
+def _advise(measured: Measured, losses: Losses, subject: Tuned, settings: TuneSettings) -> None:
     """Say which type the merged matrices should have: the smallest that keeps enough, by trial."""
-    trial = settings.folder / TRIAL
+    base, adapter, trial = subject.model, settings.folder / ADAPTER, settings.folder / TRIAL
     try:
         for dtype in _larger(base, read_adapter(adapter).pairs, settings.type):
-            _merge(base, adapter, trial, str(dtype))
+            _merge(subject, adapter, trial, str(dtype))
             found = Losses(losses.base, measured.loss(open_model(trial)), losses.adapter)
             if found.kept >= ENOUGH:
                 say(
@@ -173,4 +193,5 @@ def _tell(settings: TuneSettings) -> None:
         adapter = shlex.quote(str(settings.adapter or folder / ADAPTER))
         base = shlex.quote(str(settings.model))
         say(f"  llama-cli -m {base} --lora {adapter}")
-    say(f"  ollama create {name_of(output)} -f {shlex.quote(str(folder / 'Modelfile'))}")
+    model = OTHERS.sub("-", name_of(output)).strip("-.") or "tuned"
+    say(f"  ollama create {model} -f {shlex.quote(str(folder / 'Modelfile'))}")

@@ -17,12 +17,13 @@ from packtrain.errors import InputError
 
 CHUNK_NBYTES = 1 << 20
 LONGEST = 1 << 26  # characters of one record
-SOMETHING = re.compile(r"[^ \t\r\n\ufeff]")
+SOMETHING = re.compile(r"[^ \t\r\n]")
+MARK = "\ufeff"
 
 
 def kind_of(path: Path) -> str:
     """The suffix that says what is in a file, without .gz: `.jsonl`."""
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 @contextmanager
@@ -40,9 +41,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def text_chunks(path: Path) -> Iterator[str]:
-    """A file's text as it is, line ends included."""
+    """A file's text as it is, line ends included, without the mark that some editors begin UTF-8 with."""
     decoder = getincrementaldecoder("utf-8")()
-    at, last = 0, False
+    at, begun, last = 0, False, False
     with opened(path) as file:
         while not last:
             chunk = file.read(CHUNK_NBYTES)
@@ -53,10 +54,12 @@ def text_chunks(path: Path) -> Iterator[str]:
                 )
             waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
             try:
-                yield decoder.decode(chunk, final=last)
+                text = decoder.decode(chunk, final=last)
             except UnicodeDecodeError as error:
                 place = at - waiting + error.start
                 raise InputError(f"{path}: byte {place} is not UTF-8; save it as UTF-8") from None
+            yield text if begun else text.removeprefix(MARK)
+            begun = begun or bool(text)
             at += len(chunk)
 
 

@@ -79,10 +79,12 @@ def write_changed(
     *,
     name: str,
     dtype: Dtype | None = None,
+    more: Mapping[str, Value] = MappingProxyType({}),
     done: Done = lambda entry, stored, error: None,
 ) -> None:
     """Write the base with these rows, f32 (stop - start, width) for each (start, stop), in the place of its own.
 
+    more  metadata beside that of the base
     done  is told of each changed tensor: what it was, its type now, and what that type loses, relative
     Raises InputError for values that the type cannot hold, or a name that the base has not.
     """
@@ -99,6 +101,7 @@ def write_changed(
         "general.name": Value("string", name),
         "general.base_model.count": Value("u32", 1),
         "general.base_model.0.name": before,
+        **more,
     }
     write(path, values, tensors)
 

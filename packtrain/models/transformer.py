@@ -15,6 +15,7 @@ from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B, noise
+from packtrain.ops.experts import Low
 from packtrain.tensor import Tensor, input, named, state, weight
 
 Weights = Mapping[str, Tensor]
@@ -135,22 +136,24 @@ class Block:
 
     def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """y and what the low-rank addition to the weight makes of x, if it has one."""
-        found, lora = self.low(name), self.config.lora
-        if found is None or lora is None:
+        found = self.low(name)
+        if found is None:
             return y
-        a, b, by = found
-        if lora.dropout:
-            whole = a.label.removesuffix(A)
-            x = ops.dropout(x, self.w[KEY], p=lora.dropout, stream=noise(whole))
-        return ops.matmul(ops.scale(ops.matmul(x, a), by=by), b, y)
+        a, b, by, drop = found
+        return ops.matmul(ops.scale(ops.matmul(drop(x), a), by=by), b, y)
 
-    def low(self, name: str) -> tuple[Tensor, Tensor, float] | None:
-        """A, B and scale of the low-rank addition to a weight, if it has one."""
+    def low(self, name: str) -> Low | None:
+        """A, B and scale of the low-rank addition to a weight, if it has one, and what drops some of its input."""
         whole = f"blk.{self.number}.{self.config.slices.get(name, (name,))[0]}.weight"
         a, lora = self.w.get(whole + A), self.config.lora
         if a is None or lora is None:
             return None
-        return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2])
+
+        def drop(x: Tensor) -> Tensor:
+            p = lora.dropout
+            return ops.dropout(x, self.w[KEY], p=p, stream=noise(whole)) if p else x
+
+        return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2]), drop
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return self.named(name, ops.rms_norm(x, self.weight(name), eps=self.config.rms_eps))
@@ -201,7 +204,7 @@ def feed_forward(part: Block, h: Tensor) -> Tensor:
 
 
 def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
-    """h and what experts make of x, with their low-rank additions, which drop nothing."""
+    """h and what experts make of x, with their low-rank additions."""
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
     choose, gate, up, down = map(part.weight, names.values())
     found = {short: part.low(name) for short, name in names.items()}

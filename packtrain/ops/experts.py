@@ -19,7 +19,7 @@ from packtrain.ops.softmax import soft_max
 from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
-Low = tuple[Tensor, Tensor, float]
+Low = tuple[Tensor, Tensor, float, Callable[[Tensor], Tensor]]
 NONE: Mapping[str, Low] = MappingProxyType({})
 
 
@@ -44,7 +44,8 @@ def experts(
         gate, up  (E, F, C)  any readable type
         down      (E, C, F)  any readable type
         acc, y    (..., C)   f32
-        low       by a matrix's name A (R, in), B (out, R), with an axis E where it has one, and s: w is w + s B A
+        low       by a matrix's name A (R, in), B (out, R), with an axis E where it has one, s, and d: w x is then
+                  w x + s B A d(x), where d may drop some of x
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); llama.cpp's build_moe_ffn.
     """
     logits = _product(x, gate_inp, low.get("gate_inp"))
@@ -64,8 +65,8 @@ def _product(x: Tensor, w: Tensor, low: Low | None, *expert: Tensor) -> Tensor:
     y = times(x, w, *expert)
     if low is None:
         return y
-    a, b, by = low
-    return times(scale(times(x, a, *expert), by=by), b, *expert, y)
+    a, b, by, drop = low
+    return times(scale(times(drop(x), a, *expert), by=by), b, *expert, y)
 
 
 def _check_order(op_name, ids, count):

@@ -87,7 +87,7 @@ def build(recipe: Recipe, folder: Path, say: Say) -> None:
     sources = sources_of(recipe)
     split = 0.0 if any(source.part for source in sources) else recipe.val_split
     parts = parts_of(recipe, sources)
-    notes: list[str] = []
+    turns, notes = Turns(round(1 / split) if split else 0), list[str]()
     with ExitStack() as stack:
         files = {
             part: stack.enter_context(
@@ -97,7 +97,7 @@ def build(recipe: Recipe, folder: Path, say: Say) -> None:
         }
         for source in sources:
             reader = Reader(source, recipe.separator)
-            _write(_reported(reader, say), source.part, split, maker, files)
+            _write(_reported(reader, say), source.part, turns, maker, files)
             if not reader.count:
                 raise InputError(
                     f"{source.path} holds no records; there must be some to learn from"
@@ -108,20 +108,31 @@ def build(recipe: Recipe, folder: Path, say: Say) -> None:
     (folder / NOTES_FILE).write_text(json.dumps(notes), encoding="utf-8")
 
 
+@dataclass(slots=True)
+class Turns:
+    """Whose turn it is to be for validation: every k-th, over all files; none if `every` is 0."""
+
+    every: int
+    number: int = 0
+
+    @property
+    def part(self) -> str:
+        return VALID if self.every and self.number % self.every == 0 else TRAIN
+
+
 def _write(
     records: Iterable[Conversation | Plain],
     part: str,
-    split: float,
+    turns: Turns,
     maker: "Maker",
     files: Mapping[str, SampleFile],
 ) -> None:
-    """All samples of one file; every k-th is for validation where the files do not say, or every k-th conversation."""
-    every, number = round(1 / split) if split else 0, 0
+    """All samples of one file; those of a conversation stay together where the files do not say their part."""
     for record in records:
-        number += isinstance(record, Conversation)
+        turns.number += isinstance(record, Conversation)
         for sample in maker.samples(record):
-            number += isinstance(record, Plain)
-            files[part or (VALID if every and number % every == 0 else TRAIN)].add(sample)
+            turns.number += isinstance(record, Plain)
+            files[part or turns.part].add(sample)
 
 
 def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Plain]:
@@ -137,9 +148,12 @@ def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Plain]:
 def _check_filled(recipe: Recipe, files: Mapping[str, SampleFile], notes: list[str]) -> None:
     for part, file in files.items():
         if not file.starts:
-            why = f" ({'; '.join(notes)})"
             spoken = {TRAIN: "training", VALID: "validation"}[part]
-            raise InputError(f"--data: {recipe.data} leaves no tokens to learn for {spoken}{why}")
+            few = part == VALID and files[TRAIN].starts
+            more = "; a larger --val-split takes more of them, 0 none" if few else ""
+            raise InputError(
+                f"--data: {recipe.data} leaves no tokens to learn for {spoken}{more} ({'; '.join(notes)})"
+            )
 
 
 class Maker:

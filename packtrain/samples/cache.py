@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.corpus.cache import checksum, plain
@@ -10,22 +10,33 @@ from packtrain.corpus.documents import TRAIN, VALID
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.kept import Say, make
-from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
+from packtrain.samples.build import (
+    NOTES_FILE,
+    UNTOLD,
+    Recipe,
+    parts_of,
+    sources_of,
+    template_of,
+)
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 2  # another number makes all caches anew
+FORMAT = 3  # another number makes all caches anew
 VOCABULARY = "tokenizer.", "general.name"  # the name tells how some vocabularies treat whitespace
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Samples by part. `fingerprint` says what they were made from; `notes` are lines worth printing."""
+    """Samples by part. `fingerprint` says what they were made from; `notes` are lines worth printing.
+
+    `template` is what conversations were written by if the model has none: what learns from them must carry it.
+    """
 
     train: Samples
     valid: Samples | None
     fingerprint: str
     notes: tuple[str, ...]
+    template: str | None = None
 
 
 def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
@@ -39,11 +50,12 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
     folder, parts = cache / fingerprint, parts_of(recipe, sources)
     size = len(file.metadata.get(f"{KEYS}tokens", ()))
     try:
-        return read_dataset(folder, parts, size)
+        found = read_dataset(folder, parts, size)
     except (OSError, ValueError):  # not there, or damaged
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say)
-    return read_dataset(folder, parts, size)
+        found = read_dataset(folder, parts, size)
+    return replace(found, template=template_of(file.metadata) if UNTOLD in found.notes else None)
 
 
 def read_dataset(folder: Path, parts: Sequence[str], vocab_size: int) -> Dataset:

@@ -14,6 +14,7 @@ Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= {"function": "tool", "function_response": "tool", "ipython": "tool", "model": "assistant"}
+CALL = '{"name": …, "arguments": …}'
 MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls"}
 KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}  # templates may read them
 WANTED = (
@@ -59,7 +60,7 @@ def _message(turn: Any, at: str) -> Message:
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
     if given == "function_call":
-        content, calls = "", _json(content, at)
+        content, calls = "", _json(content, f"{at}: the call", CALL)
     kept = {name: turn[name] for name in sorted(KEPT_FIELDS & set(turn))}
     if role == "assistant" and calls:
         made = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
@@ -93,11 +94,12 @@ def _call(call: Any, at: str) -> Message:
     call = an_object(call, f"{at}: tool_calls")
     function = an_object(call.get("function", call), f"{at}: function")
     name = function.get("name")
-    arguments = function.get("arguments", function.get("parameters", {}))
+    arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         raise InputError(f"{at}: a tool call needs a name")
-    arguments = _json(arguments, at) if isinstance(arguments, str) else arguments
-    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if isinstance(arguments, str):
+        arguments = arguments.strip() and _json(arguments, f"{at}: arguments", '{"city": "Oslo"}')
+    made = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
     return {"id": call["id"], **made} if "id" in call else made
 
 
@@ -115,7 +117,8 @@ def _name_calls(messages: list[Message]) -> None:
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
     """Functions as llama.cpp's server hands them to templates: with these fields, in this order."""
-    tools = _json(tools, f"{where}: tools") if isinstance(tools, str) and tools.strip() else tools
+    if isinstance(tools, str) and tools.strip():
+        tools = _json(tools, f"{where}: tools", '[{"name": …, "parameters": …}]')
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -133,13 +136,11 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
     return made
 
 
-def _json(text: Any, at: str) -> Any:
+def _json(text: Any, at: str, like: str) -> Any:
     try:
         return json.loads(sound(text, at, WANTED))
     except (ValueError, RecursionError):
-        raise InputError(
-            f'{at} is not JSON; it must be like {{"name": …, "arguments": …}}'
-        ) from None
+        raise InputError(f"{at} is not JSON; it must be like {like}") from None
 
 
 def worded(given: Any, at: str) -> str:

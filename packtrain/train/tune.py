@@ -17,7 +17,7 @@ import numpy as np
 from packtrain.dtypes import DTYPES, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
-from packtrain.gguf import write
+from packtrain.gguf import Value, write
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
@@ -27,7 +27,7 @@ from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, write_changed
 from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
-from packtrain.samples import Recipe, prepare
+from packtrain.samples import Dataset, Recipe, prepare
 from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
 from packtrain.train.job import Job, View, check_split, optimizer_of, schedule_of
@@ -40,6 +40,7 @@ SHORTEST = 256  # rows are not made shorter for short samples
 PART = 1 << 18  # values that are unpacked at a time
 EDGE = 256  # bytes of a tensor that tell it from others, at its beginning and its end
 GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
+TEMPLATE = "tokenizer.chat_template"
 ADAPTER = "adapter.gguf"  # in the run folder
 
 
@@ -51,6 +52,12 @@ class Tuned:
     model: ModelFile
     config: Config
     base: Base
+    template: str | None = None  # what conversations are written by, if the file does not say
+
+    @property
+    def more(self) -> Mapping[str, Value]:
+        """Metadata that a tuned model has beside that of its base."""
+        return {} if self.template is None else {TEMPLATE: Value("string", self.template)}
 
     @property
     def trained(self) -> list[str]:
@@ -97,7 +104,8 @@ class Tuned:
 
         changes = {name: rows(name) for name in self.trained}
         dtype = DTYPES[s.type] if s.type else None
-        write_changed(s.output, self.model.gguf, changes, name=name_of(s.output), dtype=dtype)
+        name = name_of(s.output)
+        write_changed(s.output, self.model.gguf, changes, name=name, dtype=dtype, more=self.more)
 
     def _adapter(self, view: View, lora: Lora) -> Adapter:
         names = [name.removesuffix(A) for name in self.trained if name.endswith(A)]
@@ -161,8 +169,8 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",
-        subject,
-        f"{data} {fingerprint(model)}",
+        replace(subject, template=data.template),
+        f"{data.fingerprint} {fingerprint(model)}",
         shape,
         optimizer_of(settings),
         schedule_of(settings, len(train)),
@@ -173,8 +181,8 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
 
 def _batches(
     settings: TuneSettings, config: Config, say: Callable[[str], None]
-) -> tuple[SampleBatches, SampleBatches | None, str]:
-    """Batches for training and validation, as long as the longest sample needs, and what tells the data from other."""
+) -> tuple[SampleBatches, SampleBatches | None, Dataset]:
+    """Batches for training and validation, as long as the longest sample needs, and what they are made of."""
     length = settings.ctx or min(config.context_length, CONTEXT)
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
@@ -185,7 +193,7 @@ def _batches(
     valid = None
     if dataset.valid is not None:
         valid = SampleBatches(dataset.valid, *size, shuffle=False, pack=settings.pack)
-    return train, valid, dataset.fingerprint
+    return train, valid, dataset
 
 
 def _recipe(settings: TuneSettings, length: int) -> Recipe:

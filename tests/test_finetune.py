@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shlex
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from packtrain.watch import metrics
 from tests.architectures import random_model
 from tests.checks import close
 from tests.kill import chats, survive, without_times, words
+from tests.test_model_file import CONFIG, save
 from tests.test_train import said, signal_after, weights
 
 FEW = [
@@ -169,6 +172,12 @@ def test_a_run_with_masters_of_one_type_is_not_resumed_with_another(folder, tmp_
     assert "masters was f32 and is bf16" in said(capsys)[-1]
 
 
+def test_a_run_that_is_resumed_with_another_rank_says_no_more_than_that(folder, tmp_path, capsys):
+    assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "2") == 0
+    assert main(["finetune", "-o", str(tmp_path / "a.gguf"), "--resume", "--lora-rank", "2"]) == 2
+    assert "made with other settings: lora_rank was ['4'] and is ['2']; give" in said(capsys)[-1]
+
+
 def test_killed_runs_resume_bit_for_bit_and_keep_what_was_there(tmp_path):
     assert survive(tmp_path, kills=5, seed=1, kind="finetune") > 10
 
@@ -250,6 +259,27 @@ def test_what_learnt_from_conversations_carries_their_template(folder, tmp_path,
     output = ["-o", str(tmp_path / "b.gguf"), "--iters", "1"]
     assert main(["finetune", *given, *output, *FEW, *how]) == 0
     assert "tokenizer.chat_template" not in GGUF(tmp_path / "b.gguf").metadata
+
+
+def test_a_run_that_is_stopped_while_it_merges_says_how_to_finish(
+    folder, tmp_path, capsys, monkeypatch
+):
+    output = tmp_path / "my model.gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "merged", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert tuned(folder, "f32", output, "--iters", "2") == 130
+    command = said(capsys)[-1].partition("which is saved; finish with: packtrain ")[2]
+    assert not output.exists() and main(shlex.split(command)) == 0
+    assert output.exists()
+
+
+def test_rows_that_a_type_cannot_hold_are_said(folder, tmp_path, capsys):
+    save(tmp_path / "narrow.gguf", replace(CONFIG, context_length=64))
+    given = [str(tmp_path / "narrow.gguf"), "--data", str(folder / "chats.jsonl")]
+    output = ["-o", str(tmp_path / "a.gguf"), "--iters", "1", "--lora-modules", "attn_q"]
+    assert main(["finetune", *given, *output, *FEW, "--type", "q4_K"]) == 0
+    line = "--type q4_K: rows of 2 matrices are no blocks of it; they keep their type"
+    assert line in said(capsys)
 
 
 def test_commands_for_names_with_blanks_and_quotes(folder, tmp_path, capsys):

@@ -147,7 +147,22 @@ def test_a_scale_stands_after_the_file(tmp_path: Path):
     (tmp_path / "b:2").touch()
     assert split_scale(f"{tmp_path}/b:2") == (tmp_path / "b:2", 1.0)
     assert split_scale(f"{tmp_path}/b:2:-1e-1") == (tmp_path / "b:2", -0.1)
-    assert split_scale("a.gguf:nan") == (Path("a.gguf:nan"), 1.0)
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", "-1e39", "2e6"])
+def test_scales_beyond_reason_are_refused(scale: str):
+    with pytest.raises(
+        InputError, match=rf"a\.gguf:{scale}: the scale is {scale}; it must be from"
+    ):
+        split_scale(f"a.gguf:{scale}")
+
+
+def test_rows_that_a_type_cannot_hold_are_said(settings: Merge, tmp_path: Path, capsys: Capture):
+    both = adapter(tmp_path / "b.gguf", {Q: pair(64, 256), DOWN: pair(256, 64)})
+    assert merge.run(replace(settings, adapters=(both,), type="q4_K")) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "q8_0 -> q4_K" in said[0] and "no blocks" not in said[0]
+    assert "f16 -> f16" in said[1] and "rows of 64 are no blocks of q4_K" in said[1]
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------

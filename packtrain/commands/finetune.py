@@ -129,6 +129,13 @@ def _merge(subject: Tuned, adapter: Path, output: Path, dtype: str | None) -> No
     base, stored = subject.model.gguf, DTYPES[dtype] if dtype else None
     changes = merged(base, [(read_adapter(adapter), 1.0)])
     write_changed(output, base, changes, name=name_of(output), dtype=stored, more=subject.more)
+    narrow = [
+        name for name in changes if stored not in (None, stored_type(base.entries[name], stored))
+    ]
+    if narrow and output == subject.settings.output:
+        say(
+            f"--type {dtype}: rows of {len(narrow)} matrices are no blocks of it; they keep their type"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ def run(settings: Merge) -> int:
         say(f"{EMBEDDING} is the head, too: both are changed")
 
     def done(entry: Entry, stored: Dtype, error: float) -> None:
-        print(line(entry, stored, error))
+        narrow = f"  rows of {entry.shape[-1]} are no blocks of {dtype}"
+        print(line(entry, stored, error) + (narrow if dtype not in (None, stored) else ""))
 
     name = settings.output.stem.encode(errors="replace").decode()
     write_changed(settings.output, base, changes, name=name, dtype=dtype, done=done)

@@ -185,8 +185,18 @@ def carry_out(settings: RunSettings, work: Work) -> int:
         progress, peak = ended
         write_text(folder / "plan.html", page(made.plans.largest, **facts(made, peak)))
         _report(made.job, progress, peak, total)
-        work.after(made.job, made.plans.shape)
+        try:
+            work.after(made.job, made.plans.shape)
+        except KeyboardInterrupt:
+            say(
+                f"stopped after the last step, which is saved; finish with: {_resume(work, settings)}"
+            )
+            return INTERRUPTED
     return 0
+
+
+def _resume(work: Work, settings: RunSettings) -> str:
+    return f"packtrain {work.command} -o {shlex.quote(str(settings.output))} --resume"
 
 
 def _train(settings: RunSettings, made: Ready, work: Work) -> tuple[Progress, int] | None:
@@ -211,9 +221,7 @@ def _train(settings: RunSettings, made: Ready, work: Work) -> tuple[Progress, in
         try:
             fit.go(watch, stopped, lambda: peak.nbytes)
         except Interrupted as error:
-            watch.say(
-                f"{error}; go on with: packtrain {work.command} -o {settings.output} --resume"
-            )
+            watch.say(f"{error}; go on with: {_resume(work, settings)}")
             return None
         fit.finish()
         watch.end(_end(fit, total, peak))

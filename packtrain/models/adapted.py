@@ -12,11 +12,12 @@ from packtrain.models.adapter import Adapter, check_fits, read_adapter
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING, A, B, Lora
 
+MOST = 1e6  # beyond, sums are no longer finite
 Scaled = tuple[Adapter, float]
 
 
 def split_scale(text: str) -> tuple[Path, float]:
-    """File and scale of FILE:SCALE, or of FILE alone, whose scale is 1."""
+    """File and scale of FILE:SCALE, or of FILE alone, whose scale is 1. Raises InputError for a scale beyond reason."""
     path, _, number = text.rpartition(":")
     if not path or Path(text).exists():
         return Path(text), 1.0
@@ -24,7 +25,9 @@ def split_scale(text: str) -> tuple[Path, float]:
         scale = float(number)
     except ValueError:
         return Path(text), 1.0
-    return (Path(path), scale) if np.isfinite(scale) else (Path(text), 1.0)
+    if not abs(scale) <= MOST:  # nan, too
+        raise InputError(f"{text}: the scale is {number}; it must be from -{MOST:g} to {MOST:g}")
+    return Path(path), scale
 
 
 def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:

@@ -226,7 +226,10 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a checkpoint says otherwise than the job, in words."""
-    names = {**before, **now}.keys() - {"steps"}
+    names = {**before, **now}.keys() - {
+        "steps",
+        "lora",
+    }  # which follows from settings that are there, too
     return [
         f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in sorted(names)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,6 +32,7 @@ SLACK = 0.03  # how far estimates may be off
 AIMS = 12  # sizes at which the least one is looked for
 
 
+Inner = tuple[tuple[int, int], ...]  # of a block: places and ranks, see Choice
 Build = Callable[[int, "Choice | None"], tuple[Graph, list[Tensor]]]
 
 
@@ -55,6 +57,7 @@ class Chain:
     reserved     bytes that stay once a block's, or the head's, backward is done: gradients that wait for clipping
     call_nbytes  what each call of the graph takes of the process, beside the arena
     like         a chain with the same blocks, whose options hold for this one too
+    together     how many ways to run a block may be measured in one chain; 1 where not all blocks are alike
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class Chain:
         reserved: tuple[int, int] = (0, 0),
         call_nbytes: int = 0,
         like: "Chain | None" = None,
+        together: int = 1,
     ) -> None:
         self.call_nbytes = call_nbytes
-        self.build, self.count, self.rates, self.like = build, count, rates, like
+        self.build, self.count, self.rates = build, count, rates
+        self.like, self.together = like, together
         self.block_reserve, self.head_reserve = reserved
         self.found: dict[Choice | None, Found] = {}
 
@@ -112,19 +117,19 @@ class Chain:
         """The Pareto front of a block over bytes kept and seconds added, each with its measured working set."""
         if self.like is not None:
             return self.like.options
-        return [one for keep in self._front() for one in self._forms(keep)]
+        return self._measured([form for keep in self._front() for form in self._forms(keep)])
 
     @cached_property
     def least_options(self) -> list[Option]:
         """Those that keep nothing of a block."""
-        return self._forms(()) if self.like is None else self.like.least_options
+        if self.like is not None:
+            return self.like.least_options
+        return self._measured(self._forms(()))
 
-    def _forms(self, keep: tuple[int, ...]) -> list[Option]:
+    def _forms(self, keep: tuple[int, ...]) -> list[Inner]:
         """Where a cut of the block is not kept, another form computes it again first, and then each side."""
-        saved = self.parts * sum(aligned(self.values[place]) for place in keep)
-        ranked = [tuple((place, 0) for place in keep)]
-        ranked += [(*ranked[0], (cut, 1)) for cut in self._cuts if cut not in keep]
-        return [Option(one, saved, *self._measured(one, saved)) for one in ranked]
+        plain = tuple((place, 0) for place in keep)
+        return [plain, *((*plain, (cut, 1)) for cut in self._cuts if cut not in keep)]
 
     @cached_property
     def values(self) -> list[Tensor]:
@@ -166,28 +171,38 @@ class Chain:
             if all(start not in call.reads for call in needed({end}, {t}, inside))
         ]
 
-    def _measured(self, keep: tuple[tuple[int, int], ...], saved: int) -> tuple[float, int, int]:
-        """Seconds and calls that the middle block computes again, and the most bytes while its backward runs.
+    def _measured(self, forms: Sequence[Inner]) -> list[Option]:
+        """What these ways to run a block take, many measured in one chain, each by a block of its own in the middle."""
+        size = max(min(self.count, self.together + 2) - 2, 1)
+        batches = (forms[at : at + size] for at in range(0, len(forms), size))
+        return [option for batch in batches for option in self._measured_together(batch)]
 
-        The bytes are without what earlier blocks keep and what later ones leave.
-        """
-        graph, stream = self.build(SAMPLED, Choice((0,) * (SAMPLED + 1), (keep,) * SAMPLED))
+    def _measured_together(self, forms: Sequence[Inner]) -> list[Option]:
+        """The bytes of each are without what earlier blocks keep and what later ones leave."""
+        inner = (forms[0], *forms, forms[-1])
+        graph, stream = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
         placed = place(graph)
-        first, last = backward_steps(placed, stream, self.parts, 1)
-        steps = (step.call for step in placed.steps[first : last + 1])
-        again = [call for call in steps if call.phase == "recomputed"]
-        before = 2 * self.stream_nbytes + saved
-        later = self.head_reserve + self.block_reserve
-        work = most_alive(placed, first, last) - before - later
-        return sum(map(self._seconds, again)), len(again), work
+        curve, spans = Alive(placed), backward_steps(placed, stream, self.parts)
+        before, options = 0, list[Option]()
+        for i, keep in enumerate(inner):
+            saved = self.parts * sum(aligned(self.values[at]) for at, rank in keep if rank == 0)
+            before += self.stream_nbytes + saved
+            if not 0 < i < len(inner) - 1:
+                continue
+            first, last = spans[i]
+            again = [s.call for s in placed.steps[first : last + 1] if s.call.phase == "recomputed"]
+            later = self.head_reserve + (len(inner) - 1 - i) * self.block_reserve
+            work = curve.most(first, last) - (before - saved) - later
+            options.append(Option(keep, saved, sum(map(self._seconds, again)), len(again), work))
+        return options
 
     @cached_property
     def head_work(self) -> int:
         """Most bytes from the last block's end to the beginning of its backward, without what blocks keep."""
         graph, stream = self.build(SAMPLED, uniform(SAMPLED, ()))
         placed = place(graph)
-        first, _ = backward_steps(placed, stream, self.parts, SAMPLED - 1)
-        return most_alive(placed, 0, first - 1) - (SAMPLED + 1) * self.stream_nbytes
+        first, _ = backward_steps(placed, stream, self.parts)[-1]
+        return Alive(placed).most(0, first - 1) - (SAMPLED + 1) * self.stream_nbytes
 
     # ---- choices
 
@@ -307,14 +322,14 @@ def pareto(
     return front
 
 
-def backward_steps(placed: Placed, stream: Sequence[Tensor], parts: int, i: int) -> tuple[int, int]:
-    """The first step with a gradient of a block's end, and the last that makes one of its beginning."""
+def backward_steps(placed: Placed, stream: Sequence[Tensor], parts: int) -> list[tuple[int, int]]:
+    """Of each block the first step with a gradient of its end, and the last that makes one of its beginning."""
     made, serials = dict[str, list[int]](), [step.call.serial for step in placed.steps]
     for call in placed.graph.calls:
         for t in call.results:
             made.setdefault(t.stem, []).append(bisect_left(serials, call.serial))
-    end, beginning = stream[(i + 1) * parts], stream[i * parts]
-    return made[f"d/{end.name}"][0], made[f"d/{beginning.name}"][-1]
+    ends = [made[f"d/{t.name}"] for t in stream[::parts]]
+    return [(end[0], beginning[-1]) for beginning, end in pairwise(ends)]
 
 
 def spacing(chain: Chain) -> int:
@@ -323,8 +338,13 @@ def spacing(chain: Chain) -> int:
     return max(round(math.sqrt(chain.count * chain.stream_nbytes / inside)), 1)
 
 
-def most_alive(placed: Placed, first: int, last: int) -> int:
-    """Most bytes alive at any step from the first to the last."""
-    times, nbytes = alive(*columns(storages(placed), ALIGNMENT))
-    begin, end = np.searchsorted(times, (first, last), side="right")
-    return int(nbytes[max(begin - 1, 0) : end].max())
+class Alive:
+    """Bytes alive over the steps of a placed graph."""
+
+    def __init__(self, placed: Placed) -> None:
+        self._times, self._nbytes = alive(*columns(storages(placed), ALIGNMENT))
+
+    def most(self, first: int, last: int) -> int:
+        """Most bytes at any step from the first to the last."""
+        begin, end = np.searchsorted(self._times, (first, last), side="right")
+        return int(self._nbytes[max(begin - 1, 0) : end].max())

@@ -52,6 +52,7 @@ CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measure
 PARTS, BLOCKS = 8, 256
 SAMPLED = 4  # blocks of the larger chain that others are judged by
 ROUNDS = 3
+TOGETHER = 32  # ways to run a block that are measured in one graph
 WORTH = 0.02  # of the room: less is no reason for a smaller chunk
 
 
@@ -353,7 +354,8 @@ def chain(shape: Shape, setting: Setting, like: Chain | None = None) -> Chain:
     waiting = name == STEP and shape.max_norm is not None
     reserved = _gradients(shape) if waiting else (0, 0)
     per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape)
-    return Chain(made, shape.config.block_count, setting.rates, reserved, per_call, like)
+    together = TOGETHER if shape.even else 1
+    return Chain(made, shape.config.block_count, setting.rates, reserved, per_call, like, together)
 
 
 def _gradients(shape: Shape) -> tuple[int, int]:

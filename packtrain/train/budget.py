@@ -7,6 +7,7 @@ this process makes plans once, for what its heap keeps of them counts.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from packtrain.child import ask
 from packtrain.memory import private_nbytes, settle
@@ -66,10 +67,11 @@ def planned(
     fixed  nothing may be chosen that changes the order of additions: a run is resumed
     """
 
+    @cache
     def late() -> None:
         say(f"looking for a way to fit into {size_text(limit)} …")
 
-    asked, change = setting, ""
+    asked, change = replace(setting, baseline=setting.baseline + MARGIN_NBYTES * 3 // 2), ""
     for _ in range(ROUNDS):
         answer = ask(late, search, shape, recompute, asked, limit, fixed)
         if not answer.fits:

@@ -76,8 +76,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
 
 def _help(field: "dataclasses.Field[Any]") -> str:
     unset = field.default in (None, (), "", dataclasses.MISSING)
-    said = field.metadata["help"].replace("%", "%%")
-    return said if unset or isinstance(field.default, bool) else f"{said} ({field.default})"
+    said = str(field.metadata["help"]).replace("%", "%%")
+    if unset or isinstance(field.default, bool):
+        return said
+    default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+    return f"{said} ({default})"
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:

@@ -68,7 +68,7 @@ class RunSettings:
     recompute: str = option(
         "auto", "what the backward pass computes again", choices=("none", "blocks", "sqrt", "auto")
     )
-    seed: int = option(0, "of initial values and the order of the data", least=0, most=2**63)
+    seed: int = option(0, "of initial values and the order of the data", least=0, most=2**63 - 1)
 
     steps_per_eval: int = option(200, "validate so often; 0 only at the end", least=0)
     val_batches: int = option(25, "most micro-batches of one validation; 0: all", least=0)

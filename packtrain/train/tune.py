@@ -184,6 +184,8 @@ def _batches(
 ) -> tuple[SampleBatches, SampleBatches | None, Dataset]:
     """Batches for training and validation, as long as the longest sample needs, and what they are made of."""
     length = settings.ctx or min(config.context_length, CONTEXT)
+    if length > config.context_length:
+        say(f"--ctx {length} is more than the model's context of {config.context_length} tokens")
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)

@@ -344,7 +344,6 @@ def test_merging_adapters_with_scales(folder, tmp_path, capsys):
         (["--masters", "bf16"], "--masters: low-rank additions are f32; leave it out, or give --full"),
         (["--full", "--freeze", "attn*"], "--freeze attn*:"),
         (["--freeze", "token_embd*"], "--freeze is for --full"),
-        (["--full", "--lora-rank", "4"], "--lora-rank is of additions"),
         (["--num-layers", "0"], "--num-layers 0: it must be at least 1, or -1 for all"),
         (["--full", "--adapter", "a.gguf"], "--adapter: --full trains the matrices themselves"),
         (["--val-split", "1e-9"], "--val-split 1e-09: it must be 0 or at least"),

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
@@ -70,11 +70,6 @@ def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
         raise InputError(
             "--freeze is for --full; additions leave all tensors of the base as they are"
         )
-    for field in fields(settings):
-        ours = field.name.startswith(("lora_", "rslora"))
-        if settings.full and ours and getattr(settings, field.name) != field.default:
-            flag = field.name.replace("_", "-")
-            raise InputError(f"--{flag} is of additions; --full trains the matrices themselves")
     for pattern in settings.freeze:
         if base is not None and not any(fnmatchcase(name, pattern) for name in base.entries):
             raise InputError(f"--freeze {pattern}: {base.path} has no such tensor")

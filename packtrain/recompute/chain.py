@@ -201,7 +201,7 @@ class Chain:
         """Most bytes from the last block's end to the beginning of its backward, without what blocks keep."""
         graph, stream = self.build(SAMPLED, uniform(SAMPLED, ()))
         placed = place(graph)
-        first, _ = backward_steps(placed, stream, self.parts)[-1]
+        first, _ = backward_steps(placed, stream, self.parts)[SAMPLED - 1]
         return Alive(placed).most(0, first - 1) - (SAMPLED + 1) * self.stream_nbytes
 
     # ---- choices
@@ -322,14 +322,20 @@ def pareto(
     return front
 
 
-def backward_steps(placed: Placed, stream: Sequence[Tensor], parts: int) -> list[tuple[int, int]]:
-    """Of each block the first step with a gradient of its end, and the last that makes one of its beginning."""
+def backward_steps(
+    placed: Placed, stream: Sequence[Tensor], parts: int
+) -> dict[int, tuple[int, int]]:
+    """Of each block the first step with a gradient of its end, and the last that makes one of its beginning.
+
+    Blocks before the first thing that is trained have none.
+    """
     made, serials = dict[str, list[int]](), [step.call.serial for step in placed.steps]
     for call in placed.graph.calls:
         for t in call.results:
             made.setdefault(t.stem, []).append(bisect_left(serials, call.serial))
-    ends = [made[f"d/{t.name}"] for t in stream[::parts]]
-    return [(end[0], beginning[-1]) for beginning, end in pairwise(ends)]
+    ends = [made.get(f"d/{t.name}") for t in stream[::parts]]
+    pairs = enumerate(pairwise(ends))
+    return {i: (end[0], beginning[-1]) for i, (beginning, end) in pairs if beginning and end}
 
 
 def spacing(chain: Chain) -> int:

@@ -83,9 +83,8 @@ def _streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    if isinstance(
-        sys.stdin, io.TextIOWrapper
-    ):  # in some locales Python lets through what is no UTF-8
+    # in some locales Python lets through what is no UTF-8
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="strict")
 
 

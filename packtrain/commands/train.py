@@ -113,9 +113,8 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
 def _unused(shape: Shape) -> set[str]:
     """Kernel modules that a run of this shape never calls; what they take need not be in its plan."""
     experts = set() if shape.config.expert_count else {"experts"}
-    packing = (
-        set() if shape.base else {"quantize", "quantize_k"}
-    )  # of a tuned file, when it is written
+    # a tuned file is packed when it is written
+    packing = set() if shape.base else {"quantize", "quantize_k"}
     return experts | packing
 
 

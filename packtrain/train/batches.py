@@ -55,16 +55,16 @@ class Batches:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
         order = Order.of(self.seed, epoch)
+        offset = order(0, self.size, salt=OFFSET) if self.random_offsets else 0
         places = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._row(*self._window(place, order)) for place in places]
+        rows = [self._row(*self._window(place, order, offset)) for place in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _window(self, place: int, order: Order) -> tuple[int, int]:
+    def _window(self, place: int, order: Order, offset: int) -> tuple[int, int]:
         """Where the window at a place of the epoch begins in the stream, and how many targets it has."""
         if place >= self.windows:
             return 0, 0
         window = order(place, self.windows) if self.shuffle else place
-        offset = order(0, self.size, salt=OFFSET) if self.random_offsets else 0
         stretch = int(np.searchsorted(self._first, window, side="right")) - 1
         skipped = (window - int(self._first[stretch])) * self.time
         count = min(self.time, int(self._targets[stretch]) - skipped)

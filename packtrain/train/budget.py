@@ -17,14 +17,10 @@ from packtrain.train.search import Setting, search, smallest
 
 Say = Callable[[str], None]
 OWNERS = 10
-MARGIN_NBYTES, SPARE_NBYTES = (
-    1 << 20,
-    3 << 20,
-)  # how much a process differs from its child, and from the next one
-SEARCH_NBYTES, BLOCK_NBYTES = (
-    48 << 20,
-    900_000,
-)  # of the child that searches, and more for each block; measured
+MARGIN_NBYTES = 1 << 20  # how much a process differs from its child
+SPARE_NBYTES = 3 << 20  # how much it differs from the next one
+SEARCH_NBYTES = 48 << 20  # of the child that searches, measured
+BLOCK_NBYTES = 900_000  # more for each block
 ROUNDS = 3  # searches, each for less than the one before, until what is found fits a process
 
 

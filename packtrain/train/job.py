@@ -226,10 +226,8 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a checkpoint says otherwise than the job, in words."""
-    names = {**before, **now}.keys() - {
-        "steps",
-        "lora",
-    }  # which follows from settings that are there, too
+    # the additions follow from settings that are there, too
+    names = {**before, **now}.keys() - {"steps", "lora"}
     return [
         f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in sorted(names)

@@ -63,5 +63,5 @@ def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ..
 
 
 def noise(name: str) -> int:
-    """The stream of random numbers by which the addition to this tensor drops what it reads."""
+    """The stream of random numbers of this tensor: by which its addition drops what it reads, or it is rounded."""
     return zlib.crc32(name.encode())

@@ -1,6 +1,5 @@
 """Optimizers as graph builders: states are leaves, settings are inputs, so one plan serves every step."""
 
-import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +10,7 @@ from packtrain import ops
 from packtrain.dtypes import f32, i64
 from packtrain.grad import Keep, differentiate
 from packtrain.graph import Graph
+from packtrain.models.lora import noise
 from packtrain.tensor import GraphError, Tensor, input, named, state
 
 ROUNDING = "rounding"  # the input that the rounding of bf16 weights depends on: seed and step
@@ -87,7 +87,7 @@ class SGD:
 
 def stream_of(w: Tensor) -> int:
     """The stream of random numbers by which a weight is rounded; 0 for one that is not."""
-    return 0 if w.dtype == f32 else zlib.crc32(w.label.encode())
+    return 0 if w.dtype == f32 else noise(w.label)
 
 
 def training(

@@ -24,7 +24,7 @@ from packtrain.tokenizer import Tokenizer
 from packtrain.vocabulary import train_vocabulary, vocabulary_of
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no shared data beside the checkout")
+needs_shared = pytest.mark.shared
 ROOT = Path(__file__).parent.parent
 PROSE = "Some words, größer and 12 more.\n" * 40
 

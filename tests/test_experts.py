@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 import packtrain as pt
 from packtrain import kernels, ops, quant
@@ -33,8 +32,25 @@ def given(seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
+def one_by_one(values: dict[str, np.ndarray], used: int, norm: bool) -> np.ndarray:
+    """The mixture token by token and expert by expert."""
+    rows = []
+    for x, acc in zip(values["x"].reshape(T, C), values["acc"].reshape(T, C), strict=True):
+        p = np.exp(values["gate_inp"] @ x)
+        p /= p.sum()
+        top = np.argsort(-p)[:used]
+        share = p[top] / p[top].sum() if norm else p[top]
+        for weight, e in zip(share, top, strict=True):
+            gate, up = values["gate"][e] @ x, values["up"][e] @ x
+            acc = acc + weight * (values["down"][e] @ (gate / (1 + np.exp(-gate)) * up))
+        rows.append(acc)
+    return np.stack(rows).reshape(SHAPES["x"])
+
+
 def in_torch(values: dict[str, np.ndarray], used: int, norm: bool) -> dict[str, np.ndarray]:
-    """The same by PyTorch in float64, token by token and expert by expert."""
+    """The same and its gradients by PyTorch in float64."""
+    import torch
+
     t = {
         name: torch.tensor(v, dtype=torch.float64, requires_grad=True) for name, v in values.items()
     }
@@ -54,7 +70,13 @@ def in_torch(values: dict[str, np.ndarray], used: int, norm: bool) -> dict[str, 
     return {name: value.detach().numpy() for name, value in made.items()}
 
 
-@pytest.mark.parametrize(("used", "norm"), [(2, True), (3, False), (1, True), (E, True)])
+each_routing = pytest.mark.parametrize(
+    ("used", "norm"), [(2, True), (3, False), (1, True), (E, True)]
+)
+
+
+@pytest.mark.torch
+@each_routing
 def test_a_mixture_and_its_gradients_equal_pytorch(used: int, norm: bool) -> None:
     values, graph = given(), block(used, norm)
     want = in_torch(values, used, norm)
@@ -71,13 +93,18 @@ def test_an_expert_that_nobody_chose_has_gradient_zero() -> None:
         assert all(got[f"d/{name}"][e].any() for e in range(E) if e != 2)
 
 
-def test_gradients_flow_through_the_chosen_probabilities() -> None:
-    values, graph = given(), block(2, True)
+@each_routing
+def test_a_mixture_is_that_of_its_tokens_and_experts(used: int, norm: bool) -> None:
+    """And its gradients in f32 are those of the specification, which are its slope; without PyTorch, too."""
+    values, graph = given(), block(used, norm)
+    made = pt.interpret(graph, values)
+    checks.all_close({"y": made["y"]}, {"y": one_by_one(values, used, norm)}, "float64", 1e-9)
     rng = np.random.default_rng(1)
     way = {name: rng.standard_normal(value.shape) * 1e-2 for name, value in values.items()}
     measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), values, way)
-    made = pt.interpret(graph, values)
     checks.is_slope(measured, {n: made[f"d/{n}"] * step for n, step in way.items()}, "mixture")
+    small = {name: value.astype(np.float32) for name, value in values.items()}
+    checks.all_close(checks.run(graph, small), made, "float32", 1e-4)
 
 
 def test_threads_change_no_bit() -> None:

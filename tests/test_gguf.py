@@ -14,7 +14,7 @@ from packtrain.gguf import GGUF, GGUFError, Value, write
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 STORIES = SHARED / "models/stories260K/stories260K.gguf"
-needs_shared = pytest.mark.skipif(not STORIES.exists(), reason="no shared data beside the checkout")
+needs_shared = pytest.mark.shared
 
 METADATA = {
     "general.architecture": Value("string", "llama"),

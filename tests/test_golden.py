@@ -15,7 +15,7 @@ from tests import golden
 from tests.models import apart, bind, gradients, steps, values
 
 F32, F64 = 1e-4, 1e-9
-SOURCES = ["recorded tied", "recorded untied", "live tied", "live untied", "live wide"]
+RECORDED, LIVE = ("recorded tied", "recorded untied"), ("live tied", "live untied", "live wide")
 
 
 @cache
@@ -23,14 +23,13 @@ def live(case: golden.Case) -> golden.Record:
     return golden.record(case)
 
 
-@pytest.fixture(params=SOURCES)
+@pytest.fixture(params=[*RECORDED, *(pytest.param(name, marks=pytest.mark.torch) for name in LIVE)])
 def known(request: pytest.FixtureRequest) -> tuple[golden.Case, golden.Record]:
     """A case and what PyTorch says about it."""
     source, name = request.param.split()
     case = golden.CASES.get(name, golden.WIDE)
     if source == "recorded":
         return case, golden.load(name)
-    pytest.importorskip("torch")
     return case, live(case)
 
 

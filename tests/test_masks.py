@@ -31,6 +31,11 @@ VOCABULARIES = Path(__file__).parent.parent.parent / "shared/data/tokenizers/ggm
 # a template may write thoughts, also empty ones, before words
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 each = pytest.mark.parametrize("name", CHATS)
+# with a vocabulary of bytes, and with the model's own where the shared data have it
+OWN = [f"{name} of the model" for name, chat in CHATS.items() if chat.vocabulary]
+each_vocabulary = pytest.mark.parametrize(
+    "model", [*CHATS, *(pytest.param(name, marks=pytest.mark.shared) for name in OWN)]
+)
 
 SYSTEM = {"role": "system", "content": "You answer briefly."}
 TOOLS = [
@@ -152,21 +157,28 @@ def test_the_last_turn_alone(name: str, tmp_path: Path):
 
 @cache
 def metadata(chat: Chat) -> dict[str, Any]:
-    """The model's own vocabulary; where there is none, one of bytes and the special tokens."""
-    path = VOCABULARIES / f"ggml-vocab-{chat.vocabulary}.gguf"
-    if chat.vocabulary and path.exists():
-        return dict(GGUF(path).metadata)
-    texts = ["<unk>", *chat.special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
-    count = len(chat.special)
+    """A vocabulary of bytes and the special tokens; token 1 is BOS where the metadata do not name one."""
+    special = dict.fromkeys(("<s>", *chat.special))
+    texts = ["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     names = {"bos": chat.bos, "eos": chat.eos}
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [text.encode() for text in texts],
         "tokenizer.ggml.scores": np.zeros(len(texts), np.float32),
-        "tokenizer.ggml.token_type": np.array([2] + [3] * count + [6] * 256 + [1], np.int32),
+        "tokenizer.ggml.token_type": np.array([2] + [3] * len(special) + [6] * 256 + [1], np.int32),
         "tokenizer.ggml.add_bos_token": bool(chat.bos),
         "tokenizer.ggml.add_space_prefix": False,
     } | {f"tokenizer.ggml.{k}_token_id": texts.index(v) for k, v in names.items() if v}
+
+
+@cache
+def tokenizer_of(model: str) -> tuple[Chat, Tokenizer]:
+    """A chat and its vocabulary, by its name as in `each_vocabulary`."""
+    name, own, _ = model.partition(" of the model")
+    chat = CHATS[name]
+    if not own:
+        return chat, Tokenizer(metadata(chat))
+    return chat, Tokenizer(GGUF(VOCABULARIES / f"ggml-vocab-{chat.vocabulary}.gguf").metadata)
 
 
 def learnt(masker: Masker, sample: Sample) -> str:
@@ -175,12 +187,11 @@ def learnt(masker: Masker, sample: Sample) -> str:
     return b"".join(masker.tokenizer.piece(id) for id, weight in pairs if weight).decode()
 
 
-@each
+@each_vocabulary
 @pytest.mark.parametrize("about", RECORDS)
-def test_tokens(name: str, about: str, tmp_path: Path):
+def test_tokens(model: str, about: str, tmp_path: Path):
     """Ids are those of the whole text with one BOS; tokens that are learnt spell what is learnt of the text."""
-    chat = CHATS[name]
-    tokenizer = Tokenizer(metadata(chat))
+    chat, tokenizer = tokenizer_of(model)
     masker = Masker(tokenizer)
     assert set(chat.ends) <= set(masker.ends)
     for one in rendered(chat, RECORDS[about], tmp_path):
@@ -206,10 +217,10 @@ TINY = Chat("", "<s>", "</s>", ("</s>",), ("<s>", "</s>"), None)
 @pytest.mark.parametrize(
     "text", ["a", " a", "<s>a</s> \n b", "ä\u2581é  x", "🙂" * 3, "</s></s>\t"]
 )
-@each
-def test_where_tokens_begin(name: str, text: str):
+@each_vocabulary
+def test_where_tokens_begin(model: str, text: str):
     """The pieces of all tokens are the text between their places, but for spaces that are put in or swallowed."""
-    tokenizer, raw = Tokenizer(metadata(CHATS[name])), text.encode()
+    (_, tokenizer), raw = tokenizer_of(model), text.encode()
     ids = tokenizer.encode(text, bos=False, eos=False)
     places = list(places_of(tokenizer, ids, raw))
     assert all(a[1] <= b[0] and not raw[a[1] : b[0]].strip() for a, b in pairwise(places))

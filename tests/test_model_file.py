@@ -19,7 +19,7 @@ from tests.models import values
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 STORIES = SHARED / "models/stories260K/stories260K.gguf"
-needs_shared = pytest.mark.skipif(not STORIES.exists(), reason="no shared data beside the checkout")
+needs_shared = pytest.mark.shared
 
 CONFIG = Config(len(TOKENS), 32, 24, 2, 36, 4, 2, rope_freq_base=5e4, rms_eps=1e-6)
 

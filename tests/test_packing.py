@@ -21,7 +21,7 @@ from packtrain.train.optim import AdamW, training
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = ROOT.parent / "shared/data/minimalloc/challenging"
-needs_problems = pytest.mark.skipif(not PROBLEMS.exists(), reason="no shared data beside the checkout")  # fmt: skip
+needs_problems = pytest.mark.shared
 CAPACITY = 1_048_576
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]

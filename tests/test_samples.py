@@ -25,7 +25,7 @@ from packtrain.tokenizer import Tokenizer
 from packtrain.vocabulary import train_vocabulary
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no shared data beside the checkout")
+needs_shared = pytest.mark.shared
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' if loop.first }}{{ m.role }}: {{ m.content }}"
     "{{ '</s>' if m.role == 'assistant' }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"

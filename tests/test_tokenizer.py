@@ -15,7 +15,7 @@ from packtrain.tokenizer import NO_ID, Stream, Tokenizer, TokenizerError
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 VECTORS = SHARED / "tokenizers/ggml-vocab"
 STORIES = SHARED / "models/stories260K"
-needs_shared = pytest.mark.skipif(not VECTORS.exists(), reason="no shared data beside the checkout")
+needs_shared = pytest.mark.shared
 real = pytest.mark.parametrize("name", ["llama-spm", "phi-3"])
 
 SPECIAL = {"<unk>": (0.0, 2), "<s>": (0.0, 3), "</s>": (0.0, 3)}

@@ -18,7 +18,7 @@ from packtrain.tokenizer.words import RULES, Splitter
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 VECTORS = SHARED / "tokenizers/ggml-vocab"
-needs_shared = pytest.mark.skipif(not VECTORS.exists(), reason="no shared data beside the checkout")
+needs_shared = pytest.mark.shared
 
 MERGES = "h e;l l;he ll;hell o;\u0120 w;o r;\u0120w or;l d;\u0120wor ld;\u0120 \u0120;a b;b c;a a;aa aa;\u00c3 \u00a4"
 CONTROLS = {"<|end|>": 3, "<|x|>": 4, "<|begin|>": 3}

@@ -12,6 +12,7 @@ from packtrain.tensor import OPS, Call
 from tests import checks
 
 torch: Any = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
 
 # gradients of other ops: compared as those ops' gradients
 NO_PEER = {

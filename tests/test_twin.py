@@ -15,6 +15,7 @@ from tests import checks
 
 pytest.importorskip("torch")
 torch_llama = pytest.importorskip("benchmarks.torch_llama")
+pytestmark = pytest.mark.torch
 
 CONFIG = Config(320, 32, 32, 2, 64, 4, 2)
 ROWS, TIME, STEPS = 4, 32, 6

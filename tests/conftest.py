@@ -1,0 +1,22 @@
+"""Marks of tests that need what a checkout need not have (pyproject.toml); without it they are skipped."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.real import BASE
+
+SHARED = Path(__file__).parent.parent.parent / "shared/data"
+NEEDS = {
+    "shared": (SHARED.exists(), "no shared data beside the checkout"),
+    "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
+    "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark, (there, reason) in NEEDS.items():
+            if item.get_closest_marker(mark) and not there:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -73,7 +73,7 @@ def test_generate_and_eval_take_adapters(tmp_path: Path, cache: None, capsys: Ca
     for model, given in (("base", ()), ("base", (lora,)), ("merged", ())):
         file = tmp_path / f"{model}.gguf"
         generate.run(Generate(file, prompt="the", n_predict=8, temp=0.0, lora=given))
-        evaluate.run(Evaluate(file, tmp_path / "t.txt", ctx=32, lora=given))
+        evaluate.run(Evaluate((file,), tmp_path / "t.txt", ctx=32, lora=given))
         said.append(capsys.readouterr().out.partition("perplexity")[0])
     assert said[0] != said[1] == said[2]
 

@@ -1,4 +1,4 @@
-"""The commands that read a model, generate, inspect and eval, from their settings to what they print."""
+"""The commands that read a model, generate and inspect, from their settings to what they print."""
 
 import json
 import math
@@ -10,16 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.commands import evaluate, generate, inspect
-from packtrain.commands.evaluate import Evaluate
+from packtrain.commands import generate, inspect
 from packtrain.commands.generate import Generate
 from packtrain.commands.inspect import Inspect
 from packtrain.dtypes import BLOCK_TYPES
-from packtrain.errors import DoesNotFit, InputError, Interrupted
+from packtrain.errors import DoesNotFit, InputError
 from packtrain.gguf import Value, write
-from packtrain.models.file import open_model, save_model
+from packtrain.models.file import open_model
 from packtrain.settings import made
-from tests.numpy_models import Model as Independent
 from tests.test_generate import STORY
 from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
 
@@ -31,11 +29,6 @@ Capture = pytest.CaptureFixture[str]
 def model(tmp_path: Path) -> Path:
     save(tmp_path / "m.gguf")
     return tmp_path / "m.gguf"
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "cache_root", lambda: tmp_path / "cache")
 
 
 # ---- generate
@@ -238,113 +231,3 @@ def test_inspect_takes_an_empty_file(tmp_path: Path, capsys: Capture) -> None:
     assert "architecture  unknown" in text and "tensors       0" in text
     with pytest.raises(InputError, match="cannot be read: no such file"):
         inspect.run(Inspect(tmp_path / "other.gguf"))
-
-
-# ---- eval
-
-
-def measured(capsys: Capture) -> tuple[float, float, int]:
-    """Loss, perplexity and tokens as printed."""
-    words = capsys.readouterr().out.split()
-    assert (words[0], words[4], words[7]) == ("loss", "perplexity", "tokens")
-    return float(words[1]), float(words[5]), int(words[6].replace(",", ""))
-
-
-@needs_shared
-@pytest.mark.usefixtures("cache")
-def test_eval_agrees_with_an_independent_forward_pass(tmp_path: Path, capsys: Capture) -> None:
-    text = SAMPLE.read_text(encoding="utf-8")[:6000]
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8", newline="")
-    settings = Evaluate(STORIES, tmp_path / "text.txt", ctx=128, batch_size=3)
-    assert evaluate.run(settings) == 0
-    loss, perplexity, tokens = measured(capsys)
-
-    model = open_model(STORIES)
-    tokenizer, want = model.tokenizer(), list[float]()
-    stories = [story.strip("\n") for story in text.split("<|endoftext|>")]
-    documents = [tokenizer.encode(story, bos=True, eos=True, special=False) for story in stories]
-    weights = {name: model.weight(name) for name in model.names}
-    independent = Independent(model.gguf.metadata, weights, 128)
-    stream = [(id, i) for i, document in enumerate(documents) for id in document]
-    for at in range(0, len(stream) - 1, 128):
-        window = stream[at : at + 129]
-        for i in {owner for _, owner in window}:
-            ids = np.array([id for id, owner in window if owner == i])
-            want += independent.losses(ids).tolist() if len(ids) > 1 else []
-    assert len(documents) > 5 and tokens == len(want)
-    assert abs(loss - np.mean(want)) < 1e-4
-    assert abs(perplexity - math.exp(np.mean(want))) < 1e-3
-
-
-@pytest.mark.usefixtures("cache")
-def test_eval_counts_each_token_once_for_any_batch(model: Path, capsys: Capture) -> None:
-    text = model.parent / "text.txt"
-    text.write_text("the cat the hat\n" * 20)
-    found = []
-    for batch_size in (1, 4):
-        evaluate.run(Evaluate(model, text, batch_size=batch_size))
-        found.append(measured(capsys))
-    assert found[0] == found[1]
-    assert found[0][2] == len(open_model(model).tokenizer().encode(text.read_text(), eos=True)) - 1
-
-
-@pytest.mark.usefixtures("cache")
-def test_eval_takes_the_valid_part_of_a_folder(model: Path, capsys: Capture) -> None:
-    folder = model.parent / "data"
-    folder.mkdir()
-    (folder / "train.txt").write_text("the hat " * 9)
-    (folder / "valid.txt").write_text("cat")
-    evaluate.run(Evaluate(model, folder))
-    assert measured(capsys)[2] == len("cat") + 2  # and the space before it, and the end
-
-
-@pytest.mark.usefixtures("cache")
-def test_eval_can_be_stopped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = model.parent / "text.txt"
-    text.write_text("the cat the hat\n" * 40)
-    whole = evaluate.Batches.__getitem__
-
-    def then_stop(batches: evaluate.Batches, index: int) -> dict[str, np.ndarray]:
-        if index == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return whole(batches, index)
-
-    monkeypatch.setattr(evaluate.Batches, "__getitem__", then_stop)
-    with pytest.raises(Interrupted, match=r"stopped after 2 of \d+ batches"):
-        evaluate.run(Evaluate(model, text, batch_size=1))
-
-
-@pytest.mark.usefixtures("cache")
-def test_eval_says_what_is_wrong(model: Path) -> None:
-    with pytest.raises(InputError, match=r"--data: .*none\.txt does not exist"):
-        evaluate.run(Evaluate(model, model.parent / "none.txt"))
-
-
-@pytest.mark.usefixtures("cache")
-def test_eval_says_that_windows_are_longer_than_the_model_knows(
-    model: Path, capsys: Capture
-) -> None:
-    text, own = model.parent / "long.txt", open_model(model).config.context_length
-    text.write_text("a few words " * own)
-    evaluate.run(Evaluate(model, text, ctx=own, batch_size=1))
-    assert "own context" not in capsys.readouterr().err
-    evaluate.run(Evaluate(model, text, ctx=own + 1, batch_size=1))
-    assert f"more than the model's own context of {own:,}" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("cache")
-def test_eval_of_what_cannot_be_measured(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    text = model.parent / "short.txt"
-    text.write_text("a few words")
-    assert evaluate.run(Evaluate(model, text, ctx=100_000)) == 0, (
-        "no window is longer than its text"
-    )
-    assert measured(capsys)[2] < 40
-    opened = open_model(model)
-    weights = {name: opened.weight(name).copy() for name in opened.names}
-    weights["output_norm.weight"][0] = np.nan
-    vocabulary = {k: v for k, v in opened.gguf.values.items() if k.startswith("tokenizer.")}
-    broken = tmp_path / "nan.gguf"
-    save_model(broken, opened.config, vocabulary, weights.__getitem__, name="nan")
-    with pytest.raises(InputError, match=r"nan\.gguf: the loss is nan"):
-        evaluate.run(Evaluate(broken, text))

@@ -347,10 +347,21 @@ def test_a_model_without_a_template(tmp_path: Path, model: Path):
     assert template_of(dict(GGUF(model).metadata)) == TEMPLATE
 
 
-def test_texts_are_split(tmp_path: Path, model: Path):
-    """Each token is a target once; a window begins with the last token of the one before."""
+def without_bos(model: Path, path: Path) -> Path:
+    """The same model, which adds no BOS."""
+    file = GGUF(model)
+    add_no_bos = {"tokenizer.ggml.add_bos_token": Value("bool", False)}
+    gguf.write(path, {**file.values, **add_no_bos}, {})
+    return path
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_texts_are_split(tmp_path: Path, model: Path, bos: bool):
+    """Each token is a target once; a window begins with BOS, or the last token of the one before."""
     words = " ".join(["one two three"] * 20)
+    model = model if bos else without_bos(model, tmp_path / "no_bos.gguf")
     tokenizer = Tokenizer(GGUF(model).metadata)
+    assert tokenizer.add_bos == bos
     ids = [*tokenizer.encode(words), tokenizer.eos]
     for name, content in (("a.txt", words), ("a.jsonl", [{"text": words}])):
         folder = tmp_path / name[2:]
@@ -359,6 +370,8 @@ def test_texts_are_split(tmp_path: Path, model: Path):
         parts = [samples[i][0].tolist() for i in range(len(samples))]
         assert [len(part) for part in parts[:-1]] == [8] * (len(parts) - 1)
         assert parts[0] + [id for part in parts[1:] for id in part[1:]] == ids
+        firsts = [tokenizer.bos if bos else part[-1] for part in parts[:-1]]
+        assert [part[0] for part in parts[1:]] == firsts and len(parts) > 3
         assert samples.targets == len(ids) - 1
 
 
@@ -384,6 +397,7 @@ def test_long_conversations(tmp_path: Path, model: Path, truncate: str, said: st
         for i in (0, 1):
             first, *others = (sample[i].tolist() for sample in samples)
             assert first + [v for other in others for v in other[1:]] == whole[i].tolist()
+        assert {int(ids[0]) for ids, _ in samples} == {Tokenizer(GGUF(model).metadata).bos}
 
 
 def test_nothing_to_learn(tmp_path: Path, model: Path):

@@ -1,6 +1,7 @@
-"""packtrain eval: loss and perplexity of a model on a text, with the text's documents cut as training cuts them."""
+"""packtrain eval: perplexity on a text, or loss on conversations, of one model or of several side by side."""
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,80 +10,251 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.commands import say
-from packtrain.corpus import Text, prepare
+from packtrain.corpus.documents import END_OF_TEXT, RECORDS, TRAIN, VALID, file_called
+from packtrain.corpus.records import kind_of
 from packtrain.errors import InputError, Interrupted
+from packtrain.files import existing
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
+from packtrain.samples import Recipe, prepare
+from packtrain.samples.formats import SUFFIXES
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.stop import stop_on_signals
-from packtrain.train.batches import Batches
-from packtrain.train.engine import evaluate
-from packtrain.train.measure import losses_of
+from packtrain.train.measure import Mean, counted, losses_of
+from packtrain.train.samples import SampleBatches, row_length
+from packtrain.train.windows import Windows, read_whole
+from packtrain.watch.progress import Tally, clock
 
-CONTEXT = 512  # at most, where --ctx does not say
-HUGE = 700.0  # e to the power of more is beyond a float
+TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, where --ctx does not say
+BATCH_TOKENS = 2048
+TEST = "test"
+SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure a model on a text."""
+    """Measure models on a text or on conversations."""
 
-    model: Path = positional("the model, a GGUF file")
+    model: tuple[Path, ...] = positional("the model, a GGUF file; several are compared")
     data: Path = required(
-        "the text: .txt or .jsonl, or a folder, of which valid is taken if it has one"
+        "text or conversations, in any form that `packtrain data` reads; of a folder the test file, else valid,"
+        " else train"
+    )
+    split: str | None = option(
+        None, "use this file of a folder; of a single file, the share that finetune would use",
+        choices=tuple(SPLITS),
+    )  # fmt: skip
+    val_split: float = option(
+        0.05, "with --split on a single file: finetune's --val-split", least=0.0001, most=0.5
     )
     ctx: int | None = option(
-        None, f"tokens of a window; the model's context, at most {CONTEXT}", flags="-c", least=1
+        None,
+        f"tokens of a window; default: the model's context, up to {TEXT_CONTEXT} for text, {SAMPLE_CONTEXT:,} for"
+        " conversations",
+        flags="-c",
+        least=3,
+    )
+    all_positions: bool = option(
+        False,
+        "score every token: in a text the first half of each window, too; in conversations the prompts, too",
     )
     lora: tuple[str, ...] = option(
-        (), "an adapter of this model, FILE or FILE:SCALE; may be given several times"
+        (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
     )
-    batch_size: int = option(4, "windows at a time", least=1)
+    compare: bool = option(False, "the first model alone, then with each --lora by itself")
+    batch_size: int | None = option(
+        None, f"windows at a time; default: {BATCH_TOKENS:,} tokens' worth", least=1
+    )
     separator: str | None = option(
-        None, "text between two documents; found by itself if it is <|endoftext|>"
+        None,
+        f"text between documents; {END_OF_TEXT} on a line of its own is recognized; '' for one text",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The data as a model reads it: batches, the ids they are made of, and what is counted, in words."""
+
+    batches: Windows | SampleBatches
+    ids: np.ndarray
+    method: str
+
+    @property
+    def skipped(self) -> int:
+        return self.batches.skipped if isinstance(self.batches, Windows) else 0
 
 
 def run(settings: Evaluate) -> int:
-    """Print loss, perplexity and speed. Raises InputError, and Interrupted when a signal came."""
-    model = open_model(settings.model)
-    model = adapted(model, read_scaled(settings.lora, model.gguf))
-    batches = _batches(settings, model)
-    executor = losses_of(model, batches.rows, batches.time)
-    executor(batches[0])  # loads the kernels, so that they do not count as time of the first batch
-    began = time.perf_counter()
-    found = evaluate(executor, _until_stopped(batches))
-    speed = found.tokens / (time.perf_counter() - began)
-    if not math.isfinite(found.loss):
-        raise InputError(
-            f"{settings.model}: the loss is {found.loss}; the weights must give finite numbers"
+    """Print losses and perplexities. Raises InputError, and Interrupted when a signal came."""
+    subjects = _subjects(settings)
+    context = min(model.config.context_length for _, model in subjects)
+    prepared: dict[Path, Prepared] = {}
+    losses = dict[str, np.ndarray]()
+    for name, model in subjects:
+        path = model.gguf.path
+        if path not in prepared:
+            prepared[path] = _prepared(settings, model, context)
+        losses[name] = _measured(name, model, prepared[path], len(subjects) > 1)
+    first, *others = prepared.values()
+    same = all(np.array_equal(first.ids, other.ids) for other in others)
+    for line in _table(losses, same) if len(losses) > 1 else _single(*losses.values()):
+        print(line)
+    print(first.method)
+    if not same:
+        print(
+            "these models tokenize the data differently: their losses and perplexities cannot be compared"
         )
-    perplexity = math.exp(found.loss) if found.loss < HUGE else math.inf
-    print(
-        f"loss {found.loss:.4f} ± {found.error:.4f}  perplexity {perplexity:.4f}"
-        f"  {found.tokens:,} tokens  {speed:,.0f} tokens/s"
-    )
     return 0
 
 
-def _batches(settings: Evaluate, model: ModelFile) -> Batches:
-    """The whole text, once and in order, as tokens of the model's own vocabulary."""
-    separator = settings.separator and unescaped(settings.separator)
-    text = Text(settings.data, settings.model, model.config.vocab_size, False, separator, 0.0)
-    corpus = prepare(text, writable(cache_root() / "tokens"), say)
-    tokens = corpus.valid or corpus.train
-    own = model.config.context_length
-    context = min(settings.ctx or min(own, CONTEXT), len(tokens.ids) - 1)  # not beyond the text
-    if context > own:
-        say(f"windows of {context:,} tokens are more than the model's own context of {own:,}")
-    windows = -(-(len(tokens.ids) - 1) // context)
-    return Batches(tokens, min(settings.batch_size, windows), context, shuffle=False)
+def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
+    """What is measured, by the names that are printed."""
+    if settings.compare and not settings.lora:
+        raise InputError("--compare: there is no adapter to compare; name some with --lora")
+    (path, base), *others = [(str(path), open_model(path)) for path in settings.model]
+    scaled = read_scaled(settings.lora, base.gguf)
+    found = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
+    if settings.compare:
+        pairs = zip(settings.lora, scaled, strict=True)
+        found = [(path, base), *((f"{path} + {text}", adapted(base, [one])) for text, one in pairs)]
+    return list(dict([*found, *others]).items())  # a name that is given twice is measured once
 
 
-def _until_stopped(batches: Batches) -> Iterator[dict[str, np.ndarray]]:
+# ---- the data ------------------------------------------------------------------------------------------------
+
+
+def _prepared(settings: Evaluate, model: ModelFile, context: int) -> Prepared:
+    path, part = chosen(settings.data, settings.split)
+    text = not path.is_dir() and kind_of(path) not in RECORDS
+    length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
+    if length > context:
+        say(f"--ctx {length:,} is more than the model's own context of {context:,} tokens")
+    if text and not part and not settings.all_positions:
+        tokenizer = model.tokenizer()
+        ids = read_whole(path, _separator(settings), tokenizer)
+        if ids is not None:
+            bos = tokenizer.bos if tokenizer.add_bos else None
+            return _windows(settings, path, ids, bos, length)
+        say(
+            f"{path} has several documents, each scored from its start; --separator '' reads the file as one text, as"
+            " llama-perplexity does"
+        )
+    return _samples(settings, model, path, part, length)
+
+
+def _separator(settings: Evaluate) -> str | None:
+    return settings.separator and unescaped(settings.separator)
+
+
+def chosen(data: Path, split: str | None) -> tuple[Path, str]:
+    """The file to measure, or the folder of texts, and the part of it as finetune splits it; "" is all."""
+    existing(data, "--data")
+    if not data.is_dir():
+        if split == TEST:
+            raise InputError(
+                f"--split test: {data} is one file; give a folder with a test file, or no --split"
+            )
+        return data, split or ""
+    files = {name: file_called(data, SUFFIXES, *names) for name, names in SPLITS.items()}
+    there = {name: path for name, path in files.items() if path is not None}
+    if split in there:
+        return there[split], ""
+    if split is None or (split == VALID and TRAIN in there):
+        return next(iter(there.values()), data), split or ""
+    raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
+
+
+def _windows(
+    settings: Evaluate, path: Path, ids: np.ndarray, bos: int | None, length: int
+) -> Prepared:
+    """A text as llama-perplexity takes it."""
+    if len(ids) < 3:
+        raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
+    if len(ids) < length:
+        say(f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window")
+    length = min(length, len(ids))
+    rows = _rows(settings, length, len(ids) // length)
+    batches = Windows(ids, bos, rows, length)
+    begin = "" if bos is None else ", each starting with BOS"
+    count = batches.windows * (batches.time - batches.skipped)
+    method = (
+        f"{path}: {batches.windows:,} windows of {length:,} tokens{begin}; the second half of each window is scored"
+        f" ({count:,} tokens), as in llama-perplexity"
+    )
+    return Prepared(batches, ids, method)
+
+
+def _samples(settings: Evaluate, model: ModelFile, path: Path, part: str, length: int) -> Prepared:
+    """Documents or conversations, in rows as finetune validates them."""
+    recipe = Recipe(
+        path,
+        model.gguf.path,
+        length,
+        everything=settings.all_positions,
+        separator=_separator(settings),
+        val_split=settings.val_split if part else 0.0,
+    )
+    dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
+    for note in dataset.notes:
+        say(note)
+    samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
+    time = settings.ctx or row_length(length, samples)
+    rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
+    batches = SampleBatches(samples, rows, time, shuffle=False)
+    method = (
+        f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are scored,"
+        f" in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
+    )
+    return Prepared(batches, samples.ids, method)
+
+
+def _rows(settings: Evaluate, time: int, windows: int) -> int:
+    return max(min(settings.batch_size or BATCH_TOKENS // time, windows), 1)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------
+
+
+def _measured(name: str, model: ModelFile, data: Prepared, several: bool) -> np.ndarray:
+    """The losses (N,) f32 of all that counts."""
+    batches = data.batches
+    executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped)
+    found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
+    things = f"windows of {name}" if several else "windows"
+    with Tally(sys.stderr, batches.windows, things) as tally:
+        for losses in counted(executor, _until_stopped(batches)):
+            found.append(losses)
+            total, count = total + float(losses.sum(dtype=np.float64)), count + len(losses)
+            if not math.isfinite(total):
+                raise InputError(
+                    f"{name}: the loss is {total}; the weights must give finite numbers"
+                )
+            done = min(len(found) * batches.rows, batches.windows)
+            tally.show(done, f"perplexity {Mean(total / max(count, 1), 0.0).exponential.value:.4f}")
+    say(f"{batches.windows:,} {things} in {clock(time.monotonic() - began)}")
+    return np.concatenate(found)
+
+
+def _until_stopped(batches: Windows | SampleBatches) -> Iterator[dict[str, np.ndarray]]:
     with stop_on_signals() as stopped:
         for i in range(len(batches)):
             if stopped():
                 raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
             yield batches[i]
+
+
+def _single(losses: np.ndarray) -> Iterator[str]:
+    loss = Mean.of(losses)
+    yield f"loss {loss} nats per token, perplexity {loss.exponential}"
+
+
+def _table(losses: dict[str, np.ndarray], same: bool) -> Iterator[str]:
+    """A line for each model; how much better or worse than the first, if that can be said."""
+    first, width = next(iter(losses.values())), max(map(len, losses))
+    beside = "  difference of loss" if same else ""
+    yield f"{'':<{width}}  {'loss':<20}  {'perplexity':<20}{beside}"
+    for name, found in losses.items():
+        loss = Mean.of(found)
+        line = f"{name:<{width}}  {loss!s:<20}  {loss.exponential!s:<20}"
+        yield f"{line}  {Mean.of(found - first)}" if same and found is not first else line.rstrip()

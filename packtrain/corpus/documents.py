@@ -79,7 +79,7 @@ def find_sources(
     existing(data, "--data")
     if not data.is_dir():
         return (Source(data),)
-    train, valid = _file_called(data, named, "train"), _file_called(data, named, "valid", "val")
+    train, valid = file_called(data, named, "train"), file_called(data, named, "valid", "val")
     if train and valid:
         return Source(train, TRAIN), Source(valid, VALID)
     if train:
@@ -100,7 +100,8 @@ def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
     return (TRAIN, VALID) if text.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
-def _file_called(folder: Path, suffixes: Sequence[str], *names: str) -> Path | None:
+def file_called(folder: Path, suffixes: Sequence[str], *names: str) -> Path | None:
+    """The one file of a folder with one of these names and suffixes. Raises InputError if there are several."""
     paths = [folder / f"{name}{suffix}" for name in names for suffix in suffixes]
     found = [path for path in paths if path.is_file()]
     if len(found) > 1:

@@ -311,42 +311,53 @@ class Loss:
 
 
 def loss(
-    config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256, parts: int = 1
-) -> Loss:
+    config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256, parts: int = 1,
+    skipped: int = 0,
+) -> Loss:  # fmt: skip
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the
     same `seq`, so that several samples can share a row. Dropout asks for another input, `dropout` (2,) i64: a seed
     and a number that is another one at every step.
 
-    parts  each block takes the batch in so many parts: it then needs memory for one of them, and its weights'
-           gradients are complete before those of the block below begin. The last part goes first, so that these
-           gradients are summed in the order of the rows.
+    parts    each block takes the batch in so many parts: it then needs memory for one of them, and its weights'
+             gradients are complete before those of the block below begin. The last part goes first, so that these
+             gradients are summed in the order of the rows.
+    skipped  positions that begin a row and have no target: `targets`, `weights`, losses are (B, T - skipped)
     """
-    shape = (batch, time)
+    shape, counted = (batch, time), (batch, time - skipped)
     if config.lora is not None and config.lora.dropout:
         w = {**w, KEY: input(KEY, (2,), i64)}
-    tokens, targets = input("tokens", shape, i32), input("targets", shape, i32)
+    tokens, targets = input("tokens", shape, i32), input("targets", counted, i32)
     pos, seq = input("pos", shape, i32), input("seq", shape, i32)
-
-    rows = batch // parts
-
-    def part(at: int) -> Iterator[Tensor]:
-        def its(x: Tensor) -> Tensor:
-            return x if parts == 1 else ops.narrow(x, axis=0, start=at * rows, length=rows)
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return mixed(config, i, q, k, v, its(pos), its(pos), its(seq), its(seq))
-
-        return stream(config, w, its(tokens), its(pos), attend, time)
-
-    layers = list(zip(*(part(at) for at in reversed(range(parts))), strict=True))
+    layers = list(in_parts(config, w, (tokens, pos, seq), parts))
     last = layers[-1][0] if parts == 1 else ops.concat(layers[-1][::-1], axis=0)
-    x = output_norm(config, w, last)
+    if skipped:
+        last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
+    x, weights = output_norm(config, w, last), input("weights", counted)
     made = ops.linear_cross_entropy(
-        x, head(w), targets, input("weights", shape), chunk=chunk, softcap=config.final_softcap
+        x, head(w), targets, weights, chunk=chunk, softcap=config.final_softcap
     )
     return Loss(named("loss", made[0]), named("losses", made[1]), [*chain(*layers)])
+
+
+def in_parts(
+    config: Config, w: Weights, batch: tuple[Tensor, Tensor, Tensor], parts: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """The residual stream of `tokens`, `pos` and `seq` (B, T), layer by layer: of each part, the last one first."""
+    rows, time = batch[0].shape[0] // parts, batch[0].shape[1]
+
+    def part(at: int) -> Iterator[Tensor]:
+        tokens, pos, seq = (
+            x if parts == 1 else ops.narrow(x, axis=0, start=at * rows, length=rows) for x in batch
+        )
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return mixed(config, i, q, k, v, pos, pos, seq, seq)
+
+        return stream(config, w, tokens, pos, attend, time)
+
+    return zip(*(part(at) for at in reversed(range(parts))), strict=True)
 
 
 # ---- cached generation ---------------------------------------------------------------------------------------

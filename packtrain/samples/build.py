@@ -202,7 +202,7 @@ class Maker:
 
     def _text(self, record: Plain) -> Iterator[Sample]:
         ids = self.masker.text(record.pieces, record.checked)
-        for window in windows(ids, self.recipe.length):
+        for window in windows(ids, self.recipe.length, self.masker.first):
             yield Sample(window, [1] * len(window))
 
     def _conversation(self, record: Conversation) -> Iterator[Sample]:
@@ -224,4 +224,6 @@ class Maker:
             return
         last = len(ids) - 1 if self.recipe.truncate == SPLIT else 1
         for at in range(0, last, self.recipe.length):
-            yield Sample(ids[at : at + most], weights[at : at + most])
+            part = ids[at : at + most]
+            part[0] = part[0] if self.masker.first is None else self.masker.first
+            yield Sample(part, weights[at : at + most])

@@ -21,7 +21,7 @@ from packtrain.samples.build import (
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 3  # another number makes all caches anew
+FORMAT = 4  # another number makes all caches anew
 VOCABULARY = "tokenizer.", "general.name"  # the name tells how some vocabularies treat whitespace
 
 

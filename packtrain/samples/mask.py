@@ -43,6 +43,11 @@ class Masker:
         self._bos = "" if tokenizer.bos is None else tokenizer.piece(tokenizer.bos).decode()
 
     @property
+    def first(self) -> int | None:
+        """The id that a text begins with, if the file asks for one."""
+        return self.tokenizer.bos if self.tokenizer.add_bos else None
+
+    @property
     def ends(self) -> list[str]:
         """Texts of the tokens at which generation ends."""
         return [self.tokenizer.piece(id).decode(errors="replace") for id in self.tokenizer.ends]
@@ -80,7 +85,7 @@ class Masker:
         checked  texts of control tokens become these tokens
         """
         tokenizer = self.tokenizer
-        first = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+        first = [] if self.first is None else [self.first]
         if checked:
             text = "".join(pieces)
             parts = iter([tokenizer.encode(text.removeprefix(self._bos), bos=False, eos=False)])
@@ -151,13 +156,18 @@ def _width(piece: bytes, text: bytes, at: int) -> int | None:
 # ---- too long
 
 
-def windows(parts: Iterable[list[int]], length: int) -> Iterator[list[int]]:
-    """Ids cut so that each window has at most `length` targets; a window begins with the last id of the one before."""
+def windows(parts: Iterable[list[int]], length: int, bos: int | None = None) -> Iterator[list[int]]:
+    """Ids cut so that each window has at most `length` targets.
+
+    A window begins with the last id of the one before, or with bos in its place.
+    """
     rest: list[int] = []
     for part in parts:
         rest += part
         while len(rest) > length + 1:
             yield rest[: length + 1]
             rest = rest[length:]
+            if bos is not None:
+                rest[0] = bos
     if len(rest) > 1:
         yield rest

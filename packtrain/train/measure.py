@@ -1,5 +1,11 @@
 """The loss of a model in a file, measured where its weights are: what eval prints, and the end of a tuning run."""
 
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
 from packtrain.errors import DoesNotFit
 from packtrain.graph import Graph
 from packtrain.memory import total_nbytes
@@ -9,12 +15,16 @@ from packtrain.place import place
 from packtrain.plan import make_plan, size_text
 from packtrain.run import Executor, Session
 
+HUGE = 700.0  # e to the power of more is beyond a float
 
-def losses_of(model: ModelFile, rows: int, time: int, chunk: int = 256) -> Executor:
-    """An executor that gives `losses` (rows, time) of batches, in a session with the mapped weights."""
+
+def losses_of(
+    model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0
+) -> Executor:
+    """An executor that gives `losses` of batches, see transformer.loss, in a session with the mapped weights."""
     leaves, session = transformer.weights(model.config, model.types()), Session()
     session.share(model.stored())
-    made = transformer.loss(model.config, leaves, rows, time, chunk=chunk)
+    made = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
     placed = place(Graph({"losses": made.losses}))
     plan, there = make_plan(placed), total_nbytes()
     if plan.arena().nbytes > there:
@@ -23,3 +33,32 @@ def losses_of(model: ModelFile, rows: int, time: int, chunk: int = 256) -> Execu
             f"are {size_text(there)}; a smaller --ctx or --batch-size needs less"
         )
     return session.executor(placed, plan)
+
+
+def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
+    """For each batch the losses (N,) f32 of the targets that have a weight, in order."""
+    for batch in batches:
+        yield run(batch)["losses"][batch["weights"] > 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean and its standard error, as llama-perplexity computes it: values count as independent."""
+
+    value: float
+    error: float
+
+    @staticmethod
+    def of(values: np.ndarray) -> "Mean":
+        wide = values.astype(np.float64)
+        error = math.sqrt(float(wide.var()) / (len(wide) - 1)) if len(wide) > 1 else math.nan
+        return Mean(float(wide.mean()), error)
+
+    @property
+    def exponential(self) -> "Mean":
+        """Perplexity, where this is a loss."""
+        value = math.exp(self.value) if self.value < HUGE else math.inf
+        return Mean(value, value * self.error)
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}" + ("" if math.isnan(self.error) else f" ± {self.error:.4f}")

@@ -11,6 +11,7 @@ import numpy as np
 from packtrain.samples import Samples
 from packtrain.train.order import Order
 
+SHORTEST = 256  # rows are not made shorter for short samples
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
@@ -98,6 +99,12 @@ class SampleBatches:
         row["pos"][at:] = np.arange(self.time - at)
         row["seq"][at:] = len(chosen)
         return row
+
+
+def row_length(most: int, *parts: Samples) -> int:
+    """Tokens of a row that holds the longest sample; shorter ones share rows of some length."""
+    longest = max(int(samples.lengths.max()) - 1 for samples in parts)
+    return min(most, max(longest, SHORTEST))
 
 
 def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:

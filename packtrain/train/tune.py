@@ -32,11 +32,10 @@ from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
 from packtrain.train.job import Job, View, check_split, optimizer_of, schedule_of
 from packtrain.train.plans import Base, Shape
-from packtrain.train.samples import SampleBatches
+from packtrain.train.samples import SampleBatches, row_length
 from packtrain.train.settings import TuneSettings
 
 CONTEXT = 2048  # at most, where --ctx does not say
-SHORTEST = 256  # rows are not made shorter for short samples
 PART = 1 << 18  # values that are unpacked at a time
 EDGE = 256  # bytes of a tensor that tell it from others, at its beginning and its end
 GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
@@ -189,8 +188,8 @@ def _batches(
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)
-    longest = max(int(s.lengths.max()) - 1 for s in (dataset.train, dataset.valid) if s is not None)
-    size = settings.batch_size, settings.ctx or min(length, max(longest, SHORTEST))
+    parts = (part for part in (dataset.train, dataset.valid) if part is not None)
+    size = settings.batch_size, settings.ctx or row_length(length, *parts)
     train = SampleBatches(dataset.train, *size, seed=settings.seed, pack=settings.pack)
     valid = None
     if dataset.valid is not None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Column
 
 REDRAW_SECONDS = 0.2
+PLAIN_SECONDS = 10.0  # between lines of a tally, where none can be drawn over
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, what matters least last
 
 
@@ -90,6 +91,37 @@ class Progress:
         """Leave the terminal as it was, with the last line standing."""
         if self.bar is not None:
             with self._lasting():
+                self.bar.close()
+
+
+class Tally:
+    """How many of so many things are done: one line that is redrawn on a terminal, elsewhere one now and then."""
+
+    def __init__(self, stream: TextIO, total: int, things: str) -> None:
+        self.stream, self.total, self.things = stream, total, things
+        self.bar = Bar(stream, total) if redraws(stream) else None
+        self.due = time.monotonic() + PLAIN_SECONDS
+        self.began: tuple[int, float] | None = None  # the first count that was seen, and when
+
+    def show(self, done: int, text: str) -> None:
+        now = time.monotonic()
+        first, since = self.began = self.began or (done, now)
+        parts = [f"{done:,} of {self.total:,} {self.things}", text]
+        if done > first:
+            parts.append(f"eta {clock((now - since) / (done - first) * (self.total - done))}")
+        with suppress(OSError):  # the work outlives the terminal that it tells of itself
+            if self.bar is not None and (done == self.total or now >= self.bar.due):
+                self.bar.draw(done, "  ".join(parts))
+            elif self.bar is None and now >= self.due:
+                print("  ".join(parts), file=self.stream, flush=True)
+                self.due = now + PLAIN_SECONDS
+
+    def __enter__(self) -> "Tally":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            with suppress(OSError):
                 self.bar.close()
 
 

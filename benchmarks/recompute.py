@@ -62,7 +62,7 @@ def measure(name: str, time_: int, rounds: int) -> None:
     blocks = chain(shape, setting)
 
     def planned(choice: Choice | None) -> tuple[Placed, Plan]:
-        placed = place(blocks.build(config.block_count, choice)[0])
+        placed = place(blocks.build(config.block_count, choice).graph)
         return placed, make_plan(placed)
 
     everything, plan = planned(None)

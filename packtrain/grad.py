@@ -24,6 +24,7 @@ def differentiate(
     wrt: Sequence[Tensor],
     keep: Keep = None,
     then: Sink | None = None,
+    inner: dict[Tensor, Tensor] | None = None,
 ) -> dict[Tensor, Tensor]:
     """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
 
@@ -35,6 +36,8 @@ def differentiate(
           rank 1 value is, and so on; what has no rank is computed again last, just before it is needed.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update placed here consumes the gradient at once instead of keeping all of them.
+
+    inner filled with the gradient of every forward value that has one.
 
     Raises GraphError: the loss is no scalar, does not depend on a tensor, a tensor is neither f32 nor
     bf16, or an op has no gradient (all named).
@@ -49,7 +52,7 @@ def differentiate(
         )
     active = _dependents(calls, wrt)
     _check(loss, calls, active, wrt)
-    return _Backward(calls, active, wrt, _Recompute(calls, keep), then).run(loss)
+    return _Backward(calls, active, wrt, _Recompute(calls, keep), then, inner).run(loss)
 
 
 def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
@@ -155,7 +158,9 @@ class _Backward:
         wrt: Sequence[Tensor],
         recompute: _Recompute,
         then: Sink | None,
+        inner: dict[Tensor, Tensor] | None,
     ) -> None:
+        self.inner = inner
         self.calls, self.active, self.recompute, self.then = calls, active, recompute, then
         self.wrt = list(dict.fromkeys(wrt))
         self.partial: dict[Tensor, Tensor] = {}
@@ -188,6 +193,8 @@ class _Backward:
         for result, arrived in zip(call.results, dy, strict=True):
             if result.name and arrived is not None and arrived.name is None:
                 named(f"d/{result.name}", arrived)
+            if self.inner is not None and arrived is not None:
+                self.inner[result] = arrived
         count = len(call.results)
         values = self.recompute.values([*call.results, *call.inputs])
         y, inputs = values[:count], values[count:]

@@ -16,15 +16,23 @@ import numpy as np
 
 from packtrain import cost
 from packtrain.cost import Rates
-from packtrain.graph import Graph
 from packtrain.packing import alive, lower_bound
 from packtrain.place import Placed, place
 from packtrain.plan.lifetimes import columns, storages
-from packtrain.recompute.choice import Choice, Option, aligned, inner_values, stretches, uniform
+from packtrain.recompute.choice import (
+    Built,
+    Choice,
+    Option,
+    aligned,
+    inner_values,
+    stretches,
+    uniform,
+)
 from packtrain.recompute.table import Solved, Table
 from packtrain.tensor import Call, Tensor
 
 ALIGNMENT = 64
+PLACES = 16  # of a block, the largest, that sets to keep are made of
 OPTIONS = 20  # of a block, spread over each of its Pareto fronts
 ROUNDS = 4
 SAMPLED = 3  # blocks of the chain that options are measured on; the middle one counts
@@ -33,7 +41,7 @@ AIMS = 12  # sizes at which the least one is looked for
 
 
 Inner = tuple[tuple[int, int], ...]  # of a block: places and ranks, see Choice
-Build = Callable[[int, "Choice | None"], tuple[Graph, list[Tensor]]]
+Build = Callable[[int, Choice | None], Built]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +87,27 @@ class Chain:
     # ---- what a block can do
 
     @cached_property
-    def _short(self) -> tuple[Graph, list[Tensor]]:
+    def _short(self) -> Built:
         return self.build(SAMPLED, None)
 
     @cached_property
     def parts(self) -> int:
         """In how many parts a block takes its rows; the stream has as many values for each block."""
-        return len(self._short[1]) // (SAMPLED + 1)
+        return len(self._short.stream) // (SAMPLED + 1)
 
     @cached_property
     def _calls(self) -> list[Call]:
         """Of the first part of the middle block of the short chain."""
-        return stretches(self._short[1])[2 * self.parts]
+        return stretches(self._short.stream)[2 * self.parts]
 
     @property
     def _ends(self) -> tuple[Tensor, Tensor]:
         """What these calls begin with, and what they lead to."""
-        return self._short[1][self.parts], self._short[1][2 * self.parts]
+        return self._short.stream[self.parts], self._short.stream[2 * self.parts]
 
     @cached_property
     def stream_nbytes(self) -> int:
-        return self.parts * aligned(self._short[1][0])
+        return self.parts * aligned(self._short.stream[0])
 
     @cached_property
     def forward_seconds(self) -> float:
@@ -141,25 +149,37 @@ class Chain:
 
         A cut that is kept makes the working set smaller, which neither number tells.
         """
-        inside, (start, end) = set(self._calls), self._ends
-        backward = (call for call in self._short[0].calls if call.phase == "backward")
+        inside, (_, end) = set(self._calls), self._ends
+        backward = (call for call in self._short.graph.calls if call.phase == "backward")
         read = {t.base for call in backward for t in call.reads if t.base.call in inside}
         read.discard(end)
         places = [i for i, t in enumerate(self.values) if t in read]
-        weighed: dict[tuple[int, ...], list[tuple[int, float, tuple[int, ...]]]] = {}
-        for mask in range(1 << len(places)):
-            keep = tuple(place for bit, place in enumerate(places) if mask >> bit & 1)
-            kept = {self.values[place] for place in keep} | {start}
-            saved = sum(aligned(self.values[place]) for place in keep)
-            cuts = tuple(place for place in keep if place in self._cuts)
-            again = self._again(read - kept, kept, inside)
-            weighed.setdefault(cuts, []).append((saved, again, keep))
-        return [keep for alike in weighed.values() for _, _, keep in pareto(alike)]
+        places = sorted(sorted(places, key=lambda i: -aligned(self.values[i]))[:PLACES])
+        sets = np.arange(1 << len(places))
+        kept = {self.values[place]: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
+        saved = sum((aligned(t) * there for t, there in kept.items()), np.zeros(len(sets), int))
+        again = self._again(read, kept)
+        cuts = sets & sum(1 << bit for bit, place in enumerate(places) if place in self._cuts)
+        return [
+            tuple(place for bit, place in enumerate(places) if found >> bit & 1)
+            for one in np.unique(cuts)
+            for found in pareto(sets[cuts == one], saved[cuts == one], again[cuts == one])
+        ]
 
-    def _again(self, wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> float:
-        """Seconds to compute `wanted` again from what is kept."""
-        calls = needed(wanted, kept, inside)
-        return sum(map(self._seconds, calls))
+    def _again(self, wanted: set[Tensor], kept: dict[Tensor, np.ndarray]) -> np.ndarray:
+        """Seconds to compute `wanted` again, for each of many sets; kept[t] says which of them keep t."""
+        start, _ = self._ends
+        absent = {t: ~there for t, there in kept.items()} | {start: np.False_}
+        asked: dict[Tensor, np.ndarray | np.bool_] = dict.fromkeys(wanted, np.True_)
+        seconds = np.zeros(len(next(iter(kept.values()), ())))
+        for call in reversed(self._calls):
+            need: np.ndarray | np.bool_ = np.False_
+            for t in call.results:
+                need = need | (asked.get(t, np.False_) & absent.get(t, np.True_))
+            seconds += self._seconds(call) * need
+            for t in call.reads:
+                asked[t] = asked.get(t, np.False_) | need
+        return seconds
 
     @cached_property
     def _cuts(self) -> list[int]:
@@ -180,9 +200,9 @@ class Chain:
     def _measured_together(self, forms: Sequence[Inner]) -> list[Option]:
         """The bytes of each are without what earlier blocks keep and what later ones leave."""
         inner = (forms[0], *forms, forms[-1])
-        graph, stream = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
-        placed = place(graph)
-        curve, spans = Alive(placed), backward_steps(placed, stream, self.parts)
+        built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
+        placed = place(built.graph)
+        curve, spans = Alive(placed), backward_steps(placed, built, self.parts)
         before, options = 0, list[Option]()
         for i, keep in enumerate(inner):
             saved = self.parts * sum(aligned(self.values[at]) for at, rank in keep if rank == 0)
@@ -199,9 +219,9 @@ class Chain:
     @cached_property
     def head_work(self) -> int:
         """Most bytes from the last block's end to the beginning of its backward, without what blocks keep."""
-        graph, stream = self.build(SAMPLED, uniform(SAMPLED, ()))
-        placed = place(graph)
-        first, _ = backward_steps(placed, stream, self.parts)[SAMPLED - 1]
+        built = self.build(SAMPLED, uniform(SAMPLED, ()))
+        placed = place(built.graph)
+        first, _ = backward_steps(placed, built, self.parts)[SAMPLED - 1]
         return Alive(placed).most(0, first - 1) - (SAMPLED + 1) * self.stream_nbytes
 
     # ---- choices
@@ -209,7 +229,7 @@ class Chain:
     def plan(self, choice: Choice | None) -> Found:
         """The choice in the whole chain, measured; None keeps everything."""
         if choice not in self.found:
-            graph, _ = self.build(self.count, choice)
+            graph = self.build(self.count, choice).graph
             arena, _ = lower_bound(*columns(storages(place(graph)), ALIGNMENT))
             again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
@@ -220,7 +240,7 @@ class Chain:
     @cached_property
     def _calls_nbytes(self) -> int:
         """Of the process, for the calls of a whole chain that keeps everything."""
-        three, four = (len(self.build(count, None)[0].calls) for count in (SAMPLED, SAMPLED + 1))
+        three, four = (len(self.build(count, None).graph.calls) for count in (SAMPLED, SAMPLED + 1))
         return self.call_nbytes * (three + (self.count - SAMPLED) * (four - three))
 
     def within(self, nbytes: int, below: float = math.inf) -> Found | None:
@@ -304,14 +324,12 @@ def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Cal
     return calls
 
 
-def pareto(
-    weighed: list[tuple[int, float, tuple[int, ...]]],
-) -> list[tuple[int, float, tuple[int, ...]]]:
-    """Those that no other beats in both, thinned to OPTIONS: the ends, and what lies farthest below its neighbours."""
-    front: list[tuple[int, float, tuple[int, ...]]] = []
-    for one in sorted(weighed):
-        if not front or one[1] < front[-1][1] - 1e-12:
-            front.append(one)
+def pareto(sets: np.ndarray, saved: np.ndarray, again: np.ndarray) -> list[int]:
+    """Sets that no other beats in both, thinned to OPTIONS: the ends, and what lies farthest below its neighbours."""
+    order = np.lexsort((again, saved))
+    least = np.minimum.accumulate(again[order])
+    better = np.append(True, least[1:] < least[:-1] - 1e-12)
+    front = [(int(saved[i]), float(again[i]), int(sets[i])) for i in order[better]]
     while len(front) > OPTIONS:
 
         def bend(i: int) -> float:
@@ -319,21 +337,20 @@ def pareto(
             return s + (u - s) * (b - a) / (c - a) - t
 
         del front[min(range(1, len(front) - 1), key=bend)]
-    return front
+    return [one for _, _, one in front]
 
 
-def backward_steps(
-    placed: Placed, stream: Sequence[Tensor], parts: int
-) -> dict[int, tuple[int, int]]:
+def backward_steps(placed: Placed, built: Built, parts: int) -> dict[int, tuple[int, int]]:
     """Of each block the first step with a gradient of its end, and the last that makes one of its beginning.
 
-    Blocks before the first thing that is trained have none.
+    The first block has none where nothing before it is trained.
     """
-    made, serials = dict[str, list[int]](), [step.call.serial for step in placed.steps]
-    for call in placed.graph.calls:
-        for t in call.results:
-            made.setdefault(t.stem, []).append(bisect_left(serials, call.serial))
-    ends = [made.get(f"d/{t.name}") for t in stream[::parts]]
+    serials = [step.call.serial for step in placed.steps]
+    ends = list[list[int]]()
+    for at in range(0, len(built.stream), parts):
+        found = (built.gradients.get(t) for t in built.stream[at : at + parts])
+        made = (d.call.serial for d in found if d is not None and d.call is not None)
+        ends.append(sorted(bisect_left(serials, serial) for serial in made))
     pairs = enumerate(pairwise(ends))
     return {i: (end[0], beginning[-1]) for i, (beginning, end) in pairs if beginning and end}
 

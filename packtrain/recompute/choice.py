@@ -3,9 +3,18 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from packtrain.graph import Graph
 from packtrain.tensor import Call, Tensor
+
+
+class Built(NamedTuple):
+    """A training graph, the residual stream through its blocks, and the gradient of each forward value."""
+
+    graph: Graph
+    stream: list[Tensor]
+    gradients: dict[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

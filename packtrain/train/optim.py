@@ -16,6 +16,9 @@ from packtrain.tensor import GraphError, Tensor, input, named, state
 ROUNDING = "rounding"  # the input that the rounding of bf16 weights depends on: seed and step
 
 
+Inner = dict[Tensor, Tensor] | None
+
+
 class Optimizer(Protocol):
     """Settings of an update rule, and the rule as calls. States are leaves by name, numbers are an input `hyper`."""
 
@@ -97,6 +100,7 @@ def training(
     *,
     keep: Keep = None,
     max_norm: float | None = None,
+    inner: Inner = None,
 ) -> Graph:
     """The graph of one step: forward, backward and update of outputs["loss"]; it also outputs `squares`.
 
@@ -105,24 +109,33 @@ def training(
     max_norm None applies each gradient as soon as it is complete, so that no two need memory at once; a number
              clips by global norm, for which all gradients must be there first. A step whose loss or gradient is
              not finite changes nothing; without max_norm that holds from the first such gradient on.
+    inner    filled with gradients of forward values, see differentiate
     """
     loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm)
     _check(trained)
     if max_norm is None:
-        differentiate(loss, list(trained), keep, then=update.measure_and_apply)
+        differentiate(loss, list(trained), keep, update.measure_and_apply, inner)
     else:
-        for w, g in differentiate(loss, list(trained), keep, then=update.measure).items():
+        for w, g in differentiate(loss, list(trained), keep, update.measure, inner).items():
             update.apply(w, g)
     return Graph({**outputs, "squares": named("squares", update.squares[-1])}, update.handles)
 
 
 def measuring(
-    outputs: Mapping[str, Tensor], trained: Collection[Tensor], *, keep: Keep = None
+    outputs: Mapping[str, Tensor],
+    trained: Collection[Tensor],
+    *,
+    keep: Keep = None,
+    inner: Inner = None,
 ) -> Graph:
     """The first pass of a step that clips without keeping its gradients: outputs and `squares`, no updates."""
     _check(trained)
     squares = list[Tensor]()
-    differentiate(outputs["loss"], list(trained), keep, then=lambda w, g: _measure(squares, g))
+
+    def measure(w: Tensor, g: Tensor) -> None:
+        _measure(squares, g)
+
+    differentiate(outputs["loss"], list(trained), keep, measure, inner)
     return Graph({**outputs, "squares": named("squares", squares[-1])})
 
 
@@ -133,12 +146,13 @@ def applying(
     *,
     keep: Keep = None,
     max_norm: float,
+    inner: Inner = None,
 ) -> Graph:
     """The second pass: the same gradients, each used up at once; input `squares` () is what the first one gave."""
     _check(trained)
     update = _Update(optimizer, outputs["loss"], max_norm)
     update.squares.append(input("squares", ()))
-    differentiate(outputs["loss"], list(trained), keep, then=update.apply)
+    differentiate(outputs["loss"], list(trained), keep, update.apply, inner)
     return Graph(outputs, update.handles)
 
 
@@ -147,6 +161,7 @@ def accumulating(
     trained: Collection[Tensor],
     *,
     keep: Keep = None,
+    inner: Inner = None,
 ) -> Graph:
     """The graph of one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
 
@@ -158,7 +173,7 @@ def accumulating(
     def add(w: Tensor, g: Tensor) -> None:
         handles.append(ops.accumulate(_sum_of(w), g, fresh))
 
-    differentiate(outputs["loss"], list(trained), keep, then=add)
+    differentiate(outputs["loss"], list(trained), keep, add, inner)
     return Graph(outputs, handles)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from packtrain import cost
@@ -15,11 +15,11 @@ from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.models.lora import SUFFIXES
+from packtrain.models.lora import EMBEDDING, SUFFIXES
 from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
-from packtrain.recompute import Choice
+from packtrain.recompute import Built, Choice
 from packtrain.tensor import Tensor
 from packtrain.train.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.watch.progress import clock
@@ -82,12 +82,6 @@ class Shape:
     two_passes: bool = False
     layered: bool = False
     base: Base | None = None
-
-    @property
-    def even(self) -> bool:
-        """Whether every block is trained as all others are."""
-        lora, base = self.config.lora, self.base
-        return not (lora and lora.last) and not (base and (base.last or base.frozen))
 
 
 @dataclass(frozen=True)
@@ -286,7 +280,7 @@ def make_plans(
     shape: Shape, optimizer: Optimizer, others: Mapping[str, Placed] | None = None
 ) -> Plans:
     """Plans of training, of evaluation if wanted, and of other graphs on the same leaves."""
-    placed = {name: place(build(name, shape, optimizer)[0]) for name in names(shape)}
+    placed = {name: place(build(name, shape, optimizer).graph) for name in names(shape)}
     placed |= others or {}
     return Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()})
 
@@ -312,28 +306,44 @@ def blocks_in(shape: Shape) -> str:
     return next(name for name in (MICRO, APPLY, STEP) if name in _of_a_step(shape))
 
 
-def build(name: str, shape: Shape, optimizer: Optimizer) -> tuple[Graph, list[Tensor]]:
-    """A graph of a run, with the stream of its blocks if it has any."""
+def build(name: str, shape: Shape, optimizer: Optimizer) -> Built:
+    """A graph of a run, with the stream through the blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     if name == UPDATE:
-        return updating(trained, optimizer, max_norm=shape.max_norm), []
+        return Built(updating(trained, optimizer, max_norm=shape.max_norm), [], {})
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     rows = shape.rows * parts
     config = still(shape.config) if name == EVALUATE else shape.config
     made = transformer.loss(config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
     outputs = {"loss": made.loss}
     if name == EVALUATE:
-        return Graph(outputs | {"losses": made.losses}), made.blocks
-    keep = None if shape.keep is None else shape.keep.ranks(made.blocks)
+        return Built(Graph(outputs | {"losses": made.losses}), made.blocks, {})
+    stream, inner = (
+        made.blocks[passed_over(shape.config, shape.base) * parts :],
+        dict[Tensor, Tensor](),
+    )
+    keep = None if shape.keep is None else shape.keep.ranks(stream)
     if name == MICRO:
-        graph = accumulating(outputs, trained, keep=keep)
+        graph = accumulating(outputs, trained, keep=keep, inner=inner)
     elif name == MEASURE:
-        graph = measuring(outputs, trained, keep=keep)
+        graph = measuring(outputs, trained, keep=keep, inner=inner)
     elif name == APPLY:
-        graph = applying(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm or INF)
+        most = shape.max_norm or INF
+        graph = applying(outputs, trained, optimizer, keep=keep, max_norm=most, inner=inner)
     else:
-        graph = training(outputs, trained, optimizer, keep=keep, max_norm=shape.max_norm)
-    return graph, made.blocks
+        norm = shape.max_norm
+        graph = training(outputs, trained, optimizer, keep=keep, max_norm=norm, inner=inner)
+    return Built(graph, stream, inner)
+
+
+@cache
+def passed_over(config: Config, base: Base | None) -> int:
+    """How many blocks come before the first one that the backward pass reaches."""
+    names = (n for n in transformer.weights(config) if base is None or base.trains(config, n))
+    trained = [n for n in names if n.startswith(("blk.", EMBEDDING))]
+    if any(name.startswith(EMBEDDING) for name in trained):
+        return 0
+    return min((int(name.split(".")[1]) for name in trained), default=config.block_count)
 
 
 def leaves(shape: Shape) -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -11,20 +11,21 @@ from typing import NamedTuple
 
 from packtrain import cost
 from packtrain.generate import placements
-from packtrain.graph import Graph
 from packtrain.models.config import Config
 from packtrain.packing import lower_bound
 from packtrain.place import Placed, place
 from packtrain.plan.lifetimes import columns, storages
 from packtrain.recompute import (
     ALIGNMENT,
+    Built,
     Chain,
     Choice,
     spaced,
     spacing,
     uniform,
 )
-from packtrain.tensor import Spec, Tensor
+from packtrain.tensor import Spec
+from packtrain.train.depth import even, reached, with_blocks
 from packtrain.train.forms import CHUNKS, candidates, extremes
 from packtrain.train.optim import SGD, Optimizer
 from packtrain.train.plans import (
@@ -43,6 +44,7 @@ from packtrain.train.plans import (
     loop_nbytes,
     make_plans,
     names,
+    passed_over,
     runs,
     still,
 )
@@ -170,11 +172,14 @@ class Search:
 
     def sizes(self, shape: Shape) -> Sizes:
         """By chains of three and four blocks, since everything grows evenly from there on."""
-        more = shape.config.block_count - SAMPLED
-        if more <= 0 or not shape.even:
+        more = reached(shape) - SAMPLED
+        if more <= 0 or not even(shape):
             return self._sizes(shape)
+        below = passed_over(shape.config, shape.base)
         three, four = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
-        return Sizes(*(b + more * (b - a) for a, b in zip(three, four, strict=True)))
+        under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else four
+        each = zip(three, four, under, strict=True)
+        return Sizes(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
 
     def _sizes(self, shape: Shape) -> Sizes:
         parts = {name: self._part(name, shape) for name in names(shape)}
@@ -193,7 +198,7 @@ class Search:
     def _part(self, name: str, shape: Shape) -> Part:
         key = name, _what_matters(name, shape)
         if key not in self._parts:
-            graph, _ = build(*key, self.setting.optimizer)
+            graph = build(*key, self.setting.optimizer).graph
             self._parts[key] = measured(place(graph), self.setting.rates)
         return self._parts[key]
 
@@ -296,7 +301,7 @@ class Search:
 
     def as_asked(self, shape: Shape) -> Shape:
         """Recomputation as the setting says; `auto` without a limit has no reason for any."""
-        count = shape.config.block_count
+        count = reached(shape)
         keep = None
         if self.recompute == "blocks":
             keep = uniform(count, ())
@@ -329,10 +334,6 @@ class Search:
         return "no shorter context fits either: take a smaller model (--preset, --layers, --dim, --vocab-size)"
 
 
-def with_blocks(shape: Shape, count: int) -> Shape:
-    return replace(shape, config=replace(shape.config, block_count=count))
-
-
 def repeats(shape: Shape) -> int:
     """How often a step computes again what its blocks do not keep."""
     return shape.micros if blocks_in(shape) == MICRO else passes(shape)
@@ -345,27 +346,26 @@ def passes(shape: Shape) -> int:
 
 def chain(shape: Shape, setting: Setting, like: Chain | None = None) -> Chain:
     """The blocks of the training graph that decides about memory; `like` has the same and has measured them."""
-    name = blocks_in(shape)
+    name, whole = blocks_in(shape), reached(shape)
 
-    def made(count: int, choice: Choice | None) -> tuple[Graph, list[Tensor]]:
-        config = replace(shape.config, block_count=count)
-        return build(name, replace(shape, config=config, keep=choice), setting.optimizer)
+    def made(count: int, choice: Choice | None) -> Built:
+        one = shape if count == whole else with_blocks(shape, count)
+        return build(name, replace(one, keep=choice), setting.optimizer)
 
     waiting = name == STEP and shape.max_norm is not None
     reserved = _gradients(shape) if waiting else (0, 0)
     per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape)
-    together = TOGETHER if shape.even else 1
-    return Chain(made, shape.config.block_count, setting.rates, reserved, per_call, like, together)
+    return Chain(made, whole, setting.rates, reserved, per_call, like, TOGETHER)
 
 
 def _gradients(shape: Shape) -> tuple[int, int]:
-    """Bytes of the gradients of a block, the last one, and of all that is in no block."""
+    """Bytes of the gradients of a block and of all that is in no block."""
     block = head = 0
-    for leaf in leaves(shape)[1]:
+    for leaf in leaves(with_blocks(shape, 1))[1]:
         nbytes = -(-Spec(leaf.shape).nbytes // ALIGNMENT) * ALIGNMENT  # f32, whatever the leaf is
-        if leaf.label.startswith(f"blk.{shape.config.block_count - 1}."):
+        if leaf.label.startswith("blk."):
             block += nbytes
-        elif not leaf.label.startswith("blk."):
+        else:
             head += nbytes
     return block, head
 

@@ -1,0 +1,76 @@
+"""The same run with fewer blocks: what shorter graphs stand for the whole one.
+
+A Shape goes in, out comes one whose blocks are trained as its are, each block alike.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.train.plans import Base, Shape, passed_over
+
+Kinds = frozenset[str]  # names of tensors within a block
+
+
+def reached(shape: Shape) -> int:
+    """Blocks that the backward pass goes through."""
+    return shape.config.block_count - passed_over(shape.config, shape.base)
+
+
+def even(shape: Shape) -> bool:
+    """Whether in each block that the backward pass reaches the same tensors are trained."""
+    return len(set(_trained(shape.config, shape.base)[-reached(shape) :])) <= 1
+
+
+def with_blocks(shape: Shape, count: int, below: int = 0) -> Shape:
+    """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
+
+    Where blocks differ, what is trained in any of them is trained in all; if no block is trained, everything is.
+    """
+    config, base = shape.config, shape.base
+    if base is None:
+        return replace(shape, config=replace(config, block_count=count))
+    lora = config.lora and replace(config.lora, last=count if below else 0)
+    short = replace(config, block_count=below + count, lora=lora)
+    return replace(shape, config=short, base=_stand_in(config, base, short, below))
+
+
+@cache
+def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
+    """The base of the shorter model: block by block the types of the longer, frozen what is frozen there."""
+    first, types = passed_over(config, base), dict(base.types)
+    trained = frozenset[str]().union(*_trained(config, base))
+    found, frozen = [], []
+    for name in transformer.weights(replace(short, lora=None)):
+        at, kind = _place(name)
+        if at is None:
+            like, free = name, base.trains(config, name)
+        else:
+            passed = at < below
+            beyond = at if passed else min(first + at - below, config.block_count - 1)
+            like, free = f"blk.{beyond}.{kind}", not passed and (kind in trained or not trained)
+        if like in types:
+            found.append((name, types[like]))
+        if not free:
+            frozen.append(name)
+    return replace(base, types=tuple(found), frozen=tuple(frozen), last=0)
+
+
+@cache
+def _trained(config: Config, base: Base | None) -> tuple[Kinds, ...]:
+    """What is trained in each block."""
+    kinds: list[set[str]] = [set() for _ in range(config.block_count)]
+    for name in transformer.weights(config):
+        at, kind = _place(name)
+        if at is not None and (base is None or base.trains(config, name)):
+            kinds[at].add(kind)
+    return tuple(map(frozenset, kinds))
+
+
+def _place(name: str) -> tuple[int | None, str]:
+    """Of a tensor the number of its block, if it is in one, and its name there."""
+    if not name.startswith("blk."):
+        return None, name
+    _, number, kind = name.split(".", 2)
+    return int(number), kind

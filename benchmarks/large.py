@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from packtrain import cost, kernels
+from packtrain.calibrate import measured
 from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--decide", nargs="*", default=["1b", "8b"], choices=SHAPES)
     given = parser.parse_args()
     kernels.load_all()
-    rates = cost.measured()
+    rates = measured()[0]
     for name in given.decide:
         decide(name, rates)
     for name in given.run:

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.torch_llama import Trained, Tuned, optimizer
-from packtrain import cost, kernels
+from packtrain import kernels
+from packtrain.calibrate import measured
 from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.gguf import GGUF, Deferred, write
 from packtrain.memory import Peak, settle
@@ -51,7 +52,7 @@ def shape_of(config: Config, dtype: Dtype, rank: int, rows: int, time: int, stri
 
 def plan() -> None:
     shape = shape_of(LLAMA_8B, BLOCK_TYPES["q4_K"], 8, 1, 2048, strict=True)
-    looking = Search(Setting(AdamW(), cost.measured(), 150 * MIB), "auto")
+    looking = Search(Setting(AdamW(), measured()[0], 150 * MIB), "auto")
     found = looking.least(replace(shape, chunk=16))
     plans = looking.setting.plans(found.shape)
     total = looking.setting.total(plans)

@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from packtrain import cost
+from packtrain.calibrate import measured
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.place import Placed, place
@@ -58,7 +59,7 @@ def ratio(run: Executor, whole: Executor, inputs: dict[str, np.ndarray], turn: i
 def measure(name: str, time_: int, rounds: int) -> None:
     config = replace(SHAPES[name], context_length=time_)
     optimizer, shape = SGD(lr=0.0), Shape(config, 1, time_)
-    setting = Setting(optimizer, cost.measured(), 0)
+    setting = Setting(optimizer, measured()[0], 0)
     blocks = chain(shape, setting)
 
     def planned(choice: Choice | None) -> tuple[Placed, Plan]:

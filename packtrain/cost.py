@@ -1,117 +1,93 @@
-"""How long a plan will take: work counted from its steps, over rates measured on this machine."""
+"""How long a plan will take: the work that its ops declare, over rates measured on this machine."""
 
 import math
-import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
-import numpy as np
+from packtrain.ops.costs import Cost
+from packtrain.place import Placed, Step
+from packtrain.tensor import Call, Tensor
 
-from packtrain import ops
-from packtrain.graph import Graph
-from packtrain.place import Placed, Step, place
-from packtrain.run import Session
-from packtrain.tensor import Call, Tensor, input, weight
-
-WIDTH, COPIED, ROUNDS = 512, 1 << 21, 15
-CALL_SECONDS = 3e-6
+CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6
+CACHE = 1 << 22  # bytes of a call that are still in a cache when it comes
+PARALLEL = 1 << 17  # bytes that pay for a parallel region
+MANY = 64  # tasks that keep all threads busy to the end
+# of the floating-point operations of a second: what a kind of work that was not measured is done in
+SHARES = {"multiply": 0.5, "attend": 0.4, "pack": 0.03, "unpack": 0.02, "exp": 0.02, "score": 0.02}
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What this machine does in a second: floating-point operations of a matrix product, and bytes moved."""
+    """What this machine does in a second, all threads together.
+
+    flops    floating-point operations of a large matrix product
+    nbytes   bytes moved, of many; `near` of few, which are in a cache (0: as many)
+    kinds    other work, see `ops.costs.Cost`; what is missing gets a typical share of `flops`
+    threads  a task that is alone gets that part of a rate
+    call     seconds of a call beside its work, `region` more where its tasks go side by side
+    """
 
     flops: float
     nbytes: float
+    near: float = 0.0
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    threads: int = 1
+    call: float = CALL_SECONDS
+    region: float = REGION_SECONDS
 
+    def of(self, kind: str) -> float:
+        """How much of a kind of work is done in a second."""
+        known = self.kinds.get(kind)
+        return SHARES[kind.split()[0]] * self.flops if known is None else known
 
-def measured() -> Rates:
-    """The rates now: a matrix product that fits into the caches, and a scaled copy that does not. 0.1 s."""
-    x, w = input("x", (WIDTH, WIDTH)), weight("w", (WIDTH, WIDTH))
-    product = _seconds(ops.matmul(x, w), {"x": np.ones((WIDTH, WIDTH))})
-    copy = _seconds(ops.scale(input("x", (COPIED,)), by=2.0), {"x": np.ones(COPIED)})
-    return Rates(2 * WIDTH**3 / product, 2 * 4 * COPIED / copy)
+    def times(self, threads: int) -> "Rates":
+        """What so many threads do if each does as much as all do now."""
+        kinds = {kind: threads * rate for kind, rate in self.kinds.items()}
+        more = {
+            name: threads * getattr(self, name) for name in ("flops", "nbytes", "near", "threads")
+        }
+        return replace(self, kinds=kinds, **more)
 
-
-def _seconds(y: Tensor, inputs: dict[str, np.ndarray]) -> float:
-    """One call, without the bringing of its inputs."""
-    session = Session()
-    run = session.executor(place(Graph([y])))
-    weights = (leaf for leaf in run.placed.graph.leaves if leaf.kind == "weight")
-    session.set({leaf.label: np.ones(leaf.shape) for leaf in weights})
-    run(inputs)
-    times = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        run.calls[0]()
-        times.append(time.perf_counter() - began)
-    return min(times)  # what else runs on this machine only adds to it
+    def moving(self, nbytes: float) -> float:
+        """Seconds to move bytes."""
+        return nbytes / (self.near if self.near and nbytes <= CACHE else self.nbytes)
 
 
 def seconds(placed: Placed, rates: Rates) -> float:
-    """Expected time of one run: each step takes as long as its arithmetic or its bytes, whichever is more."""
+    """Expected time of one run."""
     read = {t for step in placed.steps for t in step.reads}
     return sum(call_seconds(step, rates, read) for step in placed.steps)
 
 
 def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
-    """Expected time of one call, see `flops` for `read`."""
-    return max(flops(call, read) / rates.flops, _nbytes(call) / rates.nbytes) + CALL_SECONDS
+    """Expected time of one call: of its arithmetic or its bytes, whichever takes longer, and of calling it.
 
-
-def _nbytes(call: Call | Step) -> int:
-    made = sum(t.spec.nbytes for t in call.results)
-    if call.op.name == "get_rows":  # reads as much of the table as it gives
-        return 2 * made
-    return made + sum(t.spec.nbytes for t in call.reads)
-
-
-def flops(step: Call | Step, read: Collection[Tensor]) -> float:
-    """Floating-point operations of the matrix products in a step; 0 for what only moves bytes.
-
-    read  tensors that some step reads: the head's gradients are made only if they are among them
+    read  tensors that some step reads: optional results are made only if they are among them
     """
-    if step.op.name not in PRODUCTS:
-        return 0.0
-    a, b = (t.shape for t in step.reads[:2])
-    wanted = [t in read for t in step.results]
-    return 2.0 * PRODUCTS[step.op.name](step.results[0].shape, a, b, wanted)
+    cost = cost_of(call, read)
+    work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
+    around = rates.call + (rates.region if cost.tasks > 1 else 0.0)
+    return around + max(work * idle(cost.tasks, rates.threads), rates.moving(moved(call, cost)))
 
 
-Shape = tuple[int, ...]
+def idle(tasks: float, threads: int) -> float:
+    """How much longer so many equal tasks take than if they kept all threads busy to the end."""
+    return 1.0 if tasks >= MANY else math.ceil(tasks / threads) * threads / tasks
 
 
-def _matmul(y: Shape, x: Shape, w: Shape, wanted: list[bool]) -> float:
-    return math.prod(y) * w[-1]
+def cost_of(call: Call | Step, read: Collection[Tensor] = ()) -> Cost:
+    """What the call's op declares of it; only that it moves its bytes where it declares nothing."""
+    op, attrs = call.op, call.attrs if isinstance(call, Call) else call.call.attrs
+    if op.cost_rule is None:
+        return Cost(tasks=math.inf if moved(call, Cost()) > PARALLEL else 1)
+    wanted = [t if i not in op.optional or t in read else None for i, t in enumerate(call.results)]
+    several = len(wanted) > 1 or op.writes
+    cost: Cost = op.cost_rule(wanted if several else wanted[0], *call.inputs, **attrs)
+    return cost
 
 
-def _out_prod(y: Shape, a: Shape, b: Shape, wanted: list[bool]) -> float:
-    return math.prod(a) * b[-1]
-
-
-def _head(y: Shape, x: Shape, w: Shape, wanted: list[bool]) -> float:
-    """Logits, and the gradients of both sides where they are read."""
-    return math.prod(x) * w[0] * (1 + sum(wanted[2:]))
-
-
-def _attention(y: Shape, q: Shape, k: Shape, wanted: list[bool]) -> float:
-    """Two products, of which a causal mask leaves half: q (B, T, H, D), k (B, S, K, D)."""
-    return math.prod(q) * k[1]
-
-
-def _attention_back(dq: Shape, dy: Shape, y: Shape, wanted: list[bool]) -> float:
-    """Five products: two again, and three for dq, dk and dv."""
-    return 2.5 * math.prod(dy) * dy[1]
-
-
-PRODUCTS: dict[str, Callable[[Shape, Shape, Shape, list[bool]], float]] = {
-    "matmul": _matmul,
-    "matmul_id": _matmul,
-    "matmul_back": _out_prod,
-    "matmul_id_back": _out_prod,
-    "out_prod": _out_prod,
-    "out_prod_id": _out_prod,
-    "linear_cross_entropy": _head,
-    "attention": _attention,
-    "attention_back": _attention_back,
-}
+def moved(call: Call | Step, cost: Cost) -> float:
+    """Bytes that a call reads and makes, or what its cost says."""
+    if cost.nbytes is not None:
+        return cost.nbytes
+    return float(sum(t.spec.nbytes for t in (*call.results, *call.reads)))

@@ -270,6 +270,7 @@ class Op(Generic[P, R]):
         self.vjp_rule: Callable[..., Any] | None = None
         self.kernels: dict[str, Kernel] = {}
         self.workspaces: dict[str, Callable[..., Any]] = {}
+        self.cost_rule: Callable[..., Any] | None = None
         self.sample_rule: Callable[[], Iterator[Tensor]] | None = None
         if OPS.setdefault(self.name, self) is not self:
             raise GraphError(f"two ops are called {self.name}")
@@ -296,6 +297,11 @@ class Op(Generic[P, R]):
             return rule
 
         return declare
+
+    def cost(self, rule: Rule) -> Rule:
+        """Declare `(out, *inputs, **attrs) -> Cost`: what a call does; without it, a call moves its bytes."""
+        self.cost_rule = rule
+        return rule
 
     def samples(self, rule: Rule) -> Rule:
         """Declare a generator of small result tensors from which tests and benchmarks draw."""

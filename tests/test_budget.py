@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from packtrain import kernels
 from packtrain.cli import main
 from packtrain.cost import Rates
 from packtrain.errors import InputError
@@ -18,12 +17,10 @@ from packtrain.memory import parse_size, private_nbytes_of, total_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
-from packtrain.train import rates as kept_rates
 from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
 from packtrain.train.optim import SGD, AdamW
 from packtrain.train.plans import APPLY, MEASURE, Shape, make_plans
-from packtrain.train.rates import kept, rates
 from packtrain.train.search import Setting, chain, search, smallest
 from packtrain.watch import metrics
 from tests.kill import TINY, words
@@ -291,20 +288,6 @@ def test_a_plan_that_fits_tells_the_smallest_too(data, tmp_path):
     found = json.loads(path.read_text())
     assert found["fits"] and found["budget_bytes"] is None
     assert found["baseline_bytes"] + found["weights_bytes"] < found["minimum_bytes"]
-
-
-def test_rates_are_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_rates, "cache_root", lambda: tmp_path)
-    said = list[str]()
-    first = rates(False, said.append)
-    assert rates(False, said.append) == first and len(said) == 1 and first.flops > 1e8
-    path = kept(kernels.threads())
-    path.write_text('{"flops": 1.0, "nbytes": 2.0}')
-    assert rates(False, said.append) == Rates(1.0, 2.0)
-    for torn in ("{", '{"flops": 1.0}'):
-        path.write_text(torn)
-        assert rates(False, said.append) != Rates(1.0, 2.0)
-    assert rates(True, said.append).flops > 1e8 and len(said) == 4
 
 
 @pytest.mark.parametrize(

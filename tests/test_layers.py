@@ -46,7 +46,8 @@ LAYERS = {
     "bound": "dtypes tensor backends place plan",
     "observe": "dtypes tensor debug place plan bound",
     "run": "dtypes tensor backends debug place plan bound observe",
-    "cost": "tensor graph ops place run",
+    "cost": "tensor ops place",
+    "calibrate": "dtypes tensor graph kernels ops place run cost",
     "recompute": "graph place packing plan tensor cost",
     "models": "dtypes errors tensor ops gguf quant tokenizer",
     "peft": "errors files gguf quant convert models",
@@ -54,7 +55,7 @@ LAYERS = {
     "generate": "dtypes errors tensor graph place run tokenizer models sample",
     "watch": "errors files memory plan",
     "train": "version child errors files settings dtypes tensor graph ops grad place packing plan run memory stop"
-    " kernels quant gguf tokenizer corpus samples cost recompute models sample generate watch",
+    " kernels quant gguf tokenizer corpus samples cost calibrate recompute models sample generate watch",
     "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
     " tokenizer vocabulary convert corpus samples cost recompute models peft sample generate template watch train",
     "cli": "errors settings commands train version",

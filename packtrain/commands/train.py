@@ -25,7 +25,7 @@ from packtrain.train.budget import Planned, minimum, planned
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit, check_compatible
 from packtrain.train.job import Job, decide
-from packtrain.train.plans import Plans, Shape
+from packtrain.train.plans import Plans, Shape, packed_types
 from packtrain.train.rates import rates
 from packtrain.train.search import Setting, as_asked
 from packtrain.train.settings import RunSettings, TrainSettings
@@ -88,7 +88,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
         _set_threads(settings.threads)
     job = decide(settings, say)
     kernels.load_all(but=_unused(job.shape))
-    speed = rates(settings.calibrate, say)
+    speed = rates(settings.calibrate, say, packed_types(job.shape))
     settle()
     found = _found(settings)
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job

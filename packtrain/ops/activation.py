@@ -6,6 +6,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32, i64
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import flat
+from packtrain.ops.costs import elementwise
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
@@ -82,6 +83,8 @@ def swiglu_back_cpu(out, dy, gate, up):
 
 swiglu.samples(_samples(swiglu, "gate", "up"))
 swiglu_back.samples(_samples(swiglu_back, "dy", "gate", "up"))
+swiglu.cost(elementwise())
+swiglu_back.cost(elementwise(1.3))
 
 
 @op(inplace=(0, 1))
@@ -123,6 +126,8 @@ def geglu_back_cpu(out, dy, gate, up):
 
 geglu.samples(_samples(geglu, "gate", "up"))
 geglu_back.samples(_samples(geglu_back, "dy", "gate", "up"))
+geglu.cost(elementwise())
+geglu_back.cost(elementwise(1.3))
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------
@@ -157,6 +162,9 @@ def dropout_numpy(y, x, key, *, p, stream):
 @dropout.kernel("cpu")
 def dropout_cpu(y, x, key, *, p, stream):
     kernels.elementwise.dropout(flat(y), flat(x), int(key[0]), int(key[1]), stream, p)
+
+
+dropout.cost(elementwise())  # a random number is as long as an exp
 
 
 @dropout.samples

@@ -5,6 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f16, f32, i32
 from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
+from packtrain.ops.costs import Cost, attended, queries
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -176,6 +177,12 @@ def _samples():
         yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32)), rule
 
 
+@attention.cost
+def attention_cost(out, q, k, v, *where, scale, window, softcap):
+    (b, t, h, d), pairs = q.shape, attended(q, k, window)
+    return Cost({"attend": 2 * d * pairs, "score": pairs}, tasks=b * h * -(-t // queries(d)))
+
+
 @attention.samples
 def attention_samples():
     for qkv, where, rule in _samples():
@@ -227,6 +234,13 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
 def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
     rule = scale, window, softcap
     kernels.attention_back.attention_back(*out, dy, y, lse, q, k, v, *_where(*where), *rule)
+
+
+@attention_back.cost
+def attention_back_cost(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
+    pairs = attended(q, k, window)  # of a kv head at a time
+    work = {"attend back": 5 * q.shape[-1] * pairs, "score back": pairs}
+    return Cost(work, tasks=k.shape[0] * k.shape[2])
 
 
 @attention_back.samples

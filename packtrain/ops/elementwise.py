@@ -5,6 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat, rows
+from packtrain.ops.costs import elementwise
 from packtrain.ops.reduce import sum_like
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -303,6 +304,10 @@ def silu_back_numpy(dx, dy, x):
 @silu_back.kernel("cpu")
 def silu_back_cpu(dx, dy, x):
     kernels.elementwise.silu_back(flat(dx), flat(dy), flat(x))
+
+
+for _function_of_x in (exp, log, tanh, sigmoid, silu, silu_back):
+    _function_of_x.cost(elementwise())
 
 
 @silu_back.samples

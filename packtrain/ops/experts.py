@@ -10,6 +10,7 @@ from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops.activation import swiglu
 from packtrain.ops.arrays import floats, packed, rows, rows_or_absent, start_with
+from packtrain.ops.costs import Cost, by_expert, multiplied
 from packtrain.ops.elementwise import scale
 from packtrain.ops.index import get_rows
 from packtrain.ops.matmul import matmul
@@ -142,6 +143,11 @@ def matmul_id_cpu(y, x, w, ids, acc):
         kernels.experts.packed_matmul_id(y, x, *packed(rows(w)), len(w), ids, acc is not None)
 
 
+@matmul_id.cost
+def matmul_id_cost(y, x, w, ids, acc):
+    return by_expert(x.shape[0], w, x.shape[1], w.shape[1])
+
+
 @matmul_id.samples
 def matmul_id_samples():
     for counts, f, k in (((1,), 1, 1), ((0, 3, 0, 20), 15, 33), ((17, 1, 30), 250, 64)):
@@ -187,6 +193,11 @@ def matmul_id_back_cpu(dx, dy, w, ids, acc):
         start_with(dx, acc)
     given = dtype_of(w).block, *packed(rows(w)), len(w), ids, acc is not None
     kernels.experts.packed_matmul_id_back(dx, dy, *given)
+
+
+@matmul_id_back.cost
+def matmul_id_back_cost(dx, dy, w, ids, acc):
+    return by_expert(dy.shape[0], w, dy.shape[1], w.shape[2])
 
 
 @matmul_id_back.samples
@@ -238,6 +249,12 @@ def out_prod_id_cpu(y, a, b, ids, acc, *, count):
     if acc is not None:
         start_with(y, acc)
     kernels.experts.out_prod_id(y, a, b, ids, acc is not None)
+
+
+@out_prod_id.cost
+def out_prod_id_cost(y, a, b, ids, acc, *, count):
+    (n, p), q = a.shape, b.shape[1]
+    return Cost({"multiply": count * multiplied(p, q, -(-n // count)), "pack": float(n * (p + q))})
 
 
 @out_prod_id.samples

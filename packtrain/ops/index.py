@@ -5,6 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, packed, start_with, table
+from packtrain.ops.costs import Cost
 from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
@@ -55,6 +56,11 @@ def get_rows_numpy(y, w, ids):
 def get_rows_cpu(y, w, ids):
     bad = kernels.rows.get_rows(table(y, ids.ndim), *packed(table(w, 1)), flat(ids))
     _check("get_rows", bad, ids, len(w))
+
+
+@get_rows.cost
+def get_rows_cost(y, w, ids):
+    return Cost(nbytes=2 * y.spec.nbytes + ids.spec.nbytes)  # as much of the table as it gives
 
 
 @get_rows.samples
@@ -149,6 +155,11 @@ def set_rows_cpu(out, leaf, x, ids):
         return
     bad = kernels.rows.set_rows(table(leaf, 1), table(x, ids.ndim), flat(ids))
     _check("set_rows", bad, ids, len(leaf))
+
+
+@set_rows.cost
+def set_rows_cost(out, leaf, x, ids):
+    return Cost(nbytes=2 * x.spec.nbytes + ids.spec.nbytes)
 
 
 @set_rows.samples

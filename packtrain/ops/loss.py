@@ -4,7 +4,9 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import TRAINABLE, dtype_of, f16, f32, i32
+from packtrain.ops import costs
 from packtrain.ops.arrays import flat, floats, packed, rows, rows_or_absent
+from packtrain.ops.costs import Cost, elementwise
 from packtrain.ops.elementwise import mul
 from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -99,6 +101,9 @@ def _targets(shape, v):
     return constant("targets", targets.reshape(shape), i32), input("weights", shape)
 
 
+cross_entropy.cost(elementwise())
+
+
 @cross_entropy.samples
 def cross_entropy_samples():
     for n, v in ((1, 1), (3, 15), (17, 64), (260, 130)):
@@ -126,6 +131,11 @@ def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
     kernels.loss.cross_entropy_back(
         rows(dlogits), flat(dloss), rows(logits), flat(targets), flat(weights)
     )
+
+
+@cross_entropy_back.cost
+def cross_entropy_back_cost(dlogits, dloss, logits, targets, weights):
+    return Cost({"exp": 2 * logits.spec.size})  # for the sum, and for the probabilities
 
 
 @cross_entropy_back.samples
@@ -211,6 +221,11 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, wor
     made = flat(loss), flat(losses), rows_or_absent(dx), rows_or_absent(dw), work[0]
     given = rows(x), dtype_of(w).block, *packed(w), flat(targets), flat(weights)
     kernels.loss.linear_cross_entropy(*made, *given, softcap)
+
+
+@linear_cross_entropy.cost
+def linear_cross_entropy_cost(out, x, w, targets, weights, *, chunk, softcap):
+    return costs.head(x, w, *(*out, None)[2:4], chunk)
 
 
 @linear_cross_entropy.samples

@@ -4,6 +4,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, bf16, dtype_of, f16, f32
+from packtrain.ops import costs
 from packtrain.ops.arrays import floats, packed, rows, start_with
 from packtrain.ops.shape import transpose
 from packtrain.quant import READABLE
@@ -85,6 +86,11 @@ def matmul_cpu(y, x, w, acc):
         kernels.matmul.product(y[at], x[at], w[at].T, acc is not None)
 
 
+@matmul.cost
+def matmul_cost(y, x, w, acc):
+    return costs.product_with(x, w)
+
+
 @matmul.samples
 def matmul_samples():
     for m, n, k in (
@@ -157,6 +163,11 @@ def matmul_back_cpu(dx, dy, w, acc):
     kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), acc is not None)
 
 
+@matmul_back.cost
+def matmul_back_cost(dx, dy, w, acc):
+    return costs.product_back(dy.spec.size // w.shape[0], w)
+
+
 @matmul_back.samples
 def matmul_back_samples():
     for w in _packed_weights():
@@ -196,6 +207,11 @@ def out_prod_cpu(y, a, b, acc):
     if acc is not None:
         start_with(y, acc)
     kernels.matmul.product(y, rows(a).T, rows(b), acc is not None)
+
+
+@out_prod.cost
+def out_prod_cost(y, a, b, acc):
+    return costs.product(*y.shape, a.spec.size // a.shape[-1], turned=True)
 
 
 @out_prod.samples

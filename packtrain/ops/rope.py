@@ -6,6 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
+from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -67,6 +68,11 @@ def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, gr
     frequencies = _frequencies(factors, dims, base, divisor, blend)
     places = t.reshape(pos.size, dims // 2, 2), pos.reshape(-1)
     kernels.rope.table(*places, frequencies, magnitude, *growth)
+
+
+@rope_table.cost
+def rope_table_cost(t, pos, factors, **how):
+    return Cost({"exp": 16 * t.spec.size})  # cos and sin in f64, one by one
 
 
 @rope_table.samples

@@ -5,6 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import rows, rows_or_absent
+from packtrain.ops.costs import elementwise
 from packtrain.ops.reduce import sum_like
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -44,6 +45,9 @@ def soft_max_numpy(y, x, mask, *, scale):
 @soft_max.kernel("cpu")
 def soft_max_cpu(y, x, mask, *, scale):
     kernels.softmax.soft_max(rows(y), rows(x), rows_or_absent(mask), scale)
+
+
+soft_max.cost(elementwise())
 
 
 @soft_max.samples

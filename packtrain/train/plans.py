@@ -263,6 +263,11 @@ def is_mapped(shape: Shape, name: str) -> bool:
     return not shape.base.trains(shape.config, name)
 
 
+def packed_types(shape: Shape) -> set[Dtype]:
+    """The types of its weights that are not f32."""
+    return {leaf.dtype for leaf in leaves(shape)[0].values()} - {f32}
+
+
 def counted(shape: Shape, leaves: Mapping[str, int]) -> int:
     """Bytes of these leaves in the memory of the run."""
     strict = shape.base is not None and shape.base.strict

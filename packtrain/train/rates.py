@@ -2,32 +2,58 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from packtrain import cost, kernels
-from packtrain.child import ask
+from packtrain import kernels
+from packtrain.calibrate import measured
+from packtrain.cost import Rates
+from packtrain.dtypes import DTYPES, Dtype
 from packtrain.files import write_text
 from packtrain.kernels.runtime import cache_root, platform_parts, writable
+from packtrain.ops.costs import laying
 from packtrain.version import __version__
 
+FORMAT = 1  # of the file; another is measured again
 
-def rates(again: bool, say: Callable[[str], None]) -> cost.Rates:
-    """The kept rates of this processor with so many threads; measured first if there are none, or if `again`."""
-    threads = kernels.threads()
-    path = kept(threads)
-    try:
-        if not again:
-            return cost.Rates(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or not whole
-        pass
-    found = ask(lambda: None, _measured, threads)
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Rates in a file. Those of a busy machine (`quiet` is false) serve one run, and the next measures again."""
+
+    rates: Rates
+    quiet: bool
+
+
+def rates(again: bool, say: Callable[[str], None], types: Collection[Dtype] = ()) -> Rates:
+    """The kept rates of this processor with so many threads; measured if they are missing, or if `again`.
+
+    types  of the matrices that a run reads packed; each has a rate of its own
+    """
+    path = kept(kernels.threads())
+    before = None if again else read(path)
+    if before is not None and before.quiet and all(laying(t) in before.rates.kinds for t in types):
+        return before.rates
+    known = {laying(t): t for t in DTYPES.values()}
+    others = () if before is None else [known[k] for k in before.rates.kinds if k in known]
+    found, quiet = measured({*types, *others} - {DTYPES["f32"]})
+    if before is not None and not quiet:
+        found = faster(found, before.rates)
+    how = "" if quiet else "; it is busy, and the next run measures it again"
     say(
-        f"measured this machine: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, kept in {path}"
+        f"measured this machine: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, kept in {path}{how}"
     )
-    write_text(path, json.dumps(asdict(found)))
+    keep(path, Kept(found, quiet))
     return found
+
+
+def faster(a: Rates, b: Rates) -> Rates:
+    """Of each rate the faster: what else runs only takes time."""
+    kinds = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
+    most = {name: max(getattr(a, name), getattr(b, name)) for name in ("flops", "nbytes", "near")}
+    least = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
+    return replace(a, kinds=kinds, **most, **least)
 
 
 def kept(threads: int) -> Path:
@@ -37,6 +63,17 @@ def kept(threads: int) -> Path:
     return writable(cache_root()) / f"rates-{name}.json"
 
 
-def _measured(threads: int) -> cost.Rates:
-    kernels.set_threads(threads)
-    return cost.measured()
+def read(path: Path) -> Kept | None:
+    """What was kept; None if nothing was, or nothing whole."""
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] != FORMAT:
+            return None
+        return Kept(Rates(**found["rates"]), bool(found["quiet"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def keep(path: Path, what: Kept) -> None:
+    plain = {"format": FORMAT, "quiet": what.quiet, "rates": asdict(what.rates)}
+    write_text(path, json.dumps(plain, indent=1))

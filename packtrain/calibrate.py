@@ -1,0 +1,129 @@
+"""How fast this machine is: each kind of work, measured by a small call that is mostly that.
+
+What a call does beside is taken off at the rates that are known so far. Of several rounds the fastest counts.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from packtrain import kernels, ops
+from packtrain.cost import Rates, call_seconds, cost_of, idle, moved
+from packtrain.dtypes import Dtype
+from packtrain.graph import Graph
+from packtrain.ops.costs import laying
+from packtrain.place import Step, place
+from packtrain.run import Session
+from packtrain.tensor import Tensor, input, weight
+
+LEAST_ROUNDS, ROUNDS, SPENT = 3, 12, 0.04  # of a call, and seconds that take no more rounds
+WAITED = 0.15  # of the time in which this thread had work, and others ran
+BEGIN = Rates(1e11, 1e10)
+PASSES = 8  # over the calls: each takes off what the last pass knew
+LEAST = 0.1  # of a call's time is left to the kind that it measures, whatever the others take
+MEMORY = "near", "far"
+
+
+def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
+    """A call for each kind of work, with few bytes in use at a time: the most are 16 MiB."""
+    yield "call", ops.scale(input("x", (1,)), by=2.0)
+    yield "region", ops.scale(input("x", ((1 << 15) + 1,)), by=2.0)
+    yield "near", ops.scale(input("x", (1 << 17,)), by=2.0)
+    yield "far", ops.scale(input("x", (1 << 21,)), by=2.0)
+    yield "multiply", ops.matmul(input("x", (480, 512)), weight("w", (256, 512)))
+    yield "pack", ops.out_prod(input("a", (2048, 480)), input("b", (2048, 32)))
+    yield "exp", ops.swiglu(input("gate", (1 << 17,)), input("up", (1 << 17,)))
+    for kind, heads, width in (("attend", 4, 64), ("score", 16, 8)):
+        q, k, v = (input(name, (1, 256, heads, width)) for name in "qkv")
+        y, lse = ops.attention(q, k, v, scale=1.0)
+        yield kind, y
+        dy, y, lse = input("dy", y.shape), input("y", y.shape), input("lse", lse.shape)
+        yield f"{kind} back", ops.attention_back(dy, y, lse, q, k, v, scale=1.0)[0]
+    for dtype in types:
+        yield laying(dtype), ops.matmul(input("x", (24, 1024)), weight("w", (512, 1024), dtype))
+
+
+@dataclass
+class Timing:
+    """Calls with their shortest times, and how much of the time the processor was this process's."""
+
+    clock: Callable[[], float] = time.perf_counter
+    calls: list[tuple[str, Step, float]] = field(default_factory=list)
+    wall: float = 0.0
+    own: float = 0.0
+
+    def add(self, kind: str, y: Tensor) -> None:
+        """Time the call that makes y, without the bringing of its inputs."""
+        session = Session()
+        run = session.executor(place(Graph([y])))
+        for leaf in run.placed.graph.leaves:
+            if leaf.kind == "weight":
+                session.fill(leaf.label, lambda array: array.view(np.uint8).fill(0))
+        run({name: np.zeros(spec.shape, np.float32) for name, (_, _, spec) in run.inputs.items()})
+        times, own, start = list[float](), time.thread_time(), time.perf_counter()
+        while len(times) < LEAST_ROUNDS or (len(times) < ROUNDS and sum(times) < SPENT):
+            began = self.clock()
+            run.calls[-1]()
+            times.append(self.clock() - began)
+        self.wall += time.perf_counter() - start
+        self.own += time.thread_time() - own
+        self.calls.append((kind, run.placed.steps[-1], min(times)))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing else took the processor."""
+        return self.own > (1 - WAITED) * self.wall
+
+    def rates(self, threads: int, known: Rates = BEGIN) -> Rates:
+        """The rates at which all calls take the time they took; those of no call are `known`."""
+        rates = replace(known, threads=threads)
+        for _ in range(PASSES):
+            for kind, step, took in self.calls:
+                rates = solved(rates, kind, step, took)
+        return rates
+
+
+def solved(rates: Rates, kind: str, step: Step, took: float) -> Rates:
+    """The rates with another one for `kind`, such that the call takes as long as it took."""
+    cost = cost_of(step, step.results)
+    if kind == "call":
+        return replace(rates, call=took)
+    if kind == "region":
+        without = call_seconds(step, replace(rates, region=0.0))
+        return replace(rates, region=max(took - without, 0.0))
+    left = took - rates.call - rates.region
+    if kind in MEMORY:
+        rate = moved(step, cost) / max(left, LEAST * took)
+        return replace(rates, near=rate) if kind == "near" else replace(rates, nbytes=rate)
+    amount = cost.work[kind]
+    others = sum(n / rates.of(other) for other, n in cost.work.items() if other != kind)
+    left = left / idle(cost.tasks, threads=rates.threads) - others
+    rate = amount / max(left, LEAST * took)
+    flops = 2 * rate if kind == "multiply" else rates.flops
+    return replace(rates, flops=flops, kinds={**rates.kinds, kind: rate})
+
+
+def measured(types: Collection[Dtype] = (), known: Rates = BEGIN) -> tuple[Rates, bool]:
+    """The rates now, in about a second, and whether nothing else ran.
+
+    On a busy machine they are those of one thread by its processor time, times the threads.
+    """
+    threads = kernels.threads()
+    timing = timed(types, time.perf_counter)
+    if timing.quiet:
+        return timing.rates(threads, known), True
+    kernels.set_threads(1)
+    try:
+        alone = timed(types, time.thread_time).rates(1, known)
+    finally:
+        kernels.set_threads(threads)
+    return alone.times(threads), False
+
+
+def timed(types: Collection[Dtype], clock: Callable[[], float]) -> Timing:
+    timing = Timing(clock)
+    for kind, y in probes(types):
+        timing.add(kind, y)
+    return timing

@@ -1,0 +1,159 @@
+"""What calls cost: work counted from shapes, for ops to declare and `packtrain.cost` to weigh with measured rates.
+
+The counts follow the kernels: how they cut a call into tasks, and what a task does again. Some of their constants
+stand here again, since they need numba and planning does not; a test compares them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from packtrain.dtypes import Dtype, f32
+from packtrain.tensor import Tensor
+
+PANEL = 32  # columns of a register tile
+DEPTH = 256  # steps of a sum before a tile is written
+ENDS = 3  # steps of a sum that writing a tile is worth
+FEW_ROWS = 4  # up to so many rows go by dot products
+SMALL, TASK, MOST_TASKS, SIDE, CHUNK = 1 << 19, 1 << 24, 32, 128, 120  # of kernels.matmul and gemm
+UNPACKED_ROWS, UNPACKING, PACKED_TASK, MOST_PACKED = 512, 16, 1 << 20, 64  # of kernels.packed
+LEAST_TASKS, LEAST = 6, 128
+KEYS = 64  # of a block in attention
+HEAD_ROWS, SLICE = 256, 512  # rows, and columns of logits, in a task of the head
+WIDE = 128  # columns of an expert's task
+
+Rule = Callable[..., "Cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a call does: amounts of work by kind, bytes of memory, and how much of it can go side by side.
+
+    work    multiply-adds of products (`multiply`) and of attention (`attend`, `attend back`);
+            values laid out for the tiles of a product (`pack`), or made f32 for them (`unpack q4_K`, …);
+            values put through a function (`exp`), pairs of query and key (`score`, `score back`)
+    nbytes  moved; None is what the call reads and makes
+    tasks   of equal size, each for one thread
+    """
+
+    work: Mapping[str, float] = field(default_factory=dict)
+    nbytes: float | None = None
+    tasks: float = math.inf
+
+
+def multiplied(m: int, n: int, k: float) -> float:
+    """Multiply-adds of an (m, n) product over k, as tiles do them."""
+    return m * padded(n) * (k + ENDS * math.ceil(k / DEPTH))
+
+
+def padded(n: int) -> int:
+    return -(-n // PANEL) * PANEL
+
+
+def tile(m: int, n: int, k: int) -> tuple[int, int]:
+    """Rows and columns of a task, see kernels.matmul.tile_shape."""
+    rows, columns, count = m, n, 1
+    while rows * columns * k > TASK and count < MOST_TASKS:
+        if columns >= rows and columns > SIDE:
+            columns = (columns + 1) // 2
+        elif rows > SIDE:
+            rows = (rows + 1) // 2
+        else:
+            break
+        count *= 2
+    return max(rows, 1), max(columns, 1)
+
+
+def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
+    """(m, k) @ (k, n) in f32; `turned` is the left side, as in a gradient of a weight."""
+    rows, columns = tile(m, n, k)
+    down, across = -(-m // rows), -(-n // columns)
+    packed = float(down * padded(n) * k)
+    if turned:
+        packed = packed * -(-rows // CHUNK) + across * m * k
+    if m <= FEW_ROWS and not turned:
+        packed, across = 0.0, -(-n * m * k // (1 << 16))
+    serial = m * n * k <= SMALL
+    work = {"multiply": multiplied(m, n, k), "pack": packed}
+    return Cost(work, tasks=1 if serial else down * across)
+
+
+def product_with(x: Tensor, w: Tensor) -> Cost:
+    """Rows of x by rows of w, of any type, perhaps one w for each of x's leading axes."""
+    n, k = w.shape[-2:]
+    m, count = x.spec.size // max(k, 1), math.prod(w.shape[:-2])
+    if w.dtype == f32:
+        one = product(m // max(count, 1), n, k)
+        return Cost({kind: count * amount for kind, amount in one.work.items()}, tasks=one.tasks)
+    tasks = max(min(n * k * (m + UNPACKING) // PACKED_TASK, MOST_PACKED) // 2 * 2, 1)
+    work = {"multiply": multiplied(m, n, k), laying(w.dtype): -(-m // UNPACKED_ROWS) * n * k}
+    return Cost(work, tasks=tasks)
+
+
+def product_back(m: int, w: Tensor) -> Cost:
+    """m rows of a gradient times a packed w."""
+    n, k = w.shape
+    across, rows = -(-k // max(w.dtype.block, LEAST)), min(m, UNPACKED_ROWS)
+    while across * -(-m // rows) < LEAST_TASKS and rows > LEAST:
+        rows = -(-rows // 2)
+    down = -(-m // rows)
+    work = {"multiply": multiplied(m, k, n), laying(w.dtype): down * n * k}
+    return Cost(work, tasks=across * down)
+
+
+def laying(dtype: Dtype) -> str:
+    """The work of laying out values of a matrix of this type for the tiles of a product."""
+    return "pack" if dtype == f32 else f"unpack {dtype}"
+
+
+def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int) -> Cost:
+    """The loss of logits x @ w.T by chunks of rows, and the gradients that are wanted."""
+    (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
+    chunk = max(min(chunk, n), 1)
+    chunks, logits = -(-n // chunk), float(n * v)
+    laid = laying(w.dtype)
+    work = {"multiply": multiplied(n, v, c), "exp": logits}
+    work[laid] = float(chunks * -(-chunk // UNPACKED_ROWS) * v * c)
+    nbytes = 12.0 * logits
+    if dx is not None or dw is not None:
+        work["exp"] += logits
+        nbytes += 8.0 * logits
+    if dx is not None:
+        work["multiply"] += multiplied(n, c, v)
+        work[laid] += chunks * -(-chunk // HEAD_ROWS) * v * c
+        nbytes += 4.0 * logits
+    if dw is not None:
+        work["multiply"] += chunks * multiplied(v, c, n / chunks)
+        work["pack"] = work.get("pack", 0.0) + logits + logits * c / CHUNK
+        nbytes += 8.0 * chunks * v * c
+    return Cost(work, nbytes=nbytes, tasks=max(v // SLICE, 1))
+
+
+def attended(q: Tensor, k: Tensor, window: int) -> float:
+    """Pairs of query and key in blocks that a causal mask, and a window, let through, for all heads."""
+    (b, t, h, d), s = q.shape, k.shape[1]
+    if t != s:  # a cache: how full it is nobody knows
+        return float(b * h * t * s)
+    lanes, pairs = queries(d), 0
+    for first in range(0, t, lanes):
+        rows = min(lanes, t - first)
+        start = max(first - window + 1, 0) // KEYS * KEYS if window else 0
+        pairs += rows * (min(-(-(first + rows) // KEYS) * KEYS, t) - start)
+    return float(b * h * pairs)
+
+
+def queries(d: int) -> int:
+    """Queries in a block, by the width of a head, see kernels.attention.queries_in_block."""
+    return 64 if d <= 64 else 32 if d <= 256 else 16
+
+
+def elementwise(times: float = 1.0) -> Rule:
+    """So many functions such as exp of each element of the first input."""
+    return lambda out, x, *others, **attrs: Cost({"exp": times * x.spec.size})
+
+
+def by_expert(n: int, w: Tensor, a: int, b: int) -> Cost:
+    """n rows of a values by their experts' matrices of a × b, each laid out once if rows come to all."""
+    e = min(w.shape[0], n)
+    work = {"multiply": multiplied(n, b, a), laying(w.dtype): float(e * a * b)}
+    return Cost(work, tasks=w.shape[0] * -(-b // WIDE))

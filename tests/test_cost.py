@@ -1,0 +1,218 @@
+"""Declared costs follow the kernels; rates solve for the times that were seen, and are kept with care."""
+
+import inspect
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+import packtrain.ops
+from packtrain import calibrate, cost, kernels, ops
+from packtrain.calibrate import Timing, measured, probes
+from packtrain.cost import Rates, call_seconds, cost_of, moved
+from packtrain.dtypes import BLOCK_TYPES, f32
+from packtrain.graph import Graph
+from packtrain.ops import costs
+from packtrain.place import Step, place
+from packtrain.tensor import OPS, Tensor, input, weight
+from packtrain.train import rates as kept_rates
+from packtrain.train.rates import faster, kept, rates
+
+Q8_0 = BLOCK_TYPES["q8_0"]
+MULTIPLY = {
+    "matmul", "matmul_back", "out_prod", "matmul_id", "matmul_id_back", "out_prod_id", "attention",
+    "attention_back", "linear_cross_entropy",
+}  # fmt: skip
+KNOWN = Rates(
+    1e11,
+    2e10,
+    near=1e11,
+    kinds={"multiply": 5e10, "pack": 4e9, "exp": 3e9, "attend": 4e10, "attend back": 3e10}
+    | {"score": 3e9, "score back": 2e9, "unpack q8_0": 2e9},
+    threads=2,
+    call=2e-6,
+    region=4e-6,
+)
+
+
+def step_of(y: Tensor) -> Step:
+    return place(Graph([y])).steps[-1]
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_samples_cost_something(name):
+    op = OPS[name]
+    assert op.sample_rule is not None
+    for y in op.sample_rule():
+        for step in place(Graph([y])).steps:
+            found = cost_of(step, step.results)
+            assert all(math.isfinite(n) and n >= 0 for n in found.work.values()), found
+            assert found.tasks >= 1 and moved(step, found) > 0
+            took = call_seconds(step, KNOWN, step.results)
+            assert math.isfinite(took) and took > KNOWN.call
+
+
+@pytest.mark.parametrize("name", sorted(MULTIPLY))
+def test_what_multiplies_declares_it(name):
+    assert OPS[name].sample_rule is not None
+    for y in OPS[name].sample_rule():
+        step = next(step for step in place(Graph([y])).steps[::-1] if step.op.name == name)
+        work = cost_of(step, step.results).work
+        assert sum(n for kind, n in work.items() if kind in ("multiply", "attend", "attend back"))
+
+
+def test_every_op_that_calls_a_kernel_of_products_is_among_them():
+    products = re.compile(
+        r"kernels\.(matmul|packed|attention|attention_back|loss\.linear\w+|experts\.(packed_)?(matmul|out_prod)\w+)\b"
+    )
+    sources = {
+        name: inspect.getsource(op.kernels["cpu"].run)
+        for name, op in OPS.items()
+        if "cpu" in op.kernels
+    }
+    assert {name for name, source in sources.items() if products.search(source)} == MULTIPLY
+
+
+def test_constants_are_those_of_the_kernels():
+    gemm, matmul, packed = kernels.gemm, kernels.matmul, kernels.packed
+    assert (costs.DEPTH, costs.CHUNK % gemm.ROWS) == (gemm.DEPTH, 0)
+    assert costs.PANEL >= gemm.PANEL
+    same = ("FEW_ROWS", "SMALL", "TASK", "MOST_TASKS", "SIDE")
+    assert [getattr(costs, name) for name in same] == [getattr(matmul, name) for name in same]
+    found = packed.ROWS, packed.UNPACKING, packed.TASK, packed.MOST_TASKS, packed.LEAST_TASKS
+    assert found == (
+        costs.UNPACKED_ROWS,
+        costs.UNPACKING,
+        costs.PACKED_TASK,
+        costs.MOST_PACKED,
+        costs.LEAST_TASKS,
+    )
+    assert (packed.LEAST_ROWS, packed.LEAST_COLUMNS) == (costs.LEAST, costs.LEAST)
+    assert (kernels.loss.ROWS, kernels.loss.MOST_COLUMNS) == (costs.HEAD_ROWS, costs.SLICE)
+    assert (kernels.attention.KEYS, kernels.experts.WIDE) == (costs.KEYS, costs.WIDE)
+    for width in (8, 64, 65, 256, 257):
+        assert costs.queries(width) == kernels.attention.queries_in_block(width)
+
+
+@pytest.mark.parametrize("shape", [(2048, 512, 512), (5, 9, 100), (4096, 2048, 768), (1, 700, 65)])
+def test_tasks_are_those_of_the_kernel(shape):
+    rows, columns = kernels.matmul.tile_shape(*shape)
+    near = costs.tile(*shape)
+    assert rows - near[0] in range(kernels.gemm.ROWS) and columns - near[1] in range(costs.PANEL)
+
+
+def test_a_task_alone_gets_one_thread():
+    small = step_of(ops.matmul(input("x", (64, 64)), input("w", (64, 64))))
+    two = replace(KNOWN, call=0.0, region=0.0, near=0.0, nbytes=1e18)
+    assert call_seconds(small, two) == pytest.approx(
+        2 * call_seconds(small, replace(two, threads=1))
+    )
+
+
+def test_work_that_nobody_reads_costs_nothing():
+    x, w = input("x", (64, 32)), input("w", (100, 32))
+    targets, weights = input("targets", (64,), packtrain.dtypes.i32), input("weights", (64,))
+    made = ops.linear_cross_entropy(x, w, targets, weights)
+    step = step_of(made[0])
+    loss, dx, both = (
+        cost_of(step, read).work["multiply"] for read in (made[:1], made[:3], made[:4])
+    )
+    assert loss < dx < both and dx == pytest.approx(2 * loss, rel=0.5)
+
+
+@pytest.mark.parametrize("dtype", [f32, Q8_0])
+def test_smaller_chunks_of_the_head_cost_more(dtype):
+    x, w = input("x", (512, 64)), weight("w", (4096, 64), dtype)
+    targets, weights = input("targets", (512,), packtrain.dtypes.i32), input("weights", (512,))
+    took = []
+    for chunk in (256, 64, 16, 1):
+        step = step_of(ops.linear_cross_entropy(x, w, targets, weights, chunk=chunk)[0])
+        took.append(call_seconds(step, KNOWN, step.results))
+    assert took == sorted(took) and took[-1] > 2 * took[0]
+
+
+# ---- rates ---------------------------------------------------------------------------------------------------
+
+
+def test_rates_solve_for_the_times_that_were_seen():
+    timing = Timing()
+    for kind, y in probes([Q8_0]):
+        step = step_of(y)
+        timing.calls.append((kind, step, call_seconds(step, KNOWN, step.results)))
+    found = timing.rates(2)
+    assert found.kinds == pytest.approx(KNOWN.kinds, rel=0.05)
+    for name in ("flops", "nbytes", "near", "call", "region"):
+        assert getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=0.1), name
+
+
+def test_a_busy_machine_is_noticed():
+    timing = Timing(wall=1.0, own=0.5)
+    assert not timing.quiet and Timing(wall=1.0, own=0.95).quiet
+
+
+def test_measuring_takes_few_bytes_and_little_time():
+    found, _ = measured([Q8_0])
+    assert found.flops > 1e8 and found.of("unpack q8_0") > 1e6 and found.threads >= 1
+    for _, y in probes([Q8_0]):
+        step = step_of(y)
+        assert moved(step, cost.Cost()) <= 17 << 20
+
+
+def test_work_that_was_not_measured_has_a_typical_rate():
+    assert 0 < Rates(1e11, 1e10).of("unpack iq4_xs") < 1e11
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_rates, "cache_root", lambda: tmp_path)
+    return list[str]()
+
+
+def quiet(monkeypatch, *states: bool):
+    """Let measuring find a machine of ever more work a second, quiet or not."""
+    left = list(states)
+
+    def made(types, known=None):
+        n = len(states) - len(left) + 1
+        kinds = {costs.laying(t): float(n) for t in types}
+        return replace(KNOWN, flops=n * 1e9, kinds=kinds), left.pop(0)
+
+    monkeypatch.setattr(kept_rates, "measured", made)
+
+
+def test_rates_are_measured_once(said, monkeypatch):
+    quiet(monkeypatch, True, True, True)
+    first = rates(False, said.append)
+    assert rates(False, said.append) == first and len(said) == 1 and first.flops == 1e9
+    assert rates(True, said.append).flops == 2e9
+    for torn in ("{", '{"format": 1}', '{"flops": 1.0, "nbytes": 2.0}'):
+        before = kept(kernels.threads()).read_text()
+        kept(kernels.threads()).write_text(torn)
+        assert kept_rates.read(kept(kernels.threads())) is None
+        kept(kernels.threads()).write_text(before)
+    assert rates(False, said.append).flops == 2e9 and len(said) == 2
+
+
+def test_another_type_is_measured_when_it_comes(said, monkeypatch):
+    quiet(monkeypatch, True, True)
+    rates(False, said.append)
+    found = rates(False, said.append, {Q8_0})
+    assert found.kinds == {"unpack q8_0": 2.0}
+    assert rates(False, said.append, {Q8_0}) == found and len(said) == 2
+
+
+def test_a_busy_machine_is_measured_again(said, monkeypatch):
+    quiet(monkeypatch, False, False, True)
+    assert rates(False, said.append).flops == 1e9 and "it is busy" in said[-1]
+    assert rates(False, said.append).flops == 2e9
+    assert rates(False, said.append).flops == 3e9 and "it is busy" not in said[-1]
+    assert rates(False, said.append).flops == 3e9 and len(said) == 3
+    assert json.loads(kept(kernels.threads()).read_text())["quiet"]
+
+
+def test_of_two_busy_moments_the_faster_counts():
+    slow = replace(KNOWN, flops=1e10, call=1e-5, kinds={"pack": 1.0})
+    assert faster(slow, KNOWN) == replace(KNOWN)
+    assert calibrate.BEGIN.of("pack") > 0

@@ -21,6 +21,7 @@ LEAST_TASKS, LEAST = 6, 128
 KEYS = 64  # of a block in attention
 HEAD_ROWS, SLICE = 256, 512  # rows, and columns of logits, in a task of the head
 WIDE = 128  # columns of an expert's task
+SERIAL = 1 << 14  # elements that do not pay for a parallel region
 
 Rule = Callable[..., "Cost"]
 
@@ -149,7 +150,12 @@ def queries(d: int) -> int:
 
 def elementwise(times: float = 1.0) -> Rule:
     """So many functions such as exp of each element of the first input."""
-    return lambda out, x, *others, **attrs: Cost({"exp": times * x.spec.size})
+
+    def rule(out: object, x: Tensor, *others: object, **attrs: object) -> Cost:
+        tasks = 1 if x.spec.size <= SERIAL else math.inf
+        return Cost({"exp": times * x.spec.size}, tasks=tasks)
+
+    return rule
 
 
 def by_expert(n: int, w: Tensor, a: int, b: int) -> Cost:

@@ -7,6 +7,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat_or_absent, rows, rows_or_absent
+from packtrain.ops.costs import elementwise
 from packtrain.tensor import Spec, Tensor, input, op, want
 
 PARTIAL_ROWS = 64  # rows whose weight gradients are summed before they meet the others
@@ -48,6 +49,9 @@ def rms_norm_numpy(y, x, w, *, eps):
 @rms_norm.kernel("cpu")
 def rms_norm_cpu(y, x, w, *, eps):
     kernels.norm.rms_norm(rows(y), rows(x), flat_or_absent(w), eps)
+
+
+rms_norm.cost(elementwise(0.75))
 
 
 @rms_norm.samples
@@ -102,6 +106,9 @@ def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
         rows_or_absent(acc),
         eps,
     )
+
+
+rms_norm_back.cost(elementwise(1.4))
 
 
 @rms_norm_back.samples

@@ -142,6 +142,11 @@ def rope_cpu(y, x, table, *, neox, inverse):
     kernels.rope.rope(y.reshape(heads), x.reshape(heads), turns, neox, inverse)
 
 
+@rope.cost
+def rope_cost(y, x, table, *, neox, inverse):
+    return Cost({"exp": 0.3 * x.spec.size + 15 * x.spec.size / x.shape[-1]})  # and each head begins
+
+
 @rope.samples
 def rope_samples():
     for t, h, d, r in (

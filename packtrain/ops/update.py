@@ -7,6 +7,7 @@ from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
 from packtrain.kernels.counter import key as mixed
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import flat, floats
+from packtrain.ops.costs import Cost, elementwise
 from packtrain.ops.elementwise import mul, scale
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want, weight
 
@@ -36,6 +37,9 @@ def sum_squares_cpu(y, x, acc):
     kernels.reduce.sum_squares(flat(y), flat(x))
     if acc is not None:
         y += np.float32(before)
+
+
+sum_squares.cost(elementwise(2.5))  # in f64
 
 
 @sum_squares.samples
@@ -212,6 +216,13 @@ def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
     kind, data, number = _stored(w, key, stream)
     given = flat(g), flat(m), flat(v), hyper, float(decay), flat(gate)
     kernels.update.adamw(kind, data, *given, number)
+
+
+@opt_step_adamw.cost
+def opt_step_adamw_cost(out, w, *given, decay, stream):
+    return Cost(
+        {"exp": (2 if w.dtype == f32 else 4) * w.spec.size}
+    )  # a root, two divisions, a draw
 
 
 @opt_step_adamw.samples

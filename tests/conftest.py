@@ -1,4 +1,7 @@
-"""Marks of tests that need what a checkout need not have (pyproject.toml); without it they are skipped."""
+"""Marks (pyproject.toml): tests that need what a checkout need not have are skipped without it, slow ones are listed.
+
+slow.txt has the beginnings of the names of the tests that `make check` leaves out.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +16,13 @@ NEEDS = {
     "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
+SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
         for mark, (there, reason) in NEEDS.items():
             if item.get_closest_marker(mark) and not there:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -97,9 +97,8 @@ KINDS = {
 }
 
 
-def survive(folder: Path, kills: int, seed: int, kind: str = "train") -> int:
+def survive(folder: Path, kills: int, seed: int, made: Kind = KINDS["train"]) -> int:
     """Steps of a run that was killed so often and still equals one left alone; raises AssertionError if it does not."""
-    made = KINDS[kind]
     made.prepare(folder)
     run(made.command(folder, "warm", 1))
     began = time.monotonic()
@@ -194,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps = survive(Path(folder), given.kills, given.seed, given.kind)
+        steps = survive(Path(folder), given.kills, given.seed, KINDS[given.kind])
     print(f"survived {given.kills} kills; {steps} steps, weights and metrics equal bit for bit")
 
 

@@ -21,7 +21,7 @@ from packtrain.train import probe, tune
 from packtrain.watch import metrics
 from tests.architectures import random_model
 from tests.checks import close
-from tests.kill import chats, survive, without_times, words
+from tests.kill import KINDS, chats, survive, without_times, words
 from tests.test_model_file import CONFIG, save
 from tests.test_train import said, signal_after, weights
 
@@ -179,7 +179,7 @@ def test_a_run_that_is_resumed_with_another_rank_says_no_more_than_that(folder, 
 
 
 def test_killed_runs_resume_bit_for_bit_and_keep_what_was_there(tmp_path):
-    assert survive(tmp_path, kills=5, seed=1, kind="finetune") > 10
+    assert survive(tmp_path, kills=5, seed=1, made=KINDS["finetune"]) > 10
 
 
 def test_micro_batches_are_as_good_as_one_batch(folder, tmp_path):

@@ -1,0 +1,100 @@
+"""What packtrain promises, seen on a real base, as a table: python -m benchmarks.real [--parts first,eval] [--short]
+
+    first     inspect, generate and chat answer
+    eval      perplexity of a text in windows, as llama-perplexity finds it
+    memory    finetune inside 1 GiB, 700 MiB and its smallest budget, children counted, kernels compiled and not
+    tune8     8 steps: validation falls, and the merged file, as large as the base, keeps what the adapter learnt on
+              conversations that neither a step nor the merge saw
+    tune60    the same with 60 steps
+    tutorial  the same with the tutorial's own base in Q8_0 and Q4_K_M
+    llama     the merged files in llama.cpp answer as here
+    resume    a run that is killed and resumed equals one left alone, bit for bit
+
+Each part is independent, but `llama` takes the files that `tune8` and `tune60` left. Results are kept in a JSON file
+beside the base, so that parts can be run one by one; the table shows all that are there. Exit code 1 if a row is not
+as it should be.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.real_base import PARTS, Row, Setup
+from tests.real import BASE
+
+ROOT = Path(__file__).parent.parent
+HEADING = "| part | what | found | wanted | |\n|---|---|---|---|---|"
+
+
+def table(results: dict[str, list[Row]]) -> str:
+    return "\n".join(
+        [HEADING, *(f"| {part} {row}" for part, rows in results.items() for row in rows)]
+    )
+
+
+def read(path: Path) -> dict[str, list[Row]]:
+    """The results of earlier runs."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    return {part: [Row(**row) for row in kept[part]] for part in PARTS if part in kept}
+
+
+def write(path: Path, results: dict[str, list[Row]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = {part: [asdict(row) for row in rows] for part, rows in results.items()}
+    path.write_text(json.dumps(made, indent=1))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--base", type=Path, default=BASE, help="the base, a GGUF file")
+    parser.add_argument("--data", type=Path, required=True, help="conversations, one to a line")
+    parser.add_argument("--text", type=Path, required=True, help="whose perplexity is compared")
+    parser.add_argument("--stories", type=Path, help="what the tutorial's base is trained on")
+    parser.add_argument("--llama", type=Path, default=ROOT / "build/llama",
+                        help="where `make conformance` has built llama.cpp")  # fmt: skip
+    parser.add_argument("--work", type=Path, default=ROOT / "build/real/work")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--short", action="store_true", help="small, in a minute or two")
+    given = parser.parse_args()
+    given.parts = given.parts.split(",")
+    for name in ("base", "data", "text", "stories"):
+        path = getattr(given, name)
+        if path is not None and not path.exists():
+            parser.error(f"--{name}: there is no {path}")
+    if unknown := [part for part in given.parts if part not in PARTS]:
+        parser.error(f"--parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
+    if "tutorial" in given.parts and not given.stories:
+        parser.error("--stories: the part tutorial needs a text to train its base on")
+    return given
+
+
+def main() -> int:
+    given = parsed()
+    setup = Setup(
+        given.base, given.data, given.text, given.stories, given.llama, given.work, given.short
+    )
+    file = given.work / ("short.json" if given.short else "results.json")
+    results = read(file)
+    for part in given.parts:
+        print(f"… {part}", file=sys.stderr, flush=True)
+        rows = results[part] = []
+        for row in PARTS[part](setup):
+            rows.append(row)
+            print(f"| {part} {row}", file=sys.stderr, flush=True)
+        write(file, results)
+    print(
+        f"{given.base.name}, {platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}\n"
+    )
+    print(table({part: results[part] for part in PARTS if part in results}))
+    return 0 if all(row.good for part in given.parts for row in results[part]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,320 @@
+"""The parts of benchmarks.real: each runs commands on a real base and gives rows of the table."""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.budget import MINIMUM
+from benchmarks.conformance import kind_of
+from benchmarks.conformance_adapters import POSITIONS, adapter_row
+from benchmarks.watched import Watched, packtrain, watched
+from packtrain.gguf import GGUF
+from packtrain.memory import parse_size
+from packtrain.models.file import open_model
+from tests.kill import Kind, survive
+
+MIB = 1 << 20
+HELD = 60  # conversations that neither a step nor a merge sees
+WINDOWS, CONTEXT, TEXT_NBYTES = 28, 512, 60_000  # of the text whose perplexity is compared
+KEPT, MERGE_SECONDS = 0.97, 180
+PERPLEXITY = re.compile(r"perplexity ([\d.]+)")
+LOSS = re.compile(r"loss ([\d.]+)")
+THEIRS = re.compile(r"Final estimate: PPL = ([\d.]+)")
+SHORT = "--ctx 128 --batch-size 1"
+FEW = "--steps-per-eval 0 --val-batches 2 --no-tensorboard --overwrite"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was looked at, what was found and wanted, and whether it is so."""
+
+    what: str
+    found: str
+    wanted: str
+    good: bool
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.what} | {self.found} | {self.wanted} | {'yes' if self.good else '**no**'} |"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Where things are; `work` is kept from run to run, `short` takes less of everything."""
+
+    base: Path
+    data: Path
+    text: Path
+    stories: Path | None
+    llama: Path
+    work: Path
+    short: bool
+
+    def split(self) -> tuple[Path, Path]:
+        """Conversations to learn, and others that are held out."""
+        lines = self.data.read_text(encoding="utf-8").splitlines(keepends=True)
+        held = HELD if len(lines) > 4 * HELD else len(lines) // 4
+        learnt = 40 if self.short else len(lines)
+        self.work.mkdir(parents=True, exist_ok=True)
+        paths = self.work / "learn.jsonl", self.work / "held.jsonl"
+        for path, part in zip(paths, (lines[:-held][:learnt], lines[-held:]), strict=True):
+            path.write_text("".join(part), encoding="utf-8")
+        return paths
+
+
+def failed(name: str, done: Watched) -> Row:
+    """A command that did not end well, by the last line that it said."""
+    last = (done.said.strip().splitlines() or ["nothing"])[-1].replace("|", "/")
+    return Row(name, f"exit {done.code}: {last[:160]}", "exit 0", False)
+
+
+# ---- first -------------------------------------------------------------------------------------------------------
+
+
+def first(setup: Setup) -> Iterator[Row]:
+    """A reply counts if there are words in it."""
+    done = packtrain("inspect", setup.base)
+    name = str(GGUF(setup.base).metadata["general.architecture"])
+    yield Row("inspect", f"exit {done.code}", f"names {name}", done.code == 0 and name in done.out)
+    prompt = "The capital of France is"
+    done = packtrain("generate", setup.base, "-p", prompt, "-n", "12", "--temp", "0")
+    words = re.search(r"\w", done.out.strip().removeprefix(prompt)) is not None
+    good = done.code == 0 and done.out.strip().startswith(prompt) and words
+    yield Row("generate", repr(done.out.strip())[:60], "goes on", good)
+    done = packtrain("chat", setup.base, "-n", "16", "--temp", "0", typed="What is 2 + 2?\n")
+    words = re.search(r"\w", done.out) is not None
+    yield Row("chat", f"exit {done.code}", "a reply", done.code == 0 and words)
+
+
+# ---- eval --------------------------------------------------------------------------------------------------------
+
+
+def measured(model: Path, data: Path, *more: object) -> Watched:
+    return packtrain("eval", model, "--data", data, *more)
+
+
+def perplexity(setup: Setup) -> Iterator[Row]:
+    """Of the base, and of the same weights in F32."""
+    text, windows = setup.work / "text.txt", 4 if setup.short else WINDOWS
+    setup.work.mkdir(parents=True, exist_ok=True)
+    nbytes = TEXT_NBYTES * windows // WINDOWS
+    text.write_bytes(setup.text.read_bytes()[:nbytes].decode(errors="ignore").encode())
+    yield perplexity_row(setup, setup.base, text, 0.005)
+    if setup.short:
+        return
+    with tempfile.TemporaryDirectory(dir=setup.work) as made:
+        unpacked = Path(made) / "f32.gguf"
+        done = packtrain("quantize", setup.base, unpacked, "F32", "--allow-requantize")
+        if done.code:
+            yield failed("quantize to F32", done)
+        else:
+            yield perplexity_row(setup, unpacked, text, 0.001)
+
+
+def perplexity_row(setup: Setup, model: Path, text: Path, most: float) -> Row:
+    """A perplexity beside llama-perplexity's; without it, the perplexity has to be that of a model that knows words."""
+    done, name = measured(model, text, "--ctx", CONTEXT), f"perplexity, {kind_of(model)}"
+    found = PERPLEXITY.search(done.out)
+    if done.code or not found:
+        return failed(name, done)
+    ours, tool = float(found[1]), setup.llama / "cpp/bin/llama-perplexity"
+    if setup.short or not tool.exists():
+        return Row(f"{name}, without llama.cpp", f"{ours:.4f}", "below 100", ours < 100)
+    done = watched(tool, "-m", model, "-f", text, "-c", CONTEXT, "-t", "2")
+    theirs = THEIRS.search(done.out + done.said)
+    if done.code or not theirs:
+        return failed(f"llama-perplexity, {kind_of(model)}", done)
+    off = ours / float(theirs[1]) - 1
+    said = f"{ours:.4f}, llama-perplexity {theirs[1]}: {off:+.3%} ({done.seconds:.0f} s)"
+    return Row(name, said, f"within {most:.1%}", abs(off) <= most)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def tune(base: Path, data: Path, output: Path, flags: str, cache: Path | None = None) -> Watched:
+    """finetune; it begins with an empty cache where `cache` is a new folder."""
+    variables: Mapping[str, str] = {"XDG_CACHE_HOME": str(cache)} if cache else {}
+    command = ("finetune", base, "--data", data, "-o", output)
+    return packtrain(*command, *flags.split(), variables=variables)
+
+
+def memory(setup: Setup) -> Iterator[Row]:
+    """Runs inside their budgets, with kernels that are compiled and with an empty cache."""
+    learnt, _ = setup.split()
+    flags = f"{SHORT if setup.short else ''} {FEW} --iters 2"
+    refused = tune(setup.base, learnt, setup.work / "refused.gguf", f"{flags} --memory 8MiB")
+    least = MINIMUM.search(refused.said)
+    if refused.code != 3 or not least:
+        yield failed("--memory 8MiB is refused with the smallest budget", refused)
+        return
+    smallest = f"{least[1]}MiB"
+    yield Row("refusal of 8 MiB", f"{smallest}, {refused.seconds:.1f} s", "exit 3", True)
+    for budget in (smallest,) if setup.short else ("1GiB", "700MiB", smallest):
+        for cold in (False,) if setup.short else (False, True):
+            yield budget_row(setup, learnt, budget, cold, flags)
+
+
+def budget_row(setup: Setup, learnt: Path, budget: str, cold: bool, flags: str) -> Row:
+    with tempfile.TemporaryDirectory(dir=setup.work) as made:
+        folder = Path(made)
+        empty = folder / "cache" if cold else None
+        result = folder / "tuned.gguf"
+        done = tune(setup.base, learnt, result, f"{flags} --memory {budget}", empty)
+    name = f"finetune --memory {budget}{', empty cache' if cold else ''}"
+    share = done.peak / parse_size(budget, "--memory")
+    said = f"peak {done.peak / MIB:.0f} MiB, {share:.1%}, in {done.seconds:.0f} s"
+    return Row(name, said, "≤ 100 %", share <= 1) if not done.code else failed(name, done)
+
+
+# ---- tune --------------------------------------------------------------------------------------------------------
+
+
+def tuned(base: Path, setup: Setup, name: str, flags: str) -> Iterator[Row]:
+    """A tune and what is left of it in the merged file."""
+    learnt, held = setup.split()
+    folder = setup.work / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    result = folder / "tuned.gguf"
+    done = tune(base, learnt, result, flags)
+    if done.code:
+        yield failed("finetune", done)
+        return
+    seconds = f"{done.seconds:.0f} s in all, peak {done.peak / MIB:.0f} MiB"
+    yield Row("finetune", seconds, "exit 0", True)
+    yield from validation(folder / "tuned.run/metrics.jsonl")
+    adapter = folder / "tuned.run/adapter.gguf"
+    yield from kept(base, adapter, result, held)
+    again = folder / "again.gguf"
+    done = packtrain("merge", base, adapter, "--calibrate", learnt, "-o", again)
+    again.unlink(missing_ok=True)
+    good = not done.code and done.seconds <= MERGE_SECONDS
+    took = f"{done.seconds:.0f} s, peak {done.peak / MIB:.0f} MiB"
+    yield (
+        Row("merge --calibrate", took, f"≤ {MERGE_SECONDS} s", good)
+        if not done.code
+        else failed("merge", done)
+    )
+
+
+def validation(metrics: Path) -> Iterator[Row]:
+    found = [r["val_loss"] for r in map(json.loads, metrics.open()) if "val_loss" in r]
+    if len(found) > 1:
+        said = " → ".join(f"{loss:.4f}" for loss in found)
+        yield Row("validation while tuning", said, "falls", found[-1] < found[0])
+
+
+def kept(base: Path, adapter: Path, result: Path, held: Path) -> Iterator[Row]:
+    """Losses on what is held out, how much of the gain is kept, and the size of the file."""
+    losses = []
+    for model, more in ((base, ()), (base, ("--lora", adapter)), (result, ())):
+        done = measured(model, held, *more)
+        found = LOSS.search(done.out)
+        if done.code or not found:
+            yield failed(f"eval {model.name} on held-out conversations", done)
+            return
+        losses.append(float(found[1]))
+    before, beside, merged = losses
+    yield Row(
+        "held-out loss: base → adapter", f"{before:.4f} → {beside:.4f}", "falls", beside < before
+    )
+    share = (before - merged) / (before - beside) if beside < before else 0.0
+    yield Row(
+        "kept of it when merged", f"{merged:.4f}: {share:.1%}", f"≥ {KEPT:.0%}", share >= KEPT
+    )
+    sizes = [sum(e.nbytes for e in GGUF(path).entries.values()) for path in (base, result)]
+    said = " → ".join(f"{nbytes:,}" for nbytes in sizes)
+    yield Row("bytes of all tensors", said, "equal", sizes[0] == sizes[1])
+
+
+def tune_few(setup: Setup) -> Iterator[Row]:
+    flags = f"--lr 1e-3 --iters 2 --val-batches 1 {SHORT}"
+    if not setup.short:
+        flags = "--lr 1e-3 --iters 8 --steps-per-eval 4"
+    return tuned(setup.base, setup, "tune8", flags)
+
+
+def tune_many(setup: Setup) -> Iterator[Row]:
+    return tuned(setup.base, setup, "tune60", "--lr 1e-3 --iters 60 --steps-per-eval 20")
+
+
+def tutorial(setup: Setup) -> Iterator[Row]:
+    """The commands of the tutorial."""
+    folder = setup.work / "tutorial"
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = folder / "base.gguf"
+    if not plain.exists():
+        flags = ("--preset", "15m", "--iters", "300", "--overwrite")
+        done = packtrain("train", "--data", setup.stories, "-o", plain, *flags)
+        if done.code:
+            yield failed("train", done)
+            return
+    for kind in ("Q8_0", "Q4_K_M"):
+        base = folder / f"{kind}.gguf"
+        base.unlink(missing_ok=True)
+        done = packtrain("quantize", plain, base, kind)
+        if done.code:
+            yield failed(f"quantize {kind}", done)
+            continue
+        flags = "--memory 600MiB --lr 2e-3 --iters 60"
+        for row in tuned(base, setup, f"tutorial/{kind}", flags):
+            yield Row(f"{kind}: {row.what}", row.found, row.wanted, row.good)
+
+
+# ---- llama.cpp, and kills ----------------------------------------------------------------------------------------
+
+
+def llama(setup: Setup) -> Iterator[Row]:
+    """As the table of adapters of docs/conformance.md: the same likeliest token wherever llama.cpp is sure of it."""
+    python, base = setup.llama / "bin/python", open_model(setup.base)
+    tokens = base.tokenizer().encode(setup.text.read_text()[:4000])[: POSITIONS + 1]
+    kind = kind_of(setup.base)
+    for name in ("tune8", "tune60"):
+        result = setup.work / name / "tuned.gguf"
+        if not (result.exists() and python.exists()):
+            missing = result if python.exists() else python
+            yield Row(f"merged file of {name}", f"there is no {missing.name}", "to be there", False)
+            continue
+        question = {"model": str(result)}
+        title = f"| {name} | {kind} | merged"
+        good, line = adapter_row(str(python), title, open_model(result), base, question, tokens)
+        mean, limit, without, others = (cell.strip() for cell in line.split("|")[4:8])
+        said = (
+            f"mean difference {mean} (base: {without}), other likeliest token where sure: {others}"
+        )
+        yield Row(f"merged file of {name}", said, f"{limit}, none".replace(" **no**", ""), good)
+
+
+def resume(setup: Setup) -> Iterator[Row]:
+    learnt, _ = setup.split()
+
+    def prepare(folder: Path) -> None:
+        (folder / "base.gguf").symlink_to(setup.base.resolve())
+        shutil.copy(learnt, folder / "chats.jsonl")
+
+    def flags(folder: Path) -> list[str]:
+        paths = [str(folder / "base.gguf"), "--data", str(folder / "chats.jsonl")]
+        return ["finetune", *paths, "--batch-size", "1", "--ctx", "64", "--lora-dropout", "0.1"]
+
+    results = "{}.gguf", "{}.run/checkpoint.gguf", "{}.run/adapter.gguf"
+    with tempfile.TemporaryDirectory(dir=setup.work) as made:
+        steps = survive(Path(made), 5, 0, Kind(prepare, flags, results))
+    yield Row("5 kills", f"{steps} steps, weights and metrics equal", "bit for bit", True)
+
+
+PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
+    "first": first,
+    "eval": perplexity,
+    "memory": memory,
+    "tune8": tune_few,
+    "tune60": tune_many,
+    "tutorial": tutorial,
+    "llama": llama,
+    "resume": resume,
+}

@@ -1,0 +1,56 @@
+"""A command, watched from outside: exit code, output, seconds, and its most private memory with its children."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from packtrain.memory import private_nbytes_of
+
+SAMPLE_SECONDS = 0.005
+
+
+class Watched(NamedTuple):
+    """A command that has ended: `out` and `said` are its standard output and error, `peak` is in bytes."""
+
+    code: int
+    out: str
+    said: str
+    peak: int
+    seconds: float
+
+
+def watched(*command: object, typed: str = "", variables: Mapping[str, str] = {}) -> Watched:
+    """Run a command with `typed` on its standard input, and with these variables in its environment."""
+    with ExitStack() as stack:
+        given, *outputs = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+        given.write(typed)
+        given.seek(0)
+        began, peak = time.monotonic(), 0
+        process = subprocess.Popen(
+            [*map(str, command)],
+            stdin=given,
+            stdout=outputs[0],
+            stderr=outputs[1],
+            env={**os.environ, **variables},
+        )
+        try:
+            while process.poll() is None:
+                peak = max(peak, private_nbytes_of(process.pid))
+                time.sleep(SAMPLE_SECONDS)
+        finally:
+            process.kill()
+        seconds = time.monotonic() - began
+        for file in outputs:
+            file.seek(0)
+        out, said = (file.read() for file in outputs)
+    return Watched(process.returncode, out, said, peak, seconds)
+
+
+def packtrain(*arguments: object, typed: str = "", variables: Mapping[str, str] = {}) -> Watched:
+    """One of packtrain's commands, watched."""
+    return watched(sys.executable, "-m", "packtrain", *arguments, typed=typed, variables=variables)

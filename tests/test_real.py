@@ -1,0 +1,62 @@
+"""The table of benchmarks.real; and the real base in short, without llama.cpp and data of others."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import real
+from benchmarks.real_base import PARTS, Row, Setup
+from packtrain.commands.demo import documents
+from tests.kill import chats
+from tests.real import BASE
+
+
+def test_parts_can_be_run_one_by_one(tmp_path, monkeypatch, capsys) -> None:
+    """The table shows the earlier ones, too; the exit code is that of those that ran."""
+    for name, good in (("first", False), ("eval", True)):
+        row = Row("what", "found", "wanted", good)
+        monkeypatch.setitem(PARTS, name, lambda setup, row=row: iter([row]))
+    (tmp_path / "file").touch()
+    given = [f"--{name}={tmp_path / 'file'}" for name in ("base", "data", "text")]
+    for parts, code in (("first", 1), ("eval", 0), ("eval,first", 1)):
+        monkeypatch.setattr(sys, "argv", ["real", *given, f"--work={tmp_path}", f"--parts={parts}"])
+        assert real.main() == code
+    shown = capsys.readouterr().out.splitlines()[-2:]
+    assert shown == [
+        "| first | what | found | wanted | **no** |",
+        "| eval | what | found | wanted | yes |",
+    ]
+    assert [*json.loads((tmp_path / "results.json").read_text())] == ["first", "eval"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--parts=nothing"], "'nothing' is none of first, eval"),
+        (["--parts=tutorial"], "--stories: the part tutorial needs a text"),
+        (["--text=nowhere"], "--text: there is no nowhere"),
+    ],
+)
+def test_bad_arguments(given: list[str], said: str, monkeypatch, capsys) -> None:
+    here = [f"--{name}={__file__}" for name in ("base", "data", "text")]
+    monkeypatch.setattr(sys, "argv", ["real", *here, *given])
+    with pytest.raises(SystemExit, match="2"):
+        real.main()
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    data, text = tmp_path / "chats.jsonl", tmp_path / "text.txt"
+    data.write_text(chats(100))
+    text.write_text("\n".join(documents(20_000)))
+    return Setup(BASE, data, text, None, tmp_path / "no-llama", tmp_path / "work", short=True)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("part", ["first", "eval", "memory"])
+def test_the_real_base(part: str, setup: Setup) -> None:
+    rows = [*PARTS[part](setup)]
+    assert rows and all(row.good for row in rows), "\n".join(map(str, rows))

@@ -78,6 +78,16 @@ def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
     assert "FROM ../tuned.gguf" in (tmp_path / "tuned.run/Modelfile").read_text()
     for part in ("llama-cli -m", "--lora", "ollama create", "mapped from its file"):
         assert part in text
+    assert "packtrain chat" in text and "-no-cnv" not in text and "the result is step 12" in text
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-mask-prompt"]])
+def test_what_learnt_from_text_is_for_generate(folder, tmp_path, capsys, flags):
+    (tmp_path / "notes.txt").write_text("the cat sat on the mat. " * 200)
+    given = [str(folder / "q8_0.gguf"), "--data", str(tmp_path / "notes.txt"), *FEW, *flags]
+    assert main(["finetune", *given, "-o", str(tmp_path / "t.gguf"), "--iters", "1"]) == 0
+    text = "\n".join(said(capsys))
+    assert "packtrain generate" in text and "-no-cnv" in text and "packtrain chat" not in text
 
 
 def one_expert_shunned(path: Path, shunned: int) -> None:

@@ -1,11 +1,12 @@
 """Checkpoints: whole or not there, checked when read, the one before kept."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
+from packtrain.commands.train import outcome
 from packtrain.errors import InputError
 from packtrain.train import state
 from packtrain.train.state import Progress
@@ -78,6 +79,34 @@ def test_what_no_run_writes_is_refused_though_its_checksum_is_right(tmp_path, mo
     saved(path)
     with pytest.raises(InputError, match=r"checkpoint\.gguf: what it says of its run"):
         state.load(path, print)
+
+
+def test_a_checkpoint_of_an_older_version_is_read(tmp_path, monkeypatch):
+    path, later = tmp_path / "checkpoint.gguf", ("best_step", "last")
+    older = {name: value for name, value in asdict(Progress(7)).items() if name not in later}
+    monkeypatch.setattr(state, "asdict", lambda progress: older)
+    saved(path)
+    found = state.load(path, print)
+    assert found is not None and found.progress == Progress(7)
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "said"),
+    [
+        ((3.0, 2.0), False, "step 2, the last and best: validation loss 2.0000"),
+        ((3.0, 2.0), True, "step 2, the last and best: validation loss 2.0000"),
+        ((2.0, 3.0), True, "step 1, the best: validation loss 2.0000 (the last, step 2: 3.0000)"),
+        ((2.0, 3.0), False, "step 2, the last: validation loss 3.0000 (the best, step 1: 2.0000;"),
+        ((math.nan, math.nan), False, "step 2, the last; no validation loss was finite"),
+    ],
+)
+def test_the_end_says_which_step_the_result_is_of(losses, best, said):
+    progress = Progress()
+    for loss in losses:
+        progress = progress.after(10, 1.0).validated(loss)
+    assert outcome(progress, best).startswith(f"the result is {said}")
+    older = replace(progress, best_step=0, last=math.inf)
+    assert math.isnan(losses[0]) or f"loss {min(losses):.4f}" in outcome(older, best)
 
 
 def test_a_model_is_no_checkpoint(tmp_path):

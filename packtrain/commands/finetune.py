@@ -122,7 +122,7 @@ def _after(job: Job, shape: Shape) -> None:
         if losses.kept < ENOUGH:
             _advise(measured, losses, subject, settings)
     _write_modelfile(settings, base)
-    _tell(settings)
+    _tell(settings, subject.chats)
 
 
 def _merge(subject: Tuned, adapter: Path, output: Path, dtype: str | None) -> None:
@@ -189,16 +189,22 @@ def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
     write_text(settings.folder / "Modelfile", "\n".join(lines))
 
 
-def _tell(settings: TuneSettings) -> None:
-    """Where everything is, and the commands that use it."""
-    output, folder = settings.output, settings.folder
-    say(f"{output}: {size_text(output.stat().st_size)}")
-    name = shlex.quote(str(output))
-    say(f"  packtrain generate {name} -p 'Once'")
-    say(f"  llama-cli -m {name}")
+def _uses(settings: TuneSettings, chats: bool) -> Iterator[str]:
+    """The commands that use the result, in the way it was tuned for."""
+    name = shlex.quote(str(settings.output))
+    yield f"packtrain chat {name}" if chats else f"packtrain generate {name} -p 'Once'"
+    prompt = "" if chats else " -no-cnv -p 'Once'"
+    yield f"llama-cli -m {name}{prompt}"
     if not settings.full:
-        adapter = shlex.quote(str(settings.adapter or folder / ADAPTER))
+        adapter = shlex.quote(str(settings.adapter or settings.folder / ADAPTER))
         base = shlex.quote(str(settings.model))
-        say(f"  llama-cli -m {base} --lora {adapter}")
-    model = OTHERS.sub("-", name_of(output)).strip("-.") or "tuned"
-    say(f"  ollama create {model} -f {shlex.quote(str(folder / 'Modelfile'))}")
+        yield f"llama-cli -m {base} --lora {adapter}{prompt}"
+    model = OTHERS.sub("-", name_of(settings.output)).strip("-.") or "tuned"
+    yield f"ollama create {model} -f {shlex.quote(str(settings.folder / 'Modelfile'))}"
+
+
+def _tell(settings: TuneSettings, chats: bool) -> None:
+    """Where everything is, and the commands that use it."""
+    say(f"{settings.output}: {size_text(settings.output.stat().st_size)}")
+    for command in _uses(settings, chats):
+        say(f"  {command}")

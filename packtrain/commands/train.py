@@ -1,6 +1,7 @@
 """packtrain train: from text to a GGUF model, inside a planned amount of memory."""
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -300,9 +301,30 @@ def _report(job: Job, progress: Progress, peak: int, planned: int) -> None:
         f"memory: peak {size_text(peak)}, planned {size_text(planned)}"
     )
     if job.valid is not None:
-        say(f"lowest validation loss {progress.best:.4f}")
+        say(outcome(progress, bool(job.settings.patience)))
     folder = job.settings.folder
     say(f"the run is in {folder}, its curve in {folder / 'loss.svg'}")
+
+
+def outcome(progress: Progress, best: bool) -> str:
+    """Which step the result is of, with validation losses; `best` if it is the best step, not the last."""
+    last, lowest = f"step {progress.step:,}", f"step {progress.best_step:,}"
+    if not math.isfinite(progress.best):
+        return f"the result is {last}, the last; no validation loss was finite"
+    if not progress.best_step or not math.isfinite(progress.last):  # from an older checkpoint
+        of = "the step with the lowest validation loss" if best else f"{last}, the last"
+        return f"the result is {of}; lowest validation loss {progress.best:.4f}"
+    if progress.best == progress.last:
+        return f"the result is {last}, the last and best: validation loss {progress.best:.4f}"
+    if best:
+        return (
+            f"the result is {lowest}, the best: validation loss {progress.best:.4f}"
+            f" (the last, {last}: {progress.last:.4f})"
+        )
+    return (
+        f"the result is {last}, the last: validation loss {progress.last:.4f}"
+        f" (the best, {lowest}: {progress.best:.4f}; --patience keeps the best)"
+    )
 
 
 def _after(job: Job, shape: Shape) -> None:

@@ -27,7 +27,8 @@ class Progress:
     """Where a run stands. Counters are 64-bit; the data position and all randomness follow from `step`.
 
     step      steps done          tokens   trained on so far      seconds  spent training
-    best      lowest validation loss, and `stale`, validations since then
+    best      lowest validation loss, after step `best_step`, and `stale`, validations since then
+    last      validation loss of the last validation
     """
 
     step: int = 0
@@ -35,6 +36,8 @@ class Progress:
     seconds: float = 0.0
     best: float = float("inf")
     stale: int = 0
+    best_step: int = 0
+    last: float = float("inf")
 
     def after(self, tokens: int, seconds: float) -> "Progress":
         return replace(
@@ -43,8 +46,8 @@ class Progress:
 
     def validated(self, loss: float) -> "Progress":
         if loss < self.best:
-            return replace(self, best=loss, stale=0)
-        return replace(self, stale=self.stale + 1)
+            return replace(self, best=loss, stale=0, best_step=self.step, last=loss)
+        return replace(self, stale=self.stale + 1, last=loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +153,13 @@ def _load(path: Path) -> Checkpoint:
 
 
 def _is_progress(value: Any) -> bool:
-    """Whether plain data has the fields of Progress, of their types and not below 0."""
+    """Whether plain data has the fields of Progress, of their types and not below 0; old files lack `later`."""
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
+    later = {"best_step": int, "last": float}
     return (
         isinstance(value, dict)
-        and value.keys() == kinds.keys()
-        and all(type(value[name]) is kind and value[name] >= 0 for name, kind in kinds.items())
+        and kinds.keys() <= value.keys() <= kinds.keys() | later.keys()
+        and all(type(given) is (kinds | later)[name] for name, given in value.items())
+        and all(given >= 0 for given in value.values())
         and value["step"] < 1 << 63
     )

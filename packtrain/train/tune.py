@@ -52,6 +52,7 @@ class Tuned:
     config: Config
     base: Base
     template: str | None = None  # what conversations are written by, if the file does not say
+    chats: bool = False  # whether it is tuned on conversations, not on running text
 
     @property
     def more(self) -> Mapping[str, Value]:
@@ -168,7 +169,7 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",
-        replace(subject, template=data.template),
+        replace(subject, template=data.template, chats=_has_chats(settings, model, data)),
         f"{data.fingerprint} {fingerprint(model)}",
         shape,
         optimizer_of(settings),
@@ -195,6 +196,13 @@ def _batches(
     if dataset.valid is not None:
         valid = SampleBatches(dataset.valid, *size, shuffle=False, pack=settings.pack)
     return train, valid, dataset
+
+
+def _has_chats(settings: TuneSettings, model: ModelFile, data: Dataset) -> bool:
+    """Whether prompts are masked in the data; with --no-mask-prompt, whether the model has a form for them."""
+    if settings.mask_prompt:
+        return not data.train.weights.all()
+    return data.template is not None or TEMPLATE in model.gguf.metadata
 
 
 def _recipe(settings: TuneSettings, length: int) -> Recipe:

@@ -6,10 +6,13 @@
 import argparse
 import io
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from packtrain.commands import (
@@ -26,10 +29,12 @@ from packtrain.commands import (
     quantize,
     train,
 )
-from packtrain.errors import DoesNotFit, InputError, Interrupted
-from packtrain.settings import add_flags, from_flags
+from packtrain.debug import flags as debug_flags
+from packtrain.errors import DoesNotFit, InputError, Interrupted, printable
+from packtrain.settings import add_flags, from_flags, positionals
 from packtrain.train.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
+from packtrain.words import meant
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (demo.DemoSettings, demo.run),
@@ -52,17 +57,17 @@ INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _streams()
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    if not hasattr(given, "command"):
-        parser.print_help()
+    given = _given(_parser(), arguments)
+    if given is None:
         return INPUT
     settings, run = COMMANDS[given.command]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        return run(from_flags(settings, _resumed(given, settings)))
+        debug_flags()  # a misspelt one is found before any work
+        code = run(from_flags(settings, _resumed(given, settings)))
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # the reader of a pipe has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
         if given.debug:
@@ -74,10 +79,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPPED
     finally:
         signal.signal(signal.SIGTERM, before)
+        _flush()
+
+
+def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
+    """The parsed command line; without a command the help is printed, and there is none."""
+    given, left = parser.parse_known_args(arguments)
+    if not hasattr(given, "command"):
+        if left:
+            parser.error(f"there is no option {left[0]}")
+        parser.print_help()
+        return None
+    if left:
+        what = (
+            f"there is no option {left[0]}" if left[0].startswith("-") else f"{left[0]} is too much"
+        )
+        given.parser.error(what)
+    return given
 
 
 def _streams() -> None:
     """Standard streams that are there and take any character, whatever the shell has made of them."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  first: it takes the free number, which is its own
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open to the end
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -86,6 +109,15 @@ def _streams() -> None:
     # in some locales Python lets through what is no UTF-8
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="strict")
+
+
+def _flush() -> None:
+    """Drop what standard output cannot take, or Python would complain of it when it ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _code(error: Exception) -> int:
@@ -115,10 +147,39 @@ def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error is said."""
+    """Takes options by their full names only, so that a new one never changes what an old script means.
+
+    An error is one line, with the name that was probably meant.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **(named | {"allow_abbrev": False}))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        texts = sys.argv[1:] if args is None else list(args)
+        for text in takewhile(self._is_own, texts):
+            name, known = text.partition("=")[0], self._option_string_actions
+            if name.startswith("--") and " " not in name and name not in known:
+                self.error(f"there is no option {name}{meant(name, known)}")
+        return super().parse_known_args(texts, namespace)
+
+    def _is_own(self, text: str) -> bool:
+        """Whether an argument is for this parser, not for that of a command, and may be an option."""
+        return text != "--" and (self._subparsers is None or text.startswith("-"))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [*action.choices]
+            near = meant(value, known) or f"; there are {', '.join(known)}"
+            self.error(
+                f"there is no command {self.prog.partition(' ')[2]} {value}{near}".replace(
+                    "  ", " "
+                )
+            )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(INPUT, f"packtrain: error: {message}; see {self.prog} --help\n")
+        said = re.sub(r"^argument (?:\S+/)?", "", printable(message))
+        self.exit(INPUT, f"packtrain: error: {said}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,9 +197,10 @@ def _parser() -> argparse.ArgumentParser:
             into = commands.add_parser(group, help=about, description=about)
             groups[group] = into.add_subparsers(metavar="COMMAND", required=True)
         into = groups[group].add_parser(own, help=about, description=about)
-        into.set_defaults(command=name)
+        into.set_defaults(command=name, parser=into)
         into.add_argument("--debug", action="store_true", help="show where an error was raised")
         add_flags(into, settings)
+        into.usage = " ".join([into.prog, "[options]", *positionals(settings)])
     return parser
 
 

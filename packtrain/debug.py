@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from packtrain.errors import InputError
+
 FLAGS = ("graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse")
 _set: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
 
@@ -38,7 +40,7 @@ def _parse(text: str) -> frozenset[str]:
     given = frozenset(filter(None, (flag.strip() for flag in text.split(","))))
     unknown = sorted(given - set(FLAGS))
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"PACKTRAIN_DEBUG: {', '.join(unknown)} unknown; choose from {', '.join(FLAGS)}"
         )
     return given

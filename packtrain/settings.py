@@ -15,14 +15,21 @@ import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from packtrain.errors import InputError
+from packtrain.words import meant
 
 T = TypeVar("T")
+# headings of the help, in their order
+GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
+METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def option(
@@ -33,10 +40,23 @@ def option(
     choices: Sequence[str] = (),
     least: float | None = None,
     most: float | None = None,
+    group: str = "",
+    metavar: str = "",
 ) -> Any:
-    """A field with a default; `flags` are further names of its flag, `least` and `most` bound a number."""
+    """A field with a default; `flags` are further names of its flag, `least` and `most` bound a number.
+
+    `group` is its heading in the help, of GROUPS, and `metavar` stands for its value there.
+    """
     about = {"help": help, "flags": flags.split(), "choices": choices, "bounds": (least, most)}
+    about |= {"group": group, "metavar": metavar}
     return dataclasses.field(default=default, metadata=about)
+
+
+# fields of one kind, under one heading
+DATA, MODEL = partial(option, group="data"), partial(option, group="model")
+TRAINING, LORA = partial(option, group="training"), partial(option, group="LoRA")
+SAMPLING, MEMORY = partial(option, group="sampling"), partial(option, group="memory")
+OUTPUT = partial(option, group="output and logging")
 
 
 def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
@@ -44,43 +64,63 @@ def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "positional": True})
 
 
-def required(help: str, *, flags: str = "") -> Any:
+def required(help: str, *, flags: str = "", group: str = "") -> Any:
     """A flag, or YAML key, that must be given."""
-    return dataclasses.field(metadata={"help": help, "flags": flags.split(), "required": True})
+    return dataclasses.field(metadata={"help": help, "flags": flags.split(), "group": group})
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """The flags of a settings class, and `--config FILE` for its YAML; what is not given stays out of the namespace."""
+    """The flags of a settings class by group, and `--config FILE` for its YAML. What is not given is not in the
+    namespace; what is given is there as text, which `from_flags` checks."""
+    types_, fields = typing.get_type_hints(cls), _fields(cls)
+    parser.add_argument(
+        "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
+    )
+    used = {field.metadata.get("group", "") for field in fields}
+    homes = {group: parser.add_argument_group(group) for group in GROUPS if group in used}
+    for field in fields:
+        _add_flag(homes.get(field.metadata.get("group", ""), parser), field, types_[field.name])
+
+
+def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]", hint: Any) -> None:
+    about, (kind, many) = field.metadata, _kind(hint)
+    rule: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
+    if about.get("positional"):
+        given = field.default is dataclasses.MISSING
+        nargs = "+" if many else None if given else "?"
+        home.add_argument(field.name, metavar=field.name.upper(), nargs=nargs, **rule)
+        return
+    if kind is bool:
+        rule["action"] = argparse.BooleanOptionalAction
+    else:
+        choices = about.get("choices")
+        shown = f"{{{','.join(choices)}}}" if choices else METAVARS[kind]
+        rule |= {"metavar": about.get("metavar") or shown, "action": "append" if many else "store"}
+    names = [_flag(field.name), *about["flags"]]
+    home.add_argument(*sorted(names, key=len), dest=field.name, **rule)
+
+
+def positionals(cls: type) -> list[str]:
+    """What stands on the command line without a flag, as a usage line shows it."""
     types_ = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        about, (kind, many) = field.metadata, _kind(types_[field.name])
-        rule: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
-        if about.get("positional"):
-            rule |= {"type": kind, "metavar": field.name.upper(), "nargs": "+" if many else None}
-            if field.default is not dataclasses.MISSING:
-                rule |= {"type": str, "nargs": "?"}  # argparse would convert SUPPRESS to a Path
-            parser.add_argument(field.name, **rule)
-            continue
-        names = [f"--{field.name.replace('_', '-')}", *about["flags"]]
-        if kind is bool:
-            rule["action"] = argparse.BooleanOptionalAction
-        else:
-            rule |= {"type": kind, "metavar": kind.__name__.upper()}
-            if about.get("choices"):
-                rule |= {"choices": about["choices"], "metavar": None}
-            if many:
-                rule["action"] = "append"
-        parser.add_argument(*sorted(names, key=len), dest=field.name, **rule)
-    parser.add_argument("--config", type=Path, help="settings from a YAML file; flags override it")
+    named = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
+    shown = {n: f"{n.upper()} …" if _kind(types_[n])[1] else n.upper() for n in named}
+    given = dataclasses.MISSING
+    return [text if named[n] is given else f"[{text}]" for n, text in shown.items()]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _help(field: "dataclasses.Field[Any]") -> str:
-    unset = field.default in (None, (), "", dataclasses.MISSING)
-    said = str(field.metadata["help"]).replace("%", "%%")
-    if unset or isinstance(field.default, bool):
-        return said
-    default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
-    return f"{said} ({default})"
+    text, default = str(field.metadata["help"]).replace("%", "%%"), field.default
+    if default in (None, (), "", dataclasses.MISSING) or default is False:
+        return text
+    shown = (
+        " ".join(default) if isinstance(default, tuple) else "on" if default is True else default
+    )
+    return f"{text} (default: {shown})"
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
@@ -94,35 +134,46 @@ def _kind(hint: Any) -> tuple[Any, bool]:
 
 def from_flags(cls: type[T], given: argparse.Namespace) -> T:
     """Settings from a parsed command line: flags over the YAML file over defaults. Raises InputError."""
-    values: dict[str, Any] = {}
-    if given.config:
-        values |= read_yaml(cls, given.config)
-    values |= {f.name: getattr(given, f.name) for f in _fields(cls) if hasattr(given, f.name)}
-    return made(cls, values, str(given.config or "command line"))
+    read = read_yaml(cls, given.config) if given.config else {}
+    flags = {f.name: getattr(given, f.name) for f in _fields(cls) if hasattr(given, f.name)}
+    return _complete(cls, clean(cls, read, str(given.config)) | clean(cls, flags))
 
 
 def made(cls: type[T], values: Mapping[str, Any], source: str) -> T:
     """Settings from plain values, each checked against its field's type, choices and bounds. Raises InputError."""
+    return _complete(cls, clean(cls, values, source))
+
+
+def _complete(cls: type[T], values: Mapping[str, Any]) -> T:
+    for f in _fields(cls):
+        if f.name not in values and f.default is dataclasses.MISSING:
+            raise InputError(f"{_place(f, '')} must be given: {f.metadata['help']}")
+    return cls(**values)
+
+
+def clean(cls: type, values: Mapping[str, Any], source: str = "") -> dict[str, Any]:
+    """The values in the types of their fields. Raises InputError that names the file they are from, or the flag."""
     hints = typing.get_type_hints(cls)
-    clean = {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
-    missing = [
-        f.name for f in _fields(cls) if f.name not in clean and f.default is dataclasses.MISSING
-    ]
-    if missing:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise InputError(f"{source}: {flags} must be given")
-    return cls(**clean)
+    return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
 
 
 def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
     return dataclasses.fields(cls)
 
 
+def _place(field: "dataclasses.Field[Any]", source: str) -> str:
+    """Where a value was given: `run.yaml: batch_size`, or on the command line `--batch-size` or `MODEL`."""
+    if source:
+        return f"{source}: {field.name}"
+    return field.name.upper() if field.metadata.get("positional") else _flag(field.name)
+
+
 def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str) -> Any:
-    field = next((f for f in _fields(cls) if f.name == name), None)
+    names = {f.name: f for f in _fields(cls)}
+    field = names.get(name)
     if field is None:
-        known = ", ".join(f.name for f in _fields(cls))
-        raise InputError(f"{source}: there is no setting {name}; there are {known}")
+        near = meant(name, names) or f"; there are {', '.join(names)}"
+        raise InputError(f"{source}: there is no setting {name}{near}")
     kind, many = _kind(hints[name])
     if many:
         listed = value if isinstance(value, (list, tuple)) else [value]
@@ -133,35 +184,35 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
 
 
 def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str) -> Any:
-    wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a text
-        try:
-            value = float(value)
-        except ValueError:
-            raise InputError(f"{source}: {field.name} is {value!r}; it must be {wanted}") from None
-    if kind is str and isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if kind is Path and isinstance(value, str):
-        value = Path(value)
+    where, about = _place(field, source), field.metadata
+    value = _converted(value, kind)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InputError(f"{source}: {field.name} is {value!r}; it must be {wanted}")
-    choices, (least, most) = (
-        field.metadata.get("choices"),
-        field.metadata.get("bounds", (None, None)),
-    )
+        raise InputError(f"{where} is {value!r}; it must be {WANTED.get(kind, 'a text')}")
+    choices, (least, most) = about.get("choices"), about.get("bounds", (None, None))
     if choices and value not in choices:
-        raise InputError(
-            f"{source}: {field.name} is {value}; it must be one of {', '.join(choices)}"
-        )
+        near = meant(value, choices)
+        raise InputError(f"{where} is {value}; it must be one of {', '.join(choices)}{near}")
     if kind is float and not math.isfinite(value):
-        raise InputError(f"{source}: {field.name} is {value}; it must be finite")
+        raise InputError(f"{where} is {value}; it must be finite")
     if kind in (int, float) and not (
         (least is None or value >= least) and (most is None or value <= most)
     ):
-        raise InputError(f"{source}: {field.name} is {value}; it must be {_range(least, most)}")
+        raise InputError(f"{where} is {value}; it must be {_range(least, most)}")
     return value
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """A text as a number or path, and a whole number as a float or text, where that is what the field holds."""
+    if isinstance(value, str) and kind in (
+        int,
+        float,
+    ):  # a flag, or 1e-3, which YAML 1.1 reads as a text
+        with suppress(ValueError):
+            return kind(value)
+    if isinstance(value, int) and not isinstance(value, bool) and kind in (float, str):
+        with suppress(OverflowError):
+            return kind(value)
+    return Path(value) if kind is Path and isinstance(value, str) else value
 
 
 def _range(least: float | None, most: float | None) -> str:
@@ -170,16 +221,16 @@ def _range(least: float | None, most: float | None) -> str:
     return f"{most} or less" if least is None else f"from {least} to {most}"
 
 
-def read_yaml(cls: type, path: Path) -> dict[str, Any]:
+def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     """Settings in a YAML file, as plain values by name. Raises InputError."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"--config: {path} cannot be read: {str(error.strerror).lower()}"
         ) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"--config: {path} is no UTF-8 text: {error}") from None
+        raise InputError(f"--config: {path} is not UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

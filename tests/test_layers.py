@@ -15,8 +15,9 @@ ROOT = Path(packtrain.__file__).parent
 LAYERS = {
     "version": "",
     "errors": "",
+    "words": "",
     "files": "errors",
-    "settings": "errors",
+    "settings": "errors words",
     "dtypes": "",
     "gguf": "dtypes errors files",
     "tokenizer": "dtypes errors gguf",
@@ -24,8 +25,8 @@ LAYERS = {
     "vocabulary": "errors gguf tokenizer",
     "child": "",
     "kept": "child errors",
-    "corpus": "errors files gguf tokenizer vocabulary kept",
-    "samples": "errors files gguf tokenizer template kept corpus",
+    "corpus": "errors words files gguf tokenizer vocabulary kept",
+    "samples": "errors words files gguf tokenizer template kept corpus",
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
@@ -37,12 +38,12 @@ LAYERS = {
     "interpret": "dtypes tensor graph",
     "backends": "dtypes tensor",
     "place": "dtypes tensor graph ops backends",
-    "debug": "",
+    "debug": "errors",
     "stop": "",
     "memory": "errors",
     "packing": "kernels",
-    "plan": "dtypes tensor packing place",
-    "picture": "plan",
+    "plan": "dtypes tensor packing place words",
+    "picture": "plan words",
     "bound": "dtypes tensor backends place plan",
     "observe": "dtypes tensor debug place plan bound",
     "run": "dtypes tensor backends debug place plan bound observe",
@@ -53,12 +54,12 @@ LAYERS = {
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
     "generate": "dtypes errors tensor graph place run tokenizer models sample",
-    "watch": "errors files memory plan",
-    "train": "version child errors files settings dtypes tensor graph ops grad place packing plan run memory stop"
+    "watch": "errors words files memory plan",
+    "train": "version child errors words files settings dtypes tensor graph ops grad place packing plan run memory stop"
     " kernels quant gguf tokenizer corpus samples cost calibrate recompute models sample generate watch",
-    "commands": "errors files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
+    "commands": "errors words files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
     " tokenizer vocabulary convert corpus samples cost recompute models peft sample generate template watch train",
-    "cli": "errors settings commands train version",
+    "cli": "errors words settings debug commands train version",
     "__main__": "cli",
 }
 OUTSIDE = {

@@ -156,11 +156,15 @@ def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
     output = tmp_path / "m.gguf"
     options = ["--iters", "60", "--steps-per-eval", "2", "--patience", "3", "--lr", "0.5"]
     assert main(arguments(data, output, *options)) == 0
-    assert "stopped early" in "\n".join(said(capsys))
+    text = "\n".join(said(capsys))
+    assert "stopped early" in text
     assert weights(output) == weights(tmp_path / "m.run/best.gguf")
     records = metrics.read(tmp_path / "m.run/metrics.jsonl")[:-1]
     losses = [r["val_loss"] for r in records if "val_loss" in r]
     assert len(losses) < 30 and min(losses) == losses[-4]
+    best = f"the best: validation loss {min(losses):.4f} (the last, step {2 * len(losses)}: "
+    assert f"the result is step {2 * len(losses) - 6}, {best}{losses[-1]:.4f})" in text
+    assert "packtrain generate" in text
 
 
 def test_samples_are_written_during_the_run(data, tmp_path, capsys):
@@ -240,9 +244,9 @@ def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, part",
     [
-        (["--preset", "7b"], "invalid choice"),
+        (["--preset", "7b"], "it must be one of"),
         (["--batch-size", "0"], "1 or more"),
-        (["--batch-size", "many"], "invalid int"),
+        (["--batch-size", "many"], "a whole number"),
         (["--dim", "33"], "--heads"),
         (["--kv-heads", "3"], "--kv-heads"),
         (["--vocab-size", "lots"], "--vocab-size"),

@@ -15,6 +15,7 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.tokenizer import Tokenizer
+from packtrain.words import in_colour
 
 CONTEXT = 2048  # at most, where --ctx does not say
 LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -48,7 +49,7 @@ def run(settings: Data) -> int:
     for line in described(dataset):
         print(printable(line))
     if settings.show:
-        tokenizer, colour = Tokenizer(metadata), sys.stdout.isatty()
+        tokenizer, colour = Tokenizer(metadata), in_colour(sys.stdout)
         for i in range(min(settings.show, len(dataset.train))):
             print(f"---- sample {i + 1}")
             print(shown(tokenizer, *dataset.train[i], colour))

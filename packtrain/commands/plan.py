@@ -14,6 +14,7 @@ from packtrain.train import tune
 from packtrain.train.job import decide
 from packtrain.train.settings import TrainSettings, TuneSettings
 from packtrain.watch.metrics import read
+from packtrain.words import in_colour
 
 WIDTH = 100
 
@@ -54,7 +55,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
     about, plan = facts(made, _measured(settings.folder)), made.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)
-        print(terminal(plan, width, color=sys.stdout.isatty(), **about))
+        print(terminal(plan, width, color=in_colour(sys.stdout), **about))
     texts = {
         "json": lambda: made.json(made.minimum()),
         "html": lambda: page(plan, **about),

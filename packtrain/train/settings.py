@@ -7,7 +7,7 @@ from packtrain.errors import InputError
 from packtrain.models.config import PRESETS, Config
 from packtrain.quant import WRITABLE
 from packtrain.samples import TRUNCATE
-from packtrain.settings import option, positional
+from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, positional
 from packtrain.train.schedule import KINDS
 
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
@@ -20,69 +20,96 @@ WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 class RunSettings:
     """Settings of every run that trains."""
 
-    data: Path | None = option(
-        None, "text to train on: .txt or .jsonl, or a folder with train, valid"
+    data: Path | None = DATA(
+        None, "text to train on: a .txt or .jsonl file, or a folder with train and valid files"
     )
-    output: Path = option(
-        Path("model.gguf"), "the model to write; its run folder stands beside it", flags="-o"
+    output: Path = OUTPUT(
+        Path("model.gguf"),
+        "GGUF file to write; checkpoints and logs go to the folder NAME.run beside it",
+        flags="-o",
     )
-    ctx: int | None = option(
-        None, "context: tokens of a window", flags="-c --max-seq-length", least=2
-    )
-    separator: str | None = option(
-        None, "text between two documents; found by itself if it is <|endoftext|>"
-    )
-    val_split: float = option(0.05, "part of the data for validation", least=0, most=0.5)
-
-    batch_size: int = option(8, "windows of a micro-batch", least=1)
-    grad_accumulation_steps: int = option(1, "micro-batches of a step", least=1)
-    iters: int | None = option(None, "steps to train", flags="--steps", least=1)
-    epochs: float | None = option(
-        None, "passes over the data, if --iters is not given (1)", least=0.001
-    )
-    lr: float | None = option(
+    ctx: int | None = DATA(
         None,
-        "highest learning rate; by default by the model's size, or 2e-4 for adapters and 1e-5 for --full",
+        "context length in tokens (default: the preset's)",
+        flags="-c --max-seq-length",
+        least=2,
+    )
+    separator: str | None = DATA(
+        None, "text between two documents of a .txt file (default: <|endoftext|>, if it is there)"
+    )
+    val_split: float = DATA(
+        0.05, "share of the data held out for validation if it has no valid file", least=0, most=0.5
+    )
+
+    batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
+    grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1)
+    iters: int | None = TRAINING(
+        None, "steps to train (default: one epoch)", flags="--steps", least=1
+    )
+    epochs: float | None = TRAINING(
+        None, "passes over the training data, in place of --iters", least=0.001
+    )
+    lr: float | None = TRAINING(
+        None,
+        "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m, 6e-4 for 110m)",
         flags="--learning-rate -lr",
         least=0,
     )
-    lr_min: float | None = option(
-        None, "learning rate of the last step; a tenth of --lr by default", least=0
+    lr_min: float | None = TRAINING(
+        None, "learning rate of the last step (default: a tenth of --lr)", least=0
     )
-    lr_scheduler: str = option("cosine", "how the rate goes down after warm-up", choices=KINDS)
-    lr_cycles: int = option(1, "times that the schedule begins anew", least=1)
-    warmup_ratio: float = option(0.05, "part of the steps with a rising rate", least=0, most=1)
-    optimizer: str = option("adamw", "update rule; sgd has no state", choices=("adamw", "sgd"))
-    beta1: float = option(0.9, "AdamW: memory of the mean", least=0, most=0.9999)
-    beta2: float = option(0.95, "AdamW: memory of the squares", least=0, most=0.99999)
-    weight_decay: float = option(0.1, "decay of weights of two or more axes", least=0)
-    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0 does not", least=0)
-    memory: str | None = option(
-        None, "most private memory, as 2GiB, 800MiB or 80%; refused if it cannot be kept"
+    lr_scheduler: str = TRAINING(
+        "cosine", "decay of the learning rate after warm-up", choices=KINDS
     )
-    strict: bool = option(
-        False,
-        "count weights that are only mapped from a file, too; training from scratch maps none",
+    lr_cycles: int = TRAINING(1, "decay cycles in the run; each starts at --lr", least=1)
+    warmup_ratio: float = TRAINING(
+        0.05, "share of the steps in which the learning rate rises", least=0, most=1
     )
-    calibrate: bool = option(False, "measure again how fast this machine is, for predicted times")
-    recompute: str = option(
-        "auto", "what the backward pass computes again", choices=("none", "blocks", "sqrt", "auto")
+    optimizer: str = TRAINING(
+        "adamw", "update rule; sgd keeps no moments and needs less memory", choices=("adamw", "sgd")
     )
-    seed: int = option(0, "of initial values and the order of the data", least=0, most=2**63 - 1)
+    beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", least=0, most=0.9999)
+    beta2: float = TRAINING(0.95, "AdamW: decay of the second moment", least=0, most=0.99999)
+    weight_decay: float = TRAINING(0.1, "weight decay of matrices", least=0)
+    max_grad_norm: float = TRAINING(
+        1.0, "clip gradients to this global norm; 0 turns clipping off", least=0
+    )
+    memory: str | None = MEMORY(
+        None,
+        "limit on the private memory of the process: 2GiB, 800MiB or 80%; a run that does not fit is refused",
+        metavar="SIZE",
+    )
+    strict: bool = MEMORY(False, "count the weights mapped from the base file in --memory, too")
+    calibrate: bool = OUTPUT(False, "measure the speed of this machine again, to predict times")
+    recompute: str = MEMORY(
+        "auto",
+        "activations to compute again in the backward pass: none, those of all blocks, of about sqrt(blocks)"
+        " segments, or as --memory requires",
+        choices=("none", "blocks", "sqrt", "auto"),
+    )
+    seed: int = TRAINING(
+        0, "seed of initial values, data order and dropout", least=0, most=2**63 - 1
+    )
 
-    steps_per_eval: int = option(200, "validate so often; 0 only at the end", least=0)
-    val_batches: int = option(25, "most micro-batches of one validation; 0: all", least=0)
-    patience: int = option(
-        0, "stop after so many validations without a better one; 0 goes on", least=0
+    steps_per_eval: int = TRAINING(200, "validate every N steps; 0: only at the end", least=0)
+    val_batches: int = TRAINING(25, "micro-batches per validation at most; 0: all", least=0)
+    patience: int = TRAINING(
+        0,
+        "early stopping: end after N validations without improvement and keep the best weights; 0: off",
+        least=0,
     )
-    steps_per_report: int = option(10, "a line so often, where there is no terminal", least=1)
-    save_every: int = option(100, "checkpoint so often; 0 only at the end", least=0)
-    sample_every: int = option(0, "write a sample so often; 0 never", least=0)
-    sample_prompt: str = option("", "how samples begin")
-    tensorboard: bool = option(True, "write TensorBoard events")
-    threads: int = option(0, "threads of the kernels; 0: one for each core", flags="-t", least=0)
-    resume: bool = option(False, "go on with the run in the run folder, bit for bit")
-    overwrite: bool = option(False, "begin anew although the run folder has a run")
+    steps_per_report: int = OUTPUT(
+        10, "print a line every N steps where there is no terminal", least=1
+    )
+    save_every: int = OUTPUT(100, "save a checkpoint every N steps; 0: only at the end", least=0)
+    sample_every: int = OUTPUT(
+        0, "print a sample of the model's text every N steps; 0: never", least=0
+    )
+    sample_prompt: str = OUTPUT("", "prompt of these samples")
+    tensorboard: bool = OUTPUT(True, "write TensorBoard events")
+    threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
+    resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
+    overwrite: bool = OUTPUT(False, "start over: replace the earlier run and its result")
 
     @property
     def folder(self) -> Path:
@@ -95,23 +122,29 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class TrainSettings(RunSettings):
-    preset: str = option("1m", "shape of the model", choices=tuple(PRESETS))
-    dim: int | None = option(None, "width of the model, instead of the preset's", least=1)
-    layers: int | None = option(None, "blocks, instead of the preset's", least=1)
-    heads: int | None = option(None, "attention heads, instead of the preset's", least=1)
-    kv_heads: int | None = option(None, "key and value heads, instead of the preset's", least=1)
-    ffn: int | None = option(
-        None, "width of the feed-forward part, instead of the preset's", least=1
+    preset: str = MODEL("1m", "size of the model, by its parameters", choices=tuple(PRESETS))
+    dim: int | None = MODEL(None, "width of the embedding (default: the preset's)", least=1)
+    layers: int | None = MODEL(None, "number of blocks (default: the preset's)", least=1)
+    heads: int | None = MODEL(None, "attention heads (default: the preset's)", least=1)
+    kv_heads: int | None = MODEL(
+        None, "key and value heads (default: the preset's, or --heads)", least=1
     )
-    vocab: Path | None = option(
-        None, "take the vocabulary of this GGUF file instead of training one"
+    ffn: int | None = MODEL(
+        None, "width of the feed-forward layers (default: the preset's)", least=1
     )
-    vocab_size: str = option(
-        "auto", "tokens of the vocabulary, or auto: the preset's, less if the text is small"
+    vocab: Path | None = DATA(
+        None, "take the vocabulary of this GGUF file instead of training a new one"
     )
-    type: str = option("f32", "type of matrices in the written model", choices=TYPES)
-    fill_samples: bool = option(True, "fill windows of short documents up with the next one")
-    random_offsets: bool = option(True, "begin the windows of each epoch somewhere else")
+    vocab_size: str = DATA(
+        "auto",
+        "tokens of the new vocabulary; auto: the preset's, fewer for a small text",
+        metavar="N",
+    )
+    type: str = OUTPUT("f32", "element type of the matrices in the GGUF file", choices=TYPES)
+    fill_samples: bool = DATA(
+        True, "fill a window with several short documents; otherwise pad after each"
+    )
+    random_offsets: bool = DATA(True, "cut the windows of each epoch at other places")
 
     @property
     def learning_rate(self) -> float:
@@ -143,48 +176,71 @@ class TrainSettings(RunSettings):
 
 @dataclass(frozen=True)
 class TuneSettings(RunSettings):
-    model: Path | None = positional("the model to begin with, a GGUF file", None)
-    output: Path = option(
-        Path("tuned.gguf"), "the tuned model to write; its run folder stands beside it", flags="-o"
+    model: Path | None = positional("the base model, a GGUF file", None)
+    output: Path = OUTPUT(
+        Path("tuned.gguf"),
+        "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run beside it",
+        flags="-o",
     )
-    data: Path | None = option(
-        None, "conversations or texts: .jsonl, .json, .txt, or a folder with train, valid"
+    data: Path | None = DATA(
+        None,
+        "conversations or text: a .jsonl, .json or .txt file, or a folder with train and valid",
     )
-    adapter: Path | None = option(None, "write the adapter here, too")
-    type: str | None = option(
-        None, "type of changed matrices; by default what each has in the base", choices=WRITTEN
+    ctx: int | None = DATA(
+        None,
+        "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
+        flags="-c --max-seq-length",
+        least=2,
     )
-
-    full: bool = option(False, "train the matrices themselves, not low-rank additions")
-    masters: str = option(
-        "f32", "with --full: type in which matrices are trained", choices=("f32", "bf16")
-    )
-    lora_rank: tuple[str, ...] = option(
-        ("16",), "rank of the additions; NAME=RANK for matrices of this name, again and again"
-    )
-    lora_alpha: float = option(32.0, "additions count alpha / rank", least=0.001)
-    rslora: bool = option(False, "additions count alpha / sqrt(rank)")
-    lora_modules: str = option(
-        "all", "matrices with additions: all, attn, mlp, or names as attn_q,attn_v"
-    )
-    lora_dropout: float = option(
-        0.0, "part of an addition's input that is dropped", least=0, most=0.9
-    )
-    num_layers: int = option(-1, "train so many blocks, from the last one; -1 is all", least=-1)
-    freeze: tuple[str, ...] = option(
-        (), "with --full: tensors to leave as they are, as token_embd*"
+    adapter: Path | None = OUTPUT(None, "write a copy of the LoRA adapter to this GGUF file")
+    type: str | None = OUTPUT(
+        None, "element type of the changed matrices (default: as in the base)", choices=WRITTEN
     )
 
-    mask_prompt: bool = option(True, "learn what the assistant says, and nothing else")
-    train_on: str = option("all", "the assistant's turns to learn", choices=("all", "last"))
-    truncate: str = option(
-        "end", "longer conversations: cut their end, drop or split them", choices=TRUNCATE
+    full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
+    masters: str = TRAINING(
+        "f32",
+        "with --full: element type of the weights in training; bf16 needs half the bytes",
+        choices=("f32", "bf16"),
     )
-    pack: bool = option(True, "put several samples into a row as long as they fit")
+    lora_rank: tuple[str, ...] = LORA(
+        ("16",),
+        "rank, or NAME=RANK for the matrices of this name; may be given several times",
+        metavar="RANK",
+    )
+    lora_alpha: float = LORA(32.0, "scale: the adapter's output counts alpha / rank", least=0.001)
+    rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
+    lora_modules: str = LORA(
+        "all",
+        "matrices that are adapted: all, attn, mlp, or names such as attn_q,attn_v",
+        metavar="NAMES",
+    )
+    lora_dropout: float = LORA(0.0, "dropout of the adapter's input, as a share", least=0, most=0.9)
+    num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", least=-1)
+    freeze: tuple[str, ...] = TRAINING(
+        (),
+        "with --full: tensors that keep their values, such as 'token_embd*'; may be given several times",
+        metavar="PATTERN",
+    )
 
-    batch_size: int = option(4, "rows of a micro-batch", least=1)
-    warmup_ratio: float = option(0.03, "part of the steps with a rising rate", least=0, most=1)
-    weight_decay: float = option(0.01, "decay of weights of two or more axes", least=0)
+    mask_prompt: bool = DATA(True, "learn the assistant's words only, not the prompt")
+    train_on: str = DATA("all", "which of the assistant's turns to learn", choices=("all", "last"))
+    truncate: str = DATA(
+        "end", "what to do with conversations longer than the context", choices=TRUNCATE
+    )
+    pack: bool = DATA(True, "put several samples into one sequence where they fit")
+
+    batch_size: int = TRAINING(4, "sequences per micro-batch", least=1)
+    lr: float | None = TRAINING(
+        None,
+        "peak learning rate (default: 2e-4, with --full 1e-5)",
+        flags="--learning-rate -lr",
+        least=0,
+    )
+    warmup_ratio: float = TRAINING(
+        0.03, "share of the steps in which the learning rate rises", least=0, most=1
+    )
+    weight_decay: float = TRAINING(0.01, "weight decay of matrices", least=0)
 
     @property
     def learning_rate(self) -> float:

@@ -1,0 +1,29 @@
+"""How packtrain speaks: counts of things, names that were probably meant, and whether to use colour."""
+
+import os
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import TextIO
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """1 document, 2 documents, 1,000 matrices: `many` is the plural where it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def meant(given: str, known: Collection[str]) -> str:
+    """`; did you mean --memory?` for the name that is most like what was given, or nothing."""
+    names = {name.lstrip("-"): name for name in known}  # dashes make all options alike
+    bare = given.lstrip("-").lower()
+    begun = sorted((name for name in names if bare and name.startswith(bare)), key=len)
+    found = begun or get_close_matches(bare, [*names], n=1, cutoff=0.65)
+    return f"; did you mean {names[found[0]]}?" if found else ""
+
+
+def in_colour(stream: TextIO) -> bool:
+    """Whether to write colour to this stream: a terminal without NO_COLOR (https://no-color.org), or FORCE_COLOR."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"

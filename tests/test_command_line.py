@@ -1,0 +1,177 @@
+"""The command line before any work: names that are misspelt, values that cannot be, streams that are closed."""
+
+import io
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from packtrain.cli import COMMANDS, main
+from packtrain.errors import InputError
+from packtrain.settings import GROUPS, option, to_yaml
+from packtrain.train.settings import TrainSettings, TuneSettings
+from packtrain.words import counted, in_colour, meant
+from tests.test_model_file import save
+
+
+def left(arguments, capsys) -> tuple[int, list[str]]:
+    """The exit code and the lines on standard error."""
+    try:
+        code = main(arguments)
+    except SystemExit as error:  # argparse leaves by itself
+        code = error.code
+    return code, capsys.readouterr().err.strip().splitlines()
+
+
+WRONG = {
+    "tran": "there is no command tran; did you mean train?; see packtrain --help",
+    "xyzzy": "there is no command xyzzy; there are demo, train, finetune, plan, ",
+    "plan trian": "there is no command plan trian; did you mean train?",
+    "train --momory 2GiB": "no option --momory; did you mean --memory?; see packtrain train --help",
+    "train --mem 2GiB": "there is no option --mem; did you mean --memory?",
+    "plan finetune --lora_rank 4": "there is no option --lora_rank; did you mean --lora-rank?",
+    "train --memory=2GiB --vocabsize=3": "no option --vocabsize; did you mean --vocab-size?",
+    "generate --modle": "there is no option --modle; see",
+    "--vresion": "there is no option --vresion; did you mean --version?",
+    "-z": "there is no option -z; see packtrain --help",
+    "train -z": "there is no option -z; see packtrain train --help",
+    "train notes.txt": "notes.txt is too much; see packtrain train --help",
+    "generate": "the following arguments are required: MODEL; see packtrain generate --help",
+    "train --preset 15": "--preset is 15; it must be one of 1m, 15m, 110m; did you mean 15m?",
+    "train --optimizer adam": "one of adamw, sgd; did you mean adamw?",
+    "train --iters 1e3": "--iters is '1e3'; it must be a whole number",
+    "train --iters -1": "--iters is -1; it must be 1 or more",
+    "train --lr fast": "--lr is 'fast'; it must be a number",
+    "train --lr nan": "--lr is nan; it must be finite",
+    "train --lr": "--learning-rate: expected one argument",
+    "train --val-split 0.9": "--val-split is 0.9; it must be from 0 to 0.5",
+    "generate m.gguf --top-p 2": "--top-p is 2.0; it must be from 0 to 1",
+    "eval m.gguf": "--data must be given: ",
+    "train --config nowhere.yaml": "--config: nowhere.yaml cannot be read: no such file",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_a_wrong_command_line_gets_one_clear_line(given, capsys):
+    code, lines = left(given.split(), capsys)
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith("packtrain: error: ") and WRONG[given] in lines[0], lines
+
+
+def test_settings_files_are_held_apart_from_flags(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    for text, flags, line in (
+        ("lorra_rank: 4", [], f"{path}: there is no setting lorra_rank; did you mean lora_rank?"),
+        ("lr: fast", [], f"{path}: lr is 'fast'; it must be a number"),
+        ("lr: 1e-3", ["--iters", "0"], "error: --iters is 0; it must be 1 or more"),
+        ("optimizer: sdg", [], f"{path}: optimizer is sdg; it must be one of adamw, sgd; did you"),
+        ("lora_rank: [3]\niters: '7'", [], "the model must be given"),  # both are taken
+    ):
+        path.write_text(text)
+        code, lines = left(["finetune", "--config", str(path), *flags], capsys)
+        assert code == 2 and line in lines[-1], lines
+
+
+def test_debugging_switches_are_known_ones(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PACKTRAIN_DEBUG", "nan,foo")
+    code, lines = left(["inspect", str(tmp_path / "m.gguf")], capsys)
+    assert code == 2 and "PACKTRAIN_DEBUG: foo unknown; choose from graph, place" in lines[0]
+
+
+def test_names_that_were_meant():
+    known = ("--memory", "--max-grad-norm", "-o", "--output")
+    assert meant("--memroy", known) == "; did you mean --memory?"
+    assert meant("--max", known) == "; did you mean --max-grad-norm?"
+    assert meant("--MEMORY", known) == "; did you mean --memory?"
+    assert meant("--colour", known) == meant("--", known) == ""
+
+
+def test_counts():
+    assert [counted(n, "document") for n in (0, 1, 2)] == [
+        "0 documents",
+        "1 document",
+        "2 documents",
+    ]
+    assert counted(1, "matrix", "matrices") == "1 matrix"
+    assert counted(1234, "matrix", "matrices") == "1,234 matrices"
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "colour"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"TERM": "dumb"}, True, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_colour(monkeypatch, variables, terminal, colour):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert in_colour(stream) == colour
+
+
+# ---- help
+
+
+def test_every_option_of_a_run_has_a_group_and_help(capsys):
+    for settings in (TrainSettings, TuneSettings):
+        for field in settings.__dataclass_fields__.values():
+            about = field.metadata
+            assert about["help"] and (about.get("positional") or about["group"] in GROUPS), (
+                field.name
+            )
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([*name.split(), "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        assert f"usage: packtrain {name}" in text
+        headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":")]
+        known = [heading for heading in headings if heading in GROUPS]
+        assert known == sorted(known, key=GROUPS.index)
+
+
+def test_options_without_a_group_stand_by_themselves():
+    assert option(1, "what").metadata["group"] == ""
+    assert "lr:" in to_yaml(TrainSettings())
+
+
+# ---- streams
+
+
+def run(command: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A shell command, in which P is packtrain with the arguments."""
+    words = [sys.executable, "-m", "packtrain", *arguments]
+    line = command.replace("P", " ".join(map(shlex.quote, words)), 1)
+    env = {**os.environ, **variables}
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env=env, check=False
+    )
+
+
+def test_streams_that_are_closed(tmp_path):
+    model = tmp_path / "m.gguf"
+    save(model)
+    ended = run("P <&-", "chat", str(model))
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+    ended = run("P <&- >&- 2>&-", "inspect", str(model))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = run("P | head -n 1; exit ${PIPESTATUS[0]}", "inspect", str(model), "--tensors")
+    assert ended.returncode in (0, 1) and ended.stderr == "", "it may have written all before"
+    ended = run("P > /dev/full", "inspect", str(model))
+    assert ended.returncode == 1
+    assert ended.stderr == "packtrain: error: no space left on device\n"
+
+
+def test_an_input_error_keeps_to_one_line():
+    assert "\n" not in str(InputError("a\nb"))

@@ -30,7 +30,7 @@ from packtrain.commands import (
     train,
 )
 from packtrain.debug import flags as debug_flags
-from packtrain.errors import DoesNotFit, InputError, Interrupted, printable
+from packtrain.errors import DoesNotFit, InputError, Interrupted, NoSpace, printable
 from packtrain.settings import add_flags, from_flags, positionals
 from packtrain.train.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
@@ -134,7 +134,7 @@ def _line(error: Exception) -> str:
     if isinstance(error, DoesNotFit):  # as much as fits on a screen, see train.budget
         return str(error)
     text = " ".join(str(error).split())
-    foreseen = isinstance(error, InputError | DoesNotFit | Interrupted | ArithmeticError)
+    foreseen = isinstance(error, InputError | DoesNotFit | NoSpace | Interrupted | ArithmeticError)
     return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
 
 

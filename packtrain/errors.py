@@ -26,5 +26,9 @@ class DoesNotFit(RuntimeError):
     """The plan needs more memory than was allowed. Exit code 3."""
 
 
+class NoSpace(RuntimeError):
+    """A disk has too little room. Exit code 1."""
+
+
 class Interrupted(RuntimeError):
     """Stopped by a signal, after saving what there was to save. Exit code 130."""

@@ -4,6 +4,7 @@ A module and a request go in; `python -m <module>` answers the request by fillin
 is then renamed, so that a folder is complete whenever it exists.
 """
 
+import errno
 import json
 import shutil
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.child import variables
-from packtrain.errors import InputError
+from packtrain.errors import InputError, NoSpace
 
 DAY = 24 * 3600.0
 Say = Callable[[str], None]
@@ -44,7 +45,7 @@ def make(folder: Path, module: str, request: Mapping[str, Any], say: Say) -> Non
 def answer(build: Callable[[dict[str, Any], Path, Say], None]) -> None:
     """What the child does: `build(request, folder, say)` for the request on stdin.
 
-    Each line on stdout is ["say", sentence] or ["error", sentence].
+    Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] of the disk.
     """
 
     def send(kind: str, sentence: str) -> None:
@@ -57,7 +58,8 @@ def answer(build: Callable[[dict[str, Any], Path, Say], None]) -> None:
     except InputError as error:
         send("error", str(error))
     except OSError as error:
-        send("error", f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
+        kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "error"
+        send(kind, f"{error.filename or folder}: {(error.strerror or str(error)).lower()}")
 
 
 def _sweep(cache: Path) -> None:
@@ -87,6 +89,8 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
                 kind, sentence = json.loads(line)
                 if kind == "error":
                     raise InputError(sentence)
+                if kind == "full":
+                    raise NoSpace(f"{sentence}; the tokens of the data are kept there")
                 say(sentence)
             child.wait()
         except BaseException:

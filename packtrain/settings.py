@@ -96,7 +96,7 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
         choices = about.get("choices")
         shown = f"{{{','.join(choices)}}}" if choices else METAVARS[kind]
         rule |= {"metavar": about.get("metavar") or shown, "action": "append" if many else "store"}
-    names = [_flag(field.name), *about["flags"]]
+    names = [flag(field.name), *about["flags"]]
     home.add_argument(*sorted(names, key=len), dest=field.name, **rule)
 
 
@@ -109,7 +109,8 @@ def positionals(cls: type) -> list[str]:
     return [text if named[n] is given else f"[{text}]" for n, text in shown.items()]
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The flag of a setting: lora_rank is --lora-rank."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -165,7 +166,7 @@ def _place(field: "dataclasses.Field[Any]", source: str) -> str:
     """Where a value was given: `run.yaml: batch_size`, or on the command line `--batch-size` or `MODEL`."""
     if source:
         return f"{source}: {field.name}"
-    return field.name.upper() if field.metadata.get("positional") else _flag(field.name)
+    return field.name.upper() if field.metadata.get("positional") else flag(field.name)
 
 
 def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source: str) -> Any:

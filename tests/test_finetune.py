@@ -26,7 +26,7 @@ from tests.test_model_file import CONFIG, save
 from tests.test_train import said, signal_after, weights
 
 FEW = [
-    *("--batch-size", "2", "--ctx", "64", "--lora-rank", "4", "--lr", "0.01", "--val-batches", "2"),
+    *("--batch-size", "2", "--ctx", "64", "--lr", "0.01", "--val-batches", "2"),
     *("--no-tensorboard", "--val-split", "0.2"),
 ]
 
@@ -44,7 +44,8 @@ def folder(tmp_path_factory):
 def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
     data = str(folder / "chats.jsonl")
     given = [str(folder / f"{base}.gguf"), "--data", data, "-o", str(output), *FEW]
-    return main(["finetune", *given, *more])
+    rank = [] if "--full" in more else ["--lora-rank", "4"]
+    return main(["finetune", *given, *rank, *more])
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q8_0", "q4_K"])
@@ -185,7 +186,7 @@ def test_a_run_with_masters_of_one_type_is_not_resumed_with_another(folder, tmp_
 def test_a_run_that_is_resumed_with_another_rank_says_no_more_than_that(folder, tmp_path, capsys):
     assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "2") == 0
     assert main(["finetune", "-o", str(tmp_path / "a.gguf"), "--resume", "--lora-rank", "2"]) == 2
-    assert "made with other settings: lora_rank was ['4'] and is ['2']; give" in said(capsys)[-1]
+    assert "cannot go on: --lora-rank was 4 and is 2; give" in said(capsys)[-1]
 
 
 def test_killed_runs_resume_bit_for_bit_and_keep_what_was_there(tmp_path):
@@ -351,11 +352,11 @@ def test_merging_adapters_with_scales(folder, tmp_path, capsys):
         (["--lora-rank", "attn_x=3"], "--lora-rank attn_x=3: it must be for one of attn_q"),
         (["--rslora", "--lora-rank", "attn_q=2"], "--rslora: all ranks must be equal"),
         (["--full", "--freeze", "*"], "--freeze: nothing is left to train"),
-        (["--masters", "bf16"], "--masters: low-rank additions are f32; leave it out, or give --full"),
+        (["--masters", "bf16"], "--masters has no effect without --full"),
         (["--full", "--freeze", "attn*"], "--freeze attn*:"),
-        (["--freeze", "token_embd*"], "--freeze is for --full"),
+        (["--freeze", "token_embd*"], "--freeze has no effect without --full"),
         (["--num-layers", "0"], "--num-layers 0: it must be at least 1, or -1 for all"),
-        (["--full", "--adapter", "a.gguf"], "--adapter: --full trains the matrices themselves"),
+        (["--full", "--adapter", "a.gguf"], "--adapter has no effect with --full"),
         (["--val-split", "1e-9"], "--val-split 1e-09: it must be 0 or at least"),
     ],
 )  # fmt: skip

@@ -53,8 +53,6 @@ def _check(settings: TuneSettings) -> None:
             raise InputError(f"{flag}: {path} is the data; give another name")
     if settings.adapter is None:
         return
-    if settings.full:
-        raise InputError("--adapter: --full trains the matrices themselves; leave one of them out")
     check_writable(settings.adapter, "--adapter")
     if settings.adapter.resolve() == settings.output.resolve():
         raise InputError(f"--adapter: {settings.adapter} is the --output, too; give another name")
@@ -66,10 +64,6 @@ def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
     """No setting may mean nothing."""
     if settings.num_layers == 0:
         raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
-    if settings.freeze and not settings.full:
-        raise InputError(
-            "--freeze is for --full; additions leave all tensors of the base as they are"
-        )
     for pattern in settings.freeze:
         if base is not None and not any(fnmatchcase(name, pattern) for name in base.entries):
             raise InputError(f"--freeze {pattern}: {base.path} has no such tensor")

@@ -23,13 +23,16 @@ from packtrain.settings import to_yaml
 from packtrain.stop import stop_on_signals
 from packtrain.tokenizer import Tokenizer
 from packtrain.train.budget import Planned, minimum, planned
+from packtrain.train.compatible import check_compatible
+from packtrain.train.effects import check_effects, check_validation
 from packtrain.train.engine import Engine
-from packtrain.train.fit import CHECKPOINT, Fit, check_compatible
+from packtrain.train.fit import CHECKPOINT, Fit
 from packtrain.train.job import Job, decide
 from packtrain.train.plans import Plans, Shape, packed_types
 from packtrain.train.rates import rates
 from packtrain.train.search import Setting, as_asked
 from packtrain.train.settings import RunSettings, TrainSettings
+from packtrain.train.space import check_space, resumable
 from packtrain.train.state import Checkpoint, Progress, load, previous
 from packtrain.watch import Watch
 from packtrain.watch.progress import clock
@@ -85,9 +88,11 @@ class Ready:
 def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], Job]) -> Ready:
     """Decide and plan a run, or say why it is refused; nothing of it is reserved yet. Raises InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    check_effects(settings)
     if settings.threads:
         _set_threads(settings.threads)
     job = decide(settings, say)
+    check_validation(settings, job.valid is not None)
     kernels.load_all(but=_unused(job.shape))
     speed = rates(settings.calibrate, say, packed_types(job.shape))
     settle()
@@ -176,8 +181,10 @@ def carry_out(settings: RunSettings, work: Work) -> int:
     folder = settings.folder
     if made.found is not None:
         check_compatible(made.job, made.found, say)
+    check_space(made.job, made.plans)
     folder.mkdir(exist_ok=True)
-    with locked(folder / "lock", f"--output: {folder}"):
+    going_on = resumable(folder / CHECKPOINT, _resume(work, settings))
+    with locked(folder / "lock", f"--output: {folder}"), going_on:
         ended = _train(settings, made, work)
         if ended is None:
             return INTERRUPTED

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packtrain.errors import InputError, Interrupted
+from packtrain.errors import Interrupted
 from packtrain.gguf import GGUF
 from packtrain.train import state
 from packtrain.train.engine import Engine
-from packtrain.train.job import Job, differences
+from packtrain.train.job import Job
 from packtrain.train.state import Progress
 from packtrain.watch import Watch
 
@@ -130,19 +130,3 @@ class Fit:
             for name in kept.entries:
                 self.engine.session.set({name: kept.array(name)})
         self.job.subject.write(self.engine.session.view)
-
-
-def check_compatible(job: Job, found: state.Checkpoint, say: Callable[[str], None]) -> None:
-    """Raise InputError for a checkpoint of another configuration; a change that is allowed is said."""
-    now = job.about()
-    other = differences(found.about, now)
-    if other:
-        raise InputError(
-            f"{found.path}: made with other settings: {'; '.join(other)}; "
-            "give the same, or --overwrite to begin anew"
-        )
-    if found.about["steps"] != now["steps"]:
-        say(
-            f"the run had {found.about['steps']} steps and has {now['steps']} now: "
-            f"its learning rates differ from step {found.progress.step + 1} on"
-        )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.corpus import Text, prepare
+from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.kernels.runtime import cache_root, writable
@@ -26,6 +27,8 @@ from packtrain.train.schedule import Schedule
 from packtrain.train.settings import FREE, RunSettings, TrainSettings
 
 VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
+HEAD_NBYTES = 1 << 16  # of a GGUF file: names, shapes and padding
+SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name what is read
 
 Batch = dict[str, np.ndarray]
 View = Callable[[str], np.ndarray]
@@ -53,6 +56,9 @@ class Subject(Protocol):
 
     def write(self, view: View) -> None:
         """Write the result as the settings say."""
+
+    def files(self) -> Mapping[Path, int]:
+        """The files of the result, with their bytes at the most."""
 
     def tokenizer(self) -> Tokenizer: ...
 
@@ -99,7 +105,8 @@ class Job:
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
 
     def about(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to go on with this job, as plain data.
+        """What must be equal for a checkpoint to go on with this job, as plain data; but for `sources`, which name
+        what `data` is a checksum of.
 
         Rows, chunk and `layered` decide about the order of additions; what is computed again does not change a bit.
         """
@@ -109,12 +116,14 @@ class Job:
             **{name: getattr(s, name) for name in names},
             **asdict(self.config),
             "data": self.fingerprint,
+            "sources": {name: getattr(s, name) for name in SOURCES if hasattr(s, name)},
             "steps": self.steps,
             "rows": shape.rows,
             "chunk": shape.chunk,
             "layered": shape.layered,
         }
-        return dict(json.loads(json.dumps(about)))  # as a checkpoint gives it back
+        # as a checkpoint gives it back
+        return dict(json.loads(json.dumps(about, default=lambda path: str(path.absolute()))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +145,14 @@ class Fresh:
 
     def write(self, view: View) -> None:
         self._save(self.settings.output, view, self.settings.type)
+
+    def files(self) -> Mapping[Path, int]:
+        weights = transformer.weights(self.config).values()
+        vectors = sum(w.spec.nbytes for w in weights if len(w.shape) == 1)
+        values = sum(w.spec.size for w in weights if len(w.shape) > 1)
+        words = sum(len(token) + 24 for token in self.vocabulary["tokenizer.ggml.tokens"].value)
+        matrices = DTYPES[self.settings.type].row_nbytes(values)
+        return {self.settings.output: matrices + vectors + words + HEAD_NBYTES}
 
     def _save(self, path: Path, view: View, dtype: str) -> None:
         name = self.settings.output.stem.encode(errors="replace").decode()
@@ -222,14 +239,3 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     least = rate / 10 if settings.lr_min is None else settings.lr_min
     warmup = math.ceil(settings.warmup_ratio * steps)
     return Schedule(settings.lr_scheduler, rate, least, warmup, steps, settings.lr_cycles)
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a checkpoint says otherwise than the job, in words."""
-    # the additions follow from settings that are there, too
-    names = {**before, **now}.keys() - {"steps", "lora"}
-    return [
-        f"{name} was {before.get(name)} and is {now.get(name)}"
-        for name in sorted(names)
-        if before.get(name) != now.get(name)
-    ]

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,14 @@ def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
     if problems:
         raise InputError("; ".join(problems))
     return None
+
+
+def step_of(path: Path) -> int:
+    """The step of the newest checkpoint at `path`, from what it says of itself; 0 if there is none."""
+    for file in (path, previous(path)):
+        with suppress(InputError, ValueError, KeyError, TypeError):
+            return int(json.loads(GGUF(file).metadata[KEY + "progress"])["step"])
+    return 0
 
 
 def _load(path: Path) -> Checkpoint:

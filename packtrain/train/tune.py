@@ -17,23 +17,24 @@ import numpy as np
 from packtrain.dtypes import DTYPES, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
-from packtrain.gguf import Value, write
+from packtrain.gguf import Value, tensor_nbytes, write
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import A, B, Lora
-from packtrain.models.merge import Rows, write_changed
+from packtrain.models.merge import Rows, stored_type, write_changed
 from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.samples import Dataset, Recipe, prepare
 from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.job import Job, View, check_split, optimizer_of, schedule_of
+from packtrain.train.job import HEAD_NBYTES, Job, View, check_split, optimizer_of, schedule_of
 from packtrain.train.plans import Base, Shape
 from packtrain.train.samples import SampleBatches, row_length
 from packtrain.train.settings import TuneSettings
+from packtrain.words import counted
 
 CONTEXT = 2048  # at most, where --ctx does not say
 PART = 1 << 18  # values that are unpacked at a time
@@ -107,6 +108,23 @@ class Tuned:
         name = name_of(s.output)
         write_changed(s.output, self.model.gguf, changes, name=name, dtype=dtype, more=self.more)
 
+    def files(self) -> Mapping[Path, int]:
+        s, gguf = self.settings, self.model.gguf
+        stored, sizes = DTYPES[s.type] if s.type else None, transformer.weights(self.config)
+        trained = [sizes[name].spec for name in self.trained]
+        found = {s.output: gguf.nbytes + HEAD_NBYTES}
+        changed = {
+            n.removesuffix(B) for n in self.trained if not n.endswith(A)
+        } & gguf.entries.keys()
+        if stored is not None:
+            for entry in (gguf.entries[name] for name in changed):
+                into = stored_type(entry, stored)
+                found[s.output] += max(tensor_nbytes(entry.shape, into) - entry.nbytes, 0)
+        if not s.full:
+            adapter = sum(spec.size * 4 for spec in trained) + HEAD_NBYTES
+            found |= dict.fromkeys(filter(None, (s.folder / ADAPTER, s.adapter)), adapter)
+        return found
+
     def _adapter(self, view: View, lora: Lora) -> Adapter:
         names = [name.removesuffix(A) for name in self.trained if name.endswith(A)]
         pairs = {name: (view(name + A), view(name + B)) for name in names}
@@ -145,10 +163,13 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         if given is None:
             raise InputError(f"{name} must be given: packtrain finetune BASE.gguf --data FILE")
     assert settings.model is not None and settings.data is not None
-    if settings.masters != "f32" and not settings.full:
-        raise InputError("--masters: low-rank additions are f32; leave it out, or give --full, too")
     existing(settings.data, "--data")
     model = open_model(settings.model)
+    if settings.num_layers > model.config.block_count:
+        raise InputError(
+            f"--num-layers {settings.num_layers}: {settings.model.name} has"
+            f" {counted(model.config.block_count, 'block')}; it must be at most that"
+        )
     config = replace(model.config, lora=None if settings.full else lora_of(settings, model.config))
     last = max(settings.num_layers, 0)
     types, masters = tuple(model.types().items()), DTYPES[settings.masters]

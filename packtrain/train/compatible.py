@@ -1,0 +1,88 @@
+"""Whether a checkpoint can go on with a job, and if not, which flag or file is another one now."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import InputError
+from packtrain.settings import flag
+from packtrain.train.job import SOURCES, Job
+from packtrain.train.settings import FREE
+from packtrain.train.state import Checkpoint
+
+# settings that decide how the data becomes tokens
+READING = ("ctx", "separator", "val_split", "mask_prompt", "train_on", "truncate")
+ORDER = ("rows", "chunk", "layered")
+
+
+def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) -> None:
+    """Raise InputError for a checkpoint of another run; say it if the number of steps is another one."""
+    now = job.about()
+    other = differences(found.about, now, type(job.settings))
+    if other:
+        raise InputError(
+            f"--resume: {found.path.parent} cannot go on: {'; '.join(other)};"
+            " give what it began with, or --overwrite to start over"
+        )
+    if found.about["steps"] != now["steps"]:
+        say(
+            f"the run had {found.about['steps']} steps and has {now['steps']} now: "
+            f"its learning rates differ from step {found.progress.step + 1} on"
+        )
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: type) -> list[str]:
+    """What a checkpoint says otherwise than the job, in flags and names of files."""
+    changed = [*_flags(before, now, settings)]
+    names = [name for name, _ in changed]
+    found = [line for _, line in changed]
+    found += _files(before, now, read_otherwise=any(name in READING for name in names))
+    if found:
+        return found
+    # nothing that was given explains these, as between two versions of packtrain
+    told = {*now} - {"steps", "lora", "data", "sources"} - {f.name for f in fields(settings)}
+    return [
+        f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was {before[name]} and is {now[name]}"
+        for name in sorted(told & {*before})
+        if before[name] != now[name]
+    ]
+
+
+def _flags(
+    before: Mapping[str, Any], now: Mapping[str, Any], settings: type
+) -> Iterator[tuple[str, str]]:
+    """Settings with other values, each with a line; what an old checkpoint does not know had its default."""
+    for field in fields(settings):
+        if field.name not in now or field.name in FREE:  # `data` is a checksum there
+            continue
+        default = [*field.default] if isinstance(field.default, tuple) else field.default
+        was, is_ = before.get(field.name, default), now[field.name]
+        if was != is_:
+            yield field.name, f"{flag(field.name)} was {_shown(was)} and is {_shown(is_)}"
+
+
+def _files(before: Mapping[str, Any], now: Mapping[str, Any], read_otherwise: bool) -> list[str]:
+    """Lines about the files, of which checksums tell: `data` is one of the data and, when tuning, one of the base."""
+    (data, *base), (data_now, *base_now) = str(before.get("data")).split(), now["data"].split()
+    was, is_ = before.get("sources", {}), now["sources"]
+    if base != base_now:
+        return [f"the base {Path(is_['model']).name} is another file than it began with"]
+    if data == data_now or read_otherwise:
+        return []
+    given = [name for name in SOURCES if name in was and was[name] != is_.get(name)]
+    if given:
+        return [f"{flag(n)} was {_shown(was[n])} and is {_shown(is_.get(n))}" for n in given]
+    vocab = f" or the vocabulary {Path(is_['vocab']).name}" if is_.get("vocab") else ""
+    return [f"the data {Path(is_['data']).name}{vocab} has changed since it began"]
+
+
+def _shown(value: Any) -> str:
+    """A setting as one would give it."""
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "not given"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,80 @@
+"""Settings that would have no effect beside others, in one table. A run with one of them is refused."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from packtrain.errors import InputError
+from packtrain.settings import flag
+from packtrain.train.settings import RunSettings, TrainSettings, TuneSettings
+
+Rule = tuple[str, Callable[[Any], bool], str]
+
+RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
+    (
+        RunSettings,
+        (
+            ("epochs", lambda s: s.iters is not None, "with --iters, which sets the length"),
+            ("lr_min lr_cycles", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
+            ("beta1 beta2", lambda s: s.optimizer == "sgd", "with sgd, which has no moments"),
+            ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
+            ("overwrite", lambda s: s.resume, "with --resume"),
+            (
+                "patience",
+                lambda s: not s.steps_per_eval,
+                "with --steps-per-eval 0, which validates once, at the end",
+            ),
+        ),
+    ),
+    (
+        TrainSettings,
+        (
+            ("vocab_size", lambda s: s.vocab is not None, "with --vocab, which has its own size"),
+            ("random_offsets", lambda s: not s.fill_samples, "with --no-fill-samples"),
+            ("strict", lambda s: True, "in train, which maps no weights from a file"),
+        ),
+    ),
+    (
+        TuneSettings,
+        (
+            (
+                "lora_rank lora_alpha lora_modules lora_dropout rslora adapter",
+                lambda s: s.full,
+                "with --full, which trains the weights themselves",
+            ),
+            ("masters freeze", lambda s: not s.full, "without --full"),
+        ),
+    ),
+)
+VALIDATING: tuple[Rule, ...] = (
+    ("patience steps_per_eval val_batches", lambda s: True, "without validation data"),
+)
+
+
+def check_effects(settings: RunSettings) -> None:
+    """Raise InputError for a setting that changes nothing. A run that goes on keeps what it began with."""
+    if settings.resume and not settings.overwrite:
+        return
+    for kind, rules in RULES:
+        if isinstance(settings, kind):
+            _check(settings, rules)
+    if settings.lr_min is not None and settings.lr_min > settings.learning_rate:
+        raise InputError(
+            f"--lr-min {settings.lr_min:g} is more than the peak, --lr {settings.learning_rate:g};"
+            " it must be less"
+        )
+
+
+def check_validation(settings: RunSettings, validates: bool) -> None:
+    """The same for what only validation gives an effect."""
+    if not validates and not settings.resume:
+        _check(settings, VALIDATING)
+
+
+def _check(settings: RunSettings, rules: tuple[Rule, ...]) -> None:
+    defaults = {field.name: field.default for field in fields(settings)}
+    for names, idle, why in rules:
+        for name in names.split():
+            if getattr(settings, name) != defaults[name] and idle(settings):
+                given = flag(name) if getattr(settings, name) is not False else flag(f"no_{name}")
+                raise InputError(f"{given} has no effect {why}; leave one of them out")

@@ -1,0 +1,71 @@
+"""Whether the disk has room for what a run will write, known before its first step."""
+
+import errno
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from packtrain.errors import NoSpace
+from packtrain.plan import size_text
+from packtrain.train.fit import BEST, CHECKPOINT
+from packtrain.train.job import Job
+from packtrain.train.plans import Plans
+from packtrain.train.state import previous, step_of
+
+LOGS_NBYTES = 4 << 20  # metrics, events, pictures and the plan
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def check_space(job: Job, plans: Plans) -> None:
+    """Raise NoSpace, with what is needed where, if a disk has less."""
+    disks: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
+    for path, what, nbytes in written(job, plans):
+        folder = path.parent if path.parent.exists() else path.parent.parent
+        disks[os.stat(folder).st_dev].append((folder, what, nbytes))
+    for parts in disks.values():
+        folder, needed = parts[0][0], sum(nbytes for *_, nbytes in parts)
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            each = ", ".join(f"{what} {size_text(nbytes)}" for _, what, nbytes in parts)
+            raise NoSpace(
+                f"{folder.resolve()}: the run needs {size_text(needed)} of disk ({each}) and {size_text(free)} are"
+                " free; make room, or give another --output"
+            )
+
+
+def written(job: Job, plans: Plans) -> Iterator[tuple[Path, str, int]]:
+    """Files of a run, what they are, and the bytes that they take more than now, at the most."""
+    folder = job.settings.folder
+    checkpoint, best = folder / CHECKPOINT, folder / BEST
+    kept = sum(n for name, n in plans.kept.items() if not name.startswith(("g/", "cache.")))
+    there = sum(_nbytes(path) for path in (checkpoint, previous(checkpoint)))
+    yield checkpoint, "two checkpoints", max(2 * kept - there, 0)
+    if job.settings.patience:  # a better one is written beside the one before
+        weights = sum(plans.kept[name] for name in plans.trained)
+        yield best, "the best weights", max(2 * weights - _nbytes(best), 0)
+    for path, nbytes in job.subject.files().items():
+        yield path, path.name, nbytes
+    yield folder / "logs", "logs", LOGS_NBYTES
+
+
+def _nbytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@contextmanager
+def resumable(checkpoint: Path, command: str) -> Iterator[None]:
+    """A disk that becomes full ends the run with what is saved, and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        step = step_of(checkpoint)
+        saved = f"step {step:,} is saved" if step else "no step is saved yet"
+        reason = (error.strerror or "no space left").lower()
+        raise NoSpace(
+            f"{error.filename or checkpoint}: {reason}; {saved}; make room, then go on with: {command}"
+        ) from error

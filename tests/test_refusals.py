@@ -1,0 +1,240 @@
+"""What is refused before a run's first step, or ends it: idle settings, another run's checkpoint, full disks."""
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from packtrain import kept
+from packtrain.cli import main
+from packtrain.errors import InputError, NoSpace
+from packtrain.train import space
+from packtrain.train.compatible import differences
+from packtrain.train.effects import RULES, VALIDATING, check_effects, check_validation
+from packtrain.train.settings import FREE, RunSettings, TrainSettings, TuneSettings
+from packtrain.train.space import check_space, resumable, written
+from packtrain.train.state import Progress, save
+from tests.test_train import arguments, data, refused, said, signal_after  # noqa: F401  data is a fixture
+
+# ---- settings without effect
+
+IDLE = {
+    TrainSettings: {
+        "--epochs": {"epochs": 2.0, "iters": 9},
+        "--lr-min": {"lr_min": 1e-5, "lr_scheduler": "constant"},
+        "--lr-cycles": {"lr_cycles": 2, "lr_scheduler": "constant"},
+        "--beta1": {"beta1": 0.8, "optimizer": "sgd"},
+        "--beta2": {"beta2": 0.8, "optimizer": "sgd"},
+        "--sample-prompt": {"sample_prompt": "Once"},
+        "--overwrite": {"overwrite": True, "resume": True},
+        "--patience": {"patience": 2, "steps_per_eval": 0},
+        "--vocab-size": {"vocab_size": "300", "vocab": Path("m.gguf")},
+        "--no-random-offsets": {"random_offsets": False, "fill_samples": False},
+        "--strict": {"strict": True},
+    },
+    TuneSettings: {
+        "--lora-rank": {"full": True, "lora_rank": ("4",)},
+        "--lora-alpha": {"full": True, "lora_alpha": 8.0},
+        "--lora-modules": {"full": True, "lora_modules": "attn"},
+        "--lora-dropout": {"full": True, "lora_dropout": 0.1},
+        "--rslora": {"full": True, "rslora": True},
+        "--adapter": {"full": True, "adapter": Path("a.gguf")},
+        "--masters": {"masters": "bf16"},
+        "--freeze": {"freeze": ("token_embd*",)},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", IDLE)
+def test_a_setting_without_effect_is_refused(kind):
+    for flag, given in IDLE[kind].items():
+        with pytest.raises(InputError, match=f"{flag} has no effect .*; leave one of them out"):
+            check_effects(kind(**given))
+    check_effects(kind())
+
+
+def test_each_rule_has_its_case():
+    told = {flag.removeprefix("--").removeprefix("no-") for of in IDLE.values() for flag in of}
+    ruled = {name for _, rules in RULES for names, *_ in rules for name in names.split()}
+    assert {name.replace("_", "-") for name in ruled} == told
+    for kind, rules in (*RULES, (RunSettings, VALIDATING)):
+        assert {n for names, *_ in rules for n in names.split()} <= {f.name for f in fields(kind)}
+
+
+def test_a_run_that_goes_on_keeps_what_it_began_with():
+    check_effects(TuneSettings(full=True, lora_alpha=8.0, resume=True))
+    check_validation(TrainSettings(patience=3, resume=True), False)
+
+
+def test_rates_that_rise_to_their_end_are_refused():
+    with pytest.raises(InputError, match=r"--lr-min 0\.1 is more than the peak, --lr 0\.01"):
+        check_effects(TrainSettings(lr=0.01, lr_min=0.1))
+
+
+@pytest.mark.parametrize(
+    "flags", [["--patience", "2"], ["--steps-per-eval", "5"], ["--val-batches", "1"]]
+)
+def test_nothing_validates_without_validation_data(data, tmp_path, capsys, flags):  # noqa: F811
+    more = ["--val-split", "0", *flags]
+    line = refused(capsys, arguments(data, tmp_path / "m.gguf", *more))
+    assert f"{flags[0]} has no effect without validation data" in line
+    assert "has no effect" in refused(
+        capsys, ["plan", *arguments(data, tmp_path / "m.gguf", *more)]
+    )
+
+
+# ---- resuming
+
+
+def about(settings, fingerprint="aa bb", sources=None, **more):
+    """What a checkpoint says of a run with these settings."""
+    kept = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in FREE}
+    paths = {"data": "/x/chats.jsonl", "model": "/x/base.gguf"} | (sources or {})
+    told = {**kept, "data": fingerprint, "sources": paths, "steps": 9, "rows": 4, **more}
+    return json.loads(json.dumps(told, default=str))
+
+
+BEGUN = TuneSettings(lr=1e-3)
+CHANGES = (
+    (about(TuneSettings(lr=2e-3)), ["--lr was 0.001 and is 0.002"]),
+    (about(TuneSettings()), ["--lr was 0.001 and is not given"]),
+    (about(TuneSettings(lr=1e-3, pack=False)), ["--pack was on and is off"]),
+    (about(TuneSettings(lr=1e-3, lora_rank=("4", "attn_q=8"))), ["--lora-rank was 16 and is 4 attn_q=8"]),
+    (about(BEGUN, "cc bb"), ["the data chats.jsonl has changed since it began"]),
+    (about(BEGUN, "cc bb", {"data": "/x/b.jsonl"}), ["--data was /x/chats.jsonl and is /x/b.jsonl"]),
+    (about(BEGUN, "aa bb", {"data": "/y/chats.jsonl"}), []),  # the same, elsewhere
+    (about(BEGUN, "cc dd"), ["the base base.gguf is another file than it began with"]),
+    (about(TuneSettings(lr=1e-3, ctx=64), "cc bb"), ["--ctx was not given and is 64"]),
+    (about(BEGUN, rows=2), ["its order of additions (rows) was 4 and is 2"]),
+    (about(TuneSettings(lr=1e-3, batch_size=2), rows=2), ["--batch-size was 4 and is 2"]),
+    (about(BEGUN, steps=20), []),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("now", "lines"), CHANGES)
+def test_what_changed_is_named_by_flag_or_file(now, lines):
+    assert differences(about(BEGUN), now, TuneSettings) == lines
+
+
+def test_checkpoints_of_older_versions_are_compared_by_what_they_know():
+    old = about(BEGUN)
+    del old["sources"], old["pack"], old["lora_rank"]
+    old["gone"] = 7
+    assert differences(old, about(BEGUN), TuneSettings) == []
+    assert differences(old, about(BEGUN, "cc bb"), TuneSettings) == [
+        "the data chats.jsonl has changed since it began"
+    ]
+    text = "the data chats.jsonl or the vocabulary v.gguf has changed since it began"
+    vocab = about(TrainSettings(), "cc", {"vocab": "/x/v.gguf"})
+    assert differences(about(TrainSettings(), "aa", {"vocab": None}), vocab, TrainSettings)[
+        0
+    ].startswith("--vocab was")
+    before = about(TrainSettings(), "aa", {"vocab": "/x/v.gguf"})
+    assert differences(before, vocab, TrainSettings) == [text]
+
+
+def test_a_changed_file_is_named_when_a_run_goes_on(data, tmp_path, capsys):  # noqa: F811
+    mine = tmp_path / "mine.txt"
+    shutil.copyfile(data, mine)
+    output = tmp_path / "m.gguf"
+    assert main(arguments(mine, output, "--iters", "1")) == 0
+    mine.write_text(mine.read_text()[:-40])
+    line = refused(capsys, ["train", "-o", str(output), "--resume"])
+    assert (
+        f"{tmp_path / 'm.run'} cannot go on: the data mine.txt has changed since it began;" in line
+    )
+    line = refused(capsys, ["train", "-o", str(output), "--resume", "--data", str(data)])
+    assert f"--data was {mine} and is {data};" in line
+    assert main(["train", "-o", str(output), "--resume", "--overwrite"]) == 2
+
+
+# ---- disks
+
+
+def test_a_run_is_refused_where_the_disk_has_no_room(data, tmp_path, capsys, monkeypatch):  # noqa: F811
+    free = SimpleNamespace(free=5 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    line = refused(capsys, arguments(data, tmp_path / "m.gguf", "--preset", "15m"), code=1)
+    assert f"{tmp_path}: the run needs " in line and "5.0 MiB are free" in line, line
+    assert "two checkpoints" in line and "m.gguf" in line and "--output" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [[], ["--patience", "2", "--steps-per-eval", "2"]])
+def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, more):  # noqa: F811
+    planned: list[tuple[Path, str, int]] = []
+    monkeypatch.setattr(
+        "packtrain.commands.train.check_space",
+        lambda job, plans: planned.extend(written(job, plans)),
+    )
+    output = tmp_path / "m.gguf"
+    assert main(arguments(data, output, "--iters", "6", "--save-every", "2", *more)) == 0
+    there = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
+    best = (tmp_path / "m.run/best.gguf").stat().st_size if more else 0  # once more while replaced
+    logs = space.LOGS_NBYTES
+    needed = sum(nbytes for *_, nbytes in planned)
+    # checkpoints name their leaves and settings: a few KB beside the values
+    assert needed - logs - 200_000 < there + best < needed
+
+
+def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
+    job = SimpleNamespace(
+        settings=SimpleNamespace(folder=tmp_path, patience=0),
+        subject=SimpleNamespace(files=lambda: {tmp_path / "m.gguf": 100}),
+    )
+    plans = SimpleNamespace(kept={"w": 4000, "m/w": 4000, "g/w": 4000, "cache.k": 9}, trained=["w"])
+    found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    assert found == {"two checkpoints": 16000, "m.gguf": 100, "logs": space.LOGS_NBYTES}
+    (tmp_path / "checkpoint.gguf").write_bytes(bytes(8000))
+    found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    assert found["two checkpoints"] == 8000
+    check_space(job, plans)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("step", "saved"), [(None, "no step is saved yet"), (40, "step 40 is saved")]
+)
+def test_a_full_disk_says_how_to_go_on(tmp_path, step, saved):
+    checkpoint = tmp_path / "checkpoint.gguf"
+    if step is not None:
+        save(checkpoint, Progress(step), {"steps": 50}, {})
+    full = OSError(errno.ENOSPC, "No space left on device", "m.gguf")
+    with pytest.raises(NoSpace) as error, resumable(checkpoint, "packtrain train --resume"):
+        raise full
+    line = f"m.gguf: no space left on device; {saved}; make room, then go on with: packtrain train"
+    assert str(error.value) == f"{line} --resume"
+    with pytest.raises(PermissionError), resumable(checkpoint, ""):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def test_a_disk_that_fills_during_the_run(data, tmp_path, capsys, monkeypatch):  # noqa: F811
+    output, real = tmp_path / "m.gguf", os.fsync
+    with signal_after(3):
+        assert main(arguments(data, output, "--iters", "9")) == 130
+
+    def full(number: int) -> None:
+        if "checkpoint" in os.readlink(f"/proc/self/fd/{number}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    line = refused(capsys, ["train", "-o", str(output), "--resume"], code=1)
+    assert "no space left on device; step 3 is saved; make room, then go on with:" in line
+    assert line.endswith(f"packtrain train -o {output} --resume")
+    monkeypatch.setattr(os, "fsync", real)
+    assert main(["train", "-o", str(output), "--resume"]) == 0
+
+
+def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, capsys):
+    def full(request, folder, say) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    request = json.dumps({"folder": str(tmp_path)})
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
+    kept.answer(full)
+    assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn
 
 from packtrain.commands import (
@@ -30,7 +31,7 @@ from packtrain.commands import (
     train,
 )
 from packtrain.debug import flags as debug_flags
-from packtrain.errors import DoesNotFit, InputError, Interrupted, NoSpace, printable
+from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
 from packtrain.settings import add_flags, from_flags, positionals
 from packtrain.train.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
@@ -134,14 +135,14 @@ def _line(error: Exception) -> str:
     if isinstance(error, DoesNotFit):  # as much as fits on a screen, see train.budget
         return str(error)
     text = " ".join(str(error).split())
-    foreseen = isinstance(error, InputError | DoesNotFit | NoSpace | Interrupted | ArithmeticError)
+    foreseen = isinstance(error, InputError | DoesNotFit | DiskFull | Interrupted | ArithmeticError)
     return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
 
 
 def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
     """A run that goes on has the settings it began with, where no others are given."""
     if getattr(given, "resume", False) and not given.config:
-        begun = run_folder(getattr(given, "output", settings.output)) / "run.yaml"
+        begun = run_folder(Path(getattr(given, "output", settings.output))) / "run.yaml"
         given.config = begun if begun.exists() else None
     return given
 

@@ -26,7 +26,7 @@ class DoesNotFit(RuntimeError):
     """The plan needs more memory than was allowed. Exit code 3."""
 
 
-class NoSpace(RuntimeError):
+class DiskFull(RuntimeError):
     """A disk has too little room. Exit code 1."""
 
 

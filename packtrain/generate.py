@@ -22,6 +22,7 @@ from packtrain.place import Placed, place
 from packtrain.run import Executor, Session
 from packtrain.sample import Sampling, choose, draws
 from packtrain.tokenizer import Stream, Tokenizer
+from packtrain.words import plural
 
 SEQUENCE = 0  # the only one there is
 CHUNKS = (512, 128, 32, 8, 1)  # tokens of a prompt that one run takes
@@ -113,7 +114,7 @@ class Speed:
         self.seconds += seconds
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens" + (
+        return plural(self.tokens, "token") + (
             f", {self.tokens / self.seconds:,.0f} tokens/s" if self.tokens else ""
         )
 
@@ -154,7 +155,8 @@ class Reply:
             )
         if len(prompt) > len(generator.cells.pos):
             raise InputError(
-                f"the prompt has {len(prompt)} tokens and the context {len(generator.cells.pos)}; the prompt must fit"
+                f"the prompt has {plural(len(prompt), 'token')} and the context {len(generator.cells.pos)};"
+                " the prompt must fit"
             )
         self.prompt, self.ids, self.ended = tuple(prompt), list[int](), ""
         self.reading, self.writing = Speed(), Speed()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.child import variables
-from packtrain.errors import InputError, NoSpace
+from packtrain.errors import DiskFull, InputError
 
 DAY = 24 * 3600.0
 Say = Callable[[str], None]
@@ -90,7 +90,7 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
                 if kind == "error":
                     raise InputError(sentence)
                 if kind == "full":
-                    raise NoSpace(f"{sentence}; the tokens of the data are kept there")
+                    raise DiskFull(f"{sentence}; the tokens of the data are kept there")
                 say(sentence)
             child.wait()
         except BaseException:

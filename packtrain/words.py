@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import TextIO
 
 
-def counted(count: int, one: str, many: str = "") -> str:
+def plural(count: int, one: str, many: str = "") -> str:
     """1 document, 2 documents, 1,000 matrices: `many` is the plural where it is not `one` with an s."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
@@ -18,6 +18,14 @@ def meant(given: str, known: Collection[str]) -> str:
     begun = sorted((name for name in names if bare and name.startswith(bare)), key=len)
     found = begun or get_close_matches(bare, [*names], n=1, cutoff=0.65)
     return f"; did you mean {names[found[0]]}?" if found else ""
+
+
+def beyond(ctx: int, own: int) -> str:
+    """What to say of a context that is longer than the one a model was trained on."""
+    return (
+        f"--ctx {ctx:,} is more than the model's own context of {plural(own, 'token')};"
+        " what it writes or predicts beyond that may be poor"
+    )
 
 
 def in_colour(stream: TextIO) -> bool:

@@ -12,7 +12,7 @@ from packtrain.cli import COMMANDS, main
 from packtrain.errors import InputError
 from packtrain.settings import GROUPS, option, to_yaml
 from packtrain.train.settings import TrainSettings, TuneSettings
-from packtrain.words import counted, in_colour, meant
+from packtrain.words import in_colour, meant, plural
 from tests.test_model_file import save
 
 
@@ -89,13 +89,13 @@ def test_names_that_were_meant():
 
 
 def test_counts():
-    assert [counted(n, "document") for n in (0, 1, 2)] == [
+    assert [plural(n, "document") for n in (0, 1, 2)] == [
         "0 documents",
         "1 document",
         "2 documents",
     ]
-    assert counted(1, "matrix", "matrices") == "1 matrix"
-    assert counted(1234, "matrix", "matrices") == "1,234 matrices"
+    assert plural(1, "matrix", "matrices") == "1 matrix"
+    assert plural(1234, "matrix", "matrices") == "1,234 matrices"
 
 
 @pytest.mark.parametrize(

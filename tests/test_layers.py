@@ -53,7 +53,7 @@ LAYERS = {
     "models": "dtypes errors tensor ops gguf quant tokenizer",
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
-    "generate": "dtypes errors tensor graph place run tokenizer models sample",
+    "generate": "dtypes errors words tensor graph place run tokenizer models sample",
     "watch": "errors words files memory plan",
     "train": "version child errors words files settings dtypes tensor graph ops grad place packing plan run memory stop"
     " kernels quant gguf tokenizer corpus samples cost calibrate recompute models sample generate watch",

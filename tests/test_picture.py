@@ -319,7 +319,7 @@ def test_names_in_a_drawing_are_text() -> None:
 def test_a_drawing_says_what_was_measured() -> None:
     root = ElementTree.fromstring(chart(small(), budget_nbytes=11 * MIB, measured=9 * MIB))
     texts = {element.text for element in root.iter(f"{SVG}text")}
-    assert {"measured 9.0 MiB", "budget leaves 5.0 MiB", "peak at step 3: 4.0 MiB alive"} <= texts
+    assert {"measured 9.0 MiB", "budget leaves 5.0 MiB", "peak at op 3: 4.0 MiB alive"} <= texts
     assert len(root.findall(f"{SVG}polyline")) == 1
 
 
@@ -410,14 +410,14 @@ def test_the_terminal_shows_addresses_over_time() -> None:
     assert eighth[2] == " ▪▪▪▀  ▄██████"
     assert "░" in eighth[3] and "░" not in eighth[2] + eighth[4]
     assert "▓" in eighth[7] and "▒" in eighth[7] and "▒" not in eighth[5]
-    assert lines[-4] == "at the peak, step 3, 4.0 MiB are alive:"
+    assert lines[-4] == "at the peak, op 3, 4.0 MiB are alive:"
     bars = next(line for line in lines if "alive  " in line)[MARGIN:]
     assert bars == "".join(9 * bar for bar in "▂▆▆█▄▂▄▄")
 
 
 def test_an_arrow_stands_under_the_peak() -> None:
     late = plan_of(buffer("a", 0, 8, 0, MIB), buffer("b", 7, 8, MIB, MIB))
-    for plan, said in ((small(), "↑ peak, step 3"), (late, "peak, step 7 ↑")):
+    for plan, said in ((small(), "↑ peak, op 3"), (late, "peak, op 7 ↑")):
         lines = terminal(plan, 60).splitlines()
         at = next(k for k, line in enumerate(lines) if said in line)
         assert lines[at - 1][lines[at].index("↑")] == "█" and len(lines[at]) <= 60

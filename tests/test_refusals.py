@@ -12,7 +12,7 @@ import pytest
 
 from packtrain import kept
 from packtrain.cli import main
-from packtrain.errors import InputError, NoSpace
+from packtrain.errors import DiskFull, InputError
 from packtrain.train import space
 from packtrain.train.compatible import differences
 from packtrain.train.effects import RULES, VALIDATING, check_effects, check_validation
@@ -204,7 +204,7 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, step, saved):
     if step is not None:
         save(checkpoint, Progress(step), {"steps": 50}, {})
     full = OSError(errno.ENOSPC, "No space left on device", "m.gguf")
-    with pytest.raises(NoSpace) as error, resumable(checkpoint, "packtrain train --resume"):
+    with pytest.raises(DiskFull) as error, resumable(checkpoint, "packtrain train --resume"):
         raise full
     line = f"m.gguf: no space left on device; {saved}; make room, then go on with: packtrain train"
     assert str(error.value) == f"{line} --resume"

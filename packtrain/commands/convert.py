@@ -15,6 +15,7 @@ from packtrain.models.adapter import check_fits, read_adapter, write_adapter
 from packtrain.models.file import open_model
 from packtrain.peft import TENSORS, read_peft, write_peft
 from packtrain.settings import option, positional
+from packtrain.words import plural
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def run(settings: Convert) -> int:
     written = convert(folder, path, settings.type)
     types = Counter(str(t.dtype) if isinstance(t, Deferred) else "f32" for t in written.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
-    print(f"{path}: {len(written)} tensors ({counts}), {path.stat().st_size:,} bytes")
+    print(f"{path}: {plural(len(written), 'tensor')} ({counts}), {path.stat().st_size:,} bytes")
     return 0
 
 
@@ -57,7 +58,9 @@ def _from_peft(folder: Path, base: Path, path: Path) -> int:
     adapter = read_peft(folder, model)
     check_fits(adapter, folder, model.gguf)
     write_adapter(path, adapter, path.stem.encode(errors="replace").decode())
-    print(f"{path}: additions to {len(adapter.pairs)} tensors, {path.stat().st_size:,} bytes")
+    print(
+        f"{path}: an adapter of {plural(len(adapter.pairs), 'matrix', 'matrices')}, {path.stat().st_size:,} bytes"
+    )
     return 0
 
 
@@ -67,5 +70,5 @@ def _to_peft(file: Path, base: Path, folder: Path) -> int:
     model, adapter = open_model(base), read_adapter(file)
     check_fits(adapter, file, model.gguf)
     count = write_peft(folder, adapter, model)
-    print(f"{folder}: {count} tensors, {(folder / TENSORS).stat().st_size:,} bytes")
+    print(f"{folder}: {plural(count, 'tensor')}, {(folder / TENSORS).stat().st_size:,} bytes")
     return 0

@@ -13,6 +13,7 @@ from packtrain.errors import printable
 from packtrain.gguf import GGUF, Entry, Value
 from packtrain.settings import option, positional
 from packtrain.tokenizer import KEYS, NO_ID
+from packtrain.words import plural
 
 FEW, LONG = 8, 100  # values of an array, characters of a text, that are shown
 TOKENS, ID = f"{KEYS}tokens", "_token_id"
@@ -64,7 +65,7 @@ def describe(gguf: GGUF) -> dict[str, Any]:
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """The description as text."""
     vocabulary = found["vocabulary"]
-    parts = f" and {found['parts'] - 1} more parts" if found["parts"] > 1 else ""
+    parts = f" and {plural(found['parts'] - 1, 'more part')}" if found["parts"] > 1 else ""
     yield f"file          {found['file']}{parts}"
     yield f"size          {found['file_bytes']:,} bytes"
     yield f"architecture  {found['architecture']}"
@@ -73,7 +74,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for name, of in found["types"].items():
         yield f"  {name:12}{of['tensors']:<6}{of['bytes'] / MIB:,.2f} MiB"
     kind = " ".join(filter(None, (vocabulary["kind"], vocabulary["pre"])))
-    yield f"vocabulary    {vocabulary['tokens']:,} tokens, kind {kind}"
+    yield f"vocabulary    {plural(vocabulary['tokens'], 'token')}, kind {kind}"
     for name, token in vocabulary["special"].items():
         yield f"  {name:12}{token['id']} {token['text']}"
     yield f"chat template {', '.join(found['chat_templates']) or 'none'}"

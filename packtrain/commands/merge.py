@@ -12,6 +12,7 @@ from packtrain.models.adapted import read_scaled, split_scale
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import merged, write_changed
 from packtrain.settings import option, positional, required
+from packtrain.words import plural
 
 HEAD = "output.weight"
 
@@ -38,7 +39,7 @@ def run(settings: Merge) -> int:
     ignored = sorted({name for adapter, _ in adapters for name in adapter.ignored})
     if ignored:
         say(
-            f"{len(ignored)} vectors are no part of an adapter and left out, the first is {ignored[0]}"
+            f"{plural(len(ignored), 'vector')} in the adapters left out, which no merge uses; the first: {ignored[0]}"
         )
     changes = merged(base, adapters)
     if EMBEDDING in changes and HEAD not in base.entries:

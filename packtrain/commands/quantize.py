@@ -16,6 +16,7 @@ from packtrain.models.merge import packed, squares
 from packtrain.models.mix import MIXES, Mix, types_of
 from packtrain.quant import READABLE, WRITABLE, dequantize
 from packtrain.settings import option, positional
+from packtrain.words import plural
 
 PART = 1 << 20  # values that are converted at a time
 MIB = 1 << 20
@@ -64,7 +65,7 @@ def run(settings: Quantize) -> int:
     count = sum(math.prod(entry.shape) for entry in gguf.entries.values())
     seconds = time.perf_counter() - began
     print(
-        f"{settings.output}: {mix.name}, {len(types)} tensors, {before / MIB:.2f} -> {after / MIB:.2f} MiB, "
+        f"{settings.output}: {mix.name}, {plural(len(types), 'tensor')}, {before / MIB:.2f} -> {after / MIB:.2f} MiB, "
         f"{8 * after / max(count, 1):.2f} bits a weight, {seconds:.1f} s"
     )
     return 0

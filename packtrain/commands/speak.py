@@ -16,6 +16,7 @@ from packtrain.models.file import ModelFile, open_model
 from packtrain.plan import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import option, positional
+from packtrain.words import beyond
 
 CONTEXT = 4096  # at most, where nothing says
 MOST_SEED = 2**63 - 1
@@ -83,7 +84,7 @@ def cells(settings: Speaking, context: int, wanted: int) -> int:
     if settings.ctx is None:
         return max(min(context, wanted), 1)
     if settings.ctx > context:
-        say(f"--ctx {settings.ctx:,} is more than the model's own context of {context:,} tokens")
+        say(beyond(settings.ctx, context))
     return settings.ctx
 
 

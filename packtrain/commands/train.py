@@ -36,6 +36,7 @@ from packtrain.train.space import check_space, resumable
 from packtrain.train.state import Checkpoint, Progress, load, previous
 from packtrain.watch import Watch
 from packtrain.watch.progress import clock
+from packtrain.words import plural
 
 SAMPLE_TOKENS = 64
 INTERRUPTED = 130
@@ -304,7 +305,7 @@ def _end(fit: Fit, planned: int, peak: Peak) -> dict[str, float]:
 
 def _report(job: Job, progress: Progress, peak: int, planned: int) -> None:
     say(
-        f"trained {progress.step:,} steps, {progress.tokens:,} tokens in {clock(progress.seconds)}; "
+        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'token')} in {clock(progress.seconds)}; "
         f"memory: peak {size_text(peak)}, planned {size_text(planned)}"
     )
     if job.valid is not None:

@@ -127,7 +127,7 @@ def _axes(frame: Frame) -> Iterator[str]:
         yield f'<path d="M{x:.1f} {BELOW}v5M{x:.1f} {BOTTOM}v5" stroke="{INK}"/>'
         yield _text(x, BELOW + 18, f"{step:,}", "middle")
     yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}M{LEFT} {BELOW}H{RIGHT}" stroke="{INK}"/>'
-    yield _text(LEFT - 12, BELOW + 18, "step", "end")
+    yield _text(LEFT - 12, BELOW + 18, "op", "end")
     yield _text(LEFT - 8, BELOW + 4, "0 B", "end")
     yield _text(LEFT - 8, ABOVE + 4, "alive", "end")
 
@@ -152,7 +152,7 @@ def _peak(scene: Scene, frame: Frame) -> Iterator[str]:
     at = scene.arena.peak_step
     x = frame.x(at + 0.5)
     anchor = "start" if at < scene.last / 4 else "end" if at > scene.last * 3 / 4 else "middle"
-    text = f"peak at step {at:,}: {size_text(scene.arena.lower_bound)} alive"
+    text = f"peak at op {at:,}: {size_text(scene.arena.lower_bound)} alive"
     path = f"M{x:.1f} {TOP}V{BOTTOM + 4}M{x:.1f} {ABOVE - 5}V{BELOW}"  # the text stands between
     yield f'<path d="{path}" stroke="{STRONG}" stroke-dasharray="1 3"/>'
     yield _text(x, ABOVE - 10, text, anchor, f'fill="{STRONG}"')

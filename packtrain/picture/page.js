@@ -148,7 +148,7 @@ function drawAxes() {
     line(drawn, ink.grid, [], [x(t), bottom], [x(t), bottom + 4]);
     if (x(t) < right - 12) label(drawn, number(t), x(t), below + 18, "center");
   }
-  label(drawn, "step", left - 12, below + 18, "right");
+  label(drawn, "op", left - 12, below + 18, "right");
   label(drawn, "alive", left - 7, above + 10, "right");
   for (const edge of [bottom, below]) line(drawn, ink.ink, [], [left, edge], [right, edge]);
 }
@@ -204,7 +204,7 @@ function drawLevels() {
   for (const [from, to] of [[box.top, box.bottom + 4], [box.above - 4, box.below]]) {
     line(drawn, ink.strong, [1, 3], [at, from], [at, to]);
   }
-  const text = `peak at step ${number(step)}: ${sizeText(nbytes)}`;
+  const text = `peak at op ${number(step)}: ${sizeText(nbytes)}`;
   const half = drawn.measureText(text).width / 2 + 2;
   label(drawn, text, Math.min(Math.max(at, box.left + half), box.right - half), box.above - 9, "center", ink.strong);
 }
@@ -253,7 +253,7 @@ function describeBuffer(i) {
   const lines = [
     `${plan.ops[plan.op[i]]} · ${plan.categories[plan.category[i]][0]}`,
     `${sizeText(plan.nbytes[i])} at offset ${number(plan.offset[i])}`,
-    `steps ${number(plan.start[i])} to ${number(plan.end[i] - 1)}, ${number(steps)} in all`,
+    `ops ${number(plan.start[i])} to ${number(plan.end[i] - 1)}, ${number(steps)} in all`,
   ];
   if (plan.later[i]) lines.push(`its bytes then serve ${plan.later[i].join(", ")}`);
   return [plan.name[i], lines.join("\n")];
@@ -262,7 +262,7 @@ function describeBuffer(i) {
 function describeStep(t) {
   const parts = plan.categories.map(([name], k) => [name, live.kinds[k][t]]).filter(([, nbytes]) => nbytes);
   const lines = parts.reverse().map(([name, nbytes]) => `${sizeText(nbytes)} ${name}`);
-  return [`step ${number(t)}: ${sizeText(live.total[t])} alive`, lines.join("\n")];
+  return [`op ${number(t)}: ${sizeText(live.total[t])} alive`, lines.join("\n")];
 }
 
 function show([title, text], event) {

@@ -23,6 +23,7 @@ from packtrain.picture.scene import (
     plain,
 )
 from packtrain.plan import Buffer, Plan, size_text
+from packtrain.words import plural
 
 LATER = 6  # tensors named that use a rectangle's bytes in turn; the others are counted
 
@@ -128,7 +129,7 @@ def _owners(scene: Scene) -> str:
     ]
     if others:
         nbytes = sum(b.nbytes for b in others)
-        rows.append(f'<tr><td colspan="3">{len(others):,} others{_numbers(scene, nbytes)}')
+        rows.append(f'<tr><td colspan="3">{plural(len(others), "other")}{_numbers(scene, nbytes)}')
     return "\n".join(rows)
 
 

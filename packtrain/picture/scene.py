@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from packtrain.plan import Arena, Buffer, Plan, size_text
+from packtrain.words import plural
 
 COLORS = {  # by category, from the bottom of a stack up; told apart on white and on black, and by the colour-blind
     "input": "#8a99ad",
@@ -129,8 +130,8 @@ class Scene:
         arena = self.arena
         place = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.2%} over its lower bound"
         said = [
-            f"{self.plan.steps:,} steps",
-            f"{len(self.buffers):,} buffers",
+            plural(self.plan.steps, "op"),
+            plural(len(self.buffers), "buffer"),
             f"arena {size_text(arena.nbytes)}, {place}",
             f"{size_text(self.total)} in all",
         ]

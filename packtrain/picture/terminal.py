@@ -20,6 +20,7 @@ from packtrain.picture.scene import (
     plain,
 )
 from packtrain.plan import Plan, size_text
+from packtrain.words import plural
 
 MARGIN = 11  # columns for the labels of the axis
 LINES = 14  # of the picture; each shows two heights
@@ -119,10 +120,10 @@ def _bars(scene: Scene, steps: np.ndarray) -> str:
 def _axis(scene: Scene, steps: np.ndarray) -> str:
     """The peak under its column, and the last step where there is room."""
     at, width = scene.arena.peak_step, len(steps)
-    peak, end = f"↑ peak, step {at:,}", f"{scene.last - 1:,}"
+    peak, end = f"↑ peak, op {at:,}", f"{scene.last - 1:,}"
     column = int(np.searchsorted(steps, at))
     if column + len(peak) > width:
-        peak = f"peak, step {at:,} ↑"
+        peak = f"peak, op {at:,} ↑"
         column = max(column - len(peak) + 1, 0)
     line = " " * column + peak
     return line + end.rjust(width - len(line)) if len(line) + len(end) < width else line
@@ -130,7 +131,7 @@ def _axis(scene: Scene, steps: np.ndarray) -> str:
 
 def _owners(scene: Scene, width: int) -> list[str]:
     arena = scene.arena
-    head = f"at the peak, step {arena.peak_step:,}, {size_text(arena.lower_bound)} are alive:"
+    head = f"at the peak, op {arena.peak_step:,}, {size_text(arena.lower_bound)} are alive:"
     lines = textwrap.wrap(head, width)
     shown, others = scene.owners[:OWNERS], scene.owners[OWNERS:]
     room = min(max((len(b.name) for b in shown), default=0), max(width - 48, 8))
@@ -139,5 +140,7 @@ def _owners(scene: Scene, width: int) -> list[str]:
         lines.append((row + f"{plain(b.name, room):<{room}}  {plain(b.op)}")[:width].rstrip())
     if others:
         nbytes = sum(b.nbytes for b in others)
-        lines.append(f"{size_text(nbytes):>10} {scene.share(nbytes):>6.1%}  {len(others):,} others")
+        lines.append(
+            f"{size_text(nbytes):>10} {scene.share(nbytes):>6.1%}  {plural(len(others), 'other')}"
+        )
     return lines

@@ -10,6 +10,7 @@ from packtrain.settings import flag
 from packtrain.train.job import SOURCES, Job
 from packtrain.train.settings import FREE
 from packtrain.train.state import Checkpoint
+from packtrain.words import plural
 
 # settings that decide how the data becomes tokens
 READING = ("ctx", "separator", "val_split", "mask_prompt", "train_on", "truncate")
@@ -27,7 +28,7 @@ def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) ->
         )
     if found.about["steps"] != now["steps"]:
         say(
-            f"the run had {found.about['steps']} steps and has {now['steps']} now: "
+            f"the run had {plural(found.about['steps'], 'step')} and has {now['steps']} now: "
             f"its learning rates differ from step {found.progress.step + 1} on"
         )
 

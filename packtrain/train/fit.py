@@ -13,6 +13,7 @@ from packtrain.train.engine import Engine
 from packtrain.train.job import Job
 from packtrain.train.state import Progress
 from packtrain.watch import Watch
+from packtrain.words import plural
 
 BEST, CHECKPOINT = "best.gguf", "checkpoint.gguf"
 
@@ -109,7 +110,8 @@ class Fit:
         if not patience or self.progress.stale < patience:
             return False
         watch.say(
-            f"stopped early: {patience} validations without one better than {self.progress.best:.4f}"
+            f"stopped early: no better validation loss than {self.progress.best:.4f} in"
+            f" {plural(patience, 'validation')}"
         )
         return True
 

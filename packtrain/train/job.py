@@ -25,6 +25,7 @@ from packtrain.train.optim import SGD, AdamW, Optimizer
 from packtrain.train.plans import Shape
 from packtrain.train.schedule import Schedule
 from packtrain.train.settings import FREE, RunSettings, TrainSettings
+from packtrain.words import plural
 
 VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
 HEAD_NBYTES = 1 << 16  # of a GGUF file: names, shapes and padding
@@ -170,7 +171,7 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         )
     corpus = prepare(_text(settings), writable(cache_root() / "tokens"), say)
     config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
-    for note in corpus.notes:
+    for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
         say(note)
     shape = Shape(
         config,
@@ -202,6 +203,16 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         train,
         valid,
     )
+
+
+def _longer(preset: str, ctx: int) -> Iterator[str]:
+    """What to say of a context that is longer than the preset's."""
+    usual = PRESETS[preset].context_length
+    if ctx > usual:
+        yield (
+            f"--ctx {ctx:,} is more than the context of {preset}, {plural(usual, 'token')}: the model is trained on"
+            " the longer one, with more time and memory for each step"
+        )
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:

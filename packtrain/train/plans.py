@@ -23,6 +23,7 @@ from packtrain.recompute import Built, Choice
 from packtrain.tensor import Tensor
 from packtrain.train.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.watch.progress import clock
+from packtrain.words import plural
 
 CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
@@ -234,7 +235,7 @@ class Plans:
             for placed in self.placed.values()
             for call in placed.graph.calls
         )
-        found = [f"{again} operations computed again"] if again else []
+        found = [f"{plural(again, 'operation')} computed again"] if again else []
         found += ["a first pass measures the gradient"] if shape.two_passes else []
         found += ["micro-batches go through each block in turn"] if shape.layered else []
         found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
@@ -251,7 +252,7 @@ class Plans:
                 "; ".join([first, *self.choices]),
                 *self.rows(baseline),
                 f"  expected  {seconds:>7.3f} s a step, {tokens / seconds:,.0f} tokens/s, "
-                f"{clock(seconds * steps)} for {steps:,} steps",
+                f"{clock(seconds * steps)} for {plural(steps, 'step')}",
             ]
         )
 

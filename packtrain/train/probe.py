@@ -17,6 +17,7 @@ from packtrain.train.engine import Engine
 from packtrain.train.finite import FiniteGuard
 from packtrain.train.job import Job
 from packtrain.train.optim import SGD, AdamW
+from packtrain.words import plural
 
 RATE = 1e3
 DEVIATION = np.float32(0.01)
@@ -67,7 +68,7 @@ def _judge(
 ) -> None:
     dead = [name for name, same in still.items() if len(same) == len(all_parts[name])]
     if dead:
-        more = f" and {len(dead) - NAMED} others" if len(dead) > NAMED else ""
+        more = f" and {plural(len(dead) - NAMED, 'other')}" if len(dead) > NAMED else ""
         raise NoGradient(
             f"no gradient reaches {', '.join(dead[:NAMED])}{more}; training would not change them"
         )

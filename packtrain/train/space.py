@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from packtrain.errors import NoSpace
+from packtrain.errors import DiskFull
 from packtrain.plan import size_text
 from packtrain.train.fit import BEST, CHECKPOINT
 from packtrain.train.job import Job
@@ -20,7 +20,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def check_space(job: Job, plans: Plans) -> None:
-    """Raise NoSpace, with what is needed where, if a disk has less."""
+    """Raise DiskFull, with what is needed where, if a disk has less."""
     disks: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
     for path, what, nbytes in written(job, plans):
         folder = path.parent if path.parent.exists() else path.parent.parent
@@ -30,7 +30,7 @@ def check_space(job: Job, plans: Plans) -> None:
         free = shutil.disk_usage(folder).free
         if needed > free:
             each = ", ".join(f"{what} {size_text(nbytes)}" for _, what, nbytes in parts)
-            raise NoSpace(
+            raise DiskFull(
                 f"{folder.resolve()}: the run needs {size_text(needed)} of disk ({each}) and {size_text(free)} are"
                 " free; make room, or give another --output"
             )
@@ -66,6 +66,6 @@ def resumable(checkpoint: Path, command: str) -> Iterator[None]:
         step = step_of(checkpoint)
         saved = f"step {step:,} is saved" if step else "no step is saved yet"
         reason = (error.strerror or "no space left").lower()
-        raise NoSpace(
+        raise DiskFull(
             f"{error.filename or checkpoint}: {reason}; {saved}; make room, then go on with: {command}"
         ) from error

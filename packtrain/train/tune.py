@@ -34,7 +34,7 @@ from packtrain.train.job import HEAD_NBYTES, Job, View, check_split, optimizer_o
 from packtrain.train.plans import Base, Shape
 from packtrain.train.samples import SampleBatches, row_length
 from packtrain.train.settings import TuneSettings
-from packtrain.words import counted
+from packtrain.words import beyond, plural
 
 CONTEXT = 2048  # at most, where --ctx does not say
 PART = 1 << 18  # values that are unpacked at a time
@@ -165,11 +165,7 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     assert settings.model is not None and settings.data is not None
     existing(settings.data, "--data")
     model = open_model(settings.model)
-    if settings.num_layers > model.config.block_count:
-        raise InputError(
-            f"--num-layers {settings.num_layers}: {settings.model.name} has"
-            f" {counted(model.config.block_count, 'block')}; it must be at most that"
-        )
+    _check_blocks(settings.num_layers, model)
     config = replace(model.config, lora=None if settings.full else lora_of(settings, model.config))
     last = max(settings.num_layers, 0)
     types, masters = tuple(model.types().items()), DTYPES[settings.masters]
@@ -206,7 +202,7 @@ def _batches(
     """Batches for training and validation, as long as the longest sample needs, and what they are made of."""
     length = settings.ctx or min(config.context_length, CONTEXT)
     if length > config.context_length:
-        say(f"--ctx {length} is more than the model's context of {config.context_length} tokens")
+        say(beyond(length, config.context_length))
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)
@@ -217,6 +213,14 @@ def _batches(
     if dataset.valid is not None:
         valid = SampleBatches(dataset.valid, *size, shuffle=False, pack=settings.pack)
     return train, valid, dataset
+
+
+def _check_blocks(last: int, model: ModelFile) -> None:
+    count = model.config.block_count
+    if last > count:
+        raise InputError(
+            f"--num-layers {last}: {model.gguf.path.name} has {plural(count, 'block')}; it must be at most that, or -1"
+        )
 
 
 def _has_chats(settings: TuneSettings, model: ModelFile, data: Dataset) -> bool:

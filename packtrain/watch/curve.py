@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.words import plural
+
 BINS = 500  # even, as they are joined in pairs; each gives two points of the outline
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 724, 68, 368  # the plot within the picture
@@ -96,7 +98,7 @@ class Curve:
         each = "" if self.width == 1 else f", range of {self.width:,} steps"
         entries = [(PALE if averaged > 1 else BLUE, f"training loss{each}")]
         if averaged > 1:
-            entries.append((BLUE, f"mean of {averaged:,} steps"))
+            entries.append((BLUE, f"mean of {plural(averaged, 'step')}"))
         if self.valid:
             entries.append((ORANGE, f"validation loss, last {self.valid[-1][1]:.4f}"))
         if bad:

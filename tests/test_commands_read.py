@@ -213,8 +213,7 @@ def test_inspect_takes_all_parts(tmp_path: Path, capsys: Capture) -> None:
         write(tmp_path / f"m-0000{i + 1}-of-00002.gguf", keys, {f"t{i}": np.zeros(3, np.float32)})
     text = inspected(tmp_path / "m-00002-of-00002.gguf", capsys, tensors=True)
     assert (
-        "m-00001-of-00002.gguf and 1 more parts\n" in text
-        and "  f32         2     0.00 MiB" in text
+        "m-00001-of-00002.gguf and 1 more part\n" in text and "  f32         2     0.00 MiB" in text
     )
     assert "\nt0 " in text and "\nt1 " in text
 

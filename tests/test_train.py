@@ -251,7 +251,7 @@ def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
         (["--kv-heads", "3"], "--kv-heads"),
         (["--vocab-size", "lots"], "--vocab-size"),
         (["--vocab-size", "300000"], "vocab"),
-        (["--vocab", "missing.gguf"], "missing.gguf"),
+        (["--vocab", "missing.gguf"], "--vocab-size has no effect with --vocab"),
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--epochs", "inf"], "finite"),

@@ -297,7 +297,7 @@ def test_commands_for_names_with_blanks_and_quotes(folder, tmp_path, capsys):
     output = tmp_path / "Bob's 1.5 model.gguf"
     assert tuned(folder, "f32", output, "--iters", "1") == 0
     commands = [shlex.split(line) for line in said(capsys) if line.startswith("  ")]
-    assert ["packtrain", "generate", str(output), "-p", "Once"] in commands
+    assert ["packtrain", "chat", str(output)] in commands
     modelfile = output.with_name("Bob's 1.5 model.run") / "Modelfile"
     assert commands[-1] == ["ollama", "create", "Bob-s-1.5-model", "-f", str(modelfile)]
 

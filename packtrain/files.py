@@ -60,7 +60,7 @@ def check_writable(path: str | Path, field: str) -> None:
     if path.is_dir() or not path.name:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")
     if path.exists() and not path.is_file():
-        raise InputError(f"{field}: {path} is no regular file and would be replaced; give another")
+        raise InputError(f"{field}: {path} is not a regular file; give the name of a new file")
     trial = path.resolve().with_name(f".{path.resolve().name}.{os.getpid()}.part")
     try:
         trial.touch()
@@ -76,7 +76,7 @@ def existing(path: str | Path, field: str) -> Path:
     if not path.exists():
         raise InputError(f"{field}: {path} does not exist")
     if not path.is_file() and not path.is_dir():
-        raise InputError(f"{field}: {path} is no regular file; save what it gives to one first")
+        raise InputError(f"{field}: {path} is not a regular file; save its contents to one first")
     if not os.access(path, os.R_OK):
         raise InputError(f"{field}: {path} cannot be read: permission denied")
     return path

@@ -129,7 +129,7 @@ def parse_size(text: str, field: str) -> int:
     """Bytes of a size such as 1.5GiB, 800MiB, 65536KiB or 80%, of the memory there is. Raises InputError."""
     found = SIZE.fullmatch(text.strip())
     if found is None:
-        raise InputError(f"{field}: {text!r} is no size; give one like 2GiB, 800MiB or 80%")
+        raise InputError(f"{field}: {text!r} is not a size; give one such as 2GiB, 800MiB or 80%")
     number, unit = float(found[1]), found[2].lower()
     if unit == "%":
         if not 0 < number <= 100:
@@ -137,7 +137,7 @@ def parse_size(text: str, field: str) -> int:
         return int(total_nbytes() * number / 100)
     nbytes = number * UNITS[unit]
     if not 1 << 20 <= nbytes <= 1 << 60:
-        raise InputError(f"{field}: {text} is no sensible amount of memory; from 1MiB upwards")
+        raise InputError(f"{field}: {text} is too little; give 1MiB or more")
     return int(nbytes)
 
 

@@ -97,7 +97,7 @@ def _config(path: Path) -> dict[str, Any]:
     for key in REFUSED:
         if config.get(key):
             raise InputError(
-                f"{path}: {key} is set, which no adapter file can hold; merge it there instead"
+                f"{path}: {key} is set, which an adapter file cannot hold; merge it with PEFT instead"
             )
     if config.get("bias") not in (None, "none"):
         raise InputError(f"{path}: bias is {config['bias']!r}; an adapter file holds no biases")
@@ -111,7 +111,9 @@ def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> flo
         try:
             fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
         except re.error:
-            raise InputError(f"{path}: alpha_pattern: {pattern!r} is no pattern") from None
+            raise InputError(
+                f"{path}: alpha_pattern: {pattern!r} is not a regular expression"
+            ) from None
         if fits:
             alpha = value
             break
@@ -152,7 +154,7 @@ def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
 def _unknown(module: str, model: ModelFile) -> str:
     if module in (EMBED, HEAD):
         return f"{module} has an addition, and {model.gguf.path} has one matrix for embedding and head; merge it there"
-    return f"{module} is no matrix of {model.gguf.path}, a {model.config.architecture}; take the adapter's base"
+    return f"{module} is not a matrix of {model.gguf.path}, a {model.config.architecture}; take the adapter's base"
 
 
 def _stacked(path: Path, name: str, found: Mapping[int | None, Pair], count: int) -> Pair:

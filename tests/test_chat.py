@@ -98,7 +98,7 @@ def test_commands(
     assert [text for text, _ in prompts] == ["<s>u abc\na ", "<s>u abc\na ", "<s>u d\na "]
     first, again, _ = out.splitlines()
     assert first != again
-    assert "no message to answer" in said and "/what is no command" in said
+    assert "no message to answer" in said and "/what is not a command" in said
     assert "/regen  another answer" in said
 
 
@@ -179,7 +179,7 @@ def test_ctrl_c_at_the_prompt_leaves(model: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_text_that_is_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
-    with pytest.raises(InputError, match="standard input is no UTF-8"):
+    with pytest.raises(InputError, match="standard input is not UTF-8"):
         chat.run(settings(model))
 
 
@@ -190,7 +190,7 @@ def test_text_that_is_none_in_a_lenient_locale(
     typed = io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8", "surrogateescape")
     monkeypatch.setattr("sys.stdin", typed)
     assert main(["chat", str(model)]) == 2
-    assert "standard input is no UTF-8" in capsys.readouterr().err
+    assert "standard input is not UTF-8" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_no_control_characters(

@@ -123,7 +123,7 @@ def test_seeds_are_numbers_that_the_generator_takes(model: Path) -> None:
 
 def test_generate_wants_text(model: Path) -> None:
     (model.parent / "p.bin").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"--file: .*p\.bin is no UTF-8 text"):
+    with pytest.raises(InputError, match=r"--file: .*p\.bin is not UTF-8 text"):
         generate.run(Generate(model, file=model.parent / "p.bin"))
 
 

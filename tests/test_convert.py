@@ -282,9 +282,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "size": (change_config(hidden_size=-1), "hidden_size is -1; it must be a whole number from 1"),
     "heads": (change_config(num_attention_heads=5), "num_attention_heads is 5; it must be a divisor of hidden_size"),
     "more blocks": (change_config(num_hidden_layers=3), "tensor model.layers.2.input_layernorm.weight is missing"),
-    "fewer blocks": (change_config(num_hidden_layers=1), "is no part of the model that config.json describes"),
+    "fewer blocks": (change_config(num_hidden_layers=1), "is not part of the model that config.json describes"),
     "missing": (change_tensors(lambda t: t.pop(NORM)), f"tensor {NORM} is missing; its shape is \\[64\\]"),
-    "unknown": (change_tensors(lambda t: t.update(more=t[NORM])), "tensor more is no part of the model"),
+    "unknown": (change_tensors(lambda t: t.update(more=t[NORM])), "tensor more is not part of the model"),
     "shape": (
         change_tensors(lambda t: t.update({NORM: t[NORM][:-1]})),
         f"{NORM} has shape \\[63\\]; by config.json it must be \\[64\\]",
@@ -294,20 +294,20 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other type": (change_header(b'"F32"', b'"X32"'), "dtype is 'X32'; it must be one of F64"),
     "offset": (change_header(b"[0, ", b"[9, "), "bytes 9 to 81920 of .* cannot hold F32"),
     "negative": (change_header(b"[320, 64]", b"[32, -64]"), "shape and data_offsets must be lists of sizes"),
-    "no header": (cut(4), "4 bytes are no safetensors file"),
+    "no header": (cut(4), "4 bytes are not a safetensors file"),
     "half a header": (cut(100), "its header is said to have .* bytes, the file has 100"),
     "half a file": (cut(200_000), "of .* cannot hold F32"),
     "header": (change_header(b'{"model', b'["model'), "its header is no JSON"),
     "no tensors": (lambda f: (f / "model.safetensors").unlink(), "a checkpoint must be in safetensors files"),
     "outside": (outside, "'../other.safetensors' is no file of this folder"),
     "no vocabulary": (without_vocabulary, "there is no tokenizer.model and no tokenizer.json"),
-    "bad vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?" * 99), "this is no SentencePiece model"),
+    "bad vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?" * 99), "this is not a SentencePiece model"),
     "half a character": (
         lambda f: (f / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}'),
-        "tokenizer_config.json: this is no JSON: 'utf-8' codec can't encode",
+        "tokenizer_config.json: this is not JSON: 'utf-8' codec can't encode",
     ),
     "odd template": (
-        lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: this is no UTF-8 text"
+        lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: this is not UTF-8 text"
     ),
     "steps": (other_steps, "pre_tokenizer cuts words by 'Metaspace'; only those of gpt-2"),
 }  # fmt: skip

@@ -186,7 +186,7 @@ def test_a_run_with_masters_of_one_type_is_not_resumed_with_another(folder, tmp_
 def test_a_run_that_is_resumed_with_another_rank_says_no_more_than_that(folder, tmp_path, capsys):
     assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "2") == 0
     assert main(["finetune", "-o", str(tmp_path / "a.gguf"), "--resume", "--lora-rank", "2"]) == 2
-    assert "cannot go on: --lora-rank was 4 and is 2; give" in said(capsys)[-1]
+    assert "cannot continue: --lora-rank was 4 and is 2; give" in said(capsys)[-1]
 
 
 def test_killed_runs_resume_bit_for_bit_and_keep_what_was_there(tmp_path):
@@ -289,7 +289,7 @@ def test_rows_that_a_type_cannot_hold_are_said(folder, tmp_path, capsys):
     given = [str(tmp_path / "narrow.gguf"), "--data", str(folder / "chats.jsonl")]
     output = ["-o", str(tmp_path / "a.gguf"), "--iters", "1", "--lora-modules", "attn_q"]
     assert main(["finetune", *given, *output, *FEW, "--type", "q4_K"]) == 0
-    line = "--type q4_K: rows of 2 matrices are no blocks of it; they keep their type"
+    line = "--type q4_K: rows of 2 matrices do not fill blocks of it; they keep their type"
     assert line in said(capsys)
 
 
@@ -347,8 +347,8 @@ def test_merging_adapters_with_scales(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--lora-modules", "attn_x"], "--lora-modules: attn_x is no matrix of the model; take all, attn, mlp, or of"),
-        (["--lora-rank", "many"], "--lora-rank many: it must be a number from 1, or NAME=RANK"),
+        (["--lora-modules", "attn_x"], "--lora-modules: 'attn_x' is not a matrix of the model; choose all, attn"),
+        (["--lora-rank", "many"], "--lora-rank many: it must be from 1 to 4096, or NAME=RANK"),
         (["--lora-rank", "attn_x=3"], "--lora-rank attn_x=3: it must be for one of attn_q"),
         (["--rslora", "--lora-rank", "attn_q=2"], "--rslora: all ranks must be equal"),
         (["--full", "--freeze", "*"], "--freeze: nothing is left to train"),

@@ -104,15 +104,15 @@ def tensor(name: bytes, shape: list[int], number: int, offset: int) -> bytes:
 
 
 BAD = {
-    "21 bytes; a GGUF file has at least 24": head()[:21],
-    r"begins with b'GGML'": b"GGML" + head()[4:],
+    "this is not a GGUF file: it has 21 bytes, fewer than 24": head()[:21],
+    r"this is not a GGUF file: it begins with b'GGML'": b"GGML" + head()[4:],
     "version 9; versions 2 and 3 can be read": head(9),
     "tensor count 1152921504606846976 needs": head(tensors=1 << 60),
     "metadata count 99 needs 1287 bytes": head(pairs=99),
     "length of a metadata key 5000 needs": head(pairs=1) + struct.pack("<QQ", 5000, 0),
     "a metadata key at 32 is not UTF-8": head(pairs=1) + text(b"\xff\xfe") + bytes(8),
     "x has type 77; types go from 0 to 12": head(pairs=1) + text(b"x") + struct.pack("<I", 77),
-    "metadata key x is there twice": head(pairs=2) + 2 * (text(b"x") + struct.pack("<IB", 0, 1)),
+    "metadata key x occurs twice": head(pairs=2) + 2 * (text(b"x") + struct.pack("<IB", 0, 1)),
     "x is an array of arrays": head(pairs=1) + text(b"x") + struct.pack("<IIQ", 9, 9, 0),
     "length of x 4611686018427387904 needs": head(pairs=1) + text(b"x") + struct.pack("<IIQ", 9, 4, 1 << 62),
     "string 1 of x at 57 does not end within": head(pairs=1)
@@ -137,7 +137,7 @@ BAD = {
     "tensor count 20000; at most 16384": head(tensors=20000) + bytes(24 * 20000),
     "x has 2097153 strings; at most 2097152": head(pairs=1) + text(b"x")
     + struct.pack("<IIQ", 9, 8, (1 << 21) + 1) + bytes(8 << 21) + bytes(8),
-    r"metadata key \x1b[2J\n is there twice": head(pairs=2) + 2 * (text(b"\x1b[2J\n") + struct.pack("<IB", 0, 1)),
+    r"metadata key \x1b[2J\n occurs twice": head(pairs=2) + 2 * (text(b"\x1b[2J\n") + struct.pack("<IB", 0, 1)),
     "'t' is longer than 63 bytes or there twice": head(tensors=2) + 2 * tensor(b"t", [0], 0, 0),
 }  # fmt: skip
 
@@ -178,7 +178,9 @@ def test_all_parts_of_a_split_file_are_opened(tmp_path: Path, given: int) -> Non
 
 BAD_PARTS: dict[str, Callable[[list[Path]], object]] = {
     "m-00002-of-00003.gguf: cannot be read: no such file": lambda p: p[1].unlink(),
-    "m-00003-of-00003.gguf: begins with b'xxxx'": lambda p: p[2].write_bytes(b"x" * 99),
+    "m-00003-of-00003.gguf: this is not a GGUF file: it begins with b'xxxx'": lambda p: p[
+        2
+    ].write_bytes(b"x" * 99),
     "m-00003-of-00003.gguf: split.no is 1; in part 3 of 3 it must be 2": lambda p: shutil.copy(
         p[1], p[2]
     ),

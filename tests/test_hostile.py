@@ -82,7 +82,7 @@ BAD: dict[str, Change] = {
     # the container
     "tensor count 1152921504606": announce(1 << 60, 0),
     "metadata count 1099511627": announce(0, 1 << 40),
-    "metadata key general.architecture is there twice": twice,
+    "metadata key general.architecture occurs twice": twice,
     "general.alignment is 48; it must be a power of two": put("general.alignment", "u32", 48),
     "general.alignment is of kind string": put("general.alignment", "string", b"32"),
     "tensor name 'blk.1.attn_norm.weight' is longer than 63 bytes or there twice": tensor(Q, name=NORM.encode()),

@@ -218,7 +218,7 @@ BAD: dict[str, Change] = {
     "tensor blk.1.attn_k.weight is missing; its shape is [12, 24]": no_tensor("blk.1.attn_k.weight"),
     "blk.0.ffn_up.weight has shape [24, 36]; by": tensor("blk.0.ffn_up.weight", np.zeros((24, 36), "f4")),
     "output.weight has shape [289, 24]; by": tensor("output.weight", np.zeros((289, 24), "f4")),
-    "tensor rope_factors_long.weight is no part of a llama of 2": tensor("rope_factors_long.weight", np.ones(3, "f4")),
+    "tensor rope_factors_long.weight is not part of a llama of 2": tensor("rope_factors_long.weight", np.ones(3, "f4")),
     "rope_freqs.weight has shape [4]; by the metadata it must be [3]": tensor("rope_freqs.weight", np.ones(4, "f4")),
     "tensor blk.1.attn_q.bias is missing; its shape is [24]": tensor("blk.0.attn_q.bias", np.ones(24, "f4")),
     "tensor blk.2.attn_norm.weight is no part": tensor("blk.2.attn_norm.weight", np.ones(24, "f4")),

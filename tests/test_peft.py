@@ -151,10 +151,10 @@ HALVES = {
         ("bias is 'all'; an adapter file holds no biases", {"bias": "all"}, {}),
         ("peft_type is 'IA3'; it must be 'LORA'", {"peft_type": "IA3"}, {}),
         ("lora_alpha of .* is 'x'; it must be a number", {"lora_alpha": "x"}, {}),
-        ("is no pattern", {"alpha_pattern": {"(": 1}}, {}),
+        ("is not a regular expression", {"alpha_pattern": {"(": 1}}, {}),
         ("q_proj.weight is neither A nor B", {}, {f"{Q}.weight": np.ones((2, 2))}),
         (
-            "layers.7.self_attn.q_proj is no matrix of .*, a llama; take the adapter's base",
+            "layers.7.self_attn.q_proj is not a matrix of .*, a llama; take the adapter's base",
             {},
             {f"{Q}.lora_A.weight".replace("0", "7"): np.ones((RANK, 64))},
         ),

@@ -98,7 +98,7 @@ def test_rows_that_do_not_divide_are_said(tmp_path: Path, capsys: Capture):
     quantize.run(Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q4_K_M"))
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "f32 -> q5_0 " in said["blk.0.attn_q.weight"]
-    assert said["blk.0.attn_q.weight"].endswith("  rows of 96 are no blocks of q4_K")
+    assert said["blk.0.attn_q.weight"].endswith("  rows of 96 do not fill blocks of q4_K")
     assert "f32 -> q6_K " in said["blk.2.ffn_down.weight"]
     assert "rows of" not in said["blk.2.ffn_down.weight"]
 

@@ -146,7 +146,8 @@ def test_a_changed_file_is_named_when_a_run_goes_on(data, tmp_path, capsys):  # 
     mine.write_text(mine.read_text()[:-40])
     line = refused(capsys, ["train", "-o", str(output), "--resume"])
     assert (
-        f"{tmp_path / 'm.run'} cannot go on: the data mine.txt has changed since it began;" in line
+        f"{tmp_path / 'm.run'} cannot continue: the data mine.txt has changed since it began;"
+        in line
     )
     other = tmp_path / "other.txt"
     other.write_text(mine.read_text())
@@ -208,7 +209,9 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, step, saved):
     full = OSError(errno.ENOSPC, "No space left on device", "m.gguf")
     with pytest.raises(DiskFull) as error, resumable(checkpoint, "packtrain train --resume"):
         raise full
-    line = f"m.gguf: no space left on device; {saved}; make room, then go on with: packtrain train"
+    line = (
+        f"m.gguf: no space left on device; {saved}; make room, then continue with: packtrain train"
+    )
     assert str(error.value) == f"{line} --resume"
     with pytest.raises(PermissionError), resumable(checkpoint, ""):
         raise PermissionError(errno.EACCES, "no")
@@ -226,7 +229,7 @@ def test_a_disk_that_fills_during_the_run(data, tmp_path, capsys, monkeypatch): 
 
     monkeypatch.setattr(os, "fsync", full)
     line = refused(capsys, ["train", "-o", str(output), "--resume"], code=1)
-    assert "no space left on device; step 3 is saved; make room, then go on with:" in line
+    assert "no space left on device; step 3 is saved; make room, then continue with:" in line
     assert line.endswith(f"packtrain train -o {output} --resume")
     monkeypatch.setattr(os, "fsync", real)
     assert main(["train", "-o", str(output), "--resume"]) == 0
@@ -240,3 +243,26 @@ def test_no_room_for_tokens_is_a_failure_of_the_disk(tmp_path, monkeypatch, caps
     monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda: request))
     kept.answer(full)
     assert json.loads(capsys.readouterr().out) == ["full", f"{tmp_path}: no space left on device"]
+
+
+# ---- files that would be lost
+
+
+def test_a_picture_never_replaces_what_a_run_reads(data, tmp_path, capsys):  # noqa: F811
+    mine = tmp_path / "mine.txt"
+    shutil.copyfile(data, mine)
+    line = refused(capsys, ["plan", "train", "--data", str(mine), "--json", str(mine)])
+    assert f"--json: {mine} is a file of the run; give another name" in line
+    assert mine.read_text() == data.read_text()
+
+
+CONVERT = {
+    "--type f16 --base m.gguf": "--type has no effect with --base",
+    "-o x.gguf --base m.gguf --peft out": "--output has no effect with --peft",
+    "--peft out": "--peft: --base must be given",
+}
+
+
+@pytest.mark.parametrize("flags", CONVERT)
+def test_convert_refuses_what_would_be_ignored(flags, tmp_path, capsys):
+    assert CONVERT[flags] in refused(capsys, ["convert", str(tmp_path), *flags.split()])

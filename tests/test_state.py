@@ -77,7 +77,7 @@ def test_what_no_run_writes_is_refused_though_its_checksum_is_right(tmp_path, mo
     path = tmp_path / "checkpoint.gguf"
     monkeypatch.setattr(state, "asdict", lambda progress: asdict(progress) | changed)
     saved(path)
-    with pytest.raises(InputError, match=r"checkpoint\.gguf: what it says of its run"):
+    with pytest.raises(InputError, match=r"checkpoint\.gguf: its description of the run"):
         state.load(path, print)
 
 

@@ -153,5 +153,7 @@ def test_files_without_a_usable_vocabulary(tmp_path: Path):
     with pytest.raises(InputError, match=r"model\.gguf: .*'bert'; 'llama' .* and 'gpt2'"):
         vocabulary_of(path)
     path.write_bytes(b"nothing that could be a model")
-    with pytest.raises(InputError, match=r"model\.gguf: begins with b'noth'"):
+    with pytest.raises(
+        InputError, match=r"model\.gguf: this is not a GGUF file: it begins with b'noth'"
+    ):
         vocabulary_of(path)

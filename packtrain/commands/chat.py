@@ -1,4 +1,4 @@
-"""packtrain chat: a conversation with a model, on a terminal or one message per line; /help lists what else it takes.
+"""packtrain chat: talk with a model, in a terminal or one message per line; /help lists its commands.
 
 The conversation is rendered by the file's chat template each time, and only what is new goes through the model.
 """
@@ -23,7 +23,7 @@ except ImportError:  # not on every system
     readline = None  # type: ignore[assignment]
 
 DONE, INTERRUPTED = 0, 130
-HELP = """/clear  begin a new conversation
+HELP = """/clear  start a new conversation
 /regen  another answer to the last message
 /exit   leave, as Ctrl-D does
 Ctrl-C ends an answer; a second one leaves"""
@@ -33,12 +33,8 @@ Ctrl-C ends an answer; a second one leaves"""
 class Chat(Speaking):
     """Talk with a model."""
 
-    system: str | None = option(
-        None, "what the model is told before the conversation", flags="-sys"
-    )
-    n_predict: int = option(
-        -1, "how many tokens an answer may have; -1 sets no limit", flags="-n", least=-1
-    )
+    system: str | None = option(None, "system message, before the conversation", flags="-sys")
+    n_predict: int = option(-1, "tokens of an answer at most; -1: no limit", flags="-n", least=-1)
 
 
 class Talk:
@@ -49,7 +45,7 @@ class Talk:
         metadata = model.gguf.metadata
         source = template_source(metadata)
         if source is None:
-            say("the file has no chat template; ChatML is used")
+            say("the model has no chat template; using ChatML")
             source = template_of(metadata)
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(source, self._bos, self._text(self._tokenizer.eos))
@@ -141,7 +137,7 @@ def _lines(terminal: bool) -> Iterator[str]:
         except EOFError:
             return
         except UnicodeDecodeError as error:
-            raise InputError(f"standard input is no UTF-8 text: {error}") from None
+            raise InputError(f"standard input is not UTF-8 text: {error}") from None
         if line:
             yield line
 
@@ -155,7 +151,7 @@ def _take(talk: Talk, line: str, terminal: bool) -> bool:
     if line == "/regen":
         text = talk.retract()
     elif line.startswith("/"):
-        say(HELP if line == "/help" else f"{line.split()[0]} is no command; /help lists them")
+        say(HELP if line == "/help" else f"{line.split()[0]} is not a command; /help lists them")
         return True
     if text is None:
         say("there is no message to answer yet")

@@ -1,4 +1,4 @@
-"""packtrain convert: a Hugging Face checkpoint (config.json, safetensors, tokenizer) to a GGUF file.
+"""packtrain convert: convert a Hugging Face checkpoint (config.json, safetensors, tokenizer) to a GGUF file.
 
 With --base it is an adapter of that model: a PEFT folder to a GGUF file, or a GGUF file to --peft FOLDER.
 """
@@ -23,20 +23,23 @@ class Convert:
     """Make a GGUF file of a checkpoint folder, or of an adapter's; or a folder of an adapter."""
 
     folder: Path = positional(
-        "the folder with config.json, *.safetensors and the tokenizer's files; with --base an adapter"
+        "folder with config.json, *.safetensors and the tokenizer's files; with --base a PEFT adapter's folder"
     )
-    output: Path | None = option(None, "the file to write; FOLDER.gguf if not given", flags="-o")
+    output: Path | None = option(None, "GGUF file to write (default: FOLDER.gguf)", flags="-o")
     type: str = option(
-        AUTO, "of the matrices; auto keeps the checkpoint's", choices=(AUTO, *FILE_TYPES)
+        AUTO, "element type of the matrices; auto: the checkpoint's", choices=(AUTO, *FILE_TYPES)
     )
-    base: Path | None = option(None, "the model that an adapter is for, a GGUF file")
-    peft: Path | None = option(None, "write an adapter that is a GGUF file to this folder")
+    base: Path | None = option(None, "convert an adapter of this model, a GGUF file")
+    peft: Path | None = option(
+        None, "with --base: convert the adapter, a GGUF file, to this PEFT folder"
+    )
 
 
 def run(settings: Convert) -> int:
     """Convert and say what was written. Raises InputError for what cannot be converted."""
     folder = settings.folder
     path = settings.output or Path(f"{folder.resolve()}.gguf")
+    _check(settings)
     if settings.base is not None:
         if settings.peft is not None:
             return _to_peft(folder, settings.base, settings.peft)
@@ -48,6 +51,16 @@ def run(settings: Convert) -> int:
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
     print(f"{path}: {plural(len(written), 'tensor')} ({counts}), {path.stat().st_size:,} bytes")
     return 0
+
+
+def _check(settings: Convert) -> None:
+    """No setting may mean nothing."""
+    if settings.base is not None and settings.type != AUTO:
+        raise InputError(
+            "--type has no effect with --base: adapters are f32; leave one of them out"
+        )
+    if settings.peft is not None and settings.output is not None:
+        raise InputError("--output has no effect with --peft; leave one of them out")
 
 
 def _from_peft(folder: Path, base: Path, path: Path) -> int:

@@ -1,4 +1,4 @@
-"""packtrain demo: the whole path on text that every Python has, its own documentation; nothing is downloaded."""
+"""packtrain demo: train a small model on Python's own documentation and let it write; nothing is downloaded."""
 
 import ast
 import sysconfig
@@ -19,9 +19,7 @@ MARK = ".packtrain-demo"  # a folder that the demo may write over
 
 @dataclass(frozen=True)
 class DemoSettings:
-    folder: Path = option(
-        Path("demo"), "where the text, the model and its run folder go", flags="-o"
-    )
+    folder: Path = option(Path("demo"), "folder for the text, the model and its run", flags="-o")
     iters: int = option(300, "steps to train", least=1)
 
 

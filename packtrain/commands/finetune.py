@@ -1,4 +1,4 @@
-"""packtrain finetune: from a GGUF model and conversations to a tuned GGUF model, inside a planned amount of memory."""
+"""packtrain finetune: tune a GGUF model on conversations or text, in a planned amount of memory."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""packtrain generate: text that a model writes after a prompt, to standard output; seed and speed to standard error."""
+"""packtrain generate: continue a prompt; text goes to standard output, seed and speed to standard error."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,15 @@ DONE, INTERRUPTED = 0, 130
 class Generate(Speaking):
     """Write text after a prompt."""
 
-    prompt: str | None = option(None, "the text to go on from", flags="-p")
-    file: Path | None = option(None, "a file with the text to go on from", flags="-f")
+    prompt: str | None = option(None, "text to continue", flags="-p")
+    file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(
-        128, "how many tokens; -1 goes on to an end or a full context", flags="-n", least=-1
+        128,
+        "tokens to write at most; -1: until an end token or a full context",
+        flags="-n",
+        least=-1,
     )
-    display_prompt: bool = option(True, "begin with the prompt")
+    display_prompt: bool = option(True, "print the prompt before the text")
 
 
 def run(settings: Generate) -> int:
@@ -54,13 +57,13 @@ def _prompt(settings: Generate) -> str:
     if settings.file is None:
         prompt = settings.prompt or ""
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise InputError("--prompt: the text is no UTF-8")
+            raise InputError("--prompt: the text is not UTF-8")
         return prompt
     if settings.prompt is not None:
-        raise InputError("--prompt and --file are both given; one of them must be left out")
+        raise InputError("--prompt and --file are both given; leave one of them out")
     if existing(settings.file, "--file").is_dir():
         raise InputError(f"--file: {settings.file} is a folder; give a text file")
     try:
         return settings.file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"--file: {settings.file} is no UTF-8 text: {error}") from None
+        raise InputError(f"--file: {settings.file} is not UTF-8 text: {error}") from None

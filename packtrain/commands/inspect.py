@@ -1,4 +1,4 @@
-"""packtrain inspect: what is in a GGUF file, of any architecture, with or without tensors."""
+"""packtrain inspect: show what is in a GGUF file of any architecture."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""packtrain plan: what a run would need and how long it would take, without running it."""
+"""packtrain plan: print what a run would need and how long it would take, without running it."""
 
 import shutil
 import sys
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.commands.train import facts, ready
-from packtrain.errors import DoesNotFit
+from packtrain.errors import DoesNotFit, InputError
 from packtrain.files import check_writable, write_text
 from packtrain.picture import chart, page, terminal, trace
-from packtrain.settings import option
+from packtrain.settings import OUTPUT
 from packtrain.train import tune
 from packtrain.train.job import decide
 from packtrain.train.settings import TrainSettings, TuneSettings
@@ -23,11 +23,11 @@ WIDTH = 100
 class Drawn:
     """What is made of a plan beside its table."""
 
-    json: Path | None = option(None, "write the plan with all its buffers to this file")
-    html: Path | None = option(None, "write a page that shows every byte over time")
-    svg: Path | None = option(None, "write the same as one picture")
-    trace: Path | None = option(None, "write a trace for ui.perfetto.dev")
-    map: bool = option(False, "draw the arena in the terminal")
+    json: Path | None = OUTPUT(None, "write the plan as JSON, with every buffer")
+    html: Path | None = OUTPUT(None, "write a page that shows every byte over time, op by op")
+    svg: Path | None = OUTPUT(None, "write the same as an SVG picture")
+    trace: Path | None = OUTPUT(None, "write a trace for ui.perfetto.dev")
+    map: bool = OUTPUT(False, "draw the arena in the terminal")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
     for name, path in wanted.items():
         if path is not None:
             check_writable(path, f"--{name}")
+            _check_not_read(path, f"--{name}", settings)
     made = ready(settings, tune.decide if isinstance(settings, TuneSettings) else decide)
     if made.refusal is None:
         print(made.text)
@@ -68,6 +69,13 @@ def run(settings: PlanTrain | PlanTune) -> int:
     if made.refusal is not None:
         raise DoesNotFit(made.refusal)
     return 0
+
+
+def _check_not_read(path: Path, field: str, settings: PlanTrain | PlanTune) -> None:
+    """No picture may replace what the run would read or has written."""
+    kept = (settings.data, settings.output, getattr(settings, "model", None))
+    if path.exists() and any(file and file.exists() and path.samefile(file) for file in kept):
+        raise InputError(f"{field}: {path} is a file of the run; give another name")
 
 
 def _measured(folder: Path) -> int | None:

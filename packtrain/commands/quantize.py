@@ -1,4 +1,4 @@
-"""packtrain quantize: a GGUF file with its weights in fewer bits, types chosen as llama-quantize chooses them."""
+"""packtrain quantize: store the weights of a GGUF file in fewer bits, with the types that llama-quantize chooses."""
 
 import math
 import time
@@ -32,11 +32,11 @@ class Quantize:
     model: Path = positional("the model, a GGUF file")
     output: Path = positional("the GGUF file to write")
     type: str = positional(f"one of {', '.join(MIXES)}")
-    pure: bool = option(False, "one type for all matrices, no mix")
-    output_tensor_type: str | None = option(None, f"type of output.weight: {TYPES}")
-    token_embedding_type: str | None = option(None, "type of token_embd.weight")
+    pure: bool = option(False, "use one type for all matrices instead of a mix")
+    output_tensor_type: str | None = option(None, f"element type of output.weight: {TYPES}")
+    token_embedding_type: str | None = option(None, "element type of token_embd.weight")
     allow_requantize: bool = option(
-        False, "take weights that are quantized already; they lose more"
+        False, "quantize weights again that are already quantized; this loses more"
     )
     overwrite: bool = option(False, "replace the output if it exists")
 
@@ -94,7 +94,9 @@ def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool
     if any(output.exists() and output.samefile(path) for path in read):
         raise InputError(f"{field}: {output} is the model itself; give another name")
     if output.exists() and not overwrite:
-        raise InputError(f"{field}: {output} exists; give another, or --overwrite to replace it")
+        raise InputError(
+            f"{field}: {output} exists; give another name, or --overwrite to replace it"
+        )
 
 
 def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
@@ -108,8 +110,8 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
             raise InputError(f"{gguf.path}: {name} is {stored}, which cannot be converted")
         if stored.quantized and not settings.allow_requantize:
             raise InputError(
-                f"{gguf.path}: {name} is quantized already, to {stored}; take the original, or "
-                "--allow-requantize and lose more"
+                f"{gguf.path}: {name} is already quantized, to {stored}; use the original, or "
+                "--allow-requantize, which loses more"
             )
         if entry.shape[-1] % wanted.block:
             raise InputError(
@@ -125,14 +127,14 @@ def _maker(
 
     def done(error: float) -> None:
         width = entry.shape[-1] if entry.shape else 1
-        narrow = f"  rows of {width} are no blocks of {usual}" if width % usual.block else ""
+        narrow = f"  rows of {width} do not fill blocks of {usual}" if width % usual.block else ""
         print(line(entry, dtype, error) + narrow)
 
     def kept() -> Iterator[np.ndarray]:
         for part in _parts(gguf.array(entry.name)):
             # others than those that can be read are only copied
             if entry.dtype in READABLE and not math.isfinite(squares(dequantize(part))):
-                raise InputError(f"{where} has values that are not finite; they must be")
+                raise InputError(f"{where} has values that are not finite; all must be")
             yield part
         print(line(entry, dtype))
 

@@ -15,7 +15,7 @@ from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
 from packtrain.plan import size_text
 from packtrain.sample import Sampling
-from packtrain.settings import option, positional
+from packtrain.settings import MODEL, SAMPLING, positional
 from packtrain.words import beyond
 
 CONTEXT = 4096  # at most, where nothing says
@@ -35,31 +35,40 @@ class Speaking:
     """Settings of every command that lets a model write."""
 
     model: Path = positional("the model, a GGUF file")
-    temp: float = option(
-        0.8, "temperature; 0 takes the likeliest token", flags="--temperature", least=0
+    temp: float = SAMPLING(
+        0.8, "temperature; 0 always picks the likeliest token", flags="--temperature", least=0
     )
-    top_k: int = option(40, "choose from so many tokens; 0 is all", least=0)
-    top_p: float = option(0.95, "choose from tokens of this probability together", least=0, most=1)
-    min_p: float = option(
-        0.05, "choose from tokens this likely, relative to the likeliest", least=0, most=1
+    top_k: int = SAMPLING(40, "sample from the N likeliest tokens; 0: from all", least=0)
+    top_p: float = SAMPLING(
+        0.95, "sample from the likeliest tokens whose probabilities add up to this", least=0, most=1
     )
-    repeat_penalty: float = option(1.0, "how much less likely recent tokens become", least=0.01)
-    repeat_last_n: int = option(64, "how many tokens are recent; -1 is all", least=-1)
-    seed: int | None = option(
+    min_p: float = SAMPLING(
+        0.05, "leave out tokens less likely than this share of the likeliest", least=0, most=1
+    )
+    repeat_penalty: float = SAMPLING(1.0, "penalty on recent tokens; 1: none", least=0.01)
+    repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", least=-1)
+    seed: int | None = SAMPLING(
         None,
-        "seed of the choice; without it or with -1 a random one",
+        "random seed; -1: a new one each time, as without this option",
         flags="-s",
         least=-1,
         most=MOST_SEED,
     )
-    stop: tuple[str, ...] = option((), "end before this text; may be given several times")
-    ctx: int | None = option(
-        None, "context in tokens; as long as needed, at most the model's", flags="-c", least=1
+    stop: tuple[str, ...] = SAMPLING((), "stop before this text; may be given several times")
+    ctx: int | None = MODEL(
+        None,
+        "context length in tokens (default: as needed, up to the model's)",
+        flags="-c",
+        least=1,
     )
-    lora: tuple[str, ...] = option(
-        (), "an adapter of this model, FILE or FILE:SCALE; may be given several times"
+    lora: tuple[str, ...] = MODEL(
+        (),
+        "LoRA adapter; :SCALE weighs it; may be given several times",
+        metavar="FILE[:SCALE]",
     )
-    cache_type: str = option("f16", "of remembered keys and values", choices=("f16", "f32"))
+    cache_type: str = MODEL(
+        "f16", "element type of the cache of keys and values", choices=("f16", "f32")
+    )
 
     @property
     def sampling(self) -> Sampling:

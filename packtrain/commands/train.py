@@ -1,4 +1,4 @@
-"""packtrain train: from text to a GGUF model, inside a planned amount of memory."""
+"""packtrain train: train a new model on text, in a planned amount of memory."""
 
 import json
 import math
@@ -131,7 +131,7 @@ def _found(settings: RunSettings) -> Checkpoint | None:
         return None
     found = load(settings.folder / CHECKPOINT, say)
     if found is None:
-        say(f"{settings.folder} has no checkpoint yet: beginning at step 1")
+        say(f"{settings.folder} has no checkpoint yet: starting at step 1")
     return found
 
 
@@ -229,7 +229,7 @@ def _train(settings: RunSettings, made: Ready, work: Work) -> tuple[Progress, in
         try:
             fit.go(watch, stopped, lambda: peak.nbytes)
         except Interrupted as error:
-            watch.say(f"{error}; go on with: {_resume(work, settings)}")
+            watch.say(f"{error}; continue with: {_resume(work, settings)}")
             return None
         fit.finish()
         watch.end(_end(fit, total, peak))
@@ -253,11 +253,11 @@ def _check(settings: RunSettings) -> None:
         return
     if checkpoint.exists() or previous(checkpoint).exists():
         raise InputError(
-            f"--output: {folder} has a run already; go on with --resume, begin anew with --overwrite, or give another"
+            f"--output: {folder} has a run already; continue it with --resume, start over with --overwrite, or give another name"
         )
     if output.exists():
         raise InputError(
-            f"--output: {output} exists; give another, or --overwrite to replace it at the end"
+            f"--output: {output} exists; give another name, or --overwrite to replace it at the end"
         )
 
 

@@ -68,7 +68,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder. Raises InputError for what is no checkpoint of one language model."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: is no folder; give the one with {CONFIG} and the tensors")
+        raise InputError(f"{folder}: is not a folder; give the one with {CONFIG} and the tensors")
     config = read_json(folder / CONFIG)
     kinds = config.get("architectures")
     if not isinstance(kinds, list) or not kinds or not isinstance(kinds[0], str):

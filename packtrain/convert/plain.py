@@ -14,7 +14,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: this is no UTF-8 text: {error}") from None
+        raise InputError(f"{path}: this is not UTF-8 text: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def parsed(path: Path, text: str | bytes, what: str) -> dict[str, Any]:
         if "\\u" in text:
             json.dumps(made, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {what} is no JSON: {' '.join(str(error).split())}") from None
+        raise InputError(f"{path}: {what} is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(made, dict):
         raise InputError(f"{path}: {what} must be a JSON object")
     return made

@@ -80,7 +80,7 @@ def _places(path: Path) -> dict[str, str]:
     outside = [f for f in places.values() if Path(f).name != f]
     if outside:
         raise InputError(
-            f"{path}: {outside[0]!r} is no file of this folder; names without folders are needed"
+            f"{path}: {outside[0]!r} is not a file of this folder; it must be a name without folders"
         )
     return places
 
@@ -91,7 +91,7 @@ def open_file(path: Path) -> dict[str, Stored]:
         with open(path, "rb") as file:
             head = file.read(LENGTH_NBYTES)
             if len(head) < LENGTH_NBYTES:
-                raise InputError(f"{path}: {len(head)} bytes are no safetensors file")
+                raise InputError(f"{path}: {len(head)} bytes are not a safetensors file")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {str(error.strerror).lower()}") from None

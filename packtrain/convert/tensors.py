@@ -169,6 +169,6 @@ class _Found:
         if self.tensors:
             name, stored = next(iter(self.tensors.items()))
             raise InputError(
-                f"{stored.path}: tensor {name} is no part of the model that config.json describes"
+                f"{stored.path}: tensor {name} is not part of the model that config.json describes"
                 f" ({len(self.tensors)} such tensors)"
             )

@@ -127,7 +127,7 @@ def _pieces(path: Path) -> list[tuple[str, int, float]]:
             for id in range(model.get_piece_size())
         ]
     except (OSError, RuntimeError, UnicodeDecodeError):
-        raise InputError(f"{path}: this is no SentencePiece model") from None
+        raise InputError(f"{path}: this is not a SentencePiece model") from None
 
 
 def _kind(model: sentencepiece.SentencePieceProcessor, id: int) -> int:

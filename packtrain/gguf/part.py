@@ -59,9 +59,13 @@ class Part:
         self.values: dict[str, Value] = {}
         self.entries: dict[str, Entry] = {}
         if self.nbytes < LEAST:
-            raise self._wrong(f"{self.nbytes} bytes; a GGUF file has at least {LEAST}")
+            raise self._wrong(
+                f"this is not a GGUF file: it has {self.nbytes} bytes, fewer than {LEAST}"
+            )
         if data[:4] != MAGIC:
-            raise self._wrong(f"begins with {data[:4]!r}; a GGUF file begins with {MAGIC!r}")
+            raise self._wrong(
+                f"this is not a GGUF file: it begins with {data[:4]!r}, not with {MAGIC!r}"
+            )
         version = self._number(U32, "version")
         if version not in VERSIONS:
             raise self._wrong(
@@ -115,7 +119,7 @@ class Part:
     def _pair(self) -> None:
         key = self._string("a metadata key")
         if key in self.values:
-            raise self._wrong(f"metadata key {shortened(key)} is there twice")
+            raise self._wrong(f"metadata key {shortened(key)} occurs twice")
         self.values[key] = self._value(shortened(key))
 
     def _value(self, key: str) -> Value:

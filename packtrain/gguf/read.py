@@ -55,7 +55,7 @@ def _opened(path: Path) -> Part:
     """The file, mapped."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise GGUFError(f"{path}: is no regular file; a GGUF file must be one")
+            raise GGUFError(f"{path}: is not a regular file; a GGUF file must be one")
         with open(path, "rb") as file:
             nothing = not file.read(1)  # nothing cannot be mapped
             data = b"" if nothing else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -91,7 +91,7 @@ def _parts(path: Path) -> list[Part]:
 def _number(part: Part, key: str, default: int) -> int:
     value = part.values.get(key, Value("u16", default)).value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise GGUFError(f"{part.path}: {key} is no whole number; it must be one")
+        raise GGUFError(f"{part.path}: {key} is not a whole number; it must be one")
     return value
 
 

@@ -120,7 +120,7 @@ def _half(gguf: GGUF, name: str) -> np.ndarray:
     stored = gguf.array(name)
     values = stored if entry.dtype is f32 else dequantize(stored)
     if not np.isfinite(values).all():
-        raise InputError(f"{gguf.path}: {name} has values that are not finite; they must be")
+        raise InputError(f"{gguf.path}: {name} has values that are not finite; all must be")
     return values
 
 

@@ -101,7 +101,7 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
     unknown = [name for name in gguf.entries if name not in leaves]
     if unknown:
         raise InputError(
-            f"{gguf.path}: tensor {unknown[0]} is no part of a {config.architecture} of {config.block_count} blocks;"
+            f"{gguf.path}: tensor {unknown[0]} is not part of a {config.architecture} of {config.block_count} blocks;"
             f" nothing here computes with it ({len(unknown)} such tensors)"
         )
     for name, leaf in leaves.items():

@@ -31,7 +31,7 @@ def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | N
         names.insert(0, f"{KEY}.tool_use")
     found = next((metadata[name] for name in names if name in metadata), None)
     if found is not None and not isinstance(found, str):
-        raise TemplateError(f"{KEY} is no text; it must be a Jinja template")
+        raise TemplateError(f"{KEY} is not a text; it must be a Jinja template")
     return found
 
 

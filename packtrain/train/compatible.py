@@ -23,8 +23,8 @@ def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) ->
     other = differences(found.about, now, type(job.settings))
     if other:
         raise InputError(
-            f"--resume: {found.path.parent} cannot go on: {'; '.join(other)};"
-            " give what it began with, or --overwrite to start over"
+            f"--resume: {found.path.parent} cannot continue: {'; '.join(other)};"
+            " give what it began with, or start over with --overwrite"
         )
     if found.about["steps"] != now["steps"]:
         say(

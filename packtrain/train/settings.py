@@ -144,7 +144,9 @@ class TrainSettings(RunSettings):
     fill_samples: bool = DATA(
         True, "fill a window with several short documents; otherwise pad after each"
     )
-    random_offsets: bool = DATA(True, "cut the windows of each epoch at other places")
+    random_offsets: bool = DATA(
+        True, "start each epoch at a random place, so that its windows differ"
+    )
 
     @property
     def learning_rate(self) -> float:

@@ -67,5 +67,5 @@ def resumable(checkpoint: Path, command: str) -> Iterator[None]:
         saved = f"step {step:,} is saved" if step else "no step is saved yet"
         reason = (error.strerror or "no space left").lower()
         raise DiskFull(
-            f"{error.filename or checkpoint}: {reason}; {saved}; make room, then go on with: {command}"
+            f"{error.filename or checkpoint}: {reason}; {saved}; make room, then continue with: {command}"
         ) from error

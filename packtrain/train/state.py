@@ -155,9 +155,9 @@ def _load(path: Path) -> Checkpoint:
     try:
         progress, about = (json.loads(texts[KEY + name]) for name in ("progress", "about"))
     except (ValueError, RecursionError):
-        raise GGUFError(f"{path}: what it says of its run is not JSON") from None
+        raise GGUFError(f"{path}: its description of the run is not JSON") from None
     if not _is_progress(progress) or not isinstance(about, dict) or "steps" not in about:
-        raise GGUFError(f"{path}: what it says of its run is not what packtrain writes")
+        raise GGUFError(f"{path}: its description of the run is not one that packtrain writes")
     return Checkpoint(path, Progress(**progress), about, gguf)
 
 

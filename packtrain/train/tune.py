@@ -267,7 +267,7 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
     for name, pattern in zip(wanted, patterns, strict=True):
         if not any(fnmatchcase(kind, pattern) for kind in kinds):
             raise InputError(
-                f"--lora-modules: {name or 'nothing'} is no matrix of the model; take all, attn, mlp, or of"
+                f"--lora-modules: {name!r} is not a matrix of the model; choose all, attn, mlp, or some of"
                 f" {', '.join(kinds)}"
             )
     ranks = dict.fromkeys(chosen, 0)
@@ -300,6 +300,6 @@ def _rank(text: str) -> tuple[str, int]:
     name, _, number = text.rpartition("=")
     if not number.isdecimal() or not 0 < int(number) <= 4096:
         raise InputError(
-            f"--lora-rank {text}: it must be a number from 1, or NAME=RANK as attn_q=8"
+            f"--lora-rank {text}: it must be from 1 to 4096, or NAME=RANK such as attn_q=8"
         )
     return name or "*", int(number)

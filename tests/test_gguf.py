@@ -194,7 +194,7 @@ BAD_PARTS: dict[str, Callable[[list[Path]], object]] = {
     "m-00003-of-00003.gguf: tensor half is in a part before": (
         lambda p: write(p[2], split(2), {"half": np.zeros(3, np.float32)})
     ),
-    "m-00001-of-00003.gguf: split.count is no whole number": (
+    "m-00001-of-00003.gguf: split.count is not a whole number": (
         lambda p: write(p[0], split(0) | {"split.count": Value("f32", 3.0)}, {})
     ),
 }

@@ -114,7 +114,7 @@ BAD: dict[str, Change] = {
     "llama.vocab_size is 77": put("llama.vocab_size", "u32", 77),
     "there is no tensor token_embd.weight": tensor("token_embd.weight", name=b"token_embed.weight"),
     "blk.1.attn_norm.weight is missing": tensor(NORM, name=None),
-    "tensor rogue is no part of": tensor(NORM, name=b"rogue"),
+    "tensor rogue is not part of": tensor(NORM, name=b"rogue"),
     "blk.1.attn_norm.weight has shape [12]": tensor(NORM, shape=[12]),
     "must give finite numbers": not_a_number,
     # the vocabulary

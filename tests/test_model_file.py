@@ -221,7 +221,7 @@ BAD: dict[str, Change] = {
     "tensor rope_factors_long.weight is not part of a llama of 2": tensor("rope_factors_long.weight", np.ones(3, "f4")),
     "rope_freqs.weight has shape [4]; by the metadata it must be [3]": tensor("rope_freqs.weight", np.ones(4, "f4")),
     "tensor blk.1.attn_q.bias is missing; its shape is [24]": tensor("blk.0.attn_q.bias", np.ones(24, "f4")),
-    "tensor blk.2.attn_norm.weight is no part": tensor("blk.2.attn_norm.weight", np.ones(24, "f4")),
+    "tensor blk.2.attn_norm.weight is not part": tensor("blk.2.attn_norm.weight", np.ones(24, "f4")),
     "output_norm.weight is of type f64; only f32, f16, bf16, q4_0": tensor("output_norm.weight", np.ones(24)),
 }  # fmt: skip
 

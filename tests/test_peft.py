@@ -146,7 +146,7 @@ HALVES = {
 @pytest.mark.parametrize(
     ("said", "changes", "tensors"),
     [
-        ("use_dora is set, which no adapter file can hold", {"use_dora": True}, {}),
+        ("use_dora is set, which an adapter file cannot hold", {"use_dora": True}, {}),
         ("modules_to_save is set, which", {"modules_to_save": ["lm_head"]}, {}),
         ("bias is 'all'; an adapter file holds no biases", {"bias": "all"}, {}),
         ("peft_type is 'IA3'; it must be 'LORA'", {"peft_type": "IA3"}, {}),

@@ -152,7 +152,7 @@ def test_a_split_file_becomes_one(tmp_path: Path):
 def test_what_is_packed_already_stays_unless_it_is_allowed(settings: Quantize):
     quantize.run(replace(settings, type="Q8_0"))
     again = replace(settings, model=settings.output, output=settings.output.with_name("r.gguf"))
-    with pytest.raises(InputError, match=r"token_embd.weight is quantized already, to q8_0; take"):
+    with pytest.raises(InputError, match=r"token_embd.weight is already quantized, to q8_0; use"):
         quantize.run(again)
     assert not again.output.exists()
     quantize.run(replace(again, type="Q8_0"))  # nothing to convert
@@ -207,7 +207,7 @@ def test_wrong_settings_are_said_before_any_work(settings: Quantize):
         with pytest.raises(InputError, match=said):
             quantize.run(replace(settings, **change))
     settings.output.write_bytes(b"before")
-    with pytest.raises(InputError, match=r"q.gguf exists; give another, or --overwrite"):
+    with pytest.raises(InputError, match=r"q.gguf exists; give another name, or --overwrite"):
         quantize.run(settings)
     assert settings.output.read_bytes() == b"before"
 

@@ -253,7 +253,8 @@ def _check(settings: RunSettings) -> None:
         return
     if checkpoint.exists() or previous(checkpoint).exists():
         raise InputError(
-            f"--output: {folder} has a run already; continue it with --resume, start over with --overwrite, or give another name"
+            f"--output: {folder} has a run already; continue it with --resume, start over with --overwrite, or"
+            " give another name"
         )
     if output.exists():
         raise InputError(

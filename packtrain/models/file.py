@@ -102,7 +102,7 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
     if unknown:
         raise InputError(
             f"{gguf.path}: tensor {unknown[0]} is not part of a {config.architecture} of {config.block_count} blocks;"
-            f" nothing here computes with it ({len(unknown)} such tensors)"
+            f" packtrain has no use for it ({len(unknown)} in all)"
         )
     for name, leaf in leaves.items():
         entry = gguf.entries.get(name)

@@ -11,6 +11,7 @@ from packtrain.tensor import Call, Tensor
 CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6
 CACHE = 1 << 22  # bytes of a call that are still in a cache when it comes
 PARALLEL = 1 << 17  # bytes that pay for a parallel region
+ATTENTION = "attention", "attention_back"
 MANY = 64  # tasks that keep all threads busy to the end
 # of the floating-point operations of a second: what a kind of work that was not measured is done in
 SHARES = {"multiply": 0.5, "attend": 0.4, "pack": 0.03, "unpack": 0.02, "exp": 0.02, "score": 0.02}
@@ -25,6 +26,7 @@ class Rates:
     kinds    other work, see `ops.costs.Cost`; what is missing gets a typical share of `flops`
     threads  a task that is alone gets that part of a rate
     call     seconds of a call beside its work, `region` more where its tasks go side by side
+    seen     part of what a causal mask lets through that attention looks at: a fact about data, see train.pace
     """
 
     flops: float
@@ -34,6 +36,7 @@ class Rates:
     threads: int = 1
     call: float = CALL_SECONDS
     region: float = REGION_SECONDS
+    seen: float = 1.0
 
     def of(self, kind: str) -> float:
         """How much of a kind of work is done in a second."""
@@ -66,6 +69,8 @@ def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ())
     """
     cost = cost_of(call, read)
     work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
+    if call.op.name in ATTENTION:
+        work *= rates.seen
     around = rates.call + (rates.region if cost.tasks > 1 else 0.0)
     return around + max(work * idle(cost.tasks, rates.threads), rates.moving(moved(call, cost)))
 

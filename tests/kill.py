@@ -24,7 +24,7 @@ TINY = [
     *("--dim", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ffn", "48", "-c", "32"),
     *("--batch-size", "2", "--vocab-size", "320"),
 ]
-TIMES = ("tokens_per_second", "seconds")
+TIMES = ("tokens_per_second", "positions_per_second", "seconds")
 ENDLESS = 1_000_000
 
 

@@ -352,6 +352,17 @@ def test_plain_lines(tmp_path: Path) -> None:
     assert lines[3] == f"{want}  33,333 tokens/s  eta 0:00  memory 131 of 140 MiB"
 
 
+def test_positions_and_learnt_tokens_are_told_apart(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with watching(tmp_path, stream, steps=3) as watch:
+        watch.step({**record(1), "positions_per_second": 50_000.0}, MIB)
+        watch.progress.recent.clear()
+        watch.step({**record(3), "positions_per_second": 33_400.0}, MIB)
+    first, last = stream.getvalue().splitlines()
+    assert "  50,000 positions/s, 33,333 learnt tokens/s  " in first
+    assert "  33,400 tokens/s  " in last
+
+
 def test_a_resumed_run_reports_its_first_step(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream) as watch:

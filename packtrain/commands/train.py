@@ -28,8 +28,9 @@ from packtrain.train.effects import check_effects, check_validation
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit
 from packtrain.train.job import Job, decide
+from packtrain.train.pace import Pace, learnt, seen
 from packtrain.train.plans import Plans, Shape, packed_types
-from packtrain.train.rates import rates
+from packtrain.train.rates import doubt, rates
 from packtrain.train.search import Setting, as_asked
 from packtrain.train.settings import RunSettings, TrainSettings
 from packtrain.train.space import check_space, resumable
@@ -71,6 +72,7 @@ class Ready:
     plans: Plans
     baseline: int
     seconds: float
+    learnt: int  # tokens that the first step learns from
     budget: int | None
     tokenizer: Tokenizer | None  # for samples; made before the baseline is measured
     found: Checkpoint | None  # to go on from
@@ -83,7 +85,7 @@ class Ready:
 
     @property
     def text(self) -> str:
-        return self.plans.text(self.baseline, self.seconds, self.job.steps)
+        return self.plans.text(self.baseline, self.seconds, self.job.steps, self.learnt)
 
 
 def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], Job]) -> Ready:
@@ -96,6 +98,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
     check_validation(settings, job.valid is not None)
     kernels.load_all(but=_unused(job.shape))
     speed = rates(settings.calibrate, say, packed_types(job.shape))
+    speed, learning = replace(speed, seen=seen(job.batches(1))), learnt(job.batches(1))
     settle()
     found = _found(settings)
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job
@@ -109,6 +112,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
         made.plans,
         made.baseline,
         made.plans.seconds(speed),
+        learning,
         limit,
         tokenizer,
         found,
@@ -219,7 +223,7 @@ def _train(settings: RunSettings, made: Ready, work: Work) -> tuple[Progress, in
     ):
         shared = made.job.subject.shared()
         engine = Engine(made.plans, made.job.optimizer, shared, settings.seed)
-        fit = Fit(made.job, engine, folder)
+        fit = Fit(made.job, engine, folder, Pace(made.seconds, doubt))
         fit.begin(made.found)
         if made.found is None:
             work.before(fit)

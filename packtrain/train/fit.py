@@ -11,6 +11,7 @@ from packtrain.gguf import GGUF
 from packtrain.train import state
 from packtrain.train.engine import Engine
 from packtrain.train.job import Job
+from packtrain.train.pace import Pace
 from packtrain.train.state import Progress
 from packtrain.watch import Watch
 from packtrain.words import plural
@@ -25,6 +26,7 @@ class Fit:
     job: Job
     engine: Engine
     folder: Path
+    pace: Pace | None = None
     sample: Callable[[], str] | None = None
     progress: Progress = field(default_factory=Progress)
 
@@ -78,6 +80,9 @@ class Fit:
         did = self.engine.step(self.job.batches(number), number, rate)
         seconds = time.perf_counter() - began
         self.progress = self.progress.after(did.tokens, seconds)
+        off = self.pace and self.pace.step(seconds, self.job.steps - number)
+        if off:
+            watch.say(off)
         if did.bad:
             watch.say(f"step {number} skipped, its loss or gradient is not finite: {did.bad}")
         record: dict[str, Any] = {
@@ -87,6 +92,7 @@ class Fit:
             "lr": rate,
             "grad_norm": did.norm,
             "tokens_per_second": did.tokens / seconds,
+            "positions_per_second": self.job.shape.positions / seconds,
             "seconds": self.progress.seconds,
         }
         if self.job.valid is not None and self._due(self.job.settings.steps_per_eval, last=True):

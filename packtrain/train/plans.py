@@ -22,7 +22,7 @@ from packtrain.plan.plan import size_text
 from packtrain.recompute import Built, Choice
 from packtrain.tensor import Tensor
 from packtrain.train.optim import Optimizer, accumulating, applying, measuring, training, updating
-from packtrain.watch.progress import clock
+from packtrain.watch.progress import clock, same_speed, speed_text
 from packtrain.words import plural
 
 CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
@@ -83,6 +83,11 @@ class Shape:
     two_passes: bool = False
     layered: bool = False
     base: Base | None = None
+
+    @property
+    def positions(self) -> int:
+        """Of a step, padding among them."""
+        return self.rows * self.time * self.micros
 
 
 @dataclass(frozen=True)
@@ -241,17 +246,19 @@ class Plans:
         found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
         return found
 
-    def text(self, baseline: int, seconds: float, steps: int) -> str:
-        """The plan as a table for people."""
+    def text(self, baseline: int, seconds: float, steps: int, learnt: int) -> str:
+        """The plan as a table for people; `learnt` are the tokens that a step learns from."""
         shape = self.shape
-        tokens = shape.rows * shape.time * shape.micros
+        positions = shape.positions
         times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
-        first = f"a step is {shape.rows} × {shape.time}{times} = {tokens:,} tokens"
+        alike = same_speed(positions, learnt)
+        counts = f"{positions:,} tokens" if alike else f"{positions:,} positions, {learnt:,} learnt"
+        first = f"a step is {shape.rows} × {shape.time}{times} = {counts}"
         return "\n".join(
             [
                 "; ".join([first, *self.choices]),
                 *self.rows(baseline),
-                f"  expected  {seconds:>7.3f} s a step, {tokens / seconds:,.0f} tokens/s, "
+                f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds, learnt / seconds)}, "
                 f"{clock(seconds * steps)} for {plural(steps, 'step')}",
             ]
         )

@@ -59,7 +59,7 @@ class Watch:
 
     def step(self, record: Mapping[str, float], peak_nbytes: int) -> None:
         """Record and show a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
-
+        `tokens_per_second` counts what is learnt from; `positions_per_second`, where given, all that is computed.
         A step that is followed by a validation has `val_loss` and `val_error` too, so it is told after that.
         """
         for part in (*self._opened(), self.curve):

@@ -15,7 +15,16 @@ from typing import Any
 from packtrain.errors import InputError
 from packtrain.files import replacing
 
-FIRST_KEYS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+FIRST_KEYS = (
+    "step",
+    "tokens",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "positions_per_second",
+    "seconds",
+)
 
 
 class Metrics:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Column
 
 REDRAW_SECONDS = 0.2
+ALIKE = 0.05  # of the positions: fewer that are not learnt from are not worth a second figure
 PLAIN_SECONDS = 10.0  # between lines of a tally, where none can be drawn over
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, what matters least last
 
@@ -58,7 +59,9 @@ class Progress:
     def _parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
         """What a line may have, in the order of a plain one; empty where nothing is known."""
         last = self.recent[-1]
-        speeds = [record["tokens_per_second"] for record in self.recent]
+        learnt = [record["tokens_per_second"] for record in self.recent]
+        every = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
+        speed = speed_text(statistics.harmonic_mean(every), statistics.harmonic_mean(learnt))
         first_step, first_time = self.began or (step, now)
         per_step = (now - first_time) / max(step - first_step, 1)
         memory = f"{peak_nbytes / 2**20:,.0f} of {self.planned_nbytes / 2**20:,.0f} MiB"
@@ -68,7 +71,7 @@ class Progress:
             "val": "" if self.val_loss is None else f"val {self.val_loss:.4f}",
             "lr": f"lr {last['lr']:.1e}",
             "norm": f"norm {last['grad_norm']:.3g}",
-            "speed": f"{statistics.harmonic_mean(speeds):,.0f} tokens/s",
+            "speed": speed,
             "eta": f"eta {clock(per_step * (self.steps - step))}" if step > first_step else "",
             "memory": f"memory {memory}",
         }
@@ -158,6 +161,18 @@ class Bar:
 def redraws(stream: TextIO) -> bool:
     """Whether a line can be drawn over on this stream."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def same_speed(positions: float, learnt: float) -> bool:
+    """Whether nearly all positions are learnt from, so that one figure does."""
+    return abs(positions - learnt) <= ALIKE * positions
+
+
+def speed_text(positions: float, learnt: float) -> str:
+    """Speeds by name: positions are computed, padding and prompts too; learnt tokens count in the loss."""
+    if same_speed(positions, learnt):
+        return f"{positions:,.0f} tokens/s"
+    return f"{positions:,.0f} positions/s, {learnt:,.0f} learnt tokens/s"
 
 
 def mean_text(losses: list[float]) -> str:

@@ -1,0 +1,74 @@
+"""What the data of a run means for its time, and whether its steps take as long as was expected."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from packtrain.watch.progress import clock
+
+BLOCK = 64  # positions that attention looks at together, as queries and as keys
+STEPS = 5  # that are compared; the first of a run is not: it touches its memory first
+OFF, WORTH = 0.2, 10.0  # of the expected time, and seconds until the end: less is not worth a word
+WAITED = 0.2  # of the time, and other programs had the processor
+
+
+def seen(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
+    """What part of the blocks that a causal mask lets through attention has to look at: documents hide the rest."""
+    looked, causal = 0, 0
+    for batch in batches:
+        (low_seq, high_seq), (low, high) = _ends(batch["seq"]), _ends(batch["pos"])
+        after, before = (
+            high_seq[:, :, None] < low_seq[:, None],
+            low_seq[:, :, None] > high_seq[:, None],
+        )
+        later = high[:, :, None] < low[:, None]
+        looked += int((~(after | before | later)).sum())
+        rows, blocks = low.shape
+        causal += rows * blocks * (blocks + 1) // 2
+    return looked / causal if causal else 1.0
+
+
+def _ends(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest of each block of a row, (rows, blocks)."""
+    starts = np.arange(0, ids.shape[1], BLOCK)
+    return np.minimum.reduceat(ids, starts, axis=1), np.maximum.reduceat(ids, starts, axis=1)
+
+
+def learnt(batches: Sequence[Mapping[str, np.ndarray]]) -> int:
+    """Tokens that a step learns from, among its positions."""
+    return int(sum((batch["weights"] > 0).sum() for batch in batches))
+
+
+@dataclass
+class Pace:
+    """The first steps of a run beside what was expected of them.
+
+    doubt  called when they differ and no other program is to blame
+    """
+
+    expected: float
+    doubt: Callable[[], None]
+    times: list[float] = field(default_factory=list)
+    own: float = field(default_factory=time.thread_time)
+
+    def step(self, seconds: float, left: int) -> str | None:
+        """Note the time of a step with so many left; after some of them a sentence, if they are off."""
+        self.times.append(seconds)
+        if len(self.times) == 1:
+            self.own = time.thread_time()
+        if len(self.times) != STEPS + 1:
+            return None
+        counted = self.times[1:]
+        took, own = statistics.median(counted), time.thread_time() - self.own
+        off = abs(took - self.expected)
+        if off <= OFF * self.expected or off * left < WORTH:
+            return None
+        text = f"a step takes {took:.3g} s, not the {self.expected:.3g} s expected: "
+        text += f"{clock(took * left)} for the {left:,} steps left"
+        if took > self.expected and own < (1 - WAITED) * sum(counted):
+            return f"{text}; other programs are using the processor"
+        self.doubt()
+        return f"{text}; the next run measures this machine again"

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from packtrain.commands import (
     chat,
+    compile,
     convert,
     data,
     demo,
@@ -51,6 +52,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "inspect": (inspect.Inspect, inspect.run),
     "quantize": (quantize.Quantize, quantize.run),
     "convert": (convert.Convert, convert.run),
+    "compile": (compile.Compile, compile.run),
 }
 INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 

@@ -1,17 +1,33 @@
-"""Compiled kernels are kept by module: a change compiles the modules again whose code it is part of, and no other."""
+"""Compiled kernels are kept by module and content: a change compiles again what it is part of, and nothing else."""
 
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from packtrain.kernels import runtime
+from packtrain.kernels import ahead, store
+
+SMALL = ("softmax",)
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """What these functions remember is forgotten before and after."""
+    remembering = (store.roots, store.target, store.modules, store.needed, store.folder_name)
+    for function in remembering:
+        function.cache_clear()
+    yield
+    for function in remembering:
+        function.cache_clear()
 
 
 def test_a_module_needs_what_it_imports_however_far_away():
-    assert {"attention", "visible", "tile", "simd"} <= runtime.needed("attention_back")
-    assert runtime.needed("softmax") == {"softmax", "simd"}
+    assert {"attention", "visible", "tile", "simd"} <= store.needed("attention_back")
+    assert store.needed("softmax") == {"softmax", "simd", "call"}
 
 
 @pytest.mark.parametrize(
@@ -19,28 +35,34 @@ def test_a_module_needs_what_it_imports_however_far_away():
     [
         ("gemm", {"gemm", "matmul", "loss"}),
         ("softmax", {"softmax"}),
-        ("simd", set(runtime.modules())),
+        ("simd", {"simd", "norm", "attention", "packed"}),
     ],
 )
 def test_a_change_reaches_all_that_contains_it(
-    changed: str, again: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    changed: str,
+    again: set[str],
+    clean: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ):
-    for name in runtime.modules():
-        (tmp_path / f"{name}.py").write_text((runtime.FOLDER / f"{name}.py").read_text())
-    monkeypatch.setattr(runtime, "FOLDER", tmp_path)
-    before = {name: runtime.fingerprint(name) for name in runtime.modules()}
+    names = store.modules()
+    before = {name: store.fingerprint(name) for name in names}
+    for name in names:
+        (tmp_path / f"{name}.py").write_text((store.FOLDER / f"{name}.py").read_text())
+    monkeypatch.setattr(store, "FOLDER", tmp_path)
+    assert {name: store.fingerprint(name) for name in names} == before  # a copy is the same
     with open(tmp_path / f"{changed}.py", "a") as file:
         file.write("# another version\n")
-    after = {name: runtime.fingerprint(name) for name in runtime.modules()}
+    after = {name: store.fingerprint(name) for name in names}
     assert {name for name in before if before[name] != after[name]} >= again
     if changed != "simd":
-        assert "norm" not in {name for name in before if before[name] != after[name]}
+        assert after["norm"] == before["norm"]
 
 
 def test_one_process_compiles_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     code = (
-        "import sys, time; from pathlib import Path; from packtrain.kernels import runtime\n"
-        "with runtime.alone(Path(sys.argv[1])): print('in', flush=True); time.sleep(0.3); print('out', flush=True)"
+        "import sys, time; from pathlib import Path; from packtrain.kernels import ahead\n"
+        "with ahead.alone(Path(sys.argv[1])): print('in', flush=True); time.sleep(0.3); print('out', flush=True)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "lock")]
     first, second = (subprocess.Popen(command) for _ in range(2))
@@ -48,3 +70,88 @@ def test_one_process_compiles_at_a_time(tmp_path: Path, capfd: pytest.CaptureFix
     said = capfd.readouterr()
     assert said.out.split() == ["in", "out", "in", "out"]
     assert said.err.count("waiting for it") == 1
+
+
+USE = """
+import numpy as np
+from packtrain import kernels
+x, none = np.ones((2, 3), np.float32), np.zeros((0, 0), np.float32)
+kernels.softmax.soft_max(x, x, none, 1.0)
+assert abs(x - 1 / 3).max() < 1e-6
+from packtrain.kernels import store
+print(store.folder_of("softmax").parent)
+"""
+
+
+def used(cache: Path, temporary: Path, tree: Path = store.FOLDER.parents[1]) -> tuple[str, str]:
+    """Where a process found a kernel that it used, and what it said."""
+    values = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary), "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, "-c", USE], env={**os.environ, **values}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with what `softmax` needs, compiled by a child."""
+    cache = tmp_path_factory.mktemp("filled")
+    where, said = used(cache, cache)
+    assert where == str(cache / "packtrain/kernels")
+    assert f"compiling {len(store.needed('softmax'))} kernel modules" in said
+    return cache
+
+
+def everything(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_complete_cache_is_only_read(filled: Path, tmp_path: Path):
+    before = everything(filled)
+    assert used(filled, tmp_path) == (str(filled / "packtrain/kernels"), "")
+    assert everything(filled) == before
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):
+    tree = tmp_path / "elsewhere"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(store.FOLDER.parent, tree / "packtrain", ignore=ignored)
+    for file in tree.rglob("*.py"):
+        os.utime(file, (1, 1))
+    before = everything(filled)
+    assert used(filled, tmp_path, tree) == (str(filled / "packtrain/kernels"), "")
+    assert everything(filled) == before
+
+
+def test_what_is_missing_of_a_cache_that_cannot_be_written_goes_to_a_folder_of_the_user(
+    clean: None, filled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    usual = filled / "packtrain/kernels"
+    monkeypatch.setattr(store, "refusal", lambda root: "read-only" if root == usual else None)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(ahead, "_compile", lambda names, way: asked.append(names))
+    (tmp_path / f"packtrain-{os.getuid()}/kernels").mkdir(parents=True, mode=0o700)
+    (tmp_path / f"packtrain-{os.getuid()}").chmod(0o700)
+    assert ahead.prepare(SMALL) == 0 and asked == []
+    assert ahead.prepare(("norm",)) == 1 and asked == [["norm"]]
+    assert store.target() == tmp_path / f"packtrain-{os.getuid()}/kernels"
+    assert store.folder_of("simd").parent == usual
+    assert store.folder_of("norm").parent == store.target()
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"packtrain-{os.getuid()}"
+    assert store.own_folder() == []
+    assert store.own_folder(make=True) == [folder / "kernels"]
+    folder.chmod(0o777)
+    assert store.own_folder() == []
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert store.own_folder() == []

@@ -30,7 +30,7 @@ LAYERS = {
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
-    "kernels": "child",
+    "kernels": "child errors",
     "quant": "dtypes kernels",
     "convert": "dtypes errors files gguf tokenizer quant",
     "ops": "dtypes tensor kernels quant",

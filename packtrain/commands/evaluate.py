@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain import kernels
 from packtrain.commands import say
 from packtrain.corpus.documents import END_OF_TEXT, RECORDS, TRAIN, VALID, file_called
 from packtrain.corpus.records import kind_of
@@ -219,6 +220,8 @@ def _rows(settings: Evaluate, time: int, windows: int) -> int:
 def _measured(name: str, model: ModelFile, data: Prepared, several: bool) -> np.ndarray:
     """The losses (N,) f32 of all that counts."""
     batches = data.batches
+    experts = kernels.EXPERTS if model.config.expert_count else ()
+    kernels.prepare((*kernels.WRITING, "loss", *experts))
     executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped)
     found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
     things = f"windows of {name}" if several else "windows"

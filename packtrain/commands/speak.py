@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from packtrain import kernels
 from packtrain.commands import say
 from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
@@ -105,6 +106,7 @@ def ready(settings: Speaking, model: ModelFile, cells: int) -> Generator:
         raise DoesNotFit(
             f"--ctx: the cache of {cells:,} tokens needs {size_text(cache)}, and there are {size_text(there)}"
         )
+    kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if c.expert_count else ())))
     generator = Generator.of(model, cells, kind)
     generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time
     return generator

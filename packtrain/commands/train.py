@@ -96,7 +96,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
         _set_threads(settings.threads)
     job = decide(settings, say)
     check_validation(settings, job.valid is not None)
-    kernels.load_all(but=_unused(job.shape))
+    kernels.load_all(_kernels(job.shape), limit, private_nbytes())
     speed = rates(settings.calibrate, say, packed_types(job.shape))
     speed, learning = replace(speed, seen=seen(job.batches(1))), learnt(job.batches(1))
     settle()
@@ -121,12 +121,11 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
     )
 
 
-def _unused(shape: Shape) -> set[str]:
-    """Kernel modules that a run of this shape never calls; what they take need not be in its plan."""
-    experts = set() if shape.config.expert_count else {"experts"}
+def _kernels(shape: Shape) -> tuple[str, ...]:
+    """The kernel modules that a run of this shape calls; what they take is in its plan."""
+    experts = kernels.EXPERTS if shape.config.expert_count else ()
     # a tuned file is packed when it is written
-    packing = set() if shape.base else {"quantize", "quantize_k"}
-    return experts | packing
+    return (*kernels.LEARNING, *experts, *(kernels.PACKING if shape.base else ()))
 
 
 def _found(settings: RunSettings) -> Checkpoint | None:

@@ -7,10 +7,27 @@ importing this package loads neither numba nor torch.
 import importlib
 from types import ModuleType
 
-from packtrain.kernels import runtime
-from packtrain.kernels.runtime import load_all, set_threads, threads
+from packtrain.kernels import ahead, store
+from packtrain.kernels.ahead import load_all, prepare
+from packtrain.kernels.runtime import set_threads, threads
 
-__all__ = ["load_all", "set_threads", "threads", "torch"]
+__all__ = [
+    "EXPERTS",
+    "LEARNING",
+    "PACKING",
+    "WRITING",
+    "load_all",
+    "prepare",
+    "set_threads",
+    "threads",
+    "torch",
+]
+
+# the modules that models take: to write text, to learn, where they have experts, and to be written packed
+WRITING = ("attention", "elementwise", "matmul", "norm", "packed", "rope", "rows")
+LEARNING = (*WRITING, "attention_back", "loss", "packing", "reduce", "update")
+EXPERTS = ("experts", "softmax")
+PACKING = ("quantize",)
 
 
 def torch() -> ModuleType:
@@ -19,6 +36,6 @@ def torch() -> ModuleType:
 
 
 def __getattr__(name: str) -> object:
-    if name.startswith("_") or name not in runtime.modules():
+    if name.startswith("_") or name not in store.modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return runtime.load(name)
+    return ahead.load(name)

@@ -1,7 +1,7 @@
-"""python -m packtrain.kernels FOLDER NAME…: compile these kernel modules, each into its own folder below FOLDER."""
+"""python -m packtrain.kernels FOLDER: compile the kernel modules named on standard input, each into its own folder."""
 
 import sys
 
-from packtrain.kernels.runtime import compile_into
+from packtrain.kernels.ahead import compile_into
 
-compile_into(sys.argv[1], sys.argv[2:])
+compile_into(sys.argv[1])

@@ -7,8 +7,9 @@ as columns, times scale * log2(e): powers are of two. Blocks in which no query s
 
 import math
 
-from numba import njit, prange, types
+from numba import types
 
+from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import f16
 from packtrain.kernels.simd import (
     INFINITY,
@@ -18,7 +19,6 @@ from packtrain.kernels.simd import (
     fma,
     ids1,
     keep_first,
-    kernel,
     lanewise,
     largest,
     load,
@@ -44,6 +44,7 @@ from packtrain.kernels.visible import (
     SOME,
     earliest,
     hide,
+    ids2,
     place_queries,
     sight,
 )
@@ -63,8 +64,8 @@ LN2 = 0.6931471805599453
 i64, f32, void = types.int64, types.float32, types.void
 in3, in4 = rank(3, readonly=True), rank(4, readonly=True)
 out3, out4 = rank(3), rank(4)
-ids2 = types.Array(types.int32, 2, "C", readonly=True)
 bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
+places, rule = types.UniTuple(ids2, 4), types.Tuple((f32, i64, f32))
 
 
 def emit_larger(builder, a, b):
@@ -75,7 +76,7 @@ def emit_larger(builder, a, b):
 larger = lanewise(emit_larger, 2)
 
 
-@njit(f32x16(f32x16), cache=True, forceinline=True)
+@part(f32x16(f32x16))
 def power(x):
     """2**x to 1.7e-7 for x < 128, 0 below -127."""
     x = larger(-127.0, x)
@@ -88,7 +89,7 @@ def power(x):
     return scaled(fma(p, r, 1.0), t)
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, f32))
 def squash(scores, count, cap):
     """scores = cap * tanh(scores / cap), `count` of them, whole vectors; -inf stays."""
     for i in range(0, count, LANES):
@@ -96,26 +97,26 @@ def squash(scores, count, cap):
         store(scores, i, select_less(x, LOWEST, x, tanh(x / cap) * cap))
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64))
 def clear(x, stride, rows, width):
     for i in range(rows):
         for d in range(0, width, LANES):
             store_part(x, i * stride + d, splat(0.0), width - d)
 
 
-@njit(cache=True)
+@part(i64(i64))
 def packed_rows(width):
     """Rows that `pack` writes."""
     return -(-width // LANES) * LANES
 
 
-@njit(cache=True)
+@part(i64(i64))
 def queries_in_block(width):
     """A fixed function of the head width, never 48: products of 16 columns are slower than of 32."""
     return QUERIES if width <= 64 else 2 * LANES if width <= 256 else LANES
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64, i64, i64, f32))
 def pack(columns, lanes, x, stride, rows, width, factor):
     """columns (width, lanes) = factor * x transposed, x (rows, width); lanes behind the rows are 0."""
     for d in range(0, width, LANES):
@@ -126,7 +127,7 @@ def pack(columns, lanes, x, stride, rows, width, factor):
         store(columns, i, load(columns, i) * factor)
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64, i64, i64))
 def soften(scores, lanes, count, sums, columns, width):
     """Powers of a block of scores, under a running maximum that all sums so far are brought under.
 
@@ -160,7 +161,7 @@ def soften(scores, lanes, count, sums, columns, width):
             store(columns, d * lanes + i, load(columns, d * lanes + i) * fade)
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64, i64, i64, i64, i64))
 def finish(y, stride, lse, rows, sums, columns, lanes, width):
     """y = columns transposed / sum, lse = ln(2) * top + log(sum); both 0 where nothing was seen.
 
@@ -180,13 +181,13 @@ def finish(y, stride, lse, rows, sums, columns, lanes, width):
             turn(to, stride, rows - i, width - d, source, lanes, LANES, LANES)
 
 
-@njit(cache=True)
+@part(i64(bytes4, i64))
 def spare_of(x, width):
     """How many f32 `heads` needs to unpack a block."""
     return KEYS * width if x.shape[3] < 4 * width else 0
 
 
-@njit(cache=True)
+@kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
 def heads(x, at, count, width, spare):
     """Address and line of `count` heads from element `at` on, as f32: in place, or unpacked to `spare`."""
     base, line = x.ctypes.data, x.shape[2] * width
@@ -197,13 +198,16 @@ def heads(x, at, count, width, spare):
     return spare, width
 
 
-@njit(cache=True)
-def attend(y, lse, q, k, v, places_of, keys, rule, b, h, first):
+@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
+def attend(y, lse, q, k, v, places_of, keys, rule, task):
     """One block of queries of one head."""
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
-    rows = min(queries_in_block(D), T - first)
+    block = queries_in_block(D)
+    blocks = -(-T // block)
+    b, h, first = task // blocks // H, task // blocks % H, task % blocks * block
+    rows = min(block, T - first)
     lanes = -(-rows // LANES) * LANES
     columns, mixed = room(packed_rows(D) * lanes), room(packed_rows(D) * lanes)
     scores, spare = room(KEYS * lanes), room(spare_of(k, D))
@@ -235,7 +239,22 @@ def attend(y, lse, q, k, v, places_of, keys, rule, b, h, first):
     finish(address(y, at), H * D, out, rows, sums, mixed, lanes, D)
 
 
-@njit(cache=True)
+@kernel(
+    void(
+        i64,
+        i64,
+        i64,
+        i64,
+        i64,
+        i64,
+        f32,
+        types.UniTuple(i64, 3),
+        ids2,
+        ids2,
+        i64,
+        types.UniTuple(i64, 2),
+    )
+)
 def score_few(scores, group, q, width, key, line, factor, place, k_pos, k_seq, b, own):
     """scores = factor * q k for a group of heads of one query that share a kv head; -inf where unseen.
 
@@ -259,7 +278,7 @@ def score_few(scores, group, q, width, key, line, factor, place, k_pos, k_seq, b
             poke(scores, h * KEYS + j, score)
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64, i64, i64))
 def soften_few(scores, count, sums, h, y, width):
     """soften for row h of scores, whose values are mixed in place, in row h of y.
 
@@ -285,7 +304,7 @@ def soften_few(scores, count, sums, h, y, width):
         store_part(y, at, load_part(y, at, width - d) * fade, width - d)
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64, i64, i64))
 def finish_few(lse, line, group, sums, y, width):
     """finish for rows y (group, width); lse (group,) lies `line` apart."""
     for h in range(group):
@@ -297,9 +316,10 @@ def finish_few(lse, line, group, sums, y, width):
             store_part(y, at, load_part(y, at, width - d) * by, width - d)
 
 
-@njit(cache=True)
-def attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, group):
+@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, types.UniTuple(i64, 5)))
+def attend_group(y, lse, q, k, v, places_of, keys, rule, at_group):
     """One query of a group of at most FEW_HEADS heads that share kv head `head`; a lane is a part of the head."""
+    b, t, head, first, group = at_group
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
@@ -328,35 +348,36 @@ def attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, group)
     finish_few(address(lse, (b * H + first) * T + t), T, group, sums, y_at, D)
 
 
-@njit(inline="always")
-def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
-    """A block of queries of one head; where queries are few, all of them for a kv head."""
-    T, H, D = q.shape[1:]
-    if T > FEW:
-        block = queries_in_block(D)
-        blocks = -(-T // block)
-        b, h, first = task // blocks // H, task // blocks % H, task % blocks * block
-        attend(y, lse, q, k, v, places_of, keys, rule, b, h, first)
-        return
+@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
+def attend_few(y, lse, q, k, v, places_of, keys, rule, task):
+    """All queries, which are few, for one kv head."""
     K = k.shape[2]
-    b, head, sharing = task // K, task % K, H // K
-    for t in range(T):
+    b, head, sharing = task // K, task % K, q.shape[2] // K
+    for t in range(q.shape[1]):
         for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
             group = min(FEW_HEADS, (head + 1) * sharing - first)
-            attend_few(y, lse, q, k, v, places_of, keys, rule, b, t, head, first, group)
+            attend_group(y, lse, q, k, v, places_of, keys, rule, (b, t, head, first, group))
 
 
-@njit(cache=True)
-def extent(k, length, width):
+@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
+def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
+    """A block of queries of one head; where queries are few, all of them for a kv head."""
+    if q.shape[1] > FEW:
+        attend(y, lse, q, k, v, places_of, keys, rule, task)
+    else:
+        attend_few(y, lse, q, k, v, places_of, keys, rule, task)
+
+
+@kernel(i64(i64, ids1, i64))
+def extent(count, length, width):
     """The keys that count; heads must fit the scratch."""
     if width > WIDEST:
         raise ValueError("attention: heads are wider than 512")
-    return max(min(k.shape[1], i64(length[0])), 0) if length.size else k.shape[1]
+    return max(min(count, i64(length[0])), 0) if length.size else count
 
 
 @kernel(
     void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32),
-    parallel=True,
 )
 def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap):
     """Each query mixes the values of the keys that it sees; query head h reads kv head h // (H // K).
@@ -373,11 +394,14 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
         length        (1,)          i32, or (0,): S
     """
     B, T, H, D = q.shape
-    keys, places_of, rule = extent(k, length, D), (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
+    keys, places_of, rule = (
+        extent(k.shape[1], length, D),
+        (q_pos, k_pos, q_seq, k_seq),
+        (scale, window, cap),
+    )
     tasks = B * k.shape[2] if T <= FEW else B * H * -(-T // queries_in_block(D))
     if B * T * H * D * keys < SERIAL:
         for task in range(tasks):
             attention_task(y, lse, q, k, v, places_of, keys, rule, task)
     else:
-        for task in prange(tasks):
-            attention_task(y, lse, q, k, v, places_of, keys, rule, task)
+        each(attention_task, (y, lse, q, k, v, places_of, keys, rule), tasks)

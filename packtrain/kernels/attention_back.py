@@ -3,7 +3,7 @@
 A task is all of one kv head of one batch, so that dk and dv are summed in a fixed order, without atomics.
 """
 
-from numba import njit, prange
+from numba import types
 
 from packtrain.kernels.attention import (
     LOG2E,
@@ -21,16 +21,18 @@ from packtrain.kernels.attention import (
     out4,
     pack,
     packed_rows,
+    places,
     power,
     queries_in_block,
+    rule,
     squash,
     void,
 )
+from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.simd import (
     LANES,
     address,
     fma,
-    kernel,
     load,
     load_part,
     poke,
@@ -47,7 +49,7 @@ LESS_KEYS = 48  # four tiles of 12 rows
 ROOM = 15360  # f32 of packed queries and scores: 60 KiB, exceeded by heads wider than 192
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, f32))
 def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
     """What the rows of a block need: lse in powers of two, and delta = scale * sum(dy * y).
 
@@ -66,7 +68,7 @@ def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
         poke(state, QUERIES + i, total(lane_sums) * scale)
 
 
-@njit(cache=True)
+@kernel(void(i64, i64, i64, i64, i64, f32))
 def soften_back(scores, d_scores, lanes, count, state, cap):
     """scores = p = 2**(scores - lse), d_scores = p * (d_scores - delta); both (count, lanes).
 
@@ -85,12 +87,14 @@ def soften_back(scores, d_scores, lanes, count, state, cap):
             store(d_scores, j, d)
 
 
-@njit(cache=True)
+@part(i64(i64, i64))
 def keys_in_block(lanes, width):
     return KEYS if 2 * (packed_rows(width) + KEYS) * lanes <= ROOM else LESS_KEYS
 
 
-@njit(cache=True)
+@kernel(
+    void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64, i64, i64)
+)
 def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     """One block of queries of one head: sets its rows of dq, adds to dk and dv."""
     (dq, dk, dv), (scale, window, cap) = grads, rule
@@ -102,14 +106,14 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     q_columns, dy_columns = room(packed_rows(D) * lanes), room(packed_rows(D) * lanes)
     block = keys_in_block(lanes, D)
     p, ds = room(block * lanes), room(block * lanes)
-    places, state = scratch(PLACES), scratch(STATE)
+    spots, state = scratch(PLACES), scratch(STATE)
     at, wide, line = ((b * T + first) * H + h) * D, H * D, K * D
     q_rows, dy_rows, dq_rows = address(q, at), address(dy, at), address(dq, at)
     pack(q_columns, lanes, q_rows, wide, rows, D, scale * LOG2E)
     pack(dy_columns, lanes, dy_rows, wide, rows, D, scale)
     from_lse = address(lse, (b * H + h) * T + first)
     prepare_back(state, dy_rows, address(y, at), wide, from_lse, rows, lanes, D, scale)
-    span = place_queries(places, q_pos, q_seq, b, first, rows, window)
+    span = place_queries(spots, q_pos, q_seq, b, first, rows, window)
     clear(dq_rows, wide, rows, D)
     for start in range(0, keys, block):
         count = min(block, keys - start)
@@ -123,14 +127,14 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
         if cap > 0:
             squash(p, count * lanes, cap * LOG2E)
         if seen == SOME:
-            hide(p, lanes, places, k_pos, k_seq, b, start, count)
+            hide(p, lanes, spots, k_pos, k_seq, b, start, count)
         soften_back(p, ds, lanes, count, state, cap * LOG2E)
         rows_product(count, D, rows, address(dv, at), line, p, lanes, dy_rows, wide, True)
         rows_product(count, D, rows, address(dk, at), line, ds, lanes, q_rows, wide, True)
         columns_product(rows, D, count, dq_rows, wide, ds, lanes, key, line, True)
 
 
-@njit(inline="always")
+@kernel(void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64))
 def head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task):
     """All of one kv head of one batch."""
     T, H, D = q.shape[1:]
@@ -147,7 +151,6 @@ def head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task):
     void(
         out4, out4, out4, in4, in4, in3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32
     ),
-    parallel=True,
 )
 def attention_back(
     dq, dk, dv, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap
@@ -162,11 +165,10 @@ def attention_back(
         the rest as in attention; dq may be y
     """
     B, T, H, D = q.shape
-    keys = extent(k, length, D)
+    keys = extent(k.shape[1], length, D)
     grads, places_of, rule = (dq, dk, dv), (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     if B * T * H * D * keys < SERIAL:
         for task in range(B * k.shape[2]):
             head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task)
     else:
-        for task in prange(B * k.shape[2]):
-            head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task)
+        each(head_back, (grads, dy, y, lse, q, k, v, places_of, keys, rule), B * k.shape[2])

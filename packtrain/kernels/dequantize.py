@@ -5,7 +5,7 @@ Kinds are ggml's type numbers. A function per type takes (target, source, n): n 
 """
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from packtrain.kernels.bits import (
     as_floats,
@@ -23,10 +23,10 @@ from packtrain.kernels.bits import (
     to_floats,
     word_at,
 )
+from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.simd import (
     LANES,
     address,
-    kernel,
     load,
     load_part,
     out2,
@@ -148,7 +148,7 @@ def q3_K(y, x, n):
             store(y, out + i * 16, to_floats((q | (top << 2)) - 4) * (d * f32(scale)))
 
 
-@kernel(types.UniTuple(f32, 2)(i64, i64))
+@part(types.UniTuple(f32, 2)(i64, i64))
 def scale_and_least(at, i):
     """Scale and offset of the i-th 32 of a q4_K or q5_K block: six bits each, the last four's spread over two bytes."""
     d, m = half_at(at, 0), half_at(at, 1)
@@ -270,14 +270,17 @@ def row(kind, target, source, count):
         f32_copy(target, source, count)
 
 
-@kernel(void(i64, out2, packed2), parallel=True)
+@kernel(void(i64, out2, packed2, i64))
+def row_of(kind, y, x, i):
+    width = y.shape[1]
+    row(kind, address(y, i * width), x.ctypes.data + i * x.shape[1], width)
+
+
+@kernel(void(i64, out2, packed2))
 def rows(kind, y, x):
     """Every row of an array.
 
     x  (N, row bytes)  u8
     y  (N, width)      f32
     """
-    n, width = y.shape
-    start, nbytes = x.ctypes.data, x.shape[1]
-    for i in prange(n):
-        row(kind, address(y, i * width), start + i * nbytes, width)
+    each(row_of, (kind, y, x), len(y))

@@ -16,6 +16,7 @@ from packtrain.kernels.bits import (
     shorts_at,
     to_floats,
 )
+from packtrain.kernels.call import kernel
 from packtrain.kernels.dequantize import (
     BF16,
     F16,
@@ -25,7 +26,7 @@ from packtrain.kernels.dequantize import (
     Q8_0,
     scale_and_least,
 )
-from packtrain.kernels.simd import fma, kernel, load, splat, total
+from packtrain.kernels.simd import fma, load, splat, total
 
 i64, f32 = types.int64, types.float32
 FUSED = (F16, Q4_0, Q8_0, Q4_K, Q6_K, BF16)

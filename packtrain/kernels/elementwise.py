@@ -1,9 +1,10 @@
 """Functions of each element alone, on flat arrays: a result may be exactly one of the inputs."""
 
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.extending import intrinsic
 
+from packtrain.kernels.call import kernel, part, spans
 from packtrain.kernels.counter import FIRST, GOLDEN, SECOND
 from packtrain.kernels.simd import (
     BITS,
@@ -18,7 +19,6 @@ from packtrain.kernels.simd import (
     fma,
     in1,
     in2,
-    kernel,
     load_part,
     log,
     maximum,
@@ -49,7 +49,7 @@ NEG, ABS, SGN, STEP, SQR, SQRT, LOG, EXP, SIN, COS, RELU, SIGMOID, SILU, TANH, G
 ADD, SUB, MUL, DIV = BINARY.values()
 
 
-@kernel(f32x16(i64, f32x16))
+@part(f32x16(i64, f32x16), forceinline=False)
 def rare(code, x):
     if code == SIN:
         return sin(x)
@@ -60,7 +60,7 @@ def rare(code, x):
     return tanh(x)
 
 
-@kernel(f32x16(i64, f32x16), forceinline=True)
+@part(f32x16(i64, f32x16))
 def one(code, x):
     """The function of that code; gelu is the tanh form, (1 + tanh(u)) / 2 = sigmoid(2 u)."""
     if code == NEG:
@@ -90,7 +90,7 @@ def one(code, x):
     return rare(code, x)
 
 
-@kernel(f32x16(i64, f32x16, f32x16), forceinline=True)
+@part(f32x16(i64, f32x16, f32x16))
 def two(code, a, b):
     if code == ADD:
         return a + b
@@ -108,7 +108,7 @@ def unary_span(code, y, x, start, stop):
         store_part(y, i, one(code, load_part(x, i, left)), left)
 
 
-@kernel(void(i64, out1, in1), parallel=True)
+@kernel(void(i64, out1, in1))
 def unary(code, y, x):
     """y = f(x), code from UNARY; y may be x.
 
@@ -118,8 +118,7 @@ def unary(code, y, x):
     if n <= SERIAL:
         unary_span(code, y, x, 0, n)
         return
-    for b in prange(-(-n // BLOCK)):
-        unary_span(code, y, x, b * BLOCK, min(n, (b + 1) * BLOCK))
+    spans(unary_span, (code, y, x), n, BLOCK)
 
 
 @kernel(void(i64, out1, in1, in1, i64, i64))
@@ -129,7 +128,7 @@ def binary_span(code, y, a, b, start, stop):
         store_part(y, i, two(code, load_part(a, i, left), load_part(b, i, left)), left)
 
 
-@kernel(void(i64, out1, in1, in1), parallel=True)
+@kernel(void(i64, out1, in1, in1))
 def binary(code, y, a, b):
     """y = a (+ - * /) b, code from BINARY; y may be a or b.
 
@@ -139,8 +138,7 @@ def binary(code, y, a, b):
     if n <= SERIAL:
         binary_span(code, y, a, b, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        binary_span(code, y, a, b, t * BLOCK, min(n, (t + 1) * BLOCK))
+    spans(binary_span, (code, y, a, b), n, BLOCK)
 
 
 @kernel(void(i64, out2, in2, in1, i64, i64))
@@ -153,7 +151,7 @@ def rows_span(code, y, a, b, start, stop):
             store_part(y, at, two(code, load_part(a, at, left), load_part(b, i, left)), left)
 
 
-@kernel(void(i64, out2, in2, in1), parallel=True)
+@kernel(void(i64, out2, in2, in1))
 def binary_rows(code, y, a, b):
     """y = a (+ - * /) b with b the same for every row; y may be a.
 
@@ -165,8 +163,7 @@ def binary_rows(code, y, a, b):
     if a.size <= SERIAL:
         rows_span(code, y, a, b, 0, n)
         return
-    for t in prange(-(-n // rows)):
-        rows_span(code, y, a, b, t * rows, min(n, (t + 1) * rows))
+    spans(rows_span, (code, y, a, b), n, rows)
 
 
 @kernel(void(i64, out1, in1, f32, i64, i64))
@@ -177,7 +174,7 @@ def scalar_span(code, y, a, b, start, stop):
         store_part(y, i, two(code, load_part(a, i, left), many), left)
 
 
-@kernel(void(i64, out1, in1, in1), parallel=True)
+@kernel(void(i64, out1, in1, in1))
 def binary_scalar(code, y, a, b):
     """y = a (+ - * /) b[0]; y may be a.
 
@@ -189,8 +186,7 @@ def binary_scalar(code, y, a, b):
     if n <= SERIAL:
         scalar_span(code, y, a, number, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        scalar_span(code, y, a, number, t * BLOCK, min(n, (t + 1) * BLOCK))
+    spans(scalar_span, (code, y, a, number), n, BLOCK)
 
 
 @kernel(void(out1, in1, f32, f32, i64, i64))
@@ -200,7 +196,7 @@ def scale_span(y, x, by, bias, start, stop):
         store_part(y, i, load_part(x, i, left) * by + bias, left)
 
 
-@kernel(void(out1, in1, f32, f32), parallel=True)
+@kernel(void(out1, in1, f32, f32))
 def scale(y, x, by, bias):
     """y = x * by + bias; y may be x.
 
@@ -210,20 +206,19 @@ def scale(y, x, by, bias):
     if n <= SERIAL:
         scale_span(y, x, by, bias, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        scale_span(y, x, by, bias, t * BLOCK, min(n, (t + 1) * BLOCK))
+    spans(scale_span, (y, x, by, bias), n, BLOCK)
 
 
 flag = types.boolean
 
 
-@kernel(f32x16(flag, f32x16), forceinline=True)
+@part(f32x16(flag, f32x16))
 def inner(gelu, x):
     """What the sigmoid of silu or gelu is taken of."""
     return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if gelu else x
 
 
-@kernel(f32x16(flag, f32x16, f32x16, f32x16), forceinline=True)
+@part(f32x16(flag, f32x16, f32x16, f32x16))
 def slope(gelu, dy, x, s):
     """dy times the slope of x * s, s = sigmoid(inner(x))."""
     by = fma(x * x, x * (3.0 * GELU_CUBE), x) * GELU_FACTOR if gelu else x
@@ -238,7 +233,7 @@ def silu_back_span(dx, dy, x, start, stop):
         store_part(dx, i, slope(False, load_part(dy, i, left), v, sigmoid(v)), left)
 
 
-@kernel(void(out1, in1, in1), parallel=True)
+@kernel(void(out1, in1, in1))
 def silu_back(dx, dy, x):
     """dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x); dx may be dy or x.
 
@@ -248,8 +243,7 @@ def silu_back(dx, dy, x):
     if n <= SERIAL:
         silu_back_span(dx, dy, x, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        silu_back_span(dx, dy, x, t * BLOCK, min(n, (t + 1) * BLOCK))
+    spans(silu_back_span, (dx, dy, x), n, BLOCK)
 
 
 @kernel(void(flag, out1, in1, in1, i64, i64))
@@ -260,7 +254,7 @@ def gated_span(gelu, y, gate, up, start, stop):
         store_part(y, i, v * sigmoid(inner(gelu, v)) * load_part(up, i, left), left)
 
 
-@kernel(void(flag, out1, in1, in1), parallel=True)
+@kernel(void(flag, out1, in1, in1))
 def gated(gelu, y, gate, up):
     """y = silu(gate) * up, or gelu(gate) * up; y may be gate or up.
 
@@ -270,8 +264,7 @@ def gated(gelu, y, gate, up):
     if n <= SERIAL:
         gated_span(gelu, y, gate, up, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        gated_span(gelu, y, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
+    spans(gated_span, (gelu, y, gate, up), n, BLOCK)
 
 
 @kernel(void(flag, out1, out1, in1, in1, in1, i64, i64))
@@ -286,7 +279,7 @@ def gated_back_span(gelu, dgate, dup, dy, gate, up, start, stop):
         store_part(dup, i, d * v * s, left)
 
 
-@kernel(void(flag, out1, out1, in1, in1, in1), parallel=True)
+@kernel(void(flag, out1, out1, in1, in1, in1))
 def gated_back(gelu, dgate, dup, dy, gate, up):
     """Gradients of gated; dgate and dup may each be any of dy, gate, up, but not each other.
 
@@ -296,8 +289,7 @@ def gated_back(gelu, dgate, dup, dy, gate, up):
     if n <= SERIAL:
         gated_back_span(gelu, dgate, dup, dy, gate, up, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        gated_back_span(gelu, dgate, dup, dy, gate, up, t * BLOCK, min(n, (t + 1) * BLOCK))
+    spans(gated_back_span, (gelu, dgate, dup, dy, gate, up), n, BLOCK)
 
 
 def emit_mix(builder, z):
@@ -354,7 +346,7 @@ def dropout_span(y, x, key, p, start, stop):
         store_part(y, i, load_part(x, i, left) * kept, left)
 
 
-@kernel(void(out1, in1, i64, i64, i64, f32), parallel=True)
+@kernel(void(out1, in1, i64, i64, i64, f32))
 def dropout(y, x, seed, step, stream, p):
     """y = x / (1 - p) where uniform(seed, step, stream, index) >= p, else 0; y may be x.
 
@@ -365,5 +357,4 @@ def dropout(y, x, seed, step, stream, p):
     if n <= SERIAL:
         dropout_span(y, x, key, p, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        dropout_span(y, x, key, p, t * BLOCK, min(n, (t + 1) * BLOCK))
+    spans(dropout_span, (y, x, key, p), n, BLOCK)

@@ -3,8 +3,9 @@
 `ids` that products take are ascending. Tasks are columns of all experts, so that routing cannot starve a thread.
 """
 
-from numba import prange, types
+from numba import types
 
+from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import packed2
 from packtrain.kernels.matmul import FEW_ROWS, SMALL, block, dot_rows, layout
 from packtrain.kernels.packed import columns, multiply_back
@@ -14,7 +15,6 @@ from packtrain.kernels.simd import (
     fma,
     ids1,
     in2,
-    kernel,
     load_part,
     out2,
     out3,
@@ -49,7 +49,7 @@ def largest_rows(ids, x, start, stop):
             ids[i, j] = max(best, 0)  # a NaN comes neither before nor after anything
 
 
-@kernel(void(out_ids2, in2), parallel=True)
+@kernel(void(out_ids2, in2))
 def top_k(ids, x):
     """The indices of the k largest of each row, the largest first; of equal ones the lower index.
 
@@ -61,8 +61,7 @@ def top_k(ids, x):
         largest_rows(ids, x, 0, n)
         return
     rows = max(1, BLOCK // width)
-    for t in prange(-(-n // rows)):
-        largest_rows(ids, x, t * rows, min(n, (t + 1) * rows))
+    spans(largest_rows, (ids, x), n, rows)
 
 
 @kernel(void(out2, in2, ids2))
@@ -128,7 +127,7 @@ def matmul_id_task(y, x, w, ids, accumulate, task):
         block(y[start:stop], x[start:stop], turned, accumulate, 0, stop - start, j, WIDE)
 
 
-@kernel(void(out2, in2, any_in3, ids1, types.boolean), parallel=True)
+@kernel(void(out2, in2, any_in3, ids1, types.boolean))
 def matmul_id(y, x, w, ids, accumulate):
     """y[i] = x[i] @ w[ids[i]].T, or y + that.
 
@@ -142,36 +141,46 @@ def matmul_id(y, x, w, ids, accumulate):
         for t in range(tasks):
             matmul_id_task(y, x, w, ids, accumulate, t)
         return
-    for t in prange(tasks):
-        matmul_id_task(y, x, w, ids, accumulate, t)
+    each(matmul_id_task, (y, x, w, ids, accumulate), tasks)
 
 
-@kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean), parallel=True)
+@kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean, i64))
+def packed_matmul_id_task(y, x, kind, w, experts, ids, accumulate, task):
+    """WIDE columns of the rows of one expert."""
+    high, e, j = w.shape[0] // experts, task % experts, task // experts * WIDE
+    start, stop = first_of(ids, e), first_of(ids, e + 1)
+    if start < stop:
+        matrix, end = w[e * high : (e + 1) * high], min(j + WIDE, high)
+        columns(y[start:stop], x[start:stop], kind, matrix, accumulate, j, end)
+
+
+@kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean))
 def packed_matmul_id(y, x, kind, w, experts, ids, accumulate):
     """As matmul_id, with w (E * F, row bytes) packed."""
-    high = w.shape[0] // experts
-    for t in prange(-(-high // WIDE) * experts):
-        e, j = t % experts, t // experts * WIDE
-        start, stop = first_of(ids, e), first_of(ids, e + 1)
-        if start < stop:
-            matrix, end = w[e * high : (e + 1) * high], min(j + WIDE, high)
-            columns(y[start:stop], x[start:stop], kind, matrix, accumulate, j, end)
+    tasks = -(-(w.shape[0] // experts) // WIDE) * experts
+    each(packed_matmul_id_task, (y, x, kind, w, experts, ids, accumulate), tasks)
 
 
-@kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean), parallel=True)
+@kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean, i64))
+def packed_matmul_id_back_task(dx, dy, step, kind, w, experts, ids, accumulate, task):
+    """`step` columns of the rows of one expert."""
+    high, nbytes, k = w.shape[0] // experts, w.shape[1], dx.shape[1]
+    e, c = task % experts, task // experts * step
+    start, stop = first_of(ids, e), first_of(ids, e + 1)
+    if start < stop:
+        multiply_back(
+            *(kind, stop - start, high, k, c, min(k, c + step)),
+            *(address(dy, start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
+            *(accumulate, address(dx, start * k), k),
+        )
+
+
+@kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean))
 def packed_matmul_id_back(dx, dy, unit, kind, w, experts, ids, accumulate):
     """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) packed by `unit` columns."""
-    high, nbytes, k = w.shape[0] // experts, w.shape[1], dx.shape[1]
     step = max(unit, WIDE)
-    for t in prange(-(-k // step) * experts):
-        e, c = t % experts, t // experts * step
-        start, stop = first_of(ids, e), first_of(ids, e + 1)
-        if start < stop:
-            multiply_back(
-                *(kind, stop - start, high, k, c, min(k, c + step)),
-                *(address(dy, start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
-                *(accumulate, address(dx, start * k), k),
-            )
+    given = (dx, dy, step, kind, w, experts, ids, accumulate)
+    each(packed_matmul_id_back_task, given, -(-dx.shape[1] // step) * experts)
 
 
 @kernel(void(out3, in2, in2, ids1, types.boolean, i64))
@@ -182,7 +191,7 @@ def out_prod_id_task(y, a, b, ids, accumulate, task):
     block(y[e], a[start:stop].T, b[start:stop], accumulate, i, HIGH, 0, y.shape[2])
 
 
-@kernel(void(out3, in2, in2, ids1, types.boolean), parallel=True)
+@kernel(void(out3, in2, in2, ids1, types.boolean))
 def out_prod_id(y, a, b, ids, accumulate):
     """y[e] = sum of outer products of a[i] and b[i] over ids[i] == e, or y[e] + that.
 
@@ -196,8 +205,7 @@ def out_prod_id(y, a, b, ids, accumulate):
         for t in range(tasks):
             out_prod_id_task(y, a, b, ids, accumulate, t)
         return
-    for t in prange(tasks):
-        out_prod_id_task(y, a, b, ids, accumulate, t)
+    each(out_prod_id_task, (y, a, b, ids, accumulate), tasks)
 
 
 # ---- weighted sums of rows -----------------------------------------------------------------------------------
@@ -215,7 +223,7 @@ def weighted_part(y, x, ids, weights, accumulate, start, stop):
             store_part(y, t * width + i, v, width - i)
 
 
-@kernel(void(out2, in2, ids2, in2, types.boolean), parallel=True)
+@kernel(void(out2, in2, ids2, in2, types.boolean))
 def weighted_rows(y, x, ids, weights, accumulate):
     """y[t] = sum over j of weights[t, j] * x[ids[t, j]], or y + that.
 
@@ -228,8 +236,7 @@ def weighted_rows(y, x, ids, weights, accumulate):
         weighted_part(y, x, ids, weights, accumulate, 0, n)
         return
     rows = max(1, BLOCK // width)
-    for t in prange(-(-n // rows)):
-        weighted_part(y, x, ids, weights, accumulate, t * rows, min(n, (t + 1) * rows))
+    spans(weighted_part, (y, x, ids, weights, accumulate), n, rows)
 
 
 @kernel(void(out2, out2, in2, in2, ids2, in2, i64, i64))
@@ -250,7 +257,7 @@ def weighted_back_part(dx, dweights, dy, x, ids, weights, start, stop):
                     store_part(dx, row + i, v, width - i)
 
 
-@kernel(void(out2, out2, in2, in2, ids2, in2), parallel=True)
+@kernel(void(out2, out2, in2, in2, ids2, in2))
 def weighted_rows_back(dx, dweights, dy, x, ids, weights):
     """Gradients of weighted_rows, where dx and dweights are not of size 0; dx may be x.
 
@@ -261,5 +268,4 @@ def weighted_rows_back(dx, dweights, dy, x, ids, weights):
         weighted_back_part(dx, dweights, dy, x, ids, weights, 0, n)
         return
     rows = max(1, BLOCK // width)
-    for t in prange(-(-n // rows)):
-        weighted_back_part(dx, dweights, dy, x, ids, weights, t * rows, min(n, (t + 1) * rows))
+    spans(weighted_back_part, (dx, dweights, dy, x, ids, weights), n, rows)

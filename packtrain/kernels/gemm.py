@@ -9,6 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from packtrain.kernels import simd
+from packtrain.kernels.call import kernel
 from packtrain.kernels.simd import (
     F32,
     I32,
@@ -16,7 +17,6 @@ from packtrain.kernels.simd import (
     LANES,
     VECTOR,
     address,
-    kernel,
     load_part,
     scratch,
     store,

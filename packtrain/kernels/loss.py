@@ -5,8 +5,9 @@ A target below zero leaves its row out. Losses are summed in float64 in the orde
 
 import math
 
-from numba import njit, prange, types
+from numba import types
 
+from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import F32, packed2
 from packtrain.kernels.matmul import sgemm
 from packtrain.kernels.packed import multiply, multiply_back
@@ -39,7 +40,7 @@ i64, f32, void = types.int64, types.float32, types.void
 a2, a1, i1 = f32[:, ::1], f32[::1], types.int32[::1]
 
 
-@njit(f32(i64, i64), cache=True)
+@kernel(f32(i64, i64))
 def log_sum_exp(row, count):
     """log(sum(exp(row))) of `count` f32 at an address."""
     top = splat(-INFINITY)
@@ -61,7 +62,7 @@ def log_sum_exp(row, count):
     return high + f32(math.log(total((a + b) + (c + d))))
 
 
-@njit(void(i64, i64, i64, f32, f32, f32), cache=True)
+@kernel(void(i64, i64, i64, f32, f32, f32))
 def probabilities(y, x, count, lse, weight, cap):
     """y = weight * exp(x - lse), `count` f32 at addresses; y may be x. With a cap times the slope of `squash`."""
     for i in range(0, count, LANES):
@@ -72,20 +73,20 @@ def probabilities(y, x, count, lse, weight, cap):
         store_part(y, i, e, count - i)
 
 
-@njit(void(i64, i64, f32), cache=True)
+@kernel(void(i64, i64, f32))
 def squash(x, count, cap):
     """x = cap * tanh(x / cap), `count` f32 at an address; the slope is then 1 - (x / cap)**2."""
     for i in range(0, count, LANES):
         store_part(x, i, tanh(load_part(x, i, count - i) / cap) * cap, count - i)
 
 
-@njit(void(i64, i64), cache=True)
+@kernel(void(i64, i64))
 def fill_zero(y, count):
     for i in range(0, count, LANES):
         store_part(y, i, splat(0.0), count - i)
 
 
-@njit(void(a1, a1, a1), cache=True)
+@kernel(void(a1, a1, a1))
 def weighted_sum(loss, losses, weights):
     result = 0.0
     for i in range(losses.shape[0]):
@@ -93,13 +94,13 @@ def weighted_sum(loss, losses, weights):
     loss[0] = result
 
 
-@njit(inline="always")
+@kernel(void(a1, a2, i1, i64))
 def row_loss(losses, logits, targets, i):
     target, V = i64(targets[i]), logits.shape[1]
     losses[i] = log_sum_exp(address(logits, i * V), V) - logits[i, target] if target >= 0 else 0.0
 
 
-@njit(void(a1, a1, a2, i1, a1), parallel=True, cache=True)
+@kernel(void(a1, a1, a2, i1, a1))
 def cross_entropy(loss, losses, logits, targets, weights):
     """The loss of each row and their weighted sum.
 
@@ -112,12 +113,11 @@ def cross_entropy(loss, losses, logits, targets, weights):
         for i in range(N):
             row_loss(losses, logits, targets, i)
     else:
-        for i in prange(N):
-            row_loss(losses, logits, targets, i)
+        each(row_loss, (losses, logits, targets), N)
     weighted_sum(loss, losses, weights)
 
 
-@njit(inline="always")
+@kernel(void(a2, f32, a2, i1, a1, i64))
 def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     V = logits.shape[1]
     x, y = address(logits, i * V), address(d_logits, i * V)
@@ -129,7 +129,7 @@ def row_loss_back(d_logits, d_loss, logits, targets, weights, i):
     poke(y, target, peek(y, target) - weight)
 
 
-@njit(void(a2, a1, a2, i1, a1), parallel=True, cache=True)
+@kernel(void(a2, a1, a2, i1, a1))
 def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
     """d_logits = d_loss * weights * (softmax(logits) - onehot(target)); d_logits may be logits.
 
@@ -140,11 +140,10 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
         for i in range(N):
             row_loss_back(d_logits, d_loss[0], logits, targets, weights, i)
     else:
-        for i in prange(N):
-            row_loss_back(d_logits, d_loss[0], logits, targets, weights, i)
+        each(row_loss_back, (d_logits, d_loss[0], logits, targets, weights), N)
 
 
-@njit(inline="always")
+@kernel(void(a2, a2, i64, packed2, f32, i64, i64, i64, i64))
 def project(logits, x, kind, w, cap, first, rows, start, stop):
     """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T, squashed where there is a cap."""
     C, (V, nbytes) = x.shape[1], w.shape
@@ -159,7 +158,7 @@ def project(logits, x, kind, w, cap, first, rows, start, stop):
             squash(address(out, i * V), stop - start, cap)
 
 
-@njit(inline="always")
+@kernel(void(a1, i64, a2, i1, i64, i64))
 def row_lse(losses, lse, logits, targets, first, i):
     """The loss of row first + i, and its log-sum-exp to lse[i]."""
     target, V = i64(targets[first + i]), logits.shape[1]
@@ -170,7 +169,7 @@ def row_lse(losses, lse, logits, targets, first, i):
         losses[first + i] = value - logits[i, target]
 
 
-@njit(inline="always")
+@kernel(void(a2, a2, a2, i1, a1, i64, f32, i64, i64, i64, i64))
 def slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, start, stop):
     """Columns start:stop of d_logits, over logits, and of them dw[start:stop] (+)= d_logits.T @ x."""
     C, V = x.shape[1], logits.shape[1]
@@ -190,10 +189,12 @@ def slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, start, st
         sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, min(first, 1), out, C)
 
 
-@njit(inline="always")
-def tile_back(dx, logits, kind, w, first, row, stop_row, start, stop):
-    """dx[first + i, start:stop] = d_logits[i] @ w[:, start:stop] for up to ROWS rows i from `row` on."""
-    C, (V, nbytes), rows = dx.shape[1], w.shape, min(ROWS, stop_row - row)
+@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64, i64))
+def tile_back(dx, logits, kind, w, first, stop_row, tiles, across, task):
+    """dx[first + i, start:stop] = d_logits[i] @ w[:, start:stop] for up to ROWS rows i and `across` columns."""
+    C, (V, nbytes) = dx.shape[1], w.shape
+    row, start = task // tiles * ROWS, task % tiles * across
+    rows, stop = min(ROWS, stop_row - row), min(C, start + across)
     at, out, w_at = address(logits, row * V), address(dx, (first + row) * C), w.ctypes.data
     if kind == F32:
         columns, target = w_at + 4 * start, address(out, start)
@@ -202,7 +203,7 @@ def tile_back(dx, logits, kind, w, first, row, stop_row, start, stop):
         multiply_back(kind, rows, V, C, start, stop, at, V, w_at, nbytes, False, out, C)
 
 
-@njit(types.UniTuple(i64, 2)(i64, i64, i64, i64), cache=True)
+@kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
 def parts(size, most, least, unit):
     """(count, width): an even number of equal parts of multiples of `unit`, as a function of the size."""
     count = max(2 * -(-size // (2 * most)), min(8, size // least), 1)
@@ -210,7 +211,7 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@njit(void(a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32), parallel=True, cache=True)
+@kernel(void(a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32))
 def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets, weights, cap):
     """The loss of the head and, where dx and dw are not of size 0, its gradients at d_loss = 1.
 
@@ -221,24 +222,19 @@ def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets
     """
     N, C, V = x.shape[0], x.shape[1], w.shape[0]
     chunk, lse = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS)
-    slices, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
+    _, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
     tiles, across = parts(C, MOST_ACROSS, LEAST_ACROSS, max(unit, LANES))
     if N == 0:
         fill_zero(address(dw, 0), dw.size)
     for first in range(0, N, chunk):
         rows = min(chunk, N - first)
-        for s in prange(slices):
-            project(logits, x, kind, w, cap, first, rows, s * width, min(V, (s + 1) * width))
-        for i in prange(rows):
-            row_lse(losses, lse, logits, targets, first, i)
+        spans(project, (logits, x, kind, w, cap, first, rows), V, width)
+        each(row_lse, (losses, lse, logits, targets, first), rows)
         if dx.size + dw.size == 0:
             continue
-        for s in prange(slices):
-            stop = min(V, (s + 1) * width)
-            slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, s * width, stop)
+        spans(slice_back, (dw, logits, x, targets, weights, lse, cap, first, rows), V, width)
         if dx.size == 0:
             continue
-        for task in prange(-(-rows // ROWS) * tiles):
-            row, start = task // tiles * ROWS, task % tiles * across
-            tile_back(dx, logits, kind, w, first, row, rows, start, min(C, start + across))
+        given = (dx, logits, kind, w, first, rows, tiles, across)
+        each(tile_back, given, -(-rows // ROWS) * tiles)
     weighted_sum(loss, losses, weights)

@@ -3,15 +3,15 @@
 The partition into tasks is a function of the shape; the sum over K is never split between tasks.
 """
 
-from numba import prange, types
+from numba import types
 
 from packtrain.kernels import gemm, runtime
+from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.simd import (
     address,
     any_in2,
     any_out2,
     fma,
-    kernel,
     load,
     load_part,
     peek,
@@ -145,7 +145,12 @@ def block(y, a, b, accumulate, i, rows, j, columns):
     )
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean), parallel=True)
+@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64))
+def block_task(y, a, b, accumulate, rows, columns, across, task):
+    block(y, a, b, accumulate, task // across * rows, rows, task % across * columns, columns)
+
+
+@kernel(void(any_out2, any_in2, any_in2, types.boolean))
 def product(y, a, b, accumulate):
     """y = a @ b, or y + a @ b.
 
@@ -165,13 +170,12 @@ def product(y, a, b, accumulate):
         if n <= step:
             dot_rows(y, a, b, accumulate, 0, n)
         else:
-            for t in prange(-(-n // step)):
-                dot_rows(y, a, b, accumulate, t * step, min(n, (t + 1) * step))
+            spans(dot_rows, (y, a, b, accumulate), n, step)
         return
     rows, columns = tile_shape(m, n, k)
     if m * n * k <= SMALL or (rows >= m and columns >= n):
         block(y, a, b, accumulate, 0, m, 0, n)
         return
     across = -(-n // columns)
-    for t in prange(-(-m // rows) * across):
-        block(y, a, b, accumulate, t // across * rows, rows, t % across * columns, columns)
+    given = (y, a, b, accumulate, rows, columns, across)
+    each(block_task, given, -(-m // rows) * across)

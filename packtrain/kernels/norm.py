@@ -2,15 +2,15 @@
 
 import math
 
-from numba import prange, types
+from numba import types
 
+from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.simd import (
     LANES,
     address,
     fma,
     in1,
     in2,
-    kernel,
     load_part,
     out1,
     out2,
@@ -52,7 +52,7 @@ def norm_rows(y, x, w, eps, start, stop):
             store_part(y, row * width + i, v, left)
 
 
-@kernel(void(out2, in2, in1, f32), parallel=True)
+@kernel(void(out2, in2, in1, f32))
 def rms_norm(y, x, w, eps):
     """y = x / sqrt(mean(x**2) + eps) * w; y may be x.
 
@@ -64,8 +64,7 @@ def rms_norm(y, x, w, eps):
         norm_rows(y, x, w, eps, 0, n)
         return
     rows = max(1, BLOCK // max(1, width))
-    for t in prange(-(-n // rows)):
-        norm_rows(y, x, w, eps, t * rows, min(n, (t + 1) * rows))
+    spans(norm_rows, (y, x, w, eps), n, rows)
 
 
 @kernel(f32(i64, i64, i64, i64))
@@ -127,7 +126,7 @@ def add_partials(dw, partial, count, start, stop):
         store_part(dw, i, lanes, left)
 
 
-@kernel(void(out2, out1, out2, in2, in2, in1, in2, f32), parallel=True)
+@kernel(void(out2, out1, out2, in2, in2, in1, in2, f32))
 def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
     """Gradients of rms_norm; dx may be dy, x or acc.
 
@@ -146,12 +145,10 @@ def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
         for block in range(blocks):
             norm_back_block(dx, partial, dy, x, w, acc, eps, block)
     else:
-        for block in prange(blocks):
-            norm_back_block(dx, partial, dy, x, w, acc, eps, block)
+        each(norm_back_block, (dx, partial, dy, x, w, acc, eps), blocks)
     if dw.size == 0:
         return
     if blocks * width <= SERIAL:
         add_partials(dw, partial, blocks, 0, width)
         return
-    for t in prange(-(-width // COLUMNS)):
-        add_partials(dw, partial, blocks, t * COLUMNS, min(width, (t + 1) * COLUMNS))
+    spans(add_partials, (dw, partial, blocks), width, COLUMNS)

@@ -5,8 +5,9 @@ on arrays. Kinds are those of `dequantize`; w is u8 (N, row bytes). The partitio
 shape, and sums are never split between tasks.
 """
 
-from numba import prange, types
+from numba import types
 
+from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.dots import FUSED, dot
 from packtrain.kernels.gemm import DEPTH, PANEL, STACK, pack, tiles
@@ -15,7 +16,6 @@ from packtrain.kernels.simd import (
     address,
     fma,
     in2,
-    kernel,
     load,
     load_part,
     out2,
@@ -134,7 +134,7 @@ def columns(y, x, kind, w, add, start, stop):
         )
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean), parallel=True)
+@kernel(void(out2, in2, i64, packed2, types.boolean))
 def product(y, x, kind, w, add):
     """y = x @ w.T, or y + x @ w.T.
 
@@ -153,11 +153,22 @@ def product(y, x, kind, w, add):
     if tasks == 1:
         columns(y, x, kind, w, add, 0, n)
         return
-    for t in prange(-(-n // step)):
-        columns(y, x, kind, w, add, t * step, min(n, (t + 1) * step))
+    spans(columns, (y, x, kind, w, add), n, step)
 
 
-@kernel(void(out2, in2, i64, i64, packed2, types.boolean), parallel=True)
+@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64))
+def product_back_task(x, y, kind, w, add, rows, step, across, task):
+    """`rows` rows and `step` columns of x."""
+    m, k = x.shape
+    n, nbytes = w.shape
+    i, c = task // across * rows, task % across * step
+    multiply_back(
+        *(kind, min(rows, m - i), n, k, c, min(k, c + step), address(y, i * n), n),
+        *(w.ctypes.data, nbytes, add, address(x, i * k), k),
+    )
+
+
+@kernel(void(out2, in2, i64, i64, packed2, types.boolean))
 def product_back(x, y, block, kind, w, add):
     """x = y @ w, or x + y @ w.
 
@@ -166,16 +177,11 @@ def product_back(x, y, block, kind, w, add):
     x  (M, K)          f32
     """
     m, k = x.shape
-    n, nbytes = w.shape
     if x.size == 0:
         return
     step = max(block, LEAST_COLUMNS)
     across, rows = -(-k // step), min(m, ROWS)
     while across * -(-m // rows) < LEAST_TASKS and rows > LEAST_ROWS:
         rows = -(-rows // 2)
-    for t in prange(across * -(-m // rows)):
-        i, c = t // across * rows, t % across * step
-        multiply_back(
-            *(kind, min(rows, m - i), n, k, c, min(k, c + step), address(y, i * n), n),
-            *(w.ctypes.data, nbytes, add, address(x, i * k), k),
-        )
+    given = (x, y, kind, w, add, rows, step, across)
+    each(product_back_task, given, across * -(-m // rows))

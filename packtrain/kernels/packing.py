@@ -7,7 +7,7 @@ Moffitt 2023, doi 10.1145/3623278.3624752). Where nothing crosses any more, the 
 
 from numba import types
 
-from packtrain.kernels.simd import kernel
+from packtrain.kernels.call import kernel, part
 
 i64, void, boolean = types.int64, types.void, types.boolean
 line, table = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
@@ -75,7 +75,7 @@ def lay(buffers, stack, top, count, c):
     return met
 
 
-@kernel(boolean(table, table, i64, i64, i64))
+@part(boolean(table, table, i64, i64, i64), forceinline=False)
 def stays_under(buffers, sections, i, low, target):
     """Add buffer i to its sections; whether all that lies at `low` or higher still ends below the target."""
     most = 0
@@ -132,7 +132,7 @@ def choose(buffers, sections, stack, top, count, to, left, right, lows):
     return end - to
 
 
-@kernel(void(table, table, i64, i64))
+@part(void(table, table, i64, i64), forceinline=False)
 def count_in(buffers, sections, i, sign):
     """Add buffer i to what is not yet placed, or take it away."""
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
@@ -141,7 +141,7 @@ def count_in(buffers, sections, i, sign):
         sections[CROSSING, s] += sign
 
 
-@kernel(i64(table, i64, i64))
+@part(i64(table, i64, i64), forceinline=False)
 def edge(sections, after, right):
     """The next section that no buffer enters from its left; `right` if there is none before."""
     for s in range(after + 1, right):
@@ -150,7 +150,7 @@ def edge(sections, after, right):
     return right
 
 
-@kernel(boolean(table, line, i64, i64))
+@part(boolean(table, line, i64, i64), forceinline=False)
 def has_twin(buffers, stack, top, c):
     """Whether an equal buffer that can lie as low comes earlier in the frame: then that one goes first."""
     i = stack[top + c] & NUMBER
@@ -164,7 +164,7 @@ def has_twin(buffers, stack, top, c):
     return False
 
 
-@kernel(i64(table, line, i64, i64))
+@part(i64(table, line, i64, i64), forceinline=False)
 def lowest_top(buffers, stack, top, count):
     """The lowest end that a buffer of the frame can have: another that began above would leave room for it."""
     lowest = HIGHEST

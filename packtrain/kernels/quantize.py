@@ -4,7 +4,7 @@ A function per type takes (target, source, n): n blocks, of 32 f32 at `source`, 
 take elements. Values must be finite; a scale too small for f16 makes zeros.
 """
 
-from numba import prange, types
+from numba import types
 
 from packtrain.kernels.bits import (
     put_bytes,
@@ -15,6 +15,7 @@ from packtrain.kernels.bits import (
     to_bits,
     word_at,
 )
+from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import (
     BF16,
     F16,
@@ -35,7 +36,6 @@ from packtrain.kernels.simd import (
     address,
     copysign,
     in2,
-    kernel,
     lanewise,
     largest,
     load,
@@ -66,12 +66,12 @@ def bf16(y, x, n):
         put_short(y, i, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)  # to the nearest, ties to even
 
 
-@kernel(f32(f32))
+@part(f32(f32))
 def reciprocal(d):
     return f32(1) / d if abs(d) > SMALLEST else f32(0)
 
 
-@kernel(types.UniTuple(f32, 2)(i64))
+@part(types.UniTuple(f32, 2)(i64))
 def bounds(x):
     """The least and the greatest of 32 values."""
     a, b = load(x, 0), load(x, 16)
@@ -132,7 +132,7 @@ def q5_1(y, x, n):
         put_word(to + 4, 0, put_codes(to + 8, at, low, reciprocal(d), f32(0.5), f32(31)))
 
 
-@kernel(void(i64, i64, f32))
+@part(void(i64, i64, f32))
 def put_rounded(y, x, inverse):
     """16 values by `inverse` to the nearest, halves away from zero."""
     v = load(x, 0) * inverse
@@ -178,14 +178,17 @@ def row(kind, target, source, count):
         f32_copy(target, source, count)
 
 
-@kernel(void(i64, types.Array(types.uint8, 2, "C"), in2), parallel=True)
+@kernel(void(i64, types.Array(types.uint8, 2, "C"), in2, i64))
+def row_of(kind, y, x, i):
+    width = x.shape[1]
+    row(kind, y.ctypes.data + i * y.shape[1], address(x, i * width), width)
+
+
+@kernel(void(i64, types.Array(types.uint8, 2, "C"), in2))
 def rows(kind, y, x):
     """Every row of an array.
 
     x  (N, width)      f32
     y  (N, row bytes)  u8
     """
-    n, width = x.shape
-    start, nbytes = y.ctypes.data, y.shape[1]
-    for i in prange(n):
-        row(kind, start + i * nbytes, address(x, i * width), width)
+    each(row_of, (kind, y, x), len(x))

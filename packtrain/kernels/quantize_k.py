@@ -16,11 +16,11 @@ from packtrain.kernels.bits import (
     spread_bits,
     to_bits,
 )
+from packtrain.kernels.call import kernel, part
 from packtrain.kernels.dequantize import scale_and_least
 from packtrain.kernels.simd import (
     absolute,
     f32x16,
-    kernel,
     largest,
     load,
     maximum,
@@ -39,19 +39,19 @@ ROUND = 12582912.0  # 1.5 * 2**23: a sum with it has no digits behind the point
 packer = kernel(void(i64, i64, i64))
 
 
-@kernel(f32x16(f32x16, f32, f32))
+@part(f32x16(f32x16, f32, f32))
 def rounded(v, low, high):
     """To the nearest whole number, ties to even, within bounds."""
     return (select_less(v, low, low, select_less(high, v, high, v)) + ROUND) - ROUND
 
 
-@kernel(i64(f32, i64))
+@part(i64(f32, i64))
 def whole(v, high):
     """The same for one value."""
     return min(i64(f32(v + f32(ROUND)) - f32(ROUND)), high)
 
 
-@kernel(types.UniTuple(f32, 2)(f32, f32, f32, f32, f32))
+@part(types.UniTuple(f32, 2)(f32, f32, f32, f32, f32))
 def line(weight, sum_x, sum_l, sum_ll, sum_lx):
     """Scale and least value, at most 0, of the weighted line through codes l and values x; scale 0: there is none."""
     determinant = weight * sum_ll - sum_l * sum_l
@@ -121,7 +121,7 @@ def put_scales(y, x, most, first, trials):
         put_byte(y, 12 + i, (scale_4 & 15) | ((least_4 & 15) << 4))
 
 
-@kernel(i32x16(i64, i64, i64, i64, f32))
+@part(i32x16(i64, i64, i64, i64, f32))
 def codes(y, x, part, lane, most):
     """Of 16 values, from `lane` on in a part, whose scale has been packed."""
     d, least = scale_and_least(y, part)

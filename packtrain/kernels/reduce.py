@@ -1,13 +1,13 @@
 """Sums in a fixed order: short runs in f32 lanes, everything longer in f64."""
 
-from numba import prange, types
+from numba import types
 
+from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.simd import (
     LANES,
     address,
     in1,
     in2,
-    kernel,
     load_part,
     out1,
     peek,
@@ -39,19 +39,24 @@ def span_sum(x, start, stop, squared):
     return result
 
 
-@kernel(void(out1, in1, types.boolean), parallel=True)
+@kernel(void(i64, in1, i64, types.boolean, i64))
+def fold_part(parts, x, length, squared, t):
+    """Part t of a sum, as a pair of f32 (head and rest of an f64)."""
+    part = span_sum(x, t * length, min(x.size, (t + 1) * length), squared)
+    poke(parts, 2 * t, f32(part))
+    poke(parts, 2 * t + 1, f32(part - f64(f32(part))))
+
+
+@kernel(void(out1, in1, types.boolean))
 def fold(y, x, squared):
-    """y[0] = the sum; partial sums wait as pairs of f32 (head and rest of an f64)."""
+    """y[0] = the sum."""
     n = x.size
     if n <= SERIAL:
         y[0] = f32(span_sum(x, 0, n, squared))
         return
     parts = scratch(128)
     length = -(-n // (PARTS * RUN)) * RUN
-    for t in prange(PARTS):
-        part = span_sum(x, t * length, min(n, (t + 1) * length), squared)
-        poke(parts, 2 * t, f32(part))
-        poke(parts, 2 * t + 1, f32(part - f64(f32(part))))
+    each(fold_part, (parts, x, length, squared), PARTS)
     result = f64(0.0)
     for t in range(PARTS):
         result += f64(peek(parts, 2 * t)) + f64(peek(parts, 2 * t + 1))
@@ -90,7 +95,13 @@ def row_sum(x, width):
     return result
 
 
-@kernel(void(out1, in2), parallel=True)
+@kernel(void(out1, in2, i64, i64))
+def row_sums(y, x, start, stop):
+    for row in range(start, stop):
+        y[row] = f32(row_sum(address(x, row * x.shape[1]), x.shape[1]))
+
+
+@kernel(void(out1, in2))
 def sum_rows(y, x):
     """y[i] = sum(x[i]).
 
@@ -99,13 +110,10 @@ def sum_rows(y, x):
     """
     n, width = x.shape
     if x.size <= SERIAL:
-        for row in range(n):
-            y[row] = f32(row_sum(address(x, row * width), width))
+        row_sums(y, x, 0, n)
         return
     rows = max(1, (SERIAL // 4) // max(1, width))
-    for t in prange(-(-n // rows)):
-        for row in range(t * rows, min(n, (t + 1) * rows)):
-            y[row] = f32(row_sum(address(x, row * width), width))
+    spans(row_sums, (y, x), n, rows)
 
 
 @kernel(void(out1, in2, i64, i64))
@@ -122,7 +130,7 @@ def columns_sum(y, x, start, stop):
         store_part(y, i, lanes, left)
 
 
-@kernel(void(out1, in2), parallel=True)
+@kernel(void(out1, in2))
 def sum_cols(y, x):
     """y[j] = sum(x[:, j]).
 
@@ -133,5 +141,4 @@ def sum_cols(y, x):
     if x.size <= SERIAL:
         columns_sum(y, x, 0, width)
         return
-    for t in prange(-(-width // COLUMNS)):
-        columns_sum(y, x, t * COLUMNS, min(width, (t + 1) * COLUMNS))
+    spans(columns_sum, (y, x), width, COLUMNS)

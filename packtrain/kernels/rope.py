@@ -3,9 +3,10 @@
 import math
 
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.extending import intrinsic
 
+from packtrain.kernels.call import each, kernel, part, spans
 from packtrain.kernels.simd import (
     BITS,
     LANES,
@@ -14,7 +15,6 @@ from packtrain.kernels.simd import (
     fma,
     ids1,
     in3,
-    kernel,
     load_part,
     neg,
     out3,
@@ -55,7 +55,7 @@ def table_row(t, pos, inv_freq, magnitude, rate, length, i):
         t[i, j, 1] = f32(scale * math.sin(angle))
 
 
-@kernel(void(out3, ids1, frequencies, f64, f64, i64), parallel=True)
+@kernel(void(out3, ids1, frequencies, f64, f64, i64))
 def table(t, pos, inv_freq, magnitude, rate, length):
     """t[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
 
@@ -69,11 +69,10 @@ def table(t, pos, inv_freq, magnitude, rate, length):
         for i in range(pos.size):
             table_row(t, pos, inv_freq, magnitude, rate, length, i)
     else:
-        for i in prange(pos.size):
-            table_row(t, pos, inv_freq, magnitude, rate, length, i)
+        each(table_row, (t, pos, inv_freq, magnitude, rate, length), pos.size)
 
 
-@kernel(void(i64, i64, i64, i64, types.boolean))
+@part(void(i64, i64, i64, i64, types.boolean))
 def rotate_pairs(y, x, t, width, inverse):
     """One head, pairs (2i, 2i + 1); addresses."""
     for i in range(0, width, LANES):
@@ -86,7 +85,7 @@ def rotate_pairs(y, x, t, width, inverse):
         store_part(y, i, fma(v, twice_even(w), swap_pairs(v) * alternate(neg(s), s)), left)
 
 
-@kernel(void(i64, i64, i64, i64, types.boolean))
+@part(void(i64, i64, i64, i64, types.boolean))
 def rotate_halves(y, x, t, width, inverse):
     """One head, pairs (i, i + width / 2); addresses."""
     half = width // 2
@@ -120,7 +119,7 @@ def rope_rows(y, x, t, neox, inverse, start, stop):
                 store_part(y, at + i, load_part(x, at + i, width - i), width - i)
 
 
-@kernel(void(out3, in3, in3, types.boolean, types.boolean), parallel=True)
+@kernel(void(out3, in3, in3, types.boolean, types.boolean))
 def rope(y, x, t, neox, inverse):
     """Rotate the first R of every head's D by the angles of its row; `inverse` by minus the angles.
 
@@ -134,5 +133,4 @@ def rope(y, x, t, neox, inverse):
         rope_rows(y, x, t, neox, inverse, 0, n)
         return
     rows = max(1, BLOCK // (x.shape[1] * x.shape[2]))
-    for part in prange(-(-n // rows)):
-        rope_rows(y, x, t, neox, inverse, part * rows, min(n, (part + 1) * rows))
+    spans(rope_rows, (y, x, t, neox, inverse), n, rows)

@@ -4,15 +4,15 @@ Each function returns -1, or the position of the first index that is too large, 
 nothing.
 """
 
-from numba import prange, types
+from numba import types
 
+from packtrain.kernels.call import kernel, spans
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.simd import (
     LANES,
     address,
     ids1,
     in2,
-    kernel,
     load_part,
     out2,
     splat,
@@ -56,7 +56,7 @@ def gather(y, kind, w, ids, start, stop):
             clear(address(y, i * width), width)
 
 
-@kernel(i64(out2, i64, packed2, ids1), parallel=True)
+@kernel(i64(out2, i64, packed2, ids1))
 def get_rows(y, kind, w, ids):
     """y[i] = w[ids[i]], zeros where ids[i] < 0; see dequantize for kinds.
 
@@ -72,8 +72,7 @@ def get_rows(y, kind, w, ids):
         gather(y, kind, w, ids, 0, n)
     else:
         rows = max(1, BLOCK // width)
-        for t in prange(-(-n // rows)):
-            gather(y, kind, w, ids, t * rows, min(n, (t + 1) * rows))
+        spans(gather, (y, kind, w, ids), n, rows)
     return -1
 
 
@@ -92,24 +91,27 @@ def scatter(w, x, ids, add, start, stop):
             store_part(w, at + j, v, stop - j)
 
 
-@kernel(void(out2, in2, ids1, types.boolean), parallel=True)
+@kernel(void(out2, in2, ids1, types.boolean))
 def scatter_all(w, x, ids, add):
     width = x.shape[1]
     if x.size <= SERIAL:
         scatter(w, x, ids, add, 0, width)
         return
-    for t in prange(-(-width // COLUMNS)):
-        scatter(w, x, ids, add, t * COLUMNS, min(width, (t + 1) * COLUMNS))
+    spans(scatter, (w, x, ids, add), width, COLUMNS)
 
 
-@kernel(void(out2), parallel=True)
+@kernel(void(out2, i64, i64))
+def clear_span(y, start, stop):
+    clear(address(y, start), stop - start)
+
+
+@kernel(void(out2))
 def clear_all(y):
     size = y.size
     if size <= SERIAL:
-        clear(address(y, 0), size)
+        clear_span(y, 0, size)
         return
-    for t in prange(-(-size // BLOCK)):
-        clear(address(y, t * BLOCK), min(BLOCK, size - t * BLOCK))
+    spans(clear_span, (y,), size, BLOCK)
 
 
 @kernel(i64(out2, in2, ids1, types.boolean))
@@ -143,7 +145,12 @@ def set_rows(w, x, ids):
     return bad
 
 
-@kernel(i64(out2, in2, ids1), parallel=True)
+@kernel(void(out2, in2, i64, i64))
+def copy_span(y, x, start, stop):
+    copy(address(y, start), address(x, start), stop - start)
+
+
+@kernel(i64(out2, in2, ids1))
 def zero_rows(y, x, ids):
     """y = x with rows ids[i] zero; y may be x.
 
@@ -154,11 +161,8 @@ def zero_rows(y, x, ids):
     bad = first_bad(ids, n)
     if bad >= 0:
         return bad
-    size = x.size
     if address(x, 0) != address(y, 0):
-        for t in prange(-(-size // BLOCK)):
-            at = t * BLOCK
-            copy(address(y, at), address(x, at), min(BLOCK, size - at))
+        spans(copy_span, (y, x), x.size, BLOCK)
     for i in range(ids.size):
         if ids[i] >= 0:
             clear(address(y, i64(ids[i]) * width), width)

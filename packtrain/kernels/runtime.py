@@ -7,27 +7,16 @@ loads neither numba nor numpy.
 
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import os
 import platform
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-from packtrain.child import variables
-
-FOLDER = Path(__file__).parent
-NOT_KERNELS = {"__init__", "__main__", "runtime", "counter"}
-COMPLETE = "complete"
-compiling: Path | None = None  # in the compiling child: kernel_root() of its parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +26,6 @@ class Blas:
     symbol: str
     address: int
     wide: bool
-
-
-def modules() -> list[str]:
-    """The kernel modules, the largest source first."""
-    files = [f for f in FOLDER.glob("*.py") if f.stem not in NOT_KERNELS]
-    return [f.stem for f in sorted(files, key=lambda f: (-f.stat().st_size, f.stem))]
 
 
 def allowed_cpus() -> int:
@@ -137,22 +120,13 @@ def blas() -> Blas | None:
 
 
 @cache
-def needed(name: str) -> frozenset[str]:
-    """The kernel modules whose code is compiled into this one: itself and all that it imports."""
-    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    others = set(re.findall(rf"^from {re.escape(__package__)}\.(\w+) import", source, re.MULTILINE))
-    for line in re.findall(rf"^from {re.escape(__package__)} import (.+)", source, re.MULTILINE):
-        others |= set(line.split(", "))
-    return frozenset([name]).union(*(needed(other) for other in others - NOT_KERNELS))
-
-
-@cache
 def platform_parts() -> tuple[str, ...]:
     """What all compiled code depends on beside its source."""
     import llvmlite
     import llvmlite.binding
     import numba
 
+    start_threads()  # chooses the threading layer
     found = blas()
     return (
         numba.__version__,
@@ -163,14 +137,6 @@ def platform_parts() -> tuple[str, ...]:
         found.symbol if found else "own sgemm",
         *map(str, (numba.config.THREADING_LAYER, numba.config.CPU_NAME, numba.config.CPU_FEATURES)),
     )
-
-
-def fingerprint(name: str) -> str:
-    """Everything a module's code depends on; numba checks modification times, so they count too."""
-    parts = list(platform_parts())
-    for file in (FOLDER / f"{one}.py" for one in sorted(needed(name))):
-        parts += [str(file), str(file.stat().st_mtime_ns), file.read_text(encoding="utf-8")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def cache_root() -> Path:
@@ -191,152 +157,27 @@ def say(text: str) -> None:
         print(f"packtrain: {text}", file=sys.stderr, flush=True)
 
 
-def writable(root: Path) -> Path:
-    """`root`, or a temporary folder that goes with the process, said in one line."""
+def refusal(root: Path) -> str | None:
+    """Why no files can be made in this folder, which is made if it is not there; None if they can."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
-            return root
+            return None
     except OSError as error:
-        import atexit
-
-        folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        say(f"cannot write {root} ({error.strerror}); it goes to {folder} this time")
-        return folder
+        return error.strerror
 
 
-def sweep(root: Path) -> None:
-    """Remove kernels of other versions that were compiled more than a month ago."""
-    current = {f"{name}-{fingerprint(name)}" for name in modules()}
-    for folder in root.iterdir():
-        if folder.name not in current and time.time() - folder.stat().st_mtime > 30 * 24 * 3600:
-            shutil.rmtree(folder, ignore_errors=True)
+def writable(root: Path) -> Path:
+    """`root`, or a temporary folder that goes with the process, said in one line."""
+    why = refusal(root)
+    if why is None:
+        return root
+    import atexit
 
-
-@cache
-def kernel_root() -> Path:
-    return compiling or writable(cache_root() / "kernels")
-
-
-@cache
-def folder_of(name: str) -> Path:
-    """Where a module's compiled code is kept; all of it is there once the file COMPLETE is."""
-    return kernel_root() / f"{name}-{fingerprint(name)}"
-
-
-@cache
-def fill_cache() -> None:
-    """Let children compile what is missing. What is done before they are ended need not be done again."""
-
-    def missing() -> list[str]:
-        return [name for name in modules() if not (folder_of(name) / COMPLETE).exists()]
-
-    if not missing():
-        return
-    with alone(kernel_root() / "lock"):
-        names = missing()
-        error = compiled(names, len(modules())) if names else ""
-    if error:
-        say(f"the compiling child failed ({error}); compiling in this process")
-
-
-def compiled(names: list[str], count: int) -> str:
-    """Compile these modules of `count` in children, and say so; what went wrong, or nothing."""
-    sweep(kernel_root())
-    say(
-        f"compiling kernels, {len(names)} of {count} modules (once for this machine, a minute or two) …"
-    )
-    start = time.perf_counter()
-    error = compile_in_children(names)
-    if not error:
-        say(f"kernels compiled in {time.perf_counter() - start:.0f} s")
-    return error
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """One process after the other, so that those that start at once compile nothing twice."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: they do compile it twice
-        yield
-        return
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            say("another process is compiling kernels; waiting for it …")
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def compile_in_children(names: list[str]) -> str:
-    """Compile these modules, two processes at most; what went wrong, or nothing."""
-    shares = [names] if allowed_cpus() == 1 or len(names) == 1 else [names[0::2], names[1::2]]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", __package__, str(kernel_root()), *share],
-            env=variables(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for share in shares
-    ]
-    try:
-        errors = [child.communicate()[1].strip() for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    failed = [i for i, child in enumerate(children) if child.returncode]
-    lines = [(errors[i] or f"exit {children[i].returncode}").splitlines()[-1] for i in failed]
-    return "; ".join(lines)
-
-
-def compile_into(root: str, names: list[str]) -> None:
-    """What the child does; it must never start children of its own."""
-    global compiling
-    compiling = Path(root)
-    for name in names:
-        load(name)
-        (folder_of(name) / COMPLETE).touch()
-
-
-@contextlib.contextmanager
-def numba_cache(folder: Path) -> Iterator[None]:
-    """Let numba cache in `folder` meanwhile; the user's own numba code keeps its place."""
-    import numba
-
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
-
-
-@cache
-def load(name: str) -> object:
-    """Import one kernel module, and before it what it needs, under the policy."""
-    start_threads()
-    blas()
-    for other in sorted(needed(name) - {name}):
-        load(other)
-    if not compiling:
-        fill_cache()
-    folder_of(name).mkdir(exist_ok=True)
-    with numba_cache(folder_of(name)):
-        return importlib.import_module(f"{__package__}.{name}")
-
-
-def load_all(but: Collection[str] = ()) -> None:
-    """Load every kernel module `but` these, so that what they take is there before memory is measured."""
-    for name in modules():
-        if name not in but:
-            load(name)
+    folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    say(f"cannot write {root} ({why}); it goes to {folder} this time")
+    return folder
 
 
 def threads() -> int:

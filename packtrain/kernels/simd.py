@@ -332,11 +332,6 @@ any_in2, any_out2 = rank(2, "A", readonly=True), rank(2, "A")
 ids1 = types.Array(types.int32, 1, "C", readonly=True)
 
 
-def kernel(signature, **options):
-    """Compile for exactly that signature, now or from the cache; runs without the GIL."""
-    return njit(signature, cache=True, nogil=True, error_model="numpy", **options)
-
-
 lanewise_function = njit(f32x16(f32x16), cache=True, forceinline=True)
 
 

@@ -1,7 +1,8 @@
 """Softmax of rows with a scale and an additive mask, and its gradient."""
 
-from numba import prange, types
+from numba import types
 
+from packtrain.kernels.call import kernel, part, spans
 from packtrain.kernels.simd import (
     INFINITY,
     LANES,
@@ -11,7 +12,6 @@ from packtrain.kernels.simd import (
     fma,
     in2,
     keep_first,
-    kernel,
     largest,
     load_part,
     maximum,
@@ -27,7 +27,7 @@ BLOCK = 1 << 13
 RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
 
 
-@kernel(f32x16(i64, i64, i64, i64, f32), forceinline=True)
+@part(f32x16(i64, i64, i64, i64, f32))
 def masked(x, mask, i, left, scale):
     """scale * x + mask, -inf beyond `left` lanes; rows by address, since arrays would be counted."""
     v = load_part(x, i, left) * scale
@@ -64,7 +64,7 @@ def soft_max_rows(y, x, mask, scale, start, stop):
             store_part(y, at, load_part(y, at, width - i) * share, width - i)
 
 
-@kernel(void(out2, in2, in2, f32), parallel=True)
+@kernel(void(out2, in2, in2, f32))
 def soft_max(y, x, mask, scale):
     """y = softmax(scale * x + mask) of each row; y may be x.
 
@@ -78,8 +78,7 @@ def soft_max(y, x, mask, scale):
         soft_max_rows(y, x, mask, scale, 0, n)
         return
     rows = max(1, BLOCK // max(1, width))
-    for t in prange(-(-n // rows)):
-        soft_max_rows(y, x, mask, scale, t * rows, min(n, (t + 1) * rows))
+    spans(soft_max_rows, (y, x, mask, scale), n, rows)
 
 
 @kernel(void(out2, in2, in2, f32, i64, i64))
@@ -100,7 +99,7 @@ def soft_max_back_rows(dx, dy, y, scale, start, stop):
             store_part(dx, at, v * (load_part(dy, at, width - i) - mean), width - i)
 
 
-@kernel(void(out2, in2, in2, f32), parallel=True)
+@kernel(void(out2, in2, in2, f32))
 def soft_max_back(dx, dy, y, scale):
     """dx = scale * y * (dy - sum(dy * y)) of each row; dx may be dy or y.
 
@@ -111,5 +110,4 @@ def soft_max_back(dx, dy, y, scale):
         soft_max_back_rows(dx, dy, y, scale, 0, n)
         return
     rows = max(1, BLOCK // max(1, width))
-    for t in prange(-(-n // rows)):
-        soft_max_back_rows(dx, dy, y, scale, t * rows, min(n, (t + 1) * rows))
+    spans(soft_max_back_rows, (dx, dy, y, scale), n, rows)

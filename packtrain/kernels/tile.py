@@ -1,7 +1,6 @@
 """Register tiles written as LLVM IR: small products and a transpose, on addresses.
 
-Each is compiled once as a function of its own, however many kernels call it. Rows are `ld` floats
-apart; columns behind the last full vector are read and written under a mask.
+Rows are `ld` floats apart; columns behind the last full vector are read and written under a mask.
 """
 
 from llvmlite import ir
@@ -9,6 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from packtrain.kernels.call import kernel
 from packtrain.kernels.simd import (
     BITS,
     F32,
@@ -23,6 +23,8 @@ from packtrain.kernels.simd import (
 )
 
 POINTER = ir.PointerType()
+PRODUCT = types.void(*[types.int64] * 9, types.boolean)
+TURN = types.void(*[types.int64] * 8)
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 HEIGHTS = (12, 4, 1)  # rows of a tile: 24 sums, 2 columns and a spread fill 32 registers
 
@@ -112,55 +114,47 @@ def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
         write(builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i))
 
 
-def compiled(name, emit, kinds):
-    """An intrinsic that calls emit(builder, *args) as one function.
-
-    kinds, a letter for each argument: p address, i int, b bool
-    """
-    kind = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
+def product_of(by_column):
+    """emit_product as an intrinsic, of addresses."""
 
     def codegen(context, builder, sig, args):
-        function = builder.module.globals.get(name)
-        if function is None:
-            form = ir.FunctionType(ir.VoidType(), [kind[k] for k in kinds])
-            function = ir.Function(builder.module, form, name)
-            function.linkage = "internal"
-            function.attributes.add("noinline")
-            inner = ir.IRBuilder(function.append_basic_block())
-            emit(inner, *function.args)
-            inner.ret_void()
-        fixed = (
-            builder.inttoptr(a, POINTER) if k == "p" else a
-            for k, a in zip(kinds, args, strict=True)
-        )
-        builder.call(function, list(fixed))
+        m, n, depth, c, ldc, a, lda, b, ldb, add = args
+        c, a, b = (builder.inttoptr(base, POINTER) for base in (c, a, b))
+        emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add)
         return context.get_dummy_value()
 
-    number = {"p": types.int64, "i": types.int64, "b": types.boolean}
-    return intrinsic_of(len(kinds), types.void(*[number[k] for k in kinds]), codegen)
+    return intrinsic(lambda typingctx, m, n, depth, c, ldc, a, lda, b, ldb, add: (PRODUCT, codegen))
 
 
-def intrinsic_of(count, sig, codegen):
-    """One lambda for each count, as numba reads an intrinsic's parameters from its source."""
-    if count == 8:
-        return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h: (sig, codegen))
-    return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h, i, j: (sig, codegen))
+product_by_rows, product_by_columns = product_of(False), product_of(True)
 
 
-# (m, n, depth, c, ldc, a, lda, b, ldb, add): c (m, n) = a b [+ c]; b (depth, n); a (m, depth) lies
-# by rows, or by columns: a[i, k] at a + i * lda + k, or at a + k * lda + i
-rows_product = compiled(
-    "packtrain_rows_product",
-    lambda builder, *args: emit_product(builder, False, *args),
-    "iiipipipib",
-)
-columns_product = compiled(
-    "packtrain_columns_product",
-    lambda builder, *args: emit_product(builder, True, *args),
-    "iiipipipib",
-)
-# (y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns), see emit_turn
-turn = compiled("packtrain_turn", emit_turn, "piiipiii")
+@kernel(PRODUCT)
+def rows_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
+    """c (m, n) = a b, + c where `add`; a (m, depth), b (depth, n), each with its rows' distance."""
+    product_by_rows(m, n, depth, c, ldc, a, lda, b, ldb, add)
+
+
+@kernel(PRODUCT)
+def columns_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
+    """The same where a lies by columns: a[i, k] at a + k * lda + i."""
+    product_by_columns(m, n, depth, c, ldc, a, lda, b, ldb, add)
+
+
+@intrinsic
+def turned(typingctx, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
+    def codegen(context, builder, sig, args):
+        y, x = (builder.inttoptr(base, POINTER) for base in (args[0], args[4]))
+        emit_turn(builder, y, *args[1:4], x, *args[5:])
+        return context.get_dummy_value()
+
+    return TURN, codegen
+
+
+@kernel(TURN)
+def turn(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
+    """See emit_turn."""
+    turned(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns)
 
 
 @intrinsic

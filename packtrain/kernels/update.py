@@ -5,7 +5,7 @@ A weight comes as bytes: f32, or bf16, of which a part at a time is unpacked, st
 
 import math
 
-from numba import prange, types
+from numba import types
 
 from packtrain.kernels.bits import (
     I16,
@@ -17,6 +17,7 @@ from packtrain.kernels.bits import (
     to_bits,
     writing,
 )
+from packtrain.kernels.call import kernel, spans
 from packtrain.kernels.dequantize import F32, row
 from packtrain.kernels.elementwise import uniform
 from packtrain.kernels.simd import (
@@ -24,7 +25,6 @@ from packtrain.kernels.simd import (
     LANES,
     fma,
     in1,
-    kernel,
     load_part,
     out1,
     scratch,
@@ -80,8 +80,8 @@ def adamw_span(w, g, m, v, hyper, decay, gate, start, stop):
         store_part(w, i, fma(rate, step, load_part(w, i, left) * kept), left)
 
 
-@kernel(void(i64, i64, i64, bytes1, in1, out1, out1, in1, f32, f32, i64))
-def adamw_part(start, stop, kind, w, g, m, v, hyper, decay, gate, key):
+@kernel(void(i64, bytes1, in1, out1, out1, in1, f32, f32, i64, i64, i64))
+def adamw_part(kind, w, g, m, v, hyper, decay, gate, key, start, stop):
     if kind == F32:
         adamw_span(w.ctypes.data, g, m, v, hyper, decay, gate, start, stop)
         return
@@ -93,7 +93,7 @@ def adamw_part(start, stop, kind, w, g, m, v, hyper, decay, gate, key):
         round_at_random(at, part, key, i, n)
 
 
-@kernel(void(i64, bytes1, in1, out1, out1, in1, f32, in1, i64), parallel=True)
+@kernel(void(i64, bytes1, in1, out1, out1, in1, f32, in1, i64))
 def adamw(kind, w, g, m, v, hyper, decay, gate, key):
     """AdamW with decoupled decay, as torch.optim.AdamW, in place.
 
@@ -114,11 +114,9 @@ def adamw(kind, w, g, m, v, hyper, decay, gate, key):
         return
     n = g.size
     if n <= SERIAL:
-        adamw_part(0, n, kind, w, g, m, v, hyper, decay, factor, key)
+        adamw_part(kind, w, g, m, v, hyper, decay, factor, key, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        start, stop = t * BLOCK, min(n, (t + 1) * BLOCK)
-        adamw_part(start, stop, kind, w, g, m, v, hyper, decay, factor, key)
+    spans(adamw_part, (kind, w, g, m, v, hyper, decay, factor, key), n, BLOCK)
 
 
 @kernel(void(i64, in1, in1, f32, f32, i64, i64))
@@ -131,8 +129,8 @@ def sgd_span(w, g, hyper, decay, gate, start, stop):
         store_part(w, i, w_new, left)
 
 
-@kernel(void(i64, i64, i64, bytes1, in1, in1, f32, f32, i64))
-def sgd_part(start, stop, kind, w, g, hyper, decay, gate, key):
+@kernel(void(i64, bytes1, in1, in1, f32, f32, i64, i64, i64))
+def sgd_part(kind, w, g, hyper, decay, gate, key, start, stop):
     if kind == F32:
         sgd_span(w.ctypes.data, g, hyper, decay, gate, start, stop)
         return
@@ -144,7 +142,7 @@ def sgd_part(start, stop, kind, w, g, hyper, decay, gate, key):
         round_at_random(at, part, key, i, n)
 
 
-@kernel(void(i64, bytes1, in1, in1, f32, in1, i64), parallel=True)
+@kernel(void(i64, bytes1, in1, in1, f32, in1, i64))
 def sgd(kind, w, g, hyper, decay, gate, key):
     """w = w * (1 - lr * wd * decay) - lr * gate * g, in place.
 
@@ -160,7 +158,6 @@ def sgd(kind, w, g, hyper, decay, gate, key):
         return
     n = g.size
     if n <= SERIAL:
-        sgd_part(0, n, kind, w, g, hyper, decay, factor, key)
+        sgd_part(kind, w, g, hyper, decay, factor, key, 0, n)
         return
-    for t in prange(-(-n // BLOCK)):
-        sgd_part(t * BLOCK, min(n, (t + 1) * BLOCK), kind, w, g, hyper, decay, factor, key)
+    spans(sgd_part, (kind, w, g, hyper, decay, factor, key), n, BLOCK)

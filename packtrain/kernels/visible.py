@@ -5,9 +5,10 @@ and sequences are int32 (batch, index); of size 0, positions are the indices and
 """
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from packtrain.kernels.call import kernel, part
 from packtrain.kernels.simd import (
     BITS,
     I32,
@@ -28,6 +29,8 @@ EARLIEST, BEYOND = -(1 << 31), 1 << 31
 NO, SOME, ALL = 0, 1, 2  # what the queries of a block see of a block of keys
 
 i64 = types.int64
+ids2 = types.Array(types.int32, 2, "C", readonly=True)
+span = types.UniTuple(i64, 5)
 
 
 @intrinsic
@@ -65,13 +68,13 @@ def shown(typingctx, score, places, i, key_position, key_sequence):
     return f32x16(*kinds), codegen
 
 
-@njit(cache=True)
+@part(i64(i64, i64))
 def earliest(position, window):
     """The first position that is seen from there."""
     return max(position - window + 1, EARLIEST) if window else EARLIEST
 
 
-@njit(cache=True)
+@kernel(span(i64, ids2, ids2, i64, i64, i64, i64))
 def place_queries(places, q_pos, q_seq, b, first, rows, window):
     """Write positions, sequences and earliest positions of a block of queries; returns what they span.
 
@@ -93,7 +96,7 @@ def place_queries(places, q_pos, q_seq, b, first, rows, window):
     return low_pos, high_pos, low_seq, high_seq, window
 
 
-@njit(cache=True)
+@kernel(i64(span, ids2, ids2, i64, i64, i64))
 def sight(span, k_pos, k_seq, b, first, count):
     """What the queries of that span can see of a block of keys."""
     low_pos, high_pos, low_seq, high_seq, window = span
@@ -112,7 +115,7 @@ def sight(span, k_pos, k_seq, b, first, count):
     return ALL if near and start == stop == low_seq == high_seq else SOME
 
 
-@njit(cache=True)
+@kernel(types.void(i64, i64, i64, ids2, ids2, i64, i64, i64))
 def hide(scores, lanes, places, k_pos, k_seq, b, first, count):
     """-inf in scores (count, lanes) where the query does not see the key."""
     for j in range(count):

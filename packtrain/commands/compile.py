@@ -1,0 +1,30 @@
+"""packtrain compile: compile all kernels ahead of time, for images and for machines that users share."""
+
+import time
+from dataclasses import dataclass
+
+from packtrain import kernels
+from packtrain.kernels import store
+from packtrain.memory import parse_size, private_nbytes
+from packtrain.settings import option
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile what is missing; the folder is $XDG_CACHE_HOME/packtrain/kernels, or in ~/.cache."""
+
+    memory: str | None = option(None, "stay within so much memory, all processes together: 512MiB")
+
+
+def run(settings: Compile) -> int:
+    """Compile every kernel module that is not compiled, and say where they are. Raises DoesNotFit, InputError."""
+    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    began = time.perf_counter()
+    names = store.modules()
+    count = kernels.prepare(names, limit, private_nbytes())
+    seconds = time.perf_counter() - began
+    folders = sorted({str(store.folder_of(name).parent) for name in names})
+    print(
+        f"{len(names)} kernel modules, {count} compiled now in {seconds:.0f} s, in {', '.join(folders)}"
+    )
+    return 0

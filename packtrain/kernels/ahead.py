@@ -1,0 +1,259 @@
+"""Kernels are compiled before they are needed, in children: what compiling takes is given back whole, and is bounded.
+
+Modules are shared out as they become ready, so that two children end together. Under a limit there is one child, or
+one for each module, or a refusal that says what compiling needs.
+"""
+
+import contextlib
+import importlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from packtrain.child import variables
+from packtrain.errors import DoesNotFit
+from packtrain.kernels import store
+from packtrain.kernels.runtime import allowed_cpus, blas, say, start_threads
+
+MIB = 1 << 20
+LASTING_NBYTES = 320 * MIB  # private memory of a child that compiles module after module, at most
+SINGLE_NBYTES = 128 * MIB  # of one that ends after a module
+CHILDREN = 2  # at most, at a time
+PAUSE = 5.0  # seconds between lines of progress where they cannot be written over
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How many children compile at a time, and whether they last or end after a module."""
+
+    children: int
+    lasting: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.children * (LASTING_NBYTES if self.lasting else SINGLE_NBYTES)
+
+
+WAYS = (Way(2, True), Way(2, False), Way(1, True), Way(1, False))  # the fastest first
+
+
+def way(limit: int | None, used: int) -> Way:
+    """The fastest way to compile beside `used` bytes of this process within the limit. Raises DoesNotFit."""
+    most = min(allowed_cpus(), CHILDREN)
+    for one in WAYS:
+        if one.children <= most and (limit is None or used + one.nbytes <= limit):
+            return one
+    least = -(-(used + WAYS[-1].nbytes) // MIB)
+    raise DoesNotFit(
+        f"--memory: compiling kernels needs {least} MiB; run `packtrain compile` first, or give --memory {least}MiB"
+    )
+
+
+def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> int:
+    """Compile what is missing of these modules; returns how many were.
+
+    With a limit, all processes together stay within it; this one has `used` bytes. Raises DoesNotFit.
+    """
+    if not store.missing(names):
+        return 0
+    chosen = way(limit, used)
+    with alone(store.target() / "lock"):
+        missing = store.missing(names)
+        if missing:
+            store.sweep(store.target())
+            _compile(missing, chosen)
+    return len(missing)
+
+
+def _compile(names: list[str], chosen: Way) -> None:
+    progress = Progress(len(names))
+    progress.begin()
+    error = Compiling(names, progress.done).run(chosen)
+    progress.end()
+    if error:
+        say(f"the compiling child failed ({error}); compiling in this process")
+
+
+@dataclass(slots=True)
+class Progress:
+    """Says how many modules are compiled: on a terminal in one line, elsewhere now and then."""
+
+    count: int
+    finished: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    said: float = field(default_factory=time.perf_counter)
+
+    def begin(self) -> None:
+        say(f"compiling {self.count} kernel modules, once for this machine …")
+
+    def done(self) -> None:
+        self.finished += 1
+        now = time.perf_counter()
+        line = f"compiled {self.finished} of {self.count} kernel modules, {now - self.began:.0f} s"
+        if sys.stderr is not None and sys.stderr.isatty():
+            end = "\n" if self.finished == self.count else ""
+            with contextlib.suppress(OSError):
+                print(f"\rpacktrain: {line}", end=end, file=sys.stderr, flush=True)
+        elif now - self.said >= PAUSE and self.finished < self.count:
+            say(line)
+            self.said = now
+
+    def end(self) -> None:
+        if self.finished == self.count:
+            say(f"kernels compiled in {time.perf_counter() - self.began:.0f} s")
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process after the other, so that those that start at once compile nothing twice."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: they do compile it twice
+        yield
+        return
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            say("another process is compiling kernels; waiting for it …")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class Compiling:
+    """Modules, shared out to children: one is ready once those that it needs are compiled."""
+
+    def __init__(self, names: list[str], done: Callable[[], None]) -> None:
+        self.waiting, self.done = list(names), done
+        self.unfinished = set(names)
+        self.error = ""
+        self.children: set[subprocess.Popen[str]] = set()
+        self.changed = threading.Condition()
+
+    def run(self, chosen: Way) -> str:
+        """Compile all of them; what went wrong, or nothing."""
+        count = min(chosen.children, len(self.waiting))
+        threads = [
+            threading.Thread(target=self._work, args=(chosen.lasting,)) for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            self._stop("stopped")
+            for thread in threads:
+                thread.join()
+        return self.error
+
+    def _take(self) -> str | None:
+        """The next module that is ready; None when there are no more."""
+        with self.changed:
+            while self.waiting and not self.error:
+                for name in self.waiting:
+                    if not (store.needed(name) - {name}) & self.unfinished:
+                        self.waiting.remove(name)
+                        return name
+                self.changed.wait()
+        return None
+
+    def _finish(self, name: str) -> None:
+        with self.changed:
+            self.unfinished.discard(name)
+            self.done()
+            self.changed.notify_all()
+
+    def _stop(self, error: str) -> None:
+        with self.changed:
+            if self.unfinished:
+                self.error = self.error or error
+            for child in self.children:
+                child.kill()
+            self.changed.notify_all()
+
+    def _work(self, lasting: bool) -> None:
+        """What a thread does: give modules to a child, or each to one of its own."""
+        with tempfile.TemporaryFile("w+") as errors:
+            try:
+                name = self._take()
+                while name is not None:
+                    with self._child(errors) as child:
+                        while name is not None:
+                            _ask(child, name)
+                            self._finish(name)
+                            name = self._take() if lasting else None
+                    name = name or self._take()
+            except (OSError, ChildProcessError) as error:
+                errors.seek(0)
+                said = errors.read().strip().splitlines()
+                self._stop(said[-1] if said else str(error))
+
+    @contextlib.contextmanager
+    def _child(self, errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-m", __package__, str(store.target())]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, env=variables(), stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as child:
+            with self.changed:
+                self.children.add(child)
+            try:
+                yield child
+            except BaseException:
+                child.kill()
+                raise
+            finally:
+                with self.changed:
+                    self.children.discard(child)
+
+
+def _ask(child: "subprocess.Popen[str]", name: str) -> None:
+    """Have a child compile a module. Raises OSError, ChildProcessError."""
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(f"{name}\n")
+    child.stdin.flush()
+    if child.stdout.readline().strip() != name:
+        raise ChildProcessError(f"exit {child.wait()}")
+
+
+def compile_into(root: str) -> None:
+    """What the child does: modules by name from standard input, each named again when it is compiled."""
+    store.given = Path(root)
+    for line in sys.stdin:
+        name = line.strip()
+        load(name)
+        (store.folder_of(name) / store.COMPLETE).touch()
+        print(name, flush=True)
+
+
+@cache
+def load(name: str) -> object:
+    """Import one kernel module, and before it what it needs, under the policy."""
+    if store.given is None:
+        prepare([name])
+    start_threads()
+    blas()
+    for other in sorted(store.needed(name) - {name}):
+        load(other)
+    folder = store.folder_of(name)
+    if store.complete(name) is None:
+        folder.mkdir(exist_ok=True)
+    with store.numba_cache(folder):
+        return importlib.import_module(f"{__package__}.{name}")
+
+
+def load_all(names: Collection[str] | None = None, limit: int | None = None, used: int = 0) -> None:
+    """Compile and load these modules, or all, so that what they take is there before memory is measured."""
+    names = store.modules() if names is None else names
+    prepare(names, limit, used)
+    for name in names:
+        load(name)

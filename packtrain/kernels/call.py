@@ -1,0 +1,129 @@
+"""How kernels are compiled, call one another, and run tasks on threads.
+
+A kernel is compiled once, for one signature, and callers reach it by the name of a symbol: numba would compile all that
+a function calls into it again. A `part` has no symbol: it is small, and compiled into its callers.
+"""
+
+import copy
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+I64 = ir.IntType(64)
+i64, void = types.int64, types.void
+
+
+def part(signature, **options):
+    """Compile for exactly that signature, now or from the cache; it becomes a part of each kernel that calls it."""
+    always = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    return njit(signature, **always, **{"forceinline": True, **options})
+
+
+def kernel(signature, **options):
+    """The same, but called by its symbol; runs without the GIL."""
+    compiled = part(signature, forceinline=False, **options)
+    return lambda function: with_symbol(compiled(function))
+
+
+def with_symbol(dispatcher):
+    """The same kernel, called by other kernels by its symbol, and no longer linked into them."""
+    (found,) = dispatcher.overloads.values()
+    outside = copy.copy(found.fndesc)
+    outside.mangled_name = f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__name__}"
+    code = found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
+    llvmlite.binding.add_symbol(outside.mangled_name, code)
+    del dispatcher.targetctx._defns[found.entry_point]
+    dispatcher.targetctx.insert_user_function(found.entry_point, outside)
+    dispatcher.outside = outside
+    return dispatcher
+
+
+def call(context, builder, function, args):
+    """Call a kernel from LLVM IR; that it raised is lost."""
+    outside = function.outside
+    callee = context.declare_function(builder.module, outside)
+    context.call_conv.call_function(builder, callee, outside.restype, outside.argtypes, args)
+
+
+@intrinsic
+def call_task(typingctx, task, given, number):
+    """Call a function that `task_code` wrote."""
+
+    def codegen(context, builder, sig, args):
+        form = ir.FunctionType(ir.VoidType(), [I64, I64])
+        builder.call(builder.inttoptr(args[0], form.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return void(i64, i64, i64), codegen
+
+
+@kernel(void(i64, i64, i64), parallel=True)
+def on_threads(task, given, count):
+    for number in prange(count):
+        call_task(task, given, number)
+
+
+def task_code(context, builder, function, kinds, given_type, places):
+    """A function of (address of the given values, number) that calls a kernel on them; its address.
+
+    places(builder, given, number) -> the values that follow the given ones
+    """
+    form = ir.FunctionType(ir.VoidType(), [I64, I64])
+    task = ir.Function(builder.module, form, builder.module.get_unique_name("task"))
+    task.linkage = "internal"
+    inner = ir.IRBuilder(task.append_basic_block())
+    room, number = task.args
+    given = inner.load(inner.inttoptr(room, given_type.as_pointer()))
+    values = cgutils.unpack_tuple(inner, inner.extract_value(given, 0))
+    values = [
+        context.cast(inner, value, kind, wanted)
+        for value, kind, wanted in zip(values, kinds, function.outside.argtypes, strict=False)
+    ]
+    call(context, inner, function, values + places(inner, given, number))
+    inner.ret_void()
+    return builder.ptrtoint(task, I64)
+
+
+def launch(places):
+    """The code of an intrinsic on (kernel, given values, count, …): it runs tasks 0 … count - 1 on the threads."""
+
+    def codegen(context, builder, sig, args):
+        kept = cgutils.pack_struct(builder, [args[1], *args[3:]])
+        room = cgutils.alloca_once_value(builder, kept)
+        function, kinds = sig.args[0].dispatcher, sig.args[1]
+        task = task_code(context, builder, function, kinds, kept.type, places)
+        call(context, builder, on_threads, [task, builder.ptrtoint(room, I64), args[2]])
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def one_number(builder, given, number):
+    return [number]
+
+
+def span_of(builder, given, number):
+    size, step = builder.extract_value(given, 1), builder.extract_value(given, 2)
+    start = builder.mul(number, step)
+    stop = builder.add(start, step)
+    return [start, builder.select(builder.icmp_signed("<", stop, size), stop, size)]
+
+
+@intrinsic
+def each(typingctx, function, given, count):
+    """function(*given, number) for each number below `count`, on the threads."""
+    return void(function, given, i64), launch(one_number)
+
+
+@intrinsic
+def span_tasks(typingctx, function, given, count, size, step):
+    return void(function, given, i64, i64, i64), launch(span_of)
+
+
+@njit(inline="always")
+def spans(function, given, size, step):
+    """function(*given, start, stop) for each span of `step` of `size`, on the threads."""
+    span_tasks(function, given, -(-size // step), size, step)

@@ -1,0 +1,24 @@
+"""Where numba keeps the compiled functions of the module that is being loaded: one folder, whatever lies where.
+
+Numba's own locators name folders after the path of the source, and need to write; a folder of `store` is named
+after all that its content depends on, so that copies of the package share it, and may be read-only.
+"""
+
+from numba.core.caching import UserProvidedCacheLocator
+
+
+class InFolder(UserProvidedCacheLocator):
+    """Files in `folder`, which is set while a module is loaded."""
+
+    folder = ""
+
+    def __init__(self, py_func, py_file):
+        self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
+        self._cache_path = self.folder
+
+    def get_source_stamp(self):
+        return ""
+
+    @classmethod
+    def from_function(cls, py_func, py_file):
+        return cls(py_func, py_file)

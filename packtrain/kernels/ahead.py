@@ -24,7 +24,7 @@ from packtrain.kernels.runtime import allowed_cpus, blas, say, start_threads
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # private memory of a child that compiles module after module, at most
-SINGLE_NBYTES = 128 * MIB  # of one that ends after a module
+SINGLE_NBYTES = 112 * MIB  # of one that ends after a module; 54 are numba and numpy
 CHILDREN = 2  # at most, at a time
 PAUSE = 5.0  # seconds between lines of progress where they cannot be written over
 

@@ -5,36 +5,44 @@ rows, positions compare lane by lane, and any head width is only a number of row
 as columns, times scale * log2(e): powers are of two. Blocks in which no query sees a key are skipped.
 """
 
-import math
-
-from numba import types
-
+from packtrain.kernels.attention_few import attend_few
 from packtrain.kernels.call import each, kernel, part
-from packtrain.kernels.dequantize import f16
+from packtrain.kernels.online import (
+    FEW,
+    KEYS,
+    LN2,
+    LOG2E,
+    LOWEST,
+    SERIAL,
+    STATE,
+    WIDEST,
+    bytes4,
+    f32,
+    heads,
+    i64,
+    in4,
+    larger,
+    out3,
+    out4,
+    places,
+    power,
+    rule,
+    spare_of,
+    squash,
+    void,
+)
 from packtrain.kernels.simd import (
-    INFINITY,
     LANES,
     address,
-    f32x16,
     fma,
     ids1,
-    keep_first,
-    lanewise,
-    largest,
     load,
-    load_part,
     log,
-    peek,
-    poke,
-    rank,
-    scaled,
     scratch,
     select_less,
     splat,
     store,
     store_part,
-    tanh,
-    total,
 )
 from packtrain.kernels.tile import columns_product, room, rows_product, turn
 from packtrain.kernels.visible import (
@@ -42,66 +50,11 @@ from packtrain.kernels.visible import (
     PLACES,
     QUERIES,
     SOME,
-    earliest,
     hide,
     ids2,
     place_queries,
     sight,
 )
-
-KEYS = 64  # keys in a block
-STATE = 2 * QUERIES
-WIDEST = 512  # the widest head
-SERIAL = 1 << 16  # products below which a parallel region costs more than it saves
-FEW = 3  # queries that are not worth lanes of their own
-FEW_HEADS = 16  # heads of one query at a time
-FEW_SCORES = FEW_HEADS * KEYS
-FEW_STATE = 2 * FEW_HEADS
-LOWEST = -1e30  # the running maximum of a query that has seen no key
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-
-i64, f32, void = types.int64, types.float32, types.void
-in3, in4 = rank(3, readonly=True), rank(4, readonly=True)
-out3, out4 = rank(3), rank(4)
-bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
-places, rule = types.UniTuple(ids2, 4), types.Tuple((f32, i64, f32))
-
-
-def emit_larger(builder, a, b):
-    """One instruction on x86, unlike maximum; a NaN in b wins."""
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-larger = lanewise(emit_larger, 2)
-
-
-@part(f32x16(f32x16))
-def power(x):
-    """2**x to 1.7e-7 for x < 128, 0 below -127."""
-    x = larger(-127.0, x)
-    t = x + 12582912.0
-    r = x - (t - 12582912.0)
-    p = fma(r, 0.0013264726298940486, 0.009671513009988097)
-    p = fma(p, r, 0.05550733749092541)
-    p = fma(p, r, 0.24022242079184578)
-    p = fma(p, r, 0.6931469775938083)
-    return scaled(fma(p, r, 1.0), t)
-
-
-@kernel(void(i64, i64, f32))
-def squash(scores, count, cap):
-    """scores = cap * tanh(scores / cap), `count` of them, whole vectors; -inf stays."""
-    for i in range(0, count, LANES):
-        x = load(scores, i)
-        store(scores, i, select_less(x, LOWEST, x, tanh(x / cap) * cap))
-
-
-@kernel(void(i64, i64, i64, i64))
-def clear(x, stride, rows, width):
-    for i in range(rows):
-        for d in range(0, width, LANES):
-            store_part(x, i * stride + d, splat(0.0), width - d)
 
 
 @part(i64(i64))
@@ -181,23 +134,6 @@ def finish(y, stride, lse, rows, sums, columns, lanes, width):
             turn(to, stride, rows - i, width - d, source, lanes, LANES, LANES)
 
 
-@part(i64(bytes4, i64))
-def spare_of(x, width):
-    """How many f32 `heads` needs to unpack a block."""
-    return KEYS * width if x.shape[3] < 4 * width else 0
-
-
-@kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
-def heads(x, at, count, width, spare):
-    """Address and line of `count` heads from element `at` on, as f32: in place, or unpacked to `spare`."""
-    base, line = x.ctypes.data, x.shape[2] * width
-    if x.shape[3] == 4 * width:
-        return base + 4 * at, line
-    for j in range(count):
-        f16(spare + 4 * j * width, base + 2 * (at + j * line), width)
-    return spare, width
-
-
 @kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
 def attend(y, lse, q, k, v, places_of, keys, rule, task):
     """One block of queries of one head."""
@@ -237,126 +173,6 @@ def attend(y, lse, q, k, v, places_of, keys, rule, task):
         columns_product(D, lanes, count, mixed, lanes, value, line, scores, lanes, True)
     out = address(lse, (b * H + h) * T + first)
     finish(address(y, at), H * D, out, rows, sums, mixed, lanes, D)
-
-
-@kernel(
-    void(
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-        f32,
-        types.UniTuple(i64, 3),
-        ids2,
-        ids2,
-        i64,
-        types.UniTuple(i64, 2),
-    )
-)
-def score_few(scores, group, q, width, key, line, factor, place, k_pos, k_seq, b, own):
-    """scores = factor * q k for a group of heads of one query that share a kv head; -inf where unseen.
-
-    scores  (group, KEYS)
-    q       (group, width)
-    """
-    (position, since, sequence), (first, count) = place, own
-    for j in range(count):
-        at = i64(k_pos[b, first + j]) if k_pos.size else first + j
-        seen = since <= at <= position
-        seen = seen and (k_seq.size == 0 or i64(k_seq[b, first + j]) == sequence)
-        for h in range(group):
-            score = f32(-INFINITY)
-            if seen:
-                dot = splat(0.0)
-                for d in range(0, width, LANES):
-                    left = width - d
-                    at_key = load_part(key, j * line + d, left)
-                    dot = fma(load_part(q, h * width + d, left), at_key, dot)
-                score = total(dot) * factor
-            poke(scores, h * KEYS + j, score)
-
-
-@kernel(void(i64, i64, i64, i64, i64, i64))
-def soften_few(scores, count, sums, h, y, width):
-    """soften for row h of scores, whose values are mixed in place, in row h of y.
-
-    scores  (heads, KEYS)
-    sums    (2, FEW_HEADS)  top and sum
-    y       (heads, width)
-    """
-    old = peek(sums, h)
-    row, top, added = scores + 4 * KEYS * h, splat(old), splat(0.0)
-    hidden = splat(-INFINITY)
-    for j in range(0, count, LANES):
-        top = larger(top, keep_first(load_part(row, j, count - j), count - j, hidden))
-    high = largest(top)
-    for j in range(0, count, LANES):
-        e = power(keep_first(load_part(row, j, count - j), count - j, hidden) - high)
-        store(row, j, e)
-        added = added + e
-    fade = power(splat(old - high))
-    poke(sums, h, high)
-    poke(sums, FEW_HEADS + h, total(fade * peek(sums, FEW_HEADS + h) / LANES + added))
-    for d in range(0, width, LANES):
-        at = h * width + d
-        store_part(y, at, load_part(y, at, width - d) * fade, width - d)
-
-
-@kernel(void(i64, i64, i64, i64, i64, i64))
-def finish_few(lse, line, group, sums, y, width):
-    """finish for rows y (group, width); lse (group,) lies `line` apart."""
-    for h in range(group):
-        seen = peek(sums, FEW_HEADS + h)
-        poke(lse, h * line, peek(sums, h) * LN2 + math.log(seen) if seen > 0 else seen)
-        by = f32(1.0) / seen if seen > 0 else seen
-        for d in range(0, width, LANES):
-            at = h * width + d
-            store_part(y, at, load_part(y, at, width - d) * by, width - d)
-
-
-@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, types.UniTuple(i64, 5)))
-def attend_group(y, lse, q, k, v, places_of, keys, rule, at_group):
-    """One query of a group of at most FEW_HEADS heads that share kv head `head`; a lane is a part of the head."""
-    b, t, head, first, group = at_group
-    (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
-    T, H, D = q.shape[1:]
-    S, K = k.shape[1:3]
-    scores, sums, spare = scratch(FEW_SCORES), scratch(FEW_STATE), room(spare_of(k, D))
-    at = ((b * T + t) * H + first) * D
-    q_at, y_at = address(q, at), address(y, at)
-    position = i64(q_pos[b, t]) if q_pos.size else t
-    place = position, earliest(position, window), i64(q_seq[b, t]) if q_seq.size else 0
-    clear(y_at, D, group, D)
-    for h in range(group):
-        poke(sums, h, LOWEST)
-        poke(sums, FEW_HEADS + h, 0.0)
-    for start in range(0, keys, KEYS):
-        count = min(KEYS, keys - start)
-        at = ((b * S + start) * K + head) * D
-        key, line = heads(k, at, count, D, spare)
-        factor = f32(scale * LOG2E)
-        own = start, count
-        score_few(scores, group, q_at, D, key, line, factor, place, k_pos, k_seq, b, own)
-        if cap > 0:
-            squash(scores, group * KEYS, cap * LOG2E)
-        for h in range(group):
-            soften_few(scores, count, sums, h, y_at, D)
-        value, line = heads(v, at, count, D, spare)
-        rows_product(group, D, count, y_at, D, scores, KEYS, value, line, True)
-    finish_few(address(lse, (b * H + first) * T + t), T, group, sums, y_at, D)
-
-
-@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
-def attend_few(y, lse, q, k, v, places_of, keys, rule, task):
-    """All queries, which are few, for one kv head."""
-    K = k.shape[2]
-    b, head, sharing = task // K, task % K, q.shape[2] // K
-    for t in range(q.shape[1]):
-        for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
-            group = min(FEW_HEADS, (head + 1) * sharing - first)
-            attend_group(y, lse, q, k, v, places_of, keys, rule, (b, t, head, first, group))
 
 
 @kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))

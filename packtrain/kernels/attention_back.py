@@ -5,34 +5,30 @@ A task is all of one kv head of one batch, so that dk and dv are summed in a fix
 
 from numba import types
 
-from packtrain.kernels.attention import (
+from packtrain.kernels.attention import extent, pack, packed_rows, queries_in_block
+from packtrain.kernels.call import each, kernel, part
+from packtrain.kernels.online import (
     LOG2E,
     SERIAL,
     STATE,
     clear,
-    extent,
     f32,
     i64,
-    ids1,
-    ids2,
     in3,
     in4,
     larger,
     out4,
-    pack,
-    packed_rows,
     places,
     power,
-    queries_in_block,
     rule,
     squash,
     void,
 )
-from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.simd import (
     LANES,
     address,
     fma,
+    ids1,
     load,
     load_part,
     poke,
@@ -42,7 +38,7 @@ from packtrain.kernels.simd import (
     total,
 )
 from packtrain.kernels.tile import columns_product, room, rows_product
-from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, place_queries, sight
+from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, ids2, place_queries, sight
 
 KEYS = 64  # keys in a block, where they fit
 LESS_KEYS = 48  # four tiles of 12 rows

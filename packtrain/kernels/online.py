@@ -1,0 +1,92 @@
+"""What blocks of many and of few queries share: keys in blocks, powers of two, keys and values as f32."""
+
+from numba import types
+
+from packtrain.kernels.call import kernel, part
+from packtrain.kernels.dequantize import f16
+from packtrain.kernels.simd import (
+    LANES,
+    f32x16,
+    fma,
+    lanewise,
+    load,
+    rank,
+    scaled,
+    select_less,
+    splat,
+    store,
+    store_part,
+    tanh,
+)
+from packtrain.kernels.visible import QUERIES, ids2
+
+KEYS = 64  # keys in a block
+STATE = 2 * QUERIES
+WIDEST = 512  # the widest head
+SERIAL = 1 << 16  # products below which a parallel region costs more than it saves
+FEW = 3  # queries that are not worth lanes of their own
+FEW_HEADS = 16  # heads of one query at a time
+FEW_SCORES = FEW_HEADS * KEYS
+FEW_STATE = 2 * FEW_HEADS
+LOWEST = -1e30  # the running maximum of a query that has seen no key
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+i64, f32, void = types.int64, types.float32, types.void
+in3, in4 = rank(3, readonly=True), rank(4, readonly=True)
+out3, out4 = rank(3), rank(4)
+bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
+places, rule = types.UniTuple(ids2, 4), types.Tuple((f32, i64, f32))
+
+
+def emit_larger(builder, a, b):
+    """One instruction on x86, unlike maximum; a NaN in b wins."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+larger = lanewise(emit_larger, 2)
+
+
+@part(f32x16(f32x16))
+def power(x):
+    """2**x to 1.7e-7 for x < 128, 0 below -127."""
+    x = larger(-127.0, x)
+    t = x + 12582912.0
+    r = x - (t - 12582912.0)
+    p = fma(r, 0.0013264726298940486, 0.009671513009988097)
+    p = fma(p, r, 0.05550733749092541)
+    p = fma(p, r, 0.24022242079184578)
+    p = fma(p, r, 0.6931469775938083)
+    return scaled(fma(p, r, 1.0), t)
+
+
+@kernel(void(i64, i64, f32))
+def squash(scores, count, cap):
+    """scores = cap * tanh(scores / cap), `count` of them, whole vectors; -inf stays."""
+    for i in range(0, count, LANES):
+        x = load(scores, i)
+        store(scores, i, select_less(x, LOWEST, x, tanh(x / cap) * cap))
+
+
+@kernel(void(i64, i64, i64, i64))
+def clear(x, stride, rows, width):
+    for i in range(rows):
+        for d in range(0, width, LANES):
+            store_part(x, i * stride + d, splat(0.0), width - d)
+
+
+@part(i64(bytes4, i64))
+def spare_of(x, width):
+    """How many f32 `heads` needs to unpack a block."""
+    return KEYS * width if x.shape[3] < 4 * width else 0
+
+
+@kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
+def heads(x, at, count, width, spare):
+    """Address and line of `count` heads from element `at` on, as f32: in place, or unpacked to `spare`."""
+    base, line = x.ctypes.data, x.shape[2] * width
+    if x.shape[3] == 4 * width:
+        return base + 4 * at, line
+    for j in range(count):
+        f16(spare + 4 * j * width, base + 2 * (at + j * line), width)
+    return spare, width

@@ -1,0 +1,118 @@
+"""Compiling ahead: within its memory, only what a command needs, shared out to children, and counted as it is done."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from packtrain import kernels
+from packtrain.child import variables
+from packtrain.errors import DoesNotFit
+from packtrain.kernels import ahead, store
+from packtrain.kernels.ahead import MIB, Way
+from packtrain.memory import private_nbytes_of
+from tests.models import tiny_file
+
+LARGE = ("attention", "attention_back", "experts", "loss", "elementwise")
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores", "expected"),
+    [
+        (None, 4, Way(2, True)),
+        (None, 1, Way(1, True)),
+        (700 * MIB, 2, Way(2, True)),
+        (600 * MIB, 2, Way(2, False)),
+        (600 * MIB, 1, Way(1, True)),
+        (50 * MIB + ahead.SINGLE_NBYTES, 2, Way(1, False)),
+    ],
+)
+def test_the_fastest_way_that_fits_is_taken(
+    limit: int | None, cores: int, expected: Way, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ahead, "allowed_cpus", lambda: cores)
+    assert ahead.way(limit, 50 * MIB) == expected
+
+
+def test_what_does_not_fit_is_refused_with_what_it_needs():
+    least = 50 + ahead.SINGLE_NBYTES // MIB
+    with pytest.raises(DoesNotFit, match=f"needs {least} MiB.*packtrain compile.*{least}MiB"):
+        ahead.way(least * MIB - 1, 50 * MIB)
+
+
+def test_a_command_refuses_at_once_where_compiling_does_not_fit(tmp_path: Path):
+    values = {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "packtrain", "compile", "--memory", "90MiB"]
+    done = subprocess.run(command, env=variables() | values, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "compiling kernels needs" in done.stderr
+    assert not (tmp_path / "packtrain/kernels").exists()
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: Path):
+    others = sorted(store.needed(name) - {name})
+    kernels.prepare(others)
+    for other in others:
+        shutil.copytree(store.folder_of(other), tmp_path / store.folder_name(other))
+    command = [sys.executable, "-m", "packtrain.kernels", str(tmp_path)]
+    pipe = subprocess.PIPE
+    peak = 0
+    with subprocess.Popen(command, env=variables(), stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(f"{name}\n")
+        child.stdin.close()
+        while child.poll() is None:
+            peak = max(peak, private_nbytes_of(child.pid))
+            time.sleep(0.01)
+        assert child.stdout.read().split() == [name]
+    assert (tmp_path / store.folder_name(name) / store.COMPLETE).exists()
+    assert 0.5 * ahead.SINGLE_NBYTES < peak <= ahead.SINGLE_NBYTES
+
+
+def test_modules_wait_for_those_they_need_and_are_counted(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    monkeypatch.setattr(ahead, "_ask", lambda child, name: asked.append(name))
+    names = store.missing_of(store.modules()) if hasattr(store, "missing_of") else store.modules()
+    counted: list[int] = []
+    work = ahead.Compiling(list(names), lambda: counted.append(1))
+    assert work.run(Way(2, True)) == ""
+    assert sorted(asked) == sorted(names) and len(counted) == len(names)
+    for place, name in enumerate(asked):
+        assert store.needed(name) - {name} <= set(asked[:place])
+
+
+def test_a_child_that_fails_is_said_and_ends_the_others(monkeypatch: pytest.MonkeyPatch):
+    def fail(child: object, name: str) -> None:
+        raise ChildProcessError("exit 7")
+
+    monkeypatch.setattr(ahead, "_ask", fail)
+    assert ahead.Compiling(["simd", "call"], lambda: None).run(Way(2, False)) == "exit 7"
+
+
+LOADED = """
+import json, sys
+from packtrain.cli import main
+code = main(sys.argv[1:])
+from packtrain.kernels import store
+print(json.dumps([n for n in store.modules() if f"packtrain.kernels.{n}" in sys.modules]))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_generate_loads_what_was_compiled_for_it_and_no_more(experts: bool, tmp_path: Path):
+    model = tiny_file(tmp_path, experts=experts)
+    command = [sys.executable, "-c", LOADED, "generate", str(model), "-n", "3", "-p", "a"]
+    done = subprocess.run(command, env=variables(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wanted = (*kernels.WRITING, *(kernels.EXPERTS if experts else ()))
+    closed = frozenset[str]().union(*(store.needed(name) for name in wanted))
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert loaded <= closed
+    assert os.environ.get("PATH") is not None

@@ -1,11 +1,11 @@
 """Compiling ahead: within its memory, only what a command needs, shared out to children, and counted as it is done."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from packtrain.errors import DoesNotFit
 from packtrain.kernels import ahead, store
 from packtrain.kernels.ahead import MIB, Way
 from packtrain.memory import private_nbytes_of
-from tests.models import tiny_file
+from tests.test_model_file import CONFIG, save
 
 LARGE = ("attention", "attention_back", "experts", "loss", "elementwise")
 
@@ -78,7 +78,7 @@ def test_a_child_for_one_module_takes_no_more_than_is_said(name: str, tmp_path: 
 def test_modules_wait_for_those_they_need_and_are_counted(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
     monkeypatch.setattr(ahead, "_ask", lambda child, name: asked.append(name))
-    names = store.missing_of(store.modules()) if hasattr(store, "missing_of") else store.modules()
+    names = store.modules()
     counted: list[int] = []
     work = ahead.Compiling(list(names), lambda: counted.append(1))
     assert work.run(Way(2, True)) == ""
@@ -105,14 +105,31 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_generate_loads_what_was_compiled_for_it_and_no_more(experts: bool, tmp_path: Path):
-    model = tiny_file(tmp_path, experts=experts)
-    command = [sys.executable, "-c", LOADED, "generate", str(model), "-n", "3", "-p", "a"]
+def loaded(*arguments: object) -> set[str]:
+    """The kernel modules in a process that has run a command."""
+    command = [sys.executable, "-c", LOADED, *map(str, arguments)]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def closed(names: tuple[str, ...]) -> set[str]:
+    """These modules and all that they need."""
+    return set().union(*(store.needed(name) for name in names))
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_generate_loads_what_was_compiled_for_it_and_no_more(experts: int, tmp_path: Path):
+    model = tmp_path / "m.gguf"
+    save(model, replace(CONFIG, expert_count=experts, expert_used_count=experts // 2))
     wanted = (*kernels.WRITING, *(kernels.EXPERTS if experts else ()))
-    closed = frozenset[str]().union(*(store.needed(name) for name in wanted))
-    loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    assert loaded <= closed
-    assert os.environ.get("PATH") is not None
+    found = loaded("generate", model, "-n", 3, "-p", "a")
+    assert closed(("attention", "norm")) <= found <= closed(wanted)
+
+
+def test_train_loads_no_modules_but_those_of_its_plan(tmp_path: Path):
+    text, output = tmp_path / "text.txt", tmp_path / "m.gguf"
+    text.write_text("one two three four five six seven eight nine ten\n" * 40)
+    small = ("--iters", 2, "--ctx", 16, "--batch-size", 2, "--preset", "1m")
+    found = loaded("train", "--data", text, "-o", output, *small)
+    assert found == closed(kernels.LEARNING)

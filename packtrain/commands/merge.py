@@ -76,7 +76,9 @@ def run(settings: Merge) -> int:
     if settings.calibrate is None:
         write_changed(settings.output, base, changes, name=name, dtype=dtype, done=done)
         if any(stored_type(base.entries[n], dtype) in KINDS for n in changes):
-            say("--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned")
+            say(
+                "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
+            )
     else:
         _calibrated(settings, Merging(open_model(settings.model), adapters, dtype), name, done)
     print(

@@ -131,7 +131,7 @@ def test_norms_beside_an_adapter_are_left_out_and_said(settings: Merge, capsys: 
     write(settings.adapters[0], gguf.values, halves | {NORM: normal(256)})
     merge.run(settings)
     assert GGUF(settings.output).array(NORM).tobytes() == GGUF(settings.model).array(NORM).tobytes()
-    assert f"1 vectors are no part of an adapter and left out, the first is {NORM}" in (
+    assert f"1 vector in the adapters left out, which no merge uses; the first: {NORM}" in (
         capsys.readouterr().err
     )
 
@@ -187,7 +187,7 @@ def test_files_that_would_be_lost_are_kept(settings: Merge):
     refused(replace(settings, output=settings.model), "is the model itself")
     refused(replace(settings, output=Path(settings.adapters[0])), "is the model itself")
     settings.output.write_bytes(b"earlier")
-    refused(settings, "exists; give another, or --overwrite")
+    refused(settings, "exists; give another name, or --overwrite")
     merge.run(replace(settings, overwrite=True))
     assert GGUF(settings.output).entries
 

@@ -123,7 +123,7 @@ def perplexity_row(setup: Setup, model: Path, text: Path, most: float) -> Row:
     if done.code or not found:
         return failed(name, done)
     ours, tool = float(found[1]), setup.llama / "cpp/bin/llama-perplexity"
-    if setup.short or not tool.exists():
+    if not tool.exists():
         return Row(f"{name}, without llama.cpp", f"{ours:.4f}", "below 100", ours < 100)
     done = watched(tool, "-m", model, "-f", text, "-c", CONTEXT, "-t", "2")
     theirs = THEIRS.search(done.out + done.said)

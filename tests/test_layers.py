@@ -21,7 +21,7 @@ LAYERS = {
     "dtypes": "",
     "gguf": "dtypes errors files",
     "tokenizer": "dtypes errors gguf",
-    "template": "errors",
+    "template": "errors files tokenizer",
     "vocabulary": "errors gguf tokenizer",
     "child": "",
     "kept": "child errors",
@@ -57,7 +57,7 @@ LAYERS = {
     "generate": "dtypes errors words tensor graph place run tokenizer models sample",
     "watch": "errors words files memory plan",
     "train": "version child errors words files settings dtypes tensor graph ops grad place packing plan run memory stop"
-    " kernels quant gguf tokenizer corpus samples cost calibrate recompute models sample generate watch",
+    " kernels quant gguf tokenizer template corpus samples cost calibrate recompute models sample generate watch",
     "commands": "errors words files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
     " tokenizer vocabulary convert corpus samples cost recompute models merging peft sample generate template"
     " watch train",
@@ -67,7 +67,7 @@ LAYERS = {
 OUTSIDE = {
     "kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"},
     "settings": {"yaml"},
-    "template": {"jinja2"},
+    "template": {"jinja2", "numpy"},
     "vocabulary": {"numpy", "sentencepiece"},
     "convert": {"numpy", "sentencepiece"},
     "memory": {"psutil"},

@@ -305,7 +305,8 @@ def test_which_part_of_the_data(tmp_path: Path) -> None:
     file.write_text("{}")
     (folder / "train.jsonl").write_text("{}")
     assert chosen(folder, None) == (folder / "train.jsonl", "")
-    assert chosen(folder, "valid") == (folder / "train.jsonl", "valid")
+    for split in ("valid", "train"):
+        assert chosen(folder, split) == (folder / "train.jsonl", split)
     with pytest.raises(InputError, match=r"--split test: .*data has no test\.jsonl, test\.txt"):
         chosen(folder, "test")
     for name in ("val", "test"):

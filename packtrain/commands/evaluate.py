@@ -166,10 +166,12 @@ def chosen(data: Path, split: str | None) -> tuple[Path, str]:
         return data, split or ""
     files = {name: file_called(data, *names) for name, names in SPLITS.items()}
     there = {name: path for name, path in files.items() if path is not None}
+    if split is None:
+        return next(iter(there.values()), data), ""
+    if TRAIN in there and VALID not in there and split != TEST:  # finetune splits it
+        return there[TRAIN], split
     if split in there:
         return there[split], ""
-    if split is None or (split == VALID and TRAIN in there):
-        return next(iter(there.values()), data), split or ""
     raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
 
 
@@ -209,7 +211,7 @@ def _samples(settings: Evaluate, model: ModelFile, path: Path, part: str, length
     for note in dataset.notes:
         say(note)
     samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
-    time = settings.ctx or row_length(length, samples)
+    time = row_length(length, samples)
     rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
     batches = SampleBatches(samples, rows, time, shuffle=False)
     method = (

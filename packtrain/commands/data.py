@@ -17,7 +17,7 @@ from packtrain.settings import option, positional, required, unescaped
 from packtrain.template import named
 from packtrain.tokenizer import Tokenizer
 from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
-from packtrain.words import in_colour
+from packtrain.words import in_colour, plural
 
 CONTEXT = 2048  # at most, where --ctx does not say
 LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -96,7 +96,7 @@ def _size(samples: Samples) -> str:
     total, lengths = samples.ids.size, samples.lengths - 1  # fed; the last one is a target only
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")
     return (
-        f"{len(samples):,} samples, {total:,} tokens, {samples.targets:,} to learn"
+        f"{plural(len(samples), 'sample')}, {total:,} tokens, {samples.targets:,} to learn"
         f" ({samples.targets / total:.1%}); tokens of a sample: half have at most {p50:,}, 90 % {p90:,},"
         f" 99 % {p99:,}, the longest {lengths.max():,}"
     )

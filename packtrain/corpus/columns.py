@@ -13,6 +13,7 @@ from packtrain.corpus.streams import kind_of
 from packtrain.errors import InputError
 
 ROWS = 256  # that are made Python values at a time
+BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read as they are needed
 
 
 def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -43,7 +44,7 @@ def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _batches(path: Path, arrow: Any) -> Iterator[Any]:
     if kind_of(path) == ".parquet":
         parquet = import_module("pyarrow.parquet")
-        with parquet.ParquetFile(path, memory_map=True) as file:
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_NBYTES) as file:
             yield from file.iter_batches(batch_size=ROWS)
         return
     ipc = import_module("pyarrow.ipc")

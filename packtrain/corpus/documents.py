@@ -167,7 +167,7 @@ def _texts(report: Report) -> Iterator[str]:
 def _text_of(found: Any, where: str) -> str:
     if not isinstance(found, dict) or "text" not in found:
         chat = isinstance(found, dict) and any(fields <= set(found) for fields in CHATS)
-        tune = "; conversations are for packtrain finetune, which tunes a model that is there"
+        tune = "; conversations are for packtrain finetune, which tunes an existing model"
         raise InputError(f"{where} has no field text; {WANTED}{tune if chat else ''}")
     return sound(found["text"], f"{where}: text", WANTED)
 

@@ -15,7 +15,6 @@ import pytest
 from packtrain.cli import main
 from packtrain.commands import evaluate
 from packtrain.commands.evaluate import Evaluate, chosen
-from packtrain.corpus.report import Report
 from packtrain.errors import InputError, Interrupted
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.file import open_model, save_model
@@ -131,14 +130,14 @@ def test_counted_losses_are_those_of_the_whole_window(tmp_path: Path) -> None:
 def test_a_text_is_read_whole(tmp_path: Path, model: Path) -> None:
     tokenizer = open_model(model).tokenizer()
     path = tmp_path / "t.txt"
-    for text in ("the cat\n", "\n\nthe </s>cat\n\n", "the cat"):
-        path.write_text(text)
+    for text in ("the cat\n", "\n\nthe </s>cat\r\n\n", "the cat\r\n"):
+        path.write_bytes(text.encode())
         want = tokenizer.encode(text.removesuffix("\n"), eos=False, special=False)
-        got = read_whole(Report(path), None, tokenizer)
+        got = read_whole(path, None, tokenizer)
         assert got is not None and got.tolist() == want
     path.write_text("the cat\n<|endoftext|>\nthe hat\n")
-    assert read_whole(Report(path), None, tokenizer) is None
-    whole = read_whole(Report(path), "", tokenizer)
+    assert read_whole(path, None, tokenizer) is None
+    whole = read_whole(path, "", tokenizer)
     text = path.read_text().removesuffix("\n")
     assert whole is not None and whole.tolist() == tokenizer.encode(text, eos=False, special=False)
 

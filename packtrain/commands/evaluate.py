@@ -12,7 +12,6 @@ import numpy as np
 from packtrain import kernels
 from packtrain.commands import say
 from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
-from packtrain.corpus.report import Report
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.errors import InputError, Interrupted
 from packtrain.files import existing
@@ -137,11 +136,8 @@ def _prepared(settings: Evaluate, model: ModelFile, context: int) -> Prepared:
         say(f"--ctx {length:,} is more than the model's own context of {context:,} tokens")
     if text and not part and not settings.all_positions:
         tokenizer = model.tokenizer()
-        report = Report(path)
-        ids = read_whole(report, _separator(settings), tokenizer)
+        ids = read_whole(path, _separator(settings), tokenizer)
         if ids is not None:
-            for note in report.notes:
-                say(note)
             bos = tokenizer.bos if tokenizer.add_bos else None
             return _windows(settings, path, ids, bos, length)
         say(

@@ -17,10 +17,15 @@ FEW = 5  # bad records that are listed
 
 @dataclass(slots=True)
 class Report:
-    """What was found in a file; with `skip`, bad records are skipped."""
+    """What was found in a file.
+
+    skip   bad records are skipped
+    exact  line ends stay as they are
+    """
 
     path: Path
     skip: bool = False
+    exact: bool = False
     bad: int = 0
     reasons: list[str] = field(default_factory=list)
     line_ends: int = 0
@@ -47,7 +52,7 @@ class Report:
 
     def text(self, text: str) -> str:
         """The text with line ends of one kind."""
-        if "\r" not in text:
+        if self.exact or "\r" not in text:
             return text
         self.line_ends += text.count("\r")
         return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -7,6 +7,7 @@ second half count, so that each has at least half a window before it. What is le
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -64,17 +65,17 @@ class Windows:
         }
 
 
-def read_whole(report: Report, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
-    """The ids (N,) i32 of the report's file as one text, or None if it holds several documents.
+def read_whole(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
+    """The ids (N,) i32 of a file as one text, or None if it holds several documents.
 
     As llama-perplexity reads it: BOS where the file of the model asks for it, no control tokens from texts that spell
-    them, and without a last line break.
+    them, line ends as they are, but without a last line feed.
     """
-    source = [Source(report.path)]
+    source, report = [Source(path)], Report(path, exact=True)
     if sum(piece.ends for piece in read_documents(source, separator, [report])) > 1:
         return None
     ids = array("i", [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else [])
-    pieces = (piece.text for piece in read_documents(source, separator, [Report(report.path)]))
+    pieces = (piece.text for piece in read_documents(source, separator, [report]))
     for part in tokenizer.encode_pieces(_without_last_break(pieces)):
         ids.extend(part)
     return np.frombuffer(ids, np.int32)

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import importlib.util
 import json
 import tracemalloc
 from pathlib import Path
@@ -24,9 +23,7 @@ from tests.test_samples import PAIR, made, model, one, texts
 
 __all__ = ["model", "vocab"]  # fixtures
 PAIRS = [("why, oh why", "so"), ('he "said"', "one\ntwo"), ("ä€", " so ")]
-needs_pyarrow = pytest.mark.skipif(
-    importlib.util.find_spec("pyarrow") is None, reason="the extra data is not installed"
-)
+needs_pyarrow = pytest.mark.pyarrow
 
 
 def table(path: Path, rows: list[Any], encoding: str = "utf-8", **how: Any) -> Path:

@@ -72,6 +72,9 @@ def test_tables(
     ("header", "row", "form"),
     [
         ("question,answer", "why,so", "question/answer"),
+        ("Prompt,Response", "why,so", "prompt/response"),
+        ("input,output", "why,so", "input/output"),
+        ("query,response", "why,so", "query/response"),
         ("instruction,input,output", "why,,so", "instruction/output"),
         ("id,prompt,completion,tag", "3,why,so,x", "prompt/completion"),
         (",prompt,completion", "0,why,so", "prompt/completion"),
@@ -102,7 +105,7 @@ def test_columns_without_use_are_listed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("Frage,Antwort\na,b", r"line 2 has the fields Frage, Antwort; its header must name such columns as prompt"),
+        ("Frage,Antwort\na,b", r"line 2 has the fields frage, antwort; its header must name such columns as prompt"),
         ("prompt,prompt\na,b", r"line 1 names the field prompt twice; each column needs its own"),
         ("prompt,completion\na,b\nc,d,e", r"line 3 has 3 cells where the header has 2 columns; a cell that .* quotes"),
         ('prompt,completion\na,b\n"c"d,e', r"line 3: text follows a quoted cell; a quote within quotes must be doub"),

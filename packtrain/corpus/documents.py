@@ -27,6 +27,9 @@ CHATS = (
     {"prompt", "completion"},
     {"instruction", "output"},
     {"question", "answer"},
+    {"prompt", "response"},
+    {"query", "response"},
+    {"input", "output"},
 )
 FEW = 5  # files that are listed
 

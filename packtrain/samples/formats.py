@@ -210,5 +210,8 @@ FORMS = (
     _pair("prompt", "completion"),
     Form(("instruction", "output"), ("input", "system", "history"), _alpaca),
     _pair("question", "answer"),
+    _pair("prompt", "response"),
+    _pair("query", "response"),
+    _pair("input", "output"),
     Form(("text",), (), _plain),
 )

@@ -20,8 +20,9 @@ from packtrain.models.config import PRESETS, Config
 from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
+from packtrain.train.parts import Setting
 from packtrain.train.plans import Shape, make_plans
-from packtrain.train.search import Setting, search
+from packtrain.train.search import search
 
 GIB = 2**30
 TIME = 512

@@ -31,8 +31,9 @@ from packtrain.quant import quantize
 from packtrain.tensor import Tensor
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW
+from packtrain.train.parts import Setting
 from packtrain.train.plans import Base, Shape, make_plans
-from packtrain.train.search import Search, Setting
+from packtrain.train.search import Search
 
 GIB, MIB = 2**30, 2**20
 LLAMA_8B = Config(128_256, 2048, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False)

@@ -26,8 +26,8 @@ from packtrain.plan import Buffer, Plan, make_plan
 from packtrain.recompute import Choice
 from packtrain.run import Executor, Session
 from packtrain.train.optim import SGD
+from packtrain.train.parts import Setting, chain
 from packtrain.train.plans import Shape
-from packtrain.train.search import Setting, chain
 
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
 MIB = 2**20

@@ -13,8 +13,9 @@ from packtrain.recompute import uniform
 from packtrain.recompute.chain import backward_steps
 from packtrain.train.depth import even, reached, with_blocks
 from packtrain.train.optim import AdamW
+from packtrain.train.parts import Setting
 from packtrain.train.plans import STEP, Base, Shape, build, leaves
-from packtrain.train.search import Setting, search
+from packtrain.train.search import search
 from tests.architectures import CONFIGS
 
 SETTING = Setting(AdamW(), Rates(1e11, 1e10), 0)

@@ -22,16 +22,18 @@ from packtrain.sample import Sampling
 from packtrain.settings import to_yaml
 from packtrain.stop import stop_on_signals
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.budget import Planned, minimum, planned
+from packtrain.train.budget import Limit, Planned, minimum, planned
 from packtrain.train.compatible import check_compatible
 from packtrain.train.effects import check_effects, check_validation
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit
 from packtrain.train.job import Job, decide
+from packtrain.train.loaded import loaded_nbytes
 from packtrain.train.pace import Pace, learnt, seen
+from packtrain.train.parts import Setting
 from packtrain.train.plans import Plans, Shape, packed_types
-from packtrain.train.rates import doubt, rates
-from packtrain.train.search import Setting, as_asked
+from packtrain.train.rates import doubt, rates_apart
+from packtrain.train.search import as_asked
 from packtrain.train.settings import RunSettings, TrainSettings
 from packtrain.train.space import check_space, resumable
 from packtrain.train.state import Checkpoint, Progress, load, previous
@@ -96,17 +98,25 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
         _set_threads(settings.threads)
     job = decide(settings, say)
     check_validation(settings, job.valid is not None)
-    kernels.load_all(_kernels(job.shape), limit, private_nbytes())
-    speed = rates(settings.calibrate, say, packed_types(job.shape))
+    modules = _kernels(job.shape)
+    kernels.prepare(modules, limit, private_nbytes())
+    room = math.inf if limit is None else limit - private_nbytes()
+    speed = rates_apart(settings.calibrate, say, packed_types(job.shape), room)
     speed, learning = replace(speed, seen=seen(job.batches(1))), learnt(job.batches(1))
     settle()
     found = _found(settings)
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job
     tokenizer = job.subject.tokenizer() if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
-    setting = Setting(job.optimizer, speed, private_nbytes(), cells)
+    kernels_nbytes = loaded_nbytes(modules, room)
+    setting = Setting(job.optimizer, speed, private_nbytes() + kernels_nbytes, cells)
     asked, fixed = (job.shape, settings.recompute, setting), found is not None
-    made = Planned.here(as_asked(*asked)) if limit is None else planned(*asked, limit, fixed, say)
+    load = partial(kernels.load_all, modules)
+    if limit is None:
+        load()
+        made = Planned.here(as_asked(*asked))
+    else:
+        made = planned(*asked, Limit(limit, fixed, kernels_nbytes, load), say)
     return Ready(
         replace(job, shape=made.plans.shape),
         made.plans,

@@ -28,14 +28,14 @@ from packtrain.recompute.choice import (
     stretches,
     uniform,
 )
+from packtrain.recompute.front import Kept, front, least_again
 from packtrain.recompute.table import Solved, Table
 from packtrain.tensor import Call, Tensor
 
 ALIGNMENT = 64
-PLACES = 16  # of a block, the largest, that sets to keep are made of
-OPTIONS = 20  # of a block, spread over each of its Pareto fronts
 ROUNDS = 4
 SAMPLED = 3  # blocks of the chain that options are measured on; the middle one counts
+HEADED = 2  # blocks of the chain that the head is measured on
 SLACK = 0.03  # how far estimates may be off
 AIMS = 12  # sizes at which the least one is looked for
 
@@ -64,7 +64,8 @@ class Chain:
 
     reserved     bytes that stay once a block's, or the head's, backward is done: gradients that wait for clipping
     call_nbytes  what each call of the graph takes of the process, beside the arena
-    like         a chain with the same blocks, whose options hold for this one too
+    calls        how many a graph has that keeps everything
+    like         a chain with the same blocks, which has measured them
     together     how many ways to run a block may be measured in one chain; 1 where not all blocks are alike
     """
 
@@ -75,12 +76,15 @@ class Chain:
         rates: Rates,
         reserved: tuple[int, int] = (0, 0),
         call_nbytes: int = 0,
-        like: "Chain | None" = None,
+        calls: int = 0,
+        like: "Like | None" = None,
         together: int = 1,
     ) -> None:
-        self.call_nbytes = call_nbytes
+        self.call_nbytes, self.calls = call_nbytes, calls
         self.build, self.count, self.rates = build, count, rates
-        self.like, self.together = like, together
+        self.like = None if like is None else like.chain
+        self.headed = None if like is None else like.headed
+        self.together = together
         self.block_reserve, self.head_reserve = reserved
         self.found: dict[Choice | None, Found] = {}
 
@@ -93,6 +97,8 @@ class Chain:
     @cached_property
     def parts(self) -> int:
         """In how many parts a block takes its rows; the stream has as many values for each block."""
+        if self.like is not None:
+            return self.like.parts
         return len(self._short.stream) // (SAMPLED + 1)
 
     @cached_property
@@ -107,14 +113,20 @@ class Chain:
 
     @cached_property
     def stream_nbytes(self) -> int:
+        if self.like is not None:
+            return self.like.stream_nbytes
         return self.parts * aligned(self._short.stream[0])
 
     @cached_property
     def forward_seconds(self) -> float:
+        if self.like is not None:
+            return self.like.forward_seconds
         return self.parts * sum(self._seconds(call) for call in self._calls)
 
     @cached_property
     def forward_calls(self) -> int:
+        if self.like is not None:
+            return self.like.forward_calls
         return self.parts * len(self._calls)
 
     def _seconds(self, call: Call) -> float:
@@ -125,7 +137,7 @@ class Chain:
         """The Pareto front of a block over bytes kept and seconds added, each with its measured working set."""
         if self.like is not None:
             return self.like.options
-        return self._measured([form for keep in self._front() for form in self._forms(keep)])
+        return self._measured([form for kept in self._front for form in self._forms(kept.places)])
 
     @cached_property
     def least_options(self) -> list[Option]:
@@ -144,42 +156,17 @@ class Chain:
         """What the middle block of the short chain could keep."""
         return inner_values(self._calls)
 
-    def _front(self) -> list[tuple[int, ...]]:
-        """Sets of places to keep that no other with the same cuts beats in bytes and in seconds.
+    @cached_property
+    def _front(self) -> list[Kept]:
+        """What the first part of a block can keep."""
+        return front(self._calls, self.values, self._ends[0], self._read, self._cuts, self._seconds)
 
-        A cut that is kept makes the working set smaller, which neither number tells.
-        """
+    @cached_property
+    def _read(self) -> set[Tensor]:
+        """What the backward pass reads of it."""
         inside, (_, end) = set(self._calls), self._ends
         backward = (call for call in self._short.graph.calls if call.phase == "backward")
-        read = {t.base for call in backward for t in call.reads if t.base.call in inside}
-        read.discard(end)
-        places = [i for i, t in enumerate(self.values) if t in read]
-        places = sorted(sorted(places, key=lambda i: -aligned(self.values[i]))[:PLACES])
-        sets = np.arange(1 << len(places))
-        kept = {self.values[place]: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
-        saved = sum((aligned(t) * there for t, there in kept.items()), np.zeros(len(sets), int))
-        again = self._again(read, kept)
-        cuts = sets & sum(1 << bit for bit, place in enumerate(places) if place in self._cuts)
-        return [
-            tuple(place for bit, place in enumerate(places) if found >> bit & 1)
-            for one in np.unique(cuts)
-            for found in pareto(sets[cuts == one], saved[cuts == one], again[cuts == one])
-        ]
-
-    def _again(self, wanted: set[Tensor], kept: dict[Tensor, np.ndarray]) -> np.ndarray:
-        """Seconds to compute `wanted` again, for each of many sets; kept[t] says which of them keep t."""
-        start, _ = self._ends
-        absent = {t: ~there for t, there in kept.items()} | {start: np.False_}
-        asked: dict[Tensor, np.ndarray | np.bool_] = dict.fromkeys(wanted, np.True_)
-        seconds = np.zeros(len(next(iter(kept.values()), ())))
-        for call in reversed(self._calls):
-            need: np.ndarray | np.bool_ = np.False_
-            for t in call.results:
-                need = need | (asked.get(t, np.False_) & absent.get(t, np.True_))
-            seconds += self._seconds(call) * need
-            for t in call.reads:
-                asked[t] = asked.get(t, np.False_) | need
-        return seconds
+        return {t.base for call in backward for t in call.reads if t.base.call in inside} - {end}
 
     @cached_property
     def _cuts(self) -> list[int]:
@@ -219,10 +206,31 @@ class Chain:
     @cached_property
     def head_work(self) -> int:
         """Most bytes from the last block's end to the beginning of its backward, without what blocks keep."""
-        built = self.build(SAMPLED, uniform(SAMPLED, ()))
+        placed, first = self._head if self.like is None else self.like._head
+        if self.headed is not None:
+            placed = self.headed(placed)
+        return Alive(placed).most(0, first - 1) - (HEADED + 1) * self.stream_nbytes
+
+    @cached_property
+    def _head(self) -> tuple[Placed, int]:
+        """A chain that keeps its stream alone, and the step at which the backward pass reaches the last block."""
+        built = self.build(HEADED, uniform(HEADED, ()))
         placed = place(built.graph)
-        first, _ = backward_steps(placed, built, self.parts)[SAMPLED - 1]
-        return Alive(placed).most(0, first - 1) - (SAMPLED + 1) * self.stream_nbytes
+        first, _ = backward_steps(placed, built, self.parts)[HEADED - 1]
+        return placed, first
+
+    def least_seconds(self, nbytes: int) -> float:
+        """Seconds that must be added, at least, for so many bytes less than what everything takes."""
+        if self.like is not None:
+            return self.like.least_seconds(nbytes)
+        wanted = nbytes / self.count - self.stream_nbytes if self.count else 0.0
+        if wanted <= 0:
+            return 0.0
+        whole = sum(map(aligned, self._read))
+        if wanted > whole * self.parts:
+            return math.inf
+        added = least_again(self._front, whole - wanted / self.parts)
+        return self.count * self.parts * added
 
     # ---- choices
 
@@ -237,11 +245,10 @@ class Chain:
             self.found[choice] = Found(choice, arena, nbytes, seconds, len(again))
         return self.found[choice]
 
-    @cached_property
+    @property
     def _calls_nbytes(self) -> int:
         """Of the process, for the calls of a whole chain that keeps everything."""
-        three, four = (len(self.build(count, None).graph.calls) for count in (SAMPLED, SAMPLED + 1))
-        return self.call_nbytes * (three + (self.count - SAMPLED) * (four - three))
+        return self.call_nbytes * self.calls
 
     def within(self, nbytes: int, below: float = math.inf) -> Found | None:
         """The fastest known choice that takes at most so many bytes; None if none does.
@@ -304,6 +311,14 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
+class Like:
+    """A chain of the same blocks, and what makes a graph of its head into one of the other's."""
+
+    chain: Chain
+    headed: Callable[[Placed], Placed]
+
+
+@dataclass(frozen=True, slots=True)
 class Smallest:
     """The choice that should take the least bytes, calls included, and how many."""
 
@@ -322,22 +337,6 @@ def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Cal
         calls.add(t.call)
         stack.extend(t.call.reads)
     return calls
-
-
-def pareto(sets: np.ndarray, saved: np.ndarray, again: np.ndarray) -> list[int]:
-    """Sets that no other beats in both, thinned to OPTIONS: the ends, and what lies farthest below its neighbours."""
-    order = np.lexsort((again, saved))
-    least = np.minimum.accumulate(again[order])
-    better = np.append(True, least[1:] < least[:-1] - 1e-12)
-    front = [(int(saved[i]), float(again[i]), int(sets[i])) for i in order[better]]
-    while len(front) > OPTIONS:
-
-        def bend(i: int) -> float:
-            (a, s, _), (b, t, _), (c, u, _) = front[i - 1 : i + 2]
-            return s + (u - s) * (b - a) / (c - a) - t
-
-        del front[min(range(1, len(front) - 1), key=bend)]
-    return [one for _, _, one in front]
 
 
 def backward_steps(placed: Placed, built: Built, parts: int) -> dict[int, tuple[int, int]]:

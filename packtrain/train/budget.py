@@ -12,37 +12,42 @@ from functools import cache
 from packtrain.child import ask
 from packtrain.memory import private_nbytes, settle
 from packtrain.plan import size_text
+from packtrain.train.parts import Setting
 from packtrain.train.plans import Plans, Shape
-from packtrain.train.search import Setting, search, smallest
+from packtrain.train.search import search, smallest
 
 Say = Callable[[str], None]
 OWNERS = 10
+MIB = 1 << 20
 MARGIN_NBYTES = 1 << 20  # how much a process differs from its child
 SPARE_NBYTES = 3 << 20  # how much it differs from the next one
-SEARCH_NBYTES = 48 << 20  # of the child that searches, measured
+SEARCH_NBYTES = 48 << 20  # of a child that searches, measured
 BLOCK_NBYTES = 900_000  # more for each block
 ROUNDS = 3  # searches, each for less than the one before, until what is found fits a process
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Plans, and the bytes of this process with them. With a `refusal` they are the smallest, and too large."""
+    """Plans, and the bytes of this process with them. With a `refusal` they are the smallest, and too large.
+
+    searching  bytes of this process and of the child that searched, at their peak
+    """
 
     plans: Plans
     baseline: int
+    searching: int = 0
     refusal: str | None = None
 
     @classmethod
-    def here(cls, plans: Plans) -> "Planned":
-        """Plans that this process has just made."""
+    def here(cls, plans: Plans, searching: int = 0, more: int = 0) -> "Planned":
+        """Plans that this process has just made, which will hold so many bytes more before the run."""
         settle()
-        return cls(plans, private_nbytes())
+        return cls(plans, private_nbytes() + more, searching)
 
     @property
     def needed(self) -> int:
-        """Bytes that are taken at the most: by the run, or before it by this process and the child that searches."""
-        searching = SEARCH_NBYTES + BLOCK_NBYTES * self.plans.shape.config.block_count
-        return self.baseline + max(self.plans.nbytes, searching)
+        """Bytes that are taken at the most: by the run, or by the search before it."""
+        return max(self.baseline + self.plans.nbytes, self.searching)
 
     @property
     def minimum(self) -> int:
@@ -50,18 +55,30 @@ class Planned:
         return self.needed + SPARE_NBYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes that may be taken, and what will take some of them.
+
+    fixed           nothing may be chosen that changes the order of additions: a run is resumed
+    kernels_nbytes  of the kernels, which `load` loads: they are part of the baseline of a setting
+    """
+
+    nbytes: int
+    fixed: bool = False
+    kernels_nbytes: int = 0
+    load: Callable[[], None] = lambda: None
+
+
 def planned(
     shape: Shape,
     recompute: str,
     setting: Setting,
-    limit: int,
-    fixed: bool = False,
+    within: "Limit",
     say: Say = print,
 ) -> Planned:
-    """Plans within the limit, or a refusal with all that helps.
-
-    fixed  nothing may be chosen that changes the order of additions: a run is resumed
-    """
+    """Plans within the limit, or a refusal with all that helps. The search comes before the kernels are loaded."""
+    limit, fixed = within.nbytes, within.fixed
+    searching = private_nbytes() + SEARCH_NBYTES + BLOCK_NBYTES * shape.config.block_count
 
     @cache
     def late() -> None:
@@ -80,11 +97,12 @@ def planned(
         asked = replace(asked, baseline=asked.baseline + over)
     else:
         chosen = ask(late, smallest, shape, recompute, setting, fixed)
-    made = Planned.here(setting.plans(chosen))
+    made = Planned.here(setting.plans(chosen), searching, within.kernels_nbytes)
+    if made.needed <= limit:
+        within.load()
+        made = Planned.here(made.plans, searching)
     if made.needed <= limit:
         return made
-    if made.baseline + made.plans.nbytes <= limit:
-        change = "the run would fit; the search for it, before it, takes more"
     return replace(made, refusal=refusal(made, change or "a little more would do", limit))
 
 
@@ -115,7 +133,7 @@ def refusal(made: Planned, change: str, limit: int) -> str:
     lines = [
         f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(made.minimum)}",
         f"  {_described(plans)}",
-        *plans.rows(made.baseline),
+        *plans.rows(made.baseline, -(-made.minimum // MIB) * MIB - made.baseline - plans.nbytes),
         f"  the peak of its arena, {size_text(plans.arena_nbytes)}, belongs to",
     ]
     lines += [
@@ -127,7 +145,7 @@ def refusal(made: Planned, change: str, limit: int) -> str:
 
 def mib(nbytes: int) -> str:
     """A number of bytes as --memory takes it, rounded up."""
-    return f"{-(-nbytes // (1 << 20))}MiB"
+    return f"{-(-nbytes // MIB)}MiB"
 
 
 def _described(plans: Plans) -> str:

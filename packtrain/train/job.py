@@ -234,8 +234,7 @@ def _text(settings: TrainSettings) -> Text:
     separator = settings.separator
     if separator is not None:
         separator = unescaped(separator)
-    split, skip = settings.val_split, settings.skip_bad
-    return Text(settings.data, settings.vocab, size, auto, separator, split, skip)
+    return Text(settings.data, settings.vocab, size, auto, separator, settings.val_split)
 
 
 def check_split(val_split: float) -> None:

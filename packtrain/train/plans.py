@@ -215,13 +215,15 @@ class Plans:
         ]
         return [part for part in parts if part[1]]
 
-    def rows(self, baseline: int) -> list[str]:
-        """A table of what takes how many bytes."""
+    def rows(self, baseline: int, spare: int = 0) -> list[str]:
+        """A table of what takes how many bytes; with some to spare, its total is a budget that is enough."""
         arena = self.largest.arena()
         bound = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
         *parts, loop, process = self.parts(baseline)
         inside = ("arena", arena.nbytes, f"activations, gradients, workspaces; {bound}")
-        rows = [*parts, inside, loop, process, ("total", baseline + self.nbytes, "")]
+        rows = [*parts, inside, loop, process]
+        rows += [("spare", spare, "by which a process differs from the next")] if spare else []
+        rows.append(("total", baseline + self.nbytes + spare, ""))
         if self.shape.base is not None and not self.shape.base.strict:
             rows.append(("base", self.mapped_nbytes, "mapped from its file, not in the total"))
         return [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows]

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain import kernels
-from packtrain.calibrate import measured
+from packtrain.calibrate import BEGIN, measured
+from packtrain.child import ask
 from packtrain.cost import Rates
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.files import write_text
@@ -15,6 +17,7 @@ from packtrain.kernels.runtime import cache_root, platform_parts, writable
 from packtrain.ops.costs import laying
 from packtrain.version import __version__
 
+MEASURING_NBYTES = 96 << 20  # of a child that measures
 FORMAT = 1  # of the file; another is measured again
 
 
@@ -46,6 +49,34 @@ def rates(again: bool, say: Callable[[str], None], types: Collection[Dtype] = ()
     )
     keep(path, Kept(found, quiet))
     return found
+
+
+def rates_apart(
+    again: bool,
+    say: Callable[[str], None],
+    types: Collection[Dtype] = (),
+    room: float = math.inf,
+) -> Rates:
+    """The same, but measured by a child: this process loads no kernels for it.
+
+    room  bytes that the child may take; where they are too few, what is known must do
+    """
+    threads = kernels.threads()
+    before = None if again else read(kept(threads))
+    if before is not None and before.quiet and all(laying(t) in before.rates.kinds for t in types):
+        return before.rates
+    if room < MEASURING_NBYTES:
+        return BEGIN if before is None else before.rates
+    found, said = ask(lambda: None, _in_child, threads, again, [str(t) for t in types])
+    for sentence in said:
+        say(sentence)
+    return found
+
+
+def _in_child(threads: int, again: bool, types: Collection[str]) -> tuple[Rates, list[str]]:
+    said = list[str]()
+    kernels.set_threads(threads)
+    return rates(again, said.append, [DTYPES[name] for name in types]), said
 
 
 def faster(a: Rates, b: Rates) -> Rates:

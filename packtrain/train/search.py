@@ -5,86 +5,52 @@ through the blocks, recomputation, the chunks of the loss head and the way of cl
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from heapq import heappop, heappush
 
-from packtrain import cost
-from packtrain.generate import placements
 from packtrain.models.config import Config
-from packtrain.packing import lower_bound
-from packtrain.place import Placed, place
-from packtrain.plan.lifetimes import columns, storages
+from packtrain.place import place
 from packtrain.recompute import (
-    ALIGNMENT,
-    Built,
     Chain,
-    Choice,
     spaced,
     spacing,
     uniform,
 )
-from packtrain.tensor import Spec
 from packtrain.train.depth import even, reached, with_blocks
 from packtrain.train.forms import CHUNKS, candidates, extremes
-from packtrain.train.optim import SGD, Optimizer
+from packtrain.train.optim import SGD
+from packtrain.train.parts import (
+    CALL_NBYTES,
+    Part,
+    Setting,
+    Sizes,
+    chain,
+    measured,
+    passes,
+    with_chunk,
+)
 from packtrain.train.plans import (
-    BOUND_NBYTES,
     CHUNK,
     EVALUATE,
     MICRO,
-    STEP,
     UPDATE,
     Plans,
     Shape,
     blocks_in,
     build,
     counted,
-    leaves,
     loop_nbytes,
-    make_plans,
     names,
     passed_over,
     runs,
-    still,
 )
 
-CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
-# most micro-batches of a graph, and blocks counted for each: building it takes time
-PARTS, BLOCKS = 8, 256
-SAMPLED = 4  # blocks of the larger chain that others are judged by
+SAMPLED = 3  # blocks of the larger chain that others are judged by
 ROUNDS = 3
-TOGETHER = 32  # ways to run a block that are measured in one graph
+SLACK = 0.03  # how far estimates may be off
+CLOSE = 0.01  # where they are no farther apart, both are built
 WORTH = 0.02  # of the room: less is no reason for a smaller chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What plans are made for beside the shape.
-
-    cells     of a cache for samples during the run; 0 for none
-    baseline  bytes of the process before anything is planned
-    """
-
-    optimizer: Optimizer
-    rates: cost.Rates
-    baseline: int
-    cells: int = 0
-
-    def samples(self, shape: Shape) -> dict[str, Placed]:
-        """The graphs that write samples."""
-        if not self.cells:
-            return {}
-        types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
-        found = placements(still(shape.config), self.cells, types=types)
-        return {f"generate {size}": placed for size, placed in found.items()}
-
-    def plans(self, shape: Shape) -> Plans:
-        return make_plans(shape, self.optimizer, self.samples(shape))
-
-    def total(self, plans: Plans) -> int:
-        """What the process will hold at its peak, by estimate."""
-        return self.baseline + CALL_NBYTES * plans.calls + plans.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,58 +93,26 @@ def smallest(shape: Shape, recompute: str, setting: Setting, fixed: bool = False
     return Search(setting, recompute).least_of(extremes(shape, fixed)).shape
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a graph takes: bytes of an arena at the lower bound, seconds of a run, its calls, its leaves by name."""
-
-    arena: int
-    seconds: float
-    calls: int
-    leaves: Mapping[str, int]
-
-
-def measured(placed: Placed, rates: cost.Rates) -> Part:
-    arena, _ = lower_bound(*columns(storages(placed), ALIGNMENT))
-    kept = (leaf for leaf in placed.graph.leaves if leaf.kind in ("weight", "state"))
-    leaves = {leaf.label: leaf.spec.nbytes for leaf in kept}
-    return Part(arena, cost.seconds(placed, rates), len(placed.graph.calls), leaves)
-
-
-class Sizes(NamedTuple):
-    """What a shape takes with everything kept: leaves, the arena of the graph with its blocks, calls, time of a step.
-
-    beside   the largest arena of its other graphs
-    calls    of all graphs; `inside`: of the one with its blocks
-    """
-
-    leaves: float
-    arena: float
-    beside: float
-    calls: float
-    inside: float
-    seconds: float
-
-
 class Search:
     """Ways to train under one setting; remembers what it has measured."""
 
     def __init__(self, setting: Setting, recompute: str) -> None:
         self.setting, self.recompute = setting, recompute
-        self._parts: dict[tuple[str, Shape], Part] = {}
+        self._parts: dict[tuple[str, Shape], dict[int, Part]] = {}
         self._samples: dict[Config, list[Part]] = {}
         self._chains: dict[Shape, Chain] = {}
 
     # ---- what a shape takes
 
     def sizes(self, shape: Shape) -> Sizes:
-        """By chains of three and four blocks, since everything grows evenly from there on."""
+        """By chains of two and three blocks, since everything grows evenly from there on."""
         more = reached(shape) - SAMPLED
         if more <= 0 or not even(shape):
             return self._sizes(shape)
         below = passed_over(shape.config, shape.base)
-        three, four = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
-        under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else four
-        each = zip(three, four, under, strict=True)
+        two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
+        under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
+        each = zip(two, three, under, strict=True)
         return Sizes(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
 
     def _sizes(self, shape: Shape) -> Sizes:
@@ -196,11 +130,13 @@ class Search:
         )
 
     def _part(self, name: str, shape: Shape) -> Part:
-        key = name, _what_matters(name, shape)
+        key, rates = (name, _what_matters(name, shape)), self.setting.rates
         if key not in self._parts:
-            graph = build(*key, self.setting.optimizer).graph
-            self._parts[key] = measured(place(graph), self.setting.rates)
-        return self._parts[key]
+            placed = place(build(*key, self.setting.optimizer).graph)
+            chunks = {shape.chunk, *CHUNKS}
+            found = {chunk: measured(with_chunk(placed, chunk), rates) for chunk in chunks}
+            self._parts[key] = found
+        return self._parts[key][shape.chunk]
 
     def _of_samples(self, shape: Shape) -> list[Part]:
         config = shape.config
@@ -215,7 +151,8 @@ class Search:
         if shape not in self._chains:
             first = replace(shape, chunk=CHUNK)
             like = None if first == shape else self.chain(first)
-            self._chains[shape] = chain(shape, self.setting, like)
+            calls = int(self.sizes(shape).inside)
+            self._chains[shape] = chain(shape, self.setting, like, calls)
         return self._chains[shape]
 
     def rough(self, shape: Shape) -> Draft:
@@ -245,13 +182,38 @@ class Search:
         best = self.fitted(shape, limit, math.inf)
         if best is not None and best.shape == shape:
             return best
-        floors = {one: self.sizes(one).seconds for one in candidates(shape, fixed)}
-        for form in sorted(floors, key=floors.__getitem__):
+        forms = list(candidates(shape, fixed))
+        waiting = [(0.0, at, 0) for at in range(len(forms))]
+        bounds = self._two_passes_take, self._takes
+        while waiting:
+            seconds, at, known = heappop(waiting)
             below = math.inf if best is None else best.seconds
-            if floors[form] >= below:
+            if seconds >= below:
                 break
-            best = self._best_chunk(form, limit, below, fixed) or best
+            if known < len(bounds):
+                bound = max(seconds, bounds[known](forms[at], limit))
+                heappush(waiting, (bound, at, known + 1))
+            else:
+                best = self._best_chunk(forms[at], limit, below, fixed) or best
         return best
+
+    def _two_passes_take(self, form: Shape, limit: int) -> float:
+        """Seconds that two passes take at least, by what one takes; 0 for one pass."""
+        if not form.two_passes:
+            return 0.0
+        one = replace(form, two_passes=False)
+        forward = reached(form) * self.chain(one).forward_seconds
+        return self.sizes(one).seconds + 2 * forward
+
+    def _takes(self, form: Shape, limit: int) -> float:
+        """Seconds that a step of the form takes at least within the limit; no number is infinite where nothing fits."""
+        sizes = self.sizes(form)
+        if self._nbytes(form, sizes, 0) + sizes.beside * (1 - SLACK) > limit:
+            return math.inf
+        if self.recompute != "auto":
+            return sizes.seconds
+        over = self.rough(replace(form, chunk=min(CHUNKS))).nbytes - limit
+        return sizes.seconds + repeats(form) * self.chain(form).least_seconds(over)
 
     def _best_chunk(self, form: Shape, limit: int, below: float, fixed: bool) -> Draft | None:
         """The fastest of the form's chunks, if it takes less than `below` seconds."""
@@ -312,26 +274,42 @@ class Search:
     # ---- the least
 
     def least_of(self, shapes: Iterable[Shape]) -> Draft:
-        return min(map(self.least, shapes), key=lambda draft: draft.nbytes)
+        """The one that takes the least bytes; only those are built that could, by estimate."""
+        found: Draft | None = None
+        estimates = [one for asked in shapes for one in self._estimates(asked)]
+        for nbytes, shape in sorted(estimates, key=lambda one: one[0]):
+            if found is not None and nbytes > found.nbytes * (1 + CLOSE):
+                break
+            draft = self.draft(shape)
+            found = draft if found is None or draft.nbytes < found.nbytes else found
+        assert found is not None
+        return found
 
-    def least(self, shape: Shape) -> Draft:
-        """The shape with the recomputation that takes the least bytes."""
-        asked = self.draft(self.as_asked(shape))
+    def _estimates(self, shape: Shape) -> list[tuple[int, Shape]]:
+        """The shape as asked for, and with the recomputation that takes the least, with their bytes by estimate."""
         if self.recompute != "auto":
-            return asked
-        least = self.draft(replace(shape, keep=self.chain(shape).smallest.choice))
-        return min(asked, least, key=lambda draft: draft.nbytes)
+            asked = self.draft(self.as_asked(shape))
+            return [(asked.nbytes, asked.shape)]
+        sizes, smallest = self.sizes(shape), self.chain(shape).smallest
+        inside = smallest.nbytes - int(self.chain(shape).call_nbytes * sizes.inside)
+        least = self._nbytes(shape, sizes, 0) + max(inside, int(sizes.beside))
+        return [(self.rough(shape).nbytes, shape), (least, replace(shape, keep=smallest.choice))]
 
     def change(self, shape: Shape, limit: int) -> str:
         """The first of a few changes to the run that fits."""
         shape = replace(shape, keep=None)
         for context in (shape.time // 2, shape.time // 4, shape.time // 8):
-            if context > 1 and self.least(replace(shape, time=context)).nbytes <= limit:
+            if context > 1 and self._could_fit(replace(shape, time=context), limit):
                 return f"it would fit with --ctx {context}"
         plain = Search(replace(self.setting, optimizer=SGD()), self.recompute)
-        if plain.least(shape).nbytes <= limit:
+        if plain._could_fit(shape, limit):
             return "it would fit with --optimizer sgd, which has no moments"
         return "no shorter context fits either: take a smaller model (--preset, --layers, --dim, --vocab-size)"
+
+    def _could_fit(self, shape: Shape, limit: int) -> bool:
+        """Whether the shape fits, by recomputation if that may be chosen; nothing is built that should not."""
+        least = min(nbytes for nbytes, _ in self._estimates(shape))
+        return least <= limit * (1 + SLACK) and self.least_of([shape]).nbytes <= limit
 
 
 def repeats(shape: Shape) -> int:
@@ -339,44 +317,13 @@ def repeats(shape: Shape) -> int:
     return shape.micros if blocks_in(shape) == MICRO else passes(shape)
 
 
-def passes(shape: Shape) -> int:
-    """Graphs with the blocks and their gradients."""
-    return 2 if shape.two_passes else 1
-
-
-def chain(shape: Shape, setting: Setting, like: Chain | None = None) -> Chain:
-    """The blocks of the training graph that decides about memory; `like` has the same and has measured them."""
-    name, whole = blocks_in(shape), reached(shape)
-
-    def made(count: int, choice: Choice | None) -> Built:
-        one = shape if count == whole else with_blocks(shape, count)
-        return build(name, replace(one, keep=choice), setting.optimizer)
-
-    waiting = name == STEP and shape.max_norm is not None
-    reserved = _gradients(shape) if waiting else (0, 0)
-    per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape)
-    return Chain(made, whole, setting.rates, reserved, per_call, like, TOGETHER)
-
-
-def _gradients(shape: Shape) -> tuple[int, int]:
-    """Bytes of the gradients of a block and of all that is in no block."""
-    block = head = 0
-    for leaf in leaves(with_blocks(shape, 1))[1]:
-        nbytes = -(-Spec(leaf.shape).nbytes // ALIGNMENT) * ALIGNMENT  # f32, whatever the leaf is
-        if leaf.label.startswith("blk."):
-            block += nbytes
-        else:
-            head += nbytes
-    return block, head
-
-
 def _what_matters(name: str, shape: Shape) -> Shape:
     """The shape less what makes no difference to a graph that keeps everything: equal graphs, equal keys."""
     if name == UPDATE:
         return Shape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
     if name == EVALUATE:
-        return Shape(shape.config, shape.rows, shape.time, chunk=shape.chunk, base=shape.base)
-    return replace(shape, keep=None, evaluate=False)
+        return Shape(shape.config, shape.rows, shape.time, base=shape.base)
+    return replace(shape, keep=None, evaluate=False, chunk=CHUNK)
 
 
 def as_asked(shape: Shape, recompute: str, setting: Setting) -> Plans:

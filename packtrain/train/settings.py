@@ -8,16 +8,11 @@ from packtrain.models.config import PRESETS, Config
 from packtrain.quant import WRITABLE
 from packtrain.samples import TRUNCATE
 from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, positional
-from packtrain.template import SOURCES
 from packtrain.train.schedule import KINDS
 
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
 TYPES = ("f32", "f16", "bf16")
-SKIP_BAD = (
-    "skip records that cannot be used instead of refusing the file; the first five are listed"
-)
-CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SOURCES)}, or a file"
 WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
@@ -26,7 +21,7 @@ class RunSettings:
     """Settings of every run that trains."""
 
     data: Path | None = DATA(
-        None, "text to train on: a .txt, .jsonl, .csv or .parquet file, or a folder of them"
+        None, "text to train on: a .txt or .jsonl file, or a folder with train and valid files"
     )
     output: Path = OUTPUT(
         Path("model.gguf"),
@@ -45,7 +40,6 @@ class RunSettings:
     val_split: float = DATA(
         0.05, "share of the data held out for validation if it has no valid file", least=0, most=0.5
     )
-    skip_bad: bool = DATA(False, SKIP_BAD)
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
     grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1)
@@ -192,7 +186,7 @@ class TuneSettings(RunSettings):
     )
     data: Path | None = DATA(
         None,
-        "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
+        "conversations or text: a .jsonl, .json or .txt file, or a folder with train and valid",
     )
     ctx: int | None = DATA(
         None,
@@ -236,7 +230,6 @@ class TuneSettings(RunSettings):
     truncate: str = DATA(
         "end", "what to do with conversations longer than the context", choices=TRUNCATE
     )
-    chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     pack: bool = DATA(True, "put several samples into one sequence where they fit")
 
     batch_size: int = TRAINING(4, "sequences per micro-batch", least=1)

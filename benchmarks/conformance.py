@@ -6,6 +6,7 @@ Models  small ones of random weights, of every architecture and in several types
 Adapters  beside their bases and merged into them, see conformance_adapters.
 Texts   random ones, through every vocabulary of `--vocabularies FOLDER`: the same ids.
 Chats   through seven chat templates and these vocabularies, `--llama-server PATH`: the same prompts and ids.
+Perplexity  of small random models, with llama-perplexity where it stands beside llama-server; see perplexity.
 
 PYTHON has llama-cpp-python; llama.cpp works in a process of its own (benchmarks/peer.py). In quantized models it
 rounds activations to 8 bits as well, packtrain does not: hence their limit. `--write FILE` keeps the tables.
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import chat_templates, conformance_adapters
+from benchmarks import chat_templates, conformance_adapters, perplexity
 from benchmarks.beside import REPLY, TOP, ask, logits, off, reply, silently
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.file import ModelFile, open_model
@@ -278,6 +279,11 @@ def main() -> int:
             say("\n" + chat_templates.HEADING)
             for fine, line in chat_templates.rows(args.llama_server, args.vocabularies):
                 say(line, fine)
+    tool = Path(args.llama_server or "").with_name("llama-perplexity")
+    if not args.model and tool.exists():
+        say("\n" + perplexity.INTRODUCTION + perplexity.HEADING)
+        for fine, line in perplexity.random_rows(tool):
+            say(line, fine)
     if args.write:
         args.write.write_text("\n".join(lines) + "\n")
     return 0 if good else 1

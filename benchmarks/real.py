@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,6 +48,15 @@ def write(path: Path, results: dict[str, list[Row]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     made = {part: [asdict(row) for row in rows] for part, rows in results.items()}
     path.write_text(json.dumps(made, indent=1))
+
+
+def rows(part: str, setup: Setup) -> Iterator[Row]:
+    """A part's rows; one that cannot go on says why, and the others run all the same."""
+    try:
+        yield from PARTS[part](setup)
+    except (SystemExit, AssertionError, OSError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        yield Row("the whole part", lines[-1].replace("|", "/")[:160], "to end", False)
 
 
 def parsed() -> argparse.Namespace:
@@ -84,9 +94,9 @@ def main() -> int:
     results = read(file)
     for part in given.parts:
         print(f"… {part}", file=sys.stderr, flush=True)
-        rows = results[part] = []
-        for row in PARTS[part](setup):
-            rows.append(row)
+        results[part] = []
+        for row in rows(part, setup):
+            results[part].append(row)
             print(f"| {part} {row}", file=sys.stderr, flush=True)
         write(file, results)
     print(

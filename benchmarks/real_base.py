@@ -11,7 +11,8 @@ from pathlib import Path
 from benchmarks.budget import MINIMUM
 from benchmarks.conformance import kind_of
 from benchmarks.conformance_adapters import POSITIONS, adapter_row
-from benchmarks.watched import Watched, packtrain, watched
+from benchmarks.perplexity import LIMITS, ours, theirs
+from benchmarks.watched import Watched, packtrain
 from packtrain.gguf import GGUF
 from packtrain.memory import parse_size
 from packtrain.models.file import open_model
@@ -21,9 +22,7 @@ MIB = 1 << 20
 HELD = 60  # conversations that neither a step nor a merge sees
 WINDOWS, CONTEXT, TEXT_NBYTES = 28, 512, 60_000  # of the text whose perplexity is compared
 KEPT, MERGE_SECONDS = 0.97, 180
-PERPLEXITY = re.compile(r"perplexity ([\d.]+)")
 LOSS = re.compile(r"loss ([\d.]+)")
-THEIRS = re.compile(r"Final estimate: PPL = ([\d.]+)")
 SHORT = "--ctx 128 --batch-size 1"
 FEW = "--steps-per-eval 0 --val-batches 2 --no-tensorboard --overwrite"
 
@@ -104,34 +103,32 @@ def perplexity(setup: Setup) -> Iterator[Row]:
     setup.work.mkdir(parents=True, exist_ok=True)
     nbytes = TEXT_NBYTES * windows // WINDOWS
     text.write_bytes(setup.text.read_bytes()[:nbytes].decode(errors="ignore").encode())
-    yield perplexity_row(setup, setup.base, text, 0.005)
+    yield perplexity_row(setup, setup.base, text, LIMITS[False])
     if setup.short:
         return
     with tempfile.TemporaryDirectory(dir=setup.work) as made:
         unpacked = Path(made) / "f32.gguf"
-        done = packtrain("quantize", setup.base, unpacked, "F32", "--allow-requantize")
+        done = packtrain("quantize", setup.base, unpacked, "F32")
         if done.code:
             yield failed("quantize to F32", done)
         else:
-            yield perplexity_row(setup, unpacked, text, 0.001)
+            yield perplexity_row(setup, unpacked, text, LIMITS[True])
 
 
 def perplexity_row(setup: Setup, model: Path, text: Path, most: float) -> Row:
-    """A perplexity beside llama-perplexity's; without it, the perplexity has to be that of a model that knows words."""
-    done, name = measured(model, text, "--ctx", CONTEXT), f"perplexity, {kind_of(model)}"
-    found = PERPLEXITY.search(done.out)
-    if done.code or not found:
-        return failed(name, done)
-    ours, tool = float(found[1]), setup.llama / "cpp/bin/llama-perplexity"
-    if setup.short or not tool.exists():
-        return Row(f"{name}, without llama.cpp", f"{ours:.4f}", "below 100", ours < 100)
-    done = watched(tool, "-m", model, "-f", text, "-c", CONTEXT, "-t", "2")
-    theirs = THEIRS.search(done.out + done.said)
-    if done.code or not theirs:
-        return failed(f"llama-perplexity, {kind_of(model)}", done)
-    off = ours / float(theirs[1]) - 1
-    said = f"{ours:.4f}, llama-perplexity {theirs[1]}: {off:+.3%} ({done.seconds:.0f} s)"
-    return Row(name, said, f"within {most:.1%}", abs(off) <= most)
+    """A perplexity beside llama-perplexity's; without it, one of a model that knows words."""
+    got, name = (
+        ours(model, text, CONTEXT),
+        f"perplexity, {kind_of(model)}, {text.stat().st_size:,} bytes",
+    )
+    tool = setup.llama / "cpp/bin/llama-perplexity"
+    if not tool.exists():
+        return Row(f"{name}, without llama.cpp", str(got), "below 100", got.perplexity < 100)
+    want = theirs(tool, model, text, CONTEXT)
+    off = got.perplexity / want.perplexity - 1
+    same = got.windows == want.windows
+    said = f"{got} in {got.windows} windows, llama-perplexity {want} in {want.windows}: {off:+.3%}"
+    return Row(name, said, f"within {most:.1%}", abs(off) <= most and same)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
@@ -147,6 +144,8 @@ def tune(base: Path, data: Path, output: Path, flags: str, cache: Path | None = 
 def memory(setup: Setup) -> Iterator[Row]:
     """Runs inside their budgets, with kernels that are compiled and with an empty cache."""
     learnt, _ = setup.split()
+    done = packtrain("compile")
+    yield Row("compile", f"{done.seconds:.0f} s", "exit 0", done.code == 0)
     flags = f"{SHORT if setup.short else ''} {FEW} --iters 2"
     refused = tune(setup.base, learnt, setup.work / "refused.gguf", f"{flags} --memory 8MiB")
     least = MINIMUM.search(refused.said)
@@ -154,7 +153,8 @@ def memory(setup: Setup) -> Iterator[Row]:
         yield failed("--memory 8MiB is refused with the smallest budget", refused)
         return
     smallest = f"{least[1]}MiB"
-    yield Row("refusal of 8 MiB", f"{smallest}, {refused.seconds:.1f} s", "exit 3", True)
+    took = f"smallest {smallest}, {refused.seconds:.1f} s"
+    yield Row("refusal of 8 MiB", took, "exit 3", True)
     for budget in (smallest,) if setup.short else ("1GiB", "700MiB", smallest):
         for cold in (False,) if setup.short else (False, True):
             yield budget_row(setup, learnt, budget, cold, flags)

@@ -15,26 +15,32 @@ fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """`with replacing(path) as file:` a file that takes the place of `path` once the block has ended well.
+def beside(path: str | Path) -> Iterator[Path]:
+    """`with beside(path) as part:` a name for a file that takes the place of `path` once the block has ended well.
 
     Until then, and for ever if the block raises or the process dies, what was there stays as it was. A link stays a
-    link: what it points to is replaced.
+    link: what it points to is replaced. The file must be on the disk when the block ends.
     """
     path = Path(path).resolve()
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(beside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        yield part
+        os.replace(part, path)
     except OSError as error:
         error.filename = error.filename or str(path)  # a full disk does not say whose write it was
         raise
     finally:
-        beside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """`with replacing(path) as file:` a file that takes the place of `path`, see beside."""
+    with beside(path) as part, open(part, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

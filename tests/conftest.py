@@ -14,6 +14,7 @@ SHARED = Path(__file__).parent.parent.parent / "shared/data"
 NEEDS = {
     "shared": (SHARED.exists(), "no shared data beside the checkout"),
     "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
+    "pyarrow": (find_spec("pyarrow") is not None, "the extra `data` is not installed"),
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())

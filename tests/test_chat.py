@@ -130,7 +130,7 @@ def test_without_a_template_chatml_is_used_and_said(
 ) -> None:
     save(tmp_path / "m.gguf", replace(CONFIG, context_length=256))
     assert spoken(settings(tmp_path / "m.gguf"), "hi\n", monkeypatch) == 0
-    assert "has no chat template; using ChatML" in capsys.readouterr().err
+    assert "chat template: chatml, since the model has none" in capsys.readouterr().err
     words = prompts[0][0].replace("</s> ", "</s>")  # a vocabulary may begin words with a space
     assert words == "<s><|im_start|>user\nhi</s>\n<|im_start|>assistant\n"
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from packtrain import gguf
-from packtrain.corpus import Corpus, Text, Tokens, documents, prepare, records
+from packtrain.corpus import Corpus, Text, Tokens, documents, prepare, streams
 from packtrain.corpus.build import build
 from packtrain.corpus.cache import _fingerprint, read_corpus
 from packtrain.corpus.documents import split
@@ -88,7 +88,7 @@ def one(folder: Path, content: str | bytes) -> Path:
 @pytest.mark.parametrize(
     ("text", "separator", "wanted"),
     [
-        ("a\r\nb\n", None, ["a\r\nb\n"]),
+        ("a\r\nb\rc\r\n", None, ["a\nb\nc\n"]),
         ("  a \ufeff\u2028", None, ["  a \ufeff\u2028"]),
         ("a\n<|endoftext|>\nb", None, ["a", "b"]),
         ("a\r\n<|endoftext|>\r\n\r\nb\n<|endoftext|>\n", None, ["a", "b"]),
@@ -108,7 +108,7 @@ def test_documents_of_a_text(
     tmp_path: Path, vocab: Path, text: str, separator: str | None, wanted: list[str], chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr(records, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
     assert parts_of(one(tmp_path, text), vocab, separator=separator) == (wanted, None)
 
 
@@ -125,7 +125,7 @@ def test_borders_of_pieces_change_no_token(
     tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ):
     text = PROSE + "größer  \n\n\U0001f600\u2581 \n x" * 9
-    monkeypatch.setattr(records, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
     found, _ = parts_of(one(tmp_path, text), vocab)  # texts_of encodes it as a whole
     assert found == [text.replace("\u2581", " ")]
 
@@ -146,7 +146,7 @@ def test_pieces_of_real_vocabularies(name: str):
 def test_byte_level_vocabularies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     vocab = SHARED / "tokenizers/ggml-vocab/ggml-vocab-llama-bpe.gguf"
     texts = ["  It's 12345 o'clock\n\n\n\u4e2d\u6587\u3002\u2581 <|end_of_text|> x", "\U0001f600 a"]
-    monkeypatch.setattr(records, "CHUNK_NBYTES", 7)
+    monkeypatch.setattr(streams, "CHUNK_NBYTES", 7)
     found, _ = parts_of(one(tmp_path, "\n<|endoftext|>\n".join(texts)), vocab)
     assert found == texts
 
@@ -201,7 +201,7 @@ def test_where_a_text_is_cut(text: str, at: int, wanted: int):
 
 def test_a_cut_between_two_pieces(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
     for chunk in range(1, 12):
-        monkeypatch.setattr(records, "CHUNK_NBYTES", chunk)
+        monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
         train, valid = parts_of(one(tmp_path, "abcdefghij" * 8), vocab, val_split=0.5)
         assert train + (valid or []) == ["abcdefghij" * 4] * 2
 
@@ -235,7 +235,7 @@ def test_bad_files(
     tmp_path: Path, vocab: Path, name: str, content: bytes, said: str, chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr(records, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=said) as raised:
         parts_of(tmp_path / name, vocab)
@@ -391,7 +391,7 @@ def test_a_child_that_fails_says_why(tmp_path: Path, vocab: Path, monkeypatch: p
 
 def test_progress_is_said(tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("packtrain.corpus.build.SECONDS_BETWEEN_LINES", -1.0)
-    monkeypatch.setattr(records, "CHUNK_NBYTES", 1_000_000)
+    monkeypatch.setattr(streams, "CHUNK_NBYTES", 1_000_000)
     said: list[str] = []
     folder = tmp_path / "made"
     folder.mkdir()

@@ -212,6 +212,25 @@ def test_a_busy_machine_is_measured_again(said, monkeypatch):
     assert json.loads(kept(kernels.threads()).read_text())["quiet"]
 
 
+def test_a_doubt_lets_the_next_run_measure(said, monkeypatch):
+    quiet(monkeypatch, True, True)
+    kept_rates.doubt()  # nothing is kept yet: nothing to doubt
+    first = rates(False, said.append)
+    kept_rates.doubt()
+    stored = kept_rates.read(kept(kernels.threads()))
+    assert stored is not None and stored.rates == first and not stored.quiet
+    assert rates(False, said.append).flops == 2e9 and len(said) == 2
+
+
+def test_data_that_hides_keys_makes_attention_cheaper_and_nothing_else():
+    q = input("q", (1, 256, 4, 32))
+    attention = step_of(ops.attention(q, q, q, scale=1.0)[0])
+    product = step_of(ops.matmul(input("x", (256, 64)), input("w", (64, 64))))
+    half = replace(KNOWN, seen=0.5)
+    assert call_seconds(attention, half) < 0.6 * call_seconds(attention, KNOWN)
+    assert call_seconds(product, half) == call_seconds(product, KNOWN)
+
+
 def test_of_two_busy_moments_the_faster_counts():
     slow = replace(KNOWN, flops=1e10, call=1e-5, kinds={"pack": 1.0})
     assert faster(slow, KNOWN) == replace(KNOWN)

@@ -130,8 +130,8 @@ def test_counted_losses_are_those_of_the_whole_window(tmp_path: Path) -> None:
 def test_a_text_is_read_whole(tmp_path: Path, model: Path) -> None:
     tokenizer = open_model(model).tokenizer()
     path = tmp_path / "t.txt"
-    for text in ("the cat\n", "\n\nthe </s>cat\n\n", "the cat"):
-        path.write_text(text)
+    for text in ("the cat\n", "\n\nthe </s>cat\r\n\n", "the cat\r\n"):
+        path.write_bytes(text.encode())
         want = tokenizer.encode(text.removesuffix("\n"), eos=False, special=False)
         got = read_whole(path, None, tokenizer)
         assert got is not None and got.tolist() == want
@@ -304,7 +304,8 @@ def test_which_part_of_the_data(tmp_path: Path) -> None:
     file.write_text("{}")
     (folder / "train.jsonl").write_text("{}")
     assert chosen(folder, None) == (folder / "train.jsonl", "")
-    assert chosen(folder, "valid") == (folder / "train.jsonl", "valid")
+    for split in ("valid", "train"):
+        assert chosen(folder, split) == (folder / "train.jsonl", split)
     with pytest.raises(InputError, match=r"--split test: .*data has no test\.jsonl, test\.txt"):
         chosen(folder, "test")
     for name in ("val", "test"):

@@ -16,7 +16,7 @@ from packtrain.commands import finetune
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapter import read_adapter
 from packtrain.quant import dequantize
-from packtrain.samples import template_of
+from packtrain.template import chosen
 from packtrain.train import probe, tune
 from packtrain.watch import metrics
 from tests.architectures import random_model
@@ -264,7 +264,10 @@ def test_no_part_of_a_gain_is_said_where_there_is_none(folder, tmp_path, capsys)
 def test_what_learnt_from_conversations_carries_their_template(folder, tmp_path, how):
     assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "1", *how) == 0
     template = GGUF(tmp_path / "a.gguf").metadata["tokenizer.chat_template"]
-    assert template == template_of(GGUF(folder / "f32.gguf").metadata) and "eos_token" in template
+    assert (
+        template == chosen(GGUF(folder / "f32.gguf").metadata, None).source
+        and "eos_token" in template
+    )
     (tmp_path / "text.txt").write_text(words(2000))
     given = [str(folder / "f32.gguf"), "--data", str(tmp_path / "text.txt")]
     output = ["-o", str(tmp_path / "b.gguf"), "--iters", "1"]

@@ -21,7 +21,7 @@ LAYERS = {
     "dtypes": "",
     "gguf": "dtypes errors files",
     "tokenizer": "dtypes errors gguf",
-    "template": "errors",
+    "template": "errors files tokenizer",
     "vocabulary": "errors gguf tokenizer",
     "child": "",
     "kept": "child errors",
@@ -51,21 +51,23 @@ LAYERS = {
     "calibrate": "dtypes tensor graph kernels ops place run cost",
     "recompute": "graph place packing plan tensor cost",
     "models": "dtypes errors tensor ops gguf quant tokenizer",
+    "merging": "dtypes errors files tensor graph place plan run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
     "generate": "dtypes errors words tensor graph place run tokenizer models sample",
     "watch": "errors words files memory plan",
     "train": "version child errors words files settings dtypes tensor graph ops grad place packing plan run memory stop"
-    " kernels quant gguf tokenizer corpus samples cost calibrate recompute models sample generate watch",
+    " kernels quant gguf tokenizer template corpus samples cost calibrate recompute models sample generate watch",
     "commands": "errors words files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
-    " tokenizer vocabulary convert corpus samples cost recompute models peft sample generate template watch train",
+    " tokenizer vocabulary convert corpus samples cost recompute models merging peft sample generate template"
+    " watch train",
     "cli": "errors words settings debug commands train version",
     "__main__": "cli",
 }
 OUTSIDE = {
     "kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"},
     "settings": {"yaml"},
-    "template": {"jinja2"},
+    "template": {"jinja2", "numpy"},
     "vocabulary": {"numpy", "sentencepiece"},
     "convert": {"numpy", "sentencepiece"},
     "memory": {"psutil"},

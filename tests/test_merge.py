@@ -1,5 +1,6 @@
 """`packtrain merge`: what is added and how it is stored, what stays byte for byte, and what is refused in one line."""
 
+import re
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -7,16 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packtrain.cli import main
 from packtrain.commands import merge
 from packtrain.commands.merge import Merge
 from packtrain.dtypes import BLOCK_TYPES, DTYPES
-from packtrain.errors import InputError
+from packtrain.errors import DoesNotFit, InputError
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapted import split_scale
 from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.file import open_model
 from packtrain.models.merge import write_changed
 from packtrain.quant import dequantize, quantize
 from packtrain.train.plans import LOOP_NBYTES
+from tests.adapters import random_adapter
+from tests.architectures import random_model
+from tests.kill import chats, words
 
 Capture = pytest.CaptureFixture[str]
 RNG = np.random.default_rng(8)
@@ -125,7 +131,7 @@ def test_norms_beside_an_adapter_are_left_out_and_said(settings: Merge, capsys: 
     write(settings.adapters[0], gguf.values, halves | {NORM: normal(256)})
     merge.run(settings)
     assert GGUF(settings.output).array(NORM).tobytes() == GGUF(settings.model).array(NORM).tobytes()
-    assert f"1 vectors are no part of an adapter and left out, the first is {NORM}" in (
+    assert f"1 vector in the adapters left out, which no merge uses; the first: {NORM}" in (
         capsys.readouterr().err
     )
 
@@ -181,7 +187,7 @@ def test_files_that_would_be_lost_are_kept(settings: Merge):
     refused(replace(settings, output=settings.model), "is the model itself")
     refused(replace(settings, output=Path(settings.adapters[0])), "is the model itself")
     settings.output.write_bytes(b"earlier")
-    refused(settings, "exists; give another, or --overwrite")
+    refused(settings, "exists; give another name, or --overwrite")
     merge.run(replace(settings, overwrite=True))
     assert GGUF(settings.output).entries
 
@@ -249,3 +255,51 @@ def test_a_tuned_matrix_is_written_in_the_room_of_the_loop(tmp_path: Path, dtype
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < LOOP_NBYTES
+
+
+# ---- with data -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tunable(tmp_path: Path) -> Merge:
+    """A model with a template of its own making, an adapter of its blocks, and conversations."""
+    random_model(tmp_path / "f32.gguf", "llama tied")
+    assert (
+        main(["quantize", str(tmp_path / "f32.gguf"), str(tmp_path / "base.gguf"), "Q4_K_M"]) == 0
+    )
+    made = random_adapter(tmp_path / "a.gguf", open_model(tmp_path / "base.gguf"))
+    (tmp_path / "chats.jsonl").write_text(chats())
+    return Merge(tmp_path / "base.gguf", (f"{made}:0.1",), tmp_path / "out.gguf")
+
+
+def test_a_merge_with_data_prints_what_each_matrix_loses(tunable: Merge, capsys: Capture):
+    assert merge.run(tunable) == 0
+    assert "--calibrate DATA" in capsys.readouterr().err
+    plain = tunable.output.read_bytes()
+    given = replace(tunable, calibrate=tunable.model.with_name("chats.jsonl"), overwrite=True)
+    assert merge.run(given) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"merging reads [\d,]+ tokens of the data", err)
+    assert "--calibrate" not in err
+    base, made = GGUF(tunable.model), GGUF(tunable.output)
+    changed = [n for n in base.entries if made.array(n).tobytes() != base.array(n).tobytes()]
+    assert set(changed) == {line.split()[0] for line in out.splitlines() if "error" in line}
+    assert tunable.output.stat().st_size == len(plain) and tunable.output.read_bytes() != plain
+
+
+def test_text_calibrates_and_so_do_matrices_of_another_type(tunable: Merge, capsys: Capture):
+    data = tunable.model.with_name("text.txt")
+    data.write_text(words(2000))
+    assert merge.run(replace(tunable, calibrate=data, type="q5_1")) == 0
+    made = GGUF(tunable.output)
+    assert made.entries["blk.1.ffn_down.weight"].dtype.name == "q5_1"
+    assert tunable.model.with_name("text.txt").exists()
+
+
+def test_too_little_memory_and_missing_data_are_refused(tunable: Merge, capsys: Capture):
+    data = tunable.model.with_name("chats.jsonl")
+    with pytest.raises(DoesNotFit, match="--memory: 2MiB is too little to merge with --calibrate"):
+        merge.run(replace(tunable, calibrate=data, memory="2MiB"))
+    with pytest.raises(InputError, match=r"--calibrate: .*none.jsonl does not exist"):
+        merge.run(replace(tunable, calibrate=data.with_name("none.jsonl")))
+    assert not tunable.output.exists()

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from packtrain.train import pace
+from packtrain.train.optim import SGD
 from packtrain.train.pace import STEPS, Pace, learnt, seen
+from packtrain.train.plans import Shape, make_plans
+from tests.models import CONFIG
 
 
 def batch(*lengths: int, weights: float = 1.0) -> dict[str, np.ndarray]:
@@ -79,3 +82,12 @@ def test_one_slow_step_is_no_reason(processor):
     found = Pace(1.0, lambda: pytest.fail("doubted"))
     assert not any(found.step(t, 1000) for t in (1.0, 1.0, 9.0, 1.0, 1.1, 1.0, 1.0))
     assert pace.STEPS >= 3
+
+
+def test_a_plan_tells_positions_from_learnt_tokens():
+    plans = make_plans(Shape(CONFIG, 4, 16, evaluate=False), SGD())
+    first, *_, last = plans.text(0, 2.0, 10, learnt=20).splitlines()
+    assert "4 × 16 = 64 positions, 20 learnt" in first
+    assert "32 positions/s, 10 learnt tokens/s" in last
+    first, *_, last = plans.text(0, 2.0, 10, learnt=63).splitlines()
+    assert "= 64 tokens" in first and "32 tokens/s" in last and "learnt" not in first + last

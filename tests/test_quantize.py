@@ -166,7 +166,9 @@ def test_what_is_packed_already_stays_unless_it_is_allowed(settings: Quantize):
 def test_packed_weights_can_be_unpacked(settings: Quantize):
     quantize.run(replace(settings, type="Q6_K"))
     back = replace(settings, model=settings.output, output=settings.output.with_name("f.gguf"))
-    quantize.run(replace(back, type="F32", allow_requantize=True))
+    with pytest.raises(InputError, match="is already quantized"):
+        quantize.run(replace(back, type="F16"))
+    quantize.run(replace(back, type="F32"))  # loses nothing, so nothing has to be allowed
     packed, made = GGUF(settings.output), GGUF(back.output)
     assert {e.dtype for e in made.entries.values()} == {f32}
     np.testing.assert_array_equal(made.array(MATRIX), quant.dequantize(packed.array(MATRIX)))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def test_parts_can_be_run_one_by_one(tmp_path, monkeypatch, capsys) -> None:
         "| eval | what | found | wanted | yes |",
     ]
     assert [*json.loads((tmp_path / "results.json").read_text())] == ["first", "eval"]
+
+
+def test_a_part_that_cannot_go_on_is_a_row(tmp_path, monkeypatch) -> None:
+    def part(setup: Setup) -> Iterator[Row]:
+        yield Row("first", "found", "wanted", True)
+        raise AssertionError("what was\nkilled | differs")
+
+    monkeypatch.setitem(PARTS, "resume", part)
+    setup = Setup(BASE, BASE, BASE, None, tmp_path, tmp_path, short=True)
+    assert [str(row) for row in real.rows("resume", setup)] == [
+        "| first | found | wanted | yes |",
+        "| the whole part | killed / differs | to end | **no** |",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,17 @@ import pytest
 
 from packtrain import gguf
 from packtrain.cli import main
-from packtrain.corpus import records
+from packtrain.corpus import records, streams
 from packtrain.corpus.documents import Source, find_sources
+from packtrain.corpus.report import Report
+from packtrain.corpus.streams import SUFFIXES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value
-from packtrain.samples import Dataset, Recipe, Samples, build, prepare, template_of
+from packtrain.samples import Dataset, Recipe, Samples, build, prepare
 from packtrain.samples.cache import read_dataset
-from packtrain.samples.formats import SUFFIXES, Plain, Reader
+from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.messages import Conversation
-from packtrain.template import CHATML
+from packtrain.template import chosen
 from packtrain.tokenizer import Tokenizer
 from packtrain.vocabulary import train_vocabulary
 
@@ -56,7 +58,7 @@ def one(tmp_path: Path, content: Any, name: str = "data.jsonl") -> Path:
 
 def read(path: Path) -> tuple[list[Conversation | Plain], str]:
     reader = Reader(Source(path))
-    return list(reader), reader.note
+    return list(reader), reader.notes[0]
 
 
 def made(data: Path, model: Path, tmp_path: Path, **more: Any) -> Dataset:
@@ -164,14 +166,14 @@ def test_what_is_not_used_is_said_once(tmp_path: Path):
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_arrays_come_in_chunks(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(records, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(streams, "CHUNK_NBYTES", chunk)
     values = [{"text": 'ä]}"\\n' * 5, "n": [1, {"a": "["}]}, {"text": "b"}, 3, "c"]
     for indent in (None, 2):
         path = tmp_path / "a.json"
         path.write_text("\ufeff" + json.dumps(values, indent=indent, ensure_ascii=False) + "\n")
-        assert [value for _, value in records.read_records(path, "")] == values
+        assert [value for _, value in records.read_records("", Report(path))] == values
     path.write_text(" [ ] ")
-    assert list(records.read_records(path, "")) == []
+    assert list(records.read_records("", Report(path))) == []
 
 
 def test_memory_of_a_large_array(tmp_path: Path):
@@ -182,7 +184,7 @@ def test_memory_of_a_large_array(tmp_path: Path):
         file.write("]")
     assert path.stat().st_size > 30e6
     tracemalloc.start()
-    count = sum(1 for _ in records.read_records(path, ""))
+    count = sum(1 for _ in records.read_records("", Report(path)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 30_000 and peak < 8e6
@@ -190,7 +192,7 @@ def test_memory_of_a_large_array(tmp_path: Path):
 
 def test_folders(tmp_path: Path):
     def named() -> list[tuple[str, str]]:
-        return [(s.path.name, s.part) for s in find_sources(tmp_path, SUFFIXES, SUFFIXES)]
+        return [(s.path.name, s.part) for s in find_sources(tmp_path, SUFFIXES)]
 
     for name in ("b.txt", "a.json", "c.jsonl.gz", "d.md"):
         (tmp_path / name).write_text("x")
@@ -214,7 +216,7 @@ def test_marks_of_utf8_and_capital_suffixes_are_no_text(tmp_path: Path):
     ((text,), _) = read(one(tmp_path, "\ufeffwhy \ufeff so", "a.txt"))
     assert isinstance(text, Plain) and "".join(text.pieces) == "why \ufeff so"
     records, note = read(one(tmp_path, json.dumps({"messages": PAIR}), "A.JSONL"))
-    assert isinstance(records[0], Conversation) and "1 records of messages" in note
+    assert isinstance(records[0], Conversation) and "1 record of messages" in note
 
 
 # ---- training and validation
@@ -257,7 +259,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{"text": "a"}, {"messages": PAIR}], r"line 2 has no field text; all records of a file must be like"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], r"messages\[0\]: role is 'robot'; it must be"),
         ([{"messages": [TURN]}], r"line 1 has no turn of an assistant"),
-        ([{"messages": [PAIR[1]]}], r"the first to speak is assistant; it must be the user"),
+        ([{"messages": [PAIR[1]]}], r"line 1 has no answer to a user; nothing"),
         ([{"messages": [TURN, SILENT]}], r"messages\[1\]: the assistant's content is empty"),
         ([{"messages": [TURN, {"role": "assistant"}]}], r"messages\[1\]: content is NoneType, not a string"),
         ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"content has a part that is no text"),
@@ -339,12 +341,14 @@ def test_a_model_without_a_template(tmp_path: Path, model: Path):
     assert texts(dataset.train, bare) == [
         "<s> <|im_start|>user\nwhy</s> \n<|im_start|>assistant\n[[so</s>]] \n"
     ]
-    assert dataset.notes[1:] == (build.UNTOLD,)
-    metadata = dict(GGUF(bare).metadata)
-    assert "eos_token" in template_of(metadata) and "<|im_end|>" not in template_of(metadata)
-    tokens = [*metadata["tokenizer.ggml.tokens"], b"<|im_end|>"]
-    assert template_of(metadata | {"tokenizer.ggml.tokens": tokens}) == CHATML
-    assert template_of(dict(GGUF(model).metadata)) == TEMPLATE
+    (note,) = dataset.notes[1:]
+    assert note.startswith(
+        "chat template: chatml, since the model has none and its vocabulary has no"
+    )
+    assert dataset.template is not None and "<|im_end|>" not in dataset.template
+    assert "eos_token" in dataset.template
+    own = chosen(GGUF(model).metadata, TEMPLATE)
+    assert (own.source, own.why) == (TEMPLATE, "")
 
 
 def without_bos(model: Path, path: Path) -> Path:

@@ -12,10 +12,10 @@ from packtrain.commands.speak import CONTEXT, MOST_SEED, Speaking, cells, opened
 from packtrain.errors import InputError
 from packtrain.generate import Limits, Reply
 from packtrain.models.file import ModelFile
-from packtrain.samples import template_of
 from packtrain.settings import option
 from packtrain.stop import stop_on_signals
-from packtrain.template import ChatTemplate, template_source
+from packtrain.template import ChatTemplate, chosen, named, template_source
+from packtrain.train.settings import CHAT_TEMPLATE
 
 try:
     import readline  # input() then edits lines and knows those before
@@ -35,6 +35,7 @@ class Chat(Speaking):
 
     system: str | None = option(None, "system message, before the conversation", flags="-sys")
     n_predict: int = option(-1, "tokens of an answer at most; -1: no limit", flags="-n", least=-1)
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
 class Talk:
@@ -43,12 +44,12 @@ class Talk:
     def __init__(self, settings: Chat, model: ModelFile) -> None:
         self._settings, self._tokenizer = settings, model.tokenizer()
         metadata = model.gguf.metadata
-        source = template_source(metadata)
-        if source is None:
-            say("the model has no chat template; using ChatML")
-            source = template_of(metadata)
+        asked = settings.chat_template and named(settings.chat_template)
+        taken = chosen(metadata, template_source(metadata), asked)
+        if taken.why:
+            say(taken.note)
         self._bos = self._text(self._tokenizer.bos)
-        self._template = ChatTemplate(source, self._bos, self._text(self._tokenizer.eos))
+        self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config.context_length, CONTEXT)
         self._generator = ready(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0

@@ -14,8 +14,10 @@ from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
 from packtrain.settings import option, positional, required, unescaped
+from packtrain.template import named
 from packtrain.tokenizer import Tokenizer
-from packtrain.words import in_colour
+from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
+from packtrain.words import in_colour, plural
 
 CONTEXT = 2048  # at most, where --ctx does not say
 LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -25,7 +27,9 @@ LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
 class Data:
     """Look at data as a model sees it."""
 
-    data: Path = positional("the data: .jsonl, .json, .txt, each perhaps .gz, or a folder of them")
+    data: Path = positional(
+        "the data: .jsonl, .json, .csv, .tsv, .txt or .parquet, or a folder of them"
+    )
     model: Path = required("the model that is to learn, a GGUF file", flags="-m")
     show: int = option(0, "print so many samples, what is learnt in colour or in [[ ]]", least=0)
     ctx: int | None = option(
@@ -40,6 +44,8 @@ class Data:
         None, "text between documents of a .txt; found by itself if it is <|endoftext|>"
     )
     val_split: float = option(0.0, "share kept for validation where the data has no such file")
+    skip_bad: bool = option(False, SKIP_BAD)
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
 def run(settings: Data) -> int:
@@ -72,6 +78,8 @@ def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
         settings.train_on == "last",
         settings.separator and unescaped(settings.separator),
         settings.val_split,
+        settings.skip_bad,
+        settings.chat_template and named(settings.chat_template),
     )
 
 
@@ -88,7 +96,7 @@ def _size(samples: Samples) -> str:
     total, lengths = samples.ids.size, samples.lengths - 1  # fed; the last one is a target only
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")
     return (
-        f"{len(samples):,} samples, {total:,} tokens, {samples.targets:,} to learn"
+        f"{plural(len(samples), 'sample')}, {total:,} tokens, {samples.targets:,} to learn"
         f" ({samples.targets / total:.1%}); tokens of a sample: half have at most {p50:,}, 90 % {p90:,},"
         f" 99 % {p99:,}, the longest {lengths.max():,}"
     )

@@ -11,19 +11,20 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.commands import say
-from packtrain.corpus.documents import END_OF_TEXT, RECORDS, TRAIN, VALID, file_called
-from packtrain.corpus.records import kind_of
+from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
+from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.errors import InputError, Interrupted
 from packtrain.files import existing
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
 from packtrain.samples import Recipe, prepare
-from packtrain.samples.formats import SUFFIXES
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.stop import stop_on_signals
+from packtrain.template import named
 from packtrain.train.measure import Mean, counted, losses_of
 from packtrain.train.samples import SampleBatches, row_length
+from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
 from packtrain.train.windows import Windows, read_whole
 from packtrain.watch.progress import Tally, clock
 
@@ -71,6 +72,8 @@ class Evaluate:
         None,
         f"text between documents; {END_OF_TEXT} on a line of its own is recognized; '' for one text",
     )
+    skip_bad: bool = option(False, SKIP_BAD)
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +160,14 @@ def chosen(data: Path, split: str | None) -> tuple[Path, str]:
                 f"--split test: {data} is one file; give a folder with a test file, or no --split"
             )
         return data, split or ""
-    files = {name: file_called(data, SUFFIXES, *names) for name, names in SPLITS.items()}
+    files = {name: file_called(data, *names) for name, names in SPLITS.items()}
     there = {name: path for name, path in files.items() if path is not None}
+    if split is None:
+        return next(iter(there.values()), data), ""
+    if TRAIN in there and VALID not in there and split != TEST:  # finetune splits it
+        return there[TRAIN], split
     if split in there:
         return there[split], ""
-    if split is None or (split == VALID and TRAIN in there):
-        return next(iter(there.values()), data), split or ""
     raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
 
 
@@ -195,12 +200,14 @@ def _samples(settings: Evaluate, model: ModelFile, path: Path, part: str, length
         everything=settings.all_positions,
         separator=_separator(settings),
         val_split=settings.val_split if part else 0.0,
+        skip_bad=settings.skip_bad,
+        template=settings.chat_template and named(settings.chat_template),
     )
     dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)
     samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
-    time = settings.ctx or row_length(length, samples)
+    time = row_length(length, samples)
     rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
     batches = SampleBatches(samples, rows, time, shuffle=False)
     method = (

@@ -1,20 +1,35 @@
 """packtrain merge: a model with adapters made part of its matrices; all else stays as it is, byte for byte."""
 
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.commands import say
 from packtrain.commands.quantize import MIB, TYPES, check_output, line, writable_dtype
 from packtrain.dtypes import Dtype
+from packtrain.errors import DoesNotFit
+from packtrain.files import existing
 from packtrain.gguf import GGUF, Entry
+from packtrain.kernels.runtime import cache_root, writable
+from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.merging.grid import KINDS
+from packtrain.merging.room import room
+from packtrain.merging.write import Merge as Merging
 from packtrain.models.adapted import read_scaled, split_scale
+from packtrain.models.file import open_model
 from packtrain.models.lora import EMBEDDING
-from packtrain.models.merge import merged, write_changed
+from packtrain.models.merge import merged, stored_type, write_changed
+from packtrain.plan import size_text
+from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required
+from packtrain.train.samples import SampleBatches
+from packtrain.watch.count import Count
 from packtrain.words import plural
 
 HEAD = "output.weight"
+CONTEXT = 2048  # tokens of a row at most
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,14 @@ class Merge:
     adapters: tuple[str, ...] = positional("adapters, GGUF files; FILE:SCALE adds SCALE times one")
     output: Path = required("the GGUF file to write", flags="-o")
     type: str | None = option(None, f"of what is changed; else what it is in the base: {TYPES}")
+    calibrate: Path | None = option(
+        None,
+        "conversations or text like the training data of the adapters; keeps more of what they learned",
+    )
+    memory: str | None = option(
+        None,
+        "with --calibrate: most private memory, as 2GiB; where it is short, less of the data is read",
+    )
     overwrite: bool = option(False, "replace the output if it exists")
 
 
@@ -50,10 +73,54 @@ def run(settings: Merge) -> int:
         print(line(entry, stored, error) + (narrow if dtype not in (None, stored) else ""))
 
     name = settings.output.stem.encode(errors="replace").decode()
-    write_changed(settings.output, base, changes, name=name, dtype=dtype, done=done)
+    if settings.calibrate is None:
+        write_changed(settings.output, base, changes, name=name, dtype=dtype, done=done)
+        if any(stored_type(base.entries[n], dtype) in KINDS for n in changes):
+            say(
+                "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
+            )
+    else:
+        _calibrated(settings, Merging(open_model(settings.model), adapters, dtype), name, done)
     print(
         f"{settings.output}: {len(changes)} of {len(base.entries)} tensors changed, "
         f"{base.nbytes / MIB:.2f} -> {settings.output.stat().st_size / MIB:.2f} MiB, "
         f"{time.perf_counter() - began:.1f} s"
     )
     return 0
+
+
+def _calibrated(
+    settings: Merge, merging: Merging, name: str, done: Callable[[Entry, Dtype, float], None]
+) -> None:
+    """Write the file by means of data. Raises DoesNotFit if the memory is too little."""
+    data, found = _data(settings, merging), None
+    if merging.calibrated:
+        found = room(merging.adapted, merging.calibrated, data.time, data.windows, _limit(settings))
+        if found is None:
+            raise DoesNotFit(
+                f"--memory: {settings.memory} is too little to merge with --calibrate; give more, or merge without it"
+            )
+        say(f"{found}, {size_text(found.nbytes)}")
+    with Count(sys.stderr, "merging", "block") as count:
+        errors = merging.write(settings.output, name, found, data, done=done, block=count)
+    for tensor, error in errors.items():
+        entry = merging.base.gguf.entries[tensor]
+        print(f"{line(entry, merging.stored(tensor), error)} of what it computes")
+
+
+def _limit(settings: Merge) -> int | None:
+    """Bytes beside those of this process."""
+    if settings.memory is None:
+        return None
+    settle()
+    return parse_size(settings.memory, "--memory") - private_nbytes()
+
+
+def _data(settings: Merge, merging: Merging) -> SampleBatches:
+    """Rows of the data, the same ones each time."""
+    assert settings.calibrate is not None
+    existing(settings.calibrate, "--calibrate")
+    most = min(merging.base.config.context_length, CONTEXT)
+    recipe = Recipe(settings.calibrate, settings.model, most)
+    samples = prepare(recipe, writable(cache_root() / "tokens"), say).train
+    return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))

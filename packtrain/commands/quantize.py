@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.dtypes import Dtype
+from packtrain.dtypes import Dtype, f32
 from packtrain.errors import InputError, printable
 from packtrain.files import check_writable
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
@@ -36,7 +36,8 @@ class Quantize:
     output_tensor_type: str | None = option(None, f"element type of output.weight: {TYPES}")
     token_embedding_type: str | None = option(None, "element type of token_embd.weight")
     allow_requantize: bool = option(
-        False, "quantize weights again that are already quantized; this loses more"
+        False,
+        "quantize weights again that are already quantized, which loses more; F32 loses nothing",
     )
     overwrite: bool = option(False, "replace the output if it exists")
 
@@ -108,7 +109,7 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
             continue
         if stored not in READABLE:
             raise InputError(f"{gguf.path}: {name} is {stored}, which cannot be converted")
-        if stored.quantized and not settings.allow_requantize:
+        if stored.quantized and wanted is not f32 and not settings.allow_requantize:
             raise InputError(
                 f"{gguf.path}: {name} is already quantized, to {stored}; use the original, or "
                 "--allow-requantize, which loses more"

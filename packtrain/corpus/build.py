@@ -15,6 +15,7 @@ from packtrain.corpus.documents import (
     TRAIN,
     VALID,
     Piece,
+    Source,
     Survey,
     Text,
     divide,
@@ -23,12 +24,14 @@ from packtrain.corpus.documents import (
     read_documents,
     survey,
 )
+from packtrain.corpus.report import Report
 from packtrain.corpus.tokens import TokenFile, write_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.kept import Say
 from packtrain.tokenizer import KEYS, Tokenizer
 from packtrain.vocabulary import train_vocabulary, vocabulary_of
+from packtrain.words import plural
 
 SPOKEN = {TRAIN: "training", VALID: "validation"}
 VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
@@ -40,18 +43,22 @@ def build(text: Text, folder: Path, say: Say) -> None:
     sources = find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
 
-    def read(doing: str) -> Iterator[Piece]:
-        return _reported(read_documents(sources, text.separator), doing, total, say)
+    def read(doing: str, reports: list[Report]) -> Iterator[Piece]:
+        return _reported(read_documents(sources, text.separator, reports), doing, total, say)
 
-    found = survey(read("reading"))
+    reports = _reports(text, sources)
+    found = survey(read("reading", reports))
+    said = [note for report in reports for note in report.notes]
     if not found.documents:
         what = "holds nothing but whitespace" if total else "is empty"
-        raise InputError(f"--data: {text.data} {what}; it must hold text to train on")
+        what = "has no record that can be read" if any(report.bad for report in reports) else what
+        why = f" ({' '.join(said)})" if said else ""
+        raise InputError(f"--data: {text.data} {what}; it must hold text to train on{why}")
 
     split = 0.0 if any(source.part for source in sources) else text.val_split
 
     def divided(doing: str) -> Iterator[Piece]:
-        return divide(read(doing), found, split)
+        return divide(read(doing, _reports(text, sources)), found, split)
 
     vocabulary, note = _vocabulary(text, found, divided("sampling for the vocabulary"))
     tokenizer = _tokenizer(text, vocabulary)
@@ -60,10 +67,14 @@ def build(text: Text, folder: Path, say: Say) -> None:
         files = {part: stack.enter_context(write_tokens(folder, part, tokenizer)) for part in parts}
         nbytes = _write(divided("tokenizing"), tokenizer, files)
         _check_filled(text, files)
-    notes = [note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
+    notes = [*said, note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
     kept = {"general.architecture": Value("string", "llama"), **vocabulary}
     gguf.write(folder / VOCABULARY_FILE, kept, {})
     (folder / NOTES_FILE).write_text("\n".join(notes), encoding="utf-8")
+
+
+def _reports(text: Text, sources: Iterable[Source]) -> list[Report]:
+    return [Report(source.path, text.skip_bad) for source in sources]
 
 
 def _reported(pieces: Iterable[Piece], doing: str, nbytes: int, say: Say) -> Iterator[Piece]:
@@ -138,6 +149,6 @@ def _check_filled(text: Text, files: Mapping[str, TokenFile]) -> None:
 
 
 def _note(part: str, file: TokenFile, nbytes: int) -> str:
-    documents = f"{len(file.starts):,} document{'s' if len(file.starts) > 1 else ''}"
+    documents = plural(len(file.starts), "document")
     each = f"{nbytes / file.count:.2f} bytes per token"
     return f"{SPOKEN[part]}: {documents}, {file.count:,} tokens, {each}"

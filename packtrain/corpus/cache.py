@@ -2,21 +2,21 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.corpus.build import NOTES_FILE, VOCABULARY_FILE
-from packtrain.corpus.documents import RECORDS, TRAIN, VALID, Source, Text, find_sources, parts_of
-from packtrain.corpus.records import kind_of
+from packtrain.corpus.documents import TRAIN, VALID, Source, Text, find_sources, left_out, parts_of
+from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.corpus.tokens import Tokens, read_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.kept import Say, make
 from packtrain.vocabulary import vocabulary_of
 
-FORMAT = 1  # another number makes all caches anew
+FORMAT = 3  # another number makes all caches anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,21 @@ def prepare(text: Text, cache: Path, say: Say) -> Corpus:
     folder = cache / fingerprint
     parts = parts_of(text, sources)
     try:
-        return read_corpus(folder, parts)
+        found = read_corpus(folder, parts)
     except (OSError, ValueError):  # not there, or damaged
         request = asdict(text) | {"data": str(text.data)}
         request["vocab"] = str(text.vocab) if text.vocab else None
         make(folder, __package__, request, say)
-    return read_corpus(folder, parts)
+        found = read_corpus(folder, parts)
+    return replace(found, notes=(*left_out(text.data, sources), *found.notes))
 
 
 def _fingerprint(
     text: Text, sources: Sequence[Source], vocabulary: Mapping[str, Value] | None
 ) -> str:
     wanted = (text.vocab_size, text.auto) if vocabulary is None else plain(vocabulary)
-    return checksum((FORMAT, text.separator, text.val_split, wanted), sources)
+    options = FORMAT, text.separator, text.val_split, text.skip_bad, wanted
+    return checksum(options, sources)
 
 
 def checksum(options: object, sources: Sequence[Source]) -> str:
@@ -61,7 +63,10 @@ def checksum(options: object, sources: Sequence[Source]) -> str:
     for source in sources:
         with open(source.path, "rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        made_from.update(f"{source.part} {kind_of(source.path) in RECORDS} {content}\n".encode())
+        kind = kind_of(source.path)
+        made_from.update(
+            f"{source.part} {kind if kind in RECORDS else 'text'} {content}\n".encode()
+        )
     return made_from.hexdigest()[:16]
 
 

@@ -11,16 +11,27 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from packtrain.corpus.records import CHUNK_NBYTES, kind_of, read_records, text_chunks
+from packtrain.corpus.records import read_records
+from packtrain.corpus.report import Report
+from packtrain.corpus.streams import CHUNK_NBYTES, RECORDS, SUFFIXES, TEXTS, kind_of, text_chunks
 from packtrain.errors import InputError
 from packtrain.files import existing
 
 END_OF_TEXT = "<|endoftext|>"  # on a line of its own, it separates documents unless another separator is given
 SPLIT_BY_DOCUMENTS = 20  # with fewer, the end of the text is the validation part
 TRAIN, VALID = "train", "valid"
-RECORDS = (".jsonl", ".json")
 WANTED = 'it must be like {"text": "…"}'
-PLAIN = (".txt", ".jsonl")
+CHATS = (
+    {"messages"},
+    {"conversations"},
+    {"prompt", "completion"},
+    {"instruction", "output"},
+    {"question", "answer"},
+    {"prompt", "response"},
+    {"query", "response"},
+    {"input", "output"},
+)
+FEW = 5  # files that are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,7 @@ class Text:
     auto       vocab_size is the most there may be; less where the text supports less
     separator  text between documents; None finds lines `<|endoftext|>`, "" makes a file one document
     val_split  the share kept for validation where the files do not say
+    skip_bad   records that cannot be read are left out
     """
 
     data: Path
@@ -38,6 +50,7 @@ class Text:
     auto: bool
     separator: str | None
     val_split: float
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +82,46 @@ class Survey:
 # ---- files
 
 
-def find_sources(
-    data: Path, named: Sequence[str] = PLAIN, others: Sequence[str] = PLAIN[:1]
-) -> tuple[Source, ...]:
-    """A file; or a folder's train and valid files; or all other files of a folder, sorted. Raises InputError.
-
-    named, others  suffixes that train and valid files may have, and the files of a folder without them
-    """
+def find_sources(data: Path, others: Sequence[str] = TEXTS) -> tuple[Source, ...]:
+    """A file; or a folder's train and valid files; or files of a folder with suffixes `others`. Raises InputError."""
     existing(data, "--data")
     if not data.is_dir():
         return (Source(data),)
-    train, valid = file_called(data, named, "train"), file_called(data, named, "valid", "val")
+    train, valid = file_called(data, "train"), file_called(data, "valid", "val")
     if train and valid:
         return Source(train, TRAIN), Source(valid, VALID)
     if train:
         return (Source(train),)
-    wanted = f"train{named[0]}", f"train{named[1]}"
+    wanted = "train.txt or train.jsonl"
     if valid:
-        raise InputError(f"--data: {data} has {valid.name}, but no {' or '.join(wanted)}")
-    found = [p for p in sorted(data.iterdir()) if p.name.endswith(tuple(others)) and p.is_file()]
+        raise InputError(f"--data: {data} has {valid.name}, but no {wanted}")
+    found = [p for p in sorted(data.iterdir()) if _named(p, others) and p.is_file()]
     if not found:
+        there = _listed([path for path in sorted(data.iterdir()) if _named(path, SUFFIXES)])
         raise InputError(
-            f"--data: {data} holds no text; it must have {', '.join(wanted)} or other {others[0]} files"
+            f"--data: {data} holds no text; it must have {wanted}, or other {others[0]} files"
+            + (f"; of {there} give one by name" if there else "")
         )
     return tuple(Source(existing(path, "--data")) for path in found)
+
+
+def left_out(data: Path, sources: Iterable[Source]) -> tuple[str, ...]:
+    """The line that names what else is in a folder of data; none if that is nothing."""
+    if not data.is_dir():
+        return ()
+    taken = {source.path for source in sources}
+    others = [p for p in sorted(data.iterdir()) if p not in taken and not p.name.startswith(".")]
+    return (f"{data}: not read: {_listed(others)}",) if others else ()
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in paths]
+    more = [f"{len(names) - FEW:,} more"] if len(names) > FEW else []
+    return ", ".join(names[:FEW] + more)
+
+
+def _named(path: Path, suffixes: Sequence[str]) -> bool:
+    return path.name.lower().endswith(tuple(suffixes))
 
 
 def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
@@ -100,31 +129,49 @@ def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
     return (TRAIN, VALID) if text.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
-def file_called(folder: Path, suffixes: Sequence[str], *names: str) -> Path | None:
-    """The one file of a folder with one of these names and suffixes. Raises InputError if there are several."""
-    paths = [folder / f"{name}{suffix}" for name in names for suffix in suffixes]
+def file_called(folder: Path, *names: str) -> Path | None:
+    """The one file of a folder with one of these names. Raises InputError if there are several."""
+    paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
     found = [path for path in paths if path.is_file()]
     if len(found) > 1:
         raise InputError(f"--data: {folder} has {found[0].name} and {found[1].name}; keep one")
     return existing(found[0], "--data") if found else None
 
 
-def read_documents(sources: Iterable[Source], separator: str | None) -> Iterator[Piece]:
-    """The pieces of all documents that are not blank, each with its source's part."""
-    for source in sources:
-        for piece in _without_blank(_pieces(source.path, separator)):
+def read_documents(
+    sources: Iterable[Source], separator: str | None, reports: Iterable[Report]
+) -> Iterator[Piece]:
+    """The pieces of all documents that are not blank, each with its source's part; a report for each source."""
+    for source, report in zip(sources, reports, strict=True):
+        for piece in _without_blank(_pieces(separator, report)):
             yield replace(piece, part=source.part)
 
 
-def _pieces(path: Path, separator: str | None) -> Iterator[Piece]:
-    if kind_of(path) in RECORDS:
-        return (Piece(_text_of(found, where), True) for where, found in read_records(path, WANTED))
-    return split(text_chunks(path), separator)
+def _pieces(separator: str | None, report: Report) -> Iterator[Piece]:
+    if kind_of(report.path) in RECORDS:
+        return (Piece(text, True) for text in _texts(report))
+    return split(report.chunks(text_chunks(report.path)), separator)
+
+
+def _texts(report: Report) -> Iterator[str]:
+    begun = report.skip
+    for where, found in read_records(WANTED, report):
+        try:
+            text = _text_of(found, where)
+        except InputError as error:
+            if not begun:  # it is not one record that is bad
+                raise
+            report.reject(error)
+        else:
+            begun = True
+            yield text
 
 
 def _text_of(found: Any, where: str) -> str:
     if not isinstance(found, dict) or "text" not in found:
-        raise InputError(f"{where} has no field text; {WANTED}")
+        chat = isinstance(found, dict) and any(fields <= set(found) for fields in CHATS)
+        tune = "; conversations are for packtrain finetune, which tunes an existing model"
+        raise InputError(f"{where} has no field text; {WANTED}{tune if chat else ''}")
     return sound(found["text"], f"{where}: text", WANTED)
 
 
@@ -144,6 +191,7 @@ def sound(text: Any, where: str, wanted: str) -> str:
 
 def split(chunks: Iterable[str], separator: str | None) -> Iterator[Piece]:
     """Cut a text into documents at its separators; these and line breaks next to them are left out."""
+    separator = separator and re.sub("\r\n?", "\n", separator)  # as in the text
     pattern = _pattern(separator)
     reach = len(END_OF_TEXT if separator is None else separator) + 2
     # separators begin at `since` or later; the character before is kept for `^` to look at
@@ -158,7 +206,7 @@ def split(chunks: Iterable[str], separator: str | None) -> Iterator[Piece]:
                 break
             yield Piece(rest[at : found.start()], True)
             at, since = found.end(), 0
-        count = len(rest[at : max(at, limit)].rstrip("\r\n")) - 1
+        count = len(rest[at : max(at, limit)].rstrip("\n")) - 1
         if count > 0:
             yield Piece(rest[at : at + count], False)
             at, since = at + count, 1
@@ -170,8 +218,8 @@ def _pattern(separator: str | None) -> re.Pattern[str]:
     if separator == "":
         return re.compile(r"(?!)")  # matches nowhere
     if separator is None:
-        return re.compile(rf"(?m)[\r\n]*^{re.escape(END_OF_TEXT)}\r?$[\r\n]*")
-    return re.compile(rf"[\r\n]*{re.escape(separator)}[\r\n]*")
+        return re.compile(rf"(?m)\n*^{re.escape(END_OF_TEXT)}$\n*")
+    return re.compile(rf"\n*{re.escape(separator)}\n*")
 
 
 def _without_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:

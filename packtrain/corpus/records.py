@@ -1,85 +1,65 @@
-"""Files as streams: UTF-8 text in chunks, JSON records one at a time, from .jsonl or from the array of a .json.
+"""Files as streams of JSON values: the lines of a .jsonl, the array of a .json, the rows of a table.
 
-Each may be packed as .gz. Memory is bounded by the longest record; InputError names file and place.
+Memory is bounded by the longest record. A record that cannot be read is rejected to the file's Report; InputError
+names file and place.
 """
 
-import gzip
 import json
 import re
-import zlib
-from codecs import getincrementaldecoder
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
+from packtrain.corpus.columns import column_rows
+from packtrain.corpus.report import Report
+from packtrain.corpus.streams import (
+    ARRAY,
+    COLUMNS,
+    TABLES,
+    as_utf_8,
+    kind_of,
+    opened,
+    text_chunks,
+)
+from packtrain.corpus.tables import table_rows
 from packtrain.errors import InputError
 
-CHUNK_NBYTES = 1 << 20
 LONGEST = 1 << 26  # characters of one record
 SOMETHING = re.compile(r"[^ \t\r\n]")
-MARK = "\ufeff"
 
 
-def kind_of(path: Path) -> str:
-    """The suffix that says what is in a file, without .gz: `.jsonl`."""
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+def read_records(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
+    """Each record of the report's file and where it is; `wanted` is what an error says that a record must be like."""
+    path = report.path
+    kind = kind_of(path)
+    found: Iterator[tuple[str, Any]]
+    if kind == ARRAY:
+        found = iter(_Array(path, wanted))
+    elif kind in TABLES:
+        found = table_rows(report)
+    elif kind in COLUMNS:
+        found = column_rows(path)
+    else:
+        found = _lines(wanted, report)
+    for where, value in found:
+        yield where, report.value(value)
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read, unpacked. Raises InputError if it is no sound .gz."""
-    if path.suffix != ".gz":
-        with open(path, "rb") as file:
-            yield file
-        return
-    try:
-        with gzip.open(path) as file:
-            yield cast(BinaryIO, file)
-    except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise InputError(f"{path} is damaged, or no gzip file; pack it again") from None
-
-
-def text_chunks(path: Path) -> Iterator[str]:
-    """A file's text as it is, line ends included, without the mark that some editors begin UTF-8 with."""
-    decoder = getincrementaldecoder("utf-8")()
-    at, begun, last = 0, False, False
-    with opened(path) as file:
-        while not last:
-            chunk = file.read(CHUNK_NBYTES)
-            last = not chunk
-            if 0 in chunk:
-                raise InputError(
-                    f"{path}: a NUL at byte {at + chunk.index(0)}; this is no text file"
-                )
-            waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
-            try:
-                text = decoder.decode(chunk, final=last)
-            except UnicodeDecodeError as error:
-                place = at - waiting + error.start
-                raise InputError(f"{path}: byte {place} is not UTF-8; save it as UTF-8") from None
-            yield text if begun else text.removeprefix(MARK)
-            begun = begun or bool(text)
-            at += len(chunk)
-
-
-def read_records(path: Path, wanted: str) -> Iterator[tuple[str, Any]]:
-    """Each record and where it is; `wanted` is what an error says that a record must be like."""
-    return iter(_Array(path, wanted)) if kind_of(path) == ".json" else _lines(path, wanted)
-
-
-def _lines(path: Path, wanted: str) -> Iterator[tuple[str, Any]]:
+def _lines(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
+    path = report.path
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             where = f"{path}: line {number}"
             try:
-                yield where, json.loads(line.decode("utf-8-sig"))
+                value = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                raise InputError(f"{where} is not UTF-8; save it as UTF-8") from None
+                report.reject(InputError(f"{where} is not UTF-8; {as_utf_8(path)}"))
             except (ValueError, RecursionError):
-                raise InputError(f"{where} is not JSON; {wanted}") from None
+                report.reject(InputError(f"{where} is not JSON; {wanted}"))
+            else:
+                yield where, value
 
 
 class _Array:

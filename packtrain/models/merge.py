@@ -79,11 +79,13 @@ def write_changed(
     *,
     name: str,
     dtype: Dtype | None = None,
+    types: Mapping[str, Dtype] = MappingProxyType({}),
     more: Mapping[str, Value] = MappingProxyType({}),
     done: Done = lambda entry, stored, error: None,
 ) -> None:
     """Write the base with these rows, f32 (stop - start, width) for each (start, stop), in the place of its own.
 
+    dtype, types  what changed tensors are stored in: see stored_type; but for those that are named
     more  metadata beside that of the base
     done  is told of each changed tensor: what it was, its type now, and what that type loses, relative
     Raises InputError for values that the type cannot hold, or a name that the base has not.
@@ -92,7 +94,7 @@ def write_changed(
     if unknown:
         raise InputError(f"{base.path}: there is no tensor {unknown[0]} to change")
     tensors = {
-        tensor: _deferred(base, entry, changes.get(tensor), dtype, done)
+        tensor: _deferred(base, entry, changes.get(tensor), types.get(tensor, dtype), done)
         for tensor, entry in base.entries.items()
     }
     values = {key: value for key, value in base.values.items() if not key.startswith(DROPPED)}

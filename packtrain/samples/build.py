@@ -13,24 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.corpus.documents import TRAIN, VALID, Source, find_sources
+from packtrain.corpus.streams import SUFFIXES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.kept import Say
-from packtrain.samples.formats import SUFFIXES, Plain, Reader
+from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.mask import Masker, Sample, windows
 from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
 from packtrain.samples.store import SampleFile, write_samples
-from packtrain.template import CHATML, ChatTemplate, template_source
-from packtrain.tokenizer import KEYS, Tokenizer
+from packtrain.template import ChatTemplate, Chosen, chosen, template_source
+from packtrain.tokenizer import Tokenizer
 
 NOTES_FILE = "notes.json"
 SECONDS_BETWEEN_LINES = 3.0
 END, DROP, SPLIT = TRUNCATE = ("end", "drop", "split")
 FATES = {END: "cut at their end", DROP: "left out", SPLIT: "split"}
 CONTROLS = "messages that spell control tokens, which they become here as in llama.cpp"
-UNTOLD = "the model has no chat template: conversations are written as ChatML"
-END_OF_TURN = "<|im_end|>"
 UNTRAINED = "samples left out, for nothing in them is to be learnt"
 
 
@@ -43,6 +42,8 @@ class Recipe:
     truncate   what becomes of longer conversations: their end is cut, they are dropped, or split; texts are split
     everything, last_only   prompts are learnt, too; of the assistant's turns the last one alone
     separator, val_split    as of corpus.Text
+    skip_bad   records that cannot be used are left out
+    template   a chat template to take instead of the model's own
     """
 
     data: Path
@@ -53,28 +54,17 @@ class Recipe:
     last_only: bool = False
     separator: str | None = None
     val_split: float = 0.0
+    skip_bad: bool = False
+    template: str | None = None
 
 
 def sources_of(recipe: Recipe) -> tuple[Source, ...]:
-    return find_sources(recipe.data, SUFFIXES, SUFFIXES)
+    return find_sources(recipe.data, SUFFIXES)
 
 
 def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
     """The parts that the samples have."""
     return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
-
-
-def template_of(metadata: Mapping[str, Any], tools: bool = False) -> str:
-    """The template that conversations are written by; a model that has learnt from them must carry it.
-
-    Where there is none it is ChatML, with the vocabulary's EOS at the end of a turn if `<|im_end|>` is no token of it:
-    a model can stop at a token only.
-    """
-    source = template_source(metadata, tools)
-    if source is not None:
-        return source
-    known = END_OF_TURN.encode() in metadata[f"{KEYS}tokens"]
-    return CHATML if known else CHATML.replace(END_OF_TURN, "{{ eos_token }}")
 
 
 def build(recipe: Recipe, folder: Path, say: Say) -> None:
@@ -96,16 +86,18 @@ def build(recipe: Recipe, folder: Path, say: Say) -> None:
             for part in parts
         }
         for source in sources:
-            reader = Reader(source, recipe.separator)
-            _write(_reported(reader, say), source.part, turns, maker, files)
+            reader = Reader(source, recipe.separator, recipe.skip_bad)
+            _write(reader, say, turns, maker, files)
             if not reader.count:
+                why = f" ({' '.join(reader.report.notes)})" if reader.report.bad else ""
                 raise InputError(
-                    f"{source.path} holds no records; there must be some to learn from"
+                    f"{source.path} holds no records; there must be some to learn from{why}"
                 )
-            notes.append(reader.note)
+            notes += reader.notes
         notes += maker.said
         _check_filled(recipe, files, notes)
-    (folder / NOTES_FILE).write_text(json.dumps(notes), encoding="utf-8")
+    kept = {"notes": notes, "template": maker.template}
+    (folder / NOTES_FILE).write_text(json.dumps(kept), encoding="utf-8")
 
 
 @dataclass(slots=True)
@@ -121,18 +113,19 @@ class Turns:
 
 
 def _write(
-    records: Iterable[Conversation | Plain],
-    part: str,
-    turns: Turns,
-    maker: "Maker",
-    files: Mapping[str, SampleFile],
+    reader: Reader, say: Say, turns: Turns, maker: "Maker", files: Mapping[str, SampleFile]
 ) -> None:
     """All samples of one file; those of a conversation stay together where the files do not say their part."""
-    for record in records:
+    for record in _reported(reader, say):
+        try:
+            made = maker.samples(record)
+        except InputError as error:
+            reader.reject(error)
+            continue
         turns.number += isinstance(record, Conversation)
-        for sample in maker.samples(record):
+        for sample in made:
             turns.number += isinstance(record, Plain)
-            files[part or turns.part].add(sample)
+            files[reader.source.part or turns.part].add(sample)
 
 
 def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Plain]:
@@ -163,42 +156,42 @@ class Maker:
         self.recipe, self._metadata = recipe, metadata
         self.masker = Masker(Tokenizer(metadata), recipe.everything)
         self.notes: Counter[str] = Counter()
-        self._renderers: dict[str, Renderer] = {}
+        self._chosen: dict[bool, Chosen] = {}  # for conversations with tools, and without
+        self._renderers: dict[Chosen, Renderer] = {}
 
     @property
     def said(self) -> list[str]:
         """Lines worth printing."""
         notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
         counted = [f"{what}: {count:,}" for what, count in notes.items() if count]
-        bare = template_source(self._metadata) is None
-        return [UNTOLD, *counted] if self._renderers and bare else counted
+        return [*(one.note for one in self._renderers if one.why), *counted]
+
+    @property
+    def template(self) -> str | None:
+        """What conversations were written by if it is not the model's own: what learns from them must carry it."""
+        return next((one.source for one in self._renderers if one.why), None)
 
     def _renderer(self, tools: bool) -> Renderer:
         """By the model's template, or its template for tools; they are made when they are first needed."""
-        source = template_of(self._metadata, tools)
-        if source not in self._renderers:
+        if tools not in self._chosen:
+            own = template_source(self._metadata, tools)
+            self._chosen[tools] = chosen(self._metadata, own, self.recipe.template)
+        one = self._chosen[tools]
+        if one not in self._renderers:
             tokenizer = self.masker.tokenizer
             bos, eos = (
                 "" if id is None else tokenizer.piece(id).decode(errors="replace")
                 for id in (tokenizer.bos, tokenizer.eos)
             )
-            template = ChatTemplate(source, bos, eos)
-            self._renderers[source] = Renderer(template, self.masker.ends, self.recipe.last_only)
-        return self._renderers[source]
+            template = ChatTemplate(one.source, bos, eos)
+            self._renderers[one] = Renderer(template, self.masker.ends, self.recipe.last_only)
+        return self._renderers[one]
 
     def samples(self, record: Conversation | Plain) -> Iterator[Sample]:
-        """The samples of a record that have something to learn."""
-        try:
-            made = self._text(record) if isinstance(record, Plain) else self._conversation(record)
-            for sample in made:
-                if sample.trained:
-                    yield sample
-                else:
-                    self.notes[UNTRAINED] += 1
-        except InputError as error:
-            raise InputError(
-                str(error) if record.where in str(error) else f"{record.where}: {error}"
-            ) from None
+        """The samples of a record that have something to learn; those of a conversation are made at once."""
+        if isinstance(record, Plain):
+            return _placed(self._text(record), record.where)
+        return iter(list(_placed(self._conversation(record), record.where)))
 
     def _text(self, record: Plain) -> Iterator[Sample]:
         ids = self.masker.text(record.pieces, record.checked)
@@ -209,7 +202,11 @@ class Maker:
         words = (message["content"] for message in record.messages)
         self.notes[CONTROLS] += sum(map(self.masker.spells_control, words))
         for rendered in self._renderer(record.tools is not None).render(record):
-            yield from self._cut(self.masker.conversation(rendered))
+            for sample in self._cut(self.masker.conversation(rendered)):
+                if sample.trained:
+                    yield sample
+                else:
+                    self.notes[UNTRAINED] += 1
 
     def _cut(self, sample: Sample) -> Iterator[Sample]:
         """A conversation that may be longer than a sample."""
@@ -227,3 +224,11 @@ class Maker:
             part = ids[at : at + most]
             part[0] = part[0] if self.masker.first is None else self.masker.first
             yield Sample(part, weights[at : at + most])
+
+
+def _placed(samples: Iterator[Sample], where: str) -> Iterator[Sample]:
+    """The same samples; an error names the place of their record."""
+    try:
+        yield from samples
+    except InputError as error:
+        raise InputError(str(error) if where in str(error) else f"{where}: {error}") from None

@@ -6,22 +6,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.corpus.cache import checksum, plain
-from packtrain.corpus.documents import TRAIN, VALID
+from packtrain.corpus.documents import TRAIN, VALID, left_out
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.kept import Say, make
-from packtrain.samples.build import (
-    NOTES_FILE,
-    UNTOLD,
-    Recipe,
-    parts_of,
-    sources_of,
-    template_of,
-)
+from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 4  # another number makes all caches anew
+FORMAT = 6  # another number makes all caches anew
 VOCABULARY = "tokenizer.", "general.name"  # the name tells how some vocabularies treat whitespace
 
 
@@ -29,7 +22,7 @@ VOCABULARY = "tokenizer.", "general.name"  # the name tells how some vocabularie
 class Dataset:
     """Samples by part. `fingerprint` says what they were made from; `notes` are lines worth printing.
 
-    `template` is what conversations were written by if the model has none: what learns from them must carry it.
+    `template` is what conversations were written by if it is not the model's own: what learns from them must carry it.
     """
 
     train: Samples
@@ -55,12 +48,12 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say)
         found = read_dataset(folder, parts, size)
-    return replace(found, template=template_of(file.metadata) if UNTOLD in found.notes else None)
+    return replace(found, notes=(*left_out(recipe.data, sources), *found.notes))
 
 
 def read_dataset(folder: Path, parts: Sequence[str], vocab_size: int) -> Dataset:
     """What a folder of the cache holds. Raises OSError or ValueError if it is not whole."""
-    notes = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
+    kept = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
     valid = read_samples(folder, VALID, vocab_size) if VALID in parts else None
-    return Dataset(train, valid, folder.name, tuple(notes))
+    return Dataset(train, valid, folder.name, tuple(kept["notes"]), kept["template"])

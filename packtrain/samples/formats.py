@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packtrain.corpus.documents import RECORDS, Piece, Source, read_documents, sound
-from packtrain.corpus.records import kind_of, read_records
+from packtrain.corpus.documents import Piece, Source, read_documents, sound
+from packtrain.corpus.records import read_records
+from packtrain.corpus.report import Report
+from packtrain.corpus.streams import RECORDS, TABLES, kind_of
 from packtrain.errors import InputError
 from packtrain.samples.messages import (
     KEPT_FIELDS,
@@ -20,12 +22,12 @@ from packtrain.samples.messages import (
     an_object,
     conversation,
     listed,
+    parsed,
     read_messages,
     said,
     worded,
 )
-
-SUFFIXES = tuple(f"{kind}{packed}" for kind in (*RECORDS, ".txt") for packed in ("", ".gz"))
+from packtrain.words import plural
 
 FEW = 8  # names that are listed
 
@@ -54,25 +56,47 @@ class Form:
 
 @dataclass(slots=True)
 class Reader:
-    """The records of a file. What it found is known when all have been read."""
+    """The records of a file. What it found is known when all have been read; `report` tells of those left out."""
 
     source: Source
     separator: str | None = None
+    skip_bad: bool = False
     form: Form | None = None
     count: int = 0
+    opened: int = 0  # conversations that began with the assistant
     unused: set[str] = field(default_factory=set)
+    report: Report = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.report = Report(self.source.path, self.skip_bad)
 
     def __iter__(self) -> Iterator[Conversation | Plain]:
         if kind_of(self.source.path) not in RECORDS:
             yield from self._documents()
             return
-        for where, found in read_records(self.source.path, WANTED):
-            record = an_object(found, where)
-            if self.form is None:
-                self.form = _form_of(record, where)
-            self._check(record, where, self.form)
-            self.count += 1
-            yield self.form.make(record, where)
+        for where, found in read_records(WANTED, self.report):
+            try:
+                made = self._made(found, where)
+            except InputError as error:
+                if self.form is None and not self.skip_bad:  # it is not one record that is bad
+                    raise
+                self.report.reject(error)
+            else:
+                self.count += 1
+                self.opened += isinstance(made, Conversation) and made.opened
+                yield made
+
+    def reject(self, error: InputError) -> None:
+        """The last record cannot be used after all."""
+        self.report.reject(error)
+        self.count -= 1
+
+    def _made(self, found: Any, where: str) -> Conversation | Plain:
+        record = an_object(found, where)
+        if self.form is None:
+            self.form = _form_of(record, where, kind_of(self.source.path) in TABLES)
+        self._check(record, where, self.form)
+        return self.form.make(record, where)
 
     def _check(self, record: Mapping[str, Any], where: str, form: Form) -> None:
         missing = [name for name in form.needed if name not in record]
@@ -87,20 +111,24 @@ class Reader:
                 self.unused |= set(message) - MESSAGE_FIELDS - KEPT_FIELDS
 
     def _documents(self) -> Iterator[Plain]:
-        pieces = iter(read_documents([self.source], self.separator))
+        pieces = iter(read_documents([self.source], self.separator, [self.report]))
         for piece in pieces:
             self.count += 1
             yield Plain(f"{self.source.path}: document {self.count}", _rest(piece, pieces), False)
 
     @property
-    def note(self) -> str:
-        """The file, its form, and fields that mean nothing."""
-        what = f"records of {self.form.name}" if self.form else "documents of text"
-        found = f"{self.source.path.name}: {self.count:,} {what}"
-        if not self.unused:
-            return found
-        names, more = sorted(self.unused)[:FEW], len(self.unused) - FEW
-        return f"{found}; not used: {', '.join(names)}{f' and {more:,} more' if more > 0 else ''}"
+    def notes(self) -> list[str]:
+        """The file, its form, fields that mean nothing, and what was changed or left out."""
+        name = self.source.path.name
+        kind = f"of {self.form.name}" if self.form else "of text"
+        found = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
+        if self.unused:
+            names, more = sorted(self.unused)[:FEW], len(self.unused) - FEW
+            others = f" and {more:,} more" if more > 0 else ""
+            found += f"; not used: {', '.join(names)}{others}"
+        begun = plural(self.opened, "conversation")
+        opened = [f"{name}: {begun} started with the assistant; that turn is dropped"]
+        return [found, *(opened if self.opened else ()), *self.report.notes]
 
 
 def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
@@ -114,12 +142,20 @@ def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
 # ---- forms
 
 
-def _form_of(record: Mapping[str, Any], where: str) -> Form:
+def _form_of(record: Mapping[str, Any], where: str, table: bool) -> Form:
     for form in FORMS:
         if set(form.needed) <= set(record):
             return form
-    fields = f"the fields {', '.join(record)}" if record else "no fields"
-    raise InputError(f"{where} has {fields}; {WANTED}")
+    if set(record) >= {"chosen", "rejected"}:
+        raise InputError(
+            f"{where} is preference data (chosen and rejected, as for DPO), which is not supported yet; to tune on"
+            " the better answers alone, write prompt and chosen as prompt and completion"
+        )
+    named = list(record)
+    names = ", ".join(named[:FEW]) + (f" and {len(named) - FEW:,} more" if named[FEW:] else "")
+    fields = f"the fields {names}" if record else "no fields"
+    wanted = "its header must name such columns as prompt,completion or text" if table else WANTED
+    raise InputError(f"{where} has {fields}; {wanted}")
 
 
 def _messages(record: Mapping[str, Any], where: str) -> Conversation:
@@ -135,7 +171,8 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
     messages = []
     if record.get("system"):
         messages.append(said("system", record["system"], f"{where}: system"))
-    for i, pair in enumerate(listed(record.get("history"))):
+    history = record.get("history")
+    for i, pair in enumerate(listed(parsed(history, f"{where}: history"))):
         at = f"{where}: history[{i}]"
         if not isinstance(pair, list) or len(pair) != 2:
             raise InputError(f"{at} must be a list of what the user and the assistant said")
@@ -173,5 +210,8 @@ FORMS = (
     _pair("prompt", "completion"),
     Form(("instruction", "output"), ("input", "system", "history"), _alpaca),
     _pair("question", "answer"),
+    _pair("prompt", "response"),
+    _pair("query", "response"),
+    _pair("input", "output"),
     Form(("text",), (), _plain),
 )

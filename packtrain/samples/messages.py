@@ -5,6 +5,7 @@ In goes what a record of any form holds, out come conversations; InputError name
 
 import json
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from packtrain.corpus.documents import sound
@@ -25,27 +26,42 @@ WANTED = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages with role and content, the last one the assistant's; `where` is the place in the file."""
+    """Messages with role and content, the last one the assistant's; `where` is the place in the file.
+
+    opened  the assistant spoke first, and that was left out
+    """
 
     where: str
     messages: list[Message]
     tools: list[Any] | None = None
+    opened: bool = False
 
 
 def conversation(where: str, messages: list[Message], tools: Any) -> Conversation:
-    """Checked: a user speaks first, and an assistant last; what comes after its last words teaches nothing."""
+    """Checked: a user speaks first, and an assistant last; what comes before and after that teaches nothing."""
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
         raise InputError(f"{where} has no turn of an assistant; nothing could be learnt from it")
-    first = next(m["role"] for m in messages if m["role"] not in ("system", "developer"))
-    if first != "user":
-        raise InputError(f"{where}: the first to speak is {first}; it must be the user")
+    start = sum(1 for _ in takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+    turns = list(dropwhile(lambda m: m["role"] == "assistant", messages[start:]))
+    if not turns:
+        raise InputError(f"{where} has no answer to a user; nothing could be learnt from it")
+    if turns[0]["role"] != "user":
+        raise InputError(f"{where}: the first to speak is {turns[0]['role']}; it must be the user")
+    opened = len(turns) < len(messages) - start
+    messages = messages[:start] + turns
     _name_calls(messages)
-    return Conversation(where, messages, _tools(tools, where))
+    return Conversation(where, messages, _tools(tools, where), opened)
+
+
+def parsed(given: Any, at: str) -> Any:
+    """A list or an object that may be written as JSON, as in a cell of a table."""
+    return _json(given, at, '[{"role": …}]') if isinstance(given, str) and given.strip() else given
 
 
 def read_messages(turns: Any, where: str, name: str) -> list[Message]:
+    turns = parsed(turns, f"{where}: {name}")
     if not isinstance(turns, list) or not turns:
         raise InputError(f"{where}: {name} must be a list of messages; {WANTED}")
     return [_message(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(turns)]
@@ -54,7 +70,7 @@ def read_messages(turns: Any, where: str, name: str) -> list[Message]:
 def _message(turn: Any, at: str) -> Message:
     turn = an_object(turn, at)
     given = turn.get("role", turn.get("from"))
-    role = ROLES.get(given) if isinstance(given, str) else None
+    role = ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
         raise InputError(f"{at}: role is {given!r}; it must be system, user, assistant or tool")
     content = turn.get("content", turn.get("value"))

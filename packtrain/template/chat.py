@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import InputError
+from packtrain.template.families import KEY
 
 SECONDS = 10.0
-KEY = "tokenizer.chat_template"
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 class TemplateError(InputError):

@@ -6,6 +6,7 @@ In go `GGUF(path).metadata` and text; out come the ids that llama.cpp gives. It 
 from packtrain.tokenizer.table import (
     BYTE,
     CONTROL,
+    END_TEXTS,
     KEYS,
     NO_ID,
     NORMAL,
@@ -18,6 +19,7 @@ from packtrain.tokenizer.tokenizer import Stream, Tokenizer
 __all__ = [
     "BYTE",
     "CONTROL",
+    "END_TEXTS",
     "KEYS",
     "NORMAL",
     "NO_ID",

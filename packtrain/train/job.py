@@ -234,7 +234,8 @@ def _text(settings: TrainSettings) -> Text:
     separator = settings.separator
     if separator is not None:
         separator = unescaped(separator)
-    return Text(settings.data, settings.vocab, size, auto, separator, settings.val_split)
+    split, skip = settings.val_split, settings.skip_bad
+    return Text(settings.data, settings.vocab, size, auto, separator, split, skip)
 
 
 def check_split(val_split: float) -> None:

@@ -8,11 +8,16 @@ from packtrain.models.config import PRESETS, Config
 from packtrain.quant import WRITABLE
 from packtrain.samples import TRUNCATE
 from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, positional
+from packtrain.template import SOURCES
 from packtrain.train.schedule import KINDS
 
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
 TYPES = ("f32", "f16", "bf16")
+SKIP_BAD = (
+    "skip records that cannot be used instead of refusing the file; the first five are listed"
+)
+CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SOURCES)}, or a file"
 WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
@@ -21,7 +26,7 @@ class RunSettings:
     """Settings of every run that trains."""
 
     data: Path | None = DATA(
-        None, "text to train on: a .txt or .jsonl file, or a folder with train and valid files"
+        None, "text to train on: a .txt, .jsonl, .csv or .parquet file, or a folder of them"
     )
     output: Path = OUTPUT(
         Path("model.gguf"),
@@ -40,14 +45,15 @@ class RunSettings:
     val_split: float = DATA(
         0.05, "share of the data held out for validation if it has no valid file", least=0, most=0.5
     )
+    skip_bad: bool = DATA(False, SKIP_BAD)
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
-    grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)
+    grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1)
     iters: int | None = TRAINING(
-        None, "steps to train (default: one epoch)", flags="--steps", least=1, most=10**12
+        None, "steps to train (default: one epoch)", flags="--steps", least=1
     )
     epochs: float | None = TRAINING(
-        None, "passes over the training data, in place of --iters", least=0.001, most=1e6
+        None, "passes over the training data, in place of --iters", least=0.001
     )
     lr: float | None = TRAINING(
         None,
@@ -186,7 +192,7 @@ class TuneSettings(RunSettings):
     )
     data: Path | None = DATA(
         None,
-        "conversations or text: a .jsonl, .json or .txt file, or a folder with train and valid",
+        "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
     )
     ctx: int | None = DATA(
         None,
@@ -230,6 +236,7 @@ class TuneSettings(RunSettings):
     truncate: str = DATA(
         "end", "what to do with conversations longer than the context", choices=TRUNCATE
     )
+    chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     pack: bool = DATA(True, "put several samples into one sequence where they fit")
 
     batch_size: int = TRAINING(4, "sequences per micro-batch", least=1)

@@ -29,6 +29,7 @@ from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.samples import Dataset, Recipe, prepare
 from packtrain.settings import unescaped
+from packtrain.template import named
 from packtrain.tokenizer import Tokenizer
 from packtrain.train.job import HEAD_NBYTES, Job, View, check_split, optimizer_of, schedule_of
 from packtrain.train.plans import Base, Shape
@@ -242,6 +243,8 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
         settings.train_on == "last",
         settings.separator and unescaped(settings.separator),
         settings.val_split,
+        settings.skip_bad,
+        settings.chat_template and named(settings.chat_template),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.corpus.documents import Source, read_documents
+from packtrain.corpus.report import Report
 from packtrain.tokenizer import Tokenizer
 
 
@@ -68,13 +69,13 @@ def read_whole(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.nd
     """The ids (N,) i32 of a file as one text, or None if it holds several documents.
 
     As llama-perplexity reads it: BOS where the file of the model asks for it, no control tokens from texts that spell
-    them, and without a last line break.
+    them, line ends as they are, but without a last line feed.
     """
-    source = [Source(path)]
-    if sum(piece.ends for piece in read_documents(source, separator)) > 1:
+    source, report = [Source(path)], Report(path, exact=True)
+    if sum(piece.ends for piece in read_documents(source, separator, [report])) > 1:
         return None
     ids = array("i", [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else [])
-    pieces = (piece.text for piece in read_documents(source, separator))
+    pieces = (piece.text for piece in read_documents(source, separator, [report]))
     for part in tokenizer.encode_pieces(_without_last_break(pieces)):
         ids.extend(part)
     return np.frombuffer(ids, np.int32)

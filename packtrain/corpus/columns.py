@@ -1,0 +1,69 @@
+"""Rows of .parquet, .arrow and .feather files as records, some at a time; they are read by pyarrow, an extra.
+
+A cell that is null is no field of its record.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packtrain.corpus.streams import kind_of
+from packtrain.errors import InputError
+
+ROWS = 256  # that are made Python values at a time
+BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read as they are needed
+
+
+def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row by column, and its number. Raises InputError."""
+    if path.suffix == ".gz":
+        raise InputError(f"{path} is packed; unpack it with: gunzip {path}")
+    if find_spec("pyarrow") is None:
+        reader = "read_parquet" if kind_of(path) == ".parquet" else "read_feather"
+        raise InputError(
+            f"{path} needs pyarrow: pip install pyarrow (or packtrain with its extra data); or convert the file where"
+            f" pandas is: python -c \"import pandas; pandas.{reader}('{path.name}')"
+            f".to_json('{path.stem}.jsonl', orient='records', lines=True)\""
+        )
+    arrow = import_module("pyarrow")
+    number = 0
+    try:
+        for batch in _batches(path, arrow):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", without_null(row)
+    except (arrow.ArrowException, OSError) as error:
+        said = " ".join(str(error).split())
+        raise InputError(
+            f"{path} cannot be read as {kind_of(path)} after row {number}: {said[:200]}"
+        ) from None
+
+
+def _batches(path: Path, arrow: Any) -> Iterator[Any]:
+    if kind_of(path) == ".parquet":
+        parquet = import_module("pyarrow.parquet")
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_NBYTES) as file:
+            yield from file.iter_batches(batch_size=ROWS)
+        return
+    ipc = import_module("pyarrow.ipc")
+    with arrow.memory_map(str(path)) as source:
+        try:
+            file = ipc.open_file(source)
+            whole = (file.get_batch(i) for i in range(file.num_record_batches))
+        except arrow.ArrowInvalid:  # then it is a stream, as data sets of Hugging Face are kept
+            source.seek(0)
+            whole = iter(ipc.open_stream(source))
+        for batch in whole:
+            for at in range(0, batch.num_rows, ROWS):
+                yield batch.slice(at, ROWS)
+
+
+def without_null(value: Any) -> Any:
+    """The same without fields that are null: every row of a table has every field of a struct."""
+    if isinstance(value, dict):
+        return {key: without_null(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_null(item) for item in value]
+    return value

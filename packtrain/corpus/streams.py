@@ -1,0 +1,89 @@
+"""Files as streams of bytes and of UTF-8 text in chunks; what a suffix says of a file.
+
+A file may be packed as .gz. InputError names file and place, and how to make of it what can be read.
+"""
+
+import gzip
+import zlib
+from codecs import getincrementaldecoder
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from packtrain.errors import InputError
+
+CHUNK_NBYTES = 1 << 20
+MARK = "\ufeff"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
+TABLES = (".csv", ".tsv")
+COLUMNS = (".parquet", ".arrow", ".feather")
+RECORDS = (*LINES, ARRAY, *TABLES, *COLUMNS)
+KINDS = (".txt", *RECORDS)
+SUFFIXES = (*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in COLUMNS))
+TEXTS = (".txt", ".txt.gz")
+OTHERS = {  # what is not read, and what to do
+    ".zst": "unpack it with: zstd -d {}",
+    ".bz2": "unpack it with: bunzip2 {}",
+    ".xz": "unpack it with: unxz {}",
+    ".zip": "unpack it with: unzip {}",
+    ".xlsx": "save it as “CSV UTF-8”",
+    ".xls": "save it as “CSV UTF-8”",
+    ".ods": "save it as CSV in UTF-8",
+}
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says what is in a file, without .gz: `.jsonl`."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file to read, unpacked. Raises InputError if it is no sound .gz."""
+    if (suffix := path.suffix.lower()) in OTHERS:
+        raise InputError(f"{path}: {suffix} files cannot be read; {OTHERS[suffix].format(path)}")
+    if suffix != ".gz":
+        with open(path, "rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path) as file:
+            yield cast(BinaryIO, file)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise InputError(f"{path} is damaged, or no gzip file; pack it again") from None
+
+
+def text_chunks(path: Path) -> Iterator[str]:
+    """A file's text as it is, line ends included, without the mark that some editors begin UTF-8 with."""
+    decoder = getincrementaldecoder("utf-8")()
+    at, begun, last = 0, False, False
+    with opened(path) as file:
+        while not last:
+            chunk = file.read(CHUNK_NBYTES)
+            last = not chunk
+            if not at and chunk.startswith(UTF_16):
+                raise InputError(f"{path} is UTF-16; {as_utf_8(path, 'UTF-16')}")
+            if 0 in chunk:
+                raise InputError(
+                    f"{path}: a NUL at byte {at + chunk.index(0)}; this is no text file"
+                )
+            waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
+            try:
+                text = decoder.decode(chunk, final=last)
+            except UnicodeDecodeError as error:
+                place = at - waiting + error.start
+                raise InputError(f"{path}: byte {place} is not UTF-8; {as_utf_8(path)}") from None
+            yield text if begun else text.removeprefix(MARK)
+            begun = begun or bool(text)
+            at += len(chunk)
+
+
+def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
+    """How a text in another encoding is converted; Windows-1252 is what Excel and older editors write."""
+    if path.suffix == ".gz":
+        return "save it as UTF-8"
+    target = path.with_stem(f"{path.stem}-utf8")
+    return f"save it as UTF-8, for example: iconv -f {encoding} -t UTF-8 {path} > {target}"

@@ -1,0 +1,106 @@
+"""Rows of .csv and .tsv files as records: the header names the fields, empty rows are left out.
+
+The delimiter is comma, semicolon or tab, whichever the header has most of; quoted cells may contain line breaks. A row
+with another number of cells than the header is a bad record.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from packtrain.corpus.report import Report
+from packtrain.corpus.streams import kind_of, text_chunks
+from packtrain.errors import InputError
+from packtrain.words import plural
+
+LONGEST_CELL = 1 << 24  # characters; csv takes four bytes for each
+LONGEST_LINE = 1 << 26
+END = re.compile(r"\r\n|\n|\r(?=.)", re.DOTALL)  # a `\n` may follow a last `\r`
+QUOTED = re.compile(r'"[^"]*"')
+TOLD = re.compile(r"sep=([,;\t])\s*", re.IGNORECASE)  # a first line that Excel reads and writes
+
+
+def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each row by field, and the line on which it begins."""
+    rows = _rows(report)
+    where, header = next(rows, ("", []))
+    names = [name.strip().lower() for name in header]  # spreadsheets begin words with a capital
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"{where} names the field {twice} twice; each column needs its own name")
+    for where, cells in rows:
+        while len(cells) > len(names) and not cells[-1]:
+            cells.pop()
+        if len(cells) == len(names):  # columns without a name are counters that tools write
+            yield where, {name: cell for name, cell in zip(names, cells, strict=True) if name}
+            continue
+        found, wanted = plural(len(cells), "cell"), plural(len(names), "column")
+        report.reject(
+            InputError(
+                f"{where} has {found} where the header has {wanted}; a cell that contains the delimiter or a line"
+                " break must be in double quotes"
+            )
+        )
+
+
+def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
+    """The rows that are not empty, the header among them; and where each begins."""
+    path = report.path
+    lines = _lines(path)
+    first, delimiter, passed = "", "", 0
+    for first in lines:
+        passed += 1
+        if told := TOLD.fullmatch(first):
+            delimiter = told[1]
+        elif first.strip():
+            break
+    csv.field_size_limit(LONGEST_CELL)
+    delimiter = delimiter or _delimiter(first, kind_of(path))
+    reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+    while True:
+        where = f"{path}: line {passed + reader.line_num}"
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            report.reject(InputError(f"{where}: {_reason(error)}"))
+            continue
+        if cells is None:
+            return
+        if any(cells):
+            yield where, cells
+
+
+def _reason(error: csv.Error) -> str:
+    said = str(error)
+    if "end of data" in said:
+        return "a quoted cell begins here and never ends; its last quote is missing"
+    if "field limit" in said:
+        return f"a cell has more than {LONGEST_CELL:,} characters; a quote may be missing"
+    return "text follows a quoted cell; a quote within quotes must be doubled"
+
+
+def _delimiter(first: str, kind: str) -> str:
+    """What the header has most of outside quotes."""
+    bare = QUOTED.sub("", first)
+    usual = "\t" if kind == ".tsv" else ","
+    return max((usual, ",", ";", "\t"), key=bare.count)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines with their ends, whatever these are."""
+    rest, number = "", 1
+    for chunk in text_chunks(path):
+        rest += chunk
+        at = 0
+        for found in END.finditer(rest):
+            yield rest[at : found.end()]
+            at, number = found.end(), number + 1
+        rest = rest[at:]
+        if len(rest) > LONGEST_LINE:
+            raise InputError(
+                f"{path}: line {number} is longer than {LONGEST_LINE:,} characters; this is no CSV"
+            )
+    if rest:
+        yield rest

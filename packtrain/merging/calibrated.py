@@ -1,0 +1,149 @@
+"""An adapter merged block by block into a file, on the grids that stand in it, so that its tokens come out as before.
+
+In go the base with its adapters, batches of tokens, and a file of the base's tensors that is written in place.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.dtypes import dtype_of
+from packtrain.gguf import GGUF
+from packtrain.merging.feedback import Feedback, feedback, product
+from packtrain.merging.grid import KINDS, grid_of, put_codes
+from packtrain.merging.streams import Batch, Site, Streams
+from packtrain.models.adapted import Scaled, adapted
+from packtrain.models.file import ModelFile
+from packtrain.models.merge import Rows
+from packtrain.quant import quantize
+
+PART = 1 << 19  # values of a matrix that are rounded at a time
+FEW_TOKENS = 32  # an expert that fewer reach is rounded as it is
+
+Done = Callable[[int, int], None]
+
+
+def calibrate(
+    path: Path,
+    model: ModelFile,
+    changes: Mapping[str, Rows],
+    batches: Sequence[Batch],
+    width: int | None = None,
+    done: Done = lambda block, blocks: None,
+) -> dict[str, float]:
+    """Round these matrices, given as rows, anew within the file; how much each still makes otherwise, relative.
+
+    model  the base with the adapters beside it
+    width  most columns whose errors are made good in one another: the sums over what they read have width² numbers
+    """
+    file = GGUF(path)
+    written = np.memmap(path, np.uint8, "r+")
+    arrays = {name: _mapped(written, file, name) for name in file.entries if name in changes}
+    merging = {name: array for name, array in arrays.items() if name.startswith("blk.")}
+    streams, sums = Streams(model, merging, batches), dict[str, np.ndarray]()
+    last = max((int(name.split(".")[1]) for name in merging), default=-1)
+    for i in range(last + 1):
+        block = streams.block(i)
+        for site in block.sites:
+            names = [name for name in site.names if dtype_of(arrays[name]) in KINDS]
+            if names:
+                here = replace(site, names=tuple(names))
+                for name, sum in _site(streams, here, arrays, changes, width or site.z.shape[-1]):
+                    sums[name] = sums.get(name, 0) + sum
+        if i < last:
+            streams.advance(block)
+        done(i + 1, last + 1)
+    written.flush()
+    return {name: float((wrong / right) ** 0.5) for name, (wrong, right) in sums.items() if right}
+
+
+def _mapped(written: np.ndarray, file: GGUF, name: str) -> np.ndarray:
+    """The tensor where it is in the file, (…, blocks), to be written."""
+    e = file.entries[name]
+    return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, written.data, e.offset)
+
+
+def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
+    """The base with what the adapters add to its blocks; the rest of them works merged alone."""
+    ours = []
+    for adapter, by in adapters:
+        pairs = {name: pair for name, pair in adapter.pairs.items() if name.startswith("blk.")}
+        ours.append((replace(adapter, pairs=pairs), by))
+    return adapted(base, ours)
+
+
+def _site(
+    streams: Streams,
+    site: Site,
+    arrays: Mapping[str, np.ndarray],
+    changes: Mapping[str, Rows],
+    width: int,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Round the matrices of a site; an expert has sums of its own where it reads what no other does.
+
+    Gives for each the squares of what it makes otherwise, and of what it makes.
+    """
+    columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
+    for start in range(0, columns, width):
+        part = slice(start, min(start + width, columns))
+        for expert in experts:
+            moments = streams.moments(site, part, expert)
+            parts = {
+                name: Part.of(arrays[name], changes[name], part, expert, site.experts)
+                for name in site.names
+            }
+            if expert is not None and moments.tokens < FEW_TOKENS:
+                for one in parts.values():
+                    one.round_plainly()
+                continue
+            made = [one.power(moments.squares) for one in parts.values()]
+            back = feedback(moments.squares, moments.shift)
+            for (name, one), right in zip(parts.items(), made, strict=True):
+                yield name, np.array([one.round(back), right])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows and columns of a matrix: packed, to be written, and as they should be."""
+
+    packed: np.ndarray
+    changed: Rows
+    rows: range
+    columns: slice
+
+    @classmethod
+    def of(
+        cls, array: np.ndarray, changed: Rows, columns: slice, expert: int | None, experts: int
+    ) -> "Part":
+        """These columns of all rows, or of those of one of so many experts."""
+        packed, block = array.reshape(-1, array.shape[-1]), dtype_of(array).block
+        count = len(packed) if expert is None else len(packed) // experts
+        first = (expert or 0) * count
+        blocks = slice(columns.start // block, columns.stop // block)
+        return cls(packed[:, blocks], changed, range(first, first + count), columns)
+
+    def _pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        step = max(1, PART // (self.columns.stop - self.columns.start))
+        for at in self.rows[::step]:
+            end = min(at + step, self.rows.stop)
+            yield self.packed[at:end], self.changed(at, end)[:, self.columns]
+
+    def power(self, squares: np.ndarray) -> float:
+        """The sum of squares of what they make of inputs with these sums."""
+        return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._pieces()))
+
+    def round(self, back: Feedback) -> float:
+        """Put codes into their packed form; the sum of squares of what they then make otherwise."""
+        error = 0.0
+        for packed, rows in self._pieces():
+            codes, wrong = back.round(back.targets(rows), grid_of(packed))
+            put_codes(packed, codes)
+            error += wrong
+        return error
+
+    def round_plainly(self) -> None:
+        """Pack them as they are, on a grid of their own."""
+        for packed, rows in self._pieces():
+            packed[...] = quantize(rows, dtype_of(packed))

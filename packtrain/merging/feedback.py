@@ -1,0 +1,132 @@
+"""One matrix rounded to a grid so that what it makes of its inputs changes least: error feedback, column by column.
+
+After each column its error, weighted by the Cholesky factor of the inverse of H = ZᵀZ, is added to the columns still
+to come. Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Sums over inputs go in; it knows no models.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.merging.grid import Grid
+
+DAMPING = 0.01  # of the mean of the diagonal of H, added to it
+BLOCK, FEW = 128, 32  # columns that wait for a matrix product, and that are updated one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """How an error in one column is made good in those behind it.
+
+    order   (n,)    columns, the largest inputs first
+    factor  (n, n)  f32, upper U: the inverse of damped H, in that order, is UᵀU
+    shift   (n, n)  f32, (X - Z)ᵀZ with its columns in that order, or None
+    """
+
+    order: np.ndarray
+    factor: np.ndarray
+    shift: np.ndarray | None
+
+    def targets(self, rows: np.ndarray) -> np.ndarray:
+        """Rows (R, n) that make of Z what these make of X, in columns by `order`: T + T (X - Z)ᵀZ H⁻¹, (n, R)."""
+        aim = np.ascontiguousarray(rows[:, self.order].T)
+        if self.shift is not None:
+            moved = product(self.factor, product(self.shift.T, rows.T))
+            product(self.factor.T, moved, aim)
+        return aim
+
+    def round(self, aim: np.ndarray, grid: Grid) -> tuple[np.ndarray, float]:
+        """Codes u8 (R, n) for targets (n, R), which are used up, and the squared error of what comes out."""
+        codes = np.empty(aim.shape, np.uint8)
+        step, low = np.ascontiguousarray(grid.step.T), np.ascontiguousarray(grid.low.T)
+        with np.errstate(divide="ignore"):
+            inverse = np.where(step != 0, 1 / step, np.float32(0))
+        group, most, total = self.order // grid.group, np.float32(grid.levels - 1), 0.0
+        errors = np.empty((BLOCK, aim.shape[1]), np.float32)
+        for start in range(0, len(aim), BLOCK):
+            stop = min(start + BLOCK, len(aim))
+            for at in range(start, stop):
+                g = group[at]
+                code = np.rint((aim[at] - low[g]) * inverse[g])
+                np.clip(code, 0, most, out=code)
+                codes[at] = code
+                code *= step[g]
+                code += low[g]
+                code -= aim[at]
+                code /= self.factor[at, at]
+                errors[at - start] = code
+                end = min(at - at % FEW + FEW, stop)
+                if at + 1 < end:
+                    aim[at + 1 : end] += self.factor[at, at + 1 : end, None] * code
+                elif end < stop:
+                    first = at - at % FEW
+                    aim[end:stop] += (
+                        self.factor[first:end, end:stop].T @ errors[first - start : end - start]
+                    )
+            done = errors[: stop - start]
+            total += float(np.square(done, dtype=np.float64).sum())
+            if stop < len(aim):
+                product(self.factor[start:stop, stop:].T, done, aim[stop:])
+        back = np.empty(aim.shape[::-1], np.uint8)
+        back[:, self.order] = codes.T
+        return back, total
+
+
+def feedback(squares: np.ndarray, shift: np.ndarray | None) -> Feedback:
+    """Of sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory becomes that of the result."""
+    diagonal = squares.diagonal().astype(np.float64)
+    order, n = np.argsort(-diagonal, kind="stable"), len(squares)
+    inverse = np.empty((n, n))
+    for row, at in zip(inverse, order[::-1], strict=True):
+        row[:] = squares[at, order[::-1]]
+    inverse.flat[:: n + 1] += DAMPING * float(diagonal.mean()) or 1.0  # columns without input, too
+    cholesky(inverse)
+    invert_lower(inverse)
+    squares[...] = inverse[::-1, ::-1]
+    for row in () if shift is None else shift:
+        row[:] = row[order]
+    return Feedback(order, squares, shift)
+
+
+def cholesky(a: np.ndarray) -> None:
+    """The lower factor L of a = LLᵀ in place of a, f64, zeros above; no more memory than for a few columns."""
+    n = len(a)
+    for start in range(0, n, BLOCK):
+        stop = min(start + BLOCK, n)
+        a[start:stop, start:stop] = corner = np.linalg.cholesky(a[start:stop, start:stop])
+        a[start:stop, stop:] = 0
+        below = a[stop:, start:stop]
+        below[...] = below @ np.linalg.inv(corner).T
+        for at in range(stop, n, BLOCK):
+            end = min(at + BLOCK, n)
+            a[at:end, stop:end] -= below[at - stop : end - stop] @ below[: end - stop].T
+
+
+def invert_lower(a: np.ndarray) -> None:
+    """The inverse of a lower matrix in its place: halves by halves."""
+    n = len(a)
+    if n <= BLOCK:
+        a[...] = np.tril(np.linalg.inv(a))
+        return
+    half = n // 2 // BLOCK * BLOCK or BLOCK
+    first, last, below = a[:half, :half], a[half:, half:], a[half:, :half]
+    invert_lower(first)
+    invert_lower(last)
+    for at in range(
+        0, half, BLOCK
+    ):  # - last below first: columns from the left, then rows from below
+        here = slice(at, at + BLOCK)
+        below[:, here] = below[:, at:] @ first[at:, here]
+    for at in reversed(range(0, len(last), BLOCK)):
+        here = slice(at, at + BLOCK)
+        below[here] = -(last[here, : at + BLOCK] @ below[: at + BLOCK])
+
+
+def product(a: np.ndarray, b: np.ndarray, onto: np.ndarray | None = None) -> np.ndarray:
+    """a @ b, or that added onto something, f32, on all cores."""
+    compiled: Any = kernels
+    made = np.empty((a.shape[0], b.shape[1]), np.float32) if onto is None else onto
+    compiled.matmul.product(made, a, b, onto is not None)
+    return made

@@ -1,0 +1,123 @@
+"""Which tokens a merge reads, and what it takes: decided before anything is trained, kept to afterwards.
+
+In go a model, the names of matrices and a number of bytes; out comes a Room, or none if the least does not fit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from packtrain.dtypes import Dtype
+from packtrain.graph import Graph
+from packtrain.merging.calibrated import PART
+from packtrain.merging.streams import Batch, Graphs, padding
+from packtrain.models.file import ModelFile
+from packtrain.place import place
+from packtrain.plan import make_plan
+
+TOKENS, LEAST = 6144, 1024  # read, if memory does not ask for fewer
+AT_ONCE = 1024  # of them that go through a block at a time
+NARROW = 512  # columns at least
+OTHER_NBYTES = 12 << 20  # graphs, what NumPy and the file's writer hold, measured
+BUFFERS = 8  # of PART values, while rows are rounded
+
+
+class Batched(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How a merge is done in so many bytes.
+
+    rows    at a time, and `batches` of them
+    width   most columns whose errors are made good in one another
+    """
+
+    rows: int
+    time: int
+    batches: int
+    width: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"merging reads {self.tokens:,} tokens of the data"
+
+    @property
+    def tokens(self) -> int:
+        return self.batches * self.rows * self.time
+
+    def read(self, data: Batched) -> list[Batch]:
+        """The first rows of the data, grouped as they are read."""
+        rows, wanted = [], self.rows * self.batches
+        for row in _rows(data):
+            rows.append(row)
+            if len(rows) == wanted:
+                break
+        del rows[len(rows) // self.rows * self.rows or len(rows) :]
+        groups = [rows[at : at + self.rows] for at in range(0, len(rows), self.rows)]
+        return [{name: np.stack([r[name] for r in g]) for name in g[0]} for g in groups]
+
+
+def _rows(data: Batched) -> Iterator[Batch]:
+    """The rows of an epoch that hold something."""
+    for index in range(len(data)):
+        batch = data[index]
+        for at in np.flatnonzero((~padding(batch)).any(-1)):
+            yield {name: values[at] for name, values in batch.items()}
+
+
+def room(
+    adapted: ModelFile, types: Mapping[str, Dtype], time: int, rows: int, limit: int | None = None
+) -> Room | None:
+    """The most tokens, and columns at a time, that fit; None if not even the least do.
+
+    types  of the matrices that are calibrated
+    rows   that there are, of `time` tokens
+    """
+    at_once = min(max(1, AT_ONCE // time), rows)
+    blocks = _kinds(adapted, types)
+    graphs = Graphs.of(adapted, types, (at_once, time))
+    arena, widest = 0, 1
+    for i in blocks:
+        block = graphs.block(i)
+        sites = [{"x": site.x or site.z, "z": site.z} for site in block.sites]
+        for outputs in (*sites, {"x": block.x, "z": block.z}):
+            nbytes = make_plan(place(Graph(outputs))).arena().nbytes
+            arena = max(arena, nbytes + 3 * sum(t.spec.nbytes for t in outputs.values()) // 2)
+        widest = max([widest, *(site.z.shape[-1] for site in block.sites)])
+    fixed = arena + sum(array.nbytes for array in adapted.added.values()) + OTHER_NBYTES
+    most = min(TOKENS, rows * time) // (at_once * time) or 1
+    for batches, width in _ladder(most, LEAST // (at_once * time) or 1, widest):
+        streams = 2 * 4 * batches * at_once * time * adapted.config.embedding_length
+        matrix = 4 * width * width
+        nbytes = fixed + streams + max(4 * matrix, 2 * matrix + BUFFERS * 4 * PART)
+        if limit is None or nbytes <= limit:
+            return Room(at_once, time, batches, width, nbytes)
+    return None
+
+
+def _ladder(most: int, least: int, widest: int) -> Iterator[tuple[int, int]]:
+    """Numbers of batches and widths, the best first: fewer tokens first, then fewer columns."""
+    batches, width = most, widest
+    yield batches, width
+    while batches > least or width > NARROW:
+        if batches > least:
+            batches = max(batches // 2, min(least, batches))
+        else:
+            width = -(-width // 2 // NARROW) * NARROW
+        yield batches, width
+
+
+def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:
+    """One block of each kind: those that differ in their windows or in how they turn."""
+    config = adapted.config
+    found = {
+        (config.window_of(i), config.rope_of(i)): i
+        for i in {int(name.split(".")[1]) for name in names}
+    }
+    return sorted(found.values())

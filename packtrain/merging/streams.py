@@ -1,0 +1,211 @@
+"""Two streams through a model in lockstep: with its adapter beside it, and merged as far as the merge has come.
+
+For each block come the sites: what its matrices read, and which of them read the same. A site gives sums over the
+tokens of all batches. The graphs are the model's own; inputs of matrices are found in them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from packtrain.dtypes import Dtype, dtype_of, f32, i32
+from packtrain.graph import Graph
+from packtrain.merging.feedback import product
+from packtrain.models import transformer
+from packtrain.models.file import ModelFile
+from packtrain.models.transformer import Weights
+from packtrain.place import Placed, place
+from packtrain.run import Session
+from packtrain.tensor import Tensor, input, weight
+
+Batch = Mapping[str, np.ndarray]
+MERGED = "merged/"  # how names of leaves begin that are the merged file's
+PRODUCTS = {"matmul", "matmul_id"}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What some matrices of a block read: x with the adapter, z as merged.
+
+    expert  of inputs that are sorted by expert the expert and the token of each row; x is then None, for its rows
+            may be those of others
+    experts their number
+    """
+
+    names: tuple[str, ...]
+    x: Tensor | None
+    z: Tensor
+    expert: tuple[Tensor, Tensor] | None = None
+    experts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over tokens of what a site reads: squares ZᵀZ (n, n), shift (X - Z)ᵀZ (n, n), and the number of tokens."""
+
+    squares: np.ndarray
+    shift: np.ndarray | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block in both streams: sites in the order in which they are computed, and what it leaves."""
+
+    sites: list[Site]
+    x: Tensor
+    z: Tensor
+
+
+class Streams:
+    """Both streams of some batches, at the border of a block.
+
+    adapted  the base with the additions to its blocks
+    merged   matrices of the file that is being written, mapped: as they change, so does what they make
+    """
+
+    def __init__(
+        self, adapted: ModelFile, merged: Mapping[str, np.ndarray], batches: Sequence[Batch]
+    ) -> None:
+        self.adapted, self.batches = adapted, batches
+        self.shape = batches[0]["tokens"].shape
+        self.session = Session()
+        self.session.share(adapted.stored() | {MERGED + n: array for n, array in merged.items()})
+        types = {name: dtype_of(array) for name, array in merged.items()}
+        self.graphs = Graphs.of(adapted, types, self.shape)
+        self.real = [~padding(batch) for batch in batches]
+        embed = self._run(place(self.graphs.embedding()))
+        self.z = [embed({"tokens": batch["tokens"]})["z"] for batch in batches]
+        self.x = [z.copy() for z in self.z]
+
+    def _run(self, placed: Placed):  # type: ignore[no-untyped-def]
+        return self.session.executor(placed)
+
+    def block(self, i: int) -> Block:
+        return self.graphs.block(i)
+
+    def moments(self, site: Site, columns: slice, expert: int | None = None) -> Moments:
+        """Sums over all tokens, or those of one expert, of some columns."""
+        outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
+        if site.expert is not None:
+            outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
+        run, n = self._run(place(Graph(outputs))), columns.stop - columns.start
+        squares = np.zeros((n, n), np.float32)
+        shift = None if site.x is None else np.zeros((n, n), np.float32)
+        count = 0
+        for at in range(len(self.batches)):
+            got = run(self._inputs(run, at))
+            z, counts = (
+                got["z"].reshape(-1, site.z.shape[-1])[:, columns],
+                self.real[at].reshape(-1),
+            )
+            if site.expert is not None:
+                counts = counts[got["token"]] & (got["expert"] == expert)
+            z *= counts[:, None]
+            product(z.T, z, squares)
+            if shift is not None:
+                x = got["x"].reshape(-1, site.z.shape[-1])[:, columns]
+                x *= counts[:, None]
+                x -= z
+                product(x.T, z, shift)
+            count += int(counts.sum())
+        return Moments(squares, shift, count)
+
+    def advance(self, block: Block) -> None:
+        """On through a block."""
+        run = self._run(place(Graph({"x": block.x, "z": block.z})))
+        for at in range(len(self.batches)):
+            got = run(self._inputs(run, at))
+            self.x[at], self.z[at] = got["x"], got["z"]
+
+    def _inputs(self, run, at: int) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+        there = {"x": self.x[at], "z": self.z[at], **self.batches[at]}
+        return {name: there[name] for name in run.inputs}
+
+
+def padding(batch: Batch) -> np.ndarray:
+    """Where a row holds nothing, (B, T)."""
+    return np.asarray((batch["tokens"] == 0) & (batch["targets"] == 0))
+
+
+# ---- graphs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """The graphs of both streams for batches of one shape; inputs `x` and `z` (B, T, C), `pos` and `seq`."""
+
+    adapted: ModelFile
+    x: Weights
+    z: Weights
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, adapted: ModelFile, merged: Mapping[str, Dtype], shape: tuple[int, ...]
+    ) -> "Graphs":
+        """Graphs in which matrices of these names and types are the merged file's in one of the streams."""
+        x = transformer.weights(adapted.config, adapted.types())
+        bare = {name: leaf for name, leaf in x.items() if name not in adapted.added}
+        z = bare | {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
+        return cls(adapted, x, z, shape)
+
+    def embedding(self) -> Graph:
+        tokens = input("tokens", self.shape, i32)
+        return Graph({"z": transformer.embedding(self.adapted.config, self.z, tokens)})
+
+    def block(self, i: int) -> Block:
+        config, time = self.adapted.config, self.shape[-1]
+        pos, seq = (input(name, self.shape, i32) for name in ("pos", "seq"))
+        tables = transformer.rope_tables(config, self.x, pos, time)
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return transformer.mixed(config, i, q, k, v, pos, pos, seq, seq)
+
+        wide = (*self.shape, config.embedding_length)
+        ins = {name: input(name, wide, f32) for name in ("x", "z")}
+        x = transformer.block(config, self.x, i, ins["x"], tables, attend)
+        z = transformer.block(config, self.z, i, ins["z"], tables, attend)
+        return Block(_sites(x, z, config.expert_count), x, z)
+
+
+def _sites(x: Tensor, z: Tensor, experts: int) -> list[Site]:
+    """Where the merged stream's own matrices read, in order."""
+    beside = {name: source for name, source, _ in _reads(x)}
+    found: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
+    for label, source, expert in _reads(z):
+        if not label.startswith(MERGED):
+            continue
+        name, its = label.removeprefix(MERGED), None
+        if expert is not None:
+            made = source.call
+            if (
+                made is not None and made.op.name == "get_rows"
+            ):  # rows of tokens: all tokens' do as well
+                source = made.reads[0]
+                other = beside[name].call
+                x_source = None if other is None else other.reads[0]
+            else:
+                x_source, its = None, expert
+        else:
+            x_source = beside[name]
+        names, _, _ = found.setdefault(source, ([], x_source, its))
+        if name not in names:
+            names.append(name)
+    return [Site(tuple(names), a, z, its, experts) for z, (names, a, its) in found.items()]
+
+
+def _reads(end: Tensor) -> list[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
+    """Of each product with a stored matrix its name, what it reads, and for those of experts whose row is whose."""
+    made, tokens = [], None
+    for call in Graph({"end": end}).calls:
+        if call.op.name == "group_rows":
+            tokens = call.results[0]
+        if call.op.name in PRODUCTS and call.reads[1].base.kind == "weight":
+            expert = None
+            if call.op.name == "matmul_id":
+                assert tokens is not None
+                expert = call.reads[2], tokens
+            made.append((call.reads[1].base.label, call.reads[0], expert))
+    return made

@@ -1,0 +1,88 @@
+"""A file with adapters merged into it by means of batches of tokens: as large as a plain merge, and nearer to them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packtrain.dtypes import Dtype
+from packtrain.files import beside
+from packtrain.gguf import Entry, Value
+from packtrain.merging.calibrated import Done, additions, calibrate
+from packtrain.merging.grid import KINDS
+from packtrain.merging.room import Batched, Room
+from packtrain.models.adapted import Scaled
+from packtrain.models.file import ModelFile
+from packtrain.models.merge import merged, stored_type, write_changed
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Adapters to merge into a base.
+
+    dtype  of changed matrices, see stored_type; None leaves each in its own
+    types  of single ones, by name
+    more   metadata beside that of the base
+    """
+
+    base: ModelFile
+    adapters: Sequence[Scaled]
+    dtype: Dtype | None = None
+    types: Mapping[str, Dtype] = field(default_factory=dict)
+    more: Mapping[str, Value] = field(default_factory=dict)
+
+    def stored(self, name: str) -> Dtype:
+        """What a changed tensor is stored in."""
+        return stored_type(self.base.gguf.entries[name], self.types.get(name, self.dtype))
+
+    @property
+    def calibrated(self) -> dict[str, Dtype]:
+        """Types of the matrices that are rounded with data. Others have no codes, or no block to be read in."""
+        names = dict.fromkeys(name for adapter, _ in self.adapters for name in adapter.pairs)
+        types = {name: self.stored(name) for name in names if name.startswith("blk.")}
+        return {name: dtype for name, dtype in types.items() if dtype in KINDS}
+
+    @property
+    def adapted(self) -> ModelFile:
+        """The base with what the adapters add to its blocks beside it."""
+        return additions(self.base, self.adapters)
+
+    def write(
+        self,
+        path: Path,
+        name: str,
+        room: Room | None = None,
+        data: Batched | None = None,
+        done: Callable[[Entry, Dtype, float], None] = lambda entry, stored, error: None,
+        block: Done = lambda block, blocks: None,
+    ) -> Mapping[str, float]:
+        """Write the file; without a room for it each matrix is rounded as it is.
+
+        data   what is read, as the room says
+        done   told of matrices that are rounded as they are, block of blocks that are done
+        Gives what calibrate does of the others.
+        """
+        changes = merged(self.base.gguf, self.adapters)
+        anew = set(self.calibrated) if room is not None else set[str]()
+        # on the base's own grid where that is the type: its weights lose nothing there, and only the addition is to
+        # be rounded
+        kept = {n for n in anew if self.stored(n) == self.base.gguf.entries[n].dtype}
+        first = {n: rows for n, rows in changes.items() if n not in kept}
+
+        def write(to: Path) -> None:
+            write_changed(
+                to,
+                self.base.gguf,
+                first,
+                name=name,
+                dtype=self.dtype,
+                types=self.types,
+                more=self.more,
+                done=done,
+            )
+
+        if room is None or data is None or not anew:
+            write(path)
+            return {}
+        with beside(path) as part:
+            write(part)
+            return calibrate(part, self.adapted, changes, room.read(data), room.width, block)

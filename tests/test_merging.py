@@ -1,0 +1,267 @@
+"""Merging with data: grids of packed rows, error feedback on one matrix, and whole models block by block."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from packtrain.cli import main
+from packtrain.dtypes import Dtype, f32
+from packtrain.gguf import GGUF
+from packtrain.kernels import set_threads, threads
+from packtrain.memory import Peak, settle
+from packtrain.merging.feedback import BLOCK, DAMPING, cholesky, feedback, invert_lower
+from packtrain.merging.grid import KINDS, codes_of, grid_of, put_codes
+from packtrain.merging.room import Room, room
+from packtrain.merging.streams import Graphs, Streams
+from packtrain.merging.write import Merge
+from packtrain.models.adapted import read_scaled
+from packtrain.models.file import ModelFile, open_model
+from packtrain.quant import dequantize, quantize
+from tests.adapters import random_adapter
+from tests.architectures import CONFIGS, random_model
+
+RNG = np.random.default_rng(5)
+TIME = 32
+every_kind = pytest.mark.parametrize("dtype", KINDS, ids=str)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def inputs(n: int, tokens: int = 900) -> np.ndarray:
+    """Tokens whose features go together and are of very different sizes, as those of trained models are."""
+    few = n // 8
+    return normal(tokens, few) @ normal(few, n) + 0.05 * normal(tokens, n)
+
+
+def damped(z: np.ndarray) -> np.ndarray:
+    squares = z.T.astype(np.float64) @ z
+    return squares + DAMPING * squares.diagonal().mean() * np.eye(len(squares))
+
+
+def lost(error: np.ndarray, squares: np.ndarray) -> float:
+    return float(np.einsum("ij,jk,ik", error, squares, error))
+
+
+# ---- one matrix ----------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_codes_on_their_grid_are_the_values_and_come_back(dtype: Dtype):
+    rows = quantize(normal(24, 512), dtype)
+    grid, codes = grid_of(rows), codes_of(rows)
+    step, low = (np.repeat(part, grid.group, 1) for part in (grid.step, grid.low))
+    np.testing.assert_array_equal(codes * step + low, dequantize(rows))
+    other = RNG.integers(0, grid.levels, codes.shape, np.uint8)
+    changed = rows.copy()
+    put_codes(changed, other)
+    np.testing.assert_array_equal(codes_of(changed), other)
+    np.testing.assert_array_equal(dequantize(changed), other * step + low)
+    put_codes(changed, codes)
+    assert changed.tobytes() == rows.tobytes()
+
+
+@every_kind
+def test_feedback_makes_less_otherwise_than_the_nearest_codes(dtype: Dtype):
+    stored = quantize(normal(40, 512), dtype)
+    target = dequantize(stored) + 0.02 * normal(40, 512)
+    z = inputs(512)
+    back = feedback((z.T @ z).astype(np.float32), None)
+    codes, wrong = back.round(back.targets(target), grid_of(stored))
+    put_codes(stored, codes)
+    squares = damped(z)
+    with_feedback = lost(dequantize(stored) - target, squares)
+    assert with_feedback < 0.85 * lost(dequantize(quantize(target, dtype)) - target, squares)
+    assert wrong == pytest.approx(with_feedback, rel=1e-2)
+
+
+def test_targets_make_of_the_merged_stream_what_the_matrix_makes_of_the_other():
+    z, rows = inputs(64), normal(8, 64)
+    x = z + 0.1 * z @ normal(64, 64)
+    back = feedback((z.T @ z).astype(np.float32), ((x - z).T @ z).astype(np.float32))
+    moved = np.empty_like(rows)
+    moved[:, back.order] = back.targets(rows).T
+    before, after = (np.square(z @ t.T - x @ rows.T).sum() for t in (rows, moved))
+    assert after < 0.02 * before
+    best = rows + rows @ ((x - z).T @ z).astype(np.float64) @ np.linalg.inv(damped(z))
+    np.testing.assert_allclose(moved, best, atol=2e-3)
+
+
+def test_columns_without_input_and_groups_without_a_step_are_no_trouble():
+    values = normal(6, 256)
+    values[:, 64:96] = 0
+    stored = quantize(values, next(iter(KINDS)))
+    z = inputs(256)
+    z[:, 32:40] = 0
+    back = feedback(z.T @ z, None)
+    codes, wrong = back.round(back.targets(values), grid_of(stored))
+    put_codes(stored, codes)
+    assert np.isfinite(wrong) and np.isfinite(dequantize(stored)).all()
+    nothing = feedback(np.zeros((32, 32), np.float32), None)
+    assert np.isfinite(nothing.factor).all()
+
+
+@pytest.mark.parametrize("n", (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5))
+def test_factor_and_inverse_in_place(n: int):
+    half = RNG.standard_normal((n, 2 * n))
+    a = half @ half.T
+    want = np.linalg.cholesky(a)
+    cholesky(a)
+    np.testing.assert_allclose(a, want, rtol=1e-9, atol=1e-9)
+    invert_lower(a)
+    np.testing.assert_allclose(a @ want, np.eye(n), atol=1e-9)
+
+
+# ---- whole models --------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Batches of random tokens that are alike, with some padding."""
+
+    def __init__(self, count: int = 24, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.tokens = rng.choice([3, 9, 30, 77, 120, 200, 260], (count, TIME)).astype(np.int32)
+        self.tokens[::3, TIME - 5 :] = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = self.tokens[index : index + 1]
+        return {
+            "tokens": tokens,
+            "targets": tokens,
+            "pos": np.arange(TIME, dtype=np.int32)[None],
+            "seq": (tokens == 0).astype(np.int32),
+            "weights": np.ones((1, TIME), np.float32),
+        }
+
+
+def merging(folder: Path, name: str, mix: str, scale: float = 0.1) -> Merge:
+    """A random model in this mix, with a small random adapter in its blocks."""
+    plain, packed = folder / "f32.gguf", folder / "base.gguf"
+    random_model(plain, name)
+    assert main(["quantize", str(plain), str(packed), mix, "--pure"]) == 0
+    base = open_model(packed)
+    adapter = random_adapter(folder / "a.gguf", base)
+    ((read, by),) = read_scaled([f"{adapter}:{scale}"], base.gguf)
+    pairs = {name: pair for name, pair in read.pairs.items() if name.startswith("blk.")}
+    return Merge(base, [(replace(read, pairs=pairs), by)])
+
+
+def room_of(merge: Merge, rows: int = 24, limit: int | None = None) -> Room:
+    found = room(merge.adapted, merge.calibrated, TIME, rows, limit)
+    assert found is not None
+    return found
+
+
+def end(model: ModelFile, rows: Rows) -> np.ndarray:
+    """What the last block leaves."""
+    streams = Streams(model, {}, [rows[i] for i in range(len(rows))])
+    for i in range(model.config.block_count):
+        streams.advance(streams.block(i))
+    return np.concatenate(streams.x)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama tied", "llama biased", "phi3", "llama experts", "gemma3 linear"]
+)
+@pytest.mark.parametrize("mix", ["Q4_0", "Q4_K", "Q6_K"])
+def test_a_merge_with_data_is_nearer_to_the_adapter_than_one_without(tmp_path, capsys, name, mix):
+    merge = merging(tmp_path, name, mix)
+    assert len(merge.calibrated) >= 4 * merge.base.config.block_count
+    merge.write(tmp_path / "plain.gguf", "plain")
+    merge.write(tmp_path / "with.gguf", "with", room_of(merge), Rows())
+    want, held = end(merge.adapted, Rows(6, seed=1)), Rows(6, seed=1)
+    plain, data = (
+        np.square(end(open_model(tmp_path / f"{which}.gguf"), held) - want).sum()
+        for which in ("plain", "with")
+    )
+    assert data < 0.7 * plain
+
+
+def test_all_else_stays_byte_for_byte_and_the_file_as_large(tmp_path, capsys):
+    merge = merging(tmp_path, "llama tied", "Q5_K")
+    errors = merge.write(tmp_path / "m.gguf", "base", room_of(merge), Rows())
+    base, made = merge.base.gguf, GGUF(tmp_path / "m.gguf")
+    assert {n: e.dtype for n, e in made.entries.items()} == {
+        n: e.dtype for n, e in base.entries.items()
+    }
+    same = {n for n in base.entries if made.array(n).tobytes() == base.array(n).tobytes()}
+    assert same == base.entries.keys() - set(merge.calibrated)
+    assert errors.keys() == set(merge.calibrated) and all(0 < e < 1 for e in errors.values())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_threads_change_no_bit(tmp_path, capsys):
+    merge, count, made = merging(tmp_path, "llama", "Q8_0"), threads(), []
+    try:
+        for number in (1, count):
+            set_threads(number)
+            merge.write(tmp_path / "m.gguf", "m", room_of(merge), Rows())
+            made.append((tmp_path / "m.gguf").read_bytes())
+    finally:
+        set_threads(count)
+    assert made[0] == made[-1]
+
+
+def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_room(monkeypatch):
+    monkeypatch.setattr("packtrain.merging.room.TOKENS", 1 << 14)
+    wide = replace(CONFIGS["llama"], embedding_length=1024, feed_forward_length=8192)
+    model = cast(ModelFile, SimpleNamespace(config=wide, added={}, types=dict))
+    names, rooms = {"blk.0.ffn_down.weight": f32}, list[Room]()
+    limit: int | None = None
+    while (found := room(model, names, 512, 100, limit)) is not None:
+        rooms.append(found)
+        limit = found.nbytes - 1
+    assert [r.tokens for r in rooms[:5]] == [16384, 8192, 4096, 2048, 1024]
+    assert [r.width for r in rooms] == [8192] * 5 + [4096, 2048, 1024, 512]
+    assert all(a.nbytes > b.nbytes for a, b in pairwise(rooms))
+
+
+def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))
+    merge = merging(tmp_path, "wide", "Q4_K")
+    widths, limit = [], None
+    while not widths or widths[-1] > 512:
+        found = room_of(merge, limit=limit)
+        settle()
+        with Peak() as peak:
+            merge.write(tmp_path / "m.gguf", "m", found, Rows())
+        assert peak.nbytes - peak.baseline < found.nbytes
+        widths.append(found.width)
+        limit = found.nbytes - 1
+    assert widths == [2048, 1024, 512]
+
+
+def test_experts_that_few_tokens_reach_are_rounded_as_they_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("packtrain.merging.calibrated.FEW_TOKENS", 1 << 20)
+    merge = merging(tmp_path, "llama experts", "Q5_0")
+    merge.write(tmp_path / "plain.gguf", "m")
+    merge.write(tmp_path / "with.gguf", "m", room_of(merge), Rows())
+    plain, data = (GGUF(tmp_path / f"{which}.gguf") for which in ("plain", "with"))
+    for name in merge.calibrated:
+        same = plain.array(name).tobytes() == data.array(name).tobytes()
+        assert same == name.endswith("ffn_down_exps.weight")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_matrix_of_every_architecture_is_found_with_what_it_reads(tmp_path, name):
+    config = random_model(tmp_path / "m.gguf", name)
+    model = open_model(tmp_path / "m.gguf")
+    names = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
+    graphs = Graphs.of(model, names, (1, TIME))
+    found = []
+    for i in range(config.block_count):
+        for site in graphs.block(i).sites:
+            widths = {model.gguf.entries[n].shape[-1] for n in site.names}
+            assert widths == {site.z.shape[-1]}
+            assert (site.x is None) == (site.expert is not None)
+            found += site.names
+    assert sorted(found) == sorted(names)

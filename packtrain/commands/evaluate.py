@@ -27,6 +27,7 @@ from packtrain.train.samples import SampleBatches, row_length
 from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
 from packtrain.train.windows import Windows, read_whole
 from packtrain.watch.progress import Tally, clock
+from packtrain.words import beyond
 
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, where --ctx does not say
 BATCH_TOKENS = 2048
@@ -133,7 +134,7 @@ def _prepared(settings: Evaluate, model: ModelFile, context: int) -> Prepared:
     text = not path.is_dir() and kind_of(path) not in RECORDS
     length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
     if length > context:
-        say(f"--ctx {length:,} is more than the model's own context of {context:,} tokens")
+        say(beyond(length, context))
     if text and not part and not settings.all_positions:
         tokenizer = model.tokenizer()
         ids = read_whole(path, _separator(settings), tokenizer)

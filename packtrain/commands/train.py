@@ -170,8 +170,8 @@ def facts(made: Ready, measured: int | None = None) -> dict[str, Any]:
 def _set_threads(count: int) -> None:
     try:
         kernels.set_threads(count)
-    except ValueError as error:
-        raise InputError(f"--threads: {error}") from None
+    except ValueError:
+        raise InputError(f"--threads {count}: it must be from 1 to the number of cores") from None
 
 
 def run(settings: TrainSettings) -> int:

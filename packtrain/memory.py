@@ -137,7 +137,8 @@ def parse_size(text: str, field: str) -> int:
         return int(total_nbytes() * number / 100)
     nbytes = number * UNITS[unit]
     if not 1 << 20 <= nbytes <= 1 << 60:
-        raise InputError(f"{field}: {text} is too little; give 1MiB or more")
+        much = "much" if nbytes > 1 << 20 else "little"
+        raise InputError(f"{field}: {text} is too {much}; it must be from 1MiB to 1048576TiB")
     return int(nbytes)
 
 

@@ -42,9 +42,13 @@ WRONG = {
     "train --preset 15": "--preset is 15; it must be one of 1m, 15m, 110m; did you mean 15m?",
     "train --optimizer adam": "one of adamw, sgd; did you mean adamw?",
     "train --iters 1e3": "--iters is '1e3'; it must be a whole number",
-    "train --iters -1": "--iters is -1; it must be 1 or more",
+    "train --iters -1": "--iters is -1; it must be from 1 to 1000000000000",
     "train --lr fast": "--lr is 'fast'; it must be a number",
     "train --lr nan": "--lr is nan; it must be finite",
+    "train --epochs 1e300": "--epochs is 1e+300; it must be from 0.001 to 1000000.0",
+    "train --iters 99999999999999": "--iters is 99999999999999; it must be from 1 to 1000000000000",
+    "train --memory 1KiB": "--memory: 1KiB is too little; it must be from 1MiB to",
+    "train --memory 9999999999TiB": "--memory: 9999999999TiB is too much; it must be from 1MiB",
     "train --lr": "--learning-rate: expected one argument",
     "train --val-split 0.9": "--val-split is 0.9; it must be from 0 to 0.5",
     "generate m.gguf --top-p 2": "--top-p is 2.0; it must be from 0 to 1",
@@ -65,7 +69,7 @@ def test_settings_files_are_held_apart_from_flags(tmp_path, capsys):
     for text, flags, line in (
         ("lorra_rank: 4", [], f"{path}: there is no setting lorra_rank; did you mean lora_rank?"),
         ("lr: fast", [], f"{path}: lr is 'fast'; it must be a number"),
-        ("lr: 1e-3", ["--iters", "0"], "error: --iters is 0; it must be 1 or more"),
+        ("lr: 1e-3", ["--iters", "0"], "error: --iters is 0; it must be from 1 to 1000000000000"),
         ("optimizer: sdg", [], f"{path}: optimizer is sdg; it must be one of adamw, sgd; did you"),
         ("lora_rank: [3]\niters: '7'", [], "the model must be given"),  # both are taken
     ):

@@ -328,7 +328,7 @@ def test_links_are_followed_and_devices_left_alone(data, tmp_path, capsys):
     assert (tmp_path / "link.gguf").is_symlink() and (tmp_path / "real.gguf").is_file()
     os.mkfifo(tmp_path / "pipe.gguf")
     line = refused(capsys, arguments(data, tmp_path / "pipe.gguf", "--overwrite"))
-    assert "no regular file" in line
+    assert "not a regular file" in line
     for name in ("", ".", "/"):
         assert "is a folder" in refused(capsys, arguments(data, name))
 
@@ -371,7 +371,7 @@ def test_only_files_are_read(tmp_path, capsys, make):
         arguments(tmp_path / "odd", tmp_path / "m.gguf"),
         ["inspect", str(tmp_path / "odd")],
     ):
-        assert "no regular file" in refused(capsys, command)
+        assert "not a regular file" in refused(capsys, command)
 
 
 def test_what_no_machine_has_is_refused_before_anything_is_lost(data, tmp_path, capsys):

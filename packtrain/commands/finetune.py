@@ -57,7 +57,7 @@ def _check(settings: TuneSettings) -> None:
     if settings.adapter.resolve() == settings.output.resolve():
         raise InputError(f"--adapter: {settings.adapter} is the --output, too; give another name")
     if settings.adapter.exists() and not (settings.overwrite or settings.resume):
-        raise InputError(f"--adapter: {settings.adapter} exists; give another, or --overwrite")
+        raise InputError(f"--adapter: {settings.adapter} exists; give another name, or --overwrite")
 
 
 def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:

@@ -48,12 +48,12 @@ class RunSettings:
     skip_bad: bool = DATA(False, SKIP_BAD)
 
     batch_size: int = TRAINING(8, "sequences per micro-batch", least=1)
-    grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1)
+    grad_accumulation_steps: int = TRAINING(1, "micro-batches per step", least=1, most=10**6)
     iters: int | None = TRAINING(
-        None, "steps to train (default: one epoch)", flags="--steps", least=1
+        None, "steps to train (default: one epoch)", flags="--steps", least=1, most=10**12
     )
     epochs: float | None = TRAINING(
-        None, "passes over the training data, in place of --iters", least=0.001
+        None, "passes over the training data, in place of --iters", least=0.001, most=1e6
     )
     lr: float | None = TRAINING(
         None,

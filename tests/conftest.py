@@ -3,6 +3,7 @@
 slow.txt has the beginnings of the names of the tests that `make check` leaves out.
 """
 
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +19,11 @@ NEEDS = {
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job: children of tests get the signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

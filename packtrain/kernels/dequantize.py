@@ -49,7 +49,7 @@ NL = np.array(
 )
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 packed2 = types.Array(types.uint8, 2, "C", readonly=True)
-unpacker = kernel(void(i64, i64, i64))
+unpacker = part(void(i64, i64, i64), forceinline=False)
 
 
 @unpacker

@@ -16,7 +16,7 @@ from packtrain.kernels.bits import (
     shorts_at,
     to_floats,
 )
-from packtrain.kernels.call import kernel
+from packtrain.kernels.call import part
 from packtrain.kernels.dequantize import (
     BF16,
     F16,
@@ -30,7 +30,7 @@ from packtrain.kernels.simd import fma, load, splat, total
 
 i64, f32 = types.int64, types.float32
 FUSED = (F16, Q4_0, Q8_0, Q4_K, Q6_K, BF16)
-dotter = kernel(f32(i64, i64, i64))
+dotter = part(f32(i64, i64, i64), forceinline=False)
 
 
 @dotter
@@ -119,7 +119,7 @@ def bf16(x, w, n):
     return total(a + b)
 
 
-@kernel(f32(i64, i64, i64, i64))
+@part(f32(i64, i64, i64, i64), forceinline=False)
 def dot(kind, x, w, n):
     """The dot product for a kind of FUSED."""
     if kind == Q4_0:

@@ -114,19 +114,53 @@ def emit_turn(builder, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
         write(builder, lines[i], at(builder, y, I64(i), ldy, I64(0)), inside(y_rows, y_columns, i))
 
 
-def product_of(by_column):
-    """emit_product as an intrinsic, of addresses."""
+def compiled(name, emit, kinds):
+    """An intrinsic that calls emit(builder, *args) as one function.
+
+    kinds, a letter for each argument: p address, i int, b bool
+    """
+    kind = {"p": POINTER, "i": I64, "b": ir.IntType(1)}
 
     def codegen(context, builder, sig, args):
-        m, n, depth, c, ldc, a, lda, b, ldb, add = args
-        c, a, b = (builder.inttoptr(base, POINTER) for base in (c, a, b))
-        emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add)
+        function = builder.module.globals.get(name)
+        if function is None:
+            form = ir.FunctionType(ir.VoidType(), [kind[k] for k in kinds])
+            function = ir.Function(builder.module, form, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block())
+            emit(inner, *function.args)
+            inner.ret_void()
+        fixed = (
+            builder.inttoptr(a, POINTER) if k == "p" else a
+            for k, a in zip(kinds, args, strict=True)
+        )
+        builder.call(function, list(fixed))
         return context.get_dummy_value()
 
-    return intrinsic(lambda typingctx, m, n, depth, c, ldc, a, lda, b, ldb, add: (PRODUCT, codegen))
+    number = {"p": types.int64, "i": types.int64, "b": types.boolean}
+    return intrinsic_of(len(kinds), types.void(*[number[k] for k in kinds]), codegen)
 
 
-product_by_rows, product_by_columns = product_of(False), product_of(True)
+def intrinsic_of(count, sig, codegen):
+    """One lambda for each count, as numba reads an intrinsic's parameters from its source."""
+    if count == 8:
+        return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h: (sig, codegen))
+    return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h, i, j: (sig, codegen))
+
+
+# functions on pointers within a kernel: from addresses LLVM makes slower loops, attention_back took twice as long
+product_by_rows = compiled(
+    "packtrain_rows_product",
+    lambda builder, *args: emit_product(builder, False, *args),
+    "iiipipipib",
+)
+product_by_columns = compiled(
+    "packtrain_columns_product",
+    lambda builder, *args: emit_product(builder, True, *args),
+    "iiipipipib",
+)
+turned = compiled("packtrain_turn", emit_turn, "piiipiii")
 
 
 @kernel(PRODUCT)
@@ -139,16 +173,6 @@ def rows_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
 def columns_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
     """The same where a lies by columns: a[i, k] at a + k * lda + i."""
     product_by_columns(m, n, depth, c, ldc, a, lda, b, ldb, add)
-
-
-@intrinsic
-def turned(typingctx, y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
-    def codegen(context, builder, sig, args):
-        y, x = (builder.inttoptr(base, POINTER) for base in (args[0], args[4]))
-        emit_turn(builder, y, *args[1:4], x, *args[5:])
-        return context.get_dummy_value()
-
-    return TURN, codegen
 
 
 @kernel(TURN)

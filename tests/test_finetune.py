@@ -1,5 +1,6 @@
 """`packtrain finetune` as its users meet it: what it writes, what it leaves alone, resume, refusals; and merge."""
 
+import dataclasses
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from packtrain.cli import main
-from packtrain.commands import finetune
+from packtrain.commands import merged
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapter import read_adapter
 from packtrain.quant import dequantize
@@ -234,24 +235,101 @@ def test_the_probe_finds_what_is_not_finite(folder, tmp_path, capsys, monkeypatc
 # ---- the end of a run ----------------------------------------------------------------------------------------
 
 
-def test_a_merge_that_keeps_too_little_names_the_type_that_would(folder, tmp_path, capsys):
-    few = ["--lr", "3e-4", "--iters", "4"]
-    kept = re.compile(r"merged \d+\.\d+ \((-?\d+)% of the gain\)")
-    assert tuned(folder, "q4_K", tmp_path / "a.gguf", *few) == 0
-    text = "\n".join(said(capsys))
-    assert int(kept.findall(text)[0]) < 80
-    ((dtype, with_it),) = re.findall(r"less than 80% .*; with --type (\w+) it keeps (\d+)%", text)
-    assert int(with_it) >= 80 and not (tmp_path / "a.run/.trial.gguf").exists()
-    assert tuned(folder, "q4_K", tmp_path / "b.gguf", *few, "--type", dtype) == 0
-    text = "\n".join(said(capsys))
-    assert kept.findall(text) == [with_it] and "warning" not in text
+KEPT = re.compile(r"merged \d+\.\d+ \((-?\d+)% of the gain\)")
+SHORT = ("--lr", "3e-4", "--iters", "4")
 
 
-def test_a_merge_that_no_type_would_keep_is_said(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(finetune, "ENOUGH", 9.0)
-    assert tuned(folder, "q4_K", tmp_path / "a.gguf", "--lr", "3e-4", "--iters", "4") == 0
-    assert "warning: no type keeps 900% of what the adapter gains" in "\n".join(said(capsys))
-    assert not (tmp_path / "a.run/.trial.gguf").exists()
+def test_a_merge_with_data_keeps_what_a_plain_one_loses(folder, tmp_path, capsys):
+    output = tmp_path / "a.gguf"
+    assert tuned(folder, "q4_K", output, *SHORT, "--merge", "plain") == 0
+    plain = "\n".join(said(capsys))
+    assert int(KEPT.findall(plain)[0]) < 80
+    again = plain.partition("merge again with: packtrain ")[2].splitlines()[0]
+    assert main(shlex.split(again)) == 0
+    text = "\n".join(said(capsys))
+    assert int(KEPT.findall(text)[0]) >= 95 and "warning" not in text
+
+
+def test_losses_that_were_measured_are_not_measured_again(folder, tmp_path, capsys, monkeypatch):
+    measured = []
+    loss = merged.End._loss
+    monkeypatch.setattr(
+        merged.End,
+        "_loss",
+        lambda end, model, what: measured.append(what) or loss(end, model, what),
+    )
+    output = tmp_path / "a.gguf"
+    assert tuned(folder, "q8_0", output, "--iters", "3") == 0
+    first = [line for line in said(capsys) if line.startswith("validation loss")]
+    assert measured == ["the result"]
+    assert tuned(folder, "q8_0", output, "--iters", "3", "--resume") == 0
+    assert measured == ["the result"] * 2
+    again = [line for line in said(capsys) if line.startswith("validation loss")]
+    assert again == first[-1:]
+    with (
+        monkeypatch.context() as patch
+    ):  # of a run that other batches validated nothing can be taken over
+        patch.setattr(merged, "ENOUGH", 0.0)
+        few = ["--iters", "3", "--resume", "--val-batches", "1"]
+        assert tuned(folder, "q8_0", output, *few) == 0
+    assert measured[2:] == ["the adapter", "the result", "the base"]
+
+
+def test_what_validation_says_is_what_the_files_lose(folder, tmp_path, capsys, monkeypatch):
+    """Base and adapter: before step 1 and after the last one, and as the files are measured."""
+    end = merged.End.finish
+    seen = []
+
+    def both(self: merged.End) -> None:
+        adapter = read_adapter(self.settings.folder / "adapter.gguf")
+        end(self)
+        seen.append(self._losses(adapter))
+        fresh = replace(self.progress, base=math.inf, last=math.inf)
+        seen.append(replace(self, progress=fresh)._losses(adapter))
+
+    monkeypatch.setattr(merged.End, "finish", both)
+    assert tuned(folder, "q4_K", tmp_path / "a.gguf", "--iters", "3", "--lora-dropout", "0.1") == 0
+    close(np.array(dataclasses.astuple(seen[0])), np.array(dataclasses.astuple(seen[1])))
+
+
+def test_larger_types_are_offered_where_they_keep_more(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(merged, "ENOUGH", 2.0)
+    monkeypatch.setattr(merged.Losses, "kept", property(lambda losses: next(kept)))
+    kept = iter([0.9, 0.9, 1.9, 2.0, 2.0])
+    output = tmp_path / "my.gguf"
+    assert tuned(folder, "q4_K", output, *SHORT) == 0
+    text = "\n".join(said(capsys))
+    ((grown, command),) = re.findall(r"the file is (.*) larger: packtrain (.*)", text)
+    assert not (tmp_path / "my.run/.trial.gguf").exists()
+    kept, before = iter([2.0, 2.0, 2.0]), output.stat().st_size
+    assert main(shlex.split(command)) == 0
+    assert f"{(output.stat().st_size - before) / 2**10:.1f} KiB" == grown
+    assert "larger" not in "\n".join(said(capsys))
+
+
+def test_a_merge_that_no_types_would_keep_is_said(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(merged, "ENOUGH", 9.0)
+    assert tuned(folder, "q4_K", tmp_path / "a.gguf", *SHORT) == 0
+    text = "\n".join(said(capsys))
+    assert "warning: no merge keeps 900% of what the adapter gains" in text
+    assert text.count("trying ") == 2 and not (tmp_path / "a.run/.trial.gguf").exists()
+
+
+@pytest.mark.parametrize("given", ["q6_K", "ffn_down=q9", "ffn_dwn=q6_K"])
+def test_types_of_single_matrices_are_checked_before_step_1(folder, tmp_path, capsys, given):
+    assert tuned(folder, "q4_K", tmp_path / "a.gguf", *SHORT, "--tensor-type", given) == 2
+    assert f"--tensor-type {given}: " in said(capsys)[-1]
+    assert not (tmp_path / "a.run/adapter.gguf").exists()
+
+
+def test_too_little_memory_for_data_is_said_with_the_plan(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("packtrain.merging.room.OTHER_NBYTES", 1 << 40)
+    output = tmp_path / "a.gguf"
+    assert tuned(folder, "q4_K", output, *SHORT, "--memory", "400MiB") == 0
+    lines = said(capsys)
+    (told,) = (i for i, line in enumerate(lines) if "at the end plain rounding keeps less" in line)
+    assert told < next(i for i, line in enumerate(lines) if line.startswith("step 1/"))
+    assert any("the adapter is merged by plain rounding" in line for line in lines)
 
 
 def test_no_part_of_a_gain_is_said_where_there_is_none(folder, tmp_path, capsys):
@@ -280,7 +358,7 @@ def test_a_run_that_is_stopped_while_it_merges_says_how_to_finish(
 ):
     output = tmp_path / "my model.gguf"
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "merged", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(merged.End, "_merge", lambda *_: signal.raise_signal(signal.SIGINT))
         assert tuned(folder, "f32", output, "--iters", "2") == 130
     command = said(capsys)[-1].partition("which is saved; finish with: packtrain ")[2]
     assert not output.exists() and main(shlex.split(command)) == 0

@@ -2,41 +2,34 @@
 
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import cast
 
-from packtrain.commands.train import Work, carry_out, say
-from packtrain.dtypes import DTYPES, Dtype
-from packtrain.errors import InputError
+from packtrain.commands.merged import End, note
+from packtrain.commands.train import Ready, Work, carry_out, say
+from packtrain.errors import InputError, Interrupted
 from packtrain.files import check_writable, write_text
 from packtrain.gguf import GGUF
-from packtrain.models.adapted import adapted
-from packtrain.models.adapter import read_adapter
-from packtrain.models.file import ModelFile, open_model
-from packtrain.models.merge import merged, stored_type, write_changed
+from packtrain.models.file import ModelFile
 from packtrain.plan import size_text
-from packtrain.quant import WRITABLE
-from packtrain.train.engine import evaluate
 from packtrain.train.fit import Fit
-from packtrain.train.job import Job
-from packtrain.train.measure import losses_of
-from packtrain.train.plans import Shape
+from packtrain.train.job import Batch
 from packtrain.train.probe import probe
 from packtrain.train.settings import TuneSettings
+from packtrain.train.state import Progress
 from packtrain.train.tune import ADAPTER, Tuned, decide, name_of
+from packtrain.watch.count import Count
 
-ENOUGH = 0.8  # of the adapter's gain that a merge should keep
-TRIAL = ".trial.gguf"
 OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # what no name in Ollama has
 
 
 def run(settings: TuneSettings) -> int:
     """Tune; 130 if a signal ended it, after saving. Raises InputError, OSError, ArithmeticError."""
     _check(settings)
-    return carry_out(settings, Work("finetune", decide, _before, _after))
+    return carry_out(settings, Work("finetune", decide, _before, _after, note))
 
 
 def _check(settings: TuneSettings) -> None:
@@ -69,109 +62,32 @@ def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
             raise InputError(f"--freeze {pattern}: {base.path} has no such tensor")
 
 
-def _before(fit: Fit) -> None:
+def _before(fit: Fit, stopped: Callable[[], bool]) -> None:
+    """Look whether everything learns, and validate once: what the base loses, to which the end compares."""
     probe(fit.job, fit.engine, say)
+    if fit.job.valid is not None:
+        with Count(sys.stderr, "validation of the base", "batch") as count:
+            found = fit.engine.evaluate(_until(stopped, fit.job.counted(count)))
+        fit.progress = replace(fit.progress, base=found.loss, batches=fit.job.validated)
+        say(f"validation loss of the base: {found.loss:.4f}")
+
+
+def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        if stopped():
+            raise Interrupted("stopped before step 1")
+        yield batch
 
 
 # ---- the end of a run ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """Validation losses, each of what is in its file."""
-
-    base: float
-    merged: float
-    adapter: float | None = None
-
-    @property
-    def kept(self) -> float:
-        """What part of the adapter's gain is left when it is merged; 1 where it gains nothing."""
-        gain = self.base - (self.merged if self.adapter is None else self.adapter)
-        return (self.base - self.merged) / gain if gain > 0 else 1.0
-
-    def __str__(self) -> str:
-        middle = "" if self.adapter is None else f"with the adapter {self.adapter:.4f}, "
-        last = "merged" if self.adapter is not None else "tuned"
-        gains = self.adapter is not None and self.adapter < self.base
-        kept = f" ({self.kept:.0%} of the gain)" if gains else ""
-        return f"validation loss: base {self.base:.4f}, {middle}{last} {self.merged:.4f}{kept}"
-
-
-def _after(job: Job, shape: Shape) -> None:
+def _after(made: Ready, progress: Progress) -> None:
     """Merge, measure what came of it, and say how it is used. The memory of the run is free."""
-    settings, subject = cast(TuneSettings, job.settings), cast(Tuned, job.subject)
-    base, adapter_path = subject.model, settings.folder / ADAPTER
-    if not settings.full:
-        _merge(subject, adapter_path, settings.output, settings.type)
-    if job.valid is not None:
-        measured = Measured(job, shape)
-        with_adapter = None
-        if not settings.full:
-            adapter = read_adapter(adapter_path)
-            with_adapter = measured.loss(adapted(base, [(adapter, 1.0)]))
-        tuned = measured.loss(open_model(settings.output))
-        losses = Losses(measured.loss(base), tuned, with_adapter)
-        say(str(losses))
-        if losses.kept < ENOUGH:
-            _advise(measured, losses, subject, settings)
-    _write_modelfile(settings, base)
+    End(made.job, made.plans.shape, progress, made.budget).finish()
+    settings, subject = cast(TuneSettings, made.job.settings), cast(Tuned, made.job.subject)
+    _write_modelfile(settings, subject.model)
     _tell(settings, subject.chats)
-
-
-def _merge(subject: Tuned, adapter: Path, output: Path, dtype: str | None) -> None:
-    base, stored = subject.model.gguf, DTYPES[dtype] if dtype else None
-    changes = merged(base, [(read_adapter(adapter), 1.0)])
-    write_changed(output, base, changes, name=name_of(output), dtype=stored, more=subject.more)
-    narrow = [
-        name for name in changes if stored not in (None, stored_type(base.entries[name], stored))
-    ]
-    if narrow and output == subject.settings.output:
-        say(
-            f"--type {dtype}: rows of {len(narrow)} matrices are no blocks of it; they keep their type"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The validation of a job, for models in files."""
-
-    job: Job
-    shape: Shape
-
-    def loss(self, model: ModelFile) -> float:
-        run = losses_of(model, self.shape.rows, self.shape.time, self.shape.chunk)
-        return evaluate(run, self.job.validation()).loss
-
-
-def _advise(measured: Measured, losses: Losses, subject: Tuned, settings: TuneSettings) -> None:
-    """Say which type the merged matrices should have: the smallest that keeps enough, by trial."""
-    base, adapter, trial = subject.model, settings.folder / ADAPTER, settings.folder / TRIAL
-    try:
-        for dtype in _larger(base, read_adapter(adapter).pairs, settings.type):
-            _merge(subject, adapter, trial, str(dtype))
-            found = Losses(losses.base, measured.loss(open_model(trial)), losses.adapter)
-            if found.kept >= ENOUGH:
-                say(
-                    f"warning: the merge keeps less than {ENOUGH:.0%} of what the adapter gains; with --type {dtype}"
-                    f" it keeps {found.kept:.0%}, or use the adapter beside the base"
-                )
-                return
-    finally:
-        trial.unlink(missing_ok=True)
-    say(f"warning: no type keeps {ENOUGH:.0%} of what the adapter gains; use it beside the base")
-
-
-def _larger(base: ModelFile, names: object, asked: str | None) -> Iterator[Dtype]:
-    """Types with more bits a weight than the changed matrices have now, the smallest first."""
-    entries = [base.gguf.entries[name] for name in cast(dict[str, object], names)]
-    now = DTYPES[asked] if asked else None
-    least = max(bits(stored_type(entry, now)) for entry in entries)
-    yield from sorted((dtype for dtype in WRITABLE if bits(dtype) > least), key=bits)
-
-
-def bits(dtype: Dtype) -> float:
-    return 8 * dtype.block_nbytes / dtype.block
 
 
 def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:

@@ -16,6 +16,7 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.merging.grid import KINDS
 from packtrain.merging.room import room
+from packtrain.merging.types import named_types
 from packtrain.merging.write import Merge as Merging
 from packtrain.models.adapted import read_scaled, split_scale
 from packtrain.models.file import open_model
@@ -40,6 +41,11 @@ class Merge:
     adapters: tuple[str, ...] = positional("adapters, GGUF files; FILE:SCALE adds SCALE times one")
     output: Path = required("the GGUF file to write", flags="-o")
     type: str | None = option(None, f"of what is changed; else what it is in the base: {TYPES}")
+    tensor_type: tuple[str, ...] = option(
+        (),
+        "NAME=TYPE of the changed matrices of this name, as ffn_down=q8_0; may be given several times",
+        metavar="NAME=TYPE",
+    )
     calibrate: Path | None = option(
         None,
         "conversations or text like the training data of the adapters; keeps more of what they learned",
@@ -73,14 +79,18 @@ def run(settings: Merge) -> int:
         print(line(entry, stored, error) + (narrow if dtype not in (None, stored) else ""))
 
     name = settings.output.stem.encode(errors="replace").decode()
+    types = named_types(settings.tensor_type, changes, base.entries)
     if settings.calibrate is None:
-        write_changed(settings.output, base, changes, name=name, dtype=dtype, done=done)
+        given = settings.output, base, changes
+        write_changed(*given, name=name, dtype=dtype, types=types, done=done)
         if any(stored_type(base.entries[n], dtype) in KINDS for n in changes):
             say(
                 "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
             )
     else:
-        _calibrated(settings, Merging(open_model(settings.model), adapters, dtype), name, done)
+        _calibrated(
+            settings, Merging(open_model(settings.model), adapters, dtype, types), name, done
+        )
     print(
         f"{settings.output}: {len(changes)} of {len(base.entries)} tensors changed, "
         f"{base.nbytes / MIB:.2f} -> {settings.output.stat().st_size / MIB:.2f} MiB, "

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from packtrain.commands.merged import note
 from packtrain.commands.train import facts, ready
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.files import check_writable, write_text
@@ -52,7 +53,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
             _check_not_read(path, f"--{name}", settings)
     made = ready(settings, tune.decide if isinstance(settings, TuneSettings) else decide)
     if made.refusal is None:
-        print(made.text)
+        print("\n".join([made.text, *note(made)]))
     about, plan = facts(made, _measured(settings.folder)), made.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)

@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,14 +56,16 @@ class Work:
     """What a command that trains does in its own way.
 
     decide  settings to a job; it is given `say`
-    before  what is done on the engine before step 1, once its values are there
+    before  what is done on the engine before step 1, once its values are there; it is given what says of a signal
     after   what is done and said when the run has ended and its memory is free
+    notes   what is said with the plan
     """
 
     command: str
     decide: Callable[[Any, Callable[[str], None]], Job]
-    before: Callable[[Fit], None]
-    after: Callable[[Job, Shape], None]
+    before: Callable[[Fit, Callable[[], bool]], None]
+    after: Callable[["Ready", Progress], None]
+    notes: Callable[["Ready"], Iterable[str]] = lambda made: ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ def _set_threads(count: int) -> None:
 
 def run(settings: TrainSettings) -> int:
     """Train; 130 if a signal ended it, after saving. Raises InputError, OSError, NotFinite."""
-    return carry_out(settings, Work("train", decide, lambda fit: None, _after))
+    return carry_out(settings, Work("train", decide, lambda fit, stopped: None, _after))
 
 
 def carry_out(settings: RunSettings, work: Work) -> int:
@@ -185,7 +187,7 @@ def carry_out(settings: RunSettings, work: Work) -> int:
     made = ready(settings, work.decide)
     if made.refusal is not None:
         raise DoesNotFit(made.refusal)
-    say(made.text)
+    say("\n".join([made.text, *work.notes(made)]))
     total, there = made.baseline + made.plans.nbytes, total_nbytes()
     if total > there:
         raise DoesNotFit(
@@ -207,7 +209,7 @@ def carry_out(settings: RunSettings, work: Work) -> int:
         write_text(folder / "plan.html", page(made.plans.largest, **facts(made, peak)))
         _report(made.job, progress, peak, total)
         try:
-            work.after(made.job, made.plans.shape)
+            work.after(made, progress)
         except KeyboardInterrupt:
             say(
                 f"stopped after the last step, which is saved; finish with: {_resume(work, settings)}"
@@ -234,12 +236,12 @@ def _train(settings: RunSettings, made: Ready, work: Work) -> tuple[Progress, in
         engine = Engine(made.plans, made.job.optimizer, shared, settings.seed)
         fit = Fit(made.job, engine, folder, Pace(made.seconds, doubt))
         fit.begin(made.found)
-        if made.found is None:
-            work.before(fit)
         watch.resume(fit.progress.step)
         if made.tokenizer is not None:
             fit.sample = partial(_sample, made.job, engine, made.tokenizer)
         try:
+            if made.found is None:
+                work.before(fit, stopped)
             fit.go(watch, stopped, lambda: peak.nbytes)
         except Interrupted as error:
             watch.say(f"{error}; continue with: {_resume(work, settings)}")
@@ -349,9 +351,9 @@ def outcome(progress: Progress, best: bool) -> str:
     )
 
 
-def _after(job: Job, shape: Shape) -> None:
+def _after(made: Ready, progress: Progress) -> None:
     """Where the model is, and what to do with it."""
-    output = job.settings.output
+    output = made.job.settings.output
     say(f"{output}: {size_text(output.stat().st_size)}")
     name = shlex.quote(str(output))
     say(f"  packtrain generate {name} -p 'Once'")

@@ -1,7 +1,7 @@
 """A file with adapters merged into it by means of batches of tokens: as large as a plain merge, and nearer to them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packtrain.dtypes import Dtype
@@ -12,6 +12,7 @@ from packtrain.merging.grid import KINDS
 from packtrain.merging.room import Batched, Room
 from packtrain.models.adapted import Scaled
 from packtrain.models.file import ModelFile
+from packtrain.models.lora import SUFFIXES, Lora
 from packtrain.models.merge import merged, stored_type, write_changed
 
 
@@ -45,6 +46,20 @@ class Merge:
     def adapted(self) -> ModelFile:
         """The base with what the adapters add to its blocks beside it."""
         return additions(self.base, self.adapters)
+
+    @property
+    def sized(self) -> ModelFile:
+        """The same, for its sizes: values are those of the first adapter that has them."""
+        pairs = {n: pair for adapter, _ in self.adapters for n, pair in adapter.pairs.items()}
+        inside = {n: pair for n, pair in pairs.items() if n.startswith("blk.")}
+        ranks = tuple((n, b.shape[-1]) for n, (_, b) in inside.items())
+        added = {
+            n + end: half
+            for n, pair in inside.items()
+            for end, half in zip(SUFFIXES, pair, strict=True)
+        }
+        config = replace(self.base.config, lora=Lora(ranks) if ranks else None)
+        return replace(self.base, config=config, added=added)
 
     def write(
         self,

@@ -38,7 +38,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
         TuneSettings,
         (
             (
-                "lora_rank lora_alpha lora_modules lora_dropout rslora adapter",
+                "lora_rank lora_alpha lora_modules lora_dropout rslora adapter merge tensor_type",
                 lambda s: s.full,
                 "with --full, which trains the weights themselves",
             ),

@@ -1,8 +1,9 @@
 """The training loop: steps, validation, samples and checkpoints in their turn, until done, stopped or stuck."""
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class Fit:
         for name in self.names:
             session.set({name: found.array(name)})
         self.progress = found.progress
+        if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
+            # other batches than those of this run: they are not to be compared
+            self.progress = replace(found.progress, base=math.inf, last=math.inf)
         if found.path != self.checkpoint and self.checkpoint.exists():
             # or the first save would keep the damaged one in the place of the sound one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")

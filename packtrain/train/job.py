@@ -95,10 +95,22 @@ class Job:
     def validation(self) -> Iterator[Batch]:
         """The batches of one validation: all, or as many as asked for, always the same."""
         assert self.valid is not None
-        count = len(self.valid)
-        most = min(self.settings.val_batches or count, count)
+        count, most = len(self.valid), self.validated
         for i in range(most):
             yield from self._parts(self.valid[i * count // most])
+
+    def counted(self, told: Callable[[int, int], None]) -> Iterator[Batch]:
+        """The same; after each, how many of how many are done is told."""
+        parts = self.validated * -(-self.settings.batch_size // self.shape.rows)
+        for number, batch in enumerate(self.validation(), 1):
+            yield batch
+            told(number, parts)
+
+    @property
+    def validated(self) -> int:
+        """The number of batches of one validation."""
+        count = 0 if self.valid is None else len(self.valid)
+        return min(self.settings.val_batches or count, count)
 
     def _parts(self, batch: Mapping[str, Any]) -> list[Batch]:
         rows = self.shape.rows

@@ -205,6 +205,17 @@ class TuneSettings(RunSettings):
         None, "element type of the changed matrices (default: as in the base)", choices=WRITTEN
     )
 
+    merge: str = OUTPUT(
+        "calibrated",
+        "how the adapter is merged into quantized matrices: calibrated on some of the data, or plain rounding",
+        choices=("calibrated", "plain"),
+    )
+    tensor_type: tuple[str, ...] = OUTPUT(
+        (),
+        "element type of the changed matrices of this name, as ffn_down=q8_0; may be given several times",
+        metavar="NAME=TYPE",
+    )
+
     full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
     masters: str = TRAINING(
         "f32",
@@ -280,6 +291,15 @@ FREE = frozenset(
             "threads",
         ),
         *("steps_per_eval", "val_batches", "patience", "steps_per_report", "save_every"),
-        *("sample_every", "sample_prompt", "tensorboard", "type", "resume", "overwrite"),
+        *(
+            "sample_every",
+            "sample_prompt",
+            "tensorboard",
+            "type",
+            "merge",
+            "tensor_type",
+            "resume",
+            "overwrite",
+        ),
     )
 )

@@ -29,7 +29,7 @@ class Progress:
 
     step      steps done          tokens   trained on so far      seconds  spent training
     best      lowest validation loss, after step `best_step`, and `stale`, validations since then
-    last      validation loss of the last validation
+    last      validation loss of the last validation; `base` that before step 1, both over `batches` batches
     """
 
     step: int = 0
@@ -39,6 +39,8 @@ class Progress:
     stale: int = 0
     best_step: int = 0
     last: float = float("inf")
+    base: float = float("inf")
+    batches: int = 0
 
     def after(self, tokens: int, seconds: float) -> "Progress":
         return replace(
@@ -164,7 +166,7 @@ def _load(path: Path) -> Checkpoint:
 def _is_progress(value: Any) -> bool:
     """Whether plain data has the fields of Progress, of their types and not below 0; old files lack `later`."""
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
-    later = {"best_step": int, "last": float}
+    later = {"best_step": int, "last": float, "base": float, "batches": int}
     return (
         isinstance(value, dict)
         and kinds.keys() <= value.keys() <= kinds.keys() | later.keys()

@@ -1,0 +1,225 @@
+"""The end of a tuning run: its adapter merged into the base, what that keeps, and what would keep more.
+
+The memory of the run is free by then; merging stays within its budget all the same. What validation measured during
+the run is not measured again.
+"""
+
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from packtrain.commands.train import Ready, say
+from packtrain.dtypes import DTYPES
+from packtrain.memory import private_nbytes, settle
+from packtrain.merging.room import Room, room
+from packtrain.merging.types import larger, named_types
+from packtrain.merging.write import Merge
+from packtrain.models.adapted import adapted
+from packtrain.models.adapter import Adapter, read_adapter
+from packtrain.models.file import ModelFile, open_model
+from packtrain.models.lora import A, B
+from packtrain.models.transformer import weights
+from packtrain.plan import size_text
+from packtrain.train.engine import evaluate
+from packtrain.train.fit import BEST
+from packtrain.train.job import Job
+from packtrain.train.measure import losses_of
+from packtrain.train.plans import Shape, still
+from packtrain.train.samples import SampleBatches
+from packtrain.train.settings import TuneSettings
+from packtrain.train.state import Progress
+from packtrain.train.tune import ADAPTER, Tuned, name_of
+from packtrain.watch.count import Count
+
+ENOUGH = 0.95  # of the adapter's gain that a merge should keep
+TRIAL = ".trial.gguf"
+NO_ROOM = "--memory leaves too little for a merge with data"
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Validation losses, each of what is in its file."""
+
+    base: float
+    merged: float
+    adapter: float | None = None
+
+    @property
+    def kept(self) -> float:
+        """What part of the adapter's gain is left when it is merged; 1 where it gains nothing."""
+        gain = self.base - (self.merged if self.adapter is None else self.adapter)
+        return (self.base - self.merged) / gain if gain > 0 else 1.0
+
+    def __str__(self) -> str:
+        middle = "" if self.adapter is None else f"with the adapter {self.adapter:.4f}, "
+        last = "merged" if self.adapter is not None else "tuned"
+        gains = self.adapter is not None and self.adapter < self.base
+        kept = f" ({self.kept:.0%} of the gain)" if gains else ""
+        return f"validation loss: base {self.base:.4f}, {middle}{last} {self.merged:.4f}{kept}"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A run that has made its steps."""
+
+    job: Job
+    shape: Shape
+    progress: Progress
+    budget: int | None
+
+    @property
+    def settings(self) -> TuneSettings:
+        return cast(TuneSettings, self.job.settings)
+
+    @property
+    def subject(self) -> Tuned:
+        return cast(Tuned, self.job.subject)
+
+    def finish(self) -> None:
+        """Merge the adapter if there is one; say what base, adapter and result lose, and what would keep more."""
+        adapter = None if self.settings.full else read_adapter(self.settings.folder / ADAPTER)
+        found = None
+        if adapter is not None:
+            merge = merge_of(self.subject, adapter, self.settings.tensor_type)
+            found = self._merge(merge, self.settings.output)
+            self._say_narrow(merge)
+        if self.job.valid is None:
+            return
+        losses = self._losses(adapter)
+        say(str(losses))
+        if adapter is not None and losses.kept < ENOUGH:
+            self._advise(adapter, losses, found)
+
+    # ---- merging
+
+    def _merge(self, merge: Merge, output: Path) -> Mapping[str, float] | None:
+        """Write the file; what each matrix that was calibrated makes otherwise, or None where none was."""
+        found = None
+        if calibrates(self.settings) and merge.calibrated:
+            settle()
+            limit = None if self.budget is None else self.budget - private_nbytes()
+            found = room_of(self.job, merge, limit)
+            if found is None:
+                say(f"{NO_ROOM}: the adapter is merged by plain rounding")
+        with Count(sys.stderr, "merging", "block") as count:
+            data = cast(SampleBatches, self.job.train)
+            errors = merge.write(output, name_of(output), found, data, block=count)
+        return errors if found is not None else None
+
+    def _say_narrow(self, merge: Merge) -> None:
+        names = {name for adapter, _ in merge.adapters for name in adapter.pairs}
+        narrow = [
+            n for n in names if merge.dtype not in (None, merge.stored(n), merge.types.get(n))
+        ]
+        if narrow and not merge.types:
+            say(
+                f"--type {self.settings.type}: rows of {len(narrow)} matrices are no blocks of it; they keep their type"
+            )
+
+    # ---- measuring
+
+    def _losses(self, adapter: Adapter | None) -> Losses:
+        base, progress = self.subject.model, self.progress
+        decided = self.settings.patience and (self.settings.folder / BEST).exists()
+        last = progress.best if decided else progress.last
+        with_it = None
+        if adapter is not None:
+            beside = adapted(base, [(adapter, 1.0)])
+            with_it = last if math.isfinite(last) else self._loss(beside, "the adapter")
+        tuned = self._loss(open_model(self.settings.output), "the result")
+        before = progress.base if math.isfinite(progress.base) else self._loss(base, "the base")
+        return Losses(before, tuned, with_it)
+
+    def _loss(self, model: ModelFile, what: str) -> float:
+        run = losses_of(model, self.shape.rows, self.shape.time, self.shape.chunk)
+        with Count(sys.stderr, f"validation of {what}", "batch") as count:
+            return evaluate(run, self.job.counted(count)).loss
+
+    # ---- more
+
+    def _advise(self, adapter: Adapter, losses: Losses, errors: Mapping[str, float] | None) -> None:
+        """Say what keeps enough: the way with data, or larger types for the matrices that lose most, by trial."""
+        again = f"packtrain finetune -o {shlex.quote(str(self.settings.output))} --resume"
+        if errors is None:
+            if self.settings.merge == "plain":
+                say(
+                    f"warning: plain rounding loses much of the gain; merge again with: {again} --merge calibrated"
+                )
+                return
+            errors = {}
+        trial = self.settings.folder / TRIAL
+        try:
+            now = merge_of(self.subject, adapter, self.settings.tensor_type)
+            for types in larger(now.calibrated, now.base.gguf.entries, errors):
+                flags = [f"{kind}={dtype}" for kind, dtype in types.items()]
+                merge = merge_of(self.subject, adapter, (*self.settings.tensor_type, *flags))
+                say(
+                    f"the merge keeps less than {ENOUGH:.0%} of the gain; trying {', '.join(flags)} …"
+                )
+                self._merge(merge, trial)
+                kept = Losses(
+                    losses.base, self._loss(open_model(trial), "the trial"), losses.adapter
+                ).kept
+                if kept >= ENOUGH:
+                    more = trial.stat().st_size - self.settings.output.stat().st_size
+                    options = " ".join(f"--tensor-type {shlex.quote(flag)}" for flag in flags)
+                    say(
+                        f"with these types the merge keeps {kept:.0%}, and the file is {size_text(more)} larger:"
+                        f" {again} {options}"
+                    )
+                    return
+        finally:
+            trial.unlink(missing_ok=True)
+        say(
+            f"warning: no merge keeps {ENOUGH:.0%} of what the adapter gains; use it beside the base"
+        )
+
+
+def note(made: Ready) -> Iterator[str]:
+    """What a plan says of the merge at its end."""
+    settings, subject = made.job.settings, made.job.subject
+    if not isinstance(settings, TuneSettings) or not isinstance(subject, Tuned):
+        return
+    config = still(made.job.config)
+    if config.lora is None:
+        return
+    shapes = {name: leaf.shape for name, leaf in weights(config).items()}
+    names = [name.removesuffix(A) for name in shapes if name.endswith(A)]
+    nothing = {
+        n + end: np.broadcast_to(np.float32(0), shapes[n + end]) for n in names for end in (A, B)
+    }
+    pairs = {name: (nothing[name + A], nothing[name + B]) for name in names}
+    adapter = Adapter(config.architecture, config.lora.alpha, pairs)
+    merge = merge_of(subject, adapter, settings.tensor_type)
+    if not merge.calibrated or not calibrates(settings):
+        return
+    limit = None if made.budget is None else made.budget - made.baseline
+    found = room_of(made.job, merge, limit)
+    if found is None:
+        yield f"{NO_ROOM}: at the end plain rounding keeps less of what is learned"
+        return
+    what = f"after the last step, on {found.tokens:,} tokens of the data; not in the total"
+    yield f"  {'merge':<10}{size_text(found.nbytes):>10}  {what}"
+
+
+def calibrates(settings: TuneSettings) -> bool:
+    return settings.merge == "calibrated"
+
+
+def room_of(job: Job, merge: Merge, limit: int | None) -> Room | None:
+    """What a merge reads of the run's data within a number of bytes."""
+    data = cast(SampleBatches, job.train)
+    return room(merge.sized, merge.calibrated, data.time, data.windows, limit)
+
+
+def merge_of(subject: Tuned, adapter: Adapter, tensor_types: tuple[str, ...] = ()) -> Merge:
+    """The merge that the settings of a run ask for."""
+    dtype = DTYPES[subject.settings.type] if subject.settings.type else None
+    types = named_types(tensor_types, adapter.pairs, subject.model.gguf.entries)
+    return Merge(subject.model, [(adapter, 1.0)], dtype, types, subject.more)

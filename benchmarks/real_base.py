@@ -236,12 +236,14 @@ def kept(base: Path, adapter: Path, result: Path, held: Path) -> Iterator[Row]:
 def tune_few(setup: Setup) -> Iterator[Row]:
     flags = f"--lr 1e-3 --iters 2 --val-batches 1 {SHORT}"
     if not setup.short:
-        flags = "--lr 1e-3 --iters 8 --steps-per-eval 4"
+        flags = "--lr 1e-3 --iters 8 --val-batches 4"
     return tuned(setup.base, setup, "tune8", flags)
 
 
 def tune_many(setup: Setup) -> Iterator[Row]:
-    return tuned(setup.base, setup, "tune60", "--lr 1e-3 --iters 60 --steps-per-eval 20")
+    return tuned(
+        setup.base, setup, "tune60", "--lr 1e-3 --iters 60 --steps-per-eval 30 --val-batches 4"
+    )
 
 
 def tutorial(setup: Setup) -> Iterator[Row]:

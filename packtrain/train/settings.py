@@ -251,6 +251,7 @@ class TuneSettings(RunSettings):
     pack: bool = DATA(True, "put several samples into one sequence where they fit")
 
     batch_size: int = TRAINING(4, "sequences per micro-batch", least=1)
+    val_batches: int = TRAINING(10, "micro-batches per validation at most; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
         "peak learning rate (default: 2e-4, with --full 1e-5)",

@@ -32,7 +32,10 @@ def test_documents_hide_others():
 
 
 def test_learnt_tokens_are_counted():
-    assert learnt([batch(10), batch(5, weights=0.0), batch(4, 3)]) == 17
+    found = [batch(10), batch(5, weights=0.0), batch(4, 3)]
+    assert learnt(found, 22) == 17
+    assert learnt(found, 220) == 170
+    assert learnt([], 2048) == 2048
 
 
 @pytest.fixture

@@ -104,7 +104,8 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
     kernels.prepare(modules, limit, private_nbytes())
     room = math.inf if limit is None else limit - private_nbytes()
     speed = rates_apart(settings.calibrate, say, packed_types(job.shape), room)
-    speed, learning = replace(speed, seen=seen(job.batches(1))), learnt(job.batches(1))
+    data, positions = job.glimpse(), job.shape.rows * job.shape.time * job.shape.micros
+    speed, learning = replace(speed, seen=seen(data)), learnt(data, positions)
     settle()
     found = _found(settings)
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job

@@ -28,6 +28,7 @@ from packtrain.train.settings import FREE, RunSettings, TrainSettings
 from packtrain.words import plural
 
 VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
+GLIMPSE = 1 << 17  # positions of the data that are looked at before a run is planned
 HEAD_NBYTES = 1 << 16  # of a GGUF file: names, shapes and padding
 SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name what is read
 
@@ -91,6 +92,12 @@ class Job:
         asked = self.settings.grad_accumulation_steps
         first = (step - 1) * asked
         return [part for i in range(asked) for part in self._parts(self.train[first + i])]
+
+    def glimpse(self) -> list[Batch]:
+        """Micro-batches of step 1, as many as are small: what is asked for may be more than any machine holds."""
+        rows = GLIMPSE // self.shape.time
+        count = min(rows // self.settings.batch_size, self.settings.grad_accumulation_steps)
+        return [part for i in range(count) for part in self._parts(self.train[i])]
 
     def validation(self) -> Iterator[Batch]:
         """The batches of one validation: all, or as many as asked for, always the same."""

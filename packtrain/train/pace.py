@@ -37,9 +37,11 @@ def _ends(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum.reduceat(ids, starts, axis=1), np.maximum.reduceat(ids, starts, axis=1)
 
 
-def learnt(batches: Sequence[Mapping[str, np.ndarray]]) -> int:
-    """Tokens that a step learns from, among its positions."""
-    return int(sum((batch["weights"] > 0).sum() for batch in batches))
+def learnt(batches: Sequence[Mapping[str, np.ndarray]], positions: int) -> int:
+    """Tokens that a step of so many positions learns from, if all its batches are like these."""
+    weights = sum(batch["weights"].size for batch in batches)
+    counted = sum(int((batch["weights"] > 0).sum()) for batch in batches)
+    return round(positions * counted / weights) if weights else positions
 
 
 @dataclass

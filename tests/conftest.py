@@ -20,10 +20,11 @@ NEEDS = {
 }
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background job: children of tests get the signal
+# a shell's background job ignores these, and so would the children of tests
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,6 +44,8 @@ IDLE = {
         "--lora-dropout": {"full": True, "lora_dropout": 0.1},
         "--rslora": {"full": True, "rslora": True},
         "--adapter": {"full": True, "adapter": Path("a.gguf")},
+        "--merge": {"full": True, "merge": "plain"},
+        "--tensor-type": {"full": True, "tensor_type": ("ffn_down=q8_0",)},
         "--masters": {"masters": "bf16"},
         "--freeze": {"freeze": ("token_embd*",)},
     },

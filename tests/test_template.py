@@ -207,5 +207,5 @@ def test_which_template_a_file_has():
     assert template_source({key: "a", f"{key}.tool_use": "b"}) == "a"
     assert template_source({key: "a", f"{key}.tool_use": "b"}, tools=True) == "b"
     assert template_source({f"{key}.default": "c"}, tools=True) == "c"
-    with pytest.raises(TemplateError, match="is no text"):
+    with pytest.raises(TemplateError, match="is not a text"):
         template_source({key: [b"a"]})

@@ -36,6 +36,7 @@ from packtrain.train.settings import TuneSettings
 from packtrain.train.state import Progress
 from packtrain.train.tune import ADAPTER, Tuned, name_of
 from packtrain.watch.count import Count
+from packtrain.words import plural
 
 ENOUGH = 0.95  # of the adapter's gain that a merge should keep
 TRIAL = ".trial.gguf"
@@ -119,7 +120,8 @@ class End:
         ]
         if narrow and not merge.types:
             say(
-                f"--type {self.settings.type}: rows of {len(narrow)} matrices are no blocks of it; they keep their type"
+                f"--type {self.settings.type}: rows of {plural(len(narrow), 'matrix', 'matrices')}"
+                " do not fill blocks of it; they keep their type"
             )
 
     # ---- measuring

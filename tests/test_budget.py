@@ -14,10 +14,11 @@ import pytest
 from packtrain.cli import main
 from packtrain.cost import Rates
 from packtrain.errors import InputError
-from packtrain.memory import parse_size, private_nbytes_of, total_nbytes
+from packtrain.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
+from packtrain.train import loaded
 from packtrain.train.budget import Limit, planned
 from packtrain.train.engine import Engine
 from packtrain.train.optim import SGD, AdamW
@@ -316,3 +317,31 @@ def test_sizes():
     assert parse_size("50%", "") == total_nbytes() // 2
     with pytest.raises(InputError):
         parse_size("1KiB", "")
+
+
+# ---- kernels that are not loaded yet
+
+
+def test_what_kernels_take_is_measured_once_and_guessed_without_room(monkeypatch, tmp_path):
+    monkeypatch.setattr(loaded, "_kept", lambda names: tmp_path / "loaded.json")
+    guess = loaded.loaded(("norm",), 10 * MIB)
+    assert guess.unsure and not list(tmp_path.iterdir())
+    found = loaded.loaded(("norm",), -1)  # a refusal, whose minimum shall be right
+    assert found.unsure == 0 and 5 * MIB < found.nbytes < guess.nbytes
+    monkeypatch.setattr(loaded, "ask", None)
+    assert loaded.loaded(("norm",), 10 * MIB) == found
+
+
+def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
+    guess = loaded.Loaded(80 * MIB, 24 * MIB)
+    here = setting(private_nbytes() + guess.nbytes)
+    least = here.total(here.plans(smallest(deep(2), "auto", here)))
+    found = [
+        planned(deep(2), "auto", here, Limit(limit, kernels=one))
+        for limit, one in (
+            (least - 12 * MIB, guess),
+            (least - 12 * MIB, guess._replace(unsure=0)),
+            (least - 40 * MIB, guess),
+        )
+    ]
+    assert [made.refusal is None for made in found] == [True, False, False]

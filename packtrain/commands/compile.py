@@ -1,12 +1,15 @@
 """packtrain compile: compile all kernels ahead of time, for images and for machines that users share."""
 
+import math
 import time
 from dataclasses import dataclass
+from itertools import product
 
 from packtrain import kernels
 from packtrain.kernels import store
 from packtrain.memory import parse_size, private_nbytes
 from packtrain.settings import option
+from packtrain.train.loaded import loaded, needed
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ def run(settings: Compile) -> int:
     began = time.perf_counter()
     names = store.modules()
     count = kernels.prepare(names, limit, private_nbytes())
+    room = math.inf if limit is None else limit - private_nbytes()
+    for experts, packed in product((False, True), repeat=2):
+        loaded(needed(experts, packed), room)  # measured, so that a tight budget can be planned
     seconds = time.perf_counter() - began
     folders = sorted({str(store.folder_of(name).parent) for name in names})
     print(

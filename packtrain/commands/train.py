@@ -28,7 +28,7 @@ from packtrain.train.effects import check_effects, check_validation
 from packtrain.train.engine import Engine
 from packtrain.train.fit import CHECKPOINT, Fit
 from packtrain.train.job import Job, decide
-from packtrain.train.loaded import loaded_nbytes
+from packtrain.train.loaded import loaded, needed
 from packtrain.train.pace import Pace, learnt, seen
 from packtrain.train.parts import Setting
 from packtrain.train.plans import Plans, Shape, packed_types
@@ -100,7 +100,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
         _set_threads(settings.threads)
     job = decide(settings, say)
     check_validation(settings, job.valid is not None)
-    modules = _kernels(job.shape)
+    modules = needed(job.shape.config.expert_count > 0, job.shape.base is not None)
     kernels.prepare(modules, limit, private_nbytes())
     room = math.inf if limit is None else limit - private_nbytes()
     speed = rates_apart(settings.calibrate, say, packed_types(job.shape), room)
@@ -111,15 +111,15 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job
     tokenizer = job.subject.tokenizer() if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
-    kernels_nbytes = loaded_nbytes(modules, room)
-    setting = Setting(job.optimizer, speed, private_nbytes() + kernels_nbytes, cells)
+    taken = loaded(modules, room)
+    setting = Setting(job.optimizer, speed, private_nbytes() + taken.nbytes, cells)
     asked, fixed = (job.shape, settings.recompute, setting), found is not None
     load = partial(kernels.load_all, modules)
     if limit is None:
         load()
         made = Planned.here(as_asked(*asked))
     else:
-        made = planned(*asked, Limit(limit, fixed, kernels_nbytes, load), say)
+        made = planned(*asked, Limit(limit, fixed, taken, load), say)
     return Ready(
         replace(job, shape=made.plans.shape),
         made.plans,
@@ -132,13 +132,6 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
         made.refusal,
         lambda: made.minimum if made.refusal else minimum(*asked, fixed, say),
     )
-
-
-def _kernels(shape: Shape) -> tuple[str, ...]:
-    """The kernel modules that a run of this shape calls; what they take is in its plan."""
-    experts = kernels.EXPERTS if shape.config.expert_count else ()
-    # a tuned file is packed when it is written
-    return (*kernels.LEARNING, *experts, *(kernels.PACKING if shape.base else ()))
 
 
 def _found(settings: RunSettings) -> Checkpoint | None:

@@ -12,6 +12,7 @@ from functools import cache
 from packtrain.child import ask
 from packtrain.memory import private_nbytes, settle
 from packtrain.plan import size_text
+from packtrain.train.loaded import Loaded
 from packtrain.train.parts import Setting
 from packtrain.train.plans import Plans, Shape
 from packtrain.train.search import search, smallest
@@ -23,6 +24,7 @@ MARGIN_NBYTES = 1 << 20  # how much a process differs from its child
 SPARE_NBYTES = 3 << 20  # how much it differs from the next one
 SEARCH_NBYTES = 48 << 20  # of a child that searches, measured
 BLOCK_NBYTES = 900_000  # more for each block
+NO_KERNELS = Loaded(0)
 ROUNDS = 3  # searches, each for less than the one before, until what is found fits a process
 
 
@@ -59,13 +61,13 @@ class Planned:
 class Limit:
     """Bytes that may be taken, and what will take some of them.
 
-    fixed           nothing may be chosen that changes the order of additions: a run is resumed
-    kernels_nbytes  of the kernels, which `load` loads: they are part of the baseline of a setting
+    fixed    nothing may be chosen that changes the order of additions: a run is resumed
+    kernels  what `load` loads; their bytes are part of the baseline of a setting
     """
 
     nbytes: int
     fixed: bool = False
-    kernels_nbytes: int = 0
+    kernels: Loaded = NO_KERNELS
     load: Callable[[], None] = lambda: None
 
 
@@ -97,8 +99,8 @@ def planned(
         asked = replace(asked, baseline=asked.baseline + over)
     else:
         chosen = ask(late, smallest, shape, recompute, setting, fixed)
-    made = Planned.here(setting.plans(chosen), searching, within.kernels_nbytes)
-    if made.needed <= limit:
+    made = Planned.here(setting.plans(chosen), searching, within.kernels.nbytes)
+    if made.needed - within.kernels.unsure <= limit:
         within.load()
         made = Planned.here(made.plans, searching)
     if made.needed <= limit:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from packtrain import kernels
 from packtrain.child import ask
@@ -15,24 +16,41 @@ from packtrain.kernels import store
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.memory import private_nbytes, settle
 
-LIKELY_NBYTES = 64 << 20  # of the kernels, where there is no room for the child
-CHILD_NBYTES = 112 << 20
+GUESSED_NBYTES = 56 << 20  # where there is no room for the child; 46 to 53 were measured
+UNSURE_NBYTES = 16 << 20  # by which the guess may be too high
+CHILD_NBYTES = 96 << 20  # 86 to 92 were measured
 
 
-def loaded_nbytes(names: Sequence[str], room: float) -> int:
+class Loaded(NamedTuple):
+    """Bytes that kernels take, and by how much that may be too high."""
+
+    nbytes: int
+    unsure: int = 0
+
+
+def needed(experts: bool, packed: bool) -> tuple[str, ...]:
+    """The kernel modules that a run calls: of a model with experts, and with matrices that are packed when written."""
+    return (
+        *kernels.LEARNING,
+        *(kernels.EXPERTS if experts else ()),
+        *(kernels.PACKING if packed else ()),
+    )
+
+
+def loaded(names: Sequence[str], room: float) -> Loaded:
     """Bytes by which a process grows that loads these kernel modules, which are compiled.
 
-    room  bytes that a child may take
+    room  bytes that a child may take; where there are none, the run is refused, and its minimum shall be right
     """
     path = _kept(names)
     try:
-        return int(json.loads(path.read_text()))
+        return Loaded(int(json.loads(path.read_text())))
     except (OSError, ValueError, TypeError):  # not yet, or not whole
-        if room < CHILD_NBYTES:
-            return LIKELY_NBYTES
+        if 0 <= room < CHILD_NBYTES:
+            return Loaded(GUESSED_NBYTES, UNSURE_NBYTES)
         found = ask(lambda: None, _load_in_child, kernels.threads(), tuple(names))
         write_text(path, json.dumps(found))
-        return found
+        return Loaded(found)
 
 
 def _kept(names: Sequence[str]) -> Path:

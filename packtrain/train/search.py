@@ -304,12 +304,21 @@ class Search:
         plain = Search(replace(self.setting, optimizer=SGD()), self.recompute)
         if plain._could_fit(shape, limit):
             return "it would fit with --optimizer sgd, which has no moments"
-        return "no shorter context fits either: take a smaller model (--preset, --layers, --dim, --vocab-size)"
+        return f"no shorter context fits either: {_smaller(shape)}"
 
     def _could_fit(self, shape: Shape, limit: int) -> bool:
         """Whether the shape fits, by recomputation if that may be chosen; nothing is built that should not."""
         least = min(nbytes for nbytes, _ in self._estimates(shape))
         return least <= limit * (1 + SLACK) and self.least_of([shape]).nbytes <= limit
+
+
+def _smaller(shape: Shape) -> str:
+    """What to change where nothing else helps."""
+    if shape.base is None:
+        return "take a smaller model (--preset, --layers, --dim, --vocab-size)"
+    if shape.config.lora is None:
+        return "take a smaller base model, or leave out --full: a LoRA adapter trains fewer weights"
+    return "take a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
 
 
 def repeats(shape: Shape) -> int:

@@ -72,3 +72,30 @@ def test_blocks_with_norms_behind_them_are_computed_again(kind):
     for limit in ((whole + least) // 2, least):
         answer = search(shape, "auto", SETTING, limit)
         assert answer.fits and SETTING.total(SETTING.plans(answer.shape)) <= limit
+
+
+FORMS = ("llama biased", "llama experts", "phi3")
+WAYS = {
+    "full": "leave out --full",
+    "frozen": "leave out --full",
+    "last": "leave out --full",
+    "lora": "--lora-rank",
+}
+
+
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_block_fits_from_its_smallest_budget_on_and_not_below(name, kind):
+    """No budget, a tight one, the smallest, and one too small; what is found as the least may be 2 % above it."""
+    shape = shape_of(name, kind)
+    config = replace(shape.config, block_count=min(shape.config.block_count, 3))
+    shape = replace(shape, config=config, rows=1, max_norm=None)
+    whole = SETTING.total(SETTING.plans(shape))
+    assert search(shape, "auto", SETTING, whole).shape == shape
+    refused = search(shape, "auto", SETTING, 1 << 20)
+    least = SETTING.total(SETTING.plans(refused.shape))
+    assert not refused.fits and least < whole and WAYS[kind] in refused.change
+    for limit in ((whole + least) // 2, least):
+        answer = search(shape, "auto", SETTING, limit)
+        assert answer.fits and SETTING.total(SETTING.plans(answer.shape)) <= limit
+    assert not search(shape, "auto", SETTING, int(least * 0.95)).fits

@@ -24,7 +24,7 @@ from packtrain.train.engine import Engine
 from packtrain.train.optim import SGD, AdamW
 from packtrain.train.parts import Setting, chain
 from packtrain.train.plans import APPLY, MEASURE, Shape, make_plans
-from packtrain.train.search import search, smallest
+from packtrain.train.search import Search, search, smallest
 from packtrain.watch import metrics
 from tests.kill import TINY, words
 from tests.models import CONFIG, batch, same_bits, values
@@ -187,6 +187,16 @@ def test_less_memory_down_to_the_least_which_fits_and_no_less():
         assert answer.fits and process.total(process.plans(answer.shape)) <= limit
         assert answer.shape.rows * answer.shape.micros == ROWS
     assert not search(shape, "auto", process, int(least * 0.97)).fits
+
+
+def test_a_loss_head_that_is_too_large_for_validation_is_cut_before_blocks_are():
+    """Validation has a loss head, too, without blocks that could be computed again."""
+    config = Config(32_000, 64, 64, 4, 128, 4, 4)
+    shape, looking = Shape(config, 4, 64, evaluate=True), Search(setting(), "auto")
+    known = looking.draft(replace(shape, chunk=64))
+    found = looking.fastest(shape, known.nbytes, fixed=False)
+    assert looking.sizes(shape).beside > 2 * looking.sizes(known.shape).beside
+    assert found is not None and found.seconds <= known.seconds
 
 
 def test_the_child_finds_the_same():

@@ -207,12 +207,13 @@ class Search:
 
     def _takes(self, form: Shape, limit: int) -> float:
         """Seconds that a step of the form takes at least within the limit; no number is infinite where nothing fits."""
-        sizes = self.sizes(form)
-        if self._nbytes(form, sizes, 0) + sizes.beside * (1 - SLACK) > limit:
+        sizes, least = self.sizes(form), replace(form, chunk=min(CHUNKS))
+        beside = self.sizes(least).beside  # graphs without gradients have a loss head, too
+        if self._nbytes(form, sizes, 0) + beside * (1 - SLACK) > limit:
             return math.inf
         if self.recompute != "auto":
             return sizes.seconds
-        over = self.rough(replace(form, chunk=min(CHUNKS))).nbytes - limit
+        over = self.rough(least).nbytes - limit
         return sizes.seconds + repeats(form) * self.chain(form).least_seconds(over)
 
     def _best_chunk(self, form: Shape, limit: int, below: float, fixed: bool) -> Draft | None:

@@ -67,6 +67,10 @@ def check_writable(path: str | Path, field: str) -> None:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")
     if path.exists() and not path.is_file():
         raise InputError(f"{field}: {path} is not a regular file; give the name of a new file")
+    if not path.resolve().parent.exists():
+        raise InputError(
+            f"{field}: {path} cannot be written: the folder {path.parent} does not exist; make it first"
+        )
     trial = path.resolve().with_name(f".{path.resolve().name}.{os.getpid()}.part")
     try:
         trial.touch()

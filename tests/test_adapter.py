@@ -10,6 +10,7 @@ from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapter import Adapter, check_fits, read_adapter, write_adapter
+from packtrain.models.file import open_model
 from packtrain.models.merge import merged, write_changed
 from packtrain.quant import dequantize, quantize
 
@@ -185,3 +186,10 @@ def test_adapters_of_another_base_get_one_line(tmp_path: Path, said, adapter):
         check_fits(adapter, "a.gguf", base)
     assert "\n" not in str(raised.value)
     check_fits(an_adapter(), "a.gguf", base)
+
+
+def test_an_adapter_in_place_of_a_model_is_named(tmp_path: Path):
+    path = tmp_path / "a.gguf"
+    write_adapter(path, an_adapter(), "a")
+    with pytest.raises(InputError, match="is an adapter, not a model; give its base, and --lora"):
+        open_model(path)

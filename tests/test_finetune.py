@@ -57,6 +57,7 @@ def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
     code = tuned(folder, dtype, output, "--iters", "12", "--lora-modules", "attn", *more)
     text = "\n".join(said(capsys))
     assert code == 0, text
+    assert text.index("checking that every") < text.index("step 1/") < text.index("merging the ad")
     assert base.read_bytes() == before
     losses = [
         r["val_loss"] for r in metrics.read(tmp_path / "tuned.run/metrics.jsonl") if "val_loss" in r

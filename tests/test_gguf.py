@@ -105,7 +105,7 @@ def tensor(name: bytes, shape: list[int], number: int, offset: int) -> bytes:
 
 BAD = {
     "this is not a GGUF file: it has 21 bytes, fewer than 24": head()[:21],
-    r"this is not a GGUF file: it begins with b'GGML'": b"GGML" + head()[4:],
+    r"this is not a GGUF file: it begins with 'GGML'": b"GGML" + head()[4:],
     "version 9; versions 2 and 3 can be read": head(9),
     "tensor count 1152921504606846976 needs": head(tensors=1 << 60),
     "metadata count 99 needs 1287 bytes": head(pairs=99),
@@ -178,7 +178,7 @@ def test_all_parts_of_a_split_file_are_opened(tmp_path: Path, given: int) -> Non
 
 BAD_PARTS: dict[str, Callable[[list[Path]], object]] = {
     "m-00002-of-00003.gguf: cannot be read: no such file": lambda p: p[1].unlink(),
-    "m-00003-of-00003.gguf: this is not a GGUF file: it begins with b'xxxx'": lambda p: p[
+    "m-00003-of-00003.gguf: this is not a GGUF file: it begins with 'xxxx'": lambda p: p[
         2
     ].write_bytes(b"x" * 99),
     "m-00003-of-00003.gguf: split.no is 1; in part 3 of 3 it must be 2": lambda p: shutil.copy(

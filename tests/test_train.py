@@ -224,6 +224,9 @@ def test_bad_outputs_are_found_before_any_work(data, tmp_path, capsys):
     assert "is a folder" in refused(capsys, arguments(data, tmp_path / "folder.gguf"))
     for output in (tmp_path / "file/m.gguf", tmp_path / "missing/m.gguf"):
         assert "cannot be written" in refused(capsys, arguments(data, output))
+        assert ("missing does not exist; make it" in refused(capsys, arguments(data, output))) == (
+            output.parent.name == "missing"
+        )
     (tmp_path / "old.gguf").write_text("precious")
     assert "old.gguf exists" in refused(capsys, arguments(data, tmp_path / "old.gguf"))
     assert (tmp_path / "old.gguf").read_text() == "precious"

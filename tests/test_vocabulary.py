@@ -154,6 +154,6 @@ def test_files_without_a_usable_vocabulary(tmp_path: Path):
         vocabulary_of(path)
     path.write_bytes(b"nothing that could be a model")
     with pytest.raises(
-        InputError, match=r"model\.gguf: this is not a GGUF file: it begins with b'noth'"
+        InputError, match=r"model\.gguf: this is not a GGUF file: it begins with 'noth'"
     ):
         vocabulary_of(path)

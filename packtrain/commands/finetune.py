@@ -64,6 +64,7 @@ def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
 
 def _before(fit: Fit, stopped: Callable[[], bool]) -> None:
     """Look whether everything learns, and validate once: what the base loses, to which the end compares."""
+    say("checking that every trained tensor gets a gradient …")
     probe(fit.job, fit.engine, say)
     if fit.job.valid is not None:
         with Count(sys.stderr, "validation of the base", "batch") as count:

@@ -108,6 +108,7 @@ class End:
             found = room_of(self.job, merge, limit)
             if found is None:
                 say(f"{NO_ROOM}: the adapter is merged by plain rounding")
+        say("merging the adapter …")
         with Count(sys.stderr, "merging", "block") as count:
             data = cast(SampleBatches, self.job.train)
             errors = merge.write(output, name_of(output), found, data, block=count)

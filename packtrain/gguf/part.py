@@ -64,7 +64,8 @@ class Part:
             )
         if data[:4] != MAGIC:
             raise self._wrong(
-                f"this is not a GGUF file: it begins with {data[:4]!r}, not with {MAGIC!r}"
+                f"this is not a GGUF file: it begins with {data[:4].decode('latin-1')!r},"
+                f" not with {MAGIC.decode()!r}"
             )
         version = self._number(U32, "version")
         if version not in VERSIONS:

@@ -71,6 +71,10 @@ class ModelFile:
 def open_model(path: str | Path) -> ModelFile:
     """The model in a GGUF file. Raises InputError for all that could not be computed with as the file says."""
     gguf = GGUF(path)
+    if gguf.metadata.get("general.type") == "adapter":
+        raise InputError(
+            f"{path}: this is an adapter, not a model; give its base, and --lora {path}"
+        )
     config = read(gguf)
     _check_vocabulary(gguf, config)
     _check_tensors(gguf, config)

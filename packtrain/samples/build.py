@@ -143,7 +143,7 @@ def _check_filled(recipe: Recipe, files: Mapping[str, SampleFile], notes: list[s
         if not file.starts:
             spoken = {TRAIN: "training", VALID: "validation"}[part]
             few = part == VALID and files[TRAIN].starts
-            more = "; a larger --val-split takes more of them, 0 none" if few else ""
+            more = "; give a larger --val-split, or 0 to validate nothing" if few else ""
             raise InputError(
                 f"--data: {recipe.data} leaves no tokens to learn for {spoken}{more} ({'; '.join(notes)})"
             )

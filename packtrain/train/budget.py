@@ -84,7 +84,7 @@ def planned(
 
     @cache
     def late() -> None:
-        say(f"looking for a way to fit into {size_text(limit)} …")
+        say(f"planning a run that fits into {size_text(limit)} …")
 
     asked, change = replace(setting, baseline=setting.baseline + MARGIN_NBYTES * 3 // 2), ""
     for _ in range(ROUNDS):

@@ -16,6 +16,7 @@ from packtrain.errors import DiskFull, InputError
 from packtrain.train import space
 from packtrain.train.compatible import differences
 from packtrain.train.effects import RULES, VALIDATING, check_effects, check_validation
+from packtrain.train.plans import Plans
 from packtrain.train.settings import FREE, RunSettings, TrainSettings, TuneSettings
 from packtrain.train.space import check_space, resumable, written
 from packtrain.train.state import Progress, save
@@ -193,6 +194,7 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
         subject=SimpleNamespace(files=lambda: {tmp_path / "m.gguf": 100}),
     )
     plans = SimpleNamespace(kept={"w": 4000, "m/w": 4000, "g/w": 4000, "cache.k": 9}, trained=["w"])
+    plans.saved = Plans.saved.fget(plans)  # type: ignore[attr-defined]
     found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
     assert found == {"two checkpoints": 16000, "m.gguf": 100, "logs": space.LOGS_NBYTES}
     (tmp_path / "checkpoint.gguf").write_bytes(bytes(8000))

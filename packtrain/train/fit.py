@@ -39,7 +39,7 @@ class Fit:
         if found is None:
             self.job.subject.begin(session)
             return
-        for name in self.names:
+        for name in self.engine.plans.saved:
             session.set({name: found.array(name)})
         self.progress = found.progress
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
@@ -52,11 +52,6 @@ class Fit:
     @property
     def checkpoint(self) -> Path:
         return self.folder / CHECKPOINT
-
-    @property
-    def names(self) -> list[str]:
-        """Leaves that a checkpoint holds: trained weights and moments. Sums and caches begin anew."""
-        return [name for name in self.engine.plans.kept if not name.startswith(("g/", "cache."))]
 
     # ---- training
 
@@ -130,7 +125,7 @@ class Fit:
     def save(self, watch: Watch) -> None:
         """A checkpoint of where the run stands now."""
         session = self.engine.session
-        arrays = {name: session.view(name) for name in self.names}
+        arrays = {name: session.view(name) for name in self.engine.plans.saved}
         watch.save()  # first: metrics may be ahead of the checkpoint, and are cut back, never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
 

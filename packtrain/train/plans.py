@@ -118,6 +118,11 @@ class Plans:
         return [name for name in self.kept if not name.startswith(OWN)]
 
     @property
+    def saved(self) -> dict[str, int]:
+        """Those that a checkpoint holds: trained weights and moments. Sums and caches begin anew."""
+        return {name: n for name, n in self.kept.items() if not name.startswith(("g/", "cache."))}
+
+    @property
     def mapped_nbytes(self) -> int:
         return sum(self.leaves.values()) - sum(self.kept.values())
 

@@ -28,6 +28,10 @@ class Kept:
     rates: Rates
     quiet: bool
 
+    def serves(self, types: Collection[Dtype]) -> bool:
+        """Whether nothing has to be measured for a run that reads matrices of these types packed."""
+        return self.quiet and all(laying(t) in self.rates.kinds for t in types)
+
 
 def rates(again: bool, say: Callable[[str], None], types: Collection[Dtype] = ()) -> Rates:
     """The kept rates of this processor with so many threads; measured if they are missing, or if `again`.
@@ -36,7 +40,7 @@ def rates(again: bool, say: Callable[[str], None], types: Collection[Dtype] = ()
     """
     path = kept(kernels.threads())
     before = None if again else read(path)
-    if before is not None and before.quiet and all(laying(t) in before.rates.kinds for t in types):
+    if before is not None and before.serves(types):
         return before.rates
     known = {laying(t): t for t in DTYPES.values()}
     others = () if before is None else [known[k] for k in before.rates.kinds if k in known]
@@ -63,7 +67,7 @@ def rates_apart(
     """
     threads = kernels.threads()
     before = None if again else read(kept(threads))
-    if before is not None and before.quiet and all(laying(t) in before.rates.kinds for t in types):
+    if before is not None and before.serves(types):
         return before.rates
     if room < MEASURING_NBYTES:
         return BEGIN if before is None else before.rates

@@ -40,7 +40,7 @@ def written(job: Job, plans: Plans) -> Iterator[tuple[Path, str, int]]:
     """Files of a run, what they are, and the bytes that they take more than now, at the most."""
     folder = job.settings.folder
     checkpoint, best = folder / CHECKPOINT, folder / BEST
-    kept = sum(n for name, n in plans.kept.items() if not name.startswith(("g/", "cache.")))
+    kept = sum(plans.saved.values())
     there = sum(_nbytes(path) for path in (checkpoint, previous(checkpoint)))
     yield checkpoint, "two checkpoints", max(2 * kept - there, 0)
     if job.settings.patience:  # a better one is written beside the one before

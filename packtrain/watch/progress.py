@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import numpy as np
 import rich.progress
@@ -21,7 +21,7 @@ from rich.table import Column
 
 REDRAW_SECONDS = 0.2
 ALIKE = 0.05  # of the positions: fewer that are not learnt from are not worth a second figure
-PLAIN_SECONDS = 10.0  # between lines of a tally, where none can be drawn over
+PLAIN_SECONDS = 10.0  # between lines on a piece of work, where none can be drawn over
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, what matters least last
 
 
@@ -97,13 +97,40 @@ class Progress:
                 self.bar.close()
 
 
-class Tally:
-    """How many of so many things are done: one line that is redrawn on a terminal, elsewhere one now and then."""
+class Work:
+    """One line on how far a piece of work is: redrawn on a terminal, elsewhere printed now and then."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.bar: Bar | None = None
+        self.due = time.monotonic() + PLAIN_SECONDS
+
+    def tell(self, done: int, total: int, text: str) -> None:
+        now = time.monotonic()
+        with suppress(OSError):  # the work outlives the terminal that it tells of itself
+            if redraws(self.stream):
+                self.bar = self.bar or Bar(self.stream, total)
+                if done == total or now >= self.bar.due:
+                    self.bar.draw(done, text)
+            elif now >= self.due:
+                print(text, file=self.stream, flush=True)
+                self.due = now + PLAIN_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            with suppress(OSError):
+                self.bar.close()
+
+
+class Tally(Work):
+    """How many of so many things are done, and what came of them so far."""
 
     def __init__(self, stream: TextIO, total: int, things: str) -> None:
-        self.stream, self.total, self.things = stream, total, things
-        self.bar = Bar(stream, total) if redraws(stream) else None
-        self.due = time.monotonic() + PLAIN_SECONDS
+        super().__init__(stream)
+        self.total, self.things = total, things
         self.began: tuple[int, float] | None = None  # the first count that was seen, and when
 
     def show(self, done: int, text: str) -> None:
@@ -112,20 +139,7 @@ class Tally:
         parts = [f"{done:,} of {self.total:,} {self.things}", text]
         if done > first:
             parts.append(f"eta {clock((now - since) / (done - first) * (self.total - done))}")
-        with suppress(OSError):  # the work outlives the terminal that it tells of itself
-            if self.bar is not None and (done == self.total or now >= self.bar.due):
-                self.bar.draw(done, "  ".join(parts))
-            elif self.bar is None and now >= self.due:
-                print("  ".join(parts), file=self.stream, flush=True)
-                self.due = now + PLAIN_SECONDS
-
-    def __enter__(self) -> "Tally":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            with suppress(OSError):
-                self.bar.close()
+        self.tell(done, self.total, "  ".join(parts))
 
 
 class Bar:

@@ -13,10 +13,10 @@ import time
 import numpy as np
 
 from packtrain import cost, kernels
-from packtrain.calibrate import measured
 from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
+from packtrain.speed import measured
 from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW

@@ -20,7 +20,6 @@ import numpy as np
 
 from benchmarks.torch_llama import Trained, Tuned, optimizer
 from packtrain import kernels
-from packtrain.calibrate import measured
 from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.gguf import GGUF, Deferred, write
 from packtrain.memory import Peak, settle
@@ -28,6 +27,7 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.lora import Lora
 from packtrain.quant import quantize
+from packtrain.speed import measured
 from packtrain.tensor import Tensor
 from packtrain.train.engine import Engine
 from packtrain.train.optim import AdamW

@@ -2,7 +2,7 @@
 
 A case is `1m`, `15m`, `110m` or `base`, perhaps with `:train`, `:lora` or `:full`. Each runs some steps of the command,
 and prints what the plan expected, the median of what all steps but the first took, and their ratio.
-Only a quiet machine means anything; `--calibrate` measures its rates first.
+Only a quiet machine means anything; `--measure-speed` measures its rates first.
 """
 
 import argparse

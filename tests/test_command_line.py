@@ -37,6 +37,8 @@ WRONG = {
     "--vresion": "there is no option --vresion; did you mean --version?",
     "-z": "there is no option -z; see packtrain --help",
     "train -z": "there is no option -z; see packtrain train --help",
+    "plan train --calibrate": "there is no option --calibrate; see packtrain plan train --help",
+    "finetune --mesure-speed": "no option --mesure-speed; did you mean --measure-speed?",
     "train notes.txt": "notes.txt is too much; see packtrain train --help",
     "generate": "the following arguments are required: MODEL; see packtrain generate --help",
     "train --preset 15": "--preset is 15; it must be one of 1m, 15m, 110m; did you mean 15m?",

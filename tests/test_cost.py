@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 import packtrain.ops
-from packtrain import calibrate, cost, kernels, ops
-from packtrain.calibrate import Timing, measured, probes
+from packtrain import cost, kernels, ops, speed
 from packtrain.cost import Rates, call_seconds, cost_of, moved
 from packtrain.dtypes import BLOCK_TYPES, f32
 from packtrain.graph import Graph
 from packtrain.ops import costs
 from packtrain.place import Step, place
+from packtrain.speed import Timing, measured, probes
 from packtrain.tensor import OPS, Tensor, input, weight
 from packtrain.train import rates as kept_rates
 from packtrain.train.rates import faster, kept, rates
@@ -234,4 +234,4 @@ def test_data_that_hides_keys_makes_attention_cheaper_and_nothing_else():
 def test_of_two_busy_moments_the_faster_counts():
     slow = replace(KNOWN, flops=1e10, call=1e-5, kinds={"pack": 1.0})
     assert faster(slow, KNOWN) == replace(KNOWN)
-    assert calibrate.BEGIN.of("pack") > 0
+    assert speed.BEGIN.of("pack") > 0

@@ -48,7 +48,7 @@ LAYERS = {
     "observe": "dtypes tensor debug place plan bound",
     "run": "dtypes tensor backends debug place plan bound observe",
     "cost": "tensor ops place",
-    "calibrate": "dtypes tensor graph kernels ops place run cost",
+    "speed": "dtypes tensor graph kernels ops place run cost",
     "recompute": "graph place packing plan tensor cost",
     "models": "dtypes errors tensor ops gguf quant tokenizer",
     "merging": "dtypes errors files tensor graph place plan run kernels quant gguf models",
@@ -57,7 +57,7 @@ LAYERS = {
     "generate": "dtypes errors words tensor graph place run tokenizer models sample",
     "watch": "errors words files memory plan",
     "train": "version child errors words files settings dtypes tensor graph ops grad place packing plan run memory stop"
-    " kernels quant gguf tokenizer template corpus samples cost calibrate recompute models sample generate watch",
+    " kernels quant gguf tokenizer template corpus samples cost speed recompute models sample generate watch",
     "commands": "errors words files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
     " tokenizer vocabulary convert corpus samples cost recompute models merging peft sample generate template"
     " watch train",

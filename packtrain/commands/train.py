@@ -103,7 +103,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Callable[[str], None]], 
     modules = needed(job.shape.config.expert_count > 0, job.shape.base is not None)
     kernels.prepare(modules, limit, private_nbytes())
     room = math.inf if limit is None else limit - private_nbytes()
-    speed = rates_apart(settings.calibrate, say, packed_types(job.shape), room)
+    speed = rates_apart(settings.measure_speed, say, packed_types(job.shape), room)
     data, positions = job.glimpse(), job.shape.rows * job.shape.time * job.shape.micros
     speed, learning = replace(speed, seen=seen(data)), learnt(data, positions)
     settle()

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain import kernels
-from packtrain.calibrate import BEGIN, measured
 from packtrain.child import ask
 from packtrain.cost import Rates
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.files import write_text
 from packtrain.kernels.runtime import cache_root, platform_parts, writable
 from packtrain.ops.costs import laying
+from packtrain.speed import BEGIN, measured
 from packtrain.version import __version__
 
 MEASURING_NBYTES = 96 << 20  # of a child that measures

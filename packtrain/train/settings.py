@@ -86,7 +86,7 @@ class RunSettings:
         metavar="SIZE",
     )
     strict: bool = MEMORY(False, "count the weights mapped from the base file in --memory, too")
-    calibrate: bool = OUTPUT(False, "measure the speed of this machine again, to predict times")
+    measure_speed: bool = OUTPUT(False, "measure the speed of this machine again, to predict times")
     recompute: str = MEMORY(
         "auto",
         "activations to compute again in the backward pass: none, those of all blocks, of about sqrt(blocks)"
@@ -287,7 +287,7 @@ FREE = frozenset(
             "iters",
             "epochs",
             "memory",
-            "calibrate",
+            "measure_speed",
             "recompute",
             "threads",
         ),

@@ -334,7 +334,7 @@ def test_too_little_memory_for_data_is_said_with_the_plan(folder, tmp_path, caps
 
 
 def test_no_part_of_a_gain_is_said_where_there_is_none(folder, tmp_path, capsys):
-    assert tuned(folder, "f32", tmp_path / "a.gguf", "--lr", "0", "--iters", "1") == 0
+    assert tuned(folder, "f32", tmp_path / "a.gguf", "--lr", "1e-30", "--iters", "1") == 0
     text = "\n".join(said(capsys))
     assert "merged" in text and "of the gain" not in text
 

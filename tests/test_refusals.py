@@ -34,6 +34,7 @@ IDLE = {
         "--sample-prompt": {"sample_prompt": "Once"},
         "--overwrite": {"overwrite": True, "resume": True},
         "--patience": {"patience": 2, "steps_per_eval": 0},
+        "--val-split": {"val_split": 0.2, "data": Path("split")},
         "--vocab-size": {"vocab_size": "300", "vocab": Path("m.gguf")},
         "--no-random-offsets": {"random_offsets": False, "fill_samples": False},
         "--strict": {"strict": True},
@@ -49,12 +50,22 @@ IDLE = {
         "--tensor-type": {"full": True, "tensor_type": ("ffn_down=q8_0",)},
         "--masters": {"masters": "bf16"},
         "--freeze": {"freeze": ("token_embd*",)},
+        "--train-on": {"train_on": "last", "mask_prompt": False},
     },
 }
 
 
+def split_folder(folder: Path) -> Path:
+    """A folder of data that has a valid file."""
+    (folder / "split").mkdir()
+    for name in ("train", "valid"):
+        (folder / f"split/{name}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return folder / "split"
+
+
 @pytest.mark.parametrize("kind", IDLE)
-def test_a_setting_without_effect_is_refused(kind):
+def test_a_setting_without_effect_is_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(split_folder(tmp_path).parent)
     for flag, given in IDLE[kind].items():
         with pytest.raises(InputError, match=f"{flag} has no effect .*; leave one of them out"):
             check_effects(kind(**given))
@@ -77,6 +88,25 @@ def test_a_run_that_goes_on_keeps_what_it_began_with():
 def test_rates_that_rise_to_their_end_are_refused():
     with pytest.raises(InputError, match=r"--lr-min 0\.1 is more than the peak, --lr 0\.01"):
         check_effects(TrainSettings(lr=0.01, lr_min=0.1))
+
+
+def test_a_rate_of_nothing_is_refused():
+    with pytest.raises(InputError, match="--lr 0 trains nothing; it must be more than 0"):
+        check_effects(TuneSettings(lr=0.0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("data {split} -m m.gguf --val-split 0.2", "--val-split has no effect with the valid file"),
+        ("data {split} -m m.gguf --train-on last --no-mask-prompt", "--train-on has no effect with"),
+        ("eval m.gguf --data {split} --val-split 0.2", "--val-split has no effect without --split"),
+        ("eval m.gguf --data {split} --split valid --val-split 0.2", "no effect with the valid file"),
+    ],
+)  # fmt: skip
+def test_commands_that_read_data_refuse_it_too(tmp_path, capsys, flags, line):
+    split = split_folder(tmp_path)
+    assert line in refused(capsys, flags.format(split=split).split())
 
 
 @pytest.mark.parametrize(

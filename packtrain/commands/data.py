@@ -16,6 +16,7 @@ from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.template import named
 from packtrain.tokenizer import Tokenizer
+from packtrain.train.effects import TRAIN_ON, VAL_SPLIT, check_idle
 from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
 from packtrain.words import in_colour, plural
 
@@ -50,6 +51,7 @@ class Data:
 
 def run(settings: Data) -> int:
     """Print the description, and samples if asked. Raises InputError."""
+    check_idle(settings, (VAL_SPLIT, TRAIN_ON))
     metadata = GGUF(settings.model).metadata
     dataset = prepare(_recipe(settings, metadata), writable(cache_root() / "tokens"), say)
     for line in described(dataset):

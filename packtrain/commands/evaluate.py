@@ -22,6 +22,7 @@ from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.stop import stop_on_signals
 from packtrain.template import named
+from packtrain.train.effects import VAL_SPLIT, check_idle
 from packtrain.train.measure import Mean, counted, losses_of
 from packtrain.train.samples import SampleBatches, row_length
 from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
@@ -33,6 +34,8 @@ TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, where --ctx does not say
 BATCH_TOKENS = 2048
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
+
+SPLIT = "val_split", lambda s: s.split is None, "without --split"
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Prepared:
 
 def run(settings: Evaluate) -> int:
     """Print losses and perplexities. Raises InputError, and Interrupted when a signal came."""
+    check_idle(settings, (SPLIT, VAL_SPLIT))
     subjects = _subjects(settings)
     context = min(model.config.context_length for _, model in subjects)
     prepared: dict[Path, Prepared] = {}

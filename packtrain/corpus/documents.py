@@ -87,7 +87,7 @@ def find_sources(data: Path, others: Sequence[str] = TEXTS) -> tuple[Source, ...
     existing(data, "--data")
     if not data.is_dir():
         return (Source(data),)
-    train, valid = file_called(data, "train"), file_called(data, "valid", "val")
+    train, valid = _parts(data)
     if train and valid:
         return Source(train, TRAIN), Source(valid, VALID)
     if train:
@@ -103,6 +103,15 @@ def find_sources(data: Path, others: Sequence[str] = TEXTS) -> tuple[Source, ...
             + (f"; of {there} give one by name" if there else "")
         )
     return tuple(Source(existing(path, "--data")) for path in found)
+
+
+def _parts(folder: Path) -> tuple[Path | None, Path | None]:
+    return file_called(folder, "train"), file_called(folder, "valid", "val")
+
+
+def has_valid_file(data: Path) -> bool:
+    """Whether the data itself says what is for validation."""
+    return data.is_dir() and all(_parts(data))
 
 
 def left_out(data: Path, sources: Iterable[Source]) -> tuple[str, ...]:

@@ -4,11 +4,23 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from packtrain.corpus.documents import has_valid_file
 from packtrain.errors import InputError
 from packtrain.settings import flag
 from packtrain.train.settings import RunSettings, TrainSettings, TuneSettings
 
 Rule = tuple[str, Callable[[Any], bool], str]
+
+VAL_SPLIT: Rule = (
+    "val_split",
+    lambda s: s.data is not None and has_valid_file(s.data),
+    "with the valid file in the folder --data",
+)
+TRAIN_ON: Rule = (
+    "train_on",
+    lambda s: not s.mask_prompt,
+    "with --no-mask-prompt, which learns all turns",
+)
 
 RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
     (
@@ -24,6 +36,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 lambda s: not s.steps_per_eval,
                 "with --steps-per-eval 0, which validates once, at the end",
             ),
+            VAL_SPLIT,
         ),
     ),
     (
@@ -43,6 +56,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 "with --full, which trains the weights themselves",
             ),
             ("masters freeze", lambda s: not s.full, "without --full"),
+            TRAIN_ON,
         ),
     ),
 )
@@ -57,7 +71,9 @@ def check_effects(settings: RunSettings) -> None:
         return
     for kind, rules in RULES:
         if isinstance(settings, kind):
-            _check(settings, rules)
+            check_idle(settings, rules)
+    if settings.learning_rate == 0:
+        raise InputError("--lr 0 trains nothing; it must be more than 0")
     if settings.lr_min is not None and settings.lr_min > settings.learning_rate:
         raise InputError(
             f"--lr-min {settings.lr_min:g} is more than the peak, --lr {settings.learning_rate:g};"
@@ -68,10 +84,11 @@ def check_effects(settings: RunSettings) -> None:
 def check_validation(settings: RunSettings, validates: bool) -> None:
     """The same for what only validation gives an effect."""
     if not validates and not settings.resume:
-        _check(settings, VALIDATING)
+        check_idle(settings, VALIDATING)
 
 
-def _check(settings: RunSettings, rules: tuple[Rule, ...]) -> None:
+def check_idle(settings: Any, rules: tuple[Rule, ...]) -> None:
+    """Raise InputError for a setting that a rule finds idle, of any command."""
     defaults = {field.name: field.default for field in fields(settings)}
     for names, idle, why in rules:
         for name in names.split():

@@ -111,6 +111,8 @@ def test_a_text_is_measured_as_llama_perplexity_does(
     windows = len(want) // (context - 1 - context // 2)
     assert f"{windows} windows of {context} tokens" in said and f"({len(want):,} tokens)" in said
     assert ("each starting with BOS" in said) == add_bos
+    begun, ended = (said.index(f"{windows} windows {text}") for text in ("…", "in 0:"))
+    assert begun < ended
     assert abs(by_hand(model, text, context, not add_bos).mean() - loss) > 2e-3  # and it matters
 
 

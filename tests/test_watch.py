@@ -417,6 +417,19 @@ def test_a_terminal_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "memory 131 of 140 MiB" in shown
 
 
+@pytest.mark.parametrize(
+    ("columns", "last"),
+    [("80", "memory 131 of 140 MiB"), ("60", r"eta \d:\d\d"), ("40", r"loss [\d.]+ ± [\d.]+")],
+)
+def test_a_narrow_terminal_gets_whole_parts(
+    columns: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = on_a_terminal(tmp_path, monkeypatch, COLUMNS=columns, NO_COLOR="1")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", got).splitlines()[-1]
+    assert re.search(rf"━ +30/30  .*{last} *$", shown) and "…" not in got
+    assert len(shown) <= int(columns)
+
+
 def test_no_color_and_dumb_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not COLOUR.search(on_a_terminal(tmp_path, monkeypatch, NO_COLOR="1"))
     dumb = on_a_terminal(tmp_path, monkeypatch, TERM="dumb")

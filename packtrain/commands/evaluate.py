@@ -28,7 +28,7 @@ from packtrain.train.samples import SampleBatches, row_length
 from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
 from packtrain.train.windows import Windows, read_whole
 from packtrain.watch.progress import Tally, clock
-from packtrain.words import beyond
+from packtrain.words import beyond, plural
 
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, where --ctx does not say
 BATCH_TOKENS = 2048
@@ -236,8 +236,10 @@ def _measured(name: str, model: ModelFile, data: Prepared, several: bool) -> np.
     kernels.prepare((*kernels.WRITING, "loss", *experts))
     executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped)
     found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
-    things = f"windows of {name}" if several else "windows"
-    with Tally(sys.stderr, batches.windows, things) as tally:
+    whose = f" of {name}" if several else ""
+    everything = f"{plural(batches.windows, 'window')}{whose}"
+    say(f"measuring {everything} …")
+    with Tally(sys.stderr, batches.windows, f"windows{whose}") as tally:
         for losses in counted(executor, _until_stopped(batches)):
             found.append(losses)
             total, count = total + float(losses.sum(dtype=np.float64)), count + len(losses)
@@ -247,7 +249,7 @@ def _measured(name: str, model: ModelFile, data: Prepared, several: bool) -> np.
                 )
             done = min(len(found) * batches.rows, batches.windows)
             tally.show(done, f"perplexity {Mean(total / max(count, 1), 0.0).exponential.value:.4f}")
-    say(f"{batches.windows:,} {things} in {clock(time.monotonic() - began)}")
+    say(f"{everything} in {clock(time.monotonic() - began)}")
     return np.concatenate(found)
 
 

@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self, TextIO
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Column
 
 REDRAW_SECONDS = 0.2
+BAR_COLUMNS = 5  # of the bar at least, with a space
 ALIKE = 0.05  # of the positions: fewer that are not learnt from are not worth a second figure
 PLAIN_SECONDS = 10.0  # between lines on a piece of work, where none can be drawn over
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, what matters least last
@@ -48,9 +49,8 @@ class Progress:
         if self.bar is not None:
             if outermost or now >= self.bar.due:
                 parts = self._parts(step, now, peak_nbytes)
-                shown = [parts[key] for key in BRIEF]
                 with self._lasting():
-                    self.bar.draw(step, "  ".join(filter(None, shown)))
+                    self.bar.draw(step, [parts[key] for key in BRIEF])
         elif outermost or step % self.report_every == 0:
             parts = self._parts(step, now, peak_nbytes)
             self.say(f"step {'  '.join(filter(None, parts.values()))}")
@@ -105,15 +105,15 @@ class Work:
         self.bar: Bar | None = None
         self.due = time.monotonic() + PLAIN_SECONDS
 
-    def tell(self, done: int, total: int, text: str) -> None:
+    def tell(self, done: int, total: int, *parts: str) -> None:
         now = time.monotonic()
         with suppress(OSError):  # the work outlives the terminal that it tells of itself
             if redraws(self.stream):
                 self.bar = self.bar or Bar(self.stream, total)
                 if done == total or now >= self.bar.due:
-                    self.bar.draw(done, text)
+                    self.bar.draw(done, parts)
             elif now >= self.due:
-                print(text, file=self.stream, flush=True)
+                print("  ".join(parts), file=self.stream, flush=True)
                 self.due = now + PLAIN_SECONDS
 
     def __enter__(self) -> Self:
@@ -139,11 +139,11 @@ class Tally(Work):
         parts = [f"{done:,} of {self.total:,} {self.things}", text]
         if done > first:
             parts.append(f"eta {clock((now - since) / (done - first) * (self.total - done))}")
-        self.tell(done, self.total, "  ".join(parts))
+        self.tell(done, self.total, *parts)
 
 
 class Bar:
-    """The line on a terminal: a text, cut where the window ends, after a bar in the room that is left."""
+    """The line on a terminal: as many parts as fit, after a bar in the room that is left."""
 
     def __init__(self, stream: TextIO, steps: int) -> None:
         cut = Column(no_wrap=True, overflow="ellipsis")
@@ -159,7 +159,9 @@ class Bar:
         self.task = self.line.add_task("", total=steps)
         self.due = 0.0
 
-    def draw(self, step: int, text: str) -> None:
+    def draw(self, step: int, parts: Sequence[str]) -> None:
+        """Draw the parts, of which the last ones matter least."""
+        text = fitting(parts, self.line.console.width - BAR_COLUMNS)
         self.line.update(self.task, completed=step, description=text)
         self.line.start()
         self.line.refresh()
@@ -170,6 +172,17 @@ class Bar:
 
     def close(self) -> None:
         self.line.stop()
+
+
+def fitting(parts: Sequence[str], columns: int) -> str:
+    """A line of as many of the parts as fit, each whole; the first one whatever its length."""
+    line, *others = filter(None, parts)
+    for part in others:
+        longer = f"{line}  {part}"
+        if len(longer) > columns:
+            break
+        line = longer
+    return line
 
 
 def redraws(stream: TextIO) -> bool:

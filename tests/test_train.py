@@ -165,6 +165,9 @@ def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
     best = f"the best: validation loss {min(losses):.4f} (the last, step {2 * len(losses)}: "
     assert f"the result is step {2 * len(losses) - 6}, {best}{losses[-1]:.4f})" in text
     assert "packtrain generate" in text
+    assert main(["train", "-o", str(output), "--resume"]) == 0
+    line = f"training has stopped early, after step {2 * len(losses)}; finishing {output}"
+    assert line in said(capsys) and weights(output) == weights(tmp_path / "m.run/best.gguf")
 
 
 def test_samples_are_written_during_the_run(data, tmp_path, capsys):

@@ -88,6 +88,16 @@ class Ready:
         return json.dumps(self.plans.to_dict(self.baseline, self.seconds, self.budget, minimum))
 
     @property
+    def ended(self) -> str:
+        """What is left of a resumed run that has no steps to make; nothing of all others."""
+        settings, progress = self.job.settings, self.found.progress if self.found else Progress()
+        rest = f"; finishing {settings.output}"
+        if progress.step >= self.job.steps:
+            return f"{plural(progress.step, 'step')} done, none left{rest}"
+        early = settings.patience and progress.stale >= settings.patience
+        return f"training has stopped early, after step {progress.step:,}{rest}" if early else ""
+
+    @property
     def text(self) -> str:
         return self.plans.text(self.baseline, self.seconds, self.job.steps, self.learnt)
 
@@ -181,7 +191,7 @@ def carry_out(settings: RunSettings, work: Work) -> int:
     made = ready(settings, work.decide)
     if made.refusal is not None:
         raise DoesNotFit(made.refusal)
-    say("\n".join([made.text, *work.notes(made)]))
+    say(made.ended or "\n".join([made.text, *work.notes(made)]))
     total, there = made.baseline + made.plans.nbytes, total_nbytes()
     if total > there:
         raise DoesNotFit(

@@ -16,9 +16,12 @@ from packtrain.cli import main
 from packtrain.commands import merged
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapter import read_adapter
+from packtrain.models.file import ModelFile
 from packtrain.quant import dequantize
 from packtrain.template import chosen
 from packtrain.train import probe, tune
+from packtrain.train.job import HEAD_NBYTES
+from packtrain.train.space import written
 from packtrain.watch import metrics
 from tests.architectures import random_model
 from tests.checks import close
@@ -301,7 +304,7 @@ def test_larger_types_are_offered_where_they_keep_more(folder, tmp_path, capsys,
     assert tuned(folder, "q4_K", output, *SHORT) == 0
     text = "\n".join(said(capsys))
     ((grown, command),) = re.findall(r"the file is (.*) larger: packtrain (.*)", text)
-    assert not (tmp_path / "my.run/.trial.gguf").exists()
+    assert not (tmp_path / "my.run/.trial.part").exists()
     kept, before = iter([2.0, 2.0, 2.0]), output.stat().st_size
     assert main(shlex.split(command)) == 0
     assert f"{(output.stat().st_size - before) / 2**10:.1f} KiB" == grown
@@ -313,7 +316,35 @@ def test_a_merge_that_no_types_would_keep_is_said(folder, tmp_path, capsys, monk
     assert tuned(folder, "q4_K", tmp_path / "a.gguf", *SHORT) == 0
     text = "\n".join(said(capsys))
     assert "warning: no merge keeps 900% of what the adapter gains" in text
-    assert text.count("trying ") == 2 and not (tmp_path / "a.run/.trial.gguf").exists()
+    assert text.count("trying ") == 2 and not (tmp_path / "a.run/.trial.part").exists()
+
+
+@pytest.mark.parametrize("given", [(), ("--tensor-type", "ffn_down=q8_0")])
+def test_room_on_the_disk_is_asked_for_trials_and_larger_types(
+    folder, tmp_path, capsys, monkeypatch, given
+):
+    """A merge that keeps too little is tried again beside the result: of these two files none is larger than said."""
+    sizes: list[int] = []
+    loss = merged.End._loss
+
+    def seen(self: merged.End, model: ModelFile, what: str) -> float:
+        sizes.append(model.gguf.path.stat().st_size)
+        return loss(self, model, what)
+
+    asked: list[tuple[Path, str, int]] = []
+    monkeypatch.setattr(merged, "ENOUGH", 9.0)
+    monkeypatch.setattr(merged.End, "_loss", seen)
+    monkeypatch.setattr(
+        "packtrain.commands.train.check_space",
+        lambda job, plans, more: asked.extend([*written(job, plans), *more]),
+    )
+    output = tmp_path / "a.gguf"
+    assert tuned(folder, "q4_K", output, *SHORT, *given) == 0
+    room = {what: nbytes for _, what, nbytes in asked}
+    result = room["a.gguf"] + room.get("its larger types", 0)
+    assert sizes[0] < result < sizes[0] + HEAD_NBYTES
+    assert len(sizes) == 3 and max(sizes[1:]) < room["a trial of larger types"]
+    assert room["a trial of larger types"] < max(sizes[1:]) + HEAD_NBYTES
 
 
 @pytest.mark.parametrize("given", ["q6_K", "ffn_down=q9", "ffn_dwn=q6_K"])

@@ -206,7 +206,7 @@ def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, more)
     planned: list[tuple[Path, str, int]] = []
     monkeypatch.setattr(
         "packtrain.commands.train.check_space",
-        lambda job, plans: planned.extend(written(job, plans)),
+        lambda job, plans, more: planned.extend(written(job, plans)),
     )
     output = tmp_path / "m.gguf"
     assert main(arguments(data, output, "--iters", "6", "--save-every", "2", *more)) == 0

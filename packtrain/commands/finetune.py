@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import cast
 
-from packtrain.commands.merged import End, note
+from packtrain.commands.merged import End, note, space
 from packtrain.commands.train import Ready, Work, carry_out, say
 from packtrain.errors import InputError, Interrupted
 from packtrain.files import check_writable, write_text
@@ -29,7 +29,7 @@ OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # what no name in Ollama has
 def run(settings: TuneSettings) -> int:
     """Tune; 130 if a signal ended it, after saving. Raises InputError, OSError, ArithmeticError."""
     _check(settings)
-    return carry_out(settings, Work("finetune", decide, _before, _after, note))
+    return carry_out(settings, Work("finetune", decide, _before, _after, note, space))
 
 
 def _check(settings: TuneSettings) -> None:

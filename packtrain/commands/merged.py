@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from packtrain.commands.train import Ready, say
-from packtrain.dtypes import DTYPES
+from packtrain.dtypes import DTYPES, Dtype
 from packtrain.memory import private_nbytes, settle
 from packtrain.merging.room import Room, room
 from packtrain.merging.types import larger, named_types
@@ -28,7 +28,7 @@ from packtrain.models.transformer import weights
 from packtrain.plan import size_text
 from packtrain.train.engine import evaluate
 from packtrain.train.fit import BEST
-from packtrain.train.job import Job
+from packtrain.train.job import HEAD_NBYTES, Job
 from packtrain.train.measure import losses_of
 from packtrain.train.plans import Shape, still
 from packtrain.train.samples import SampleBatches
@@ -39,7 +39,7 @@ from packtrain.watch.count import Count
 from packtrain.words import plural
 
 ENOUGH = 0.95  # of the adapter's gain that a merge should keep
-TRIAL = ".trial.gguf"
+TRIAL = ".trial.part"  # as all that the next run removes if this one is killed
 NO_ROOM = "--memory leaves too little for a merge with data"
 
 
@@ -160,7 +160,8 @@ class End:
         try:
             now = merge_of(self.subject, adapter, self.settings.tensor_type)
             for types in larger(now.calibrated, now.base.gguf.entries, errors):
-                flags = [f"{kind}={dtype}" for kind, dtype in types.items()]
+                trial.unlink(missing_ok=True)  # the one before
+                flags = flags_of(types)
                 merge = merge_of(self.subject, adapter, (*self.settings.tensor_type, *flags))
                 say(
                     f"the merge keeps less than {ENOUGH:.0%} of the gain; trying {', '.join(flags)} …"
@@ -184,22 +185,16 @@ class End:
         )
 
 
+# ---- before the run
+
+
 def note(made: Ready) -> Iterator[str]:
     """What a plan says of the merge at its end."""
-    settings, subject = made.job.settings, made.job.subject
-    if not isinstance(settings, TuneSettings) or not isinstance(subject, Tuned):
+    adapter = _unlearnt(made.job)
+    if adapter is None:
         return
-    config = still(made.job.config)
-    if config.lora is None:
-        return
-    shapes = {name: leaf.shape for name, leaf in weights(config).items()}
-    names = [name.removesuffix(A) for name in shapes if name.endswith(A)]
-    nothing = {
-        n + end: np.broadcast_to(np.float32(0), shapes[n + end]) for n in names for end in (A, B)
-    }
-    pairs = {name: (nothing[name + A], nothing[name + B]) for name in names}
-    adapter = Adapter(config.architecture, config.lora.alpha, pairs)
-    merge = merge_of(subject, adapter, settings.tensor_type)
+    settings = cast(TuneSettings, made.job.settings)
+    merge = merge_of(cast(Tuned, made.job.subject), adapter, settings.tensor_type)
     if not merge.calibrated or not calibrates(settings):
         return
     limit = None if made.budget is None else made.budget - made.baseline
@@ -209,6 +204,41 @@ def note(made: Ready) -> Iterator[str]:
         return
     what = f"after the last step, on {found.tokens:,} tokens of the data; not in the total"
     yield f"  {'merge':<10}{size_text(found.nbytes):>10}  {what}"
+
+
+def space(job: Job) -> Iterator[tuple[Path, str, int]]:
+    """What a merge writes beside the files that its subject names: where, what, and how many bytes at the most."""
+    adapter = _unlearnt(job)
+    if adapter is None:
+        return
+    settings, subject = cast(TuneSettings, job.settings), cast(Tuned, job.subject)
+    merge = merge_of(subject, adapter, settings.tensor_type)
+    base, known = merge.base.gguf.nbytes + HEAD_NBYTES, subject.files()[settings.output]
+    if base + merge.grown > known:
+        yield settings.output, "its larger types", base + merge.grown - known
+    trials = [*larger(merge.calibrated, merge.base.gguf.entries, {})]
+    if trials and calibrates(settings) and job.valid is not None:
+        most = merge_of(subject, adapter, (*settings.tensor_type, *flags_of(trials[-1])))
+        yield settings.folder / TRIAL, "a trial of larger types", base + most.grown
+
+
+def _unlearnt(job: Job) -> Adapter | None:
+    """An adapter like the one that a run will merge, of zeros that take no memory; None if it merges none."""
+    config = still(job.config)
+    if not isinstance(job.subject, Tuned) or config.lora is None:
+        return None
+    shapes = {name: leaf.shape for name, leaf in weights(config).items()}
+    names = [name.removesuffix(A) for name in shapes if name.endswith(A)]
+    nothing = {
+        n + end: np.broadcast_to(np.float32(0), shapes[n + end]) for n in names for end in (A, B)
+    }
+    pairs = {name: (nothing[name + A], nothing[name + B]) for name in names}
+    return Adapter(config.architecture, config.lora.alpha, pairs)
+
+
+def flags_of(types: Mapping[str, Dtype]) -> list[str]:
+    """Types by kind of matrix as --tensor-type takes them."""
+    return [f"{kind}={dtype}" for kind, dtype in types.items()]
 
 
 def calibrates(settings: TuneSettings) -> bool:

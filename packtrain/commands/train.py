@@ -59,6 +59,7 @@ class Work:
     before  what is done on the engine before step 1, once its values are there; it is given what says of a signal
     after   what is done and said when the run has ended and its memory is free
     notes   what is said with the plan
+    space   what is written beside the files that the subject names: where, what, and bytes
     """
 
     command: str
@@ -66,6 +67,7 @@ class Work:
     before: Callable[[Fit, Callable[[], bool]], None]
     after: Callable[["Ready", Progress], None]
     notes: Callable[["Ready"], Iterable[str]] = lambda made: ()
+    space: Callable[[Job], Iterable[tuple[Path, str, int]]] = lambda job: ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def carry_out(settings: RunSettings, work: Work) -> int:
     folder = settings.folder
     if made.found is not None:
         check_compatible(made.job, made.found, say)
-    check_space(made.job, made.plans)
+    check_space(made.job, made.plans, work.space(made.job))
     folder.mkdir(exist_ok=True)
     going_on = resumable(folder / CHECKPOINT, _resume(work, settings))
     with locked(folder / "lock", f"--output: {folder}"), going_on:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packtrain.dtypes import Dtype
 from packtrain.files import beside
-from packtrain.gguf import Entry, Value
+from packtrain.gguf import Entry, Value, tensor_nbytes
 from packtrain.merging.calibrated import Done, additions, calibrate
 from packtrain.merging.grid import KINDS
 from packtrain.merging.room import Batched, Room
@@ -34,6 +34,15 @@ class Merge:
     def stored(self, name: str) -> Dtype:
         """What a changed tensor is stored in."""
         return stored_type(self.base.gguf.entries[name], self.types.get(name, self.dtype))
+
+    @property
+    def grown(self) -> int:
+        """By how many bytes its tensors are larger than those of the base."""
+        entries = self.base.gguf.entries
+        names = {name for adapter, _ in self.adapters for name in adapter.pairs}
+        return sum(
+            tensor_nbytes(entries[n].shape, self.stored(n)) - entries[n].nbytes for n in names
+        )
 
     @property
     def calibrated(self) -> dict[str, Dtype]:

@@ -4,8 +4,9 @@ import errno
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from packtrain.errors import DiskFull
@@ -19,10 +20,10 @@ LOGS_NBYTES = 4 << 20  # metrics, events, pictures and the plan
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def check_space(job: Job, plans: Plans) -> None:
+def check_space(job: Job, plans: Plans, more: Iterable[tuple[Path, str, int]] = ()) -> None:
     """Raise DiskFull, with what is needed where, if a disk has less."""
     disks: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
-    for path, what, nbytes in written(job, plans):
+    for path, what, nbytes in chain(written(job, plans), more):
         folder = path.parent if path.parent.exists() else path.parent.parent
         disks[os.stat(folder).st_dev].append((folder, what, nbytes))
     for parts in disks.values():

@@ -199,6 +199,27 @@ def test_all_else_stays_byte_for_byte_and_the_file_as_large(tmp_path, capsys):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_blocks_before_the_first_change_are_passed_by_once(tmp_path, capsys, monkeypatch):
+    merge = merging(tmp_path, "llama tied", "Q5_0")
+    ((adapter, by),) = merge.adapters
+    last = merge.base.config.block_count - 1
+    pairs = {n: pair for n, pair in adapter.pairs.items() if n.startswith(f"blk.{last}.")}
+    merge = replace(merge, adapters=[(replace(adapter, pairs=pairs), by)])
+    told = list[tuple[int, int]]()
+    one, both = tmp_path / "one.gguf", tmp_path / "both.gguf"
+    merge.write(one, "m", room_of(merge), Rows(), block=lambda *block: told.append(block))
+    assert last > 0 and told == [(1, 1)]
+
+    def advance_both(streams: Streams, blocks: int) -> None:
+        for i in range(blocks):
+            streams.advance(streams.block(i))
+
+    monkeypatch.setattr(Streams, "pass_by", advance_both)
+    merge.write(both, "m", room_of(merge), Rows())
+    assert one.read_bytes() == both.read_bytes()
+    assert one.read_bytes() != merge.base.gguf.path.read_bytes()
+
+
 def test_threads_change_no_bit(tmp_path, capsys):
     merge, count, made = merging(tmp_path, "llama", "Q8_0"), threads(), []
     try:

@@ -43,8 +43,10 @@ def calibrate(
     arrays = {name: _mapped(written, file, name) for name in file.entries if name in changes}
     merging = {name: array for name, array in arrays.items() if name.startswith("blk.")}
     streams, sums = Streams(model, merging, batches), dict[str, np.ndarray]()
-    last = max((int(name.split(".")[1]) for name in merging), default=-1)
-    for i in range(last + 1):
+    changed = {int(name.split(".")[1]) for name in merging}
+    first, last = min(changed), max(changed)
+    streams.pass_by(first)
+    for i in range(first, last + 1):
         block = streams.block(i)
         for site in block.sites:
             names = [name for name in site.names if dtype_of(arrays[name]) in KINDS]
@@ -54,7 +56,7 @@ def calibrate(
                     sums[name] = sums.get(name, 0) + sum
         if i < last:
             streams.advance(block)
-        done(i + 1, last + 1)
+        done(i + 1 - first, last + 1 - first)
     written.flush()
     return {name: float((wrong / right) ** 0.5) for name, (wrong, right) in sums.items() if right}
 

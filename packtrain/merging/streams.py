@@ -112,6 +112,15 @@ class Streams:
             count += int(counts.sum())
         return Moments(squares, shift, count)
 
+    def pass_by(self, blocks: int) -> None:
+        """On through the first blocks, in which nothing is merged: both streams are one there."""
+        for i in range(blocks):
+            run = self._run(place(Graph({"x": self.block(i).x})))
+            for at in range(len(self.batches)):
+                self.x[at] = run(self._inputs(run, at))["x"]
+        for x, z in zip(self.x, self.z, strict=True):
+            z[...] = x
+
     def advance(self, block: Block) -> None:
         """On through a block."""
         run = self._run(place(Graph({"x": block.x, "z": block.z})))

@@ -6,13 +6,17 @@ Sizes are ggml's (ggml-common.h). Nothing here computes with values.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Dtype:
-    """One element type: its name, elements per block, bytes per block, and the NumPy type of a block."""
+    """One element type: its name, elements per block, bytes per block, and the NumPy type of a block.
+
+    There is one of each, also for what was pickled: they compare by identity.
+    """
 
     name: str
     block: int
@@ -37,6 +41,9 @@ class Dtype:
 
     def __str__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (self.name,)
 
 
 def _scalar(name: str, numpy: str) -> Dtype:
@@ -64,6 +71,12 @@ BLOCK_TYPES = {
     )
 }  # fmt: skip
 DTYPES = {t.name: t for t in (f32, f64, f16, bf16, i8, i16, i32, i64, u8)} | BLOCK_TYPES
+
+
+def _named(name: str) -> Dtype:
+    return DTYPES[name]
+
+
 NUMPY = {t.numpy: t for t in DTYPES.values()}
 
 

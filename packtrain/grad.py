@@ -86,8 +86,14 @@ class _Recompute:
         self.tail = max((t.call.serial for t in kept if t.call), default=-1)
         self.copies: dict[Tensor, Tensor] = {}
         self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
+        self._kept: dict[Tensor, bool] = {}
 
     def kept(self, t: Tensor) -> bool:
+        if t not in self._kept:
+            self._kept[t] = self._is_kept(t)
+        return self._kept[t]
+
+    def _is_kept(self, t: Tensor) -> bool:
         return (
             self.all
             or t.call is None

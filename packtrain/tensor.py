@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
@@ -51,22 +52,39 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        rows = math.prod(self.shape[:-1])
-        return rows * self.dtype.row_nbytes(self.shape[-1] if self.shape else 1)
+        return _nbytes(self.shape, self.dtype)
 
     @property
     def strides(self) -> Shape:
         """Bytes between neighbours along each axis when the tensor is dense."""
-        if not self.shape:
-            return ()
-        strides, step = [self.dtype.block_nbytes], self.dtype.row_nbytes(self.shape[-1])
-        for n in self.shape[-2::-1]:
-            strides.append(step)
-            step *= n
-        return tuple(strides[::-1])
+        return _strides(self.shape, self.dtype)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return _text(self.shape, self.dtype)
+
+
+# thousands of tensors have a few dozen shapes
+
+
+@cache
+def _nbytes(shape: Shape, dtype: Dtype) -> int:
+    return math.prod(shape[:-1]) * dtype.row_nbytes(shape[-1] if shape else 1)
+
+
+@cache
+def _strides(shape: Shape, dtype: Dtype) -> Shape:
+    if not shape:
+        return ()
+    strides, step = [dtype.block_nbytes], dtype.row_nbytes(shape[-1])
+    for n in shape[-2::-1]:
+        strides.append(step)
+        step *= n
+    return tuple(strides[::-1])
+
+
+@cache
+def _text(shape: Shape, dtype: Dtype) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +97,16 @@ class View(Spec):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Call:
-    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`."""
+    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`; `reads`: inputs that are given."""
 
     op: "Op[..., Any]"
     inputs: tuple["Tensor | None", ...]
+    reads: tuple["Tensor", ...]
     attrs: dict[str, Any]
     serial: int
     origin: tuple[str, int]
     phase: Phase
     results: tuple["Tensor", ...] = ()
-
-    @property
-    def reads(self) -> list["Tensor"]:
-        return [t for t in self.inputs if t is not None]
 
     @property
     def several(self) -> bool:
@@ -322,9 +337,11 @@ class Op(Generic[P, R]):
         except Unmet as unmet:
             raise GraphError(_refusal(self, str(unmet), origin, inputs)) from None
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
-        call = Call(
-            self, inputs, attrs, next(_serial), origin, author.phase if author else "forward"
+        reads, phase = (
+            tuple(t for t in inputs if t is not None),
+            author.phase if author else "forward",
         )
+        call = Call(self, inputs, reads, attrs, next(_serial), origin, phase)
         results = tuple(self._result(call, i, spec) for i, spec in enumerate(specs))
         object.__setattr__(call, "results", results)
         return results if isinstance(ruled, tuple) else results[0]  # type: ignore[return-value]

@@ -105,7 +105,11 @@ def test_columns_without_use_are_listed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("Frage,Antwort\na,b", r"line 2 has the fields frage, antwort; its header must name such columns as prompt"),
+        ("Frage,Antwort\na,b", r"a\.csv: line 1: the header names the columns frage, antwort; it must name messages, "
+         r".*, prompt and completion, instruction and output, .*, or text$"),
+        ("\nsep=;\n\nwhy;so\na;b", r"line 4: the header names the columns why, so; it must name messages"),
+        ("a" * 99 + ",b\nc,d", r"the header names the columns a{40}…, b; it must name"),
+        (" ,\na,b", r"a\.csv: line 1: the header names no columns; it must name"),
         ("prompt,prompt\na,b", r"line 1 names the field prompt twice; each column needs its own"),
         ("prompt,completion\na,b\nc,d,e", r"line 3 has 3 cells where the header has 2 columns; a cell that .* quotes"),
         ('prompt,completion\na,b\n"c"d,e', r"line 3: text follows a quoted cell; a quote within quotes must be doub"),
@@ -114,13 +118,27 @@ def test_columns_without_use_are_listed(tmp_path: Path):
         ("", r"a\.csv holds no records"),
         ("messages\nhello", r"line 2: messages is not JSON"),
         ("prompt,completion\na,b\n,c", r"line 3: prompt: the user's content is empty.*; --skip-bad skips"),
-        ("prompt,chosen,rejected\na,b,c", r"line 2 is preference data \(chosen and rejected, as for DPO\), which"),
+        ("prompt,chosen,rejected\na,b,c", r"line 1 is preference data \(chosen and rejected, as for DPO\), which"),
     ],
 )  # fmt: skip
 def test_bad_tables(tmp_path: Path, model: Path, content: str, said: str):
     with pytest.raises(InputError, match=said) as raised:
         made(one(tmp_path, content, "a.csv"), model, tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_wrong_header_is_named_and_no_record_blamed(tmp_path: Path, vocab: Path, skip_bad: bool):
+    path = one(tmp_path, "prompt,completion\na,b\nc,d", "a.csv")
+    named = r"a\.csv: line 1: the header names the columns"
+    with pytest.raises(
+        InputError, match=rf"{named} prompt, completion; one of them must be text; con"
+    ):
+        parts_of(path, vocab, skip_bad=skip_bad)
+    with pytest.raises(
+        InputError, match=rf"{named} frage, antwort; it must name messages, .* text$"
+    ):
+        conversations(one(tmp_path, "Frage,Antwort\na,b\nc,d", "a.csv"), skip_bad)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.corpus.records import read_records
-from packtrain.corpus.report import Report
+from packtrain.corpus.report import Report, header_names
 from packtrain.corpus.streams import CHUNK_NBYTES, RECORDS, SUFFIXES, TEXTS, kind_of, text_chunks
 from packtrain.errors import InputError
 from packtrain.files import existing
@@ -165,6 +165,9 @@ def _pieces(separator: str | None, report: Report) -> Iterator[Piece]:
 def _texts(report: Report) -> Iterator[str]:
     begun = report.skip
     for where, found in read_records(WANTED, report):
+        if report.header and "text" not in found:
+            names = f"{report.header}: {header_names(found)}; one of them must be text"
+            raise InputError(names + _advice(found))
         try:
             text = _text_of(found, where)
         except InputError as error:
@@ -178,10 +181,15 @@ def _texts(report: Report) -> Iterator[str]:
 
 def _text_of(found: Any, where: str) -> str:
     if not isinstance(found, dict) or "text" not in found:
-        chat = isinstance(found, dict) and any(fields <= set(found) for fields in CHATS)
-        tune = "; conversations are for packtrain finetune, which tunes an existing model"
-        raise InputError(f"{where} has no field text; {WANTED}{tune if chat else ''}")
+        raise InputError(f"{where} has no field text; {WANTED}{_advice(found)}")
     return sound(found["text"], f"{where}: text", WANTED)
+
+
+def _advice(found: Any) -> str:
+    """What conversations are for, if a record is one."""
+    chat = isinstance(found, dict) and any(fields <= set(found) for fields in CHATS)
+    tune = "; conversations are for packtrain finetune, which tunes an existing model"
+    return tune if chat else ""
 
 
 def sound(text: Any, where: str, wanted: str) -> str:

@@ -4,7 +4,7 @@ A bad record is an error, or is skipped and counted where that is allowed; line 
 for a model that has learnt `\\r` writes it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,19 @@ from packtrain.errors import InputError
 from packtrain.words import plural
 
 FEW = 5  # bad records that are listed
+NAMES, WIDTH = 8, 40  # that are listed of a record, and characters of each
+
+
+def shortlist(names: Collection[str]) -> str:
+    """The first few names, each cut if it is long, and how many more there are."""
+    first = [name if len(name) <= WIDTH else f"{name[:WIDTH]}…" for name in [*names][:NAMES]]
+    more = f" and {len(names) - NAMES:,} more" if len(names) > NAMES else ""
+    return f"{', '.join(first)}{more}"
+
+
+def header_names(names: Collection[str]) -> str:
+    """What is found where a table's header should name other columns."""
+    return f"the header names {f'the columns {shortlist(names)}' if names else 'no columns'}"
 
 
 @dataclass(slots=True)
@@ -21,11 +34,13 @@ class Report:
 
     skip   bad records are skipped
     exact  line ends stay as they are
+    header where the header of a table is: its names are those of all records
     """
 
     path: Path
     skip: bool = False
     exact: bool = False
+    header: str = ""
     bad: int = 0
     reasons: list[str] = field(default_factory=list)
     line_ends: int = 0

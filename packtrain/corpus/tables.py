@@ -26,6 +26,7 @@ def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
     """Each row by field, and the line on which it begins."""
     rows = _rows(report)
     where, header = next(rows, ("", []))
+    report.header = where
     names = [name.strip().lower() for name in header]  # spreadsheets begin words with a capital
     twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice is not None:

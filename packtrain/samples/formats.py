@@ -10,8 +10,8 @@ from typing import Any
 
 from packtrain.corpus.documents import Piece, Source, read_documents, sound
 from packtrain.corpus.records import read_records
-from packtrain.corpus.report import Report
-from packtrain.corpus.streams import RECORDS, TABLES, kind_of
+from packtrain.corpus.report import Report, header_names, shortlist
+from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.errors import InputError
 from packtrain.samples.messages import (
     KEPT_FIELDS,
@@ -28,8 +28,6 @@ from packtrain.samples.messages import (
     worded,
 )
 from packtrain.words import plural
-
-FEW = 8  # names that are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,8 @@ class Reader:
             try:
                 made = self._made(found, where)
             except InputError as error:
-                if self.form is None and not self.skip_bad:  # it is not one record that is bad
+                # it is not one record that is bad
+                if self.form is None and (self.report.header or not self.skip_bad):
                     raise
                 self.report.reject(error)
             else:
@@ -94,7 +93,7 @@ class Reader:
     def _made(self, found: Any, where: str) -> Conversation | Plain:
         record = an_object(found, where)
         if self.form is None:
-            self.form = _form_of(record, where, kind_of(self.source.path) in TABLES)
+            self.form = _form_of(record, where, self.report.header)
         self._check(record, where, self.form)
         return self.form.make(record, where)
 
@@ -123,9 +122,7 @@ class Reader:
         kind = f"of {self.form.name}" if self.form else "of text"
         found = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
         if self.unused:
-            names, more = sorted(self.unused)[:FEW], len(self.unused) - FEW
-            others = f" and {more:,} more" if more > 0 else ""
-            found += f"; not used: {', '.join(names)}{others}"
+            found += f"; not used: {shortlist(sorted(self.unused))}"
         begun = plural(self.opened, "conversation")
         opened = [f"{name}: {begun} started with the assistant; that turn is dropped"]
         return [found, *(opened if self.opened else ()), *self.report.notes]
@@ -142,20 +139,21 @@ def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
 # ---- forms
 
 
-def _form_of(record: Mapping[str, Any], where: str, table: bool) -> Form:
+def _form_of(record: Mapping[str, Any], where: str, header: str) -> Form:
     for form in FORMS:
         if set(form.needed) <= set(record):
             return form
     if set(record) >= {"chosen", "rejected"}:
         raise InputError(
-            f"{where} is preference data (chosen and rejected, as for DPO), which is not supported yet; to tune on"
-            " the better answers alone, write prompt and chosen as prompt and completion"
+            f"{header or where} is preference data (chosen and rejected, as for DPO), which is not supported yet; to"
+            " tune on the better answers alone, write prompt and chosen as prompt and completion"
         )
-    named = list(record)
-    names = ", ".join(named[:FEW]) + (f" and {len(named) - FEW:,} more" if named[FEW:] else "")
-    fields = f"the fields {names}" if record else "no fields"
-    wanted = "its header must name such columns as prompt,completion or text" if table else WANTED
-    raise InputError(f"{where} has {fields}; {wanted}")
+    if header:
+        *forms, last = (" and ".join(form.needed) for form in FORMS)
+        wanted = f"it must name {', '.join(forms)}, or {last}"
+        raise InputError(f"{header}: {header_names(record)}; {wanted}")
+    fields = f"the fields {shortlist(record)}" if record else "no fields"
+    raise InputError(f"{where} has {fields}; {WANTED}")
 
 
 def _messages(record: Mapping[str, Any], where: str) -> Conversation:

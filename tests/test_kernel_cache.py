@@ -1,6 +1,7 @@
 """Compiled kernels are kept by module and content: a change compiles again what it is part of, and nothing else."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from packtrain import kernels
+from packtrain.child import variables
+from packtrain.cli import main
+from packtrain.commands import compile
 from packtrain.kernels import ahead, store
+from tests.test_model_file import save
 
 SMALL = ("softmax",)
 
@@ -141,6 +147,67 @@ def test_what_is_missing_of_a_cache_that_cannot_be_written_goes_to_a_folder_of_t
     assert store.target() == tmp_path / f"packtrain-{os.getuid()}/kernels"
     assert store.folder_of("simd").parent == usual
     assert store.folder_of("norm").parent == store.target()
+
+
+def test_packtrain_compile_fills_a_cache(
+    clean: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+):
+    """The command on the modules that `softmax` needs; on all of them it takes minutes."""
+    names = sorted(store.needed("softmax"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(store, "modules", lambda: names)
+    monkeypatch.setattr(compile, "needed", lambda experts, packed: ("softmax",))
+    folder = tmp_path / "packtrain/kernels"
+    for count in (len(names), 0):
+        assert main(["compile"]) == 0
+        said = capfd.readouterr()
+        assert re.fullmatch(
+            rf"{len(names)} kernel modules, {count} compiled now in \d+ s, in {folder}\n", said.out
+        )
+        assert said.err.count("kernels compiled in ") == (count > 0)
+    assert {path.parent for path in folder.glob(f"*/{store.COMPLETE}")} == {
+        folder / store.folder_name(name) for name in names
+    }
+    assert len(list(folder.parent.glob("loaded-*.json"))) == 1  # what a budget reads
+    assert used(tmp_path, tmp_path) == (str(folder), "")
+
+
+def without_rights(*command: str) -> list[str]:
+    """The command as someone for whom the bits of files count, as they do not for root."""
+    if os.geteuid():
+        return [*command]
+    if not shutil.which("setpriv"):
+        pytest.skip("root may write everywhere, and there is no setpriv to give that up")
+    return ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
+
+
+def test_a_complete_cache_that_is_read_only_is_used_by_a_command(tmp_path: Path):
+    cache, temporary, model = (tmp_path / name for name in ("cache", "temporary", "m.gguf"))
+    save(model)
+    temporary.mkdir()
+    kernels.prepare(kernels.WRITING)
+    for name in set[str]().union(*map(store.needed, kernels.WRITING)):
+        folder = store.folder_of(name)
+        shutil.copytree(folder, cache / "packtrain/kernels" / folder.name)
+    before = everything(cache)
+    for path in (cache, *before):
+        path.chmod(path.stat().st_mode & ~0o222)
+    values = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
+    try:
+        if not subprocess.run(without_rights("test", "-w", str(cache / "packtrain"))).returncode:
+            pytest.skip("here everything can be written")
+        command = without_rights(sys.executable, "-m", "packtrain", "generate", str(model), "-n3")
+        done = subprocess.run(command, env=variables() | values, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout, done.stderr
+        assert "compil" not in done.stderr and "cannot write" not in done.stderr
+        assert everything(cache) == before and not any(temporary.iterdir())
+    finally:
+        for path in (cache, *before):
+            path.chmod(path.stat().st_mode | 0o200)
 
 
 def test_a_folder_that_others_can_write_is_not_trusted(

@@ -79,7 +79,6 @@ def own_folder(make: bool = False) -> list[Path]:
 def roots() -> list[Path]:
     """Where compiled modules may be, the usual place first."""
     return [given] if given else [cache_root() / "kernels", *own_folder()]
-    """Where missing modules are compiled to: the usual place, or one that the next command finds, or neither."""
 
 
 @cache

@@ -222,6 +222,17 @@ def test_a_doubt_lets_the_next_run_measure(said, monkeypatch):
     assert rates(False, said.append).flops == 2e9 and len(said) == 2
 
 
+def test_a_cache_that_cannot_be_written_is_read(said, monkeypatch):
+    quiet(monkeypatch, True, True)
+    first = rates(False, said.append)
+    monkeypatch.setattr(kept_rates, "refusal", lambda root: "read-only")
+    assert rates(False, said.append) == first and len(said) == 1
+    kept_rates.doubt()
+    kept(kernels.threads()).unlink()
+    assert rates(False, said.append).flops == 2e9 and said[-1].endswith(", not kept")
+    assert not kept(kernels.threads()).exists()
+
+
 def test_data_that_hides_keys_makes_attention_cheaper_and_nothing_else():
     q = input("q", (1, 256, 4, 32))
     attention = step_of(ops.attention(q, q, q, scale=1.0)[0])

@@ -13,7 +13,7 @@ from packtrain import kernels
 from packtrain.child import ask
 from packtrain.files import write_text
 from packtrain.kernels import store
-from packtrain.kernels.runtime import cache_root, writable
+from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
 
 GUESSED_NBYTES = 56 << 20  # where there is no room for the child; 46 to 53 were measured
@@ -49,14 +49,15 @@ def loaded(names: Sequence[str], room: float) -> Loaded:
         if 0 <= room < CHILD_NBYTES:
             return Loaded(GUESSED_NBYTES, UNSURE_NBYTES)
         found = ask(lambda: None, _load_in_child, kernels.threads(), tuple(names))
-        write_text(path, json.dumps(found))
+        if refusal(path.parent) is None:
+            write_text(path, json.dumps(found))
         return Loaded(found)
 
 
 def _kept(names: Sequence[str]) -> Path:
     parts = str(kernels.threads()), *map(store.folder_name, names)
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return writable(cache_root()) / f"loaded-{name}.json"
+    return cache_root() / f"loaded-{name}.json"
 
 
 def _load_in_child(threads: int, names: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from packtrain.child import ask
 from packtrain.cost import Rates
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.files import write_text
-from packtrain.kernels.runtime import cache_root, platform_parts, writable
+from packtrain.kernels.runtime import cache_root, platform_parts, refusal
 from packtrain.ops.costs import laying
 from packtrain.speed import BEGIN, measured
 from packtrain.version import __version__
@@ -48,10 +48,10 @@ def rates(again: bool, say: Callable[[str], None], types: Collection[Dtype] = ()
     if before is not None and not quiet:
         found = faster(found, before.rates)
     how = "" if quiet else "; it is busy, and the next run measures it again"
+    where = keep(path, Kept(found, quiet))
     say(
-        f"measured this machine: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, kept in {path}{how}"
+        f"measured this machine: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, {where}{how}"
     )
-    keep(path, Kept(found, quiet))
     return found
 
 
@@ -95,7 +95,7 @@ def kept(threads: int) -> Path:
     """Where the rates are."""
     parts = __version__, str(threads), *platform_parts()
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return writable(cache_root()) / f"rates-{name}.json"
+    return cache_root() / f"rates-{name}.json"
 
 
 def read(path: Path) -> Kept | None:
@@ -117,6 +117,10 @@ def doubt() -> None:
         keep(path, Kept(before.rates, quiet=False))
 
 
-def keep(path: Path, what: Kept) -> None:
+def keep(path: Path, what: Kept) -> str:
+    """Write them where that is possible, and tell where."""
+    if refusal(path.parent) is not None:
+        return "not kept"
     plain = {"format": FORMAT, "quiet": what.quiet, "rates": asdict(what.rates)}
     write_text(path, json.dumps(plain, indent=1))
+    return f"kept in {path}"

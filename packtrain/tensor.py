@@ -97,7 +97,7 @@ class View(Spec):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Call:
-    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`; `reads`: inputs that are given."""
+    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`; `reads` are inputs but None."""
 
     op: "Op[..., Any]"
     inputs: tuple["Tensor | None", ...]

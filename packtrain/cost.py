@@ -45,10 +45,15 @@ class Rates:
 
     def times(self, threads: int) -> "Rates":
         """What so many threads do if each does as much as all do now."""
-        kinds = {kind: threads * rate for kind, rate in self.kinds.items()}
-        more = {
-            name: threads * getattr(self, name) for name in ("flops", "nbytes", "near", "threads")
-        }
+        return replace(self._more(threads), threads=threads * self.threads)
+
+    def slower(self, by: float) -> "Rates":
+        """Everything takes so many times as long."""
+        return replace(self._more(1 / by), call=by * self.call, region=by * self.region)
+
+    def _more(self, by: float) -> "Rates":
+        kinds = {kind: by * rate for kind, rate in self.kinds.items()}
+        more = {name: by * getattr(self, name) for name in ("flops", "nbytes", "near")}
         return replace(self, kinds=kinds, **more)
 
     def moving(self, nbytes: float) -> float:

@@ -1,27 +1,30 @@
 """How fast this machine is: each kind of work, measured by a small call that is mostly that.
 
 What a call does beside is taken off at the rates that are known so far. Of several rounds the fastest counts.
+Alone and again and again a call finds its inputs in a cache and the other threads awake. In a step it does not:
+all rates are lowered by what two layers take longer than the sum of their calls.
 On a busy machine they are those of one thread by its processor time, of which the median counts.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from packtrain import kernels, ops
-from packtrain.cost import Rates, call_seconds, cost_of, idle, moved
+from packtrain.cost import Rates, call_seconds, cost_of, idle, moved, seconds
 from packtrain.dtypes import Dtype
 from packtrain.graph import Graph
 from packtrain.ops.costs import laying
-from packtrain.place import Step, place
-from packtrain.run import Session
+from packtrain.place import Placed, Step, place
+from packtrain.run import Executor, Session
 from packtrain.tensor import Tensor, input, weight
 
-LEAST_ROUNDS, ROUNDS, SPENT = 3, 12, 0.04  # of a call, and seconds that take no more rounds
-WAITED = 0.15  # of the time in which this thread had work, and others ran
+LEAST_ROUNDS, ROUNDS, SPENT = 3, 30, 0.04  # of a call, and seconds that take no more rounds
+WAITED = 0.15  # of the time, and another program ran where a thread had work
 BEGIN = Rates(1e11, 1e10)
 PASSES = 8  # over the calls: each takes off what the last pass knew
 LEAST = 0.1  # of a call's time is left to the kind that it measures, whatever the others take
@@ -29,11 +32,11 @@ MEMORY = "near", "far"
 
 
 def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
-    """A call for each kind of work, with few bytes in use at a time: the most are 12 MiB."""
+    """A call for each kind of work, with few bytes in use at a time: the most are 48 MiB, more than caches hold."""
     yield "call", ops.scale(input("x", (1,)), by=2.0)
     yield "region", ops.scale(input("x", ((1 << 15) + 1,)), by=2.0)
     yield "near", ops.scale(input("x", (1 << 17,)), by=2.0)
-    yield "far", ops.scale(input("x", (1 << 20,)), by=2.0)
+    yield "far", ops.scale(input("x", (6 << 20,)), by=2.0)
     yield "multiply", ops.matmul(input("x", (480, 512)), weight("w", (256, 512)))
     yield "pack", ops.out_prod(input("a", (2048, 480)), input("b", (2048, 32)))
     yield "exp", ops.swiglu(input("gate", (1 << 17,)), input("up", (1 << 17,)))
@@ -47,41 +50,59 @@ def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
         yield laying(dtype), ops.matmul(input("x", (24, 1024)), weight("w", (512, 1024), dtype))
 
 
+def layers() -> Tensor:
+    """Two layers one after the other, as a step has them: 13 MiB."""
+    x = input("x", (256, 512))
+    for i in range(2):
+        gate, up = (weight(f"{name}.{i}", (1024, 512)) for name in ("gate", "up"))
+        y = ops.rms_norm(x, weight(f"norm.{i}", (512,)), eps=1e-6)
+        y = ops.swiglu(ops.matmul(y, gate), ops.matmul(y, up))
+        x = ops.add(x, ops.matmul(y, weight(f"down.{i}", (512, 1024))))
+    return x
+
+
 @dataclass
 class Timing:
-    """Calls with their times, and how much of the time the processor was this process's.
+    """Calls with their times, and for how much of the time other programs had the processor.
 
     clock   of the wall, or of the processor: what others do only adds to the first, and moves the second both ways
     choose  what counts of several rounds
+    step    all calls of `layers`, and their time together
     """
 
     clock: Callable[[], float] = time.perf_counter
     choose: Callable[[list[float]], float] = min
     calls: list[tuple[str, Step, float]] = field(default_factory=list)
+    step: tuple[Placed, float] | None = None
     wall: float = 0.0
-    own: float = 0.0
+    waited: float = 0.0
 
     def add(self, kind: str, y: Tensor) -> None:
         """Time the call that makes y, without the bringing of its inputs."""
-        session = Session()
-        run = session.executor(place(Graph([y])))
-        for leaf in run.placed.graph.leaves:
-            if leaf.kind == "weight":
-                session.fill(leaf.label, lambda array: array.view(np.uint8).fill(0))
-        run({name: np.zeros(spec.shape, np.float32) for name, (_, _, spec) in run.inputs.items()})
-        times, own, start = list[float](), time.thread_time(), time.perf_counter()
+        run = ready(y)
+        times = self.rounds(run.calls[-1:])
+        self.calls.append((kind, run.placed.steps[-1], self.choose(times)))
+
+    def add_layers(self) -> None:
+        run = ready(layers())
+        self.step = run.placed, statistics.median(self.rounds(run.calls))
+
+    def rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
+        """The time of all calls in each of some rounds."""
+        times, before, start = list[float](), waited(), time.perf_counter()
         while len(times) < LEAST_ROUNDS or (len(times) < ROUNDS and sum(times) < SPENT):
             began = self.clock()
-            run.calls[-1]()
+            for call in calls:
+                call()
             times.append(self.clock() - began)
         self.wall += time.perf_counter() - start
-        self.own += time.thread_time() - own
-        self.calls.append((kind, run.placed.steps[-1], self.choose(times)))
+        self.waited += waited() - before
+        return times
 
     @property
     def quiet(self) -> bool:
         """Whether nothing else took the processor."""
-        return self.own > (1 - WAITED) * self.wall
+        return self.waited < WAITED * self.wall
 
     def rates(self, threads: int, known: Rates = BEGIN) -> Rates:
         """The rates at which all calls take the time they took; those of no call are `known`."""
@@ -89,7 +110,21 @@ class Timing:
         for _ in range(PASSES):
             for kind, step, took in self.calls:
                 rates = solved(rates, kind, step, took)
-        return rates
+        if self.step is None:
+            return rates
+        placed, took = self.step
+        return rates.slower(max(took / seconds(placed, rates), 1.0))
+
+
+def ready(y: Tensor) -> Executor:
+    """What makes y, run once: with weights and inputs of zeros."""
+    session = Session()
+    run = session.executor(place(Graph([y])))
+    for leaf in run.placed.graph.leaves:
+        if leaf.kind == "weight":
+            session.fill(leaf.label, lambda array: array.view(np.uint8).fill(0))
+    run({name: np.zeros(spec.shape, np.float32) for name, (_, _, spec) in run.inputs.items()})
+    return run
 
 
 def solved(rates: Rates, kind: str, step: Step, took: float) -> Rates:
@@ -132,4 +167,19 @@ def measured(types: Collection[Dtype] = (), known: Rates = BEGIN) -> tuple[Rates
 def timed(timing: Timing, types: Collection[Dtype]) -> Timing:
     for kind, y in probes(types):
         timing.add(kind, y)
+    timing.add_layers()
     return timing
+
+
+def waited() -> float:
+    """Seconds so far for which threads of this process had work and another program had the processor.
+
+    Linux counts that; elsewhere it is the time in which this thread did not run.
+    """
+    try:
+        counts = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]
+    except OSError:  # a thread ended just now
+        return waited()
+    if not counts:
+        return time.perf_counter() - time.thread_time()
+    return sum(int(delay) for _, delay, _ in counts) / 1e9

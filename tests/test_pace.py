@@ -1,7 +1,5 @@
 """Expected times beside what steps take, and what data means for them."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -40,49 +38,49 @@ def test_learnt_tokens_are_counted():
 
 @pytest.fixture
 def processor(monkeypatch):
-    """The processor time of this thread, as a test says."""
-    spent = [0.0]
-    monkeypatch.setattr(time, "thread_time", lambda: spent[0])
-    return spent
+    """The time for which other programs had the processor, as a test says."""
+    lost = [0.0]
+    monkeypatch.setattr(pace, "waited", lambda: lost[0])
+    return lost
 
 
 def run(expected: float, took: float, processor: list[float], share: float = 1.0, left: int = 1000):
-    """What is said in some steps of so many seconds, and how often the rates were doubted."""
-    doubts = list[None]()
-    found = Pace(expected, lambda: doubts.append(None))
+    """What is said in some steps of so many seconds, and by what the rates were corrected."""
+    corrections = list[float]()
+    found = Pace(expected, corrections.append)
     said = []
     for i in range(3 * STEPS):
-        processor[0] += took * share
+        processor[0] += took * (1 - share)
         said.append(found.step(took * (10 if i == 0 else 1), left - i))
-    return [text for text in said if text], len(doubts)
+    return [text for text in said if text], corrections
 
 
 def test_a_step_as_expected_needs_no_word(processor):
-    assert run(1.0, 1.15, processor) == ([], 0)
-    assert run(1.0, 0.85, processor) == ([], 0)
+    assert run(1.0, 1.15, processor) == ([], [])
+    assert run(1.0, 0.85, processor) == ([], [])
 
 
-def test_a_run_that_is_off_says_so_once_and_doubts_the_rates(processor):
-    said, doubts = run(12.1, 21.0, processor, left=105)
-    assert doubts == 1 and said == [
+def test_a_run_that_is_off_says_so_once_and_corrects_the_rates(processor):
+    said, corrections = run(12.1, 21.0, processor, left=105)
+    assert corrections == [21.0 / 12.1] and said == [
         "a step takes 21 s, not the 12.1 s expected: 35:00 for the 100 steps left; "
-        "the next run measures this machine again"
+        "the next run expects that"
     ]
-    said, doubts = run(1.0, 0.5, processor)
-    assert doubts == 1 and len(said) == 1
+    said, corrections = run(1.0, 0.5, processor)
+    assert corrections == [0.5] and len(said) == 1
 
 
 def test_a_busy_machine_poisons_nothing(processor):
-    said, doubts = run(1.0, 3.0, processor, share=0.4)
-    assert doubts == 0 and said[0].endswith("other programs are using the processor")
+    said, corrections = run(1.0, 3.0, processor, share=0.4)
+    assert not corrections and said[0].endswith("other programs are using the processor")
 
 
 def test_the_end_of_a_short_run_is_not_worth_a_word(processor):
-    assert run(0.001, 0.002, processor) == ([], 0)
+    assert run(0.001, 0.002, processor) == ([], [])
 
 
 def test_one_slow_step_is_no_reason(processor):
-    found = Pace(1.0, lambda: pytest.fail("doubted"))
+    found = Pace(1.0, lambda _: pytest.fail("corrected"))
     assert not any(found.step(t, 1000) for t in (1.0, 1.0, 9.0, 1.0, 1.1, 1.0, 1.0))
     assert pace.STEPS >= 3
 

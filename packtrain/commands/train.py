@@ -32,7 +32,7 @@ from packtrain.train.loaded import loaded, needed
 from packtrain.train.pace import Pace, learnt, seen
 from packtrain.train.parts import Setting
 from packtrain.train.plans import Plans, Shape, packed_types
-from packtrain.train.rates import doubt, rates_apart
+from packtrain.train.rates import correct, rates_apart
 from packtrain.train.search import as_asked
 from packtrain.train.settings import RunSettings, TrainSettings
 from packtrain.train.space import check_space, resumable
@@ -240,7 +240,7 @@ def _train(settings: RunSettings, made: Ready, work: Work) -> tuple[Progress, in
     ):
         shared = made.job.subject.shared()
         engine = Engine(made.plans, made.job.optimizer, shared, settings.seed)
-        fit = Fit(made.job, engine, folder, Pace(made.seconds, doubt))
+        fit = Fit(made.job, engine, folder, Pace(made.seconds, correct))
         fit.begin(made.found)
         watch.resume(fit.progress.step)
         if made.tokenizer is not None:

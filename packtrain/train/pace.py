@@ -1,12 +1,12 @@
 """What the data of a run means for its time, and whether its steps take as long as was expected."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from packtrain.speed import waited
 from packtrain.watch.progress import clock
 
 BLOCK = 64  # positions that attention looks at together, as queries and as keys
@@ -48,29 +48,29 @@ def learnt(batches: Sequence[Mapping[str, np.ndarray]], positions: int) -> int:
 class Pace:
     """The first steps of a run beside what was expected of them.
 
-    doubt  called when they differ and no other program is to blame
+    correct  called with measured over expected when they differ and no other program is to blame
     """
 
     expected: float
-    doubt: Callable[[], None]
+    correct: Callable[[float], None]
     times: list[float] = field(default_factory=list)
-    own: float = field(default_factory=time.thread_time)
+    waited: float = field(default_factory=waited)
 
     def step(self, seconds: float, left: int) -> str | None:
         """Note the time of a step with so many left; after some of them a sentence, if they are off."""
         self.times.append(seconds)
         if len(self.times) == 1:
-            self.own = time.thread_time()
+            self.waited = waited()
         if len(self.times) != STEPS + 1:
             return None
         counted = self.times[1:]
-        took, own = statistics.median(counted), time.thread_time() - self.own
+        took, lost = statistics.median(counted), waited() - self.waited
         off = abs(took - self.expected)
         if off <= OFF * self.expected or off * left < WORTH:
             return None
         text = f"a step takes {took:.3g} s, not the {self.expected:.3g} s expected: "
         text += f"{clock(took * left)} for the {left:,} steps left"
-        if took > self.expected and own < (1 - WAITED) * sum(counted):
+        if took > self.expected and lost > WAITED * sum(counted):
             return f"{text}; other programs are using the processor"
-        self.doubt()
-        return f"{text}; the next run measures this machine again"
+        self.correct(took / self.expected)
+        return f"{text}; the next run expects that"

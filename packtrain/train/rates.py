@@ -17,16 +17,24 @@ from packtrain.ops.costs import laying
 from packtrain.speed import BEGIN, measured
 from packtrain.version import __version__
 
-MEASURING_NBYTES = 96 << 20  # of a child that measures
-FORMAT = 1  # of the file; another is measured again
+MEASURING_NBYTES = 136 << 20  # of a child that measures
+FORMAT = 2  # of the file; another is measured again
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Rates in a file. Those of a busy machine (`quiet` is false) serve one run, and the next measures again."""
+    """Rates in a file. Those of a busy machine (`quiet` is false) serve one run, and the next measures again.
+
+    off  times as long as these rates say did steps of the last run take that was off
+    """
 
     rates: Rates
     quiet: bool
+    off: float = 1.0
+
+    @property
+    def expected(self) -> Rates:
+        return self.rates.slower(self.off)
 
     def serves(self, types: Collection[Dtype]) -> bool:
         """Whether nothing has to be measured for a run that reads matrices of these types packed."""
@@ -41,18 +49,19 @@ def rates(again: bool, say: Callable[[str], None], types: Collection[Dtype] = ()
     path = kept(kernels.threads())
     before = None if again else read(path)
     if before is not None and before.serves(types):
-        return before.rates
+        return before.expected
     known = {laying(t): t for t in DTYPES.values()}
     others = () if before is None else [known[k] for k in before.rates.kinds if k in known]
     found, quiet = measured({*types, *others} - {DTYPES["f32"]})
     if before is not None and not quiet:
         found = faster(found, before.rates)
     how = "" if quiet else "; it is busy, and the next run measures it again"
-    where = keep(path, Kept(found, quiet))
+    now = Kept(found, quiet, 1.0 if before is None else before.off)
+    where = keep(path, now)
     say(
         f"measured this machine: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, {where}{how}"
     )
-    return found
+    return now.expected
 
 
 def rates_apart(
@@ -68,9 +77,9 @@ def rates_apart(
     threads = kernels.threads()
     before = None if again else read(kept(threads))
     if before is not None and before.serves(types):
-        return before.rates
+        return before.expected
     if room < MEASURING_NBYTES:
-        return BEGIN if before is None else before.rates
+        return BEGIN if before is None else before.expected
     found, said = ask(lambda: None, _in_child, threads, again, [str(t) for t in types])
     for sentence in said:
         say(sentence)
@@ -104,23 +113,23 @@ def read(path: Path) -> Kept | None:
         found = json.loads(path.read_text())
         if found["format"] != FORMAT:
             return None
-        return Kept(Rates(**found["rates"]), bool(found["quiet"]))
+        return Kept(Rates(**found["rates"]), bool(found["quiet"]), float(found["off"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def doubt() -> None:
-    """Let the next run measure this machine again: a run was off."""
+def correct(by: float) -> None:
+    """Let the next run expect that everything takes so many times as long: a run was off."""
     path = kept(kernels.threads())
     before = read(path)
     if before is not None:
-        keep(path, Kept(before.rates, quiet=False))
+        keep(path, replace(before, off=by * before.off))
 
 
 def keep(path: Path, what: Kept) -> str:
     """Write them where that is possible, and tell where."""
     if refusal(path.parent) is not None:
         return "not kept"
-    plain = {"format": FORMAT, "quiet": what.quiet, "rates": asdict(what.rates)}
+    plain = {"format": FORMAT, "quiet": what.quiet, "off": what.off, "rates": asdict(what.rates)}
     write_text(path, json.dumps(plain, indent=1))
     return f"kept in {path}"

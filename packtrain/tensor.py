@@ -23,6 +23,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 Shape = tuple[int, ...]
 Indices = tuple[int, ...]
 Kind = Literal["weight", "state", "input", "constant"]
+Role = Literal["weight", "table", "moment", "sum", "cache"]  # of a weight or state
 
 
 class GraphError(ValueError):
@@ -122,8 +123,8 @@ class Call:
 class Tensor:
     """A value to be: immutable, compared by identity, named at most once (see `named`).
 
-    A leaf has a `kind`; any other tensor is result `index` of its `call`. A view, and the new handle that a
-    writing op returns, share the bytes of `base`.
+    A leaf has a `kind`, and if it outlives a run a `role`; any other tensor is result `index` of its `call`. A view,
+    and the new handle that a writing op returns, share the bytes of `base`.
     """
 
     spec: Spec
@@ -132,6 +133,7 @@ class Tensor:
     call: Call | None = None
     index: int = 0
     kind: Kind | None = None
+    role: Role | None = None
     value: np.ndarray | None = None
     shared: "Tensor | None" = None
     name: str | None = None
@@ -202,14 +204,15 @@ def named(name: str, tensor: Tensor) -> Tensor:
 # ---- leaves --------------------------------------------------------------------------------------------------
 
 
-def weight(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
-    """A leaf that is trained or frozen, and saved."""
-    return _leaf(name, shape, dtype, "weight")
+def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -> Tensor:
+    """A leaf that is trained or frozen, and saved; a `table` is never trained."""
+    return _leaf(name, shape, dtype, "weight", role)
 
 
-def state(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
-    """A leaf that a run may update and the next run reads: optimizer moments, KV cache. Starts as zeros."""
-    return _leaf(name, shape, dtype, "state")
+def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "moment") -> Tensor:
+    """A leaf that a run may update and the next run reads, from zeros on; what begins anew with a process is a `sum`
+    of gradients or a `cache`."""
+    return _leaf(name, shape, dtype, "state", role)
 
 
 def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
@@ -224,17 +227,19 @@ def constant(name: str, value: np.ndarray, dtype: Dtype = f32) -> Tensor:
         raise GraphError(f"{name}: its values are not all {dtype}")
     value = exact
     value.flags.writeable = False
-    return _leaf(name, dtype.tensor_shape(value.shape), dtype, "constant", value)
+    return _leaf(name, dtype.tensor_shape(value.shape), dtype, "constant", value=value)
 
 
-def _leaf(name: str, shape: Shape, dtype: Dtype, kind: Kind, value: Any = None) -> Tensor:
+def _leaf(
+    name: str, shape: Shape, dtype: Dtype, kind: Kind, role: Role | None = None, value: Any = None
+) -> Tensor:
     shape = tuple(int(n) for n in shape)
     if any(n < 0 for n in shape) or (shape[-1] if shape else 1) % dtype.block:
         raise GraphError(
             f"{name}: shape {shape} cannot be; {dtype} rows are blocks of {dtype.block}"
         )
     spec = Spec(shape, dtype)
-    return Tensor(spec, spec.strides, kind=kind, value=value, name=name)
+    return Tensor(spec, spec.strides, kind=kind, role=role, value=value, name=name)
 
 
 # ---- ops -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from packtrain import kept
 from packtrain.cli import main
 from packtrain.errors import DiskFull, InputError
+from packtrain.tensor import state, weight
 from packtrain.train import space
 from packtrain.train.compatible import differences
 from packtrain.train.effects import RULES, VALIDATING, check_effects, check_validation
@@ -223,7 +224,9 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
         settings=SimpleNamespace(folder=tmp_path, patience=0),
         subject=SimpleNamespace(files=lambda: {tmp_path / "m.gguf": 100}),
     )
-    plans = SimpleNamespace(kept={"w": 4000, "m/w": 4000, "g/w": 4000, "cache.k": 9}, trained=["w"])
+    kept = [weight("w", (1000,)), state("m/w", (1000,)), state("g/w", (1000,), role="sum")]
+    kept.append(state("cache.k", (9,), role="cache"))
+    plans = SimpleNamespace(kept={leaf.name: leaf for leaf in kept}, trained=["w"])
     plans.saved = Plans.saved.fget(plans)  # type: ignore[attr-defined]
     found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
     assert found == {"two checkpoints": 16000, "m.gguf": 100, "logs": space.LOGS_NBYTES}

@@ -42,7 +42,10 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
     shapes |= dict.fromkeys(factors, (config.rope_width // 2,))
     if config.lora is not None:
         shapes |= dict(config.lora.shapes(shapes, config.block_count))
-    return {name: weight(name, shape, types.get(name, f32)) for name, shape in shapes.items()}
+    return {
+        name: weight(name, shape, types.get(name, f32), "table" if name in factors else "weight")
+        for name, shape in shapes.items()
+    }
 
 
 def _attention_shapes(config: Config) -> Shapes:
@@ -384,7 +387,7 @@ def generation(
         return ops.reshape(x, shape=(1, *x.shape))
 
     def remember(name: str, x: Tensor) -> Tensor:
-        leaf = state(name, (cells, config.head_count_kv, config.head_width), cache)
+        leaf = state(name, (cells, config.head_count_kv, config.head_width), cache, "cache")
         handles.extend(ops.set_rows(leaf, x, cell))
         return one(handles[-1])
 

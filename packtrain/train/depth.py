@@ -42,10 +42,10 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
     first, types = passed_over(config, base), dict(base.types)
     trained = frozenset[str]().union(*_trained(config, base))
     found, frozen = [], []
-    for name in transformer.weights(replace(short, lora=None)):
+    for name, leaf in transformer.weights(replace(short, lora=None)).items():
         at, kind = _place(name)
         if at is None:
-            like, free = name, base.trains(config, name)
+            like, free = name, base.trains(config, leaf)
         else:
             passed = at < below
             beyond = at if passed else min(first + at - below, config.block_count - 1)
@@ -61,9 +61,9 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
 def _trained(config: Config, base: Base | None) -> tuple[Kinds, ...]:
     """What is trained in each block."""
     kinds: list[set[str]] = [set() for _ in range(config.block_count)]
-    for name in transformer.weights(config):
+    for name, leaf in transformer.weights(config).items():
         at, kind = _place(name)
-        if at is not None and (base is None or base.trains(config, name)):
+        if at is not None and (base is None or base.trains(config, leaf)):
             kinds[at].add(kind)
     return tuple(map(frozenset, kinds))
 

@@ -63,7 +63,7 @@ class AdamW:
         self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None
     ) -> tuple[Tensor, ...]:
         """The handles of w and its two moments `m/<name>` and `v/<name>` after one step."""
-        m, v = state(f"m/{w.name}", w.shape), state(f"v/{w.name}", w.shape)
+        m, v = (state(f"{kind}/{w.name}", w.shape, role="moment") for kind in "mv")
         return ops.opt_step_adamw(
             w, g, m, v, hyper, gate, key, decay=len(w.shape) > 1, stream=stream_of(w)
         )
@@ -192,7 +192,7 @@ def updating(
 
 
 def _sum_of(w: Tensor) -> Tensor:
-    return state(f"g/{w.name}", w.shape)
+    return state(f"g/{w.name}", w.shape, role="sum")
 
 
 def _measure(squares: list[Tensor], g: Tensor) -> None:

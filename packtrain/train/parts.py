@@ -13,7 +13,7 @@ from packtrain.packing import lower_bound
 from packtrain.place import Placed
 from packtrain.plan.lifetimes import columns, storages
 from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like
-from packtrain.tensor import Spec
+from packtrain.tensor import Spec, Tensor
 from packtrain.train.depth import reached, with_blocks
 from packtrain.train.optim import Optimizer
 from packtrain.train.plans import (
@@ -23,6 +23,7 @@ from packtrain.train.plans import (
     Shape,
     blocks_in,
     build,
+    lasting,
     leaves,
     make_plans,
     still,
@@ -64,12 +65,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a graph takes: bytes of an arena at the lower bound, seconds of a run, its calls, its leaves by name."""
+    """What a graph takes: bytes of an arena at the lower bound, seconds of a run, its calls, its lasting leaves."""
 
     arena: int
     seconds: float
     calls: int
-    leaves: Mapping[str, int]
+    leaves: Mapping[str, Tensor]
 
 
 class Sizes(NamedTuple):
@@ -89,9 +90,7 @@ class Sizes(NamedTuple):
 
 def measured(placed: Placed, rates: cost.Rates) -> Part:
     arena, _ = lower_bound(*columns(storages(placed), ALIGNMENT))
-    kept = (leaf for leaf in placed.graph.leaves if leaf.kind in ("weight", "state"))
-    leaves = {leaf.label: leaf.spec.nbytes for leaf in kept}
-    return Part(arena, cost.seconds(placed, rates), len(placed.graph.calls), leaves)
+    return Part(arena, cost.seconds(placed, rates), len(placed.graph.calls), lasting(placed))
 
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:

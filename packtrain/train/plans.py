@@ -4,7 +4,7 @@ Sizes and settings go in; nothing is allocated. All plans share the leaves, by n
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -20,7 +20,7 @@ from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
 from packtrain.recompute import Built, Choice
-from packtrain.tensor import Tensor
+from packtrain.tensor import Role, Tensor
 from packtrain.train.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.watch.progress import clock, same_speed, speed_text
 from packtrain.words import plural
@@ -31,8 +31,6 @@ BOUND_NBYTES = 800  # of an executor for each call, measured
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")
-OWN = ("m/", "v/", "g/", "cache.")  # how names of leaves begin that are no weights
-FACTORS = "rope_*"  # what frequencies are divided by: no training changes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,16 @@ class Base:
     strict: bool = False
     masters: Dtype = f32
 
-    def trains(self, config: Config, name: str) -> bool:
-        """Whether a tensor of the model is trained."""
+    def trains(self, config: Config, leaf: Tensor) -> bool:
+        """Whether a weight of the model is trained."""
+        name = leaf.label
+        if leaf.role != "weight":
+            return False
         if config.lora is not None:
             return name.endswith(SUFFIXES)
         first = config.block_count - self.last if self.last else 0
         reached = int(name.split(".")[1]) >= first if name.startswith("blk.") else not self.last
-        return reached and not any(fnmatchcase(name, p) for p in (*self.frozen, FACTORS))
+        return reached and not any(fnmatchcase(name, p) for p in self.frozen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,54 +100,50 @@ class Plans:
     plans: Mapping[str, Plan]
 
     @cached_property
-    def leaves(self) -> dict[str, int]:
-        """Bytes of every weight and state by name, over all graphs."""
-        return {
-            leaf.label: leaf.spec.nbytes
-            for placed in self.placed.values()
-            for leaf in placed.graph.leaves
-            if leaf.kind in ("weight", "state")
-        }
+    def leaves(self) -> dict[str, Tensor]:
+        """Every weight and state by name, over all graphs."""
+        return {n: leaf for placed in self.placed.values() for n, leaf in lasting(placed).items()}
 
     @cached_property
-    def kept(self) -> dict[str, int]:
+    def kept(self) -> dict[str, Tensor]:
         """The same without those that are read where they are in a file."""
-        return {name: n for name, n in self.leaves.items() if not is_mapped(self.shape, name)}
+        found = self.leaves.items()
+        return {name: leaf for name, leaf in found if not is_mapped(self.shape, leaf)}
 
     @property
     def trained(self) -> list[str]:
-        return [name for name in self.kept if not name.startswith(OWN)]
+        return [name for name, leaf in self.kept.items() if leaf.role == "weight"]
 
     @property
-    def saved(self) -> dict[str, int]:
+    def saved(self) -> dict[str, Tensor]:
         """Those that a checkpoint holds: trained weights and moments. Sums and caches begin anew."""
-        return {name: n for name, n in self.kept.items() if not name.startswith(("g/", "cache."))}
+        return {n: leaf for n, leaf in self.kept.items() if leaf.role not in ("sum", "cache")}
 
     @property
     def mapped_nbytes(self) -> int:
-        return sum(self.leaves.values()) - sum(self.kept.values())
+        return nbytes_of(self.leaves.values()) - nbytes_of(self.kept.values())
 
     @property
     def largest(self) -> Plan:
         """The plan that needs the largest arena, which all share."""
         return max(self.plans.values(), key=lambda plan: plan.arena().nbytes)
 
-    def _nbytes(self, *prefixes: str) -> int:
-        return sum(n for name, n in self.kept.items() if name.startswith(prefixes))
+    def _nbytes(self, *roles: Role) -> int:
+        return nbytes_of(leaf for leaf in self.kept.values() if leaf.role in roles)
 
     @property
     def state_nbytes(self) -> int:
         """Moments of the optimizer and cache of generation."""
-        return self._nbytes("m/", "v/", "cache.")
+        return self._nbytes("moment", "cache")
 
     @property
     def gradient_nbytes(self) -> int:
         """Running sums over micro-batches. Gradients of a single batch live in the arena."""
-        return self._nbytes("g/")
+        return self._nbytes("sum")
 
     @property
     def weight_nbytes(self) -> int:
-        return sum(self.kept.values()) - self.state_nbytes - self.gradient_nbytes
+        return self._nbytes("weight", "table")
 
     @property
     def arena_nbytes(self) -> int:
@@ -164,7 +161,7 @@ class Plans:
     @property
     def nbytes(self) -> int:
         """All that a run takes on top of the process before it."""
-        return counted(self.shape, self.leaves) + self.arena_nbytes + self.loop_nbytes
+        return counted(self.shape, self.leaves.values()) + self.arena_nbytes + self.loop_nbytes
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""
@@ -209,7 +206,7 @@ class Plans:
         parts = [
             (
                 "base",
-                counted(self.shape, self.leaves) - sum(self.kept.values()),
+                counted(self.shape, self.leaves.values()) - nbytes_of(self.kept.values()),
                 "mapped from its file",
             ),
             ("weights", self.weight_nbytes, self._parameters()),
@@ -271,11 +268,20 @@ class Plans:
         )
 
 
-def is_mapped(shape: Shape, name: str) -> bool:
-    """Whether a leaf is read where it is in the file of the base."""
-    if shape.base is None or name.startswith(OWN):
+def lasting(placed: Placed) -> dict[str, Tensor]:
+    """Weights and states of a graph by name."""
+    return {leaf.label: leaf for leaf in placed.graph.leaves if leaf.role}
+
+
+def nbytes_of(leaves: Iterable[Tensor]) -> int:
+    return sum(leaf.spec.nbytes for leaf in leaves)
+
+
+def is_mapped(shape: Shape, leaf: Tensor) -> bool:
+    """Whether a weight or state is read where it is in the file of the base."""
+    if shape.base is None or leaf.kind != "weight":
         return False
-    return not shape.base.trains(shape.config, name)
+    return not shape.base.trains(shape.config, leaf)
 
 
 def packed_types(shape: Shape) -> set[Dtype]:
@@ -283,10 +289,10 @@ def packed_types(shape: Shape) -> set[Dtype]:
     return {leaf.dtype for leaf in leaves(shape)[0].values()} - {f32}
 
 
-def counted(shape: Shape, leaves: Mapping[str, int]) -> int:
+def counted(shape: Shape, leaves: Iterable[Tensor]) -> int:
     """Bytes of these leaves in the memory of the run."""
     strict = shape.base is not None and shape.base.strict
-    return sum(n for name, n in leaves.items() if strict or not is_mapped(shape, name))
+    return nbytes_of(leaf for leaf in leaves if strict or not is_mapped(shape, leaf))
 
 
 def loop_nbytes(shape: Shape, calls: int) -> int:
@@ -359,7 +365,8 @@ def build(name: str, shape: Shape, optimizer: Optimizer) -> Built:
 @cache
 def passed_over(config: Config, base: Base | None) -> int:
     """How many blocks come before the first one that the backward pass reaches."""
-    names = (n for n in transformer.weights(config) if base is None or base.trains(config, n))
+    every = transformer.weights(config).items()
+    names = (name for name, leaf in every if base is None or base.trains(config, leaf))
     trained = [n for n in names if n.startswith(("blk.", EMBEDDING))]
     if any(name.startswith(EMBEDDING) for name in trained):
         return 0
@@ -370,13 +377,13 @@ def leaves(shape: Shape) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The weights of the model by name, and those that are trained."""
     if shape.base is None:
         weights = transformer.weights(shape.config)
-        return weights, list(weights.values())
+        return weights, [leaf for leaf in weights.values() if leaf.role == "weight"]
     base = shape.base
     names = transformer.weights(shape.config)
     trained = {
         name: base.masters if len(leaf.shape) > 1 else f32
         for name, leaf in names.items()
-        if base.trains(shape.config, name)
+        if base.trains(shape.config, leaf)
     }
     weights = transformer.weights(shape.config, dict(base.types) | trained)
     return weights, [weights[name] for name in trained]

@@ -118,10 +118,10 @@ class Search:
     def _sizes(self, shape: Shape) -> Sizes:
         parts = {name: self._part(name, shape) for name in names(shape)}
         every = [*parts.values(), *self._of_samples(shape)]
-        every_leaf = {name: n for part in every for name, n in part.leaves.items()}
+        leaves = {name: leaf for part in every for name, leaf in part.leaves.items()}
         inside = parts[blocks_in(shape)]
         return Sizes(
-            counted(shape, every_leaf),
+            counted(shape, leaves.values()),
             inside.arena,
             max((part.arena for part in every if part is not inside), default=0),
             sum(part.calls for part in every),

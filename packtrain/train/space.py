@@ -13,7 +13,7 @@ from packtrain.errors import DiskFull
 from packtrain.plan import size_text
 from packtrain.train.fit import BEST, CHECKPOINT
 from packtrain.train.job import Job
-from packtrain.train.plans import Plans
+from packtrain.train.plans import Plans, nbytes_of
 from packtrain.train.state import previous, step_of
 
 LOGS_NBYTES = 4 << 20  # metrics, events, pictures and the plan
@@ -41,11 +41,11 @@ def written(job: Job, plans: Plans) -> Iterator[tuple[Path, str, int]]:
     """Files of a run, what they are, and the bytes that they take more than now, at the most."""
     folder = job.settings.folder
     checkpoint, best = folder / CHECKPOINT, folder / BEST
-    kept = sum(plans.saved.values())
+    kept = nbytes_of(plans.saved.values())
     there = sum(_nbytes(path) for path in (checkpoint, previous(checkpoint)))
     yield checkpoint, "two checkpoints", max(2 * kept - there, 0)
     if job.settings.patience:  # a better one is written beside the one before
-        weights = sum(plans.kept[name] for name in plans.trained)
+        weights = nbytes_of(plans.kept[name] for name in plans.trained)
         yield best, "the best weights", max(2 * weights - _nbytes(best), 0)
     for path, nbytes in job.subject.files().items():
         yield path, path.name, nbytes

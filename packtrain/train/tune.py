@@ -63,8 +63,8 @@ class Tuned:
 
     @property
     def trained(self) -> list[str]:
-        names = transformer.weights(self.config)
-        return [name for name in names if self.base.trains(self.config, name)]
+        leaves = transformer.weights(self.config).items()
+        return [name for name, leaf in leaves if self.base.trains(self.config, leaf)]
 
     def shared(self) -> Mapping[str, np.ndarray]:
         trained = set(self.trained)

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.convert import ARCHITECTURES
 from packtrain.convert.checkpoint import alone
 from packtrain.convert.plain import as_object, read_json
 from packtrain.convert.safetensors import open_file, write_file
-from packtrain.convert.tensors import halved, paired
+from packtrain.convert.tensors import halved, paired, turned_heads
 from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.models.adapter import Adapter, Pair
@@ -52,16 +51,16 @@ class Place:
 def places(model: ModelFile) -> dict[str, Place]:
     """The matrices that can have additions, by the name of their module in a checkpoint of this model."""
     c, entries, made = model.config, model.gguf.entries, dict[str, Place]()
-    for family in (f for f in ARCHITECTURES.values() if f.name == c.architecture):
-        heads = {"attn_q": c.head_count, "attn_k": c.head_count_kv} if family.paired else {}
-        for i, (module, part) in (
-            (i, b) for i in range(c.block_count) for b in family.block.items()
-        ):
+    heads = turned_heads(c)
+    for family, i in ((f, i) for f in c.traits.families for i in range(c.block_count)):
+        for module, part in family.block.items():
             tensor = f"blk.{i}.{part}.weight"
             if tensor in entries and len(entries[tensor].shape) > 1:
-                for e in range(c.expert_count) if "{}" in module else (None,):
-                    name = f"model.layers.{i}.{module.format(e)}"
-                    made[name] = Place(tensor, e, heads.get(part, 0))
+                made[f"model.layers.{i}.{module}"] = Place(tensor, None, heads.get(part, 0))
+        for module, part in family.experts.matrices.items() if family.experts else ():
+            for e in range(c.expert_count):
+                name = f"model.layers.{i}.{module.format(e)}"
+                made[name] = Place(f"blk.{i}.{part}.weight", e)
     if not c.tied:  # else an addition to one of them would be one to the other
         made |= {EMBED: Place(EMBEDDING), HEAD: Place("output.weight")}
     return made

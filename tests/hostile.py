@@ -9,7 +9,8 @@ import numpy as np
 from packtrain.dtypes import BLOCK_TYPES, bf16
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapter import Adapter, write_adapter
-from packtrain.models.config import ARCHITECTURES, RopeScaling
+from packtrain.models.arch import ARCHITECTURES
+from packtrain.models.config import RopeScaling
 from packtrain.models.file import save_model
 from packtrain.quant import quantize
 from packtrain.tokenizer.bpe import ALPHABET

@@ -11,8 +11,8 @@ import pytest
 
 from packtrain import Graph, differentiate, interpret
 from packtrain.gguf import GGUF, write
-from packtrain.models import config as configs
 from packtrain.models import transformer
+from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.cache import Cells
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.file import open_model
@@ -152,7 +152,7 @@ def test_a_wrong_trait_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, trait
     config = CONFIGS[name]
     wrong = replace(config.traits, **{trait: TRAITS[name][trait]})
     weights = random_weights(config)
-    monkeypatch.setattr(configs, "ARCHITECTURES", {config.architecture: wrong})
+    monkeypatch.setitem(ARCHITECTURES, config.architecture, wrong)
     assert off(forward(config, weights), name) >= SEEN
 
 

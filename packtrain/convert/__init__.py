@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from packtrain import quant
-from packtrain.convert.architectures import ARCHITECTURES, describe
 from packtrain.convert.checkpoint import open_checkpoint
+from packtrain.convert.description import describe
 from packtrain.convert.tensors import Tensor
 from packtrain.convert.vocabulary import vocabulary_of
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
@@ -18,7 +18,7 @@ from packtrain.errors import InputError
 from packtrain.files import check_writable
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
 
-__all__ = ["ARCHITECTURES", "AUTO", "FILE_TYPES", "convert"]
+__all__ = ["AUTO", "FILE_TYPES", "convert"]
 
 AUTO = "auto"
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # llama.h, enum llama_ftype
@@ -42,7 +42,7 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
         "general.name": Value("string", folder.resolve().name),
         "general.file_type": Value("u32", FILE_TYPES[chosen]),
         "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
-        **vocabulary_of(checkpoint, found.vocab_size),
+        **vocabulary_of(checkpoint, found.vocab_size, found.space_prefix),
     }
     tensors: dict[str, Deferred | np.ndarray] = {**found.computed}
     for tensor in found.tensors:

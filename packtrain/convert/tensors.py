@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint become which of a GGUF file, in what shape and how changed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,55 +9,11 @@ from packtrain import quant
 from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.safetensors import Stored
 from packtrain.errors import InputError
+from packtrain.models.arch.architecture import Family
+from packtrain.models.config import Config
+from packtrain.models.transformer import block_shapes
 
 PART = 1 << 20  # elements that are in memory at a time, as long as a row or a head is not longer
-ATTENTION = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-}  # fmt: skip
-FEED_FORWARD = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-LLAMA = ATTENTION | {"post_attention_layernorm": "ffn_norm"} | FEED_FORWARD
-QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-GEMMA2 = LLAMA | {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}  # fmt: skip
-PHI3 = {
-    "input_layernorm": "attn_norm", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-MIXTRAL = ATTENTION | {
-    "post_attention_layernorm": "ffn_norm", "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.{}.w1": "ffn_gate_exps", "block_sparse_moe.experts.{}.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.{}.w2": "ffn_down_exps",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of a model: C width, H heads, K kv heads, D head width, F feed-forward width, E experts, V vocabulary."""
-
-    C: int
-    H: int
-    K: int
-    D: int
-    F: int
-    E: int
-    V: int
-    blocks: int
-
-    def of(self, part: str, fused: bool) -> tuple[int, ...]:
-        """The shape of a part's weight; of one expert's where there are several."""
-        q, kv = self.H * self.D, self.K * self.D
-        up = 2 * self.F if fused else self.F
-        shapes: dict[str, tuple[int, ...]] = {
-            "attn_q": (q, self.C), "attn_k": (kv, self.C), "attn_v": (kv, self.C), "attn_qkv": (q + 2 * kv, self.C),
-            "attn_output": (self.C, q), "ffn_gate": (self.F, self.C), "ffn_up": (up, self.C),
-            "ffn_down": (self.C, self.F), "ffn_gate_inp": (self.E, self.C), "ffn_gate_exps": (self.F, self.C),
-            "ffn_up_exps": (self.F, self.C), "ffn_down_exps": (self.C, self.F), "attn_q_norm": (self.D,),
-            "attn_k_norm": (self.D,),
-        }  # fmt: skip
-        return shapes.get(part, (self.C,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,51 +60,6 @@ def halved(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def tensors_of(
-    checkpoint: Checkpoint,
-    sizes: Sizes,
-    block: Mapping[str, str],
-    *,
-    paired_heads: bool,
-    norm_shift: float,
-    tied: bool,
-) -> list[Tensor]:
-    """Every tensor of the GGUF file, in order. Raises InputError for missing, unknown and misshapen tensors."""
-    found = _Found(checkpoint)
-    turned = {"attn_q": sizes.H, "attn_k": sizes.K} if paired_heads else {}
-    made = [
-        Tensor("token_embd.weight", (found.take("model.embed_tokens.weight", (sizes.V, sizes.C)),))
-    ]
-    for i in range(sizes.blocks):
-        for source, part in block.items():
-            shape = sizes.of(part, "attn_qkv" in block.values())
-            name, there = f"blk.{i}.{part}", f"model.layers.{i}.{source}"
-            shift = norm_shift if part.endswith("_norm") else 0.0
-            experts = range(sizes.E) if "{}" in source else (0,)
-            taken = tuple(found.take(f"{there.format(e)}.weight", shape) for e in experts)
-            made.append(Tensor(f"{name}.weight", taken, "{}" in source, turned.get(part, 0), shift))
-            if part in biases(checkpoint):
-                bias = (found.take(f"{there}.bias", shape[:1]),)
-                made.append(Tensor(f"{name}.bias", bias, turned=turned.get(part, 0)))
-    norm = (found.take("model.norm.weight", (sizes.C,)),)
-    made.append(Tensor("output_norm.weight", norm, shift=norm_shift))
-    if tied:
-        found.tensors.pop("lm_head.weight", None)  # some folders repeat the embedding
-    else:
-        made.append(Tensor("output.weight", (found.take("lm_head.weight", (sizes.V, sizes.C)),)))
-    found.check_empty()
-    return made
-
-
-def biases(checkpoint: Checkpoint) -> set[str]:
-    """The parts of a block that have a bias."""
-    attention = {"attn_q", "attn_k", "attn_v"}
-    if checkpoint.kind == "Qwen2ForCausalLM":
-        return attention
-    parts = attention | {"attn_output"} if checkpoint.flag("attention_bias") else set()
-    return parts | ({"ffn_gate", "ffn_up", "ffn_down"} if checkpoint.flag("mlp_bias") else set())
-
-
 class _Found:
     """The tensors of a checkpoint that have not been taken yet."""
 
@@ -172,3 +83,45 @@ class _Found:
                 f"{stored.path}: tensor {name} is not part of the model that config.json describes"
                 f" ({len(self.tensors)} such tensors)"
             )
+
+
+def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[Tensor]:
+    """Every tensor of the GGUF file, in order. Raises InputError for missing, unknown and misshapen tensors."""
+    found, width = _Found(checkpoint), config.embedding_length
+    embedding = found.take("model.embed_tokens.weight", (config.vocab_size, width))
+    made = [Tensor("token_embd.weight", (embedding,))]
+    for i in range(config.block_count):
+        made += _block(found, i, config, family)
+    norm = found.take("model.norm.weight", (width,))
+    made.append(Tensor("output_norm.weight", (norm,), shift=family.norm_shift))
+    if config.tied:
+        found.tensors.pop("lm_head.weight", None)  # some folders repeat the embedding
+    else:
+        head = found.take("lm_head.weight", (config.vocab_size, width))
+        made.append(Tensor("output.weight", (head,)))
+    found.check_empty()
+    return made
+
+
+def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
+    """The tensors of a block: weights and biases, then those of its experts."""
+    shapes, turned = block_shapes(config), turned_heads(config)
+    for module, part in family.block.items():
+        for kind in ("weight", "bias"):
+            shape = shapes.get(f"{part}.{kind}")
+            if shape is not None:
+                stored = found.take(f"model.layers.{i}.{module}.{kind}", shape)
+                shift = family.norm_shift if kind == "weight" and len(shape) == 1 else 0.0
+                name = f"blk.{i}.{part}.{kind}"
+                yield Tensor(name, (stored,), turned=turned.get(part, 0), shift=shift)
+    for module, part in family.experts.matrices.items() if family.experts else ():
+        count, *matrix = shapes[f"{part}.weight"]
+        names = (f"model.layers.{i}.{module.format(e)}.weight" for e in range(count))
+        taken = tuple(found.take(name, tuple(matrix)) for name in names)
+        yield Tensor(f"blk.{i}.{part}.weight", taken, stacked=True)
+
+
+def turned_heads(config: Config) -> dict[str, int]:
+    """Parts whose rows stand in another order in files, and their heads: checkpoints pair halves."""
+    apart = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
+    return {} if config.traits.halves else apart

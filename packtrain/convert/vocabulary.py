@@ -25,8 +25,11 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # th
 CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some folders call normal
 
 
-def vocabulary_of(checkpoint: Checkpoint, count: int) -> dict[str, Value]:
-    """The tokenizer.* metadata of `count` tokens. Raises InputError for files that give none."""
+def vocabulary_of(checkpoint: Checkpoint, count: int, space: bool | None) -> dict[str, Value]:
+    """The tokenizer.* metadata of `count` tokens. Raises InputError for files that give none.
+
+    space  whether texts get a space before them; None is as the tokenizer's config says
+    """
     folder = checkpoint.folder
     about = _optional(folder / "tokenizer_config.json")
     fast = _optional(folder / "tokenizer.json")
@@ -42,10 +45,9 @@ def vocabulary_of(checkpoint: Checkpoint, count: int) -> dict[str, Value]:
         )
     values |= _special_ids(checkpoint, about, table)
     values |= _added(about, fast)
-    if checkpoint.kind.startswith("Gemma"):
-        values["add_space_prefix"] = Value("bool", False)
-    elif isinstance(about.get("add_prefix_space"), bool):
-        values["add_space_prefix"] = Value("bool", about["add_prefix_space"])
+    space = about.get("add_prefix_space") if space is None else space
+    if isinstance(space, bool):
+        values["add_space_prefix"] = Value("bool", space)
     metadata = {KEYS + name: value for name, value in values.items()} | _templates(folder, about)
     try:
         Tokenizer({key: value.value for key, value in metadata.items()})

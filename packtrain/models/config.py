@@ -1,4 +1,4 @@
-"""What a model is: its architecture's traits and its own sizes, and what follows from both for each block.
+"""What a model is: its architecture, its sizes and its settings, and what follows from them for each block.
 
 Plain data and arithmetic on it. `metadata` reads it from GGUF keys, `transformer` makes graphs of it.
 """
@@ -6,70 +6,14 @@ Plain data and arithmetic on it. `metadata` reads it from GGUF keys, `transforme
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
+from packtrain.models.arch import ARCHITECTURES
+from packtrain.models.arch.architecture import Architecture, Sizes
 from packtrain.models.lora import Lora
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
 LONGEST_DIVIDED = 1e-3  # least length of YaRN's blend, in pairs: ggml's
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What all models of one architecture do unlike a llama.
-
-    halves            rope turns the pairs (i, i + R / 2), not (2i, 2i + 1)
-    gelu              the feed-forward's gate is gelu (tanh form), not silu
-    scaled_embedding  embeddings are multiplied by sqrt(embedding_length)
-    head_norms        queries and keys are normed by head, before rope
-    post_norms        what attention and feed-forward give is normed before it is added
-    fused             attn_qkv holds queries, keys and values, ffn_up holds gate and up, one below the other
-    always_tied       there is never a head of its own
-    square            heads are embedding_length / head_count wide, whatever the keys say
-    rope_pause        every so many-th block is without rope
-    wide_blocks       a model of so many blocks scales scores by the width of the stream over its heads
-    """
-
-    halves: bool = False
-    gelu: bool = False
-    scaled_embedding: bool = False
-    head_norms: bool = False
-    post_norms: bool = False
-    fused: bool = False
-    always_tied: bool = False
-    square: bool = False
-    rope_pause: int = 0
-    wide_blocks: int = 0
-
-
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "llama": Architecture(),
-        "mistral3": Architecture(),
-        "qwen2": Architecture(halves=True, square=True),
-        "qwen3": Architecture(halves=True, head_norms=True),
-        "gemma": Architecture(halves=True, gelu=True, scaled_embedding=True, always_tied=True),
-        "gemma2": Architecture(
-            halves=True,
-            gelu=True,
-            scaled_embedding=True,
-            post_norms=True,
-            always_tied=True,
-            wide_blocks=46,
-        ),
-        "gemma3": Architecture(
-            halves=True,
-            gelu=True,
-            scaled_embedding=True,
-            head_norms=True,
-            post_norms=True,
-            wide_blocks=62,
-        ),
-        "phi3": Architecture(halves=True, fused=True, square=True),
-        "smollm3": Architecture(rope_pause=4),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +78,9 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Sizes):
     """A model's sizes and settings; names follow the GGUF metadata keys.
 
-    key_length         width of a head; None is embedding_length / head_count
     window             how many tokens, itself included, a token sees in blocks with a window; 0 is all
     window_pattern     every so many-th block has no window; or for each block whether it has one
     temperature_scale  queries grow with the logarithm of their position by this much
@@ -146,18 +89,10 @@ class Config:
     lora               low-rank additions to its matrices
     """
 
-    vocab_size: int
-    context_length: int
-    embedding_length: int
-    block_count: int
-    feed_forward_length: int
-    head_count: int
-    head_count_kv: int
     rope_freq_base: float = 10_000.0
     rms_eps: float = 1e-5
     tied: bool = True
     architecture: str = "llama"
-    key_length: int | None = None
     rope_dims: int | None = None
     rope_freq_base_swa: float | None = None
     rope_scaling: RopeScaling = RopeScaling()
@@ -166,18 +101,12 @@ class Config:
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     temperature_scale: float = 0.0
-    expert_count: int = 0
-    expert_used_count: int = 0
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
 
     @property
     def traits(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
-
-    @property
-    def head_width(self) -> int:
-        return self.key_length or self.embedding_length // self.head_count
 
     @property
     def rope_width(self) -> int:
@@ -191,9 +120,7 @@ class Config:
 
     @property
     def attention_scale(self) -> float:
-        wide = self.block_count == self.traits.wide_blocks
-        width = self.embedding_length // self.head_count if wide else self.head_width
-        return 1.0 / math.sqrt(width)
+        return 1.0 / math.sqrt(self.traits.scored_width(self))
 
     def window_of(self, block: int) -> int:
         """How many tokens a token sees in that block; 0 is all."""

@@ -13,7 +13,9 @@ import numpy as np
 
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
-from packtrain.models.config import ARCHITECTURES, Config, RopeScaling, Scaling
+from packtrain.models.arch import ARCHITECTURES
+from packtrain.models.arch.architecture import BETAS, Architecture
+from packtrain.models.config import Config, RopeScaling, Scaling
 
 # llama.h, enum llama_ftype; of the K-quants the M mixtures
 FILE_TYPES = {
@@ -24,30 +26,13 @@ MOST = 2**31 - 1  # ids, positions and sizes are i32
 WIDEST = 64  # times the width of the stream: what is wider is no model, and a small file would take much memory
 MOST_EXPERTS = 512  # as in llama.cpp
 ROPE_FREQ_BASE = 10_000.0  # where a file does not say
-WINDOW, ATTENTION_SOFTCAP, FINAL_SOFTCAP = 4096, 50.0, 30.0  # of gemma2
-EVERY_WINDOW: Mapping[str, int] = MappingProxyType({"gemma2": 2, "gemma3": 6})  # window_pattern
 SHARED = [
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 ]  # fmt: skip
-MIXTURE, YARN = ["expert_count", "expert_used_count"], ["rope.scaling.yarn_log_multiplier"]
-BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
-SLIDING = ["attention.sliding_window", "attention.sliding_window_pattern"]
-OWN: Mapping[str, list[str]] = (
-    MappingProxyType(  # keys that an architecture has beside the shared ones
-        {
-            "llama": [*MIXTURE],
-            "mistral3": [*MIXTURE, *YARN, *BETAS, "attention.temperature_scale"],
-            "gemma2": [*SLIDING, "attn_logit_softcapping", "final_logit_softcapping"],
-            "gemma3": [*SLIDING, "final_logit_softcapping", "rope.freq_base_swa"],
-        }
-    )
-)
-IGNORED: Mapping[str, list[str]] = MappingProxyType(  # as llama.cpp does
-    {"llama": SLIDING, "phi3": SLIDING, "qwen2": SLIDING, "qwen3": SLIDING}
-)
+WINDOWS, EXPERT_WIDTH = "attention.sliding_window_pattern", "expert_feed_forward_length"
 # values with which a key changes nothing, where it is not one of the above
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -64,19 +49,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_scale", "residual_scale",
             "embedding_scale", "embedding_length_", "leading_dense", "use_parallel", "swiglu_", "nextn_")  # fmt: skip
-BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-MORE_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
-FACTORS = ("rope_freqs.weight",)
-LONG_AND_SHORT = ("rope_factors_long.weight", "rope_factors_short.weight")
-OPTIONAL: Mapping[str, tuple[str, ...]] = MappingProxyType(  # tensors a model may have or not
-    {
-        **dict.fromkeys(ARCHITECTURES, BIASES),
-        "llama": (*BIASES, *MORE_BIASES, *FACTORS),
-        "mistral3": (*BIASES, *MORE_BIASES, *FACTORS),
-        "phi3": ("attn_qkv.bias", *LONG_AND_SHORT),
-    }
-)
-
 
 # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -91,14 +63,18 @@ class Keys:
             raise InputError(
                 f"{self.path}: general.architecture is {found!r}; supported are {', '.join(ARCHITECTURES)}"
             )
-        self.architecture: str = found
+        self.architecture = ARCHITECTURES[found]
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"{self.architecture}.{key}", default)
+        """What the file says, else the default, which is that of the architecture if none is given."""
+        default = self.architecture.keys.get(key) if default is None else default
+        return self.metadata.get(f"{self.architecture.name}.{key}", default)
 
     def wrong(self, key: str, value: Any, right: str) -> InputError:
         shown = "missing" if value is None else " ".join(repr(value).split())[:80]
-        return InputError(f"{self.path}: {self.architecture}.{key} is {shown}; it must be {right}")
+        return InputError(
+            f"{self.path}: {self.architecture.name}.{key} is {shown}; it must be {right}"
+        )
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(key, default)
@@ -112,11 +88,15 @@ class Keys:
             raise self.wrong(key, value, "0 or more" if zero else "a number above 0")
         return float(str(np.float32(value)))  # 1e-05 as it was meant, not the f32 nearest to it
 
+    def own(self, key: str) -> float:
+        """A key of some architectures, 0 for the others; it must be more where 0 is not what holds without it."""
+        default = self.architecture.keys.get(key, 0.0)
+        return self.real(key, zero=default == 0) if key in self.architecture.keys else 0.0
+
     def check(self) -> None:
         """Nothing changes the computation but what is understood."""
-        arch = self.architecture
-        known = {*SHARED, *OWN.get(arch, ()), *IGNORED.get(arch, ())}
-        prefix = f"{arch}."
+        known = {*SHARED, *self.architecture.keys, *self.architecture.ignored}
+        prefix = f"{self.architecture.name}."
         for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
             value, neutral = self.get(key), NEUTRAL.get(key, ())
             if key in known or not key.startswith(CHANGING):
@@ -141,8 +121,8 @@ def read(gguf: GGUF) -> Config:
         head_count_kv=keys.size("attention.head_count_kv", heads),
         rope_freq_base=keys.real("rope.freq_base", ROPE_FREQ_BASE),
         rms_eps=keys.real("attention.layer_norm_rms_epsilon"),
-        tied=ARCHITECTURES[keys.architecture].always_tied or "output.weight" not in gguf.entries,
-        architecture=keys.architecture,
+        tied=keys.architecture.always_tied or "output.weight" not in gguf.entries,
+        architecture=keys.architecture.name,
         optional=_optional(gguf, keys.architecture),
         rope_scaling=_scaling(keys),
         **_heads(keys, heads),
@@ -167,8 +147,8 @@ def _vocabulary_size(gguf: GGUF) -> int:
     return entry.shape[0]
 
 
-def _optional(gguf: GGUF, architecture: str) -> tuple[str, ...]:
-    names = OPTIONAL[architecture]
+def _optional(gguf: GGUF, architecture: Architecture) -> tuple[str, ...]:
+    names = architecture.optional
     return tuple(n for n in names if n in gguf.entries or f"blk.0.{n}" in gguf.entries)
 
 
@@ -194,7 +174,7 @@ def _scaling(keys: Keys) -> RopeScaling:
         keys.real("rope.scaling.attn_factor", 1.0),
         keys.real("rope.scaling.yarn_beta_fast", 32.0),
         keys.real("rope.scaling.yarn_beta_slow", 1.0),
-        keys.real("rope.scaling.yarn_log_multiplier", 0.0, zero=True),
+        keys.own("rope.scaling.yarn_log_multiplier"),
     )
 
 
@@ -206,34 +186,32 @@ def _heads(keys: Keys, heads: int) -> dict[str, Any]:
     return {
         "key_length": None if length == width else length,
         "rope_dims": None if dims == length else dims,
-        "temperature_scale": keys.real("attention.temperature_scale", 0.0, zero=True),
+        "temperature_scale": keys.own("attention.temperature_scale"),
     }
 
 
 def _windows(keys: Keys) -> dict[str, Any]:
-    """Windows and soft caps, of gemma2 and gemma3."""
-    arch = keys.architecture
-    if arch not in EVERY_WINDOW:
+    """Windows and soft caps, where an architecture has them."""
+    if WINDOWS not in keys.architecture.keys:
         return {}
-    second = arch == "gemma2"
-    pattern = keys.get("attention.sliding_window_pattern", EVERY_WINDOW[arch])
+    pattern = keys.get(WINDOWS)
     if isinstance(pattern, np.ndarray) and len(pattern) >= keys.size("block_count"):
         pattern = tuple(map(bool, pattern.tolist()))
     else:
-        pattern = keys.size("attention.sliding_window_pattern", EVERY_WINDOW[arch], least=0)
-    caps = (ATTENTION_SOFTCAP, FINAL_SOFTCAP) if second else (0.0, 0.0)
-    window = keys.size("attention.sliding_window", WINDOW if second else 0, least=0)
+        pattern = keys.size(WINDOWS, least=0)
     return {
-        "window": window,
+        "window": keys.size("attention.sliding_window", least=0),
         "window_pattern": pattern,
-        "attention_softcap": keys.real("attn_logit_softcapping", caps[0]) if second else 0.0,
-        "final_softcap": keys.real("final_logit_softcapping", caps[1], zero=not second),
-        "rope_freq_base_swa": None if second else keys.real("rope.freq_base_swa", ROPE_FREQ_BASE),
+        "attention_softcap": keys.own("attn_logit_softcapping"),
+        "final_softcap": keys.own("final_logit_softcapping"),
+        "rope_freq_base_swa": keys.own("rope.freq_base_swa") or None,
     }
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
-    if not keys.size("expert_count", 0, least=0):
+    own = keys.architecture.keys
+    must = own.get("expert_count", 0) is None
+    if not must and not keys.size("expert_count", 0, least=0):
         return {}
     count = keys.size("expert_count")
     if count > MOST_EXPERTS:
@@ -241,14 +219,18 @@ def _mixture(keys: Keys) -> dict[str, Any]:
     used = keys.size("expert_used_count")
     if used > count:
         raise keys.wrong(
-            "expert_used_count", used, f"{keys.architecture}.expert_count {count} at most"
+            "expert_used_count", used, f"{keys.architecture.name}.expert_count {count} at most"
         )
-    return {"expert_count": count, "expert_used_count": used}
+    width = None
+    if EXPERT_WIDTH in own:
+        width = keys.size(EXPERT_WIDTH, keys.size("feed_forward_length") // used)
+    return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
 
 
 def _check_heads(keys: Keys, config: Config) -> None:
     width, heads, kv = config.embedding_length, config.head_count, config.head_count_kv
     arch, head, square = config.architecture, config.head_width, config.traits.square
+    partial = config.traits.partial_rope
     if keys.get("attention.key_length") is None and width % (2 * heads):
         right = f"a divisor of half of {arch}.embedding_length {width}, so that heads have an even width"
         raise keys.wrong("attention.head_count", heads, right)
@@ -262,15 +244,16 @@ def _check_heads(keys: Keys, config: Config) -> None:
         value = keys.get("attention.value_length")
         raise keys.wrong("attention.value_length", value, f"the width of keys, {head}")
     dims = config.rope_width
-    if dims % 2 or dims > head or (dims < head and arch != "phi3"):
-        right = f"even and at most {head}" if arch == "phi3" else f"the width of a head, {head}"
+    if dims % 2 or dims > head or (dims < head and not partial):
+        right = f"even and at most {head}" if partial else f"the width of a head, {head}"
         raise keys.wrong("rope.dimension_count", dims, right)
 
 
 def _check_widths(keys: Keys, config: Config) -> None:
     most, used = WIDEST * config.embedding_length, config.expert_used_count or 1
+    wide = "feed_forward_length" if config.expert_feed_forward_length is None else EXPERT_WIDTH
     for key, size, times in (
-        ("feed_forward_length", config.feed_forward_length, used),
+        (wide, config.expert_width, used),
         ("attention.key_length", config.head_width, config.head_count),
     ):
         if size * times > most:
@@ -308,6 +291,8 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
             "expert_count": config.expert_count,
             "expert_used_count": config.expert_used_count,
         }
+    if EXPERT_WIDTH in config.traits.keys:
+        sizes[EXPERT_WIDTH] = config.expert_width
     return {
         "general.architecture": Value("string", arch),
         "general.type": Value("string", "model"),
@@ -339,13 +324,12 @@ def _scaling_keys(config: Config, scaling: RopeScaling) -> dict[str, Value]:
 
 
 def _window_keys(config: Config) -> dict[str, Value]:
-    arch, pattern = config.architecture, config.window_pattern
-    if arch not in EVERY_WINDOW:
+    own, pattern = config.traits.keys, config.window_pattern
+    if WINDOWS not in own:
         return {}
     made = {"attention.sliding_window": Value("u32", config.window)}
-    if pattern != EVERY_WINDOW[arch]:
-        kind = "bool" if isinstance(pattern, tuple) else "u32"
-        made["attention.sliding_window_pattern"] = Value(kind, pattern)
+    if pattern != own[WINDOWS]:
+        made[WINDOWS] = Value("bool" if isinstance(pattern, tuple) else "u32", pattern)
     if config.rope_freq_base_swa is not None:
         made["rope.freq_base_swa"] = Value("f32", config.rope_freq_base_swa)
     if config.attention_softcap:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from packtrain.dtypes import DTYPES, Dtype, f16
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
+from packtrain.models.arch import ARCHITECTURES
 
 Q4_K, Q5_K, Q6_K, Q8_0 = (DTYPES[name] for name in ("q4_K", "q5_K", "q6_K", "q8_0"))
 # where rows are no whole blocks; f16 where they are none of these, either
@@ -156,10 +157,11 @@ class _Rules:
 
     def _is_70b(self) -> bool:
         """Few heads of values serve many: they get more bits."""
-        if self.blocks != 80 or self.architecture != "llama":
-            return self.blocks == 80 and self.architecture == "qwen2"
+        known = ARCHITECTURES.get(str(self.architecture))
+        if known is None or not self.blocks or self.blocks != known.blocks_70b:
+            return False
         heads = self._number("attention.head_count")
-        return self._number("attention.head_count_kv", heads) != heads
+        return not known.grouped_70b or self._number("attention.head_count_kv", heads) != heads
 
     def _down(self, name: str) -> Dtype:
         i = self.seen["ffn_down"]

@@ -33,7 +33,7 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
     c = config.embedding_length
     shapes: Shapes = {"token_embd.weight": (config.vocab_size, c)}
     factors = [name for name in config.optional if name.startswith("rope_")]
-    block = _with_biases(config, _attention_shapes(config) | _feed_forward_shapes(config))
+    block = block_shapes(config)
     for i in range(config.block_count):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     shapes["output_norm.weight"] = (c,)
@@ -46,6 +46,16 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
         name: weight(name, shape, types.get(name, f32), "table" if name in factors else "weight")
         for name, shape in shapes.items()
     }
+
+
+def block_shapes(config: Config) -> Shapes:
+    """The weights of a block by their names within it, each followed by its bias if the model has one."""
+    made: Shapes = {}
+    for name, shape in (_attention_shapes(config) | _feed_forward_shapes(config)).items():
+        made[f"{name}.weight"] = shape
+        if f"{name}.bias" in config.optional:
+            made[f"{name}.bias"] = shape[:1]
+    return made
 
 
 def _attention_shapes(config: Config) -> Shapes:
@@ -61,7 +71,7 @@ def _attention_shapes(config: Config) -> Shapes:
 
 def _feed_forward_shapes(config: Config) -> Shapes:
     c, f, e, traits = (
-        config.embedding_length, config.feed_forward_length, config.expert_count, config.traits
+        config.embedding_length, config.expert_width, config.expert_count, config.traits
     )  # fmt: skip
     shapes: Shapes = {"ffn_norm": (c,)}
     if e:
@@ -74,16 +84,6 @@ def _feed_forward_shapes(config: Config) -> Shapes:
     shapes |= {"ffn_up": (2 * f, c)} if traits.fused else {"ffn_gate": (f, c), "ffn_up": (f, c)}
     shapes["ffn_down"] = (c, f)
     return shapes | ({"post_ffw_norm": (c,)} if traits.post_norms else {})
-
-
-def _with_biases(config: Config, shapes: Shapes) -> Shapes:
-    """Full names of a block's weights, each followed by its bias if the model has one."""
-    made: Shapes = {}
-    for name, shape in shapes.items():
-        made[f"{name}.weight"] = shape
-        if f"{name}.bias" in config.optional:
-            made[f"{name}.bias"] = shape[:1]
-    return made
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,0 +1,27 @@
+"""The architectures, each in a module of its own; to add one, write it and name it here."""
+
+from packtrain.models.arch import (
+    gemma,
+    gemma2,
+    gemma3,
+    llama,
+    mistral3,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from packtrain.models.arch.architecture import Architecture, Family
+
+MODULES = (llama, mistral3, qwen2, qwen3, gemma, gemma2, gemma3, phi3, smollm3)
+ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}
+
+
+def classes() -> dict[str, tuple[Architecture, Family]]:
+    """Which architecture the checkpoints of a class become, and how."""
+    return {
+        name: (architecture, family)
+        for architecture in ARCHITECTURES.values()
+        for family in architecture.families
+        for name in family.classes
+    }

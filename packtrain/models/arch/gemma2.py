@@ -1,0 +1,55 @@
+"""Gemma 2: soft caps, norms behind the blocks, every other block with a window. arXiv 2408.00118."""
+
+from dataclasses import replace
+
+from packtrain.models.arch import gemma
+from packtrain.models.arch.architecture import (
+    BLOCK,
+    Architecture,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+TOKENS_BACK, MOST_SCORE, MOST_LOGIT = 4096, 50.0, 30.0
+NORMS_BEHIND = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+def check_scale(architecture: Architecture, given: Given, sizes: Sizes) -> None:
+    """GGUF has no key for the scale of scores."""
+    width = architecture.scored_width(sizes)
+    given.one_of("query_pre_attn_scalar", width, width)
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    check_scale(ARCHITECTURE, given, sizes)
+    return {
+        **gemma.keys(given, sizes),
+        "attn_logit_softcapping": given.real("attn_logit_softcapping", MOST_SCORE),
+        "final_logit_softcapping": given.real("final_logit_softcapping", MOST_LOGIT),
+        "attention.sliding_window": given.size("sliding_window", TOKENS_BACK),
+    }
+
+
+FAMILY = replace(
+    gemma.FAMILY, classes=("Gemma2ForCausalLM",), block=BLOCK | NORMS_BEHIND, keys=keys
+)
+ARCHITECTURE = Architecture(
+    "gemma2",
+    halves=True,
+    gelu=True,
+    scaled_embedding=True,
+    post_norms=True,
+    always_tied=True,
+    wide_blocks=46,  # the 27B
+    keys={
+        "attention.sliding_window": TOKENS_BACK,
+        "attention.sliding_window_pattern": 2,
+        "attn_logit_softcapping": MOST_SCORE,
+        "final_logit_softcapping": MOST_LOGIT,
+    },
+    families=(FAMILY,),
+)

@@ -1,0 +1,60 @@
+"""Gemma 3: five of six blocks have a window and a rotation of their own, heads are normed. arXiv 2503.19786."""
+
+from dataclasses import replace
+
+from packtrain.models.arch import gemma, gemma2
+from packtrain.models.arch.architecture import (
+    HEAD_NORMS,
+    Architecture,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+EVERY, BASE = 6, 10_000.0
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    gemma2.check_scale(ARCHITECTURE, given, sizes)
+    given.one_of("attn_logit_softcapping", None, None)
+    given.one_of("sliding_window_pattern", EVERY, EVERY)
+    full = (i % EVERY == EVERY - 1 for i in range(sizes.block_count))
+    pattern = ["full_attention" if one else "sliding_attention" for one in full]
+    given.one_of("layer_types", pattern, pattern)
+    made: Keys = {
+        **gemma.keys(given, sizes),
+        "attention.sliding_window": given.size("sliding_window", gemma2.TOKENS_BACK),
+    }
+    local = given.rotation().get("sliding_attention")
+    base = local.get("rope_theta") if isinstance(local, dict) else None
+    base = given.get("rope_local_base_freq", BASE) if base is None else base
+    made["rope.freq_base_swa"] = given.number("rope_local_base_freq", base)
+    if given.get("final_logit_softcapping") is not None:
+        made["final_logit_softcapping"] = given.real("final_logit_softcapping")
+    return made
+
+
+ARCHITECTURE = Architecture(
+    "gemma3",
+    halves=True,
+    gelu=True,
+    scaled_embedding=True,
+    head_norms=True,
+    post_norms=True,
+    wide_blocks=62,  # the 27B
+    keys={
+        "attention.sliding_window": 0,
+        "attention.sliding_window_pattern": EVERY,
+        "final_logit_softcapping": 0.0,
+        "rope.freq_base_swa": BASE,
+    },
+    families=(
+        replace(
+            gemma2.FAMILY,
+            classes=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+            block={**gemma2.FAMILY.block, **HEAD_NORMS},
+            keys=keys,
+            rope_freq_base=1_000_000.0,
+        ),
+    ),
+)

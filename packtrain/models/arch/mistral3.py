@@ -1,0 +1,33 @@
+"""Ministral 3: a llama whose queries grow with their position, stretched by YaRN."""
+
+from packtrain.models.arch import llama
+from packtrain.models.arch.architecture import (
+    BETAS,
+    EXPERT_KEYS,
+    Architecture,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+RENAMED = {
+    "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+}
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    found, made = given.full_rotation(), llama.keys(given, sizes)
+    for name, key in RENAMED.items():
+        if found.get(name) is not None:
+            made[key] = given.number(f"rope_parameters.{name}", found[name])
+    return made
+
+
+ARCHITECTURE = Architecture(
+    "mistral3",
+    keys={**EXPERT_KEYS, **BETAS, **dict.fromkeys(RENAMED.values(), 0.0)},
+    optional=llama.ARCHITECTURE.optional,
+    families=(Family(("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"), keys=keys),),
+)

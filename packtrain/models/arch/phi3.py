@@ -1,0 +1,48 @@
+"""Phi-3: fused matrices, a part of each head turned, other frequencies for long texts. arXiv 2404.14219."""
+
+import math
+
+from packtrain.models.arch.architecture import (
+    FFN_NORM,
+    LONG,
+    SHORT,
+    WINDOW_KEYS,
+    Architecture,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import ORIGINAL, Given
+
+BLOCK = {
+    "input_layernorm": "attn_norm", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    **FFN_NORM, "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    context = sizes.context_length
+    original = given.size(ORIGINAL, given.full_rotation().get(ORIGINAL, context))
+    window = given.size("sliding_window") if given.values.get("sliding_window") else 0
+    made: Keys = {
+        "rope.dimension_count": given.turned(sizes.head_width),
+        "rope.scaling.original_context_length": original,
+        "attention.sliding_window": window,
+    }
+    if given.scaling() == "longrope":
+        scale = context / original
+        attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        made["rope.scaling.attn_factor"] = attention
+    return made
+
+
+ARCHITECTURE = Architecture(
+    "phi3",
+    halves=True,
+    fused=True,
+    square=True,
+    partial_rope=True,
+    ignored=WINDOW_KEYS,
+    optional=("attn_qkv.bias", LONG, SHORT),
+    families=(Family(("Phi3ForCausalLM",), BLOCK, keys),),
+)

@@ -1,0 +1,11 @@
+"""Qwen3: a llama with norms of queries and keys. arXiv 2505.09388."""
+
+from packtrain.models.arch.architecture import BLOCK, HEAD_NORMS, WINDOW_KEYS, Architecture, Family
+
+ARCHITECTURE = Architecture(
+    "qwen3",
+    halves=True,
+    head_norms=True,
+    ignored=WINDOW_KEYS,
+    families=(Family(("Qwen3ForCausalLM",), BLOCK | HEAD_NORMS, head_width=128),),
+)

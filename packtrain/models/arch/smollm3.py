@@ -1,0 +1,22 @@
+"""SmolLM3: a llama of which every fourth block is without rope."""
+
+from packtrain.models.arch import llama
+from packtrain.models.arch.architecture import Architecture, Family, Keys, Sizes
+from packtrain.models.arch.given import Given
+
+PAUSE = 4
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    turned = [int((i + 1) % PAUSE != 0) for i in range(sizes.block_count)]
+    given.one_of("no_rope_layer_interval", PAUSE, PAUSE)
+    given.one_of("no_rope_layers", turned, turned)
+    given.one_of("use_sliding_window", False, False)
+    return llama.keys(given, sizes)
+
+
+ARCHITECTURE = Architecture(
+    "smollm3",
+    rope_pause=PAUSE,
+    families=(Family(("SmolLM3ForCausalLM",), keys=keys, tied=True),),
+)

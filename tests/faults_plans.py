@@ -14,8 +14,9 @@ from packtrain.ops import shape
 from packtrain.packing import online, pack
 from packtrain.place import _Placing
 from packtrain.plan import Plan, lifetimes
+from packtrain.recompute import block
 from packtrain.run import Executor
-from tests import bit_checks, plan_checks
+from tests import bit_checks, plan_checks, search_checks
 from tests.faults import (
     around,
     fault,
@@ -265,3 +266,22 @@ def a_verifier_that_trusts_every_read(patch: MonkeyPatch) -> None:
 @fault("verifier", partial(plan_checks.check_rejected, "over an input that is read twice"))
 def a_verifier_that_permits_every_work_in_place(patch: MonkeyPatch) -> None:
     patch.setattr(verifying, "_may_overwrite", lambda step, k, x, t: True)
+
+
+# ---- searching -------------------------------------------------------------------------------------------------
+
+layered = replace(search_checks.SHAPE, micros=2, layered=True)
+
+
+@fault("search", partial(search_checks.check_alone, layered))
+def a_block_that_begins_with_its_first_part_before_the_one_above_has_ended(
+    patch: MonkeyPatch,
+) -> None:
+    def wrong(steps):
+        def early(placed, built, parts):
+            spans = steps(placed, built, parts)
+            return {i: (spans.get(i + 1, (first,))[0], last) for i, (first, last) in spans.items()}
+
+        return early
+
+    around(patch, block, "backward_steps", wrong)

@@ -125,7 +125,7 @@ def test_two_passes_need_no_memory_for_waiting_gradients():
 def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
     blocks = chain(deep(6, max_norm=max_norm), setting())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
-    everything = blocks.plan(keep_all(6, len(blocks.values)))
+    everything = blocks.plan(keep_all(6, len(blocks.block.values)))
     least = blocks.least()
     budgets = np.linspace(least.nbytes, everything.nbytes, 12).astype(int)
     found = [blocks.within(int(budget)) for budget in budgets]
@@ -141,7 +141,7 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
     shape = Shape(replace(CONFIG, block_count=2), ROWS, TIME)
     blocks = chain(shape, setting())
     blocks.call_nbytes = 0
-    sides = [option.keep for option in blocks.options[::2]]
+    sides = blocks.block.ways[::2]
     every = [
         blocks.plan(Choice((0, rank, 0), (a, b)))
         for a, b in itertools.product(sides, sides)
@@ -157,14 +157,14 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
         if got is None:
             got = fresh.least()
         assert got.nbytes <= budget * 1.01
-        whole = 3 * 2 * blocks.forward_seconds
+        whole = 3 * 2 * blocks.block.forward_seconds
         assert got.seconds - best <= 0.01 * whole
 
 
 def test_the_spacing_of_sqrt():
     blocks = chain(deep(6), setting())
-    inside = sum(-(-t.spec.nbytes // 64) * 64 for t in blocks.values)
-    assert spacing(blocks) == max(round((6 * blocks.stream_nbytes / inside) ** 0.5), 1)
+    inside = sum(-(-t.spec.nbytes // 64) * 64 for t in blocks.block.values)
+    assert spacing(blocks) == max(round((6 * blocks.block.stream_nbytes / inside) ** 0.5), 1)
 
 
 # ---- the search

@@ -10,7 +10,7 @@ from packtrain.cost import Rates
 from packtrain.models.lora import Lora
 from packtrain.place import place
 from packtrain.recompute import uniform
-from packtrain.recompute.chain import backward_steps
+from packtrain.recompute.block import backward_steps
 from packtrain.train.depth import even, reached, with_blocks
 from packtrain.train.optim import AdamW
 from packtrain.train.parts import Setting

@@ -1,8 +1,8 @@
 """What to keep of the forward pass, for least extra time within a number of bytes: choices, chains, a table."""
 
-from packtrain.recompute.chain import ALIGNMENT, Chain, Found, Like, spacing
-from packtrain.recompute.choice import Built, Choice, keep_all, spaced, uniform
+from packtrain.recompute.chain import Chain, Found, Like, spacing
+from packtrain.recompute.choice import ALIGNMENT, Built, Choice, aligned, keep_all, spaced, uniform
 
 __all__ = [
-    "ALIGNMENT", "Built", "Chain", "Choice", "Found", "Like", "keep_all", "spaced", "spacing", "uniform",
+    "ALIGNMENT", "Built", "Chain", "Choice", "Found", "Like", "aligned", "keep_all", "spaced", "spacing", "uniform",
 ]  # fmt: skip

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from packtrain.graph import Graph
-from packtrain.tensor import Call, Tensor
+from packtrain.tensor import Call, Spec, Tensor
+
+ALIGNMENT = 64
+Inner = tuple[tuple[int, int], ...]  # of a block: places and ranks, see Choice
 
 
 class Built(NamedTuple):
@@ -25,7 +28,7 @@ class Choice:
     """
 
     stream: tuple[int, ...]
-    inner: tuple[tuple[tuple[int, int], ...], ...]
+    inner: tuple[Inner, ...]
 
     def ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
         """For the stream of a graph that was built just now; what comes before the first block is kept.
@@ -65,16 +68,16 @@ class Option:
     keep  (place, rank) pairs; rank 0 stays from the forward pass, rank 1 is computed again first and on its own
     """
 
-    keep: tuple[tuple[int, int], ...]
+    keep: Inner
     saved: int
     seconds: float
     calls: int
     work: int
 
 
-def aligned(t: Tensor) -> int:
-    nbytes: int = t.spec.nbytes
-    return -(-nbytes // 64) * 64
+def aligned(spec: Spec) -> int:
+    """Bytes in an arena."""
+    return -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def uniform(count: int, keep: Sequence[int]) -> Choice:

@@ -36,10 +36,10 @@ def front(
             which neither bytes nor seconds tell
     """
     places = [i for i, t in enumerate(values) if t in wanted]
-    places = sorted(sorted(places, key=lambda i: -aligned(values[i]))[:PLACES])
+    places = sorted(sorted(places, key=lambda i: -aligned(values[i].spec))[:PLACES])
     sets = np.arange(1 << len(places))
     kept = {values[place]: sets >> bit & 1 > 0 for bit, place in enumerate(places)}
-    saved = sum((aligned(t) * there for t, there in kept.items()), np.zeros(len(sets), int))
+    saved = sum((aligned(t.spec) * there for t, there in kept.items()), np.zeros(len(sets), int))
     again = _again(calls, start, wanted, kept, seconds)
     passed = sets & sum(1 << bit for bit, place in enumerate(places) if place in cuts)
 

@@ -4,46 +4,67 @@ In go measured options and a number of bytes, out comes a Choice. Beaumont et al
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from packtrain.recompute.choice import Choice, Option
+from packtrain.recompute.choice import Choice, Inner, Option
 
 SLOTS = 4_000  # memory is counted in so many parts of the budget, rounded up
-Row = tuple[np.ndarray, np.ndarray]
+Rows = list[np.ndarray]  # by number of blocks: seconds by slots
 
 
-class Measured(Protocol):
-    """What is known of a chain of `count` equal blocks, in bytes and seconds."""
+class Block(Protocol):
+    """What is known of each block, in bytes and seconds."""
 
-    count: int
-    block_reserve: int
+    reserve: int
     head_reserve: int
 
     @property
     def stream_nbytes(self) -> int: ...
-    @property
-    def head_work(self) -> int: ...
     @property
     def forward_seconds(self) -> float: ...
     @property
     def forward_calls(self) -> int: ...
 
 
+class Measured(Protocol):
+    """What is known of a chain of `count` equal blocks."""
+
+    count: int
+
+    @property
+    def block(self) -> Block: ...
+    @property
+    def head_work(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A choice, and the seconds and calls that it should add."""
+    """A choice, the ways to run a block in it, and the seconds and calls that it should add."""
 
     choice: Choice
+    ways: frozenset[Inner]
     seconds: float
     calls: int
 
 
+class Way(NamedTuple):
+    """A move: option k as k, a split before block j as -j. With how many slots at least, and its seconds from there on.
+
+    seconds  of its own; those of each row of `rest` come on top
+    """
+
+    move: int
+    least: int
+    seconds: float
+    rest: list[np.ndarray]
+
+
 class Table:
-    """Least extra seconds for n blocks in m slots of memory, and what to do with the first of them.
+    """Least extra seconds for n blocks in m slots of memory.
 
     A run of blocks is processed either by an option for its first block, which then keeps its output for the
     next, or by a split: forward to a later block, which alone is kept, all of that block's part, then this part anew.
@@ -51,83 +72,98 @@ class Table:
     """
 
     def __init__(self, chain: Measured, options: Sequence[Option], nbytes: int) -> None:
-        self.chain, self.options = chain, options
+        self.chain, self.block = chain, chain.block
         self.nbytes, self.unit = nbytes, max(nbytes / SLOTS, 1.0)
         self.slots = int(nbytes / self.unit)
-        self.passed = self._slots(chain.stream_nbytes)
-        self.reserve = self._slots(chain.block_reserve)
-        head = np.where(np.arange(self.slots + 1) >= self._slots(chain.head_work), 0.0, np.inf)
-        nothing = np.zeros(self.slots + 1)
-        self.inner, self.outer = [(nothing, nothing)], [(head, head)]
+        self.passed, self.reserve, head = map(
+            self._slots, (self.block.stream_nbytes, self.block.reserve, chain.head_work)
+        )
+        self.head_reserve = self._slots(self.block.head_reserve)
+        self.options = undominated(options)
+        sizes = [(self._slots(one.saved), self._slots(one.work)) for one in self.options]
+        self.sizes = [(saved + self.passed, work) for saved, work in sizes]
+        self.inner = [np.zeros(self.slots + 1)]
+        self.outer = [np.where(np.arange(self.slots + 1) >= head, 0.0, np.inf)]
         for n in range(1, chain.count + 1):
-            self.inner.append(self._row(n, self.inner, 0))
-            self.outer.append(self._row(n, self.outer, self._slots(chain.head_reserve)))
+            for rows in self.inner, self.outer:
+                row = np.full(self.slots + 1, np.inf)
+                for way in self._ways(n, rows):
+                    np.minimum(row[way.least :], way.seconds + sum(way.rest), out=row[way.least :])
+                rows.append(row)
 
     def _slots(self, nbytes: int) -> int:
         return math.ceil(nbytes / self.unit)
 
-    def _row(self, n: int, rest: list[Row], later: int) -> Row:
-        """Seconds by slots, and the move: option k as k, a split before block j as -j."""
-        moves, ways = [], []
-        for k, option in enumerate(self.options):
-            kept = shifted(rest[n - 1][0], self._slots(option.saved) + self.passed)
-            kept[: self._slots(option.work) + later + (n - 1) * self.reserve] = np.inf
-            moves.append(k)
-            ways.append(kept + option.seconds)
+    def _ways(self, n: int, rows: Rows) -> Iterator[Way]:
+        """What can be done with the first of n blocks, and what that leaves to the others."""
+        waiting = self.head_reserve if rows is self.outer else 0
+        for k, (option, (kept, work)) in enumerate(zip(self.options, self.sizes, strict=True)):
+            least = max(kept, work + waiting + (n - 1) * self.reserve)
+            if least <= self.slots:
+                yield Way(
+                    k, least, option.seconds, [rows[n - 1][least - kept : self.slots + 1 - kept]]
+                )
         for j in range(1, n):
-            behind = shifted(rest[n - j][0], self.passed)
-            again = shifted(self.inner[j][0], later + (n - j) * self.reserve)
-            moves.append(-j)
-            ways.append(behind + again + j * self.chain.forward_seconds)
-        every = np.stack(ways)
-        best = every.argmin(axis=0)
-        return every[best, np.arange(len(best))], np.array(moves)[best]
+            behind, again = self.passed, waiting + (n - j) * self.reserve
+            least, end = max(behind, again), self.slots + 1
+            if least <= self.slots:
+                rest = [
+                    rows[n - j][least - behind : end - behind],
+                    self.inner[j][least - again : end - again],
+                ]
+                yield Way(-j, least, j * self.block.forward_seconds, rest)
 
     def choice(self, nbytes: int) -> Solved | None:
         """What is best with so many bytes, of those that the table is for; None where nothing fits."""
-        chain = self.chain
+        count = self.chain.count
         slots = min(int(nbytes / self.unit), self.slots) - self.passed
-        if slots < 0 or not np.isfinite(self.outer[chain.count][0][slots]):
+        if slots < 0 or not np.isfinite(self.outer[count][slots]):
             return None
-        stream, inner, calls = (
-            [0] * (chain.count + 1),
-            [tuple[tuple[int, int], ...]()] * chain.count,
-            0,
-        )
-        runs = [(0, chain.count, slots, 0, self.outer)]
+        stream, inner = [0] * (count + 1), [Inner()] * count
+        ways, calls = set[Inner](), 0
+        runs = [(0, count, slots, 0, self.outer)]
         while runs:
             first, n, m, rank, rows = runs.pop()
             if n == 0:
                 continue
-            move = int(rows[n][1][m])
+            move = self._best(n, m, rows)
             if move < 0:
                 stream[first - move] = rank
-                calls -= move * chain.forward_calls
-                reserve = (n + move) * self.reserve
-                reserve += self._slots(chain.head_reserve) if rows is self.outer else 0
+                calls -= move * self.block.forward_calls
+                waiting = self.head_reserve if rows is self.outer else 0
+                m_again = m - waiting - (n + move) * self.reserve
                 runs.append((first - move, n + move, m - self.passed, rank, rows))
-                runs.append((first, -move, m - reserve, rank + 1, self.inner))
+                runs.append((first, -move, m_again, rank + 1, self.inner))
                 continue
             option = self.options[move]
+            ways.add(option.keep)
             calls += option.calls
             inner[first] = tuple((place, rank + beyond) for place, beyond in option.keep)
             if n > 1 or rows is self.outer:
                 stream[first + 1] = rank
-            runs.append((first + 1, n - 1, m - self._slots(option.saved) - self.passed, rank, rows))
-        seconds = float(self.outer[chain.count][0][slots])
-        return Solved(Choice(tuple(stream), tuple(inner)), seconds, calls)
+            runs.append((first + 1, n - 1, m - self.sizes[move][0], rank, rows))
+        seconds = float(self.outer[count][slots])
+        return Solved(Choice(tuple(stream), tuple(inner)), frozenset(ways), seconds, calls)
+
+    def _best(self, n: int, m: int, rows: Rows) -> int:
+        """What is done with the first of n blocks in m slots."""
+        ways = (way for way in self._ways(n, rows) if way.least <= m)
+        return min(
+            ways, key=lambda way: way.seconds + sum(row[m - way.least] for row in way.rest)
+        ).move
 
     @property
     def least(self) -> int:
         """The fewest bytes with which something fits; all where nothing does."""
-        fitting = np.flatnonzero(np.isfinite(self.outer[self.chain.count][0]))
+        fitting = np.flatnonzero(np.isfinite(self.outer[self.chain.count]))
         slots = int(fitting[0]) + self.passed if len(fitting) else self.slots
         return min(math.ceil((slots + 0.5) * self.unit), self.nbytes)
 
 
-def shifted(row: np.ndarray, by: int) -> np.ndarray:
-    """Row by memory, for whoever has `by` slots more; infinite where there are fewer."""
-    moved = np.full(len(row), np.inf)
-    if by < len(row):
-        moved[by:] = row[: len(row) - by]
-    return moved
+def undominated(options: Sequence[Option]) -> list[Option]:
+    """Those that no other beats, or equals, in all that they take."""
+    found = list[Option]()
+    for one in sorted(options, key=lambda one: (one.seconds, one.saved, one.work)):
+        if all(one.saved < other.saved or one.work < other.work for other in found):
+            found.append(one)
+    return found

@@ -3,16 +3,16 @@
 A Shape goes in, out come its Sizes, by graphs of a few blocks, from which those of many follow.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from packtrain import cost
 from packtrain.generate import placements
 from packtrain.packing import lower_bound
-from packtrain.place import Placed
+from packtrain.place import Placed, Step
 from packtrain.plan.lifetimes import columns, storages
-from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like
+from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
 from packtrain.tensor import Spec, Tensor
 from packtrain.train.depth import reached, with_blocks
 from packtrain.train.optim import Optimizer
@@ -89,19 +89,36 @@ class Sizes(NamedTuple):
 
 
 def measured(placed: Placed, rates: cost.Rates) -> Part:
-    arena, _ = lower_bound(*columns(storages(placed), ALIGNMENT))
-    return Part(arena, cost.seconds(placed, rates), len(placed.graph.calls), lasting(placed))
+    """What a graph takes that has no loss head."""
+    return by_chunk(placed, rates, (0,))[0]
+
+
+def by_chunk(placed: Placed, rates: cost.Rates, chunks: Iterable[int]) -> dict[int, Part]:
+    """What the graph takes with so many tokens of its loss head at a time."""
+    made, read = storages(placed), {t for step in placed.steps for t in step.reads}
+    start, end, size = columns(made, ALIGNMENT)
+    work = [at for at, one in enumerate(made) if (one.op, one.category) == (HEAD, "workspace")]
+    heads = [step for step in placed.steps if step.op.name == HEAD]
+    others = (step for step in placed.steps if step.op.name != HEAD)
+    seconds = sum(cost.call_seconds(step, rates, read) for step in others)
+    found = dict[int, Part]()
+    for chunk in chunks:
+        cut = [_with_chunk(step, chunk) for step in heads]
+        size[work] = [aligned(spec) for step in cut for spec in step.workspaces]
+        arena, _ = lower_bound(start, end, size)
+        whole = seconds + sum(cost.call_seconds(step, rates, read) for step in cut)
+        found[chunk] = Part(arena, whole, len(placed.graph.calls), lasting(placed))
+    return found
 
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:
     """The graph with so many tokens of its loss head at a time, which no tensor depends on: for measuring alone."""
-    steps = [
-        replace(step, call=replace(step.call, attrs=step.call.attrs | {"chunk": chunk}))
-        if step.op.name == HEAD
-        else step
-        for step in placed.steps
-    ]
+    steps = [_with_chunk(s, chunk) if s.op.name == HEAD else s for s in placed.steps]
     return replace(placed, steps=tuple(steps))
+
+
+def _with_chunk(step: Step, chunk: int) -> Step:
+    return replace(step, call=replace(step.call, attrs=step.call.attrs | {"chunk": chunk}))
 
 
 def passes(shape: Shape) -> int:
@@ -110,7 +127,11 @@ def passes(shape: Shape) -> int:
 
 
 def chain(
-    shape: Shape, setting: Setting, like: Chain | None = None, calls: int | None = None
+    shape: Shape,
+    setting: Setting,
+    like: Chain | None = None,
+    calls: int | None = None,
+    make: Callable[[str, Shape, Optimizer], Built] = build,
 ) -> Chain:
     """The blocks of the training graph that decides about memory; `like` has the same and has measured them.
 
@@ -120,7 +141,7 @@ def chain(
 
     def made(count: int, choice: Choice | None) -> Built:
         one = shape if count == whole else with_blocks(shape, count)
-        return build(name, replace(one, keep=choice), setting.optimizer)
+        return make(name, replace(one, keep=choice), setting.optimizer)
 
     waiting = name == STEP and shape.max_norm is not None
     reserved = _gradients(shape) if waiting else (0, 0)
@@ -139,7 +160,7 @@ def _gradients(shape: Shape) -> tuple[int, int]:
     """Bytes of the gradients of a block and of all that is in no block."""
     block = head = 0
     for leaf in leaves(with_blocks(shape, 1))[1]:
-        nbytes = -(-Spec(leaf.shape).nbytes // ALIGNMENT) * ALIGNMENT  # f32, whatever the leaf is
+        nbytes = aligned(Spec(leaf.shape))  # f32, whatever the leaf is
         if leaf.label.startswith("blk."):
             block += nbytes
         else:

@@ -5,52 +5,37 @@ through the blocks, recomputation, the chunks of the loss head and the way of cl
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
-from packtrain.models.config import Config
-from packtrain.place import place
 from packtrain.recompute import (
-    Chain,
     spaced,
     spacing,
     uniform,
 )
-from packtrain.train.depth import even, reached, with_blocks
+from packtrain.train.depth import reached
+from packtrain.train.drafts import Draft, Drafts, repeats
 from packtrain.train.forms import CHUNKS, candidates, extremes
 from packtrain.train.optim import SGD
 from packtrain.train.parts import (
-    CALL_NBYTES,
-    Part,
     Setting,
-    Sizes,
-    chain,
-    measured,
-    passes,
-    with_chunk,
 )
 from packtrain.train.plans import (
-    CHUNK,
     EVALUATE,
+    MEASURE,
     MICRO,
-    UPDATE,
     Plans,
     Shape,
     blocks_in,
-    build,
-    counted,
-    loop_nbytes,
-    names,
-    passed_over,
-    runs,
 )
 
-SAMPLED = 3  # blocks of the larger chain that others are judged by
 ROUNDS = 3
 SLACK = 0.03  # how far estimates may be off
 CLOSE = 0.01  # where they are no farther apart, both are built
 WORTH = 0.02  # of the room: less is no reason for a smaller chunk
+SAME = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +45,6 @@ class Answer:
     shape: Shape
     fits: bool
     change: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A shape with the bytes of the process at its peak and the seconds of a step, as far as known before packing."""
-
-    shape: Shape
-    nbytes: int
-    seconds: float
 
 
 def search(
@@ -93,98 +69,19 @@ def smallest(shape: Shape, recompute: str, setting: Setting, fixed: bool = False
     return Search(setting, recompute).least_of(extremes(shape, fixed)).shape
 
 
-class Search:
+class Search(Drafts):
     """Ways to train under one setting; remembers what it has measured."""
-
-    def __init__(self, setting: Setting, recompute: str) -> None:
-        self.setting, self.recompute = setting, recompute
-        self._parts: dict[tuple[str, Shape], dict[int, Part]] = {}
-        self._samples: dict[Config, list[Part]] = {}
-        self._chains: dict[Shape, Chain] = {}
-
-    # ---- what a shape takes
-
-    def sizes(self, shape: Shape) -> Sizes:
-        """By chains of two and three blocks, since everything grows evenly from there on."""
-        more = reached(shape) - SAMPLED
-        if more <= 0 or not even(shape):
-            return self._sizes(shape)
-        below = passed_over(shape.config, shape.base)
-        two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
-        under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
-        each = zip(two, three, under, strict=True)
-        return Sizes(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
-
-    def _sizes(self, shape: Shape) -> Sizes:
-        parts = {name: self._part(name, shape) for name in names(shape)}
-        every = [*parts.values(), *self._of_samples(shape)]
-        leaves = {name: leaf for part in every for name, leaf in part.leaves.items()}
-        inside = parts[blocks_in(shape)]
-        return Sizes(
-            counted(shape, leaves.values()),
-            inside.arena,
-            max((part.arena for part in every if part is not inside), default=0),
-            sum(part.calls for part in every),
-            inside.calls,
-            sum(count * parts[name].seconds for name, count in runs(shape).items()),
-        )
-
-    def _part(self, name: str, shape: Shape) -> Part:
-        key, rates = (name, _what_matters(name, shape)), self.setting.rates
-        if key not in self._parts:
-            placed = place(build(*key, self.setting.optimizer).graph)
-            chunks = {shape.chunk, *CHUNKS}
-            found = {chunk: measured(with_chunk(placed, chunk), rates) for chunk in chunks}
-            self._parts[key] = found
-        return self._parts[key][shape.chunk]
-
-    def _of_samples(self, shape: Shape) -> list[Part]:
-        config = shape.config
-        if config not in self._samples:
-            found = self.setting.samples(shape).values()
-            self._samples[config] = [measured(placed, self.setting.rates) for placed in found]
-        return self._samples[config]
-
-    def chain(self, shape: Shape) -> Chain:
-        """The blocks of the training graph that decides about memory, for recomputation to choose from."""
-        shape = replace(shape, keep=None)
-        if shape not in self._chains:
-            first = replace(shape, chunk=CHUNK)
-            like = None if first == shape else self.chain(first)
-            calls = int(self.sizes(shape).inside)
-            self._chains[shape] = chain(shape, self.setting, like, calls)
-        return self._chains[shape]
-
-    def rough(self, shape: Shape) -> Draft:
-        """The shape with everything kept, without building it."""
-        sizes = self.sizes(shape)
-        arena = max(sizes.arena, sizes.beside)
-        return Draft(shape, self._nbytes(shape, sizes, 0) + int(arena), sizes.seconds)
-
-    def draft(self, shape: Shape) -> Draft:
-        """The shape with its recomputation, its blocks built."""
-        sizes, found = self.sizes(shape), self.chain(shape).plan(shape.keep)
-        seconds = sizes.seconds + repeats(shape) * found.seconds
-        arena = max(found.arena, int(sizes.beside))
-        again = passes(shape) * found.calls
-        return Draft(shape, self._nbytes(shape, sizes, again) + arena, seconds)
-
-    def _nbytes(self, shape: Shape, sizes: Sizes, again: int) -> int:
-        """All but the arena, with so many calls again."""
-        calls = int(sizes.calls) + again
-        kept = self.setting.baseline + int(sizes.leaves)
-        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls)
 
     # ---- within a limit
 
     def fastest(self, shape: Shape, limit: int, fixed: bool) -> Draft | None:
         """The fastest shape of at most so many bytes; None if none was found."""
-        best = self.fitted(shape, limit, math.inf)
+        best = self._whole(shape, limit)
         if best is not None and best.shape == shape:
             return best
         forms = list(candidates(shape, fixed))
         waiting = [(0.0, at, 0) for at in range(len(forms))]
-        bounds = self._two_passes_take, self._takes
+        bounds = self._could, self._takes, self._takes_by_ways
         while waiting:
             seconds, at, known = heappop(waiting)
             below = math.inf if best is None else best.seconds
@@ -197,12 +94,14 @@ class Search:
                 best = self._best_chunk(forms[at], limit, below, fixed) or best
         return best
 
-    def _two_passes_take(self, form: Shape, limit: int) -> float:
-        """Seconds that two passes take at least, by what one takes; 0 for one pass."""
+    def _could(self, form: Shape, limit: int) -> float:
+        """Infinite where the form cannot fit; else the seconds that two passes take at least, by what one takes."""
+        if self._at_least(replace(form, chunk=min(CHUNKS))) > limit * (1 + SLACK):
+            return math.inf
         if not form.two_passes:
             return 0.0
         one = replace(form, two_passes=False)
-        forward = reached(form) * self.chain(one).forward_seconds
+        forward = reached(form) * self.chain(one).block.forward_seconds
         return self.sizes(one).seconds + 2 * forward
 
     def _takes(self, form: Shape, limit: int) -> float:
@@ -215,6 +114,19 @@ class Search:
             return sizes.seconds
         over = self.rough(least).nbytes - limit
         return sizes.seconds + repeats(form) * self.chain(form).least_seconds(over)
+
+    def _takes_by_ways(self, form: Shape, limit: int) -> float:
+        """The same by ways to run the blocks; 0 where that need not be known."""
+        if self.recompute != "auto":
+            return 0.0
+        return min(self._takes_with(replace(form, chunk=chunk), limit) for chunk in CHUNKS)
+
+    def _takes_with(self, shape: Shape, limit: int) -> float:
+        seconds = self.sizes(shape).seconds
+        if self.rough(shape).nbytes <= limit * (1 + WORTH):
+            return seconds
+        room = int(self._room(shape, limit) * (1 + SLACK))
+        return seconds + repeats(shape) * self.chain(shape).bound(room)
 
     def _best_chunk(self, form: Shape, limit: int, below: float, fixed: bool) -> Draft | None:
         """The fastest of the form's chunks, if it takes less than `below` seconds."""
@@ -236,16 +148,12 @@ class Search:
 
         below  seconds of a step that are known to be possible
         """
-        whole = self.rough(shape)
-        if self.recompute != "auto" or whole.nbytes <= limit * (1 + WORTH):
-            whole = self.draft(self.as_asked(shape))
-            if whole.nbytes <= limit:
-                return whole
-        if self.recompute != "auto":
-            return None
+        seconds, whole = self.sizes(shape).seconds, self._whole(shape, limit)
+        if whole is not None or self.recompute != "auto" or seconds >= below:
+            return whole
         room = self._room(shape, limit)
         for _ in range(ROUNDS):
-            found = self.chain(shape).within(room, (below - whole.seconds) / repeats(shape))
+            found = self.chain(shape).within(room, (below - seconds) / repeats(shape))
             if found is None:
                 return None
             draft = self.draft(replace(shape, keep=found.choice))
@@ -253,6 +161,13 @@ class Search:
                 return draft
             room -= draft.nbytes - limit
         return None
+
+    def _whole(self, shape: Shape, limit: int) -> Draft | None:
+        """The shape with recomputation as the setting says, if it is within the limit."""
+        if self.recompute == "auto" and self.rough(shape).nbytes > limit * (1 + WORTH):
+            return None
+        draft = self.draft(self.as_asked(shape))
+        return draft if draft.nbytes <= limit else None
 
     def _room(self, shape: Shape, limit: int) -> int:
         """What the limit leaves for the arena of the graph with the blocks and for its calls; 0 for another's arena."""
@@ -275,16 +190,28 @@ class Search:
     # ---- the least
 
     def least_of(self, shapes: Iterable[Shape]) -> Draft:
-        """The one that takes the least bytes; only those are built that could, by estimate."""
+        """The one that takes the least bytes; only those are estimated, and built, that could."""
         found: Draft | None = None
-        estimates = [one for asked in shapes for one in self._estimates(asked)]
-        for nbytes, shape in sorted(estimates, key=lambda one: one[0]):
+        waiting = [(self._at_least(one), False, at, one) for at, one in enumerate(shapes)]
+        heapify(waiting)
+        while waiting:
+            nbytes, estimated, at, shape = heappop(waiting)
             if found is not None and nbytes > found.nbytes * (1 + CLOSE):
                 break
+            if not estimated:
+                for more, (nbytes, one) in enumerate(self._estimates(shape)):
+                    heappush(waiting, (nbytes, True, 2 * at + more, one))
+                continue
             draft = self.draft(shape)
             found = draft if found is None or draft.nbytes < found.nbytes else found
         assert found is not None
         return found
+
+    def _at_least(self, shape: Shape) -> int:
+        """Bytes that the shape takes whatever is computed again, two passes by what one takes."""
+        one = replace(shape, two_passes=False)
+        sizes, arena = self.sizes(one), self.chain(one).floor(waiting=not shape.two_passes)
+        return self._nbytes(one, sizes, 0) + max(arena, int(sizes.beside))
 
     def _estimates(self, shape: Shape) -> list[tuple[int, Shape]]:
         """The shape as asked for, and with the recomputation that takes the least, with their bytes by estimate."""
@@ -299,18 +226,36 @@ class Search:
     def change(self, shape: Shape, limit: int) -> str:
         """The first of a few changes to the run that fits."""
         shape = replace(shape, keep=None)
-        for context in (shape.time // 2, shape.time // 4, shape.time // 8):
-            if context > 1 and self._could_fit(replace(shape, time=context), limit):
-                return f"it would fit with --ctx {context}"
-        plain = Search(replace(self.setting, optimizer=SGD()), self.recompute)
-        if plain._could_fit(shape, limit):
+        contexts = [n for n in (shape.time // 2, shape.time // 4, shape.time // 8) if n > 1]
+        if self._nbytes(replace(shape, time=2), self.sizes(shape), 0) > limit:
+            contexts = []  # which change what is in the arena
+        at = bisect_left(
+            contexts, True, key=lambda n: self._could_fit(replace(shape, time=n), limit)
+        )
+        if at < len(contexts):
+            return f"it would fit with --ctx {contexts[at]}"
+        if self._with_sgd()._could_fit(shape, limit):
             return "it would fit with --optimizer sgd, which has no moments"
         return f"no shorter context fits either: {_smaller(shape)}"
 
+    def _with_sgd(self) -> "Search":
+        """Another search, which knows of this one what does not depend on the optimizer."""
+        plain = Search(replace(self.setting, optimizer=SGD()), self.recompute)
+        plain._samples = self._samples
+        plain._parts = {key: found for key, found in self._parts.items() if key[0] in SAME}
+        plain._chains = {
+            one: found for one, found in self._chains.items() if blocks_in(one) in SAME
+        }
+        return plain
+
     def _could_fit(self, shape: Shape, limit: int) -> bool:
-        """Whether the shape fits, by recomputation if that may be chosen; nothing is built that should not."""
+        """Whether the shape fits, by recomputation if that may be chosen; it is built only where that is not clear."""
+        if self._at_least(shape) > limit * (1 + SLACK):
+            return False
         least = min(nbytes for nbytes, _ in self._estimates(shape))
-        return least <= limit * (1 + SLACK) and self.least_of([shape]).nbytes <= limit
+        if abs(least - limit) > limit * SLACK:
+            return least < limit
+        return self.least_of([shape]).nbytes <= limit
 
 
 def _smaller(shape: Shape) -> str:
@@ -320,20 +265,6 @@ def _smaller(shape: Shape) -> str:
     if shape.config.lora is None:
         return "take a smaller base model, or leave out --full: a LoRA adapter trains fewer weights"
     return "take a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
-
-
-def repeats(shape: Shape) -> int:
-    """How often a step computes again what its blocks do not keep."""
-    return shape.micros if blocks_in(shape) == MICRO else passes(shape)
-
-
-def _what_matters(name: str, shape: Shape) -> Shape:
-    """The shape less what makes no difference to a graph that keeps everything: equal graphs, equal keys."""
-    if name == UPDATE:
-        return Shape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
-    if name == EVALUATE:
-        return Shape(shape.config, shape.rows, shape.time, base=shape.base)
-    return replace(shape, keep=None, evaluate=False, chunk=CHUNK)
 
 
 def as_asked(shape: Shape, recompute: str, setting: Setting) -> Plans:

@@ -1,0 +1,278 @@
+"""What each block of a chain can do: the ways to run it, with what they keep, and what they take.
+
+In go a way to build the training graph for a number of equal blocks; out come Options. What a way takes is bounded
+from below by a short chain that keeps everything, and measured by the real lifetimes where that is asked for.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from packtrain import cost
+from packtrain.cost import Rates
+from packtrain.packing import alive
+from packtrain.place import Placed, place
+from packtrain.plan.lifetimes import columns, storages
+from packtrain.recompute.choice import (
+    ALIGNMENT,
+    Built,
+    Choice,
+    Inner,
+    Option,
+    aligned,
+    inner_values,
+    stretches,
+)
+from packtrain.recompute.front import Kept, front, least_again
+from packtrain.tensor import Call, Tensor
+
+SAMPLED = 3  # blocks of the chain that ways are looked at on; the middle one counts
+
+Build = Callable[[int, Choice | None], Built]
+
+
+class Block:
+    """A block of a training graph whose middle is equal blocks; remembers what it has measured.
+
+    reserved  bytes that stay once the backward pass of a block, or of the head, is done
+    together  how many ways may be measured in one chain; 1 where not all blocks are alike
+    """
+
+    def __init__(
+        self, build: Build, rates: Rates, reserved: tuple[int, int] = (0, 0), together: int = 1
+    ) -> None:
+        self.build, self.rates, self.together = build, rates, together
+        self.reserve, self.head_reserve = reserved
+        self._known: dict[Inner, Option] = {}
+
+    # ---- the middle block of a short chain that keeps everything
+
+    @cached_property
+    def _short(self) -> Built:
+        return self.build(SAMPLED, None)
+
+    @cached_property
+    def parts(self) -> int:
+        """In how many parts a block takes its rows; the stream has as many values for each block."""
+        return len(self._short.stream) // (SAMPLED + 1)
+
+    @cached_property
+    def _made(self) -> list[list[Call]]:
+        """The calls of each part of each block, and first those of none."""
+        return stretches(self._short.stream)
+
+    @cached_property
+    def _calls(self) -> list[Call]:
+        """Of the first part."""
+        return self._made[2 * self.parts]
+
+    @property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """What these calls begin with, and what they lead to."""
+        return self._short.stream[self.parts], self._short.stream[2 * self.parts]
+
+    @cached_property
+    def stream_nbytes(self) -> int:
+        return self.parts * aligned(self._short.stream[0].spec)
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return self.parts * sum(map(self.seconds, self._calls))
+
+    @cached_property
+    def forward_calls(self) -> int:
+        return self.parts * len(self._calls)
+
+    def seconds(self, call: Call) -> float:
+        return 0.0 if call.op.view else cost.call_seconds(call, self.rates)
+
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """What the first part could keep."""
+        return inner_values(self._calls)
+
+    @cached_property
+    def _read(self) -> set[Tensor]:
+        """What the backward pass reads of it."""
+        inside, (_, end) = set(self._calls), self._ends
+        backward = (call for call in self._short.graph.calls if call.phase == "backward")
+        return {t.base for call in backward for t in call.reads if t.base.call in inside} - {end}
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Places of values that every way through the block passes."""
+        inside, (start, end) = set(self._calls), self._ends
+        return [
+            i
+            for i, t in enumerate(self.values)
+            if all(start not in call.reads for call in needed({end}, {t}, inside))
+        ]
+
+    # ---- ways to run it
+
+    @cached_property
+    def _front(self) -> list[Kept]:
+        """What the first part can keep."""
+        return front(self._calls, self.values, self._ends[0], self._read, self._cuts, self.seconds)
+
+    @cached_property
+    def ways(self) -> list[Inner]:
+        """Those on the Pareto front over bytes kept and seconds added, in all their forms."""
+        return [way for kept in self._front for way in self._forms(kept.places)]
+
+    def _forms(self, keep: tuple[int, ...]) -> list[Inner]:
+        """Where a cut of the block is not kept, another form computes it again first, and then each side."""
+        plain = tuple((place, 0) for place in keep)
+        return [plain, *((*plain, (cut, 1)) for cut in self._cuts if cut not in keep)]
+
+    def saved(self, way: Inner) -> int:
+        """Bytes that it keeps."""
+        return self.parts * sum(aligned(self.values[at].spec) for at in _kept(way))
+
+    @property
+    def options(self) -> list[Option]:
+        """All ways: as measured, or by what they take at least."""
+        return [self._known.get(way) or self._bounds[way] for way in self.ways]
+
+    @property
+    def bare(self) -> list[Option]:
+        """The ways that keep nothing, measured."""
+        self.measure(self._forms(()))
+        return [self._known[way] for way in self._forms(())]
+
+    def least_again(self, nbytes: float) -> float:
+        """Seconds to compute again, at least, for keeping so many bytes less than all."""
+        whole = sum(aligned(t.spec) for t in self._read)
+        if nbytes > whole * self.parts:
+            return np.inf
+        return self.parts * least_again(self._front, whole - nbytes / self.parts)
+
+    # ---- what they take at least
+
+    @cached_property
+    def _bounds(self) -> dict[Inner, Option]:
+        """Each way as if what is computed again were there just while it is read."""
+        needed_nbytes, kept_nbytes = self._alive
+        bounds = dict[Inner, Option]()
+        for kept in self._front:
+            calls = self.parts * self._calls_again(kept.places)
+            seconds = self.parts * kept.again
+            nbytes = needed_nbytes + kept_nbytes[list(kept.places)].sum(axis=0)
+            for way in self._forms(kept.places):
+                bounds[way] = Option(way, self.saved(way), seconds, calls, int(nbytes.max()))
+        return bounds
+
+    @property
+    def least_work(self) -> int:
+        """Bytes of its backward pass, whatever it keeps."""
+        return int(self._alive[0].max())
+
+    def _calls_again(self, places: tuple[int, ...]) -> int:
+        kept = {self._ends[0], *(self.values[at] for at in places)}
+        again = needed(self._read - kept, kept, set(self._calls))
+        return sum(not call.op.view for call in again)
+
+    @cached_property
+    def _alive(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes at each step of the backward pass whatever is kept, and more by place if the value there is.
+
+        What a step reads or makes is there, kept or not; what waits for later or is kept of other blocks is left out.
+        """
+        placed, parts = place(self._short.graph), self.parts
+        first, last = backward_steps(placed, self._short, parts)[1]
+        steps, made = placed.steps[first : last + 1], storages(placed)
+        blocks = [inner_values(calls) for calls in self._made[2 * parts : 3 * parts]]
+        own = {t: at for values in blocks for at, t in enumerate(values)}
+        inside = {t for calls in self._made[parts:] for call in calls for t in call.results}
+        inside.update(self._short.stream)
+        begun = {t: i for i, step in enumerate(placed.steps) for t in step.results}
+        touched = [{t.base for t in (*step.reads, *step.results)} for step in steps]
+        always, kept = np.zeros(len(steps), int), np.zeros((len(self.values), len(steps)), int)
+        for storage, start, end, nbytes in zip(made, *columns(made, ALIGNMENT), strict=True):
+            values = [t for t in storage.tensors if t in inside]
+            others = (begun[t] for t in storage.tensors if t not in inside and t in begun)
+            taken = min(others, default=end) if values else start
+            always[max(taken - first, 0) : max(end - first, 0)] += nbytes
+            at = own.get(values[-1]) if values else None
+            if at is None:
+                continue
+            for i in range(max(start - first, 0), min(taken - first, len(steps))):
+                (kept[at] if touched[i].isdisjoint(values) else always)[i] += nbytes
+        return always - self.head_reserve - (SAMPLED - 2) * self.reserve, kept
+
+    # ---- what they take
+
+    def measure(self, ways: Iterable[Inner]) -> bool:
+        """Measure those that are not known, in all their forms, together in one chain; whether there were any."""
+        wanted = {_kept(way) for way in ways if way not in self._known}
+        asked = [way for way in self.ways if way not in self._known and _kept(way) in wanted]
+        for at in range(0, len(asked), self.together):
+            self._measure(asked[at : at + self.together])
+        return bool(asked)
+
+    def _measure(self, ways: Sequence[Inner]) -> None:
+        """The bytes of each are without what earlier blocks keep and what later ones leave."""
+        inner = (ways[0], *ways, ways[-1])
+        built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
+        placed = place(built.graph)
+        curve, spans = Alive(placed), backward_steps(placed, built, self.parts)
+        before = 0
+        for i, way in enumerate(inner):
+            saved = self.saved(way)
+            before += self.stream_nbytes + saved
+            if not 0 < i < len(inner) - 1:
+                continue
+            first, last = spans[i]
+            again = [s.call for s in placed.steps[first : last + 1] if s.call.phase == "recomputed"]
+            later = self.head_reserve + (len(inner) - 1 - i) * self.reserve
+            work = curve.most(first, last) - (before - saved) - later
+            seconds = sum(map(self.seconds, again))
+            self._known[way] = Option(way, saved, seconds, len(again), work)
+
+
+def _kept(way: Inner) -> tuple[int, ...]:
+    return tuple(at for at, rank in way if rank == 0)
+
+
+def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Call]:
+    """The calls inside a block that lead from what is kept to what is wanted."""
+    calls: set[Call] = set()
+    stack = list(wanted)
+    while stack:
+        t = stack.pop()
+        if t in kept or t.call is None or t.call not in inside or t.call in calls:
+            continue
+        calls.add(t.call)
+        stack.extend(t.call.reads)
+    return calls
+
+
+def backward_steps(placed: Placed, built: Built, parts: int) -> dict[int, tuple[int, int]]:
+    """Of each block the first step with a gradient of its end, and the last that makes one of its beginning.
+
+    All parts of a block come before those of the block below. The first block has none where nothing before it is
+    trained.
+    """
+    serials = [step.call.serial for step in placed.steps]
+    ends = list[list[int]]()
+    for at in range(0, len(built.stream), parts):
+        found = (built.gradients.get(t) for t in built.stream[at : at + parts])
+        made = (d.call.serial for d in found if d is not None and d.call is not None)
+        ends.append(sorted(bisect_left(serials, serial) for serial in made))
+    pairs = enumerate(pairwise(ends))
+    return {i: (end[-1], beginning[-1]) for i, (beginning, end) in pairs if beginning and end}
+
+
+class Alive:
+    """Bytes alive over the steps of a placed graph."""
+
+    def __init__(self, placed: Placed) -> None:
+        self._times, self._nbytes = alive(*columns(storages(placed), ALIGNMENT))
+
+    def most(self, first: int, last: int) -> int:
+        """Most bytes at any step from the first to the last."""
+        begin, end = np.searchsorted(self._times, (first, last), side="right")
+        return int(self._nbytes[max(begin - 1, 0) : end].max())

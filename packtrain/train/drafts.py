@@ -1,0 +1,157 @@
+"""What ways to train take, bytes and seconds, from graphs of a few blocks; nothing is packed for it.
+
+In go Shapes under one Setting; out come Sizes, Chains for recomputation to choose from, and Drafts.
+"""
+
+from dataclasses import dataclass, replace
+
+from packtrain.models.config import Config
+from packtrain.place import place
+from packtrain.recompute import Built, Chain
+from packtrain.train.depth import even, reached, with_blocks
+from packtrain.train.forms import CHUNKS
+from packtrain.train.optim import Optimizer
+from packtrain.train.parts import (
+    CALL_NBYTES,
+    Part,
+    Setting,
+    Sizes,
+    by_chunk,
+    chain,
+    measured,
+    passes,
+)
+from packtrain.train.plans import (
+    CHUNK,
+    EVALUATE,
+    MICRO,
+    UPDATE,
+    Shape,
+    blocks_in,
+    build,
+    counted,
+    loop_nbytes,
+    names,
+    passed_over,
+    runs,
+)
+
+SAMPLED = 3  # blocks of the larger chain that others are judged by
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A shape with the bytes of the process at its peak and the seconds of a step, as far as known before packing."""
+
+    shape: Shape
+    nbytes: int
+    seconds: float
+
+
+class Drafts:
+    """What shapes take under one setting; remembers what it has measured."""
+
+    def __init__(self, setting: Setting, recompute: str) -> None:
+        self.setting, self.recompute = setting, recompute
+        self._parts: dict[tuple[str, Shape], dict[int, Part]] = {}
+        self._samples: dict[Config, list[Part]] = {}
+        self._known: dict[Shape, Sizes] = {}
+        self._chains: dict[Shape, Chain] = {}
+        self._short: dict[tuple[str, Shape], Built] = {}
+
+    def sizes(self, shape: Shape) -> Sizes:
+        if shape not in self._known:
+            self._known[shape] = self._by_few_blocks(shape)
+        return self._known[shape]
+
+    def _by_few_blocks(self, shape: Shape) -> Sizes:
+        """By chains of two and three blocks, since everything grows evenly from there on."""
+        more = reached(shape) - SAMPLED
+        if more <= 0 or not even(shape):
+            return self._sizes(shape)
+        below = passed_over(shape.config, shape.base)
+        two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
+        under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
+        each = zip(two, three, under, strict=True)
+        return Sizes(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
+
+    def _sizes(self, shape: Shape) -> Sizes:
+        parts = {name: self._part(name, shape) for name in names(shape)}
+        every = [*parts.values(), *self._of_samples(shape)]
+        leaves = {name: leaf for part in every for name, leaf in part.leaves.items()}
+        inside = parts[blocks_in(shape)]
+        return Sizes(
+            counted(shape, leaves.values()),
+            inside.arena,
+            max((part.arena for part in every if part is not inside), default=0),
+            sum(part.calls for part in every),
+            inside.calls,
+            sum(count * parts[name].seconds for name, count in runs(shape).items()),
+        )
+
+    def _part(self, name: str, shape: Shape) -> Part:
+        key = name, _what_matters(name, shape)
+        if key not in self._parts:
+            placed = place(self._build(*key, self.setting.optimizer).graph)
+            self._parts[key] = by_chunk(placed, self.setting.rates, {shape.chunk, *CHUNKS})
+        return self._parts[key][shape.chunk]
+
+    def _build(self, name: str, shape: Shape, optimizer: Optimizer) -> Built:
+        """A graph; the short one that a chain looks at is a part, too."""
+        config, key = shape.config, (name, _what_matters(name, shape))
+        if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
+            return build(name, shape, optimizer)
+        if key not in self._short:
+            self._short[key] = build(*key, optimizer)
+        return self._short[key]
+
+    def _of_samples(self, shape: Shape) -> list[Part]:
+        config = shape.config
+        if config not in self._samples:
+            found = self.setting.samples(shape).values()
+            self._samples[config] = [measured(placed, self.setting.rates) for placed in found]
+        return self._samples[config]
+
+    def chain(self, shape: Shape) -> Chain:
+        """The blocks of the training graph that decides about memory, for recomputation to choose from."""
+        shape = replace(shape, keep=None)
+        if shape not in self._chains:
+            first = replace(shape, chunk=CHUNK)
+            like = None if first == shape else self.chain(first)
+            calls = int(self.sizes(shape).inside)
+            self._chains[shape] = chain(shape, self.setting, like, calls, self._build)
+        return self._chains[shape]
+
+    def rough(self, shape: Shape) -> Draft:
+        """The shape with everything kept, without building it."""
+        sizes = self.sizes(shape)
+        arena = max(sizes.arena, sizes.beside)
+        return Draft(shape, self._nbytes(shape, sizes, 0) + int(arena), sizes.seconds)
+
+    def draft(self, shape: Shape) -> Draft:
+        """The shape with its recomputation, its blocks built."""
+        sizes, found = self.sizes(shape), self.chain(shape).plan(shape.keep)
+        seconds = sizes.seconds + repeats(shape) * found.seconds
+        arena = max(found.arena, int(sizes.beside))
+        again = passes(shape) * found.calls
+        return Draft(shape, self._nbytes(shape, sizes, again) + arena, seconds)
+
+    def _nbytes(self, shape: Shape, sizes: Sizes, again: int) -> int:
+        """All but the arena, with so many calls again."""
+        calls = int(sizes.calls) + again
+        kept = self.setting.baseline + int(sizes.leaves)
+        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls)
+
+
+def repeats(shape: Shape) -> int:
+    """How often a step computes again what its blocks do not keep."""
+    return shape.micros if blocks_in(shape) == MICRO else passes(shape)
+
+
+def _what_matters(name: str, shape: Shape) -> Shape:
+    """The shape less what makes no difference to a graph that keeps everything: equal graphs, equal keys."""
+    if name == UPDATE:
+        return Shape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
+    if name == EVALUATE:
+        return Shape(shape.config, shape.rows, shape.time, base=shape.base)
+    return replace(shape, keep=None, evaluate=False, chunk=CHUNK)

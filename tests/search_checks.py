@@ -1,0 +1,29 @@
+"""What must hold of a chain's blocks, for tests and for planted faults."""
+
+from packtrain.cost import Rates
+from packtrain.models.config import Config
+from packtrain.recompute import Chain
+from packtrain.train.optim import AdamW
+from packtrain.train.parts import Setting, chain
+from packtrain.train.plans import Shape
+
+CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
+SHAPE = Shape(CONFIG, 1, 128, 1, 1.0)
+SETTING = Setting(AdamW(), Rates(1e11, 1e10), 0)
+
+
+def fresh(form: Shape) -> Chain:
+    """A chain that knows nothing yet, whose calls take no memory, for that is more than these tensors take."""
+    found = chain(form, SETTING)
+    found.call_nbytes = 0
+    return found
+
+
+def check_alone(form: Shape) -> None:
+    """Ways to run a block that are measured in one chain take what each takes in a chain of its own."""
+    together, alone = fresh(form).block, fresh(form).block
+    alone.together = 1
+    ways = together.ways[::9]
+    for block in (together, alone):
+        block.measure(ways)
+    assert together.options[::9] == alone.options[::9]

@@ -26,6 +26,7 @@ from packtrain.gguf import Value
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.models.file import open_model, save_model
+from packtrain.tasks.quantize import Quantize
 from tests.architectures import BYTE, NORMAL, UNKNOWN
 
 Speeds = tuple[float, float]
@@ -47,7 +48,7 @@ def make_models(folder: Path, types: list[str]) -> list[Path]:
     for name in types:
         if name != plain.stem:
             with contextlib.redirect_stdout(sys.stderr):
-                quantize.run(quantize.Quantize(plain, folder / f"{name}.gguf", name))
+                quantize.run(Quantize(plain, folder / f"{name}.gguf", name))
     return [folder / f"{name}.gguf" for name in types]
 
 

@@ -23,10 +23,10 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from packtrain.commands import generate, inspect, quantize
-from packtrain.commands.generate import Generate
-from packtrain.commands.quantize import Quantize
 from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
+from packtrain.tasks.generate import Generate
+from packtrain.tasks.quantize import Quantize
 from packtrain.template import ChatTemplate, template_source
 from tests import fuzz
 from tests.hostile import header_draft, model_drafts

@@ -13,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from packtrain import kernels
+from packtrain.commands.shown import Shown
 from packtrain.memory import Peak
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
@@ -44,10 +44,13 @@ def ours(job: Job) -> float:
     kernels.load_all()  # not part of what is planned
     with tempfile.TemporaryDirectory() as name, Peak() as peak:
         folder, planned = Path(name), peak.baseline + plans.nbytes
-        fit = Fit(job, Engine(plans, job.optimizer), folder)
+        shown = Shown()
+        fit = Fit(job, Engine(plans, job.optimizer), folder, events=shown)
         fit.begin(None)
-        watching = partial(Watch, folder, steps=job.steps, planned_nbytes=planned)
-        with watching(report_every=REPORT_EVERY, tensorboard=False) as watch:
+        with (
+            shown.training(job.steps, planned, REPORT_EVERY),
+            Watch(folder, shown, tensorboard=False) as watch,
+        ):
             fit.go(watch, lambda: False, lambda: peak.nbytes)
         return float(read(folder / METRICS)[-1]["val_loss"])
 

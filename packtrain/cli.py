@@ -34,6 +34,11 @@ from packtrain.commands import (
 from packtrain.debug import flags as debug_flags
 from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
 from packtrain.settings import add_flags, from_flags, positionals
+from packtrain.tasks.chat import Chat
+from packtrain.tasks.evaluate import Evaluate
+from packtrain.tasks.generate import Generate
+from packtrain.tasks.merge import Merge
+from packtrain.tasks.quantize import Quantize
 from packtrain.train.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
 from packtrain.words import meant
@@ -44,13 +49,13 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "finetune": (TuneSettings, finetune.run),
     "plan train": (plan.PlanTrain, plan.run),
     "plan finetune": (plan.PlanTune, plan.run),
-    "merge": (merge.Merge, merge.run),
-    "generate": (generate.Generate, generate.run),
-    "chat": (chat.Chat, chat.run),
-    "eval": (evaluate.Evaluate, evaluate.run),
+    "merge": (Merge, merge.run),
+    "generate": (Generate, generate.run),
+    "chat": (Chat, chat.run),
+    "eval": (Evaluate, evaluate.run),
     "data": (data.Data, data.run),
     "inspect": (inspect.Inspect, inspect.run),
-    "quantize": (quantize.Quantize, quantize.run),
+    "quantize": (Quantize, quantize.run),
     "convert": (convert.Convert, convert.run),
     "compile": (compile.Compile, compile.run),
 }

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from packtrain.commands import evaluate, generate, merge
-from packtrain.commands.evaluate import Evaluate
-from packtrain.commands.generate import Generate
-from packtrain.commands.merge import Merge
 from packtrain.dtypes import f32
 from packtrain.errors import InputError
 from packtrain.generate import Generator
@@ -17,6 +14,9 @@ from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.transformer import Block
+from packtrain.tasks.evaluate import Evaluate
+from packtrain.tasks.generate import Generate
+from packtrain.tasks.merge import Merge
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 
@@ -30,7 +30,7 @@ def logits(model: ModelFile) -> np.ndarray:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.tasks.evaluate.cache_root", lambda: tmp_path / "cache")
 
 
 def check_beside(name: str, folder: Path) -> None:

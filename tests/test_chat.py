@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from packtrain.cli import main
-from packtrain.commands import chat
-from packtrain.commands.chat import Chat, Talk
-from packtrain.commands.speak import write
+from packtrain.commands import chat, shown
+from packtrain.commands.shown import Shown, write
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.models.file import open_model
+from packtrain.tasks.chat import Chat, Talk
 from packtrain.template import TemplateError
 from tests.test_model_file import CONFIG, save
 
@@ -81,7 +81,7 @@ def test_answers_are_those_of_a_fresh_model(
 ) -> None:
     spoken(settings(model), "a b\nc d\n", monkeypatch)
     second = capsys.readouterr().out.splitlines()[1]
-    talk = Talk(settings(model), open_model(model))
+    talk = Talk(settings(model), Shown())
     spoken(settings(model), "a b\n", monkeypatch)
     talk.messages += [{"role": "user", "content": "a b"}]
     talk.messages += [{"role": "assistant", "content": capsys.readouterr().out.strip()}]
@@ -139,7 +139,7 @@ def test_without_a_template_chatml_is_used_and_said(
 def test_ctrl_c_ends_an_answer(
     model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    before, write_out, written = signal.getsignal(signal.SIGINT), chat.write, list[str]()
+    before, write_out, written = signal.getsignal(signal.SIGINT), shown.write, list[str]()
 
     def then_stop(text: str) -> None:
         write_out(text)
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_an_answer(
         if text.strip() and not "".join(written[:-1]).strip():  # the first there is
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(chat, "write", then_stop)
+    monkeypatch.setattr(shown, "write", then_stop)
     given = replace(settings(model), n_predict=60)
     # on a terminal the conversation goes on; in a script nobody is there to go on
     assert spoken(given, "a\nb\n", monkeypatch, terminal) == (0 if terminal else 130)
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_leaves(
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(chat, "write", twice)
+    monkeypatch.setattr(shown, "write", twice)
     assert (
         spoken(replace(settings(model), n_predict=60), "a\nb\n", monkeypatch, terminal=True) == 130
     )

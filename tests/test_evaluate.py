@@ -14,14 +14,14 @@ import pytest
 
 from packtrain.cli import main
 from packtrain.commands import evaluate
-from packtrain.commands.evaluate import Evaluate, chosen
 from packtrain.errors import InputError, Interrupted
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.file import open_model, save_model
+from packtrain.tasks.evaluate import Evaluate, chosen
 from packtrain.train.measure import Mean, losses_of
 from packtrain.train.windows import Windows, read_whole
 from packtrain.watch import progress
-from packtrain.watch.progress import Tally
+from packtrain.watch.count import Count
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.kill import chats
@@ -35,7 +35,7 @@ FOUND = re.compile(r"loss ([\d.]+) ± ([\d.]+) nats per token, perplexity ([\d.]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("packtrain.tasks.evaluate.cache_root", lambda: tmp_path / "cache")
 
 
 @pytest.fixture
@@ -348,25 +348,27 @@ def test_means_have_an_error() -> None:
     assert Mean(1e4, 0.1).exponential.value == math.inf
 
 
-def test_a_tally_is_plain_where_nobody_sees_it_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_is_plain_where_nobody_sees_it_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     stream = StringIO()
-    with Tally(stream, 60, "windows") as tally:
+    with Count(stream, "text", "window") as count:
         for done in range(1, 61):
             now += 1
-            tally.show(done, f"perplexity {done}")
+            count(done, 60, f"perplexity {done}")
     assert stream.getvalue().splitlines() == [
-        f"{n} of 60 windows  perplexity {n}  eta 0:{60 - n:02}" for n in (10, 20, 30, 40, 50, 60)
+        f"text: window {n} of 60, 0:{60 - n:02} left  perplexity {n}" for n in (10, 20, 30, 40, 50)
     ]
 
 
-def test_a_tally_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
-    with Tally(stream, 3, "windows") as tally:
+    with Count(stream, "text", "window") as count:
         for done in range(1, 4):
-            tally.show(done, "perplexity 7")
-    assert "3 of 3 windows  perplexity 7" in stream.getvalue() and "\r" in stream.getvalue()
+            count(done, 3, "perplexity 7")
+    assert (
+        "window 3 of 3, 0:00 left  perplexity 7" in stream.getvalue() and "\r" in stream.getvalue()
+    )

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from packtrain.cli import main
-from packtrain.commands import merged
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.adapter import read_adapter
 from packtrain.models.file import ModelFile
 from packtrain.quant import dequantize
+from packtrain.tasks import merged
 from packtrain.template import chosen
 from packtrain.train import probe, tune
 from packtrain.train.job import HEAD_NBYTES
@@ -214,7 +214,7 @@ def test_micro_batches_are_as_good_as_one_batch(folder, tmp_path):
 
 def test_the_probe_leaves_no_trace(folder, tmp_path, monkeypatch):
     assert tuned(folder, "q8_0", tmp_path / "a.gguf", "--iters", "2") == 0
-    monkeypatch.setattr("packtrain.commands.finetune.probe", lambda *_: None)
+    monkeypatch.setattr("packtrain.tasks.finetune.probe", lambda *_: None)
     assert tuned(folder, "q8_0", tmp_path / "b.gguf", "--iters", "2") == 0
     a, b = (weights(tmp_path / f"{x}.run/checkpoint.gguf") for x in "ab")
     assert a == b
@@ -335,7 +335,7 @@ def test_room_on_the_disk_is_asked_for_trials_and_larger_types(
     monkeypatch.setattr(merged, "ENOUGH", 9.0)
     monkeypatch.setattr(merged.End, "_loss", seen)
     monkeypatch.setattr(
-        "packtrain.commands.train.check_space",
+        "packtrain.tasks.run.check_space",
         lambda job, plans, more: asked.extend([*written(job, plans), *more]),
     )
     output = tmp_path / "a.gguf"

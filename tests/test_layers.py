@@ -16,6 +16,7 @@ LAYERS = {
     "version": "",
     "errors": "",
     "words": "",
+    "events": "",
     "files": "errors",
     "settings": "errors words",
     "dtypes": "",
@@ -55,13 +56,15 @@ LAYERS = {
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
     "generate": "dtypes errors words tensor graph place run tokenizer models sample",
-    "watch": "errors words files memory plan",
-    "train": "version child errors words files settings dtypes tensor graph ops grad place packing plan run memory stop"
-    " kernels quant gguf tokenizer template corpus samples cost speed recompute models sample generate watch",
-    "commands": "errors words files settings dtypes tensor graph place plan picture run memory stop kernels quant gguf"
-    " tokenizer vocabulary convert corpus samples cost recompute models merging peft sample generate template"
-    " watch train",
-    "cli": "errors words settings debug commands train version",
+    "watch": "errors events words files memory plan",
+    "train": "version child errors events words files settings dtypes tensor graph ops grad place packing plan run"
+    " memory stop kernels quant gguf tokenizer template corpus samples cost speed recompute models sample generate"
+    " watch",
+    "tasks": "errors events words files settings dtypes graph place plan picture run memory kernels quant gguf"
+    " tokenizer corpus samples models merging sample generate template watch train",
+    "commands": "errors events words files settings dtypes tensor graph place plan picture run memory stop kernels"
+    " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch train tasks",
+    "cli": "errors words settings debug commands tasks train version",
     "__main__": "cli",
 }
 OUTSIDE = {

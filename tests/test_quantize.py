@@ -8,12 +8,12 @@ import pytest
 
 from packtrain import quant
 from packtrain.commands import quantize
-from packtrain.commands.quantize import Quantize
 from packtrain.dtypes import DTYPES, f16, f32
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models import mix
 from packtrain.models.mix import MIXES, types_of
+from packtrain.tasks.quantize import Quantize
 from tests import mixes
 from tests.mixes import OPTIONS, SHAPES, write_shape
 
@@ -130,7 +130,7 @@ def test_metadata_is_copied_and_what_no_longer_holds_is_not(settings: Quantize):
 def test_parts_of_tensors_give_the_same_file(settings: Quantize, monkeypatch: pytest.MonkeyPatch):
     quantize.run(replace(settings, type="Q5_K_S"))
     whole = settings.output.read_bytes()
-    monkeypatch.setattr(quantize, "PART", 1)  # so that each part is one row
+    monkeypatch.setattr("packtrain.tasks.quantize.PART", 1)  # so that each part is one row
     quantize.run(replace(settings, type="Q5_K_S", overwrite=True))
     assert settings.output.read_bytes() == whole
 

@@ -206,7 +206,7 @@ def test_a_run_is_refused_where_the_disk_has_no_room(data, tmp_path, capsys, mon
 def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, more):  # noqa: F811
     planned: list[tuple[Path, str, int]] = []
     monkeypatch.setattr(
-        "packtrain.commands.train.check_space",
+        "packtrain.tasks.run.check_space",
         lambda job, plans, more: planned.extend(written(job, plans)),
     )
     output = tmp_path / "m.gguf"

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from packtrain.commands.train import outcome
 from packtrain.errors import InputError
+from packtrain.tasks.run import outcome
 from packtrain.train import state
 from packtrain.train.state import Progress
 

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from packtrain.commands.shown import Shown
 from packtrain.errors import InputError
 from packtrain.watch import Watch
 from packtrain.watch.curve import BINS, Curve, round_ticks, running_mean
@@ -32,9 +33,13 @@ def record(step: int, **more: float) -> dict[str, float]:
     return made | {"loss": 3 + 1 / step, "tokens": 1024 * step, "step": step} | more
 
 
-def watching(folder: Path, stream: io.StringIO | None = None, **more: Any) -> Watch:
+@contextmanager
+def watching(folder: Path, stream: io.StringIO | None = None, **more: Any) -> Iterator[Watch]:
     settings = {"steps": 30, "planned_nbytes": 140 * MIB, "report_every": 10} | more
-    return Watch(folder, **settings, stream=stream or io.StringIO())
+    tensorboard = settings.pop("tensorboard", True)
+    shown = Shown(stream or io.StringIO())
+    with shown.training(**settings), Watch(folder, shown, tensorboard=tensorboard) as watch:
+        yield watch
 
 
 def run(watch: Watch, first: int, last: int) -> None:
@@ -339,7 +344,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     with watching(tmp_path, stream, steps=25) as watch:
         run(watch, 1, 14)
         watch.step(record(15, val_loss=3.2), 131 * MIB)
-        watch.say("a line")
+        watch.events.message("a line")
         run(watch, 16, 25)
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "line", "20/25", "25/25"]
@@ -354,9 +359,8 @@ def test_plain_lines(tmp_path: Path) -> None:
 
 def test_positions_and_learnt_tokens_are_told_apart(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with watching(tmp_path, stream, steps=3) as watch:
+    with watching(tmp_path, stream, steps=3, report_every=1) as watch:
         watch.step({**record(1), "positions_per_second": 50_000.0}, MIB)
-        watch.progress.recent.clear()
         watch.step({**record(3), "positions_per_second": 33_400.0}, MIB)
     first, last = stream.getvalue().splitlines()
     assert "  50,000 positions/s, 33,333 learnt tokens/s  " in first
@@ -400,7 +404,7 @@ def on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: st
         watching(folder, stream) as watch,  # type: ignore[arg-type]
     ):
         run(watch, 1, 15)
-        watch.say("said [bold]as it is[/bold]")
+        watch.events.message("said [bold]as it is[/bold]")
         watch.step(record(16, val_loss=3.2), 131 * MIB)
         run(watch, 17, 30)
     reader.join()

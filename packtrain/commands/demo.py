@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.commands import generate, train
+from packtrain.commands import generate, say, train
 from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.settings import option
+from packtrain.tasks.generate import Generate
 from packtrain.train.settings import TrainSettings
 
 TEXT_NBYTES = 3 << 20
@@ -36,7 +37,7 @@ def run(settings: DemoSettings) -> int:
     mine.touch()
     text = settings.folder / "python.txt"
     write_text(text, f"\n{SEPARATOR}\n".join(documents(TEXT_NBYTES)) + "\n")
-    train.say(f"{text}: {text.stat().st_size / 1e6:.1f} MB of this Python's own documentation")
+    say(f"{text}: {text.stat().st_size / 1e6:.1f} MB of this Python's own documentation")
     model = settings.folder / "model.gguf"
     chosen = TrainSettings(
         data=text,
@@ -50,9 +51,7 @@ def run(settings: DemoSettings) -> int:
     code = train.run(chosen)
     if code == 0:
         print("\nThe model writes:\n", flush=True)
-        code = generate.run(
-            generate.Generate(model=model, prompt="Return the", n_predict=96, seed=1)
-        )
+        code = generate.run(Generate(model=model, prompt="Return the", n_predict=96, seed=1))
     return code
 
 

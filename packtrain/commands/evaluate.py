@@ -1,277 +1,37 @@
 """packtrain eval: perplexity on a text, or loss on conversations, of one model or of several side by side."""
 
-import math
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-
-from packtrain import kernels
-from packtrain.commands import say
-from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
-from packtrain.corpus.streams import RECORDS, kind_of
-from packtrain.errors import InputError, Interrupted
-from packtrain.files import existing
-from packtrain.kernels.runtime import cache_root, writable
-from packtrain.models.adapted import adapted, read_scaled
-from packtrain.models.file import ModelFile, open_model
-from packtrain.samples import Recipe, prepare
-from packtrain.settings import option, positional, required, unescaped
-from packtrain.stop import stop_on_signals
-from packtrain.template import named
-from packtrain.train.effects import VAL_SPLIT, check_idle
-from packtrain.train.measure import Mean, counted, losses_of
-from packtrain.train.samples import SampleBatches, row_length
-from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
-from packtrain.train.windows import Windows, read_whole
-from packtrain.watch.progress import Tally, clock
-from packtrain.words import beyond, plural
-
-TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, where --ctx does not say
-BATCH_TOKENS = 2048
-TEST = "test"
-SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
-
-SPLIT = "val_split", lambda s: s.split is None, "without --split"
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """Measure models on a text or on conversations."""
-
-    model: tuple[Path, ...] = positional("the model, a GGUF file; several are compared")
-    data: Path = required(
-        "text or conversations, in any form that `packtrain data` reads; of a folder the test file, else valid,"
-        " else train"
-    )
-    split: str | None = option(
-        None, "use this file of a folder; of a single file, the share that finetune would use",
-        choices=tuple(SPLITS),
-    )  # fmt: skip
-    val_split: float = option(
-        0.05, "with --split on a single file: finetune's --val-split", least=0.0001, most=0.5
-    )
-    ctx: int | None = option(
-        None,
-        f"tokens of a window; default: the model's context, up to {TEXT_CONTEXT} for text, {SAMPLE_CONTEXT:,} for"
-        " conversations",
-        flags="-c",
-        least=3,
-    )
-    all_positions: bool = option(
-        False,
-        "score every token: in a text the first half of each window, too; in conversations the prompts, too",
-    )
-    lora: tuple[str, ...] = option(
-        (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
-    )
-    compare: bool = option(False, "the first model alone, then with each --lora by itself")
-    batch_size: int | None = option(
-        None, f"windows at a time; default: {BATCH_TOKENS:,} tokens' worth", least=1
-    )
-    separator: str | None = option(
-        None,
-        f"text between documents; {END_OF_TEXT} on a line of its own is recognized; '' for one text",
-    )
-    skip_bad: bool = option(False, SKIP_BAD)
-    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The data as a model reads it: batches, the ids they are made of, and what is counted, in words."""
-
-    batches: Windows | SampleBatches
-    ids: np.ndarray
-    method: str
-
-    @property
-    def skipped(self) -> int:
-        return self.batches.skipped if isinstance(self.batches, Windows) else 0
+from packtrain.commands.shown import Shown
+from packtrain.tasks.evaluate import Evaluate, Measured, evaluate
+from packtrain.train.measure import Mean
 
 
 def run(settings: Evaluate) -> int:
     """Print losses and perplexities. Raises InputError, and Interrupted when a signal came."""
-    check_idle(settings, (SPLIT, VAL_SPLIT))
-    subjects = _subjects(settings)
-    context = min(model.config.context_length for _, model in subjects)
-    prepared: dict[Path, Prepared] = {}
-    losses = dict[str, np.ndarray]()
-    for name, model in subjects:
-        path = model.gguf.path
-        if path not in prepared:
-            prepared[path] = _prepared(settings, model, context)
-        losses[name] = _measured(name, model, prepared[path], len(subjects) > 1)
-    first, *others = prepared.values()
-    same = all(np.array_equal(first.ids, other.ids) for other in others)
-    for line in _table(losses, same) if len(losses) > 1 else _single(*losses.values()):
+    found = evaluate(settings, Shown())
+    for line in _table(found) if len(found.losses) > 1 else _single(found):
         print(line)
-    print(first.method)
-    if not same:
+    print(found.method)
+    if not found.same:
         print(
             "these models tokenize the data differently: their losses and perplexities cannot be compared"
         )
     return 0
 
 
-def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
-    """What is measured, by the names that are printed."""
-    if settings.compare and not settings.lora:
-        raise InputError("--compare: there is no adapter to compare; name some with --lora")
-    (path, base), *others = [(str(path), open_model(path)) for path in settings.model]
-    scaled = read_scaled(settings.lora, base.gguf)
-    found = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
-    if settings.compare:
-        pairs = zip(settings.lora, scaled, strict=True)
-        found = [(path, base), *((f"{path} + {text}", adapted(base, [one])) for text, one in pairs)]
-    return list(dict([*found, *others]).items())  # a name that is given twice is measured once
-
-
-# ---- the data ------------------------------------------------------------------------------------------------
-
-
-def _prepared(settings: Evaluate, model: ModelFile, context: int) -> Prepared:
-    path, part = chosen(settings.data, settings.split)
-    text = not path.is_dir() and kind_of(path) not in RECORDS
-    length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
-    if length > context:
-        say(beyond(length, context))
-    if text and not part and not settings.all_positions:
-        tokenizer = model.tokenizer()
-        ids = read_whole(path, _separator(settings), tokenizer)
-        if ids is not None:
-            bos = tokenizer.bos if tokenizer.add_bos else None
-            return _windows(settings, path, ids, bos, length)
-        say(
-            f"{path} has several documents, each scored from its start; --separator '' reads the file as one text, as"
-            " llama-perplexity does"
-        )
-    return _samples(settings, model, path, part, length)
-
-
-def _separator(settings: Evaluate) -> str | None:
-    return settings.separator and unescaped(settings.separator)
-
-
-def chosen(data: Path, split: str | None) -> tuple[Path, str]:
-    """The file to measure, or the folder of texts, and the part of it as finetune splits it; "" is all."""
-    existing(data, "--data")
-    if not data.is_dir():
-        if split == TEST:
-            raise InputError(
-                f"--split test: {data} is one file; give a folder with a test file, or no --split"
-            )
-        return data, split or ""
-    files = {name: file_called(data, *names) for name, names in SPLITS.items()}
-    there = {name: path for name, path in files.items() if path is not None}
-    if split is None:
-        return next(iter(there.values()), data), ""
-    if TRAIN in there and VALID not in there and split != TEST:  # finetune splits it
-        return there[TRAIN], split
-    if split in there:
-        return there[split], ""
-    raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
-
-
-def _windows(
-    settings: Evaluate, path: Path, ids: np.ndarray, bos: int | None, length: int
-) -> Prepared:
-    """A text as llama-perplexity takes it."""
-    if len(ids) < 3:
-        raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
-    if len(ids) < length:
-        say(f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window")
-    length = min(length, len(ids))
-    rows = _rows(settings, length, len(ids) // length)
-    batches = Windows(ids, bos, rows, length)
-    begin = "" if bos is None else ", each starting with BOS"
-    count = batches.windows * (batches.time - batches.skipped)
-    method = (
-        f"{path}: {batches.windows:,} windows of {length:,} tokens{begin}; the second half of each window is scored"
-        f" ({count:,} tokens), as in llama-perplexity"
-    )
-    return Prepared(batches, ids, method)
-
-
-def _samples(settings: Evaluate, model: ModelFile, path: Path, part: str, length: int) -> Prepared:
-    """Documents or conversations, in rows as finetune validates them."""
-    recipe = Recipe(
-        path,
-        model.gguf.path,
-        length,
-        everything=settings.all_positions,
-        separator=_separator(settings),
-        val_split=settings.val_split if part else 0.0,
-        skip_bad=settings.skip_bad,
-        template=settings.chat_template and named(settings.chat_template),
-    )
-    dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
-    for note in dataset.notes:
-        say(note)
-    samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
-    time = row_length(length, samples)
-    rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
-    batches = SampleBatches(samples, rows, time, shuffle=False)
-    method = (
-        f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are scored,"
-        f" in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
-    )
-    return Prepared(batches, samples.ids, method)
-
-
-def _rows(settings: Evaluate, time: int, windows: int) -> int:
-    return max(min(settings.batch_size or BATCH_TOKENS // time, windows), 1)
-
-
-# ---- measuring -----------------------------------------------------------------------------------------------
-
-
-def _measured(name: str, model: ModelFile, data: Prepared, several: bool) -> np.ndarray:
-    """The losses (N,) f32 of all that counts."""
-    batches = data.batches
-    experts = kernels.EXPERTS if model.config.expert_count else ()
-    kernels.prepare((*kernels.WRITING, "loss", *experts))
-    executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped)
-    found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
-    whose = f" of {name}" if several else ""
-    everything = f"{plural(batches.windows, 'window')}{whose}"
-    say(f"measuring {everything} …")
-    with Tally(sys.stderr, batches.windows, f"windows{whose}") as tally:
-        for losses in counted(executor, _until_stopped(batches)):
-            found.append(losses)
-            total, count = total + float(losses.sum(dtype=np.float64)), count + len(losses)
-            if not math.isfinite(total):
-                raise InputError(
-                    f"{name}: the loss is {total}; the weights must give finite numbers"
-                )
-            done = min(len(found) * batches.rows, batches.windows)
-            tally.show(done, f"perplexity {Mean(total / max(count, 1), 0.0).exponential.value:.4f}")
-    say(f"{everything} in {clock(time.monotonic() - began)}")
-    return np.concatenate(found)
-
-
-def _until_stopped(batches: Windows | SampleBatches) -> Iterator[dict[str, np.ndarray]]:
-    with stop_on_signals() as stopped:
-        for i in range(len(batches)):
-            if stopped():
-                raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
-            yield batches[i]
-
-
-def _single(losses: np.ndarray) -> Iterator[str]:
-    loss = Mean.of(losses)
+def _single(found: Measured) -> Iterator[str]:
+    loss = found.loss()
     yield f"loss {loss} nats per token, perplexity {loss.exponential}"
 
 
-def _table(losses: dict[str, np.ndarray], same: bool) -> Iterator[str]:
+def _table(found: Measured) -> Iterator[str]:
     """A line for each model; how much better or worse than the first, if that can be said."""
-    first, width = next(iter(losses.values())), max(map(len, losses))
-    beside = "  difference of loss" if same else ""
+    first, width = next(iter(found.losses.values())), max(map(len, found.losses))
+    beside = "  difference of loss" if found.same else ""
     yield f"{'':<{width}}  {'loss':<20}  {'perplexity':<20}{beside}"
-    for name, found in losses.items():
-        loss = Mean.of(found)
+    for name, losses in found.losses.items():
+        loss = found.loss(name)
         line = f"{name:<{width}}  {loss!s:<20}  {loss.exponential!s:<20}"
-        yield f"{line}  {Mean.of(found - first)}" if same and found is not first else line.rstrip()
+        compared = found.same and losses is not first
+        yield f"{line}  {Mean.of(losses - first)}" if compared else line.rstrip()

@@ -1,136 +1,16 @@
 """packtrain merge: a model with adapters made part of its matrices; all else stays as it is, byte for byte."""
 
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
-from packtrain.commands import say
-from packtrain.commands.quantize import MIB, TYPES, check_output, line, writable_dtype
-from packtrain.dtypes import Dtype
-from packtrain.errors import DoesNotFit
-from packtrain.files import existing
-from packtrain.gguf import GGUF, Entry
-from packtrain.kernels.runtime import cache_root, writable
-from packtrain.memory import parse_size, private_nbytes, settle
-from packtrain.merging.grid import KINDS
-from packtrain.merging.room import room
-from packtrain.merging.types import named_types
-from packtrain.merging.write import Merge as Merging
-from packtrain.models.adapted import read_scaled, split_scale
-from packtrain.models.file import open_model
-from packtrain.models.lora import EMBEDDING
-from packtrain.models.merge import merged, stored_type, write_changed
-from packtrain.plan import size_text
-from packtrain.samples import Recipe, prepare
-from packtrain.settings import option, positional, required
-from packtrain.train.samples import SampleBatches
-from packtrain.watch.count import Count
-from packtrain.words import plural
-
-HEAD = "output.weight"
-CONTEXT = 2048  # tokens of a row at most
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Write a model with adapters merged into it."""
-
-    model: Path = positional("the base, a GGUF file")
-    adapters: tuple[str, ...] = positional("adapters, GGUF files; FILE:SCALE adds SCALE times one")
-    output: Path = required("the GGUF file to write", flags="-o")
-    type: str | None = option(None, f"of what is changed; else what it is in the base: {TYPES}")
-    tensor_type: tuple[str, ...] = option(
-        (),
-        "NAME=TYPE of the changed matrices of this name, as ffn_down=q8_0; may be given several times",
-        metavar="NAME=TYPE",
-    )
-    calibrate: Path | None = option(
-        None,
-        "conversations or text like the training data of the adapters; keeps more of what they learned",
-    )
-    memory: str | None = option(
-        None,
-        "with --calibrate: most private memory, as 2GiB; where it is short, less of the data is read",
-    )
-    overwrite: bool = option(False, "replace the output if it exists")
+from packtrain.commands import DONE
+from packtrain.commands.shown import Shown
+from packtrain.tasks.merge import Merge, merge
+from packtrain.tasks.quantize import MIB
 
 
 def run(settings: Merge) -> int:
     """Write the file and print a line per merged tensor. Raises InputError; what was there then stays."""
-    began = time.perf_counter()
-    dtype = writable_dtype(settings.type, "--type")
-    base = GGUF(settings.model)
-    read = [*base.paths, *(split_scale(text)[0] for text in settings.adapters)]
-    adapters = read_scaled(settings.adapters, base)
-    check_output(settings.output, "-o", read, settings.overwrite)
-    ignored = sorted({name for adapter, _ in adapters for name in adapter.ignored})
-    if ignored:
-        say(
-            f"{plural(len(ignored), 'vector')} in the adapters left out, which no merge uses; the first: {ignored[0]}"
-        )
-    changes = merged(base, adapters)
-    if EMBEDDING in changes and HEAD not in base.entries:
-        say(f"{EMBEDDING} is the head, too: both are changed")
-
-    def done(entry: Entry, stored: Dtype, error: float) -> None:
-        narrow = f"  rows of {entry.shape[-1]} are no blocks of {dtype}"
-        print(line(entry, stored, error) + (narrow if dtype not in (None, stored) else ""))
-
-    name = settings.output.stem.encode(errors="replace").decode()
-    types = named_types(settings.tensor_type, changes, base.entries)
-    if settings.calibrate is None:
-        given = settings.output, base, changes
-        write_changed(*given, name=name, dtype=dtype, types=types, done=done)
-        if any(stored_type(base.entries[n], dtype) in KINDS for n in changes):
-            say(
-                "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
-            )
-    else:
-        _calibrated(
-            settings, Merging(open_model(settings.model), adapters, dtype, types), name, done
-        )
+    done = merge(settings, Shown())
     print(
-        f"{settings.output}: {len(changes)} of {len(base.entries)} tensors changed, "
-        f"{base.nbytes / MIB:.2f} -> {settings.output.stat().st_size / MIB:.2f} MiB, "
-        f"{time.perf_counter() - began:.1f} s"
+        f"{done.output}: {done.changed} of {done.count} tensors changed, "
+        f"{done.before_nbytes / MIB:.2f} -> {done.nbytes / MIB:.2f} MiB, {done.seconds:.1f} s"
     )
-    return 0
-
-
-def _calibrated(
-    settings: Merge, merging: Merging, name: str, done: Callable[[Entry, Dtype, float], None]
-) -> None:
-    """Write the file by means of data. Raises DoesNotFit if the memory is too little."""
-    data, found = _data(settings, merging), None
-    if merging.calibrated:
-        found = room(merging.adapted, merging.calibrated, data.time, data.windows, _limit(settings))
-        if found is None:
-            raise DoesNotFit(
-                f"--memory: {settings.memory} is too little to merge with --calibrate; give more, or merge without it"
-            )
-        say(f"{found}, {size_text(found.nbytes)}")
-    with Count(sys.stderr, "merging", "block") as count:
-        errors = merging.write(settings.output, name, found, data, done=done, block=count)
-    for tensor, error in errors.items():
-        entry = merging.base.gguf.entries[tensor]
-        print(f"{line(entry, merging.stored(tensor), error)} of what it computes")
-
-
-def _limit(settings: Merge) -> int | None:
-    """Bytes beside those of this process."""
-    if settings.memory is None:
-        return None
-    settle()
-    return parse_size(settings.memory, "--memory") - private_nbytes()
-
-
-def _data(settings: Merge, merging: Merging) -> SampleBatches:
-    """Rows of the data, the same ones each time."""
-    assert settings.calibrate is not None
-    existing(settings.calibrate, "--calibrate")
-    most = min(merging.base.config.context_length, CONTEXT)
-    recipe = Recipe(settings.calibrate, settings.model, most)
-    samples = prepare(recipe, writable(cache_root() / "tokens"), say).train
-    return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))
+    return DONE

@@ -5,14 +5,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.commands.merged import note
-from packtrain.commands.train import facts, ready
+from packtrain.commands import say
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.files import check_writable, write_text
 from packtrain.picture import chart, page, terminal, trace
 from packtrain.settings import OUTPUT
-from packtrain.train import tune
-from packtrain.train.job import decide
+from packtrain.tasks import finetune, train
+from packtrain.tasks.ready import facts
 from packtrain.train.settings import TrainSettings, TuneSettings
 from packtrain.watch.metrics import read
 from packtrain.words import in_colour
@@ -51,9 +50,10 @@ def run(settings: PlanTrain | PlanTune) -> int:
         if path is not None:
             check_writable(path, f"--{name}")
             _check_not_read(path, f"--{name}", settings)
-    made = ready(settings, tune.decide if isinstance(settings, TuneSettings) else decide)
+    kind = finetune.KIND if isinstance(settings, TuneSettings) else train.KIND
+    made = kind.ready(settings, say)
     if made.refusal is None:
-        print("\n".join([made.text, *note(made)]))
+        print("\n".join([str(made), *made.notes]))
     about, plan = facts(made, _measured(settings.folder)), made.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import Interrupted
+from packtrain.events import Events
 from packtrain.gguf import GGUF
 from packtrain.train import state
 from packtrain.train.engine import Engine
@@ -29,6 +30,7 @@ class Fit:
     folder: Path
     pace: Pace | None = None
     sample: Callable[[], str] | None = None
+    events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
 
     # ---- where it begins
@@ -60,14 +62,14 @@ class Fit:
 
         Raises Interrupted once `stopped` says so, after saving; NotFinite for three bad steps in a row.
         """
-        while self.progress.step < self.job.steps and not self._stale(watch):
+        while self.progress.step < self.job.steps and not self._stale():
             if stopped():
                 self.save(watch)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
             record = self._step(watch)
             watch.step(record, peak())
             if self._due(self.job.settings.sample_every, last=False) and self.sample:
-                watch.say(self.sample())
+                self.events.sample(self.sample())
             if self._due(self.job.settings.save_every, last=False):
                 self.save(watch)
         self.save(watch)
@@ -81,9 +83,11 @@ class Fit:
         self.progress = self.progress.after(did.tokens, seconds)
         off = self.pace and self.pace.step(seconds, self.job.steps - number)
         if off:
-            watch.say(off)
+            self.events.message(off)
         if did.bad:
-            watch.say(f"step {number} skipped, its loss or gradient is not finite: {did.bad}")
+            self.events.message(
+                f"step {number} skipped, its loss or gradient is not finite: {did.bad}"
+            )
         record: dict[str, Any] = {
             "step": number,
             "tokens": self.progress.tokens,
@@ -110,11 +114,11 @@ class Fit:
         at_end = last and self.progress.step == self.job.steps
         return at_end or bool(every and self.progress.step % every == 0)
 
-    def _stale(self, watch: Watch) -> bool:
+    def _stale(self) -> bool:
         patience = self.job.settings.patience
         if not patience or self.progress.stale < patience:
             return False
-        watch.say(
+        self.events.message(
             f"stopped early: no better validation loss than {self.progress.best:.4f} in"
             f" {plural(patience, 'validation')}"
         )
@@ -128,6 +132,7 @@ class Fit:
         arrays = {name: session.view(name) for name in self.engine.plans.saved}
         watch.save()  # first: metrics may be ahead of the checkpoint, and are cut back, never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
+        self.events.saved(self.checkpoint)
 
     def finish(self) -> None:
         """Write the result: the best weights where validation decided when to stop, else the last."""

@@ -1,19 +1,17 @@
-"""To watch a run: metrics.jsonl, TensorBoard events and the loss curve in its folder, and progress on a stream.
+"""To watch a run: metrics.jsonl, TensorBoard events and the loss curve in its folder; how progress is drawn.
 
 In go a record of numbers per step and the peak of private memory. It knows nothing of models or training.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
+from packtrain.events import Events
 from packtrain.files import write_text
 from packtrain.watch.curve import Curve
 from packtrain.watch.events import EventFile
 from packtrain.watch.metrics import Metrics, records
-from packtrain.watch.progress import Progress
 
 __all__ = ["METRICS", "PICTURE", "Watch"]
 
@@ -26,19 +24,9 @@ class Watch:
     The first step of a run begins the files in `folder` anew, unless `resume` has been called.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        steps: int,
-        planned_nbytes: int,
-        report_every: int,
-        tensorboard: bool = True,
-        stream: TextIO | None = None,
-    ) -> None:
-        self.folder, self.tensorboard = folder, tensorboard
+    def __init__(self, folder: Path, events: Events, *, tensorboard: bool = True) -> None:
+        self.folder, self.events, self.tensorboard = folder, events, tensorboard
         self.curve = Curve()
-        self.progress = Progress(stream or sys.stderr, steps, planned_nbytes, report_every)
         self.files: list[Metrics | EventFile] = []
 
     def resume(self, step: int) -> None:
@@ -58,17 +46,13 @@ class Watch:
         return self.files
 
     def step(self, record: Mapping[str, float], peak_nbytes: int) -> None:
-        """Record and show a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
+        """Record and tell a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
         `tokens_per_second` counts what is learnt from; `positions_per_second`, where given, all that is computed.
         A step that is followed by a validation has `val_loss` and `val_error` too, so it is told after that.
         """
         for part in (*self._opened(), self.curve):
             part.add(record)
-        self.progress.step(record, peak_nbytes)
-
-    def say(self, text: str) -> None:
-        """A line of text for the person who watches."""
-        self.progress.say(text)
+        self.events.step(record, peak_nbytes)
 
     def save(self) -> None:
         """At a checkpoint: what was recorded is on the disk when this returns, and the curve is drawn."""
@@ -91,6 +75,5 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.progress.close()
         for file in self.files:
             file.close()

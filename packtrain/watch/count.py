@@ -1,4 +1,4 @@
-"""How far something is that is done part by part, beside the steps of a run: merging, or a validation."""
+"""How far something is that is done part by part, beside the steps of a run: merging, a validation, an evaluation."""
 
 import time
 from typing import TextIO
@@ -14,8 +14,10 @@ class Count(Work):
         self.what, self.part = what, part
         self.began = time.monotonic()
 
-    def __call__(self, done: int, total: int) -> None:
-        """So many of all parts are done."""
+    def __call__(self, done: int, total: int, *texts: str) -> None:
+        """So many of all parts are done; the texts say what came of them so far."""
         left = clock((time.monotonic() - self.began) / max(done, 1) * (total - done))
         if done < total or redraws(self.stream):  # the end is told by what comes after it
-            self.tell(done, total, f"{self.what}: {self.part} {done} of {total}, {left} left")
+            self.tell(
+                done, total, f"{self.what}: {self.part} {done} of {total}, {left} left", *texts
+            )

@@ -125,23 +125,6 @@ class Work:
                 self.bar.close()
 
 
-class Tally(Work):
-    """How many of so many things are done, and what came of them so far."""
-
-    def __init__(self, stream: TextIO, total: int, things: str) -> None:
-        super().__init__(stream)
-        self.total, self.things = total, things
-        self.began: tuple[int, float] | None = None  # the first count that was seen, and when
-
-    def show(self, done: int, text: str) -> None:
-        now = time.monotonic()
-        first, since = self.began = self.began or (done, now)
-        parts = [f"{done:,} of {self.total:,} {self.things}", text]
-        if done > first:
-            parts.append(f"eta {clock((now - since) / (done - first) * (self.total - done))}")
-        self.tell(done, self.total, *parts)
-
-
 class Bar:
     """The line on a terminal: as many parts as fit, after a bar in the room that is left."""
 

@@ -1,16 +1,14 @@
-"""What generate and chat have in common: settings of the choice, a model made ready to write, text on the screen."""
+"""What generate and chat have in common: settings of the choice, and a model made ready to write."""
 
-import re
 import secrets
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from packtrain import kernels
-from packtrain.commands import say
 from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
-from packtrain.generate import Generator
+from packtrain.events import Events
+from packtrain.generate import Generator, Reply, Speed
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
@@ -21,14 +19,6 @@ from packtrain.words import beyond
 
 CONTEXT = 4096  # at most, where nothing says
 MOST_SEED = 2**63 - 1
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
-ENDS = {
-    "end": "an end token",
-    "stop": "a stop text",
-    "count": "the number of tokens",
-    "context": "a full context",
-    "interrupted": "an interruption",
-}
 
 
 @dataclass(frozen=True)
@@ -89,12 +79,37 @@ def opened(settings: Speaking) -> ModelFile:
     return adapted(model, read_scaled(settings.lora, model.gguf))
 
 
-def cells(settings: Speaking, context: int, wanted: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a model wrote: text and token ids, why it ended (see `Reply`), the seed, how fast it read and wrote."""
+
+    text: str
+    ids: tuple[int, ...]
+    ended: str
+    seed: int
+    reading: Speed
+    writing: Speed
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def written(reply: Reply, seed: int, events: Events) -> Written:
+    """Let the model write, each piece of text told as it comes."""
+    pieces = []
+    for piece in reply:
+        pieces.append(piece)
+        events.text(piece)
+    ids = tuple(reply.ids)
+    return Written("".join(pieces), ids, reply.ended, seed, reply.reading, reply.writing)
+
+
+def cells(settings: Speaking, context: int, wanted: int, events: Events) -> int:
     """The context to make room for: as asked, else as wanted and within the model's own."""
     if settings.ctx is None:
         return max(min(context, wanted), 1)
     if settings.ctx > context:
-        say(beyond(settings.ctx, context))
+        events.message(beyond(settings.ctx, context))
     return settings.ctx
 
 
@@ -110,9 +125,3 @@ def ready(settings: Speaking, model: ModelFile, cells: int) -> Generator:
     generator = Generator.of(model, cells, kind)
     generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time
     return generator
-
-
-def write(text: str) -> None:
-    """Text of the model, at once; a terminal gets no control characters, which could steer it."""
-    sys.stdout.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()

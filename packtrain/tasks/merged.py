@@ -6,7 +6,6 @@ the run is not measured again.
 
 import math
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import cast
 
 import numpy as np
 
-from packtrain.commands.train import Ready, say
 from packtrain.dtypes import DTYPES, Dtype
+from packtrain.events import Events
 from packtrain.memory import private_nbytes, settle
 from packtrain.merging.room import Room, room
 from packtrain.merging.types import larger, named_types
@@ -26,6 +25,7 @@ from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import A, B
 from packtrain.models.transformer import weights
 from packtrain.plan import size_text
+from packtrain.tasks.ready import Ready
 from packtrain.train.engine import evaluate
 from packtrain.train.fit import BEST
 from packtrain.train.job import HEAD_NBYTES, Job
@@ -35,7 +35,6 @@ from packtrain.train.samples import SampleBatches
 from packtrain.train.settings import TuneSettings
 from packtrain.train.state import Progress
 from packtrain.train.tune import ADAPTER, Tuned, name_of
-from packtrain.watch.count import Count
 from packtrain.words import plural
 
 ENOUGH = 0.95  # of the adapter's gain that a merge should keep
@@ -73,6 +72,7 @@ class End:
     shape: Shape
     progress: Progress
     budget: int | None
+    events: Events
 
     @property
     def settings(self) -> TuneSettings:
@@ -93,7 +93,7 @@ class End:
         if self.job.valid is None:
             return
         losses = self._losses(adapter)
-        say(str(losses))
+        self.events.message(str(losses))
         if adapter is not None and losses.kept < ENOUGH:
             self._advise(adapter, losses, found)
 
@@ -107,9 +107,9 @@ class End:
             limit = None if self.budget is None else self.budget - private_nbytes()
             found = room_of(self.job, merge, limit)
             if found is None:
-                say(f"{NO_ROOM}: the adapter is merged by plain rounding")
-        say("merging the adapter …")
-        with Count(sys.stderr, "merging", "block") as count:
+                self.events.message(f"{NO_ROOM}: the adapter is merged by plain rounding")
+        self.events.message("merging the adapter …")
+        with self.events.counting("merging", "block") as count:
             data = cast(SampleBatches, self.job.train)
             errors = merge.write(output, name_of(output), found, data, block=count)
         return errors if found is not None else None
@@ -120,7 +120,7 @@ class End:
             n for n in names if merge.dtype not in (None, merge.stored(n), merge.types.get(n))
         ]
         if narrow and not merge.types:
-            say(
+            self.events.message(
                 f"--type {self.settings.type}: rows of {plural(len(narrow), 'matrix', 'matrices')}"
                 " do not fill blocks of it; they keep their type"
             )
@@ -141,7 +141,7 @@ class End:
 
     def _loss(self, model: ModelFile, what: str) -> float:
         run = losses_of(model, self.shape.rows, self.shape.time, self.shape.chunk)
-        with Count(sys.stderr, f"validation of {what}", "batch") as count:
+        with self.events.counting(f"validation of {what}", "batch") as count:
             return evaluate(run, self.job.counted(count)).loss
 
     # ---- more
@@ -151,7 +151,7 @@ class End:
         again = f"packtrain finetune -o {shlex.quote(str(self.settings.output))} --resume"
         if errors is None:
             if self.settings.merge == "plain":
-                say(
+                self.events.message(
                     f"warning: plain rounding loses much of the gain; merge again with: {again} --merge calibrated"
                 )
                 return
@@ -163,7 +163,7 @@ class End:
                 trial.unlink(missing_ok=True)  # the one before
                 flags = flags_of(types)
                 merge = merge_of(self.subject, adapter, (*self.settings.tensor_type, *flags))
-                say(
+                self.events.message(
                     f"the merge keeps less than {ENOUGH:.0%} of the gain; trying {', '.join(flags)} …"
                 )
                 self._merge(merge, trial)
@@ -173,14 +173,14 @@ class End:
                 if kept >= ENOUGH:
                     more = trial.stat().st_size - self.settings.output.stat().st_size
                     options = " ".join(f"--tensor-type {shlex.quote(flag)}" for flag in flags)
-                    say(
+                    self.events.message(
                         f"with these types the merge keeps {kept:.0%}, and the file is {size_text(more)} larger:"
                         f" {again} {options}"
                     )
                     return
         finally:
             trial.unlink(missing_ok=True)
-        say(
+        self.events.message(
             f"warning: no merge keeps {ENOUGH:.0%} of what the adapter gains; use it beside the base"
         )
 

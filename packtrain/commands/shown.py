@@ -1,0 +1,70 @@
+"""Events as a person sees them at the command line: lines on standard error, and one that is redrawn on a terminal."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from packtrain.commands import say
+from packtrain.events import Counted, Events
+from packtrain.stop import stop_on_signals
+from packtrain.watch.count import Count
+from packtrain.watch.progress import Progress
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+
+
+def write(text: str) -> None:
+    """Text of the model, at once; a terminal gets no control characters, which could steer it."""
+    sys.stdout.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+class Shown(Events):
+    """A signal stops the work; the second one at once."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._progress: Progress | None = None
+
+    def message(self, text: str) -> None:
+        if self._progress is None:
+            say(text)
+        else:
+            self._progress.say(text)
+
+    def text(self, piece: str) -> None:
+        write(piece)
+
+    def row(self, text: str) -> None:
+        print(text)
+
+    def plan(self, made: Any) -> None:
+        self.message(made.ended or "\n".join([str(made), *made.notes]))
+
+    @contextmanager
+    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
+        self._progress = Progress(self._stream, steps, planned_nbytes, report_every)
+        try:
+            yield
+        finally:
+            self._progress.close()
+            self._progress = None
+
+    def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
+        assert self._progress is not None
+        self._progress.step(record, peak_nbytes)
+
+    def sample(self, text: str) -> None:
+        self.message(text)
+
+    @contextmanager
+    def counting(self, what: str, part: str) -> Iterator[Counted]:
+        with Count(self._stream, what, part) as count:
+            yield count
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[], bool]]:
+        with stop_on_signals() as stopped:
+            yield stopped

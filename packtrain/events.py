@@ -1,0 +1,140 @@
+"""What long work tells of itself while it runs, and how it is asked to stop.
+
+`Events` tells nobody: the command line shows what it is told (commands.shown), `Callbacks` gives it to the functions
+of whoever calls the library.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Counted = Callable[..., None]  # count(done, total, *texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of training, with the validation that followed it, if one did.
+
+    step, steps           its number from 1, and the last one
+    tokens                learnt from since the run began
+    loss, grad_norm       means over the tokens of the step, before clipping
+    lr                    learning rate
+    tokens_per_second     learnt tokens; `positions_per_second` counts padding and prompts, too
+    seconds               of all steps so far
+    peak_nbytes           private memory of the process at its peak so far
+    val_loss, val_error   mean and standard error in nats
+    """
+
+    step: int
+    steps: int
+    tokens: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    positions_per_second: float
+    seconds: float
+    peak_nbytes: int
+    val_loss: float | None = None
+    val_error: float | None = None
+
+
+class Events:
+    """Nothing is told, and nothing stops the work."""
+
+    def message(self, text: str) -> None:
+        """A sentence for a person: what was chosen, a warning, what happens now."""
+
+    def text(self, piece: str) -> None:
+        """A piece of what a model writes, as soon as it is there."""
+
+    def row(self, text: str) -> None:
+        """What became of a tensor that is written: a row of the table that the commands print."""
+
+    def plan(self, made: Any) -> None:
+        """A run is planned (`tasks.run.Ready`) and begins now."""
+
+    @contextmanager
+    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
+        """Steps are told inside this block."""
+        yield
+
+    def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
+        """A line of metrics.jsonl: a step, with `val_loss` and `val_error` where validation followed it."""
+
+    def sample(self, text: str) -> None:
+        """What the model writes now, after the prompt of the settings."""
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint is on the disk."""
+
+    @contextmanager
+    def counting(self, what: str, part: str) -> Iterator[Counted]:
+        """`with events.counting("merging", "block") as count:` tells how far it is: `count(done, total, *texts)`."""
+        yield lambda done, total, *texts: None
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[], bool]]:
+        """A function that says whether the work inside shall stop, after saving."""
+        yield lambda: False
+
+
+@dataclass
+class Callbacks(Events):
+    """Functions of the caller, each called in the thread that works; `stop` may be set from any thread."""
+
+    on_message: Callable[[str], None] | None = None
+    on_plan: Callable[[Any], None] | None = None
+    on_step: Callable[[Step], None] | None = None
+    on_validation: Callable[[Step], None] | None = None
+    on_sample: Callable[[str], None] | None = None
+    on_save: Callable[[Path], None] | None = None
+    on_progress: Callable[[str, int, int], None] | None = None
+    on_text: Callable[[str], None] | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    _steps: int = field(default=0, init=False, repr=False)
+
+    def message(self, text: str) -> None:
+        _call(self.on_message, text)
+
+    def text(self, piece: str) -> None:
+        _call(self.on_text, piece)
+
+    def row(self, text: str) -> None:
+        _call(self.on_message, text)
+
+    def plan(self, made: Any) -> None:
+        _call(self.on_plan, made)
+
+    @contextmanager
+    def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
+        self._steps = steps
+        yield
+
+    def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
+        made = Step(steps=self._steps, peak_nbytes=peak_nbytes, **record)
+        _call(self.on_step, made)
+        if made.val_loss is not None:
+            _call(self.on_validation, made)
+
+    def sample(self, text: str) -> None:
+        _call(self.on_sample, text)
+
+    def saved(self, path: Path) -> None:
+        _call(self.on_save, path)
+
+    @contextmanager
+    def counting(self, what: str, part: str) -> Iterator[Counted]:
+        yield lambda done, total, *texts: _call(self.on_progress, what, done, total)
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[], bool]]:
+        yield self.stop.is_set
+
+
+def _call(function: Callable[..., None] | None, *given: Any) -> None:
+    if function is not None:
+        function(*given)

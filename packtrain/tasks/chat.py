@@ -1,0 +1,103 @@
+"""Talk with a model.
+
+The conversation is rendered by the file's chat template each time, and only what is new goes through the model.
+"""
+
+from dataclasses import dataclass
+
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.generate import Limits, Reply
+from packtrain.settings import option
+from packtrain.tasks.speak import (
+    CONTEXT,
+    MOST_SEED,
+    Speaking,
+    Written,
+    cells,
+    opened,
+    ready,
+    written,
+)
+from packtrain.template import ChatTemplate, chosen, named, template_source
+from packtrain.train.settings import CHAT_TEMPLATE
+
+
+@dataclass(frozen=True)
+class Chat(Speaking):
+    """Talk with a model."""
+
+    system: str | None = option(None, "system message, before the conversation", flags="-sys")
+    n_predict: int = option(-1, "tokens of an answer at most; -1: no limit", flags="-n", least=-1)
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+
+
+class Talk:
+    """A conversation: its messages, and the model that answers."""
+
+    def __init__(self, settings: Chat, events: Events) -> None:
+        """Open the model. Raises InputError, DoesNotFit."""
+        settings.check()
+        model = opened(settings)
+        self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
+        metadata = model.gguf.metadata
+        asked = settings.chat_template and named(settings.chat_template)
+        taken = chosen(metadata, template_source(metadata), asked)
+        if taken.why:
+            events.message(taken.note)
+        self._bos = self._text(self._tokenizer.bos)
+        self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
+        self.cells = cells(settings, model.config.context_length, CONTEXT, events)
+        self._generator = ready(settings, model, self.cells)
+        self._seed, self._answers = settings.drawn_seed(), 0
+        self.messages: list[dict[str, str]] = []
+        self.clear()
+
+    def _text(self, id: int | None) -> str:
+        return "" if id is None else self._tokenizer.tokens[id].decode(errors="replace")
+
+    def clear(self) -> None:
+        """Begin anew, with nothing but the system message."""
+        system = self._settings.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def retract(self) -> str | None:
+        """Take the last message of the user back, with all after it."""
+        while self.messages and self.messages[-1]["role"] != "system":
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        return None
+
+    def answer(self, text: str) -> Written:
+        """The model's answer to a message, told as it is written. A message that cannot be taken is left out."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            ids = self._ids()
+            with self._events.stopping() as stopped:
+                limits = Limits(self._settings.n_predict, self._settings.stop, stopped)
+                done = self._reply(ids, limits)
+        except InputError:
+            self.messages.pop()
+            raise
+        self.messages.append({"role": "assistant", "content": done.text.strip()})
+        return done
+
+    def _ids(self) -> list[int]:
+        """The conversation up to where the model goes on, with one BOS at most."""
+        text = self._template.render(self.messages, add_generation_prompt=True)
+        begun = bool(self._bos) and text.startswith(self._bos)
+        ids = self._tokenizer.encode(text, bos=False if begun else None, eos=False)
+        if len(ids) >= self.cells:
+            raise InputError(
+                f"the conversation has {len(ids):,} tokens and the context {self.cells:,};"
+                " /clear begins a new one, --ctx makes room for more"
+            )
+        return ids
+
+    def _reply(self, ids: list[int], limits: Limits) -> Written:
+        seed = (self._seed + self._answers) % (MOST_SEED + 1)
+        self._answers += 1
+        sampling = self._settings.sampling
+        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits)
+        return written(reply, seed, self._events)

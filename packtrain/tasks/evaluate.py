@@ -1,0 +1,279 @@
+"""Perplexity on a text, or loss on conversations, of one model or of several side by side."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
+from packtrain.corpus.streams import RECORDS, kind_of
+from packtrain.errors import InputError, Interrupted
+from packtrain.events import Events
+from packtrain.files import existing
+from packtrain.kernels.runtime import cache_root, writable
+from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.file import ModelFile, open_model
+from packtrain.samples import Recipe, prepare
+from packtrain.settings import option, positional, required, unescaped
+from packtrain.template import named
+from packtrain.train.budget import Say
+from packtrain.train.effects import VAL_SPLIT, check_idle
+from packtrain.train.measure import Mean, counted, losses_of
+from packtrain.train.samples import SampleBatches, row_length
+from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
+from packtrain.train.windows import Windows, read_whole
+from packtrain.watch.progress import clock
+from packtrain.words import beyond, plural
+
+TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, where --ctx does not say
+BATCH_TOKENS = 2048
+TEST = "test"
+SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
+
+SPLIT = "val_split", lambda s: s.split is None, "without --split"
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure models on a text or on conversations."""
+
+    model: tuple[Path, ...] = positional("the model, a GGUF file; several are compared")
+    data: Path = required(
+        "text or conversations, in any form that `packtrain data` reads; of a folder the test file, else valid,"
+        " else train"
+    )
+    split: str | None = option(
+        None, "use this file of a folder; of a single file, the share that finetune would use",
+        choices=tuple(SPLITS),
+    )  # fmt: skip
+    val_split: float = option(
+        0.05, "with --split on a single file: finetune's --val-split", least=0.0001, most=0.5
+    )
+    ctx: int | None = option(
+        None,
+        f"tokens of a window; default: the model's context, up to {TEXT_CONTEXT} for text, {SAMPLE_CONTEXT:,} for"
+        " conversations",
+        flags="-c",
+        least=3,
+    )
+    all_positions: bool = option(
+        False,
+        "score every token: in a text the first half of each window, too; in conversations the prompts, too",
+    )
+    lora: tuple[str, ...] = option(
+        (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
+    )
+    compare: bool = option(False, "the first model alone, then with each --lora by itself")
+    batch_size: int | None = option(
+        None, f"windows at a time; default: {BATCH_TOKENS:,} tokens' worth", least=1
+    )
+    separator: str | None = option(
+        None,
+        f"text between documents; {END_OF_TEXT} on a line of its own is recognized; '' for one text",
+    )
+    skip_bad: bool = option(False, SKIP_BAD)
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The data as a model reads it: batches, the ids they are made of, and what is counted, in words."""
+
+    batches: Windows | SampleBatches
+    ids: np.ndarray
+    method: str
+
+    @property
+    def skipped(self) -> int:
+        return self.batches.skipped if isinstance(self.batches, Windows) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What models lose on the same data.
+
+    losses  of each token that is scored, (N,) f32 in nats, by the name of the model: its path, with its adapters
+    method  what was scored, in words
+    same    whether all models tokenize the data alike, so that their losses can be compared
+    """
+
+    losses: Mapping[str, np.ndarray]
+    method: str
+    same: bool
+
+    def loss(self, name: str | None = None) -> Mean:
+        """Mean and standard error of one, or of the first; `loss().exponential` is the perplexity."""
+        return Mean.of(self.losses[name or next(iter(self.losses))])
+
+
+def evaluate(settings: Evaluate, events: Events) -> Measured:
+    """Losses and perplexities. Raises InputError, and Interrupted when it is stopped."""
+    check_idle(settings, (SPLIT, VAL_SPLIT))
+    subjects = _subjects(settings)
+    context = min(model.config.context_length for _, model in subjects)
+    prepared: dict[Path, Prepared] = {}
+    losses = dict[str, np.ndarray]()
+    for name, model in subjects:
+        path = model.gguf.path
+        if path not in prepared:
+            prepared[path] = _prepared(settings, model, context, events.message)
+        losses[name] = _measured(name, model, prepared[path], len(subjects) > 1, events)
+    first, *others = prepared.values()
+    same = all(np.array_equal(first.ids, other.ids) for other in others)
+    return Measured(losses, first.method, same)
+
+
+def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
+    """What is measured, by the names that are printed."""
+    if settings.compare and not settings.lora:
+        raise InputError("--compare: there is no adapter to compare; name some with --lora")
+    (path, base), *others = [(str(path), open_model(path)) for path in settings.model]
+    scaled = read_scaled(settings.lora, base.gguf)
+    found = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
+    if settings.compare:
+        pairs = zip(settings.lora, scaled, strict=True)
+        found = [(path, base), *((f"{path} + {text}", adapted(base, [one])) for text, one in pairs)]
+    return list(dict([*found, *others]).items())  # a name that is given twice is measured once
+
+
+# ---- the data ------------------------------------------------------------------------------------------------
+
+
+def _prepared(settings: Evaluate, model: ModelFile, context: int, say: Say) -> Prepared:
+    path, part = chosen(settings.data, settings.split)
+    text = not path.is_dir() and kind_of(path) not in RECORDS
+    length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
+    if length > context:
+        say(beyond(length, context))
+    if text and not part and not settings.all_positions:
+        tokenizer = model.tokenizer()
+        ids = read_whole(path, _separator(settings), tokenizer)
+        if ids is not None:
+            bos = tokenizer.bos if tokenizer.add_bos else None
+            return _windows(settings, path, ids, bos, length, say)
+        say(
+            f"{path} has several documents, each scored from its start; --separator '' reads the file as one text, as"
+            " llama-perplexity does"
+        )
+    return _samples(settings, model, path, part, length, say)
+
+
+def _separator(settings: Evaluate) -> str | None:
+    return settings.separator and unescaped(settings.separator)
+
+
+def chosen(data: Path, split: str | None) -> tuple[Path, str]:
+    """The file to measure, or the folder of texts, and the part of it as finetune splits it; "" is all."""
+    existing(data, "--data")
+    if not data.is_dir():
+        if split == TEST:
+            raise InputError(
+                f"--split test: {data} is one file; give a folder with a test file, or no --split"
+            )
+        return data, split or ""
+    files = {name: file_called(data, *names) for name, names in SPLITS.items()}
+    there = {name: path for name, path in files.items() if path is not None}
+    if split is None:
+        return next(iter(there.values()), data), ""
+    if TRAIN in there and VALID not in there and split != TEST:  # finetune splits it
+        return there[TRAIN], split
+    if split in there:
+        return there[split], ""
+    raise InputError(f"--split {split}: {data} has no {split}.jsonl, {split}.txt or the like")
+
+
+def _windows(
+    settings: Evaluate, path: Path, ids: np.ndarray, bos: int | None, length: int, say: Say
+) -> Prepared:
+    """A text as llama-perplexity takes it."""
+    if len(ids) < 3:
+        raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
+    if len(ids) < length:
+        say(f"{path} has {len(ids):,} tokens, fewer than a window of {length:,}; it is one window")
+    length = min(length, len(ids))
+    rows = _rows(settings, length, len(ids) // length)
+    batches = Windows(ids, bos, rows, length)
+    begin = "" if bos is None else ", each starting with BOS"
+    count = batches.windows * (batches.time - batches.skipped)
+    method = (
+        f"{path}: {batches.windows:,} windows of {length:,} tokens{begin}; the second half of each window is scored"
+        f" ({count:,} tokens), as in llama-perplexity"
+    )
+    return Prepared(batches, ids, method)
+
+
+def _samples(
+    settings: Evaluate, model: ModelFile, path: Path, part: str, length: int, say: Say
+) -> Prepared:
+    """Documents or conversations, in rows as finetune validates them."""
+    recipe = Recipe(
+        path,
+        model.gguf.path,
+        length,
+        everything=settings.all_positions,
+        separator=_separator(settings),
+        val_split=settings.val_split if part else 0.0,
+        skip_bad=settings.skip_bad,
+        template=settings.chat_template and named(settings.chat_template),
+    )
+    dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
+    for note in dataset.notes:
+        say(note)
+    samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
+    time = row_length(length, samples)
+    rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
+    batches = SampleBatches(samples, rows, time, shuffle=False)
+    method = (
+        f"{path}{f' ({part} split)' if part else ''}: {samples.targets:,} of {samples.ids.size:,} tokens are scored,"
+        f" in {len(samples):,} samples of up to {length:,} tokens, as in finetune's validation"
+    )
+    return Prepared(batches, samples.ids, method)
+
+
+def _rows(settings: Evaluate, time: int, windows: int) -> int:
+    return max(min(settings.batch_size or BATCH_TOKENS // time, windows), 1)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------
+
+
+def _measured(
+    name: str, model: ModelFile, data: Prepared, several: bool, events: Events
+) -> np.ndarray:
+    """The losses (N,) f32 of all that counts."""
+    batches = data.batches
+    experts = kernels.EXPERTS if model.config.expert_count else ()
+    kernels.prepare((*kernels.WRITING, "loss", *experts))
+    executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped)
+    found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
+    everything = f"{plural(batches.windows, 'window')}{f' of {name}' if several else ''}"
+    events.message(f"measuring {everything} …")
+    with (
+        events.counting(name if several else "measuring", "window") as told,
+        events.stopping() as stopped,
+    ):
+        for losses in counted(executor, _until(stopped, batches)):
+            found.append(losses)
+            total, count = total + float(losses.sum(dtype=np.float64)), count + len(losses)
+            if not math.isfinite(total):
+                raise InputError(
+                    f"{name}: the loss is {total}; the weights must give finite numbers"
+                )
+            so_far = Mean(total / max(count, 1), 0.0).exponential.value
+            done = min(len(found) * batches.rows, batches.windows)
+            told(done, batches.windows, f"perplexity {so_far:.4f}")
+    events.message(f"{everything} in {clock(time.monotonic() - began)}")
+    return np.concatenate(found)
+
+
+def _until(
+    stopped: Callable[[], bool], batches: Windows | SampleBatches
+) -> Iterator[dict[str, np.ndarray]]:
+    for i in range(len(batches)):
+        if stopped():
+            raise Interrupted(f"stopped after {i} of {len(batches)} batches, without a result")
+        yield batches[i]

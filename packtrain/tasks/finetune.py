@@ -1,0 +1,94 @@
+"""Tune a GGUF model on conversations or text, in a planned amount of memory."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import cast
+
+from packtrain.errors import InputError, Interrupted
+from packtrain.events import Events
+from packtrain.files import check_writable, write_text
+from packtrain.gguf import GGUF
+from packtrain.models.file import ModelFile
+from packtrain.tasks.merged import End, note, space
+from packtrain.tasks.ready import Ready
+from packtrain.tasks.run import Kind, Trained, carry_out
+from packtrain.train.fit import Fit
+from packtrain.train.job import Batch
+from packtrain.train.probe import probe
+from packtrain.train.settings import TuneSettings
+from packtrain.train.state import Progress
+from packtrain.train.tune import Tuned, decide
+
+
+def finetune(settings: TuneSettings, events: Events) -> Trained:
+    """Tune, merge and measure. Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError."""
+    _check(settings)
+    return carry_out(settings, KIND, events)
+
+
+def _check(settings: TuneSettings) -> None:
+    """No output may be what is read, or replace what is not this run's."""
+    base = None if settings.model is None else GGUF(settings.model)
+    _check_trained(settings, base)
+    outputs = {"--output": settings.output, "--adapter": settings.adapter}
+    for flag, path in outputs.items():
+        if path is None or not path.exists():
+            continue
+        if base is not None and any(path.samefile(part) for part in base.paths):
+            raise InputError(f"{flag}: {path} is the base itself; give another name")
+        if settings.data is not None and settings.data.exists() and path.samefile(settings.data):
+            raise InputError(f"{flag}: {path} is the data; give another name")
+    if settings.adapter is None:
+        return
+    check_writable(settings.adapter, "--adapter")
+    if settings.adapter.resolve() == settings.output.resolve():
+        raise InputError(f"--adapter: {settings.adapter} is the --output, too; give another name")
+    if settings.adapter.exists() and not (settings.overwrite or settings.resume):
+        raise InputError(f"--adapter: {settings.adapter} exists; give another name, or --overwrite")
+
+
+def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
+    """No setting may mean nothing."""
+    if settings.num_layers == 0:
+        raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
+    for pattern in settings.freeze:
+        if base is not None and not any(fnmatchcase(name, pattern) for name in base.entries):
+            raise InputError(f"--freeze {pattern}: {base.path} has no such tensor")
+
+
+def _before(fit: Fit, events: Events, stopped: Callable[[], bool]) -> None:
+    """Look whether everything learns, and validate once: what the base loses, to which the end compares."""
+    events.message("checking that every trained tensor gets a gradient …")
+    probe(fit.job, fit.engine, events.message)
+    if fit.job.valid is not None:
+        with events.counting("validation of the base", "batch") as count:
+            found = fit.engine.evaluate(_until(stopped, fit.job.counted(count)))
+        fit.progress = replace(fit.progress, base=found.loss, batches=fit.job.validated)
+        events.message(f"validation loss of the base: {found.loss:.4f}")
+
+
+def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        if stopped():
+            raise Interrupted("stopped before step 1")
+        yield batch
+
+
+def _after(made: Ready, progress: Progress, events: Events) -> None:
+    """Merge, and measure what came of it. The memory of the run is free."""
+    End(made.job, made.plans.shape, progress, made.budget, events).finish()
+    settings, subject = cast(TuneSettings, made.job.settings), cast(Tuned, made.job.subject)
+    _write_modelfile(settings, subject.model)
+
+
+def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
+    """What `ollama create` reads. Ollama takes the chat template from the GGUF file, so none is written here."""
+    tokenizer = base.tokenizer()
+    ends = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.ends)]
+    stops = [f'PARAMETER stop "{end}"' for end in ends if end and '"' not in end]
+    lines = [f"FROM ../{settings.output.name}", *stops, ""]
+    write_text(settings.folder / "Modelfile", "\n".join(lines))
+
+
+KIND = Kind("finetune", decide, _before, _after, note, space)

@@ -1,0 +1,183 @@
+"""Store the weights of a GGUF file in fewer bits, with the types that llama-quantize chooses."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.dtypes import Dtype, f32
+from packtrain.errors import InputError, printable
+from packtrain.events import Events
+from packtrain.files import check_writable
+from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
+from packtrain.models.merge import packed, squares
+from packtrain.models.mix import MIXES, Mix, types_of
+from packtrain.quant import READABLE, WRITABLE, dequantize
+from packtrain.settings import option, positional
+
+PART = 1 << 20  # values that are converted at a time
+MIB = 1 << 20
+FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
+DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
+TYPES = ", ".join(str(dtype) for dtype in WRITABLE)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Write a model with its weights in other element types."""
+
+    model: Path = positional("the model, a GGUF file")
+    output: Path = positional("the GGUF file to write")
+    type: str = positional(f"one of {', '.join(MIXES)}")
+    pure: bool = option(False, "use one type for all matrices instead of a mix")
+    output_tensor_type: str | None = option(None, f"element type of output.weight: {TYPES}")
+    token_embedding_type: str | None = option(None, "element type of token_embd.weight")
+    allow_requantize: bool = option(
+        False,
+        "quantize weights again that are already quantized, which loses more; F32 loses nothing",
+    )
+    overwrite: bool = option(False, "replace the output if it exists")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A GGUF file that was made of another one: which, and the bytes of its tensors before and after.
+
+    changed  tensors that are not as they were; `count` are all
+    weights  how many values the file has
+    """
+
+    output: Path
+    changed: int
+    count: int
+    before_nbytes: int
+    nbytes: int
+    weights: int
+    seconds: float
+
+
+def quantize(settings: Quantize, events: Events) -> Written:
+    """Write the file. Raises InputError before anything is written, or for its values."""
+    began, mix = time.perf_counter(), _mix(settings)
+    gguf = GGUF(settings.model)
+    types = types_of(
+        gguf,
+        mix,
+        pure=settings.pure,
+        output=writable_dtype(settings.output_tensor_type, "--output-tensor-type"),
+        embedding=writable_dtype(settings.token_embedding_type, "--token-embedding-type"),
+    )
+    _check(settings, gguf, types)
+    converted = {
+        name: Deferred(
+            types[name], entry.shape, _maker(gguf, entry, types[name], mix.dtype, events)
+        )
+        for name, entry in gguf.entries.items()
+    }
+    write(settings.output, metadata(gguf, mix), converted)
+    before, after = (sum(t.nbytes for t in part.values()) for part in (gguf.entries, converted))
+    weights = sum(math.prod(entry.shape) for entry in gguf.entries.values())
+    changed = sum(types[name] != entry.dtype for name, entry in gguf.entries.items())
+    seconds = time.perf_counter() - began
+    return Written(settings.output, changed, len(types), before, after, weights, seconds)
+
+
+def _mix(settings: Quantize) -> Mix:
+    mix = MIXES.get(settings.type.upper())
+    if mix is None:
+        raise InputError(f"type: {settings.type} is unknown; it must be one of {', '.join(MIXES)}")
+    return mix
+
+
+def metadata(gguf: GGUF, mix: Mix) -> dict[str, Value]:
+    """As in the file, but for what says how its tensors are stored."""
+    said = {FILE_TYPE: mix.number, VERSION: QUANTIZATION_VERSION}
+    kept = {key: value for key, value in gguf.values.items() if key not in DROPPED}
+    return kept | {key: Value("u32", number) for key, number in said.items()}
+
+
+def writable_dtype(name: str | None, field: str) -> Dtype | None:
+    """The element type of this name; None is None. Raises InputError for one that cannot be written."""
+    if name is None:
+        return None
+    found = next((dtype for dtype in WRITABLE if dtype.name.lower() == name.lower()), None)
+    if found is None:
+        raise InputError(f"{field}: {name} is unknown; it must be one of {TYPES}")
+    return found
+
+
+def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool) -> None:
+    """Raise InputError unless this file may be written: none of those that are read, and none that is to be kept."""
+    check_writable(output, field)
+    if any(output.exists() and output.samefile(path) for path in read):
+        raise InputError(f"{field}: {output} is the model itself; give another name")
+    if output.exists() and not overwrite:
+        raise InputError(
+            f"{field}: {output} exists; give another name, or --overwrite to replace it"
+        )
+
+
+def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
+    """What can be known to be wrong before any work."""
+    check_output(settings.output, "output", gguf.paths, settings.overwrite)
+    for name, entry in gguf.entries.items():
+        stored, wanted = entry.dtype, types[name]
+        if stored is wanted:
+            continue
+        if stored not in READABLE:
+            raise InputError(f"{gguf.path}: {name} is {stored}, which cannot be converted")
+        if stored.quantized and wanted is not f32 and not settings.allow_requantize:
+            raise InputError(
+                f"{gguf.path}: {name} is already quantized, to {stored}; use the original, or "
+                "--allow-requantize, which loses more"
+            )
+        if entry.shape[-1] % wanted.block:
+            raise InputError(
+                f"{gguf.path}: rows of {name} have {entry.shape[-1]} values; {wanted} packs {wanted.block} each"
+            )
+
+
+def _maker(
+    gguf: GGUF, entry: Entry, dtype: Dtype, usual: Dtype, events: Events
+) -> Callable[[], Iterator[np.ndarray]]:
+    """Converts a tensor when its turn comes, part by part, and tells what became of it."""
+    where = f"{gguf.path}: {entry.name}"
+
+    def done(error: float) -> None:
+        width = entry.shape[-1] if entry.shape else 1
+        narrow = f"  rows of {width} do not fill blocks of {usual}" if width % usual.block else ""
+        events.row(line(entry, dtype, error) + narrow)
+
+    def kept() -> Iterator[np.ndarray]:
+        for part in _parts(gguf.array(entry.name)):
+            # others than those that can be read are only copied
+            if entry.dtype in READABLE and not math.isfinite(squares(dequantize(part))):
+                raise InputError(f"{where} has values that are not finite; all must be")
+            yield part
+        events.row(line(entry, dtype))
+
+    def converted() -> Iterator[np.ndarray]:
+        return packed(where, map(dequantize, _parts(gguf.array(entry.name))), dtype, done)
+
+    return kept if dtype == entry.dtype else converted
+
+
+def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """An array's rows, some at a time."""
+    if array.size:
+        rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+        step = max(1, PART * len(rows) // array.size)
+        yield from (rows[i : i + step] for i in range(0, len(rows), step))
+
+
+def line(entry: Entry, dtype: Dtype, error: float | None = None) -> str:
+    """What became of a tensor: name, shape, types, sizes and what was lost; None where it was kept."""
+    what = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
+    if error is None:
+        return f"{what} kept {entry.nbytes / MIB:18.2f} MiB"
+    after = tensor_nbytes(entry.shape, dtype)
+    sizes = f"{entry.nbytes / MIB:8.2f} -> {after / MIB:.2f} MiB"
+    return f"{what} -> {dtype!s:5} {sizes}  error {error:.2%}"

@@ -1,0 +1,146 @@
+"""A run before it begins: its settings become a job, the job a plan, or a refusal that helps."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from packtrain import kernels
+from packtrain.errors import InputError
+from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.tokenizer import Tokenizer
+from packtrain.train.budget import Limit, Planned, Say, minimum, planned
+from packtrain.train.effects import check_effects, check_validation
+from packtrain.train.fit import CHECKPOINT
+from packtrain.train.job import Job
+from packtrain.train.loaded import loaded, needed
+from packtrain.train.pace import learnt, seen
+from packtrain.train.parts import Setting
+from packtrain.train.plans import Plans, Shape, packed_types
+from packtrain.train.rates import rates_apart
+from packtrain.train.search import as_asked
+from packtrain.train.settings import RunSettings
+from packtrain.train.state import Checkpoint, Progress, load
+from packtrain.words import plural
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A job with its plans, the memory of the process before any of it is reserved, and the expected time.
+
+    `str()` is the table that is printed; `plans.nbytes + baseline` are the bytes that the run will take.
+    """
+
+    job: Job
+    plans: Plans
+    baseline: int
+    seconds: float
+    learnt: int  # tokens that the first step learns from
+    budget: int | None
+    tokenizer: Tokenizer | None  # for samples; made before the baseline is measured
+    found: Checkpoint | None  # to go on from
+    refusal: str | None  # why the plans, the smallest there are, do not fit
+    minimum: Callable[[], int]  # looks for the smallest budget that would do
+    notes: tuple[str, ...] = ()  # what else a plan says, such as the memory of a merge at the end
+
+    def json(self, minimum: int | None = None) -> str:
+        """The plan as plain data."""
+        return json.dumps(self.plans.to_dict(self.baseline, self.seconds, self.budget, minimum))
+
+    @property
+    def ended(self) -> str:
+        """What is left of a resumed run that has no steps to make; nothing of all others."""
+        settings, progress = self.job.settings, self.found.progress if self.found else Progress()
+        rest = f"; finishing {settings.output}"
+        if progress.step >= self.job.steps:
+            return f"{plural(progress.step, 'step')} done, none left{rest}"
+        early = settings.patience and progress.stale >= settings.patience
+        return f"training has stopped early, after step {progress.step:,}{rest}" if early else ""
+
+    @property
+    def planned_nbytes(self) -> int:
+        """Private memory of the process at its peak."""
+        return self.baseline + self.plans.nbytes
+
+    def __str__(self) -> str:
+        return self.plans.text(self.baseline, self.seconds, self.job.steps, self.learnt)
+
+
+def ready(settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say) -> Ready:
+    """Decide and plan a run, or tell why it is refused; nothing of it is reserved yet. Raises InputError."""
+    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    check_effects(settings)
+    if settings.threads:
+        _set_threads(settings.threads)
+    job = decide(settings, say)
+    check_validation(settings, job.valid is not None)
+    modules = needed(job.shape.config.expert_count > 0, job.shape.base is not None)
+    kernels.prepare(modules, limit, private_nbytes())
+    room = math.inf if limit is None else limit - private_nbytes()
+    speed = rates_apart(settings.measure_speed, say, packed_types(job.shape), room)
+    data, positions = job.glimpse(), job.shape.rows * job.shape.time * job.shape.micros
+    speed, learning = replace(speed, seen=seen(data)), learnt(data, positions)
+    settle()
+    found = _found(settings, say)
+    job = replace(job, shape=resumed(job.shape, found.about)) if found else job
+    tokenizer = job.subject.tokenizer() if settings.sample_every else None
+    cells = job.config.context_length if settings.sample_every else 0
+    taken = loaded(modules, room)
+    setting = Setting(job.optimizer, speed, private_nbytes() + taken.nbytes, cells)
+    asked, fixed = (job.shape, settings.recompute, setting), found is not None
+    load = partial(kernels.load_all, modules)
+    if limit is None:
+        load()
+        made = Planned.here(as_asked(*asked))
+    else:
+        made = planned(*asked, Limit(limit, fixed, taken, load), say)
+    return Ready(
+        replace(job, shape=made.plans.shape),
+        made.plans,
+        made.baseline,
+        made.plans.seconds(speed),
+        learning,
+        limit,
+        tokenizer,
+        found,
+        made.refusal,
+        lambda: made.minimum if made.refusal else minimum(*asked, fixed, say),
+    )
+
+
+def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
+    """The checkpoint that a resumed run goes on from; None if there is none yet, which is said."""
+    if not settings.resume:
+        return None
+    found = load(settings.folder / CHECKPOINT, say)
+    if found is None:
+        say(f"{settings.folder} has no checkpoint yet: starting at step 1")
+    return found
+
+
+def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
+    """The shape with what decided about the order of additions when the run began."""
+    rows, chunk = int(begun.get("rows", shape.rows)), int(begun.get("chunk", shape.chunk))
+    if (shape.rows * shape.micros) % rows:
+        return shape  # other settings: `check_compatible` says so
+    micros, layered = shape.rows * shape.micros // rows, bool(begun.get("layered", False))
+    return replace(shape, rows=rows, micros=micros, chunk=chunk, layered=layered)
+
+
+def facts(made: Ready, measured: int | None = None) -> dict[str, Any]:
+    """What pictures of the plan tell beside the arena; `measured` is the peak of a run that has been."""
+    return {
+        "title": made.job.title,
+        "budget_nbytes": made.budget,
+        "rows": made.plans.parts(made.baseline),
+        "measured": measured,
+    }
+
+
+def _set_threads(count: int) -> None:
+    try:
+        kernels.set_threads(count)
+    except ValueError:
+        raise InputError(f"--threads {count}: it must be from 1 to the number of cores") from None

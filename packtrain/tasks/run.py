@@ -1,0 +1,261 @@
+"""A run that trains, from its settings to its result: planned, carried out, stopped, gone on with.
+
+`tasks.train` and `tasks.finetune` say what is theirs in a `Kind`. What happens is told to `Events`.
+"""
+
+import math
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import DoesNotFit, InputError, Interrupted
+from packtrain.events import Events
+from packtrain.files import check_writable, locked, write_text
+from packtrain.generate import Generator, Limits, Reply
+from packtrain.memory import Peak, settle, total_nbytes
+from packtrain.picture import page
+from packtrain.plan import size_text
+from packtrain.sample import Sampling
+from packtrain.settings import to_yaml
+from packtrain.tasks.ready import Ready, facts, ready
+from packtrain.tokenizer import Tokenizer
+from packtrain.train.budget import Say
+from packtrain.train.compatible import check_compatible
+from packtrain.train.engine import Engine
+from packtrain.train.fit import CHECKPOINT, Fit
+from packtrain.train.job import Job
+from packtrain.train.pace import Pace
+from packtrain.train.rates import correct
+from packtrain.train.settings import RunSettings
+from packtrain.train.space import check_space, resumable
+from packtrain.train.state import Progress, previous
+from packtrain.watch import METRICS, Watch
+from packtrain.watch.metrics import read
+from packtrain.watch.progress import clock
+from packtrain.words import plural
+
+SAMPLE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kind of run does in its own way.
+
+    command  its name, for the line that goes on with a stopped run
+    decide   settings to a job; it is given what tells a sentence
+    before   what is done on the engine before step 1, once its values are there; it is given what says to stop
+    after    what is done when the steps are done and their memory is free
+    notes    what is said with the plan
+    space    what is written beside the files that the subject names: where, what, and bytes
+    """
+
+    command: str
+    decide: Callable[[Any, Say], Job]
+    before: Callable[[Fit, Events, Callable[[], bool]], None] = lambda fit, events, stopped: None
+    after: Callable[[Ready, Progress, Events], None] = lambda made, progress, events: None
+    notes: Callable[[Ready], Iterable[str]] = lambda made: ()
+    space: Callable[[Job], Iterable[tuple[Path, str, int]]] = lambda job: ()
+
+    def ready(self, settings: RunSettings, say: Say) -> Ready:
+        """The run with its plan, or the smallest plan and why it is refused. Raises InputError."""
+        made = ready(settings, self.decide, say)
+        return replace(made, notes=tuple(self.notes(made)) if made.refusal is None else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a run.
+
+    output         the model, a GGUF file; there is none yet if `stopped`
+    folder         checkpoints, metrics.jsonl, loss.svg, plan.html
+    plan           what was planned; `plan.planned_nbytes` beside `peak_nbytes`, as measured
+    progress       steps, tokens, seconds, validation losses
+    stopped        whether it was asked to stop; the same call with resume=True goes on
+    """
+
+    output: Path
+    folder: Path
+    plan: Ready
+    progress: Progress
+    peak_nbytes: int
+    stopped: bool
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step, in nats per token."""
+        return [r["loss"] for r in read(self.folder / METRICS) if "loss" in r]
+
+
+def carry_out(settings: RunSettings, kind: Kind, events: Events) -> Trained:
+    """A run from its settings to its end. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
+    _check(settings)
+    made = kind.ready(settings, events.message)
+    if made.refusal is not None:
+        raise DoesNotFit(made.refusal)
+    events.plan(made)
+    total, there = made.planned_nbytes, total_nbytes()
+    if total > there:
+        raise DoesNotFit(
+            f"this needs {size_text(total)} and there are {size_text(there)}; "
+            "--memory SIZE finds ways to need less"
+        )
+    if made.found is not None:
+        check_compatible(made.job, made.found, events.message)
+    check_space(made.job, made.plans, kind.space(made.job))
+    folder, resume = settings.folder, _resume(kind, settings)
+    folder.mkdir(exist_ok=True)
+    with (
+        locked(folder / "lock", f"--output: {folder}"),
+        resumable(folder / CHECKPOINT, resume),
+    ):
+        progress, peak, stopped = _train(settings, made, kind, events)
+        result = Trained(settings.output, folder, made, progress, peak, stopped)
+        if stopped:
+            return result
+        settle()
+        write_text(folder / "plan.html", page(made.plans.largest, **facts(made, peak)))
+        for line in _report(result):
+            events.message(line)
+        try:
+            kind.after(made, progress, events)
+        except (KeyboardInterrupt, Interrupted):
+            events.message(f"stopped after the last step, which is saved; finish with: {resume}")
+            return replace(result, stopped=True)
+    return result
+
+
+def _resume(kind: Kind, settings: RunSettings) -> str:
+    return f"packtrain {kind.command} -o {shlex.quote(str(settings.output))} --resume"
+
+
+def _train(
+    settings: RunSettings, made: Ready, kind: Kind, events: Events
+) -> tuple[Progress, int, bool]:
+    """How far it came, the most bytes it took, and whether it was stopped."""
+    folder, total, job = settings.folder, made.planned_nbytes, made.job
+    _begin_folder(settings, made)
+    with (
+        events.stopping() as stopped,
+        Peak() as peak,
+        events.training(job.steps, total, settings.steps_per_report),
+        Watch(folder, events, tensorboard=settings.tensorboard) as watch,
+    ):
+        engine = Engine(made.plans, job.optimizer, job.subject.shared(), settings.seed)
+        fit = Fit(job, engine, folder, Pace(made.seconds, correct), events=events)
+        fit.begin(made.found)
+        watch.resume(fit.progress.step)
+        if made.tokenizer is not None:
+            fit.sample = partial(_sample, job, engine, made.tokenizer)
+        try:
+            if made.found is None:
+                kind.before(fit, events, stopped)
+            fit.go(watch, stopped, lambda: peak.nbytes)
+        except Interrupted as error:
+            events.message(f"{error}; continue with: {_resume(kind, settings)}")
+            return fit.progress, peak.nbytes, True
+        fit.finish()
+        watch.end(_end(fit, total, peak))
+        return fit.progress, peak.nbytes, False
+
+
+def _check(settings: RunSettings) -> None:
+    """What can be known to be wrong before any work."""
+    check_writable(settings.output, "--output")
+    folder, output = settings.folder, settings.output
+    checkpoint = folder / CHECKPOINT
+    if folder == output:
+        raise InputError(
+            f"--output: {output} would be the run folder itself; end its name in .gguf"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise InputError(
+            f"--output: {folder} is in the way of the run folder; move it or give another --output"
+        )
+    if settings.resume or settings.overwrite:
+        return
+    if checkpoint.exists() or previous(checkpoint).exists():
+        raise InputError(
+            f"--output: {folder} has a run already; continue it with --resume, start over with --overwrite, or"
+            " give another name"
+        )
+    if output.exists():
+        raise InputError(
+            f"--output: {output} exists; give another name, or --overwrite to replace it at the end"
+        )
+
+
+def _begin_folder(settings: RunSettings, made: Ready) -> None:
+    """The run folder with settings and plan; what a run before left goes if it is not resumed."""
+    folder = settings.folder
+    for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
+        torn.unlink(missing_ok=True)
+    if not settings.resume:
+        for pattern in ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "*.svg"):
+            for file in folder.glob(pattern):
+                file.unlink()
+    paths: dict[str, Any] = {
+        name: value.absolute()
+        for name, value in vars(settings).items()
+        if isinstance(value, Path) and name != "output"
+    }
+    kept = replace(settings, resume=False, overwrite=False, **paths)
+    write_text(folder / "run.yaml", to_yaml(kept))
+    write_text(folder / "plan.json", made.json())
+    write_text(folder / "plan.html", page(made.plans.largest, **facts(made)))
+
+
+def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
+    """What the model writes now after the prompt of the settings."""
+    runs = {
+        int(name.split()[1]): run for name, run in engine.run.items() if name.startswith("generate")
+    }
+    generator = Generator(job.config.context_length, runs)
+    prompt = tokenizer.encode(job.settings.sample_prompt)
+    reply = Reply(
+        generator, tokenizer, prompt, Sampling(), job.settings.seed, Limits(SAMPLE_TOKENS)
+    )
+    return f"sample: {job.settings.sample_prompt}{''.join(reply)}"
+
+
+def _end(fit: Fit, planned: int, peak: Peak) -> dict[str, float]:
+    return {
+        "step": fit.progress.step,
+        "planned_bytes": planned,
+        "peak_bytes": peak.nbytes,
+        "baseline_bytes": peak.baseline,
+    }
+
+
+def _report(done: Trained) -> Iterator[str]:
+    progress, job = done.progress, done.plan.job
+    yield (
+        f"trained {plural(progress.step, 'step')}, {plural(progress.tokens, 'token')} in {clock(progress.seconds)}; "
+        f"memory: peak {size_text(done.peak_nbytes)}, planned {size_text(done.plan.planned_nbytes)}"
+    )
+    if job.valid is not None:
+        yield outcome(progress, bool(job.settings.patience))
+    yield f"the run is in {done.folder}, its curve in {done.folder / 'loss.svg'}"
+
+
+def outcome(progress: Progress, best: bool) -> str:
+    """Which step the result is of, with validation losses; `best` if it is the best step, not the last."""
+    last, lowest = f"step {progress.step:,}", f"step {progress.best_step:,}"
+    if not math.isfinite(progress.best):
+        return f"the result is {last}, the last; no validation loss was finite"
+    if not progress.best_step or not math.isfinite(progress.last):  # from an older checkpoint
+        of = "the step with the lowest validation loss" if best else f"{last}, the last"
+        return f"the result is {of}; lowest validation loss {progress.best:.4f}"
+    if progress.best == progress.last:
+        return f"the result is {last}, the last and best: validation loss {progress.best:.4f}"
+    if best:
+        return (
+            f"the result is {lowest}, the best: validation loss {progress.best:.4f}"
+            f" (the last, {last}: {progress.last:.4f})"
+        )
+    return (
+        f"the result is {last}, the last: validation loss {progress.last:.4f}"
+        f" (the best, {lowest}: {progress.best:.4f}; --patience keeps the best)"
+    )

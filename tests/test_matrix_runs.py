@@ -1,0 +1,56 @@
+"""The smallest budget that a refusal names, run: three steps of every architecture, watched from outside."""
+
+import re
+
+import pytest
+
+from benchmarks.watched import packtrain
+from packtrain.memory import parse_size
+from packtrain.models.config import ARCHITECTURES
+from packtrain.watch import metrics
+from tests.architectures import CONFIGS, random_model
+from tests.kill import chats
+
+LEAST = re.compile(r"the smallest --memory that would do is (\w+)")
+WAYS = {
+    "full": ("--full",),
+    "frozen": ("--full", "--freeze", "token_embd*", "--freeze", "blk.*.ffn_*"),
+    "last": ("--full", "--num-layers", "1"),
+    "lora": ("--merge", "plain"),
+    "lora last": ("--merge", "plain", "--num-layers", "1"),
+}
+ROWS = {
+    "llama": "lora",
+    "llama experts": "full",
+    "mistral3": "frozen",
+    "qwen2": "last",
+    "qwen3": "lora last",
+    "gemma": "lora",
+    "gemma2": "full",
+    "gemma3": "frozen",
+    "phi3": "lora",
+    "smollm3": "last",
+}
+
+
+def test_every_architecture_and_every_way_has_a_row():
+    assert {CONFIGS[name].architecture for name in ROWS} == ARCHITECTURES.keys()
+    assert set(ROWS.values()) == WAYS.keys()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_smallest_budget_runs_within_itself(name, tmp_path):
+    """Children count, those that search among them."""
+    base, data, output = tmp_path / "base.gguf", tmp_path / "chats.jsonl", tmp_path / "m.gguf"
+    random_model(base, name)
+    data.write_text(chats())
+    asked = ["--data", data, "-o", output, "--chat-template", "chatml", "--iters", 3]
+    asked += ["--val-batches", 2, "--steps-per-eval", 2, "--no-tensorboard", *WAYS[ROWS[name]]]
+    refused = packtrain("finetune", base, *asked, "--memory", "10MiB")
+    found = LEAST.search(refused.said)
+    assert refused.code == 3 and found, refused.said
+    done = packtrain("finetune", base, *asked, "--memory", found[1])
+    assert done.code == 0, done.said
+    limit = parse_size(found[1], "")
+    assert max(0.9 * limit, refused.peak) < done.peak <= limit
+    assert metrics.read(tmp_path / "m.run/metrics.jsonl")[-1]["step"] == 3

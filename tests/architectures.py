@@ -51,6 +51,10 @@ CONFIGS: Mapping[str, Config] = {
     "qwen2": replace(LLAMA, architecture="qwen2", optional=BIASES),
     "qwen3": replace(LLAMA, architecture="qwen3", key_length=128, tied=False),
     "qwen3 yarn": replace(LLAMA, architecture="qwen3", key_length=128, rope_scaling=YARN),
+    "qwen3moe": replace(
+        LLAMA, architecture="qwen3moe", key_length=128, tied=False, expert_count=6, expert_used_count=3,
+        expert_feed_forward_length=256,
+    ),
     "gemma": replace(LLAMA, architecture="gemma", key_length=128),
     "gemma2": SECOND,
     "gemma3": replace(

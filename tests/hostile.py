@@ -85,6 +85,9 @@ def model_drafts(folder: Path) -> list[Draft]:
         "phi3": base,
         "smollm3": replace(base, block_count=4),
         "packed": replace(base, embedding_length=32, feed_forward_length=64),
+        "qwen3moe": replace(
+            base, expert_count=3, expert_used_count=2, expert_feed_forward_length=12
+        ),
     }
     made = []
     for name, config in configs.items():

@@ -53,6 +53,10 @@ KINDS: dict[str, Config] = {
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "qwen3moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 24, "num_experts": 5, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
     "gemma": {"architectures": ["GemmaForCausalLM"], **GEMMA},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"], **GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 4,
@@ -72,6 +76,13 @@ KINDS: dict[str, Config] = {
         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
     },
 }  # fmt: skip
+
+HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+# where experts are, what their number is called, and gate, up and down
+EXPERTS = {
+    "MixtralForCausalLM": ("block_sparse_moe", "num_local_experts", ("w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": ("mlp", "num_experts", ("gate_proj", "up_proj", "down_proj")),
+}
 
 
 def config_of(kind: str) -> Config:
@@ -106,7 +117,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     block: dict[str, tuple[int, ...]] = {"input_layernorm": (c,), "post_attention_layernorm": (c,)}
     if kind in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
         block |= {"pre_feedforward_layernorm": (c,), "post_feedforward_layernorm": (c,)}
-    if kind in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"):
+    if kind in HEAD_NORMS:
         block |= {"self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
     if kind == "Phi3ForCausalLM":
         block |= {"self_attn.qkv_proj": (q + 2 * kv, c), "mlp.gate_up_proj": (2 * f, c)}
@@ -117,11 +128,13 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             "self_attn.v_proj": (kv, c),
         }
     block["self_attn.o_proj"] = (c, q)
-    if kind == "MixtralForCausalLM":
-        block["block_sparse_moe.gate"] = (config["num_local_experts"], c)
-        for e in range(config["num_local_experts"]):
-            for name, shape in (("w1", (f, c)), ("w2", (c, f)), ("w3", (f, c))):
-                block[f"block_sparse_moe.experts.{e}.{name}"] = shape
+    if kind in EXPERTS:
+        at, count, (gate, up, down) = EXPERTS[kind]
+        f = config.get("moe_intermediate_size", f)
+        block[f"{at}.gate"] = (config[count], c)
+        for e in range(config[count]):
+            for name, shape in ((gate, (f, c)), (down, (c, f)), (up, (f, c))):
+                block[f"{at}.experts.{e}.{name}"] = shape
     else:
         block["mlp.down_proj"] = (c, f)
         if kind != "Phi3ForCausalLM":
@@ -266,8 +279,8 @@ class Model:
         return h + self.feed_forward(at, self.norm(f"{at}.post_attention_layernorm", h))
 
     def feed_forward(self, at: str, x: np.ndarray) -> np.ndarray:
-        if self.kind == "MixtralForCausalLM":
-            return self.experts(f"{at}.block_sparse_moe", x)
+        if self.kind in EXPERTS:
+            return self.experts(f"{at}.{EXPERTS[self.kind][0]}", x)
         if self.kind == "Phi3ForCausalLM":
             gate, up = np.split(self.linear(f"{at}.mlp.gate_up_proj", x), 2, -1)
         else:
@@ -281,9 +294,9 @@ class Model:
         for t in range(len(x)):
             chosen = np.argsort(-p[t])[: self.config["num_experts_per_tok"]]
             for e in chosen:
-                one = f"{at}.experts.{e}"
-                hidden = silu(self.linear(f"{one}.w1", x[t])) * self.linear(f"{one}.w3", x[t])
-                y[t] += p[t, e] / p[t, chosen].sum() * self.linear(f"{one}.w2", hidden)
+                gate, up, down = (f"{at}.experts.{e}.{name}" for name in EXPERTS[self.kind][2])
+                hidden = silu(self.linear(gate, x[t])) * self.linear(up, x[t])
+                y[t] += p[t, e] / p[t, chosen].sum() * self.linear(down, hidden)
         return y
 
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
@@ -294,7 +307,7 @@ class Model:
         else:
             q, k, v = (self.linear(f"{at}.{name}_proj", x) for name in "qkv")
         q, k, v = (t.reshape(time, -1, d) for t in (q, k, v))
-        if self.kind in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"):
+        if self.kind in HEAD_NORMS:
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         sliding = self.sliding(i)
         if not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):

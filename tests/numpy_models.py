@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
-HALVES = {"qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"}
+HALVES = {"qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3"}
 GEMMAS = {"gemma", "gemma2", "gemma3"}
 
 

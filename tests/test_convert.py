@@ -224,6 +224,11 @@ def change_config(**changes: Any) -> Callable[[Path], object]:
     return change
 
 
+def change_to(kind: str, **changes: Any) -> Callable[[Path], object]:
+    """A checkpoint of another kind, its config changed so."""
+    return lambda folder: write_checkpoint(folder, kind, **changes)
+
+
 def change_tensors(changed: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         tensors = hugging_face.tensors_of(hugging_face.config_of("llama"))
@@ -308,6 +313,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "odd template": (
         lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: this is not UTF-8 text"
+    ),
+    "shares": (change_to("qwen3moe", norm_topk_prob=False), "norm_topk_prob is False; it must be True"),
+    "dense blocks": (change_to("qwen3moe", mlp_only_layers=[0]), "mlp_only_layers is \\[0\\]; it must be \\[\\]"),
+    "llama3 in qwen2": (
+        change_to("qwen2", rope_scaling=hugging_face.LLAMA_3),
+        "rope_scaling.type is 'llama3'; it must be default or linear or yarn",
     ),
     "steps": (other_steps, "pre_tokenizer cuts words by 'Metaspace'; only those of gpt-2"),
 }  # fmt: skip

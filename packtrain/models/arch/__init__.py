@@ -9,11 +9,12 @@ from packtrain.models.arch import (
     phi3,
     qwen2,
     qwen3,
+    qwen3moe,
     smollm3,
 )
 from packtrain.models.arch.architecture import Architecture, Family
 
-MODULES = (llama, mistral3, qwen2, qwen3, gemma, gemma2, gemma3, phi3, smollm3)
+MODULES = (llama, mistral3, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3, smollm3)
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}
 
 

@@ -1,0 +1,44 @@
+"""Qwen3 with experts in every block, the shares of those that are used adding up to 1. arXiv 2505.09388."""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    FFN_NORM,
+    HEAD_NORMS,
+    WINDOW_KEYS,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    """llama.cpp knows experts in all blocks only, and shares that add up to 1."""
+    given.one_of("norm_topk_prob", False, True)
+    given.one_of("decoder_sparse_step", 1, 1)
+    given.one_of("mlp_only_layers", [], [])
+    given.one_of("use_sliding_window", False, False)
+    return {}
+
+
+EXPERTS = Experts(
+    {
+        "mlp.experts.{}.gate_proj": "ffn_gate_exps",
+        "mlp.experts.{}.up_proj": "ffn_up_exps",
+        "mlp.experts.{}.down_proj": "ffn_down_exps",
+    },
+    ("num_experts", 128),
+    ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 768),
+)
+BLOCK = ATTENTION | HEAD_NORMS | FFN_NORM | {"mlp.gate": "ffn_gate_inp"}
+ARCHITECTURE = Architecture(
+    "qwen3moe",
+    halves=True,
+    head_norms=True,
+    keys={"expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None},
+    ignored=WINDOW_KEYS,
+    families=(Family(("Qwen3MoeForCausalLM",), BLOCK, keys, EXPERTS),),
+)

@@ -84,7 +84,8 @@ class Events:
 
 @dataclass
 class Callbacks(Events):
-    """Functions of the caller, each called in the thread that works; `stop` may be set from any thread."""
+    """Functions of the caller, each called in the thread that works; the work stops, after saving, once `cancel` is
+    set, from any thread."""
 
     on_message: Callable[[str], None] | None = None
     on_plan: Callable[[Any], None] | None = None
@@ -94,7 +95,7 @@ class Callbacks(Events):
     on_save: Callable[[Path], None] | None = None
     on_progress: Callable[[str, int, int], None] | None = None
     on_text: Callable[[str], None] | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
+    cancel: threading.Event = field(default_factory=threading.Event)
     _steps: int = field(default=0, init=False, repr=False)
 
     def message(self, text: str) -> None:
@@ -132,7 +133,7 @@ class Callbacks(Events):
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
-        yield self.stop.is_set
+        yield self.cancel.is_set
 
 
 def _call(function: Callable[..., None] | None, *given: Any) -> None:

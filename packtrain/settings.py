@@ -213,6 +213,8 @@ def _converted(value: Any, kind: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and kind in (float, str):
         with suppress(OverflowError):
             return kind(value)
+    if isinstance(value, Path) and kind is str:
+        return str(value)
     return Path(value) if kind is Path and isinstance(value, str) else value
 
 

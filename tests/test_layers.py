@@ -62,6 +62,7 @@ LAYERS = {
     " watch",
     "tasks": "errors events words files settings dtypes graph place plan picture run memory kernels quant gguf"
     " tokenizer corpus samples models merging sample generate template watch train",
+    "library": "events settings tasks train",
     "commands": "errors events words files settings dtypes tensor graph place plan picture run memory stop kernels"
     " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch train tasks",
     "cli": "errors words settings debug commands tasks train version",

@@ -1,0 +1,183 @@
+"""The commands as functions: each takes the settings of its command as keywords, and gives a result.
+
+    done = pt.finetune("base.gguf", "chats.jsonl", output="mine.gguf", memory="1GiB", on_step=print)
+
+What a command says are the messages of `on_message`; what it refuses is raised with the same sentence: InputError,
+DoesNotFit, DiskFull. Work is done in the thread that calls; `start` gives it one of its own, and a handle.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, Generic, TypeVar
+
+from packtrain.events import Callbacks
+from packtrain.settings import made
+from packtrain.tasks import chat as chatting
+from packtrain.tasks import evaluate as evaluating
+from packtrain.tasks import finetune as tuning
+from packtrain.tasks import generate as generating
+from packtrain.tasks import merge as merging
+from packtrain.tasks import quantize as quantizing
+from packtrain.tasks import train as training
+from packtrain.tasks.chat import Chat, Talk
+from packtrain.tasks.evaluate import Evaluate, Measured
+from packtrain.tasks.generate import Generate
+from packtrain.tasks.merge import Merge
+from packtrain.tasks.quantize import Quantize, Written
+from packtrain.tasks.ready import Ready
+from packtrain.tasks.run import Kind, Trained
+from packtrain.tasks.speak import Written as Text
+from packtrain.train.settings import RunSettings, TrainSettings, TuneSettings
+
+S = TypeVar("S")
+R = TypeVar("R")
+File = Any  # a path, or its text
+CALLBACKS = {field.name for field in fields(Callbacks) if field.init}
+
+
+def keywords(cls: type, function: Callable[..., R]) -> Callable[..., R]:
+    """Let the signature of a function show the settings and the callbacks that it takes, with types and defaults."""
+    own = [
+        p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
+    shown = {p.name for p in own}
+    more = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for part in (cls, Callbacks)
+        for p in inspect.signature(part).parameters.values()
+        if p.name not in shown
+    ]
+    returns = inspect.signature(function).return_annotation
+    function.__signature__ = inspect.Signature([*own, *more], return_annotation=returns)  # type: ignore[attr-defined]
+    return function
+
+
+def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
+    """The settings among keywords, checked as those of a command line are, and the callbacks. Raises InputError."""
+    assert is_dataclass(cls)
+    called = {name: given[name] for name in given.keys() & CALLBACKS}
+    rest = {name: value for name, value in given.items() if name not in CALLBACKS}
+    return made(cls, rest, ""), Callbacks(**called)
+
+
+def train(data: File, **settings: Any) -> Trained:
+    """Train a new model on text, as `packtrain train`.
+
+    Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
+    """
+    return training.train(*settings_of(TrainSettings, settings | {"data": data}))
+
+
+def finetune(model: File, data: File, **settings: Any) -> Trained:
+    """Tune the model of a GGUF file on conversations or text, as `packtrain finetune`.
+
+    Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError.
+    """
+    given = settings | {"model": model, "data": data}
+    return tuning.finetune(*settings_of(TuneSettings, given))
+
+
+def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
+    """What `plan(train, …)` or `plan(finetune, …)` would take, without running it: bytes, seconds, choices.
+
+    `str()` is the table that the command prints. Raises InputError; where no plan fits, the smallest one says so in
+    its `refusal`.
+    """
+    cls, kind = KINDS[task]
+    names = dict(zip(inspect.signature(task).parameters, given, strict=False))
+    asked: tuple[RunSettings, Callbacks] = settings_of(cls, settings | names)
+    return kind.ready(asked[0], asked[1].message)
+
+
+def evaluate(model: File, data: File, **settings: Any) -> Measured:
+    """Losses of models (one, or a list) on a text or on conversations, as `packtrain eval`.
+
+    Raises InputError; Interrupted if it is stopped.
+    """
+    given = settings | {"model": model, "data": data}
+    return evaluating.evaluate(*settings_of(Evaluate, given))
+
+
+def generate(model: File, prompt: str = "", **settings: Any) -> Text:
+    """Continue a prompt, as `packtrain generate`; the text alone, piece by piece to `on_text`.
+
+    Raises InputError, DoesNotFit.
+    """
+    given = {"display_prompt": False} | settings | {"model": model, "prompt": prompt}
+    return generating.generate(*settings_of(Generate, given))
+
+
+def chat(model: File, **settings: Any) -> Talk:
+    """A conversation with a model: `.answer("a message")` gives its answer. Raises InputError, DoesNotFit."""
+    return chatting.Talk(*settings_of(Chat, settings | {"model": model}))
+
+
+def quantize(model: File, output: File, type: str, **settings: Any) -> Written:
+    """Store the weights of a GGUF file in other types, as `packtrain quantize`. Raises InputError."""
+    given = settings | {"model": model, "output": output, "type": type}
+    return quantizing.quantize(*settings_of(Quantize, given))
+
+
+def merge(model: File, adapters: File, output: File, **settings: Any) -> Written:
+    """Make adapters (one, or a list) part of a model, as `packtrain merge`. Raises InputError, DoesNotFit."""
+    given = settings | {"model": model, "adapters": adapters, "output": output}
+    return merging.merge(*settings_of(Merge, given))
+
+
+class Run(Generic[R]):
+    """A task in a thread of its own."""
+
+    def __init__(
+        self, task: Callable[..., R], given: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        self._stop = named.setdefault("cancel", threading.Event())
+        self._result: list[R] = []
+        self._error: list[BaseException] = []
+        self._thread = threading.Thread(target=self._work, args=(task, given, named), daemon=True)
+        self._thread.start()
+
+    def _work(self, task: Callable[..., R], given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        try:
+            self._result.append(task(*given, **named))
+        except BaseException as error:  # raised where the result is asked for
+            self._error.append(error)
+
+    def stop(self) -> None:
+        """Ask it to save and end; `result` then says that it was stopped."""
+        self._stop.set()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> R:
+        """Wait for the result; raises what the task raised, TimeoutError after so many seconds."""
+        self._thread.join(timeout)
+        if not self.done:
+            raise TimeoutError(f"still at work after {timeout} s")
+        if self._error:
+            raise self._error[0]
+        return self._result[0]
+
+
+def start(task: Callable[..., R], *given: Any, **settings: Any) -> Run[R]:
+    """Begin `train(…)`, `finetune(…)` or another task in a thread of its own."""
+    return Run(task, given, settings)
+
+
+KINDS: dict[Any, tuple[type[RunSettings], Kind]] = {
+    train: (TrainSettings, training.KIND),
+    finetune: (TuneSettings, tuning.KIND),
+}
+for _cls, _function in (
+    (TrainSettings, train),
+    (TuneSettings, finetune),
+    (Evaluate, evaluate),
+    (Generate, generate),
+    (Chat, chat),
+    (Quantize, quantize),
+    (Merge, merge),
+):
+    keywords(_cls, _function)

@@ -1,0 +1,119 @@
+"""The commands as functions: the same results, the same sentences, and a handle."""
+
+import inspect
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain import library as pt
+from packtrain.errors import DoesNotFit, InputError
+from packtrain.events import Step
+from packtrain.gguf import GGUF
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "ctx": 32, "batch_size": 2}
+SMALL |= {"vocab_size": 300, "tensorboard": False}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(f"the {i} cats see {i * 7 % 13} dogs." for i in range(400)))
+    return path
+
+
+def weights(path: Path) -> dict[str, bytes]:
+    gguf = GGUF(path)
+    return {name: gguf.array(name).tobytes() for name in gguf.entries}
+
+
+def test_training_tells_every_step_and_gives_a_result(text: Path, tmp_path: Path) -> None:
+    steps, plans, said, saved = list[Step](), [], list[str](), list[Path]()
+    done = pt.train(
+        text, output=tmp_path / "m.gguf", iters=4, **SMALL,
+        on_step=steps.append, on_plan=plans.append, on_message=said.append, on_save=saved.append,
+    )  # fmt: skip
+    assert [s.step for s in steps] == [1, 2, 3, 4] and {s.steps for s in steps} == {4}
+    assert done.losses == [s.loss for s in steps] and not done.stopped
+    assert steps[-1].val_loss == done.progress.last and done.output.exists()
+    assert plans == [done.plan] and done.peak_nbytes <= done.plan.planned_nbytes
+    assert saved == [done.folder / "checkpoint.gguf"]
+    assert any(line.startswith("trained 4 steps") for line in said)
+
+
+def test_a_second_run_in_a_process_gives_the_same(text: Path, tmp_path: Path) -> None:
+    first = pt.train(text, output=tmp_path / "a.gguf", iters=3, **SMALL)
+    again = pt.train(text, output=tmp_path / "b.gguf", iters=3, **SMALL)
+    assert first.losses == again.losses
+    assert weights(first.output) == weights(again.output)
+
+
+def test_a_stop_from_another_thread_saves_and_returns(text: Path, tmp_path: Path) -> None:
+    begun = threading.Event()
+    given = {"output": tmp_path / "m.gguf", "iters": 100_000, **SMALL}
+    run = pt.start(pt.train, text, **given, on_step=lambda step: begun.set())
+    assert begun.wait(60)
+    run.stop()
+    done = run.result(60)
+    assert done.stopped and run.done and not done.output.exists()
+    steps = done.progress.step
+    assert 1 <= steps < 100_000 and (done.folder / "checkpoint.gguf").exists()
+    given |= {"iters": steps + 2}
+    on = pt.train(text, **given, resume=True)
+    assert on.progress.step == steps + 2 and not on.stopped
+
+
+def test_a_task_in_a_thread_raises_where_its_result_is_asked_for(tmp_path: Path) -> None:
+    run = pt.start(pt.train, tmp_path / "none.txt", output=tmp_path / "m.gguf")
+    with pytest.raises(InputError, match=r"none\.txt"):
+        run.result(60)
+
+
+def test_errors_are_the_sentences_of_the_command_line(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--batch-size is 0; it must be 1 or more"):
+        pt.train(text, output=tmp_path / "m.gguf", batch_size=0)
+    with pytest.raises(InputError, match="there is no setting itres; did you mean iters"):
+        pt.train(text, output=tmp_path / "m.gguf", itres=3)
+    with pytest.raises(DoesNotFit, match="the smallest --memory that would do is"):
+        pt.train(text, output=tmp_path / "m.gguf", memory="10MiB", **SMALL)
+
+
+def test_a_plan_is_that_of_the_run(text: Path, tmp_path: Path) -> None:
+    given = {"output": tmp_path / "m.gguf", "iters": 1, **SMALL}
+    planned = pt.plan(pt.train, text, **given)
+    assert "total" in str(planned) and planned.refusal is None and not (tmp_path / "m.run").exists()
+    done = pt.train(text, **given)
+    assert planned.plans.nbytes == done.plan.plans.nbytes
+    small = pt.plan(pt.train, text, memory="10MiB", **given)
+    assert small.refusal is not None and small.minimum() > 10 << 20
+
+
+def test_tuning_measuring_and_writing(text: Path, tmp_path: Path) -> None:
+    base = pt.train(text, output=tmp_path / "base.gguf", iters=1, **SMALL | {"ctx": 128}).output
+    done = pt.finetune(base, text, output=tmp_path / "t.gguf", iters=2, ctx=32, lora_rank=4)
+    assert np.isfinite(done.progress.base) and done.output.exists()
+    found = pt.evaluate([base, done.output], text, ctx=32)
+    assert len(found.losses) == 2 and found.same and found.loss().value > 0
+    pieces = list[str]()
+    made = pt.generate(done.output, "the", n_predict=6, temp=0, on_text=pieces.append)
+    assert str(made) == "".join(pieces) and len(made.ids) <= 6
+    merged = pt.merge(base, done.folder / "adapter.gguf", tmp_path / "merged.gguf")
+    assert merged.changed > 0 and merged.output.exists()
+    smaller = pt.quantize(base, tmp_path / "q.gguf", "Q8_0")
+    assert 0 < smaller.nbytes < smaller.before_nbytes
+    talk = pt.chat(base, n_predict=4, temp=0)
+    assert len(talk.answer("the").ids) <= 4 and talk.messages[-1]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "finetune", "evaluate", "generate", "chat", "quantize", "merge"]
+)
+def test_signatures_show_settings_and_callbacks(name: str) -> None:
+    shown = inspect.signature(getattr(pt, name)).parameters
+    assert {"on_message", "cancel"} <= shown.keys()
+    if name in ("train", "finetune"):
+        assert (
+            shown["iters"].default is None
+            and shown["iters"].annotation is not inspect.Parameter.empty
+        )

@@ -84,8 +84,8 @@ logarithms of probabilities of llama.cpp's {top} likeliest tokens, the largest o
 are wrong on purpose one thing is changed. Replies are greedy. In quantized models llama.cpp rounds activations to 8
 bits, packtrain does not: replies may part where two tokens are nearly as likely, and where another expert comes out
 first more than that changes. So replies must be equal in F32 only, and Q4_K_M has no limit; a model with experts that
-is beyond that of Q8_0 must be within F32's of llama.cpp with the same weights unpacked, where nothing is rounded. gemma's
-differences in F32 are those of llama.cpp's table of gelu, which is f16.
+is beyond that of Q8_0 must be within F32's of llama.cpp with the same weights unpacked, where nothing is rounded.
+gemma's differences in F32 are those of llama.cpp's table of gelu, which is f16.
 """
 HEADING = """| architecture | type | largest difference | limit | wrong on purpose: difference | reply equal |
 |---|---|---|---|---|---|"""

@@ -14,8 +14,8 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import kernels, ops
-from packtrain.dtypes import DTYPES
-from packtrain.quant import WRITABLE, dequantize, quantize
+from packtrain.dtypes import DTYPES, WRITABLE
+from packtrain.quant import dequantize, quantize
 
 SHAPES = ((768, 768), (2048, 768), (768, 2048), (32000, 768))
 

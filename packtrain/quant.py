@@ -9,21 +9,7 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import DTYPES, Dtype, dtype_of
-
-READABLE: tuple[Dtype, ...] = tuple(
-    DTYPES[name]
-    for name in (
-        "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K",
-        "iq4_nl", "iq4_xs", "mxfp4",
-    )
-)  # fmt: skip
-WRITABLE: tuple[Dtype, ...] = tuple(
-    DTYPES[name]
-    for name in (
-        "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K", "q5_K", "q6_K",
-    )
-)  # fmt: skip
+from packtrain.dtypes import READABLE, WRITABLE, Dtype, dtype_of
 
 
 def dequantize(array: np.ndarray) -> np.ndarray:
@@ -39,7 +25,7 @@ def dequantize(array: np.ndarray) -> np.ndarray:
         packed = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         rows = values.reshape(-1, values.shape[-1] if array.ndim else 1)
         compiled: Any = kernels.dequantize
-        compiled.rows(compiled.KINDS[dtype.name], rows, packed.reshape(len(rows), -1))
+        compiled.rows(dtype.number, rows, packed.reshape(len(rows), -1))
     return values
 
 
@@ -56,7 +42,7 @@ def quantize(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     packed = np.empty(dtype.array_shape(values.shape), dtype.numpy)
     if values.size:
         rows = np.ascontiguousarray(values, np.float32).reshape(-1, width)
-        compiled: Any = kernels
-        kind = compiled.dequantize.KINDS[dtype.name]
-        compiled.quantize.rows(kind, packed.reshape(-1).view(np.uint8).reshape(len(rows), -1), rows)
+        compiled: Any = kernels.quantize
+        raw = packed.reshape(-1).view(np.uint8).reshape(len(rows), -1)
+        compiled.rows(dtype.number, raw, rows)
     return packed

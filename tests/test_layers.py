@@ -19,7 +19,8 @@ LAYERS = {
     "events": "",
     "files": "errors",
     "settings": "errors words",
-    "dtypes": "",
+    "types": "",
+    "dtypes": "types",
     "gguf": "dtypes errors files",
     "tokenizer": "dtypes errors gguf",
     "template": "errors files tokenizer",
@@ -31,7 +32,7 @@ LAYERS = {
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
-    "kernels": "child errors",
+    "kernels": "child errors types dtypes",
     "quant": "dtypes kernels",
     "ops": "dtypes tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
@@ -50,9 +51,9 @@ LAYERS = {
     "cost": "tensor ops place",
     "speed": "dtypes tensor graph kernels ops place run cost",
     "recompute": "graph place packing plan tensor cost",
-    "models": "dtypes errors tensor ops gguf quant tokenizer",
+    "models": "types dtypes errors tensor ops gguf quant tokenizer",
     "convert": "dtypes errors files gguf tokenizer quant models",
-    "merging": "dtypes errors files tensor graph place plan run kernels quant gguf models",
+    "merging": "types dtypes errors files tensor graph place plan run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
     "generate": "dtypes errors words tensor graph place run tokenizer models sample",
@@ -60,7 +61,7 @@ LAYERS = {
     "train": "version child errors events words files settings dtypes tensor graph ops grad place packing plan run"
     " memory stop kernels quant gguf tokenizer template corpus samples cost speed recompute models sample generate"
     " watch",
-    "tasks": "errors events words files settings dtypes graph place plan picture run memory kernels quant gguf"
+    "tasks": "errors events words files settings types dtypes graph place plan picture run memory kernels quant gguf"
     " tokenizer corpus samples models merging sample generate template watch train",
     "library": "events settings tasks train",
     "commands": "errors events words files settings dtypes tensor graph place plan picture run memory stop kernels"

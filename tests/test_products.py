@@ -10,12 +10,12 @@ import pytest
 
 import packtrain as pt
 from packtrain import ops
-from packtrain.dtypes import BLOCK_TYPES, DTYPES, TRAINABLE, Dtype
+from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, TRAINABLE, Dtype
 from packtrain.gguf import GGUF, write
 from packtrain.memory import private_nbytes_of
 from packtrain.models import transformer
 from packtrain.models.file import metadata
-from packtrain.quant import READABLE, dequantize, quantize
+from packtrain.quant import dequantize, quantize
 from packtrain.run import RunError
 from tests import checks
 from tests.test_model_file import TOKENS, vocabulary

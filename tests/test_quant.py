@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, DTYPES, Dtype
-from packtrain.quant import READABLE, WRITABLE, dequantize, quantize
+from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, WRITABLE, Dtype
+from packtrain.quant import dequantize, quantize
 
 # where a block's f16 scales are; the types without have none
 SCALES = {
@@ -31,7 +31,7 @@ MORE = 1.02  # as much error of theirs is allowed
 
 
 def kind(dtype: Dtype) -> gguf.GGMLQuantizationType:
-    return gguf.GGMLQuantizationType(kernels.dequantize.KINDS[dtype.name])
+    return gguf.GGMLQuantizationType(dtype.number)
 
 
 def blocks(dtype: Dtype, scales: np.ndarray) -> np.ndarray:

@@ -37,18 +37,19 @@ def test_types_are_those_llama_quantize_chooses(shape: str, tmp_path: Path):
 
 
 FAULTS = {
-    "tied": ("_more", lambda i, count: i < count // 8),
-    "last block first": ("_place", lambda name: 0),
-    "two experts": ("_block", lambda name: None),
-    "rows of 96": ("SMALLER", {}),
-    "eight experts": ("EXPERTS", 4),
-    "few values serve many": ("Q5_K", DTYPES["q4_K"]),
+    "tied": (mix, "_more", lambda i, count: i < count // 8),
+    "last block first": (mix, "_place", lambda name: 0),
+    "two experts": (mix, "_block", lambda name: None),
+    "rows of 96": (mix, "fitting", lambda dtype, width: f16 if width % dtype.block else dtype),
+    "eight experts": (mix, "EXPERTS", 4),
+    "untied": (mix, "FIRST_VALUES", 3),
+    "few values serve many": (mix._Rules, "_is_70b", lambda rules: False),
 }
 
 
 @pytest.mark.parametrize("shape", FAULTS)
 def test_a_rule_that_is_wrong_is_seen(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mix, *FAULTS[shape])
+    monkeypatch.setattr(*FAULTS[shape])
     with pytest.raises(AssertionError):
         check_types(shape, tmp_path)
 
@@ -196,7 +197,7 @@ def test_weights_that_are_too_large_for_a_type_are_refused(
 
 def test_wrong_settings_are_said_before_any_work(settings: Quantize):
     wrong = {
-        r"type: Q9 is unknown; it must be one of F32, F16, BF16, Q8_0": {"type": "Q9"},
+        r"type: Q9 is unknown; it must be one of F32, F16, BF16, Q4_0": {"type": "Q9"},
         r"--output-tensor-type: q2_K is unknown; it must be one of": {"output_tensor_type": "q2_K"},
         r"--token-embedding-type: x is unknown": {"token_embedding_type": "x"},
         r"m.gguf is the model itself; give another name": {

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.convert import AUTO, FILE_TYPES, convert
+from packtrain.convert import AUTO, TYPES, convert
 from packtrain.errors import InputError
 from packtrain.files import check_writable
 from packtrain.gguf import Deferred
@@ -27,7 +27,7 @@ class Convert:
     )
     output: Path | None = option(None, "GGUF file to write (default: FOLDER.gguf)", flags="-o")
     type: str = option(
-        AUTO, "element type of the matrices; auto: the checkpoint's", choices=(AUTO, *FILE_TYPES)
+        AUTO, "element type of the matrices; auto: the checkpoint's", choices=(AUTO, *TYPES)
     )
     base: Path | None = option(None, "convert an adapter of this model, a GGUF file")
     peft: Path | None = option(

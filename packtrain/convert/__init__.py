@@ -18,10 +18,10 @@ from packtrain.errors import InputError
 from packtrain.files import check_writable
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
 
-__all__ = ["AUTO", "FILE_TYPES", "convert"]
+__all__ = ["AUTO", "TYPES", "convert"]
 
 AUTO = "auto"
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # llama.h, enum llama_ftype
+TYPES = ("f32", "f16", "q8_0", "bf16")  # that matrices can get
 ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight")  # llama.cpp takes no others
 HALF_MOST = 65_504.0
 
@@ -29,7 +29,7 @@ HALF_MOST = 65_504.0
 def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred | np.ndarray]:
     """Write the checkpoint in `folder` to a GGUF file; what was written, by tensor name.
 
-    dtype  of the matrices, one of FILE_TYPES; AUTO keeps that of the checkpoint's embedding
+    dtype  of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
     Raises InputError for what cannot be converted, before anything is written.
     """
     check_writable(path, "-o")
@@ -40,7 +40,7 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
         **found.metadata,
         "general.type": Value("string", "model"),
         "general.name": Value("string", folder.resolve().name),
-        "general.file_type": Value("u32", FILE_TYPES[chosen]),
+        "general.file_type": Value("u32", DTYPES[chosen].file_type),
         "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
         **vocabulary_of(checkpoint, found.vocab_size, found.space_prefix),
     }

@@ -17,7 +17,6 @@ from packtrain.gguf.format import (
     KINDS,
     MAGIC,
     NAME_NBYTES,
-    NUMBERS,
     NUMERIC,
     VERSIONS,
     GGUFError,
@@ -61,7 +60,7 @@ def _deferred(name: str, given: np.ndarray | Deferred) -> Deferred:
     if isinstance(given, Deferred):
         return given
     dtype = NUMPY.get(given.dtype)
-    if dtype not in NUMBERS or given.ndim > AXES:
+    if dtype is None or dtype.number is None or given.ndim > AXES:
         raise GGUFError(
             f"{name}: a {given.dtype} array of {given.ndim} axes cannot be a GGUF tensor"
         )
@@ -76,7 +75,7 @@ def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, 
     offset = 0
     for name, t in tensors.items():
         axes = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
-        file.write(_text(name) + axes + struct.pack("<IQ", NUMBERS[t.dtype], offset))
+        file.write(_text(name) + axes + struct.pack("<IQ", t.dtype.number, offset))
         offset += -(-t.nbytes // alignment) * alignment
     for name, t in tensors.items():
         file.write(bytes(-file.tell() % alignment))

@@ -13,7 +13,9 @@ class InFolder(UserProvidedCacheLocator):
     folder = ""
 
     def __init__(self, py_func, py_file):
-        self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
+        # part of a file's name: in the room of a type what stands before a function is no part of its module
+        in_room = py_func.__module__.startswith("packtrain.types.")
+        self._py_file, self._lineno = py_file, 0 if in_room else py_func.__code__.co_firstlineno
         self._cache_path = self.folder
 
     def get_source_stamp(self):

@@ -2,8 +2,9 @@
 
 from numba import types
 
+from packtrain import dtypes
 from packtrain.kernels.call import kernel, part
-from packtrain.kernels.dequantize import f16
+from packtrain.kernels.dequantize import UNPACKERS
 from packtrain.kernels.simd import (
     LANES,
     f32x16,
@@ -33,6 +34,7 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 i64, f32, void = types.int64, types.float32, types.void
+f16 = UNPACKERS[dtypes.f16]
 in3, in4 = rank(3, readonly=True), rank(4, readonly=True)
 out3, out4 = rank(3), rank(4)
 bytes4 = types.Array(types.uint8, 4, "C", readonly=True)

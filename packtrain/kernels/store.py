@@ -4,6 +4,7 @@ Once the file COMPLETE is in a folder it is only read, whoever wrote it: a cache
 may be read-only. What is missing there goes to a folder of the user's own.
 """
 
+import ast
 import contextlib
 import hashlib
 import importlib
@@ -21,6 +22,8 @@ from packtrain.kernels.runtime import cache_root, platform_parts, refusal, writa
 
 FOLDER = Path(__file__).parent
 NOT_KERNELS = {"__init__", "__main__", "runtime", "store", "locator", "ahead", "counter"}
+TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
+ROLES = {"dequantize": "unpack", "dots": "dot", "quantize": "pack"}  # modules of what types do
 COMPLETE = "complete"
 DAYS_KEPT = 30
 given: Path | None = None  # in a compiling child: where its parent wants the results
@@ -49,7 +52,25 @@ def fingerprint(name: str) -> str:
     parts = list(platform_parts())
     for one in sorted(needed(name)):
         parts += [one, (FOLDER / f"{one}.py").read_text(encoding="utf-8")]
+        if one in ROLES:
+            parts += [of_role(file, ROLES[one]) for file in (LIST, *sorted(TYPES.glob("*.py")))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def of_role(file: Path, role: str) -> str:
+    """What a role's code in a room depends on: all but the functions of other roles, and those that only they call."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.decorator_list]
+    for_role = [
+        f
+        for f in functions
+        if role in {d.attr for d in f.decorator_list if isinstance(d, ast.Attribute)}
+    ]
+    called = [*for_role, *(node for node in tree.body if node not in functions)]
+    for node in called:  # grows
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        called += [f for f in functions if f.name in names and f not in called]
+    return "\n".join(map(ast.unparse, called))
 
 
 @cache

@@ -12,7 +12,7 @@ import numpy as np
 from packtrain.dtypes import dtype_of
 from packtrain.gguf import GGUF
 from packtrain.merging.feedback import Feedback, feedback, product
-from packtrain.merging.grid import KINDS, grid_of, put_codes
+from packtrain.merging.grid import grid_of, put_codes
 from packtrain.merging.streams import Batch, Site, Streams
 from packtrain.models.adapted import Scaled, adapted
 from packtrain.models.file import ModelFile
@@ -49,7 +49,7 @@ def calibrate(
     for i in range(first, last + 1):
         block = streams.block(i)
         for site in block.sites:
-            names = [name for name in site.names if dtype_of(arrays[name]) in KINDS]
+            names = [name for name in site.names if dtype_of(arrays[name]).layout]
             if names:
                 here = replace(site, names=tuple(names))
                 for name, sum in _site(streams, here, arrays, changes, width or site.z.shape[-1]):

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from packtrain.dtypes import Dtype
+from packtrain.dtypes import WRITABLE, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import Entry
-from packtrain.quant import WRITABLE
 
 SHARE = 1 / 3  # of the bytes of all matrices: of those that lose most, first
 

@@ -8,7 +8,6 @@ from packtrain.dtypes import Dtype
 from packtrain.files import beside
 from packtrain.gguf import Entry, Value, tensor_nbytes
 from packtrain.merging.calibrated import Done, additions, calibrate
-from packtrain.merging.grid import KINDS
 from packtrain.merging.room import Batched, Room
 from packtrain.models.adapted import Scaled
 from packtrain.models.file import ModelFile
@@ -49,7 +48,7 @@ class Merge:
         """Types of the matrices that are rounded with data. Others have no codes, or no block to be read in."""
         names = dict.fromkeys(name for adapter, _ in self.adapters for name in adapter.pairs)
         types = {name: self.stored(name) for name in names if name.startswith("blk.")}
-        return {name: dtype for name, dtype in types.items() if dtype in KINDS}
+        return {name: dtype for name, dtype in types.items() if dtype.layout}
 
     @property
     def adapted(self) -> ModelFile:

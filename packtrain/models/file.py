@@ -11,13 +11,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packtrain.dtypes import DTYPES, Dtype, bf16, f32
+from packtrain.dtypes import DTYPES, READABLE, Dtype, bf16, f32
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Value, write
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.metadata import Keys, metadata, read
-from packtrain.quant import READABLE, dequantize
+from packtrain.quant import dequantize
 from packtrain.tokenizer import Tokenizer, TokenizerError
 
 PART = 1 << 18  # elements that are converted at a time

@@ -11,22 +11,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packtrain.dtypes import BLOCK_TYPES, Dtype
+from packtrain.dtypes import READABLE, WRITABLE, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models.adapter import Adapter
-from packtrain.quant import READABLE, WRITABLE, dequantize, quantize
+from packtrain.quant import dequantize, quantize
 
 PART = 1 << 16  # elements that are changed at a time: a run that ends still holds all of its memory
-# what stands for a type that can be read only: the next larger one of the same block
-INSTEAD = MappingProxyType(
-    {
-        BLOCK_TYPES[read]: BLOCK_TYPES[written]
-        for read, written in (
-            ("q2_K", "q4_K"), ("q3_K", "q4_K"), ("iq4_xs", "q4_K"), ("iq4_nl", "q5_0"), ("mxfp4", "q5_0"),
-        )
-    }
-)  # fmt: skip
 DROPPED = (
     "split.",
     "general.base_model.",
@@ -69,7 +60,7 @@ def stored_type(entry: Entry, dtype: Dtype | None) -> Dtype:
     """The type that a changed tensor of the base gets: `dtype` for a matrix whose rows it can hold, else its own."""
     if dtype is not None and len(entry.shape) > 1 and entry.shape[-1] % dtype.block == 0:
         return dtype
-    return INSTEAD.get(entry.dtype, entry.dtype)
+    return entry.dtype.instead or entry.dtype
 
 
 def write_changed(

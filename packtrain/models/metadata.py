@@ -11,17 +11,13 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
+from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.arch.architecture import BETAS, Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
 
-# llama.h, enum llama_ftype; of the K-quants the M mixtures
-FILE_TYPES = {
-    "f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_K": 10, "q3_K": 12,
-    "q4_K": 15, "q5_K": 17, "q6_K": 18,
-}  # fmt: skip
 MOST = 2**31 - 1  # ids, positions and sizes are i32
 WIDEST = 64  # times the width of the stream: what is wider is no model, and a small file would take much memory
 MOST_EXPERTS = 512  # as in llama.cpp
@@ -297,7 +293,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         "general.architecture": Value("string", arch),
         "general.type": Value("string", "model"),
         "general.name": Value("string", name),
-        "general.file_type": Value("u32", FILE_TYPES[dtype]),
+        "general.file_type": Value("u32", DTYPES[dtype].file_type),
         "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
         **{f"{arch}.{key}": Value("u32", size) for key, size in sizes.items()},
         **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},

@@ -6,19 +6,19 @@ and what is said there of architectures that are not read here. Nothing is conve
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 
-from packtrain.dtypes import DTYPES, Dtype, f16
+from packtrain.dtypes import WRITABLE, Dtype, f16
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.models.arch import ARCHITECTURES
+from packtrain.types.k import q6_K
+from packtrain.types.legacy import q8_0
+from packtrain.types.room import Mix
 
-Q4_K, Q5_K, Q6_K, Q8_0 = (DTYPES[name] for name in ("q4_K", "q5_K", "q6_K", "q8_0"))
-# where rows are no whole blocks; f16 where they are none of these, either
-SMALLER = {Q4_K: DTYPES["q5_0"], Q5_K: DTYPES["q5_1"], Q6_K: Q8_0}
 OUTPUT, EMBEDDING = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
 VALUES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
 EXPERTS = 8  # models with so many get more bits for what they share
+FIRST_VALUES = 4  # of a mix that has something else for the first tensors
 # tensors of two axes and more that keep their type: norms, routers, small or oddly used matrices
 KEPT = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
@@ -31,24 +31,8 @@ KEPT = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """A mix: its number in files (llama.h, enum llama_ftype) and the type of most tensors."""
-
-    name: str
-    number: int
-    dtype: Dtype
-
-
-MIXES = {
-    name: Mix(name, number, DTYPES[dtype])
-    for name, number, dtype in (
-        ("F32", 0, "f32"), ("F16", 1, "f16"), ("BF16", 32, "bf16"), ("Q8_0", 7, "q8_0"), ("Q4_0", 2, "q4_0"),
-        ("Q4_1", 3, "q4_1"), ("Q5_0", 8, "q5_0"), ("Q5_1", 9, "q5_1"), ("Q4_K_S", 14, "q4_K"), ("Q4_K_M", 15, "q4_K"),
-        ("Q5_K_S", 16, "q5_K"), ("Q5_K_M", 17, "q5_K"), ("Q6_K", 18, "q6_K"),
-    )
-}  # fmt: skip
-MIXES |= {"Q4_K": MIXES["Q4_K_M"], "Q5_K": MIXES["Q5_K_M"]}
+MIXES = {mix.name: mix for dtype in WRITABLE for mix in dtype.mixes}
+MIXES |= {dtype.name.upper(): dtype.mixes[-1] for dtype in WRITABLE}
 
 
 def types_of(
@@ -89,9 +73,9 @@ def quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def fitting(dtype: Dtype, width: int) -> Dtype:
-    """The type, or the next one whose blocks divide rows of `width`."""
+    """The type, or the next one whose blocks divide rows of `width`; f16 where there is none."""
     if width % dtype.block:
-        dtype = SMALLER.get(dtype, dtype)
+        dtype = dtype.smaller or dtype
     return f16 if width % dtype.block else dtype
 
 
@@ -131,9 +115,9 @@ class _Rules:
         if any(part in name for part in VALUES):
             return self._values()
         if "attn_k.weight" in name and self.experts == EXPERTS:
-            return Q8_0
+            return q8_0
         if "attn_output.weight" in name and self.experts == EXPERTS:
-            return Q5_K if self.mix.dtype is Q4_K else self.mix.dtype
+            return self.mix.dtype.richer or self.mix.dtype
         if "ffn_down" in name:
             return self._down(name)
         return self.mix.dtype
@@ -141,19 +125,16 @@ class _Rules:
     def _output(self, width: int) -> Dtype:
         if self.output:
             return self.output
-        narrow = width % self.mix.dtype.block or self.mix.dtype is Q8_0
-        return Q8_0 if narrow else Q6_K
+        narrow = width % self.mix.dtype.block or self.mix.dtype is q8_0
+        return q8_0 if narrow else q6_K
 
     def _values(self) -> Dtype:
-        i, dtype = self.seen["values"], self.mix.dtype
+        i = self.seen["values"]
         self.seen["values"] += 1
         if self.experts == EXPERTS:
-            return Q8_0
-        if self.mix.name in ("Q4_K_M", "Q5_K_M") and _more(i, self.values):
-            dtype = Q6_K
-        elif self.mix.name == "Q4_K_S" and i < 4:
-            dtype = Q5_K
-        return Q5_K if dtype is Q4_K and self._is_70b() else dtype
+            return q8_0
+        dtype = self._instead(i, FIRST_VALUES, self.values)
+        return (self._is_70b() and dtype.richer) or dtype
 
     def _is_70b(self) -> bool:
         """Few heads of values serve many: they get more bits."""
@@ -168,9 +149,13 @@ class _Rules:
         self.seen["ffn_down"] += 1
         if self.experts > 1:  # there are several of a block
             i = _block(name) or 0
-        if self.mix.name in ("Q4_K_M", "Q5_K_M") and _more(i, self.blocks):
-            return Q6_K
-        return Q5_K if self.mix.name == "Q4_K_S" and i < self.blocks // 8 else self.mix.dtype
+        return self._instead(i, self.blocks // 8, self.blocks)
+
+    def _instead(self, i: int, first: int, count: int) -> Dtype:
+        """What the mix has for the i-th of `count` such tensors."""
+        if self.mix.first and i < first:
+            return self.mix.first
+        return self.mix.spread if self.mix.spread and _more(i, count) else self.mix.dtype
 
 
 def _more(i: int, count: int) -> bool:

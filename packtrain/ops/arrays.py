@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from packtrain import kernels, quant
+from packtrain import quant
 from packtrain.dtypes import dtype_of
 
 ABSENT = np.empty(0, np.float32)
@@ -40,7 +40,7 @@ def floats(w):
 
 def packed(w):
     """ggml's number of the type of w (N, K), and its bytes by rows."""
-    return kernels.dequantize.KINDS[dtype_of(w).name], w.view(np.uint8).reshape(len(w), -1)
+    return dtype_of(w).number, w.view(np.uint8).reshape(len(w), -1)
 
 
 def start_with(y, acc):

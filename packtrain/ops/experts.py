@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, dtype_of, f16, f32, i32
+from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops.activation import swiglu
 from packtrain.ops.arrays import floats, packed, rows, rows_or_absent, start_with
 from packtrain.ops.costs import Cost, by_expert, multiplied
@@ -17,7 +17,6 @@ from packtrain.ops.matmul import matmul
 from packtrain.ops.routing import check_ids, group_rows, take, top_k
 from packtrain.ops.shape import reshape, transpose
 from packtrain.ops.softmax import soft_max
-from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 Low = tuple[Tensor, Tensor, float, Callable[[Tensor], Tensor]]

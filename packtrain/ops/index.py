@@ -3,10 +3,9 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, f16, f32, i32
+from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, packed, start_with, table
 from packtrain.ops.costs import Cost
-from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
 Q8_0 = BLOCK_TYPES["q8_0"]

@@ -3,12 +3,11 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import TRAINABLE, dtype_of, f16, f32, i32
+from packtrain.dtypes import READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops import costs
 from packtrain.ops.arrays import flat, floats, packed, rows, rows_or_absent
 from packtrain.ops.costs import Cost, elementwise
 from packtrain.ops.elementwise import mul
-from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 

@@ -3,11 +3,10 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, TRAINABLE, bf16, dtype_of, f16, f32
+from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.ops import costs
 from packtrain.ops.arrays import floats, packed, rows, start_with
 from packtrain.ops.shape import transpose
-from packtrain.quant import READABLE
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 

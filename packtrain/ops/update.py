@@ -144,7 +144,7 @@ def _write(w, values, key, stream):
 
 def _stored(w, key, stream):
     """What kernels know of a weight: ggml's number of its type, its bytes, and the key of its rounding."""
-    kind = kernels.dequantize.KINDS[dtype_of(w).name]
+    kind = dtype_of(w).number
     number = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
     return kind, flat(w).view(np.uint8), number
 

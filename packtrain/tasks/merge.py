@@ -13,7 +13,6 @@ from packtrain.files import existing
 from packtrain.gguf import GGUF, Entry
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.memory import parse_size, private_nbytes, settle
-from packtrain.merging.grid import KINDS
 from packtrain.merging.room import room
 from packtrain.merging.types import named_types
 from packtrain.merging.write import Merge as Merging
@@ -82,7 +81,7 @@ def merge(settings: Merge, events: Events) -> Written:
     if settings.calibrate is None:
         given = settings.output, base, changes
         write_changed(*given, name=name, dtype=dtype, types=types, done=done)
-        if any(stored_type(base.entries[n], dtype) in KINDS for n in changes):
+        if any(stored_type(base.entries[n], dtype).layout for n in changes):
             events.message(
                 "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
             )

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.dtypes import Dtype, f32
+from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.errors import InputError, printable
 from packtrain.events import Events
 from packtrain.files import check_writable
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
 from packtrain.models.merge import packed, squares
-from packtrain.models.mix import MIXES, Mix, types_of
-from packtrain.quant import READABLE, WRITABLE, dequantize
+from packtrain.models.mix import MIXES, types_of
+from packtrain.quant import dequantize
 from packtrain.settings import option, positional
+from packtrain.types.room import Mix
 
 PART = 1 << 20  # values that are converted at a time
 MIB = 1 << 20

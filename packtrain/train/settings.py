@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from packtrain.dtypes import WRITABLE
 from packtrain.errors import InputError
 from packtrain.models.config import PRESETS, Config
-from packtrain.quant import WRITABLE
 from packtrain.samples import TRUNCATE
 from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, positional
 from packtrain.template import SOURCES

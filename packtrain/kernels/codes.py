@@ -1,0 +1,132 @@
+"""How values become codes: the words with which rooms of types pack blocks.
+
+A code is a whole number that stands for value = code * scale + offset. Addresses are those of f32 values.
+"""
+
+from numba import types
+
+from packtrain.kernels.bits import put_bytes, set_lanes, to_bits
+from packtrain.kernels.call import kernel, part
+from packtrain.kernels.simd import (
+    absolute,
+    copysign,
+    f32x16,
+    lanewise,
+    largest,
+    load,
+    maximum,
+    named,
+    neg,
+    peek,
+    select_less,
+    total,
+)
+
+i64, f32, void = types.int64, types.float32, types.void
+SMALLEST = 2.9387359e-39  # the reciprocal of what is smaller is infinite
+ROUND = 12582912.0  # 1.5 * 2**23: a sum with it has no digits behind the point
+floor = lanewise(named("floor"), 1)
+
+
+@part(f32(f32))
+def reciprocal(d):
+    return f32(1) / d if abs(d) > SMALLEST else f32(0)
+
+
+@part(types.UniTuple(f32, 2)(i64))
+def bounds(x):
+    """The least and the greatest of 32 values."""
+    a, b = load(x, 0), load(x, 16)
+    return -largest(maximum(neg(a), neg(b))), largest(maximum(a, b))
+
+
+@kernel(i64(i64, i64, f32, f32, f32, f32))
+def put_codes(y, x, low, inverse, offset, most):
+    """32 values as codes, (x - low) * inverse + offset towards zero, at most `most`: four bits each go to y.
+
+    Returns the fifth bits.
+    """
+    a = (load(x, 0) - low) * inverse + offset
+    b = (load(x, 16) - low) * inverse + offset
+    first = to_bits(select_less(most, a, most, a))
+    second = to_bits(select_less(most, b, most, b))
+    put_bytes(y, 0, (first & 15) | ((second & 15) << 4))
+    return set_lanes(first & 16) | (set_lanes(second & 16) << 16)
+
+
+@part(void(i64, i64, f32))
+def put_rounded(y, x, inverse):
+    """16 values by `inverse` to the nearest, halves away from zero."""
+    v = load(x, 0) * inverse
+    size = absolute(v)
+    whole = floor(size)
+    put_bytes(y, 0, to_bits(copysign(whole + floor((size - whole) * 2.0), v)))
+
+
+@part(f32x16(f32x16, f32, f32))
+def rounded(v, low, high):
+    """To the nearest whole number, ties to even, within bounds."""
+    return (select_less(v, low, low, select_less(high, v, high, v)) + ROUND) - ROUND
+
+
+@part(i64(f32, i64))
+def whole(v, high):
+    """The same for one value."""
+    return min(i64(f32(v + f32(ROUND)) - f32(ROUND)), high)
+
+
+@part(types.UniTuple(f32, 2)(f32, f32, f32, f32, f32))
+def line(weight, sum_x, sum_l, sum_ll, sum_lx):
+    """Scale and least value, at most 0, of the weighted line through codes l and values x; scale 0: there is none."""
+    determinant = weight * sum_ll - sum_l * sum_l
+    if not determinant > 0:
+        return f32(0), f32(0)
+    low = (sum_ll * sum_x - sum_l * sum_lx) / determinant
+    if low > 0:
+        return sum_lx / sum_ll, f32(0)
+    return (weight * sum_lx - sum_x * sum_l) / determinant, low
+
+
+@kernel(types.UniTuple(f32, 2)(i64, f32, f32, i64))
+def fit(x, most, first, trials):
+    """Scale and least value, at most 0, of 32 values as codes 0 .. most.
+
+    The span of the values gets `most` codes, then in trial i most + first + i / 10; a better trial's least value
+    counts for the next. An error weighs as much as its value and the average of all.
+    """
+    a, b = load(x, 0), load(x, 16)
+    average = (total(a * a + b * b) / f32(32)) ** f32(0.5)
+    wa, wb = absolute(a) + average, absolute(b) + average
+    low, high = min(-largest(maximum(neg(a), neg(b))), f32(0)), largest(maximum(a, b))
+    if not high > low:
+        return f32(0), low
+    weight, sum_x = total(wa + wb), total(wa * a + wb * b)
+    scale, best = f32(0), f32(0)
+    for trial in range(-1, trials + 1):
+        codes = most if trial < 0 else most + first + f32(0.1) * f32(trial)
+        inverse = codes / (high - low)
+        la, lb = (
+            rounded((a - low) * inverse, f32(0), most),
+            rounded((b - low) * inverse, f32(0), most),
+        )
+        if trial < 0:
+            new_scale, new_low = (high - low) / most, low
+        else:
+            sum_l, sum_ll = total(wa * la + wb * lb), total(wa * la * la + wb * lb * lb)
+            sum_lx = total(wa * la * a + wb * lb * b)
+            new_scale, new_low = line(weight, sum_x, sum_l, sum_ll, sum_lx)
+        da, db = la * new_scale + new_low - a, lb * new_scale + new_low - b
+        error = total(wa * da * da + wb * db * db)
+        if trial < 0 or error < best:
+            best, scale, low = error, new_scale, new_low
+    return scale, low
+
+
+@kernel(f32(i64, i64))
+def extreme(x, n):
+    """Of n values the one furthest from zero; the first of equals."""
+    found = peek(x, 0)
+    for i in range(1, n):
+        if abs(peek(x, i)) > abs(found):
+            found = peek(x, i)
+    return found

@@ -1,0 +1,81 @@
+"""What rooms of types say, compiled: a function for each type, and the choice between them by a type's number.
+
+The words that rooms use are explained by modules that know them; see types/words.py.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from packtrain.dtypes import DTYPES
+from packtrain.kernels.bits import i32x16
+from packtrain.kernels.call import kernel, part
+from packtrain.types.words import ASKED, Code, Ints
+
+I64 = ir.IntType(64)
+i64, f32, void = types.int64, types.float32, types.void
+MEANT: dict[Any, Any] = {int: i64, np.float32: f32, None: void, Ints: i32x16}
+MEANT[tuple[np.float32, np.float32]] = types.UniTuple(f32, 2)
+
+
+def explain(*modules):
+    """Let the words that rooms use mean what these modules call so."""
+    for name, word in ASKED.items():
+        for module in modules:
+            if hasattr(module, name):
+                word.meaning = partial(numba_type, getattr(module, name))
+
+
+def numba_type(value):
+    return cpu_target.typing_context.resolve_value_type(value)
+
+
+def from_rooms(role, decorator):
+    """The functions of a role by their types, compiled for the module that asks, with all that they call."""
+    done = {}
+    return {t: compiled(t.code[role], decorator, done) for t in DTYPES.values() if role in t.code}
+
+
+def compiled(code, decorator, done):
+    """A function of a room, and before it those of the room that it calls."""
+    if code not in done:
+        for other in map(code.function.__globals__.get, code.function.__code__.co_names):
+            if isinstance(other, Code):
+                *given, result = (MEANT[t] for t in other.function.__annotations__.values())
+                compiled(other, (part if other.inlined else kernel)(result(*given)), done)
+        done[code] = decorator(code.function)
+        code.meaning = partial(numba_type, done[code])
+    return done[code]
+
+
+def choice(functions, signature, *, blocks):
+    """An intrinsic (kind, a, b, n): the function of the type of that number, for (a, b, n).
+
+    blocks  whether they count in blocks; n counts elements
+    """
+
+    def codegen(context, builder, sig, args):
+        kind, a, b, n = args
+        result = cgutils.alloca_once(builder, context.get_value_type(signature.return_type))
+        end = builder.append_basic_block("chosen")
+        switch = builder.switch(kind, end)
+        for dtype, function in functions.items():
+            case = builder.append_basic_block(dtype.name)
+            switch.add_case(I64(dtype.number), case)
+            builder.position_at_end(case)
+            found = context.get_function(types.Dispatcher(function), signature)
+            context.add_linking_libs(getattr(found, "libs", ()))
+            count = builder.udiv(n, I64(dtype.block)) if blocks else n
+            builder.store(found(builder, (a, b, count)), result)
+            builder.branch(end)
+        builder.position_at_end(end)
+        return builder.load(result)
+
+    typed = signature.return_type(i64, *signature.args), codegen
+    return intrinsic(lambda typingctx, kind, a, b, n: typed)

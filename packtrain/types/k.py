@@ -1,0 +1,319 @@
+"""The K types: blocks of 256 whose groups have scales of their own, which are packed, too.
+
+q4_K, q5_K and q6_K are written, after ggml's published search: a group's scale (and offset) is the weighted
+least-squares fit to the codes that trial scales give, the best of about twenty. Then the scales are packed themselves,
+and codes chosen for what was kept of them. Formats: ggml-common.h.
+"""
+
+import numpy as np
+
+from packtrain.types.legacy import q5_0, q5_1, q8_0
+from packtrain.types.room import Bytes, Layout, packed
+from packtrain.types.words import (
+    Ints,
+    byte_at,
+    bytes_at,
+    char_at,
+    code,
+    extreme,
+    fit,
+    fma,
+    half_at,
+    load,
+    part,
+    peek,
+    poke,
+    put_byte,
+    put_bytes,
+    put_half,
+    rounded,
+    scratch,
+    splat,
+    spread_bits,
+    store,
+    to_bits,
+    to_floats,
+    total,
+    whole,
+)
+
+f32 = np.float32
+GROUPS = 8  # of 32 values; q6_K has twice as many of 16
+NOTHING = 1e-15  # q6_K: where no value is larger there are zeros
+
+
+def scales_and_lows(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Of q4_K and q5_K: six bits each, of which the last four groups' upper two stand apart; lows are below 0."""
+    first, second, rest = (raw[..., at : at + 4] for at in (4, 8, 12))
+    d = np.concatenate((first & 63, (rest & 15) | (first >> 6 << 4)), axis=-1)
+    m = np.concatenate((second & 63, (rest >> 4) | (second >> 6 << 4)), axis=-1)
+    return d.astype(f32), -m.astype(f32)
+
+
+def even_scales(raw: Bytes) -> tuple[np.ndarray]:
+    return (raw[..., 192:208].view(np.int8).astype(f32),)
+
+
+q6_K = packed(
+    *("q6_K", 14, 256, 210),
+    smaller=q8_0,
+    layout=Layout(16, 64, -32, (208,), 0, runs=2, high=128, high_runs=2, scales=even_scales),
+)
+q5_K = packed(
+    *("q5_K", 13, 256, 176),
+    smaller=q5_1,
+    layout=Layout(32, 32, None, (0, 2), 48, runs=4, high=16, scales=scales_and_lows),
+)
+q4_K = packed(
+    *("q4_K", 12, 256, 144),
+    smaller=q5_0,
+    richer=q5_K,
+    layout=Layout(32, 16, None, (0, 2), 16, runs=4, scales=scales_and_lows),
+)
+q3_K = packed("q3_K", 11, 256, 110, instead=q4_K)
+q2_K = packed("q2_K", 10, 256, 84, instead=q4_K)
+q2_K.mix("Q2_K", 10)
+q3_K.mix("Q3_K_M", 12)
+q4_K.mix("Q4_K_S", 14, first=q5_K)
+q4_K.mix("Q4_K_M", 15, spread=q6_K)
+q5_K.mix("Q5_K_S", 16)
+q5_K.mix("Q5_K_M", 17, spread=q6_K)
+q6_K.mix("Q6_K", 18)
+
+
+@q2_K.unpack
+def unpack_q2_K(y, x, n):
+    for b in range(n):
+        at, out = x + b * 84, b * 256
+        d, m = half_at(at + 80, 0), half_at(at + 80, 1)
+        for i in range(16):
+            scale = byte_at(at, i)
+            q = bytes_at(at, 16 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)
+            store(y, out + i * 16, to_floats(q & 3) * (d * f32(scale & 15)) - m * f32(scale >> 4))
+
+
+@q3_K.unpack
+def unpack_q3_K(y, x, n):
+    for b in range(n):
+        at, out = x + b * 110, b * 256
+        d = half_at(at + 108, 0)
+        for i in range(16):
+            low, high = (
+                byte_at(at, 96 + i % 8) >> (i // 8 * 4),
+                byte_at(at, 104 + i % 4) >> (i // 4 * 2),
+            )
+            scale = ((low & 15) | ((high & 3) << 4)) - 32
+            q = (bytes_at(at, 32 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)) & 3
+            top = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is taken off
+            store(y, out + i * 16, to_floats((q | (top << 2)) - 4) * (d * f32(scale)))
+
+
+@part
+def scale_and_least(at: int, i: int) -> tuple[f32, f32]:
+    """Scale and offset of the i-th 32 of a q4_K or q5_K block: six bits each, the last four's spread over two bytes."""
+    d, m = half_at(at, 0), half_at(at, 1)
+    if i < 4:
+        scale, least = byte_at(at, 4 + i) & 63, byte_at(at, 8 + i) & 63
+    else:
+        low = byte_at(at, 8 + i)
+        scale = (low & 15) | (byte_at(at, i) >> 6 << 4)
+        least = (low >> 4) | (byte_at(at, 4 + i) >> 6 << 4)
+    return d * f32(scale), m * f32(least)
+
+
+@q4_K.unpack
+def unpack_q4_K(y, x, n):
+    for b in range(n):
+        at, out = x + b * 144, b * 256
+        for i in range(8):
+            d, m = scale_and_least(at, i)
+            for half in range(0, 32, 16):
+                q = (bytes_at(at, 16 + i // 2 * 32 + half) >> (i % 2 * 4)) & 15
+                store(y, out + i * 32 + half, to_floats(q) * d - m)
+
+
+@q4_K.dot
+def dot_q4_K(x, w, n):
+    a, b = splat(0.0), splat(0.0)
+    for i in range(0, n, 64):
+        part = i // 64 % 4
+        (d, m), (e, o) = scale_and_least(w, part * 2), scale_and_least(w, part * 2 + 1)
+        m, o = -m, -o
+        q, r = bytes_at(w, 16 + part * 32), bytes_at(w, 32 + part * 32)
+        a = fma(fma(to_floats(q & 15), d, m), load(x, i), a)
+        b = fma(fma(to_floats(r & 15), d, m), load(x, i + 16), b)
+        a = fma(fma(to_floats(q >> 4), e, o), load(x, i + 32), a)
+        b = fma(fma(to_floats(r >> 4), e, o), load(x, i + 48), b)
+        w += 144 if part == 3 else 0
+    return total(a + b)
+
+
+@q5_K.unpack
+def unpack_q5_K(y, x, n):
+    for b in range(n):
+        at, out = x + b * 176, b * 256
+        for i in range(8):
+            d, m = scale_and_least(at, i)
+            for half in range(0, 32, 16):
+                q = (bytes_at(at, 48 + i // 2 * 32 + half) >> (i % 2 * 4)) & 15
+                top = (bytes_at(at, 16 + half) >> i) & 1
+                store(y, out + i * 32 + half, to_floats(q | (top << 4)) * d - m)
+
+
+@q6_K.unpack
+def unpack_q6_K(y, x, n):
+    for b in range(n):
+        at, out = x + b * 210, b * 256
+        d = half_at(at + 208, 0)
+        for i in range(16):
+            half, part, lane = i // 8, i % 8 // 2, i % 2 * 16
+            q = (bytes_at(at, half * 64 + part % 2 * 32 + lane) >> (part // 2 * 4)) & 15
+            top = (bytes_at(at, 128 + half * 32 + lane) >> (part * 2)) & 3
+            scale = d * f32(char_at(at, 192 + i))
+            store(y, out + i * 16, to_floats((q | (top << 4)) - 32) * scale)
+
+
+@q6_K.dot
+def dot_q6_K(x, w, n):
+    a, b = splat(0.0), splat(0.0)
+    for i in range(0, n, 128):
+        half = i // 128 % 2
+        low, high, scales, d = (
+            w + half * 64,
+            w + 128 + half * 32,
+            w + 192 + half * 8,
+            half_at(w, 104),
+        )
+        for lane in range(0, 32, 16):
+            q, r, h, s = (
+                bytes_at(low, lane),
+                bytes_at(low, 32 + lane),
+                bytes_at(high, lane),
+                lane // 16,
+            )
+            v = to_floats(((q & 15) | ((h & 3) << 4)) - 32) * (d * f32(char_at(scales, s)))
+            a = fma(v, load(x, i + lane), a)
+            v = to_floats(((r & 15) | ((h & 12) << 2)) - 32) * (d * f32(char_at(scales, 2 + s)))
+            b = fma(v, load(x, i + 32 + lane), b)
+            v = to_floats(((q >> 4) | (h & 48)) - 32) * (d * f32(char_at(scales, 4 + s)))
+            a = fma(v, load(x, i + 64 + lane), a)
+            v = to_floats(((r >> 4) | ((h & 192) >> 2)) - 32) * (d * f32(char_at(scales, 6 + s)))
+            b = fma(v, load(x, i + 96 + lane), b)
+        w += 210 if half else 0
+    return total(a + b)
+
+
+# ---- packing --------------------------------------------------------------------------------------------------
+
+
+@code
+def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
+    """The first 16 bytes of a q4_K or q5_K block: see scale_and_least, which reads them."""
+    scales, lows = scratch(8), scratch(8)
+    largest_scale, lowest = f32(0), f32(0)
+    for i in range(GROUPS):
+        scale, low = fit(x + i * 128, most, first, trials)
+        poke(scales, i, scale)
+        poke(lows, i, low)
+        largest_scale, lowest = max(largest_scale, scale), min(lowest, low)
+    put_half(y, 0, largest_scale / f32(63))
+    put_half(y, 1, -lowest / f32(63))
+    by_scale = f32(63) / largest_scale if largest_scale > 0 else f32(0)
+    by_low = f32(63) / lowest if lowest < 0 else f32(0)
+    for i in range(GROUPS // 2):
+        scale, least = whole(by_scale * peek(scales, i), 63), whole(by_low * peek(lows, i), 63)
+        scale_4 = whole(by_scale * peek(scales, i + 4), 63)
+        least_4 = whole(by_low * peek(lows, i + 4), 63)
+        put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
+        put_byte(y, 8 + i, least | (least_4 >> 4 << 6))
+        put_byte(y, 12 + i, (scale_4 & 15) | ((least_4 & 15) << 4))
+
+
+@part
+def codes(y: int, x: int, group: int, lane: int, most: f32) -> Ints:
+    """Of 16 values, from `lane` on in a group, whose scale has been packed."""
+    d, least = scale_and_least(y, group)
+    d = d if d > 0 else f32(1)  # where it is 0 codes do not count
+    return to_bits(rounded((load(x + group * 128, lane) + least) / d, f32(0), most))
+
+
+@q4_K.pack
+def pack_q4_K(y, x, n):
+    for b in range(n):
+        to, at = y + b * 144, x + b * 1024
+        put_scales(to, at, f32(15), f32(-1), 20)
+        for i in range(0, GROUPS, 2):
+            for lane in range(0, 32, 16):
+                first = codes(to, at, i, lane, f32(15))
+                second = codes(to, at, i + 1, lane, f32(15))
+                put_bytes(to + 16 + i * 16, lane, first | (second << 4))
+
+
+@q5_K.pack
+def pack_q5_K(y, x, n):
+    for b in range(n):
+        to, at = y + b * 176, x + b * 1024
+        put_scales(to, at, f32(31), f32(-0.5), 15)
+        for lane in range(0, 32, 16):
+            top = spread_bits(0)
+            for i in range(0, GROUPS, 2):
+                first = codes(to, at, i, lane, f32(31))
+                second = codes(to, at, i + 1, lane, f32(31))
+                top = top | (first >> 4 << i) | (second >> 4 << (i + 1))
+                put_bytes(to + 48 + i * 16, lane, (first & 15) | ((second & 15) << 4))
+            put_bytes(to + 16, lane, top)
+
+
+@code
+def fit_even(x: int) -> f32:
+    """Scale of 16 values as codes -32 .. 31: a trial gives the extreme one 31.1 .. 32.9; errors weigh as squares."""
+    furthest, scale, best = extreme(x, 16), f32(0), f32(0)
+    if abs(furthest) < NOTHING:
+        return f32(0)
+    v = load(x, 0)
+    w = v * v
+    for trial in range(-9, 10):
+        inverse = -(f32(32) + f32(0.1) * f32(trial)) / furthest
+        code = rounded(v * inverse, f32(-32), f32(31))
+        sum_lx, sum_ll = total(w * v * code), total(w * code * code)
+        if sum_lx * sum_lx > best * sum_ll:
+            scale = sum_lx / sum_ll
+            best = scale * sum_lx
+    return scale
+
+
+@code
+def put_even_scales(y: int, x: int) -> None:
+    """The last 18 bytes of a q6_K block: sixteen scales and what they count in."""
+    scales, furthest = scratch(16), f32(0)
+    for i in range(2 * GROUPS):
+        poke(scales, i, fit_even(x + i * 64))
+    furthest = extreme(scales, 16)
+    inverse = f32(-128) / furthest if abs(furthest) >= NOTHING else f32(0)
+    put_half(y, 104, furthest / f32(-128))
+    for i in range(2 * GROUPS):
+        put_byte(y, 192 + i, whole(inverse * peek(scales, i), 127))
+
+
+@code
+def even_codes(y: int, x: int, i: int) -> Ints:
+    """Of the i-th 16 values, whose scale has been packed; 32 stands for zero."""
+    d = half_at(y, 104) * f32(char_at(y, 192 + i))
+    d = d if d != 0 else f32(1)
+    return to_bits(rounded(load(x + i * 64, 0) / d, f32(-32), f32(31)) + 32.0)
+
+
+@q6_K.pack
+def pack_q6_K(y, x, n):
+    for b in range(n):
+        to, at = y + b * 210, x + b * 1024
+        put_even_scales(to, at)
+        for half in range(2):
+            for lane in range(2):
+                i = half * 8 + lane
+                c0, c1 = even_codes(to, at, i), even_codes(to, at, i + 2)
+                c2, c3 = even_codes(to, at, i + 4), even_codes(to, at, i + 6)
+                low, high = to + half * 64 + lane * 16, to + 128 + half * 32 + lane * 16
+                put_bytes(low, 0, (c0 & 15) | ((c2 & 15) << 4))
+                put_bytes(low, 32, (c1 & 15) | ((c3 & 15) << 4))
+                put_bytes(high, 0, (c0 >> 4) | (c1 >> 4 << 2) | (c2 >> 4 << 4) | (c3 >> 4 << 6))

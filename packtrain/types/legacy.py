@@ -1,0 +1,163 @@
+"""ggml's first types: blocks of 32 values with one scale, and an offset in q4_1 and q5_1.
+
+Packed bit for bit as ggml's reference packs them. Formats: ggml-common.h.
+"""
+
+import numpy as np
+
+from packtrain.types.room import Layout, packed
+from packtrain.types.words import (
+    absolute,
+    bounds,
+    bytes_at,
+    chars_at,
+    extreme,
+    fma,
+    half_at,
+    lane_numbers,
+    largest,
+    load,
+    maximum,
+    put_codes,
+    put_half,
+    put_rounded,
+    put_word,
+    reciprocal,
+    splat,
+    spread_bits,
+    store,
+    to_floats,
+    total,
+    word_at,
+)
+
+f32 = np.float32
+q4_0 = packed("q4_0", 2, 32, 18, layout=Layout(32, 16, -8, (0,), 2))
+q4_1 = packed("q4_1", 3, 32, 20, layout=Layout(32, 16, None, (0, 2), 4))
+q5_0 = packed("q5_0", 6, 32, 22, layout=Layout(32, 32, -16, (0,), 6, high=2, high_runs=4))
+q5_1 = packed("q5_1", 7, 32, 24, layout=Layout(32, 32, None, (0, 2), 8, high=4, high_runs=4))
+q8_0 = packed("q8_0", 8, 32, 34, layout=Layout(32, 255, -127, (0,), 2))
+q4_0.mix("Q4_0", 2)
+q4_1.mix("Q4_1", 3)
+q5_0.mix("Q5_0", 8)
+q5_1.mix("Q5_1", 9)
+q8_0.mix("Q8_0", 7)
+
+
+@q4_0.unpack
+def unpack_q4_0(y, x, n):
+    for b in range(n):
+        at, out = x + b * 18, b * 32
+        d, q = half_at(at, 0), bytes_at(at, 2)
+        store(y, out, to_floats((q & 15) - 8) * d)
+        store(y, out + 16, to_floats((q >> 4) - 8) * d)
+
+
+@q4_0.dot
+def dot_q4_0(x, w, n):
+    a, b = splat(0.0), splat(0.0)
+    for i in range(0, n, 32):
+        d, q = half_at(w, 0), bytes_at(w, 2)
+        a = fma(to_floats((q & 15) - 8) * d, load(x, i), a)
+        b = fma(to_floats((q >> 4) - 8) * d, load(x, i + 16), b)
+        w += 18
+    return total(a + b)
+
+
+@q4_0.pack
+def pack_q4_0(y, x, n):
+    for b in range(n):
+        to, at = y + b * 18, x + b * 128
+        d = extreme(at, 32) / f32(-8)
+        put_half(to, 0, d)
+        put_codes(to + 2, at, f32(0), reciprocal(d), f32(8.5), f32(15))
+
+
+@q4_1.unpack
+def unpack_q4_1(y, x, n):
+    for b in range(n):
+        at, out = x + b * 20, b * 32
+        d, m, q = half_at(at, 0), half_at(at, 1), bytes_at(at, 4)
+        store(y, out, to_floats(q & 15) * d + m)
+        store(y, out + 16, to_floats(q >> 4) * d + m)
+
+
+@q4_1.pack
+def pack_q4_1(y, x, n):
+    for b in range(n):
+        to, at = y + b * 20, x + b * 128
+        low, high = bounds(at)
+        d = (high - low) / f32(15)
+        put_half(to, 0, d)
+        put_half(to, 1, low)
+        put_codes(to + 4, at, low, reciprocal(d), f32(0.5), f32(15))
+
+
+@q5_0.unpack
+def unpack_q5_0(y, x, n):
+    for b in range(n):
+        at, out = x + b * 22, b * 32
+        d, q = half_at(at, 0), bytes_at(at, 6)
+        high = spread_bits(word_at(at + 2, 0)) >> lane_numbers()
+        store(y, out, to_floats(((q & 15) | ((high & 1) << 4)) - 16) * d)
+        store(y, out + 16, to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d)
+
+
+@q5_0.pack
+def pack_q5_0(y, x, n):
+    for b in range(n):
+        to, at = y + b * 22, x + b * 128
+        d = extreme(at, 32) / f32(-16)
+        put_half(to, 0, d)
+        put_word(to + 2, 0, put_codes(to + 6, at, f32(0), reciprocal(d), f32(16.5), f32(31)))
+
+
+@q5_1.unpack
+def unpack_q5_1(y, x, n):
+    for b in range(n):
+        at, out = x + b * 24, b * 32
+        d, m, q = half_at(at, 0), half_at(at, 1), bytes_at(at, 8)
+        high = spread_bits(word_at(at + 4, 0)) >> lane_numbers()
+        store(y, out, to_floats((q & 15) | ((high & 1) << 4)) * d + m)
+        store(y, out + 16, to_floats((q >> 4) | ((high >> 12) & 16)) * d + m)
+
+
+@q5_1.pack
+def pack_q5_1(y, x, n):
+    for b in range(n):
+        to, at = y + b * 24, x + b * 128
+        low, high = bounds(at)
+        d = (high - low) / f32(31)
+        put_half(to, 0, d)
+        put_half(to, 1, low)
+        put_word(to + 4, 0, put_codes(to + 8, at, low, reciprocal(d), f32(0.5), f32(31)))
+
+
+@q8_0.unpack
+def unpack_q8_0(y, x, n):
+    for b in range(n):
+        at, out = x + b * 34, b * 32
+        d = half_at(at, 0)
+        store(y, out, to_floats(chars_at(at, 2)) * d)
+        store(y, out + 16, to_floats(chars_at(at, 18)) * d)
+
+
+@q8_0.dot
+def dot_q8_0(x, w, n):
+    a, b = splat(0.0), splat(0.0)
+    for i in range(0, n, 32):
+        d = half_at(w, 0)
+        a = fma(to_floats(chars_at(w, 2)) * d, load(x, i), a)
+        b = fma(to_floats(chars_at(w, 18)) * d, load(x, i + 16), b)
+        w += 34
+    return total(a + b)
+
+
+@q8_0.pack
+def pack_q8_0(y, x, n):
+    for b in range(n):
+        to, at = y + b * 34, x + b * 128
+        d = largest(maximum(absolute(load(at, 0)), absolute(load(at, 16)))) / f32(127)
+        put_half(to, 0, d)
+        put_rounded(to + 2, at, reciprocal(d))
+        put_rounded(to + 18, at + 64, reciprocal(d))

@@ -1,0 +1,51 @@
+"""The words of compiled code, before it is compiled: `from packtrain.types.words import load, half_at`.
+
+A room writes functions for kernels with words that `kernels.simd`, `bits` and `codes` explain. Nothing here loads
+numba: a word is an empty object until kernels are compiled, and then tells numba what it means.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Word:
+    """A function that compiled code calls by its name."""
+
+    meaning: Callable[[], object]  # its type to numba, once kernels are compiled
+
+    @property
+    def _numba_type_(self) -> object:  # what numba asks a value for
+        return self.meaning()
+
+
+class Code(Word):
+    """A function of a room, to be compiled; int is i64, np.float32 f32, and Ints are vectors of 16 i32.
+
+    inlined  into its callers; else it is compiled once, and called
+    """
+
+    def __init__(self, function: Callable[..., Any], inlined: bool = False) -> None:
+        self.function, self.inlined = function, inlined
+
+
+class Ints:
+    """The type of 16 i32 in one register."""
+
+
+ASKED: dict[str, Word] = {}  # what rooms use
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """A small function, which is inlined into those that call it."""
+    return Code(function, inlined=True)
+
+
+def code(function: Callable[..., Any]) -> Any:
+    """A function that is compiled once."""
+    return Code(function)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return ASKED.setdefault(name, Word())

@@ -1,0 +1,139 @@
+"""Rooms of element types: one file each, whose code is compiled where it is needed and nowhere else."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtrain import kernels
+from packtrain.dtypes import DTYPES, ROOMS
+from packtrain.kernels import store
+from packtrain.models.mix import MIXES
+from packtrain.types.room import KNOWN
+
+TOY = """
+
+# a type of a test: 32 bytes with a sign behind a scale of four bytes
+toy = packed("toy", 99, 32, 36, smaller=q8_0, layout=Layout(32, 255, -127, (0,), 4))
+toy.mix("TOY", 999)
+
+
+@toy.unpack
+def unpack_toy(y, x, n):
+    for b in range(n):
+        at, out = x + b * 36, b * 32
+        d = half_at(at, 0)
+        store(y, out, to_floats(chars_at(at, 4)) * d)
+        store(y, out + 16, to_floats(chars_at(at, 20)) * d)
+
+
+@toy.dot
+def dot_toy(x, w, n):
+    a = splat(0.0)
+    for i in range(0, n, 32):
+        d = half_at(w, 0)
+        a = fma(to_floats(chars_at(w, 4)) * d, load(x, i), a)
+        a = fma(to_floats(chars_at(w, 20)) * d, load(x, i + 16), a)
+        w += 36
+    return total(a)
+
+
+@toy.pack
+def pack_toy(y, x, n):
+    for b in range(n):
+        to, at = y + b * 36, x + b * 128
+        d = largest(maximum(absolute(load(at, 0)), absolute(load(at, 16)))) / f32(127)
+        put_word(to, 0, 0)
+        put_half(to, 0, d)
+        put_rounded(to + 4, at, reciprocal(d))
+        put_rounded(to + 20, at + 64, reciprocal(d))
+"""
+USE = """
+import sys
+import numpy as np
+import packtrain as pt
+from packtrain.dtypes import DTYPES
+from packtrain.gguf import GGUF, Value, write
+from packtrain.cli import main
+from packtrain.merging.grid import codes_of, grid_of
+from packtrain.quant import dequantize, quantize
+
+random = np.random.default_rng(0)
+x, toy, q8_0 = random.standard_normal((64, 256), np.float32), DTYPES["toy"], DTYPES["q8_0"]
+packed = quantize(x, toy)
+values = dequantize(packed)
+np.testing.assert_array_equal(values, dequantize(quantize(x, q8_0)))
+grid = grid_of(packed)
+step, low = (np.repeat(part, 32, axis=1) for part in (grid.step, grid.low))
+np.testing.assert_array_equal(codes_of(packed) * step + low, values)
+name = "blk.0.ffn_up.weight"
+write("m.gguf", {"general.architecture": Value("string", "llama")}, {name: x})
+assert main(["quantize", "m.gguf", "q.gguf", "toy"]) == 0
+made = GGUF("q.gguf")
+assert made.metadata["general.file_type"] == 999 and made.entries[name].dtype is toy
+w, results = pt.weight("w", (64, 256), toy), []
+for rows in (1, 9):
+    graph = pt.Graph({"y": pt.matmul(pt.input("x", (rows, 256)), w)})
+    placed = pt.place(graph)
+    session = pt.Session()
+    run = session.executor(placed, pt.make_plan(placed))
+    session.set({"w": made.array(name)})
+    np.testing.assert_allclose(run({"x": x[:rows]})["y"], x[:rows] @ values.T, rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_a_type_is_one_file(tmp_path: Path):
+    """A copy of the package with a type more in one room reads, packs, multiplies, writes and merges it."""
+    shutil.copytree(store.FOLDER.parent, tmp_path / "packtrain")
+    with open(tmp_path / "packtrain/types/legacy.py", "a") as room:
+        room.write(TOY)
+    kernels.prepare(("packed", "quantize", "matmul"))
+    cache = tmp_path / "cache/packtrain/kernels"
+    for name in store.modules():
+        if store.complete(name):
+            shutil.copytree(store.folder_of(name), cache / store.folder_name(name))
+    given = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", USE],
+        cwd=tmp_path,
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "again"),
+    [
+        ("scale = sum_lx / sum_ll", "scale = sum_lx / (sum_ll * 1)", {"quantize"}),
+        ("# of 32 values; q6_K", "# another comment: q6_K", set()),
+        ("least = (low >> 4)", "least = (low // 16)", {"dequantize", "dots", "quantize"}),
+        ("a = fma(v, load(x, i + lane), a)", "a = fma(load(x, i + lane), v, a)", {"dots"}),
+        ("to_floats(q & 3) *", "to_floats(3 & q) *", {"dequantize"}),
+    ],
+)
+def test_a_change_in_a_room_reaches_what_compiles_it(
+    old: str, new: str, again: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    before = {name: store.fingerprint(name) for name in store.ROLES}
+    shutil.copytree(store.TYPES, tmp_path / "types")
+    room = tmp_path / "types/k.py"
+    assert room.read_text().count(old) == 1
+    room.write_text(room.read_text().replace(old, new))
+    monkeypatch.setattr(store, "TYPES", tmp_path / "types")
+    after = {name: store.fingerprint(name) for name in store.ROLES}
+    assert {name for name in before if before[name] != after[name]} == again
+
+
+def test_numbers_and_names_are_those_of_one_type_each():
+    numbers = [t.number for t in DTYPES.values() if t.number is not None]
+    assert len(set(numbers)) == len(numbers) == len(DTYPES) - 1  # no file has u8
+    mixes = [mix for t in DTYPES.values() for mix in t.mixes]
+    assert len({mix.number for mix in mixes}) == len({mix.name for mix in mixes}) == len(mixes)
+    assert all(MIXES[mix.name] is mix for mix in mixes if "pack" in mix.dtype.code)
+    homes = [name for room in ROOMS for name, t in KNOWN.items() if getattr(room, name, None) is t]
+    assert set(homes) == KNOWN.keys() == DTYPES.keys()

@@ -16,7 +16,7 @@ demo: $(VENV)/.ready
 
 # For every day: without the tests marked slow.
 check: $(VENV)/.ready lint
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow" -n 2
 
 test: $(VENV)/.ready lint
 	$(RUN) -m pytest

@@ -30,6 +30,7 @@ ROWS = {
     "gemma3": "frozen",
     "phi3": "lora",
     "smollm3": "last",
+    "qwen3moe": "lora last",
 }
 
 

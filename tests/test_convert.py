@@ -15,12 +15,13 @@ import sentencepiece
 
 from packtrain import quant
 from packtrain.cli import main
-from packtrain.convert import convert, pretokenizer
+from packtrain.convert import convert
+from packtrain.convert.pretokenizer import pretokenizer_name
 from packtrain.errors import InputError
 from packtrain.generate import Generator
 from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
-from packtrain.tokenizer import Tokenizer
+from packtrain.tokenizer import Tokenizer, words
 from tests import hugging_face
 from tests.hugging_face import write_checkpoint, write_safetensors
 
@@ -169,7 +170,7 @@ def with_bpe(folder: Path, **changes: Any) -> Path:
     """A checkpoint with a byte-level vocabulary."""
     write_checkpoint(folder, "qwen2")
     (folder / "tokenizer.model").unlink()
-    fast = hugging_face.bpe_tokenizer(pretokenizer.LLAMA_3, ignore_merges=True) | changes
+    fast = hugging_face.bpe_tokenizer(words.LLAMA_3_STEP, ignore_merges=True) | changes
     (folder / "tokenizer.json").write_text(json.dumps(fast))
     about = {
         "bos_token": {"content": "<|begin|>"}, "eos_token": "<|eot_id|>", "add_eos_token": False,
@@ -201,16 +202,16 @@ STEPS = {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
     },
-    "qwen2": {"type": "Split", "pattern": {"Regex": pretokenizer.QWEN_2}},
-    "tekken": {"type": "Split", "pattern": {"Regex": pretokenizer.TEKKEN}},
-    "gpt-4o": {"type": "Split", "pattern": {"Regex": pretokenizer.GPT_4O}},
+    "qwen2": {"type": "Split", "pattern": {"Regex": words.QWEN_2_STEP}},
+    "tekken": {"type": "Split", "pattern": {"Regex": words.TEKKEN_STEP}},
+    "gpt-4o": {"type": "Split", "pattern": {"Regex": words.GPT_4O_STEP}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_steps_of_a_tokenizer_have_a_name(name: str, tmp_path: Path) -> None:
     given = {"pre_tokenizer": STEPS[name]}
-    assert pretokenizer.pretokenizer_name(tmp_path, given, False) == name
+    assert pretokenizer_name(tmp_path, given, False) == name
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------

@@ -33,33 +33,60 @@ def _cased(after: str, digits: str) -> str:
     return rf"{word}|[{N}]{digits}| ?[^\s{L}{N}]+[\r\n/]*|{LINES}"
 
 
+# the same in the patterns of tokenizer.json files
+GPT_2_STEP = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS_STEP = r"\p{N}"
+_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
+LLAMA_3_STEP = _SHORTENED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+QWEN_2_STEP = _SHORTENED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+%s|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*%s|\p{{N}}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+) + _LINES
+TEKKEN_STEP = _CASED % ("", "", "")
+GPT_4O_STEP = _CASED % (_SHORTENED + "?", _SHORTENED + "?", "{1,3}")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Patterns that cut a text one after the other, each of which matches all of any text.
 
     whole  a word that is a token is that token, whatever the merges say
     bos    a BOS token is added where the file does not say
+    steps  what a tokenizer.json says in place of the patterns; None where that is not known
     """
 
     patterns: tuple[str, ...]
     whole: bool = False
     bos: bool = False
+    steps: tuple[str, ...] | None = None
 
 
 _THREE = _words(L, "{1,3}")
 _SIGNS = rf"{P}$+<=>^~|"
-# llama-vocab.cpp, llm_tokenizer_bpe and load: the names that a file may give, by what they mean
+# llama-vocab.cpp, llm_tokenizer_bpe and load: the names that a file may give, by what they mean; the first is written
 _RULES = {
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": Rule((_THREE,), True, True),
-    "glm4": Rule((_THREE,), whole=True),
-    "dbrx smaug-bpe chatglm-bpe": Rule((_THREE,)),
-    "qwen2 deepseek-r1-qwen kormo megrez hunyuan solar-open stablelm2 grok-2": Rule((_words(L, ""),)),
-    "qwen35": Rule((_words(L + M, ""),)),
-    "tekken": Rule((_cased("", ""),), True, True),
-    "gpt-4o llama4 kanana2 minimax-m2": Rule((_cased(f"(?:{SHORTENED})?", "{1,3}"),)),
-    "gpt-2 phi-2 exaone4 olmo mpt jais trillion granite-docling gigachat a.x-4.0 mellum": Rule((GPT_2,)),
+    "gpt-2 phi-2 exaone4 olmo mpt jais trillion granite-docling gigachat a.x-4.0 mellum": Rule(
+        (GPT_2,), steps=(GPT_2_STEP,)
+    ),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Rule(
-        (rf"[{N}]|[^{N}]+", GPT_2)
+        (rf"[{N}]|[^{N}]+", GPT_2), steps=(DIGITS_STEP, GPT_2_STEP)
+    ),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Rule(
+        (_THREE,), True, True, (LLAMA_3_STEP,)
+    ),
+    "glm4": Rule((_THREE,), whole=True),
+    "dbrx smaug-bpe chatglm-bpe": Rule((_THREE,), steps=(LLAMA_3_STEP,)),
+    "qwen2 deepseek-r1-qwen kormo megrez hunyuan solar-open stablelm2 grok-2": Rule(
+        (_words(L, ""),), steps=(QWEN_2_STEP,)
+    ),
+    "qwen35": Rule((_words(L + M, ""),)),
+    "tekken": Rule((_cased("", ""),), True, True, (TEKKEN_STEP,)),
+    "gpt-4o llama4 kanana2 minimax-m2": Rule(
+        (_cased(f"(?:{SHORTENED})?", "{1,3}"),), steps=(GPT_4O_STEP,)
     ),
     "falcon": Rule(
         (rf"[{_SIGNS}`]+|[^{_SIGNS}`]+", GPT_2, "[0-9]{3}|(?s:(?![0-9]{3}).)+"),
@@ -67,8 +94,17 @@ _RULES = {
     "default": Rule(
         (rf"[{_SIGNS}]+|[^{_SIGNS}]+", GPT_2, rf"[{N}]+|[^{N}]+", "[0-9]{3}|(?s:(?![0-9]{3}).)+")
     ),
-}  # fmt: skip
+}
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
+
+
+def known_steps() -> dict[tuple[str, ...], dict[bool, str]]:
+    """Names of rules by the steps of a tokenizer.json, and by whether a word that is a token is that token."""
+    made: dict[tuple[str, ...], dict[bool, str]] = {}
+    for names, rule in _RULES.items():
+        if rule.steps is not None:
+            made.setdefault(rule.steps, {})[rule.whole] = names.split()[0]
+    return made
 
 
 # letters and numbers of Unicode 15, as llama.cpp has it, that Python 3.11 does not know

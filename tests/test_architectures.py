@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from packtrain import Graph, differentiate, interpret
-from packtrain.gguf import GGUF, write
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF, Value, write
 from packtrain.models import transformer
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.cache import Cells
@@ -180,6 +181,28 @@ def test_what_llama_cpp_takes_where_a_file_says_nothing(tmp_path: Path) -> None:
             del keys[f"{config.architecture}.{key}"]
         write(path, keys, random_weights(config))
         assert open_model(path).config == replace(config, **want)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_key_that_an_architecture_names_is_read(tmp_path: Path, name: str) -> None:
+    """A text in its place is refused, in one of the models at least."""
+    models = [config for config in CONFIGS.values() if config.architecture == name]
+    if "expert_count" in ARCHITECTURES[name].keys:
+        models.append(replace(models[0], expert_count=4, expert_used_count=2))
+    for key in ARCHITECTURES[name].keys:
+        assert any(refused(tmp_path / "m.gguf", config, key) for config in models), key
+
+
+def refused(path: Path, config: Config, key: str) -> bool:
+    """Whether a model with a text for this key is refused because of it."""
+    keys = metadata(config, "random") | vocabulary()
+    keys[f"{config.architecture}.{key}"] = Value("string", "text")
+    write(path, keys, random_weights(config))
+    try:
+        open_model(path)
+    except InputError as error:
+        return key in str(error)
+    return False
 
 
 def test_windows_that_llama_cpp_ignores_are_ignored(tmp_path: Path) -> None:

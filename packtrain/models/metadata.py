@@ -121,6 +121,9 @@ def read(gguf: GGUF) -> Config:
         architecture=keys.architecture.name,
         optional=_optional(gguf, keys.architecture),
         rope_scaling=_scaling(keys),
+        attention_softcap=keys.own("attn_logit_softcapping"),
+        final_softcap=keys.own("final_logit_softcapping"),
+        temperature_scale=keys.own("attention.temperature_scale"),
         **_heads(keys, heads),
         **_windows(keys),
         **_mixture(keys),
@@ -182,12 +185,11 @@ def _heads(keys: Keys, heads: int) -> dict[str, Any]:
     return {
         "key_length": None if length == width else length,
         "rope_dims": None if dims == length else dims,
-        "temperature_scale": keys.own("attention.temperature_scale"),
     }
 
 
 def _windows(keys: Keys) -> dict[str, Any]:
-    """Windows and soft caps, where an architecture has them."""
+    """Where an architecture has windows."""
     if WINDOWS not in keys.architecture.keys:
         return {}
     pattern = keys.get(WINDOWS)
@@ -198,8 +200,6 @@ def _windows(keys: Keys) -> dict[str, Any]:
     return {
         "window": keys.size("attention.sliding_window", least=0),
         "window_pattern": pattern,
-        "attention_softcap": keys.own("attn_logit_softcapping"),
-        "final_softcap": keys.own("final_logit_softcapping"),
         "rope_freq_base_swa": keys.own("rope.freq_base_swa") or None,
     }
 
@@ -299,6 +299,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},
         **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
         **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},
+        **{f"{arch}.{key}": value for key, value in _cap_keys(config).items()},
     }
 
 
@@ -328,8 +329,12 @@ def _window_keys(config: Config) -> dict[str, Value]:
         made[WINDOWS] = Value("bool" if isinstance(pattern, tuple) else "u32", pattern)
     if config.rope_freq_base_swa is not None:
         made["rope.freq_base_swa"] = Value("f32", config.rope_freq_base_swa)
-    if config.attention_softcap:
-        made["attn_logit_softcapping"] = Value("f32", config.attention_softcap)
-    if config.final_softcap:
-        made["final_logit_softcapping"] = Value("f32", config.final_softcap)
     return made
+
+
+def _cap_keys(config: Config) -> dict[str, Value]:
+    caps = {
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
+    return {key: Value("f32", cap) for key, cap in caps.items() if cap}

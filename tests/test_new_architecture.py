@@ -1,0 +1,100 @@
+"""An architecture is added by one module and its name in a list: a copy of packtrain with another one uses it.
+
+The copy converts a checkpoint of that architecture, trains it, writes it, and opens it again.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import packtrain
+from tests import hugging_face
+
+MODULE = '''"""A llama with gelu, norms of heads, every second block without rope, and a soft cap of logits."""
+
+from packtrain.models.arch.architecture import BLOCK, HEAD_NORMS, Architecture, Family, Keys, Sizes
+from packtrain.models.arch.given import Given
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("no_rope_interval", 2, 2)
+    return {"final_logit_softcapping": given.real("cap", 8.0)}
+
+
+ARCHITECTURE = Architecture(
+    "toy",
+    halves=True,
+    gelu=True,
+    head_norms=True,
+    rope_pause=2,
+    keys={"final_logit_softcapping": 8.0},
+    families=(Family(("ToyForCausalLM",), BLOCK | HEAD_NORMS, keys, norm_shift=1.0),),
+)
+'''
+SCRIPT = """
+import contextlib, io, sys
+import numpy as np
+from packtrain.cli import main
+from packtrain.generate import Generator
+from packtrain.models.file import open_model
+
+def logits(path):
+    return Generator.of(open_model(path), 9).feed(list(range(3, 12))).copy()
+
+def run(*command):
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(list(command)) == 0
+
+run("convert", "checkpoint", "-o", "base.gguf")
+run("finetune", "base.gguf", "--data", "text.txt", "--full", "--iters", "2", "--lr", "0.01", "-c", "16",
+    "--batch-size", "2", "-o", "tuned.gguf")
+base, tuned = open_model("base.gguf"), open_model("tuned.gguf")
+assert base.config == tuned.config, (base.config, tuned.config)
+assert (base.config.architecture, base.config.final_softcap) == ("toy", 7.0)
+same = [n for n in base.names if np.array_equal(base.weight(n), tuned.weight(n))]
+assert not same, same
+np.save("base.npy", logits("base.gguf"))
+assert not np.array_equal(np.load("base.npy"), logits("tuned.gguf"))
+print(sys.modules["packtrain"].__file__)
+"""
+
+
+def with_toy(folder: Path) -> Path:
+    """A copy of packtrain that has the toy, too: a module, and its name in a list."""
+    source = Path(packtrain.__file__).parent
+    shutil.copytree(source, folder / "packtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    there = folder / "packtrain/models/arch"
+    (there / "toy.py").write_text(MODULE)
+    listed = (there / "__init__.py").read_text()
+    for old, new in (
+        ("    smollm3,\n)", "    smollm3,\n    toy,\n)"),
+        (", smollm3)", ", smollm3, toy)"),
+    ):
+        assert listed.count(old) == 1
+        listed = listed.replace(old, new)
+    (there / "__init__.py").write_text(listed)
+    return folder
+
+
+def write_toy(folder: Path) -> None:
+    """A checkpoint of the toy: a qwen3's modules, norms stored less 1."""
+    config, tensors = hugging_face.write_checkpoint(folder, "qwen3")
+    config |= {"architectures": ["ToyForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "cap": 7.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    less = {n: value - 1 if value.ndim == 1 else value for n, value in tensors.items()}
+    hugging_face.write_safetensors(folder / "model.safetensors", less)
+
+
+def test_one_module_and_its_name_in_a_list_are_an_architecture(tmp_path: Path) -> None:
+    write_toy(tmp_path / "checkpoint")
+    (tmp_path / "text.txt").write_text("bal cem dis hor fin gut " * 80)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=with_toy(tmp_path), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+    assert np.isfinite(np.load(tmp_path / "base.npy")).all()

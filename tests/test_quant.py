@@ -12,7 +12,7 @@ from packtrain.quant import dequantize, quantize
 # where a block's f16 scales are; the types without have none
 SCALES = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_K": (80, 82), "q3_K": (108,),
-    "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
+    "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq3_s": (0,), "iq4_nl": (0,), "iq4_xs": (0,),
 }  # fmt: skip
 BLOCKS = 512
 # of llama-quantize: sum of squared errors over sum of squares, for `rows_of`

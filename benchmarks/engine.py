@@ -15,7 +15,7 @@ import packtrain as pt
 from packtrain import kernels
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.train.optim import AdamW, training
+from packtrain.optim import AdamW, training
 
 
 def seconds(work: Callable[[], object], rounds: int) -> float:

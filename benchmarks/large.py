@@ -16,10 +16,10 @@ from packtrain import cost, kernels
 from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
+from packtrain.optim import AdamW
 from packtrain.speed import measured
 from packtrain.train.budget import planned
 from packtrain.train.engine import Engine
-from packtrain.train.optim import AdamW
 from packtrain.train.parts import Setting
 from packtrain.train.plans import Shape, make_plans
 from packtrain.train.search import search

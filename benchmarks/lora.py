@@ -26,11 +26,11 @@ from packtrain.memory import Peak, settle
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.lora import Lora
+from packtrain.optim import AdamW
 from packtrain.quant import quantize
 from packtrain.speed import measured
 from packtrain.tensor import Tensor
 from packtrain.train.engine import Engine
-from packtrain.train.optim import AdamW
 from packtrain.train.parts import Setting
 from packtrain.train.plans import Base, Shape, make_plans
 from packtrain.train.search import Search

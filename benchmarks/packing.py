@@ -25,12 +25,12 @@ from packtrain.errors import InputError
 from packtrain.files import check_writable, existing, replacing
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
+from packtrain.optim import AdamW, training
 from packtrain.packing import Packing, best_fit, clash, height, lower_bound, packings
 from packtrain.place import Placed, Step
 from packtrain.plan import size_text
 from packtrain.plan.lifetimes import storages
 from packtrain.tensor import Call, Tensor
-from packtrain.train.optim import AdamW, training
 
 PROBLEMS = Path(__file__).parent.parent.parent / "shared/data/minimalloc/challenging"
 COLUMNS = ("id", "lower", "upper", "size")

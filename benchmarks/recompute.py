@@ -20,12 +20,12 @@ import numpy as np
 from packtrain import cost
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
+from packtrain.optim import SGD
 from packtrain.place import Placed, place
 from packtrain.plan import Buffer, Plan, make_plan
 from packtrain.recompute import Choice
 from packtrain.run import Executor, Session
 from packtrain.speed import measured
-from packtrain.train.optim import SGD
 from packtrain.train.parts import Setting, chain
 from packtrain.train.plans import Shape
 

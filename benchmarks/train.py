@@ -31,7 +31,7 @@ def batch(config: Config, rows: int) -> dict[str, np.ndarray]:
 
 def ours(preset: str, rows: int) -> Callable[[], float]:
     import packtrain as pt
-    from packtrain.train.optim import AdamW, training
+    from packtrain.optim import AdamW, training
 
     config, optimizer = PRESETS[preset], AdamW()
     weights, shape = transformer.weights(config), (rows, config.context_length)

@@ -22,6 +22,7 @@ from packtrain.commands.shown import Shown
 from packtrain.memory import Peak
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
+from packtrain.optim import AdamW
 from packtrain.train.engine import Engine
 from packtrain.train.fit import Fit
 from packtrain.train.job import Job, decide
@@ -61,7 +62,9 @@ def theirs(job: Job) -> float:
 
     s = job.settings
     model = Llama(job.config, transformer.initial(job.config, s.seed + OTHER))
-    update = optimizer(model, s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
+    o = job.optimizer
+    assert isinstance(o, AdamW)
+    update = optimizer(model, o.lr, (o.beta1, o.beta2), o.weight_decay)
     trained = Trained(model, update, s.max_grad_norm)
     began = time.perf_counter()
     for step in range(1, job.steps + 1):

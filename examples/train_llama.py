@@ -8,7 +8,7 @@ import packtrain as pt
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
 from packtrain.models.config import Config
-from packtrain.train.optim import AdamW, training
+from packtrain.optim import AdamW, training
 
 ROWS, TIME, STEPS, CELLS = 8, 64, 120, 128
 

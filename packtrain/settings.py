@@ -69,6 +69,11 @@ def required(help: str, *, flags: str = "", group: str = "") -> Any:
     return dataclasses.field(metadata={"help": help, "flags": flags.split(), "group": group})
 
 
+def options(cls: type) -> list["dataclasses.Field[Any]"]:
+    """The fields of a class that are declared as options."""
+    return [field for field in _fields(cls) if "help" in field.metadata]
+
+
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     """The flags of a settings class by group, and `--config FILE` for its YAML. What is not given is not in the
     namespace; what is given is there as text, which `from_flags` checks."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from packtrain import Executor, Session, backends, kernels
 from packtrain.models.config import Config
-from packtrain.train.optim import AdamW
+from packtrain.optim import AdamW
 from tests.models import batch, bind, evaluation, steps, values
 
 CONFIG = Config(300, 64, 64, 2, 160, 4, 2)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 import packtrain as pt
+import packtrain.optim  # its ops are tested as all others
 from packtrain import backends, ops
 from packtrain.backends import Backend
 from packtrain.dtypes import TRAINABLE

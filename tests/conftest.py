@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import packtrain.optim  # noqa: F401  its ops are tested as all others
 from tests.real import BASE
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.models.config import Config
-from packtrain.train.optim import AdamW
+from packtrain.optim import AdamW
 from tests.models import CONFIG, batch, values
 
 FOLDER = Path(__file__).parent / "goldens"

@@ -9,8 +9,8 @@ from packtrain import Executor, Graph, Session, backends, differentiate, place
 from packtrain.dtypes import i32
 from packtrain.models import transformer
 from packtrain.models.config import Config
+from packtrain.optim import AdamW, training
 from packtrain.tensor import Tensor, input
-from packtrain.train.optim import AdamW, training
 
 CONFIG = Config(
     vocab_size=50,

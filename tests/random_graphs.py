@@ -11,6 +11,8 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import ops
+from packtrain.optim.adamw import opt_step_adamw
+from packtrain.optim.sgd import opt_step_sgd
 from packtrain.tensor import Tensor
 
 ADAMW = np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975], np.float32)
@@ -279,10 +281,10 @@ def _either(g: Writer, w: Tensor, d: Tensor, hyper: Tensor, gate: Tensor) -> tup
         return _update(g, w, d, hyper, gate)
     total = ops.accumulate(g.leaf(pt.state, w.shape), d, pt.constant("fresh", np.zeros(())))
     rates = pt.constant("sgd", np.array([0.1, 0.01]))
-    return total, *ops.opt_step_sgd(w, total, rates, gate, decay=bool(len(w.shape) > 1))
+    return total, *opt_step_sgd(w, total, rates, gate, decay=bool(len(w.shape) > 1))
 
 
 def _update(g: Writer, w: Tensor, d: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
     m, v = g.leaf(pt.state, w.shape), g.leaf(pt.state, w.shape)
     g.values[v.label] = 0.1 + np.abs(g.values[v.label])
-    return ops.opt_step_adamw(w, d, m, v, hyper, gate, decay=bool(len(w.shape) > 1))
+    return opt_step_adamw(w, d, m, v, hyper, gate, decay=bool(len(w.shape) > 1))

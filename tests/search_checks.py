@@ -2,8 +2,8 @@
 
 from packtrain.cost import Rates
 from packtrain.models.config import Config
+from packtrain.optim import AdamW
 from packtrain.recompute import Chain
-from packtrain.train.optim import AdamW
 from packtrain.train.parts import Setting, chain
 from packtrain.train.plans import Shape
 

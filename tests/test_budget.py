@@ -17,11 +17,11 @@ from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import Config
+from packtrain.optim import SGD, AdamW
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
 from packtrain.train import loaded
 from packtrain.train.budget import Limit, planned
 from packtrain.train.engine import Engine
-from packtrain.train.optim import SGD, AdamW
 from packtrain.train.parts import Setting, chain
 from packtrain.train.plans import APPLY, MEASURE, Shape, make_plans
 from packtrain.train.search import Search, search, smallest

@@ -16,6 +16,7 @@ from packtrain.errors import DoesNotFit
 from packtrain.kernels import ahead, store
 from packtrain.kernels.ahead import MIB, Way
 from packtrain.memory import private_nbytes_of
+from packtrain.optim import AdamW
 from tests.test_model_file import CONFIG, save
 
 LARGE = ("attention", "attention_back", "experts", "loss", "elementwise")
@@ -132,4 +133,4 @@ def test_train_loads_no_modules_but_those_of_its_plan(tmp_path: Path):
     text.write_text("one two three four five six seven eight nine ten\n" * 40)
     small = ("--iters", 2, "--ctx", 16, "--batch-size", 2, "--preset", "1m")
     found = loaded("train", "--data", text, "-o", output, *small)
-    assert found == closed(kernels.LEARNING)
+    assert found == closed((*kernels.LEARNING, *AdamW.kernels))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from packtrain.models import transformer
+from packtrain.optim import AdamW
 from packtrain.recompute import uniform
 from packtrain.train.engine import Engine
-from packtrain.train.optim import AdamW
 from packtrain.train.plans import EVALUATE, MICRO, STEP, UPDATE, Shape, make_plans
 from packtrain.train.schedule import Schedule
 from tests.models import CONFIG, batch, values

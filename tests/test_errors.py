@@ -9,8 +9,8 @@ import pytest
 import packtrain as pt
 from packtrain import Graph, GraphError, debug, differentiate, make_plan, ops, place
 from packtrain.dtypes import i32
+from packtrain.optim import AdamW
 from packtrain.tensor import Kernel, named
-from packtrain.train.optim import AdamW
 from tests.models import CONFIG, batch, bind, same_bits, steps, values
 
 FILE = "test_errors.py"

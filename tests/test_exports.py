@@ -8,6 +8,7 @@ import pytest
 
 import packtrain
 from packtrain import ops
+from packtrain.optim import OPTIMIZERS
 from packtrain.tensor import OPS, Op
 
 MODULES = [
@@ -37,8 +38,11 @@ def test_what_is_declared_exists_once_and_in_order(module: ModuleType):
 
 
 def test_every_op_is_exported_under_its_name():
-    assert {name: getattr(ops, name, None) for name in OPS} == OPS
-    assert set(OPS) <= set(ops.__all__) <= set(packtrain.__all__)
+    own = {name: op for name, op in OPS.items() if op.rule.__module__.startswith("packtrain.ops.")}
+    assert {name: getattr(ops, name, None) for name in own} == own
+    assert set(own) <= set(ops.__all__) <= set(packtrain.__all__)
+    homes = {op.rule.__module__ for name, op in OPS.items() if name not in own}
+    assert homes == {kind.__module__ for kind in OPTIMIZERS.values()}  # an op with its optimizer
 
 
 def test_ops_export_nothing_but_ops_and_compositions_of_them():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import packtrain as pt
+from packtrain.optim import AdamW, training
 from packtrain.stop import stop_on_signals
 from packtrain.train.finite import FiniteGuard, NotFinite
-from packtrain.train.optim import AdamW, training
 
 ROOT = Path(pt.__file__).parents[1]
 

@@ -36,6 +36,7 @@ LAYERS = {
     "quant": "dtypes kernels",
     "ops": "dtypes tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
+    "optim": "settings dtypes tensor graph kernels ops grad",
     "interpret": "dtypes tensor graph",
     "backends": "dtypes tensor",
     "place": "dtypes tensor graph ops backends",
@@ -58,14 +59,15 @@ LAYERS = {
     "sample": "errors",
     "generate": "dtypes errors words tensor graph place run tokenizer models sample",
     "watch": "errors events words files memory plan",
-    "train": "version child errors events words files settings dtypes tensor graph ops grad place packing plan run"
-    " memory stop kernels quant gguf tokenizer template corpus samples cost speed recompute models sample generate"
+    "train": "version child errors events words files settings dtypes tensor graph ops grad optim place packing plan"
+    " run memory stop kernels quant gguf tokenizer template corpus samples cost speed recompute models sample generate"
     " watch",
     "tasks": "errors events words files settings types dtypes graph place plan picture run memory kernels quant gguf"
     " tokenizer corpus samples models merging sample generate template watch train",
     "library": "events settings tasks train",
     "commands": "errors events words files settings dtypes tensor graph place plan picture run memory stop kernels"
-    " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch train tasks",
+    " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim train"
+    " tasks",
     "cli": "errors words settings debug commands tasks train version",
     "__main__": "cli",
 }

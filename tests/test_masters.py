@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
 from packtrain.dtypes import Dtype
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.models import transformer
+from packtrain.optim import ROUNDING, SGD, AdamW, Optimizer, training
+from packtrain.optim.adamw import opt_step_adamw
+from packtrain.optim.sgd import opt_step_sgd
 from packtrain.quant import dequantize, quantize
 from packtrain.tensor import Tensor
-from packtrain.train.optim import ROUNDING, SGD, AdamW, Optimizer, training
 from tests import checks
 from tests.faults import kernel
 from tests.faults_kernels import to_nearest
@@ -33,7 +34,7 @@ def stepped(w: np.ndarray, by: np.ndarray, step: int = 1, stream: int = 3) -> np
     leaf, g = pt.weight("w", w.shape, pt.bf16), pt.input("g", w.shape)
     hyper, gate = pt.constant("hyper", np.array([1.0, 0.0])), pt.constant("gate", np.ones(()))
     given = {"w": quantize(w, pt.bf16), "g": by, "key": key(step)}
-    made = ops.opt_step_sgd(
+    made = opt_step_sgd(
         leaf, g, hyper, gate, pt.input("key", (2,), pt.i64), decay=True, stream=stream
     )
     return dequantize(checks.run(pt.Graph({}, made), given)["w"])
@@ -67,11 +68,11 @@ def test_steps_and_tensors_draw_anew() -> None:
 
 def adamw(w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, *key: Tensor) -> tuple[Tensor, ...]:
     m, v = pt.state("m", w.shape), pt.state("v", w.shape)
-    return ops.opt_step_adamw(w, g, m, v, hyper, gate, *key, decay=True, stream=9)
+    return opt_step_adamw(w, g, m, v, hyper, gate, *key, decay=True, stream=9)
 
 
 def sgd(w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, *key: Tensor) -> tuple[Tensor, ...]:
-    return ops.opt_step_sgd(w, g, hyper, gate, *key, decay=True, stream=9)
+    return opt_step_sgd(w, g, hyper, gate, *key, decay=True, stream=9)
 
 
 @pytest.mark.parametrize("n", (1, 17, 1023, 1025, 8193, 30_000))

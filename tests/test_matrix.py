@@ -8,11 +8,11 @@ import pytest
 
 from packtrain.cost import Rates
 from packtrain.models.lora import Lora
+from packtrain.optim import AdamW
 from packtrain.place import place
 from packtrain.recompute import uniform
 from packtrain.recompute.block import backward_steps
 from packtrain.train.depth import even, reached, with_blocks
-from packtrain.train.optim import AdamW
 from packtrain.train.parts import Setting
 from packtrain.train.plans import STEP, Base, Shape, build, leaves
 from packtrain.train.search import search

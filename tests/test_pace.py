@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from packtrain.optim import SGD
 from packtrain.train import pace
-from packtrain.train.optim import SGD
 from packtrain.train.pace import STEPS, Pace, learnt, seen
 from packtrain.train.plans import Shape, make_plans
 from tests.models import CONFIG

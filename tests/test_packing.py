@@ -16,8 +16,8 @@ import packtrain as pt
 from benchmarks import packing as benchmark
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
+from packtrain.optim import AdamW, training
 from packtrain.packing import Packing, clash, exact, height, lower_bound, pack, packings
-from packtrain.train.optim import AdamW, training
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = ROOT.parent / "shared/data/minimalloc/challenging"
@@ -298,7 +298,7 @@ def test_an_ordinary_plan_loads_no_kernels() -> None:
     code = (
         "import sys, packtrain as pt; from packtrain.models import transformer; "
         "from packtrain.models.config import PRESETS; "
-        "from packtrain.train.optim import AdamW, training; config = PRESETS['1m']; "
+        "from packtrain.optim import AdamW, training; config = PRESETS['1m']; "
         "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
         "graph = training({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
         "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print('numba' in sys.modules)"

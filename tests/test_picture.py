@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 import pytest
 
 import packtrain.picture
+from packtrain.optim import AdamW
 from packtrain.picture import chart, page, terminal, trace
 from packtrain.picture.chart import ABOVE, BELOW, BOTTOM, LEFT, RIGHT, TOP, byte_ticks, step_ticks
 from packtrain.picture.scene import CATEGORIES, OWNERS, Scene, fullest, make_scene
 from packtrain.picture.terminal import LINES, MARGIN
 from packtrain.place import Placed, place
 from packtrain.plan import Arena, Buffer, Plan, make_plan, size_text
-from packtrain.train.optim import AdamW
 from tests import models
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import packtrain as pt
 from packtrain import Graph, Session, Tensor, differentiate, make_plan, ops, place
 from packtrain.dtypes import i32, i64
 from packtrain.models import transformer
-from packtrain.train.optim import AdamW
+from packtrain.optim import AdamW
 from tests.models import CONFIG, batch, bind, gradients, same_bits, steps, values
 
 OPTIMIZER = AdamW(lr=1e-2)

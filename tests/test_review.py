@@ -5,6 +5,7 @@ import pytest
 
 import packtrain as pt
 from packtrain.graph import Graph
+from packtrain.optim.adamw import opt_step_adamw
 from packtrain.tensor import Spec
 
 
@@ -44,7 +45,7 @@ def test_what_is_written_is_read_once():
         pt.set_rows(leaf, pt.narrow(leaf, axis=0, start=0, length=2), ids)
     w, g = pt.weight("w", (2,)), pt.input("g", (2,))
     with pytest.raises(pt.GraphError, match="w is written"):
-        pt.opt_step_adamw(
+        opt_step_adamw(
             w, g, w, pt.state("v", (2,)), pt.input("h", (7,)), pt.input("s", ()), decay=True
         )
 

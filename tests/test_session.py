@@ -14,6 +14,7 @@ import pytest
 
 import packtrain as pt
 from packtrain import Graph, RunError, Session, Stopped, backends, make_plan, ops, place
+from packtrain.optim.adamw import opt_step_adamw
 from packtrain.tensor import Kernel
 from tests import alternate
 from tests.alternate import Alternating
@@ -113,7 +114,7 @@ def fed(t: int = 1) -> dict[str, np.ndarray]:
 
 def test_an_exception_inside_the_update_makes_the_session_dirty(monkeypatch):
     left = [3]
-    real = ops.opt_step_adamw.kernels["cpu"].run
+    real = opt_step_adamw.kernels["cpu"].run
 
     def failing(*args, **attrs):
         left[0] -= 1
@@ -121,7 +122,7 @@ def test_an_exception_inside_the_update_makes_the_session_dirty(monkeypatch):
             raise OSError("the lights went out")
         real(*args, **attrs)
 
-    monkeypatch.setitem(ops.opt_step_adamw.kernels, "cpu", Kernel(failing, strided=False))
+    monkeypatch.setitem(opt_step_adamw.kernels, "cpu", Kernel(failing, strided=False))
     run = update()
     with pytest.raises(OSError, match="lights"):
         run(fed())

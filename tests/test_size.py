@@ -59,7 +59,7 @@ def rooms() -> Counter[str]:
         for decorator in node.decorator_list:
             owner = decorator.func if isinstance(decorator, ast.Call) else decorator
             name = owner.value.id if isinstance(owner, ast.Attribute) else owner.id
-            is_op = path.parts[0] == "ops"
+            is_op = path.parts[0] in ("ops", "optim")
             if is_op and name == "op":
                 name = node.name
             if is_op:

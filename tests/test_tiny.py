@@ -6,7 +6,7 @@ from packtrain import Graph, Session, make_plan, place, verify
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
 from packtrain.models.config import Config
-from packtrain.train.optim import AdamW, training
+from packtrain.optim import AdamW, training
 
 CONFIG = Config(
     vocab_size=17,

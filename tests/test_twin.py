@@ -6,9 +6,9 @@ import pytest
 from packtrain.corpus import Tokens
 from packtrain.models import transformer
 from packtrain.models.config import Config
+from packtrain.optim import AdamW
 from packtrain.train.batches import Batches
 from packtrain.train.engine import Engine
-from packtrain.train.optim import AdamW
 from packtrain.train.plans import Shape, make_plans
 from packtrain.train.schedule import Schedule
 from tests import checks

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from packtrain.models.config import Config
-from packtrain.train.optim import AdamW
+from packtrain.optim import AdamW
 
 Weights = Mapping[str, Tensor]
 

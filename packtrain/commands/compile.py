@@ -8,6 +8,7 @@ from itertools import product
 from packtrain import kernels
 from packtrain.kernels import store
 from packtrain.memory import parse_size, private_nbytes
+from packtrain.optim import OPTIMIZERS
 from packtrain.settings import option
 from packtrain.train.loaded import loaded, needed
 
@@ -26,8 +27,9 @@ def run(settings: Compile) -> int:
     names = store.modules()
     count = kernels.prepare(names, limit, private_nbytes())
     room = math.inf if limit is None else limit - private_nbytes()
-    for experts, packed in product((False, True), repeat=2):
-        loaded(needed(experts, packed), room)  # measured, so that a tight budget can be planned
+    wanted = product((False, True), (False, True), OPTIMIZERS.values())
+    for modules in dict.fromkeys(needed(*one) for one in wanted):
+        loaded(modules, room)  # measured, so that a tight budget can be planned
     seconds = time.perf_counter() - began
     folders = sorted({str(store.folder_of(name).parent) for name in names})
     print(

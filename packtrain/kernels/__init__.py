@@ -25,7 +25,7 @@ __all__ = [
 
 # the modules that models take: to write text, to learn, where they have experts, and to be written packed
 WRITING = ("attention", "elementwise", "matmul", "norm", "packed", "rope", "rows")
-LEARNING = (*WRITING, "attention_back", "loss", "packing", "reduce", "update")
+LEARNING = (*WRITING, "attention_back", "loss", "packing", "reduce")  # and those of the optimizer
 EXPERTS = ("experts", "softmax")
 PACKING = ("quantize",)
 

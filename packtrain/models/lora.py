@@ -4,7 +4,6 @@ A Lora is plain data and part of a model's Config, so that every graph of the mo
 are leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter).
 """
 
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -60,8 +59,3 @@ def fitting(shape: tuple[int, ...], name: str, rank: int) -> tuple[tuple[int, ..
     if name == EMBEDDING:
         return (out, rank), (width, rank)
     return (*experts, rank, width), (*experts, out, rank)
-
-
-def noise(name: str) -> int:
-    """The stream of random numbers of this tensor: by which its addition drops what it reads, or it is rounded."""
-    return zlib.crc32(name.encode())

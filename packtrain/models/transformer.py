@@ -14,7 +14,8 @@ import numpy as np
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models.config import Config, Rope
-from packtrain.models.lora import EMBEDDING, KEY, A, B, noise
+from packtrain.models.lora import EMBEDDING, KEY, A, B
+from packtrain.ops.arrays import noise
 from packtrain.ops.experts import Low
 from packtrain.tensor import Tensor, input, named, state, weight
 
@@ -376,9 +377,7 @@ def generation(
     wanted. All of them come at run time, so one plan serves every position and every mix of sequences.
     The cache holds keys and values as f32 or f16.
     """
-    tokens, pos, seq, cell = (
-        input(name, (time,), i32) for name in ("tokens", "pos", "seq", "cell")
-    )
+    tokens, pos, seq, cell = (input(n, (time,), i32) for n in ("tokens", "pos", "seq", "cell"))
     cell_pos, cell_seq = input("cell_pos", (cells,), i32), input("cell_seq", (cells,), i32)
     length, wanted_rows = input("length", (1,), i32), input("rows", (wanted,), i32)
     handles: list[Tensor] = []

@@ -37,14 +37,14 @@ from packtrain.ops.rope import rope, rope_table
 from packtrain.ops.routing import group_rows, take, take_back, top_k
 from packtrain.ops.shape import concat, cont, narrow, narrow_back, permute, reshape, transpose
 from packtrain.ops.softmax import soft_max, soft_max_back
-from packtrain.ops.update import accumulate, clip_gate, opt_step_adamw, opt_step_sgd, sum_squares
+from packtrain.ops.update import accumulate, clip_gate, sum_squares
 
 __all__ = [
     "accumulate", "add", "attention", "attention_back", "broadcast_to", "clip_gate", "concat", "cont",
     "cross_entropy", "cross_entropy_back", "div", "dropout", "exp", "experts", "geglu", "geglu_back",
     "get_rows", "get_rows_back", "group_rows", "linear_cross_entropy", "log", "matmul", "matmul_back",
-    "matmul_id", "matmul_id_back", "mul", "narrow", "narrow_back", "neg", "opt_step_adamw", "opt_step_sgd",
-    "out_prod", "out_prod_id", "permute", "relu", "reshape", "rms_norm", "rms_norm_back", "rope", "rope_table",
+    "matmul_id", "matmul_id_back", "mul", "narrow", "narrow_back", "neg", "out_prod",
+    "out_prod_id", "permute", "relu", "reshape", "rms_norm", "rms_norm_back", "rope", "rope_table",
     "scale", "set_rows", "sigmoid", "silu", "silu_back", "soft_max", "soft_max_back", "sqr", "sqrt", "step",
     "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back", "tanh",
     "top_k", "transpose", "weighted_rows", "weighted_rows_back", "zero_rows",

@@ -1,6 +1,7 @@
-"""Small shapes of arrays that rooms share when they call kernels."""
+"""What rooms share when they call kernels: small shapes of arrays, and streams of random numbers."""
 
 import math
+import zlib
 
 import numpy as np
 
@@ -47,3 +48,8 @@ def start_with(y, acc):
     """Make y start as acc; they may already be the same bytes."""
     if y.__array_interface__["data"] != acc.__array_interface__["data"]:
         np.copyto(y, acc)
+
+
+def noise(name: str) -> int:
+    """The stream of random numbers of this tensor: by which its addition drops what it reads, or it is rounded."""
+    return zlib.crc32(name.encode())

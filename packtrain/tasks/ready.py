@@ -76,11 +76,11 @@ def ready(settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say) ->
         _set_threads(settings.threads)
     job = decide(settings, say)
     check_validation(settings, job.valid is not None)
-    modules = needed(job.shape.config.expert_count > 0, job.shape.base is not None)
+    modules = needed(job.config.expert_count > 0, job.shape.base is not None, type(job.optimizer))
     kernels.prepare(modules, limit, private_nbytes())
     room = math.inf if limit is None else limit - private_nbytes()
     speed = rates_apart(settings.measure_speed, say, packed_types(job.shape), room)
-    data, positions = job.glimpse(), job.shape.rows * job.shape.time * job.shape.micros
+    data, positions = job.glimpse(), job.shape.positions
     speed, learning = replace(speed, seen=seen(data)), learnt(data, positions)
     settle()
     found = _found(settings, say)

@@ -6,11 +6,11 @@ In go Shapes under one Setting; out come Sizes, Chains for recomputation to choo
 from dataclasses import dataclass, replace
 
 from packtrain.models.config import Config
+from packtrain.optim import Optimizer
 from packtrain.place import place
 from packtrain.recompute import Built, Chain
 from packtrain.train.depth import even, reached, with_blocks
 from packtrain.train.forms import CHUNKS
-from packtrain.train.optim import Optimizer
 from packtrain.train.parts import (
     CALL_NBYTES,
     Part,
@@ -145,7 +145,7 @@ class Drafts:
 
 def repeats(shape: Shape) -> int:
     """How often a step computes again what its blocks do not keep."""
-    return shape.micros if blocks_in(shape) == MICRO else passes(shape)
+    return runs(shape)[MICRO] if blocks_in(shape) == MICRO else passes(shape)
 
 
 def _what_matters(name: str, shape: Shape) -> Shape:

@@ -1,15 +1,29 @@
 """Settings that would have no effect beside others, in one table. A run with one of them is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
 from packtrain.corpus.documents import has_valid_file
 from packtrain.errors import InputError
+from packtrain.optim import OPTIMIZERS
 from packtrain.settings import flag
 from packtrain.train.settings import RunSettings, TrainSettings, TuneSettings
 
 Rule = tuple[str, Callable[[Any], bool], str]
+
+
+def of_optimizers() -> Iterator[Rule]:
+    """For each optimizer the settings that others have and it has not."""
+    of = {name: {field.name for field in fields(kind)} for name, kind in OPTIMIZERS.items()}
+    known = {field.name for field in fields(RunSettings)} & set().union(*of.values())
+    for name, own in of.items():
+        yield " ".join(sorted(known - own)), _chosen(name), f"with --optimizer {name}"
+
+
+def _chosen(name: str) -> Callable[[Any], bool]:
+    return lambda settings: bool(settings.optimizer == name)
+
 
 VAL_SPLIT: Rule = (
     "val_split",
@@ -28,7 +42,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
         (
             ("epochs", lambda s: s.iters is not None, "with --iters, which sets the length"),
             ("lr_min lr_cycles", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
-            ("beta1 beta2", lambda s: s.optimizer == "sgd", "with sgd, which has no moments"),
+            *of_optimizers(),
             ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
             ("overwrite", lambda s: s.resume, "with --resume"),
             (

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 
 from packtrain.models.lora import KEY
+from packtrain.optim import ROUNDING, Optimizer
 from packtrain.run import Executor, Session
 from packtrain.train.finite import FiniteGuard
-from packtrain.train.optim import ROUNDING, Optimizer
 from packtrain.train.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Plans
 
 Batch = Mapping[str, np.ndarray]
@@ -33,6 +32,46 @@ class Evaluated:
     loss: float
     error: float
     tokens: int
+
+
+class Turn:
+    """One step of the engine, for an optimizer to drive, see `optim.Turn`."""
+
+    def __init__(
+        self, run: Mapping[str, Executor], shares: Sequence[Batch], rounding: Batch
+    ) -> None:
+        self.run, self.shares, self.rounding = run, shares, rounding
+        self.loss = np.zeros((), np.float32)
+        self.fed: list[tuple[Executor, Batch]] = []
+
+    def whole(self, hyper: Batch) -> Batch:
+        if STEP in self.run:
+            return self._fed(STEP, [{**self.shares[0], **hyper, **self.rounding}])[0]
+        if MEASURE not in self.run:
+            return {**self.evaluate(), **self.update(hyper)}
+        (got,) = self._fed(MEASURE, self.shares)
+        numbers = {**hyper, **self.rounding, "squares": got["squares"]}
+        self.run[APPLY]({**self.shares[0], **numbers})
+        return got
+
+    def evaluate(self) -> Batch:
+        fresh = (np.array(float(i == 0), np.float32) for i in range(len(self.shares)))
+        each = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
+        losses = [got["loss"] for got in self._fed(MICRO, each)]
+        self.loss = np.array(sum(losses), np.float32)
+        return {"loss": self.loss}
+
+    def update(self, hyper: Batch) -> Batch:
+        return self.run[UPDATE]({**hyper, **self.rounding, "loss": self.loss})
+
+    def _fed(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
+        self.fed = [(self.run[name], one) for one in inputs]
+        return [run(one) for run, one in self.fed]
+
+    def diagnose(self) -> str | None:
+        """The op that first makes a value that is not finite when what was evaluated last runs again."""
+        found = (run.diagnose(inputs) for run, inputs in self.fed)
+        return next(filter(None, found), None)
 
 
 class Engine:
@@ -61,9 +100,13 @@ class Engine:
     def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite, see FiniteGuard."""
         tokens = float(sum(batch["weights"].sum() for batch in batches))
-        hyper = self.optimizer.inputs(number, rate)
-        if any(ROUNDING in run.inputs for run in self.run.values()):
-            hyper |= {ROUNDING: np.array([self.seed, number], np.int64)}
+        turn = Turn(self.run, self._shares(batches, tokens, number), self._rounding(number))
+        got = self.optimizer.drive(turn, number, rate)
+        bad = self.guard.check(got, turn.diagnose)
+        return Stepped(float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad)
+
+    def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
+        """What each run of a graph gets, with weights that add up to 1 over the step."""
         shares = [{**b, "weights": b["weights"] / np.float32(tokens or 1)} for b in batches]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
@@ -72,31 +115,12 @@ class Engine:
             numbers = range((number - 1) * len(shares), number * len(shares))
             keys = (np.array([self.seed, n], np.int64) for n in numbers)
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
-        if STEP in self.run:
-            inputs = shares[0] | hyper
-            got = self.run[STEP](inputs)
-            bad = self.guard.check(got, partial(self.run[STEP].diagnose, inputs))
-        elif MEASURE in self.run:
-            got = self.run[MEASURE](shares[0])
-            self.run[APPLY](shares[0] | hyper | {"squares": got["squares"]})
-            bad = self.guard.check(got, partial(self.run[MEASURE].diagnose, shares[0]))
-        else:
-            got, bad = self._accumulated(shares, hyper)
-        return Stepped(float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad)
+        return [*shares]
 
-    def _accumulated(
-        self, shares: Sequence[dict[str, np.ndarray]], hyper: Batch
-    ) -> tuple[dict[str, np.ndarray], str | None]:
-        inputs = [
-            share | {"fresh": np.array(float(i == 0), np.float32)} for i, share in enumerate(shares)
-        ]
-        loss = np.array(sum(self.run[MICRO](one)["loss"] for one in inputs), np.float32)
-        got = {"loss": loss} | self.run[UPDATE]({**hyper, "loss": loss})
-
-        def diagnose() -> str | None:
-            return next(filter(None, map(self.run[MICRO].diagnose, inputs)), None)
-
-        return got, self.guard.check(got, diagnose)
+    def _rounding(self, number: int) -> Batch:
+        """Seed and step, where weights are rounded at random."""
+        wanted = any(ROUNDING in run.inputs for run in self.run.values())
+        return {ROUNDING: np.array([self.seed, number], np.int64)} if wanted else {}
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
         return evaluate(self.run[EVALUATE], batches)

@@ -14,11 +14,13 @@ PARTS, BLOCKS = (
 
 def candidates(shape: Shape, fixed: bool = False) -> Iterator[Shape]:
     """Shapes that compute the same as this one, whatever its chunk; bit for bit the same if `fixed`."""
-    clips, blocks = shape.max_norm is not None, shape.config.block_count
+    one_pass, blocks = shape.evaluations == 1, shape.config.block_count
+    clips = shape.max_norm is not None and one_pass
     for rows in [shape.rows] if fixed else divisors(shape.rows):
         micros = shape.micros * shape.rows // rows
         for layered in (shape.layered,) if fixed else (False, True):
-            if layered and not 1 < micros <= min(PARTS, BLOCKS // blocks):
+            few = 1 < micros <= min(PARTS, BLOCKS // blocks)
+            if layered and not (few and one_pass):
                 continue
             one = replace(shape, rows=rows, micros=micros, layered=layered, two_passes=False)
             yield one

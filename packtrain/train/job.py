@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +17,11 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import save_model
+from packtrain.optim import OPTIMIZERS, Optimizer
 from packtrain.run import Session
 from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
 from packtrain.train.batches import Batches
-from packtrain.train.optim import SGD, AdamW, Optimizer
 from packtrain.train.plans import Shape
 from packtrain.train.schedule import Schedule
 from packtrain.train.settings import FREE, RunSettings, TrainSettings
@@ -192,15 +192,15 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     config = settings.config(len(corpus.vocabulary["tokenizer.ggml.tokens"].value))
     for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
         say(note)
+    size = settings.batch_size, config.context_length
     shape = Shape(
         config,
-        settings.batch_size,
-        config.context_length,
+        *size,
         settings.grad_accumulation_steps,
         settings.max_grad_norm or None,
         corpus.valid is not None,
+        evaluations=OPTIMIZERS[settings.optimizer].evaluations,
     )
-    size = settings.batch_size, config.context_length
     train = Batches(
         corpus.train,
         *size,
@@ -235,10 +235,11 @@ def _longer(preset: str, ctx: int) -> Iterator[str]:
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:
-    if settings.optimizer == "sgd":
-        return SGD(settings.learning_rate, settings.weight_decay)
-    betas = settings.beta1, settings.beta2
-    return AdamW(settings.learning_rate, *betas, weight_decay=settings.weight_decay)
+    """The one that the settings name, with those of its fields that are settings."""
+    kind = OPTIMIZERS[settings.optimizer]
+    names = [field.name for field in fields(kind) if hasattr(settings, field.name)]
+    given = {name: getattr(settings, name) for name in names}
+    return kind(**given | {"lr": settings.learning_rate})
 
 
 def _text(settings: TrainSettings) -> Text:

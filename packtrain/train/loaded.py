@@ -15,6 +15,7 @@ from packtrain.files import write_text
 from packtrain.kernels import store
 from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
+from packtrain.optim import Optimizer
 
 GUESSED_NBYTES = 56 << 20  # where there is no room for the child; 46 to 53 were measured
 UNSURE_NBYTES = 16 << 20  # by which the guess may be too high
@@ -28,10 +29,11 @@ class Loaded(NamedTuple):
     unsure: int = 0
 
 
-def needed(experts: bool, packed: bool) -> tuple[str, ...]:
+def needed(experts: bool, packed: bool, optimizer: type[Optimizer]) -> tuple[str, ...]:
     """The kernel modules that a run calls: of a model with experts, and with matrices that are packed when written."""
     return (
         *kernels.LEARNING,
+        *optimizer.kernels,
         *(kernels.EXPERTS if experts else ()),
         *(kernels.PACKING if packed else ()),
     )

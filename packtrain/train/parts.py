@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from packtrain import cost
 from packtrain.generate import placements
+from packtrain.optim import Optimizer
 from packtrain.packing import lower_bound
 from packtrain.place import Placed, Step
 from packtrain.plan.lifetimes import columns, storages
 from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
 from packtrain.tensor import Spec, Tensor
 from packtrain.train.depth import reached, with_blocks
-from packtrain.train.optim import Optimizer
 from packtrain.train.plans import (
     BOUND_NBYTES,
     STEP,

@@ -16,12 +16,12 @@ from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.lora import EMBEDDING, SUFFIXES
+from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.place import Placed, place
 from packtrain.plan import Plan, make_plan
 from packtrain.plan.plan import size_text
 from packtrain.recompute import Built, Choice
 from packtrain.tensor import Role, Tensor
-from packtrain.train.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.watch.progress import clock, same_speed, speed_text
 from packtrain.words import plural
 
@@ -70,6 +70,7 @@ class Shape:
     keep        what the backward pass finds of the forward pass; None is everything
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients wait
     layered     the micro-batches go through each block in turn, so that no gradient waits for the next of them
+    evaluations of loss and gradient in a step, as the optimizer says; with more than one the update is a graph apart
     base        the model in a file that is tuned; None trains all of a new one
     """
 
@@ -83,6 +84,7 @@ class Shape:
     keep: Choice | None = None
     two_passes: bool = False
     layered: bool = False
+    evaluations: int = 1
     base: Base | None = None
 
     @property
@@ -318,11 +320,12 @@ def names(shape: Shape) -> tuple[str, ...]:
 
 def runs(shape: Shape) -> dict[str, int]:
     """How often each graph runs in a step."""
-    return {name: shape.micros if name == MICRO else 1 for name in _of_a_step(shape)}
+    times = {MICRO: shape.micros * shape.evaluations, UPDATE: shape.evaluations}
+    return {name: times.get(name, 1) for name in _of_a_step(shape)}
 
 
 def _of_a_step(shape: Shape) -> tuple[str, ...]:
-    if shape.micros > 1 and not shape.layered:
+    if shape.evaluations > 1 or (shape.micros > 1 and not shape.layered):
         return MICRO, UPDATE
     return (MEASURE, APPLY) if shape.two_passes else (STEP,)
 

@@ -6,9 +6,7 @@ numbers for it; then all values are made again as they were, from the file and t
 
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 
@@ -16,7 +14,6 @@ from packtrain.models.lora import B
 from packtrain.train.engine import Engine
 from packtrain.train.finite import FiniteGuard
 from packtrain.train.job import Job
-from packtrain.train.optim import SGD, AdamW
 from packtrain.words import plural
 
 RATE = 1e3
@@ -30,13 +27,13 @@ class NoGradient(ArithmeticError):
 
 def probe(job: Job, engine: Engine, say: Callable[[str], None]) -> None:
     """Raise NoGradient for tensors that nothing would train; experts that no token has reached are said."""
-    session, optimizer = engine.session, cast(AdamW | SGD, engine.optimizer)
+    session, optimizer = engine.session, engine.optimizer
     names = engine.plans.trained
     for name in (name for name in names if name.endswith(B)):
         draw = np.random.default_rng(zlib.crc32(name.encode()))
         session.fill(name, partial(_small, draw=draw))
     before = {name: _digests(session.view(name)) for name in names}
-    engine.optimizer = replace(optimizer, weight_decay=0.0)
+    engine.optimizer = optimizer.bare()
     did = engine.step(job.batches(1), 1, RATE)
     if did.bad:
         raise NoGradient(f"before step 1 a gradient is not finite: {did.bad}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
+from packtrain.optim import Optimizer, leaner
 from packtrain.recompute import (
     spaced,
     spacing,
@@ -18,7 +19,6 @@ from packtrain.recompute import (
 from packtrain.train.depth import reached
 from packtrain.train.drafts import Draft, Drafts, repeats
 from packtrain.train.forms import CHUNKS, candidates, extremes
-from packtrain.train.optim import SGD
 from packtrain.train.parts import (
     Setting,
 )
@@ -234,13 +234,15 @@ class Search(Drafts):
         )
         if at < len(contexts):
             return f"it would fit with --ctx {contexts[at]}"
-        if self._with_sgd()._could_fit(shape, limit):
-            return "it would fit with --optimizer sgd, which has no moments"
+        for other in leaner(self.setting.optimizer):
+            apart = replace(shape, evaluations=other.evaluations)
+            if self._with(other)._could_fit(apart, limit):
+                return f"it would fit with --optimizer {other.name}, which {other.note}"
         return f"no shorter context fits either: {_smaller(shape)}"
 
-    def _with_sgd(self) -> "Search":
+    def _with(self, optimizer: Optimizer) -> "Search":
         """Another search, which knows of this one what does not depend on the optimizer."""
-        plain = Search(replace(self.setting, optimizer=SGD()), self.recompute)
+        plain = Search(replace(self.setting, optimizer=optimizer), self.recompute)
         plain._samples = self._samples
         plain._parts = {key: found for key, found in self._parts.items() if key[0] in SAME}
         plain._chains = {

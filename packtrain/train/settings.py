@@ -1,16 +1,19 @@
 """Every setting of train and finetune, with its default and help: flags, run.yaml and checkpoints all read this."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
 from packtrain.dtypes import WRITABLE
 from packtrain.errors import InputError
 from packtrain.models.config import PRESETS, Config
+from packtrain.optim import OPTIMIZERS
 from packtrain.samples import TRUNCATE
-from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, positional
+from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, options, positional
 from packtrain.template import SOURCES
 from packtrain.train.schedule import KINDS
 
+T = TypeVar("T")
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
 TYPES = ("f32", "f16", "bf16")
@@ -21,9 +24,25 @@ CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SO
 WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
+def with_those_of_optimizers(cls: type[T]) -> type[T]:
+    """The class with the options that optimizers declare as fields, after `optimizer`."""
+    own: dict[str, Any] = {}
+    for kind in OPTIMIZERS.values():
+        hints = get_type_hints(kind)
+        own |= {f.name: hints[f.name] for f in options(kind)}
+        for f in options(kind):
+            setattr(cls, f.name, field(default=f.default, metadata=f.metadata))
+    hints = dict[str, Any]()
+    for name, hint in cls.__annotations__.items():
+        hints |= {name: hint, **(own if name == "optimizer" else {})}
+    cls.__annotations__ = hints
+    return cls
+
+
 @dataclass(frozen=True)
+@with_those_of_optimizers
 class RunSettings:
-    """Settings of every run that trains."""
+    """Settings of every run that trains, with those of all optimizers."""
 
     data: Path | None = DATA(
         None, "text to train on: a .txt, .jsonl, .csv or .parquet file, or a folder of them"
@@ -72,10 +91,10 @@ class RunSettings:
         0.05, "share of the steps in which the learning rate rises", least=0, most=1
     )
     optimizer: str = TRAINING(
-        "adamw", "update rule; sgd keeps no moments and needs less memory", choices=("adamw", "sgd")
+        next(iter(OPTIMIZERS)),
+        "; ".join(["update rule", *(f"{o.name} {o.note}" for o in OPTIMIZERS.values() if o.note)]),
+        choices=tuple(OPTIMIZERS),
     )
-    beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", least=0, most=0.9999)
-    beta2: float = TRAINING(0.95, "AdamW: decay of the second moment", least=0, most=0.99999)
     weight_decay: float = TRAINING(0.1, "weight decay of matrices", least=0)
     max_grad_norm: float = TRAINING(
         1.0, "clip gradients to this global norm; 0 turns clipping off", least=0

@@ -25,6 +25,7 @@ from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
+from packtrain.optim import OPTIMIZERS
 from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.samples import Dataset, Recipe, prepare
@@ -182,6 +183,7 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         settings.grad_accumulation_steps,
         settings.max_grad_norm or None,
         valid is not None,
+        evaluations=OPTIMIZERS[settings.optimizer].evaluations,
         base=base,
     )
     return Job(

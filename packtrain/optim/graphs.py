@@ -1,96 +1,21 @@
-"""Optimizers as graph builders: states are leaves, settings are inputs, so one plan serves every step."""
+"""The graphs of a step: forward, backward and updates in one, in two passes, or by micro-batches.
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+Leaves of optimizers are states and their numbers inputs, so one plan serves every step.
+"""
 
-import numpy as np
+from collections.abc import Collection, Iterable, Mapping
 
 from packtrain import ops
-from packtrain.dtypes import f32, i64
+from packtrain.dtypes import i64
 from packtrain.grad import Keep, differentiate
 from packtrain.graph import Graph
-from packtrain.models.lora import noise
+from packtrain.optim.optimizer import Given, Optimizer
 from packtrain.tensor import GraphError, Tensor, input, named, state
 
 ROUNDING = "rounding"  # the input that the rounding of bf16 weights depends on: seed and step
 
-
 Inner = dict[Tensor, Tensor] | None
-
-
-class Optimizer(Protocol):
-    """Settings of an update rule, and the rule as calls. States are leaves by name, numbers are an input `hyper`."""
-
-    @property
-    def lr(self) -> float: ...
-
-    def hyper(self) -> Tensor:
-        """The input leaf that `inputs` feeds."""
-
-    def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        """The input of step t, counted from 1, with another rate than `lr` where one is given."""
-
-    def update(
-        self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """The handles of all that one step changes for w; nothing changes if the gate is not finite.
-
-        key  seed and step, of a bf16 alone: it is rounded at random
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class AdamW:
-    """AdamW with decoupled decay, for tensors of two or more axes only. Loshchilov & Hutter, arXiv 1711.05101."""
-
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    def hyper(self) -> Tensor:
-        return input("adamw", (7,))
-
-    def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        corrections = 1 - self.beta1**t, 1 - self.beta2**t
-        rate = self.lr if lr is None else lr
-        hyper = rate, self.beta1, self.beta2, self.eps, self.weight_decay, *corrections
-        return {"adamw": np.array(hyper, np.float32)}
-
-    def update(
-        self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """The handles of w and its two moments `m/<name>` and `v/<name>` after one step."""
-        m, v = (state(f"{kind}/{w.name}", w.shape, role="moment") for kind in "mv")
-        return ops.opt_step_adamw(
-            w, g, m, v, hyper, gate, key, decay=len(w.shape) > 1, stream=stream_of(w)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SGD:
-    """Gradient descent with decoupled decay, for tensors of two or more axes only; it has no state."""
-
-    lr: float = 1e-1
-    weight_decay: float = 0.0
-
-    def hyper(self) -> Tensor:
-        return input("sgd", (2,))
-
-    def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        return {"sgd": np.array((self.lr if lr is None else lr, self.weight_decay), np.float32)}
-
-    def update(
-        self, w: Tensor, g: Tensor, hyper: Tensor, gate: Tensor, key: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        return ops.opt_step_sgd(w, g, hyper, gate, key, decay=len(w.shape) > 1, stream=stream_of(w))
-
-
-def stream_of(w: Tensor) -> int:
-    """The stream of random numbers by which a weight is rounded; 0 for one that is not."""
-    return 0 if w.dtype == f32 else noise(w.label)
+Pair = tuple[Tensor, Tensor]  # a weight and its gradient
 
 
 def training(
@@ -186,8 +111,7 @@ def updating(
     sums = [(w, _sum_of(w)) for w in trained]
     for w, g in sums:
         update.measure(w, g)
-    for w, g in sums:
-        update.apply(w, g)
+    update.apply_all(sums)
     return Graph({"squares": named("squares", update.squares[-1])}, update.handles)
 
 
@@ -210,7 +134,7 @@ class _Update:
 
     def __init__(self, optimizer: Optimizer, loss: Tensor, max_norm: float | None) -> None:
         self.optimizer, self.loss, self.max_norm = optimizer, loss, max_norm
-        self.hyper, self.key = optimizer.hyper(), input(ROUNDING, (2,), i64)
+        self.hyper, self.rounding = optimizer.leaf(), input(ROUNDING, (2,), i64)
         self.squares: list[Tensor] = []
         self.handles: list[Tensor] = []
         self.clip: Tensor | None = None
@@ -218,17 +142,20 @@ class _Update:
     def measure(self, w: Tensor, g: Tensor) -> None:
         _measure(self.squares, g)
 
+    def apply_all(self, pairs: Iterable[Pair]) -> None:
+        self._update(pairs, self._gate())
+
     def apply(self, w: Tensor, g: Tensor) -> None:
         self.clip = self.clip or self._gate()
-        self._update(w, g, self.clip)
+        self._update([(w, g)], self.clip)
 
     def measure_and_apply(self, w: Tensor, g: Tensor) -> None:
         self.measure(w, g)
-        self._update(w, g, self._gate())
+        self._update([(w, g)], self._gate())
 
-    def _update(self, w: Tensor, g: Tensor, gate: Tensor) -> None:
-        key = None if w.dtype == f32 else self.key
-        self.handles.extend(self.optimizer.update(w, g, self.hyper, gate, key))
+    def _update(self, pairs: Iterable[Pair], gate: Tensor) -> None:
+        given = Given(self.hyper, gate, self.rounding)
+        self.handles.extend(self.optimizer.updates(pairs, given))
 
     def _gate(self) -> Tensor:
         finite = ops.add(self.squares[-1], ops.scale(self.loss, by=0.0))

@@ -1,0 +1,35 @@
+"""Optimizers, one file each, and the graphs of a training step. A new one is named here, and nowhere else."""
+
+from collections.abc import Iterator
+
+from packtrain.optim.adamw import AdamW
+from packtrain.optim.graphs import (
+    ROUNDING,
+    accumulating,
+    applying,
+    measuring,
+    training,
+    updating,
+)
+from packtrain.optim.optimizer import Given, Optimizer, Turn, moment
+from packtrain.optim.sgd import SGD
+from packtrain.tensor import weight
+
+__all__ = [
+    "OPTIMIZERS", "ROUNDING", "SGD", "AdamW", "Given", "Optimizer", "Turn", "accumulating", "applying", "leaner",
+    "measuring", "moment", "training", "updating",
+]  # fmt: skip
+
+KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD)  # the first one is the default
+OPTIMIZERS = {kind.name: kind for kind in KINDS}
+
+
+def leaner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The others that keep less for each weight, those that keep the least first."""
+    others = (kind(optimizer.lr) for kind in KINDS)
+    yield from sorted((o for o in others if kept(o) < kept(optimizer)), key=kept)
+
+
+def kept(optimizer: Optimizer) -> int:
+    """Bytes of what is kept for a matrix of some size."""
+    return sum(leaf.spec.nbytes for leaf in optimizer.states(weight("w", (64, 64))))

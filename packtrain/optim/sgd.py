@@ -1,0 +1,84 @@
+"""Gradient descent, which keeps nothing from step to step."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.ops.arrays import flat, floats
+from packtrain.optim.optimizer import Given, Optimizer
+from packtrain.optim.weights import decays, sampled, stored, stream_of, want_weight, write
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+
+@dataclass(frozen=True, slots=True)
+class SGD(Optimizer):
+    """Gradient descent with decoupled decay, for tensors of two or more axes only; it has no state."""
+
+    name: ClassVar[str] = "sgd"
+    note: ClassVar[str] = "keeps no moments and needs less memory"
+    hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
+    kernels: ClassVar[tuple[str, ...]] = ("update",)
+
+    lr: float = 1e-1
+    weight_decay: float = 0.0
+
+    def numbers(self, t: int, lr: float) -> tuple[float, ...]:
+        return lr, self.weight_decay
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+        read = w, g, given.hyper, given.gate, given.key(w)
+        return opt_step_sgd(*read, decay=decays(w), stream=stream_of(w))
+
+    def bare(self) -> Optimizer:
+        return replace(self, weight_decay=0.0)
+
+
+@op(writes=(0,))
+def opt_step_sgd(
+    w: Tensor,
+    g: Tensor,
+    hyper: Tensor,
+    gate: Tensor,
+    key: Tensor | None = None,
+    *,
+    decay: bool,
+    stream: int = 0,
+) -> tuple[Spec, ...]:
+    """One step of gradient descent; returns the new handle of w. ggml_opt_step_sgd.
+
+    w = w (1 - lr * weight_decay) - lr * gate * g
+
+        w      (...)  f32, or bf16: rounded up or down at random by uniform(seed, step, stream, index)
+        g      (...)  f32
+        hyper  (2,)   f32   lr, weight_decay
+        gate   ()     f32   see clip_gate; nothing changes if it is not finite
+        key    (2,)   i64   seed and step, for a bf16 alone
+    """
+    want_weight(w, key, g)
+    want(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")
+    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    return (w.spec,)
+
+
+@opt_step_sgd.kernel("numpy")
+def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
+    if np.isfinite(gate):
+        lr, weight_decay = hyper
+        kept = floats(w) * (1 - lr * weight_decay * decay)
+        write(w, kept - lr * (g * gate), key, stream)
+
+
+@opt_step_sgd.kernel("cpu")
+def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
+    kind, data, number = stored(w, key, stream)
+    kernels.update.sgd(kind, data, flat(g), hyper, float(decay), flat(gate), number)
+
+
+@opt_step_sgd.samples
+def opt_step_sgd_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.1]))
+    for w, key, gate, decay in sampled():
+        g = input("g", w.shape)
+        yield from opt_step_sgd(w, g, hyper, gate, key, decay=decay, stream=7)

@@ -1,0 +1,64 @@
+"""What the steps of optimizers share: weights of several types, how they are rounded, and samples of them."""
+
+import numpy as np
+
+from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
+from packtrain.kernels.counter import key as mixed
+from packtrain.kernels.counter import uniform_numpy
+from packtrain.ops.arrays import flat, noise
+from packtrain.tensor import Spec, Tensor, constant, want, weight
+
+
+def want_weight(w: Tensor, key: Tensor | None, *others: Tensor) -> None:
+    """A weight is f32, or bf16 with a key for its rounding; its gradient and moments are f32."""
+    given = ", ".join(str(t.spec) for t in others)
+    want(
+        w.dtype in TRAINABLE and all(t.spec == Spec(w.shape) for t in others),
+        f"w is {w.spec} with {given}; these must be f32{[*w.shape]}, and w f32 or bf16",
+    )
+    fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
+    want(fits, f"w is {w.spec}, key {key and key.spec}; only with a bf16 there is one, i64[2]")
+
+
+def write(w, values, key, stream):
+    """Values to a weight; to a bf16 up or down at random, so that the mean over many draws is the value.
+
+    16 random bits are added to the 16 that go, and what carries is kept.
+    """
+    if key is None:
+        w[...] = values
+        return
+    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    uniform = uniform_numpy(int(key[0]), int(key[1]), stream, w.size).reshape(w.shape)
+    words = words + (uniform * 65536).astype(np.uint32)
+    w[...] = (words >> 16).astype(np.uint16).view(w.dtype)
+
+
+def stored(w, key, stream):
+    """What kernels know of a weight: ggml's number of its type, its bytes, and the key of its rounding."""
+    kind = dtype_of(w).number
+    number = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
+    return kind, flat(w).view(np.uint8), number
+
+
+def sampled():
+    """For samples: a weight of each type and some lengths, its key, a gate, and whether it decays."""
+    for n, gate, decay in (
+        (1, 1.0, True),
+        (17, 0.5, False),
+        (64, np.nan, True),
+        (70_000, 1.0, True),
+    ):
+        gate = constant("gate", np.array(gate))
+        yield weight("w", (n,)), None, gate, decay
+        yield weight("w", (n,), bf16), constant("key", np.array([3, n]), i64), gate, decay
+
+
+def stream_of(w: Tensor) -> int:
+    """The stream of random numbers by which a weight is rounded; 0 for one that is not."""
+    return 0 if w.dtype == f32 else noise(w.label)
+
+
+def decays(w: Tensor) -> bool:
+    """Whether a weight decays: those of two or more axes do."""
+    return len(w.shape) > 1

@@ -1,0 +1,232 @@
+"""An optimizer is one file: added to a copy of the package, driven in several evaluations, known by its roles."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import packtrain
+from packtrain import ops
+from packtrain.dtypes import bf16
+from packtrain.gguf import GGUF
+from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Optimizer, Turn, leaner, moment
+from packtrain.optim.optimizer import Values
+from packtrain.optim.sgd import opt_step_sgd
+from packtrain.tensor import Tensor, state, weight
+from packtrain.train.engine import Engine
+from packtrain.train.forms import candidates
+from packtrain.train.plans import MICRO, UPDATE, Base, Shape, make_plans, runs
+from tests.models import CONFIG, batch, same_bits, values
+
+TIME = 16
+TOY = '''"""Steps of one size along the sign of a running mean of gradients."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from packtrain.optim.optimizer import Given, Optimizer, moment
+from packtrain.settings import TRAINING
+from packtrain.tensor import Spec, Tensor, constant, input, op, state, weight
+
+
+@dataclass(frozen=True, slots=True)
+class Toy(Optimizer):
+    name: ClassVar[str] = "toy"
+    note: ClassVar[str] = "takes steps of one size"
+    hyper: ClassVar[tuple[str, ...]] = ("lr", "blend")
+
+    lr: float = 1e-3
+    blend: float = TRAINING(0.5, "toy: share of the last mean in the next", least=0, most=1)
+
+    def numbers(self, t: int, lr: float) -> tuple[float, ...]:
+        return lr, self.blend
+
+    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+        return (moment("mu", w),)
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+        (mu,) = states
+        return toy_step(w, g, mu, given.hyper, given.gate)
+
+
+@op(writes=(0, 2))
+def toy_step(w: Tensor, g: Tensor, mu: Tensor, hyper: Tensor, gate: Tensor) -> tuple[Spec, ...]:
+    """mu = blend mu + (1 - blend) gate g;  w = w - lr sign(mu)."""
+    return w.spec, mu.spec
+
+
+@toy_step.kernel("numpy")
+def toy_step_numpy(out, w, g, mu, hyper, gate):
+    if np.isfinite(gate):
+        lr, blend = hyper
+        mu[...] = blend * mu + (1 - blend) * gate * g
+        w[...] = w - lr * np.sign(mu)
+
+
+toy_step.kernel("cpu")(toy_step_numpy)
+
+
+@toy_step.samples
+def toy_step_samples():
+    hyper, gate = constant("hyper", np.array([0.1, 0.5])), constant("gate", np.array(0.5))
+    yield from toy_step(weight("w", (17,)), input("g", (17,)), state("mu", (17,)), hyper, gate)
+'''
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, to which one file and its name were added, and with some text."""
+    folder = tmp_path_factory.mktemp("toy")
+    home = folder / "packtrain"
+    shutil.copytree(
+        Path(packtrain.__file__).parent, home, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (home / "optim/toy.py").write_text(TOY)
+    listed = home / "optim/__init__.py"
+    text = listed.read_text().replace("(AdamW, SGD)", "(AdamW, SGD, Toy)")
+    listed.write_text(
+        text.replace("\n\n__all__", "\nfrom packtrain.optim.toy import Toy\n\n__all__")
+    )
+    (folder / "text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
+    return folder
+
+
+def packtrain_in(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "packtrain", *command.split()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
+
+
+SMALL = """train --data text.txt --optimizer toy --blend 0.25 --memory 400MiB --dim 32 --layers 2 --heads 2 --ffn 64
+ --ctx 32 --vocab-size 290 --batch-size 4 --lr-scheduler constant --warmup-ratio 0 --no-tensorboard"""
+
+
+def test_one_file_and_its_name_add_an_optimizer(copy: Path) -> None:
+    """It trains within a budget, and a resumed run gives the same bits as one that went through."""
+    for name, steps in (("whole", "2"), ("parts", "1"), ("parts", "2 --resume")):
+        ran = packtrain_in(copy, f"{SMALL} -o {name}.gguf --iters {steps}")
+        assert ran.returncode == 0, ran.stderr
+    whole, parts = ((copy / f"{name}.gguf").read_bytes() for name in ("whole", "parts"))
+    assert len(whole) == len(parts)
+    saved = [GGUF(copy / f"{name}.run/checkpoint.gguf") for name in ("whole", "parts")]
+    assert [*saved[0].entries] == [*saved[1].entries]
+    for name in saved[0].entries:
+        assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
+    moments = {name for name in saved[0].entries if name.startswith("mu/")}
+    assert len(moments) * 2 == len(saved[0].entries)
+    assert any(saved[0].array(name).any() for name in moments)
+    plan = json.loads((copy / "whole.run/plan.json").read_text())
+    assert plan["fits"] and plan["state_bytes"] == plan["weights_bytes"] > 0
+
+
+def test_flags_of_another_optimizer_are_refused(copy: Path) -> None:
+    ran = packtrain_in(copy, f"{SMALL} --beta1 0.5")
+    assert ran.returncode == 2
+    assert "--beta1 has no effect with --optimizer toy" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    ran = packtrain_in(copy, "train --help")
+    assert "--blend" in ran.stdout and "toy takes steps of one size" in " ".join(ran.stdout.split())
+
+
+# ---- roles ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum(SGD):
+    """Descent along the sum of all gradients."""
+
+    name: ClassVar[str] = "momentum"
+
+    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+        return (moment("blk.0.mu", w),)  # as a weight could be called
+
+    def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
+        fresh = ops.scale(given.gate, by=0.0)
+        (total,) = (ops.accumulate(*states, g, fresh),)
+        return total, *opt_step_sgd(w, total, given.hyper, given.gate, decay=True)
+
+
+def test_a_moment_counts_whatever_it_is_called() -> None:
+    """Of a base of which one block is trained, what is not trained is mapped; moments are not."""
+    shape = Shape(CONFIG, 2, TIME, base=Base((), last=1))
+    plain, made = (make_plans(shape, optimizer) for optimizer in (SGD(), Momentum()))
+    assert set(made.trained) == set(plain.trained) and made.mapped_nbytes == plain.mapped_nbytes > 0
+    assert made.state_nbytes == plain.weight_nbytes == made.weight_nbytes
+    assert made.nbytes >= plain.nbytes + plain.weight_nbytes
+    assert set(made.saved) == {
+        f"{kind}{name}" for kind in ("", "blk.0.mu/") for name in plain.trained
+    }
+
+
+def test_sums_and_caches_begin_anew() -> None:
+    made = make_plans(Shape(CONFIG, 1, TIME, 2), AdamW())
+    assert {leaf.role for leaf in made.kept.values()} == {"weight", "moment", "sum"}
+    assert {leaf.role for leaf in made.saved.values()} == {"weight", "moment"}
+    assert state("x", (2,)).role == "moment" and weight("w", (2,), bf16).role == "weight"
+
+
+def test_others_that_keep_less_are_proposed() -> None:
+    assert [other.name for other in leaner(AdamW())] == ["sgd"]
+    assert [*leaner(SGD())] == []
+    assert all(name == kind.name for name, kind in OPTIMIZERS.items())
+
+
+# ---- several evaluations ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Careful(SGD):
+    """Two steps on a batch, the second one only where the first made the loss less."""
+
+    evaluations: ClassVar[int] = 2
+
+    def drive(self, turn: Turn, t: int, lr: float) -> Values:
+        first = turn.evaluate()
+        squares = turn.update(self.inputs(t, lr))
+        if turn.evaluate()["loss"] < first["loss"]:
+            turn.update(self.inputs(t, lr))
+        return {**first, **squares}
+
+
+def trained(
+    optimizer: Optimizer, shape: Shape, rates: list[float]
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses of a step at each rate on one batch, and the weights after them."""
+    engine = Engine(make_plans(shape, optimizer), optimizer)
+    engine.session.set(values(CONFIG))
+    whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    parts = range(0, 4, shape.rows)
+    micros = [{name: x[at : at + shape.rows] for name, x in whole.items()} for at in parts]
+    losses = [engine.step(micros, t, rate).loss for t, rate in enumerate(rates, 1)]
+    return losses, {name: engine.session.get(name) for name in engine.plans.trained}
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_an_optimizer_may_evaluate_several_times_in_a_step(micros: int) -> None:
+    shape = Shape(CONFIG, 4 // micros, TIME, micros, max_norm=1.0)
+    apart = replace(shape, evaluations=2)
+    assert runs(apart) == {MICRO: 2 * micros, UPDATE: 2}
+    losses, wanted = trained(SGD(), shape, [1e-2, 1e-2])
+    assert losses[1] < losses[0]
+    got = trained(Careful(), apart, [1e-2])
+    assert got[0] == losses[:1] and same_bits(got[1], wanted)
+    # a step that is too long is not followed by another
+    assert same_bits(trained(Careful(), apart, [30.0])[1], trained(SGD(), shape, [30.0])[1])
+
+
+def test_forms_of_several_evaluations_sum_their_gradients() -> None:
+    found = [*candidates(Shape(CONFIG, 4, TIME, 2, max_norm=1.0, evaluations=2))]
+    assert len(found) == 3 and not any(one.layered or one.two_passes for one in found)

@@ -1,6 +1,7 @@
 """Rooms of element types: one file each, whose code is compiled where it is needed and nowhere else."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from packtrain import kernels
+from packtrain.child import ask
 from packtrain.dtypes import DTYPES, ROOMS
 from packtrain.kernels import store
 from packtrain.models.mix import MIXES
@@ -137,3 +139,9 @@ def test_numbers_and_names_are_those_of_one_type_each():
     assert all(MIXES[mix.name] is mix for mix in mixes if "pack" in mix.dtype.code)
     homes = [name for room in ROOMS for name, t in KNOWN.items() if getattr(room, name, None) is t]
     assert set(homes) == KNOWN.keys() == DTYPES.keys()
+
+
+def test_a_pickled_type_is_the_same_one_in_a_process_that_has_only_packtrain():
+    for dtype in DTYPES.values():
+        assert pickle.loads(pickle.dumps(dtype)) is dtype
+    assert ask(lambda: None, str, DTYPES["q4_K"]) == "q4_K"

@@ -125,7 +125,12 @@ class Dtype:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KNOWN.__getitem__, (self.name,)
+        return named, (self.name,)
+
+
+def named(name: str) -> Dtype:
+    """The type of this name. Raises KeyError."""
+    return KNOWN[name]
 
 
 def scalar(name: str, number: int | None, numpy: str) -> Dtype:

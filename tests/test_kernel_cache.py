@@ -160,7 +160,7 @@ def test_packtrain_compile_fills_a_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(store, "modules", lambda: names)
-    monkeypatch.setattr(compile, "needed", lambda experts, packed: ("softmax",))
+    monkeypatch.setattr(compile, "needed", lambda experts, packed, optimizer: ("softmax",))
     folder = tmp_path / "packtrain/kernels"
     for count in (len(names), 0):
         assert main(["compile"]) == 0

@@ -11,7 +11,6 @@ from packtrain.tensor import Call, Tensor
 CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6
 CACHE = 1 << 22  # bytes of a call that are still in a cache when it comes
 PARALLEL = 1 << 17  # bytes that pay for a parallel region
-ATTENTION = "attention", "attention_back"
 MANY = 64  # tasks that keep all threads busy to the end
 # of the floating-point operations of a second: what a kind of work that was not measured is done in
 SHARES = {"multiply": 0.5, "attend": 0.4, "pack": 0.03, "unpack": 0.02, "exp": 0.02, "score": 0.02}
@@ -74,7 +73,7 @@ def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ())
     """
     cost = cost_of(call, read)
     work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
-    if call.op.name in ATTENTION:
+    if cost.masked:
         work *= rates.seen
     around = rates.call + (rates.region if cost.tasks > 1 else 0.0)
     return around + max(work * idle(cost.tasks, rates.threads), rates.moving(moved(call, cost)))

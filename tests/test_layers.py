@@ -54,7 +54,7 @@ LAYERS = {
     "recompute": "graph place packing plan tensor cost",
     "models": "types dtypes errors tensor ops gguf quant tokenizer",
     "convert": "dtypes errors files gguf tokenizer quant models",
-    "merging": "types dtypes errors files tensor graph place plan run kernels quant gguf models",
+    "merging": "types dtypes errors files tensor graph ops place plan run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
     "generate": "dtypes errors words tensor graph place run tokenizer models sample",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from packtrain import ops
 from packtrain.dtypes import Dtype, dtype_of, f32, i32
 from packtrain.graph import Graph
 from packtrain.merging.feedback import product
@@ -20,8 +21,10 @@ from packtrain.run import Session
 from packtrain.tensor import Tensor, input, weight
 
 Batch = Mapping[str, np.ndarray]
-MERGED = "merged/"  # how names of leaves begin that are the merged file's
-PRODUCTS = {"matmul", "matmul_id"}
+MERGED = (
+    "merged/"  # before names of leaves that are the merged file's, which a session tells by name
+)
+PRODUCTS = {ops.matmul, ops.matmul_id}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +146,15 @@ def padding(batch: Batch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """The graphs of both streams for batches of one shape; inputs `x` and `z` (B, T, C), `pos` and `seq`."""
+    """The graphs of both streams for batches of one shape; inputs `x` and `z` (B, T, C), `pos` and `seq`.
+
+    own  names of the leaves that only the merged stream has
+    """
 
     adapted: ModelFile
     x: Weights
     z: Weights
+    own: Mapping[Tensor, str]
     shape: tuple[int, ...]
 
     @classmethod
@@ -157,8 +164,9 @@ class Graphs:
         """Graphs in which matrices of these names and types are the merged file's in one of the streams."""
         x = transformer.weights(adapted.config, adapted.types())
         bare = {name: leaf for name, leaf in x.items() if name not in adapted.added}
-        z = bare | {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
-        return cls(adapted, x, z, shape)
+        changed = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
+        own = {leaf: name for name, leaf in changed.items()}
+        return cls(adapted, x, bare | changed, own, shape)
 
     def embedding(self) -> Graph:
         tokens = input("tokens", self.shape, i32)
@@ -176,22 +184,21 @@ class Graphs:
         ins = {name: input(name, wide, f32) for name in ("x", "z")}
         x = transformer.block(config, self.x, i, ins["x"], tables, attend)
         z = transformer.block(config, self.z, i, ins["z"], tables, attend)
-        return Block(_sites(x, z, config.expert_count), x, z)
+        return Block(_sites(x, z, self.own, config.expert_count), x, z)
 
 
-def _sites(x: Tensor, z: Tensor, experts: int) -> list[Site]:
+def _sites(x: Tensor, z: Tensor, own: Mapping[Tensor, str], experts: int) -> list[Site]:
     """Where the merged stream's own matrices read, in order."""
-    beside = {name: source for name, source, _ in _reads(x)}
+    beside = {leaf.label: source for leaf, source, _ in _reads(x)}
     found: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
-    for label, source, expert in _reads(z):
-        if not label.startswith(MERGED):
+    for leaf, source, expert in _reads(z):
+        if leaf not in own:
             continue
-        name, its = label.removeprefix(MERGED), None
+        name, its = own[leaf], None
         if expert is not None:
             made = source.call
-            if (
-                made is not None and made.op.name == "get_rows"
-            ):  # rows of tokens: all tokens' do as well
+            # rows of tokens: all tokens' do as well
+            if made is not None and made.op is ops.get_rows:
                 source = made.reads[0]
                 other = beside[name].call
                 x_source = None if other is None else other.reads[0]
@@ -205,16 +212,16 @@ def _sites(x: Tensor, z: Tensor, experts: int) -> list[Site]:
     return [Site(tuple(names), a, z, its, experts) for z, (names, a, its) in found.items()]
 
 
-def _reads(end: Tensor) -> list[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
-    """Of each product with a stored matrix its name, what it reads, and for those of experts whose row is whose."""
+def _reads(end: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:
+    """Of each product with a stored matrix the matrix, what it reads, and for those of experts whose row is whose."""
     made, tokens = [], None
     for call in Graph({"end": end}).calls:
-        if call.op.name == "group_rows":
+        if call.op is ops.group_rows:
             tokens = call.results[0]
-        if call.op.name in PRODUCTS and call.reads[1].base.kind == "weight":
+        if call.op in PRODUCTS and call.reads[1].base.kind == "weight":
             expert = None
-            if call.op.name == "matmul_id":
+            if call.op is ops.matmul_id:
                 assert tokens is not None
                 expert = call.reads[2], tokens
-            made.append((call.reads[1].base.label, call.reads[0], expert))
+            made.append((call.reads[1].base, call.reads[0], expert))
     return made

@@ -180,7 +180,8 @@ def _samples():
 @attention.cost
 def attention_cost(out, q, k, v, *where, scale, window, softcap):
     (b, t, h, d), pairs = q.shape, attended(q, k, window)
-    return Cost({"attend": 2 * d * pairs, "score": pairs}, tasks=b * h * -(-t // queries(d)))
+    work = {"attend": 2 * d * pairs, "score": pairs}
+    return Cost(work, tasks=b * h * -(-t // queries(d)), masked=True)
 
 
 @attention.samples
@@ -240,7 +241,7 @@ def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap)
 def attention_back_cost(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
     pairs = attended(q, k, window)  # of a kv head at a time
     work = {"attend back": 5 * q.shape[-1] * pairs, "score back": pairs}
-    return Cost(work, tasks=k.shape[0] * k.shape[2])
+    return Cost(work, tasks=k.shape[0] * k.shape[2], masked=True)
 
 
 @attention_back.samples

@@ -35,11 +35,13 @@ class Cost:
             values put through a function (`exp`), pairs of query and key (`score`, `score back`)
     nbytes  moved; None is what the call reads and makes
     tasks   of equal size, each for one thread
+    masked  the work is for what a causal mask lets through; where rows hold several samples they see less
     """
 
     work: Mapping[str, float] = field(default_factory=dict)
     nbytes: float | None = None
     tasks: float = math.inf
+    masked: bool = False
 
 
 def multiplied(m: int, n: int, k: float) -> float:

@@ -209,9 +209,7 @@ def _begin_folder(settings: RunSettings, made: Ready) -> None:
 
 def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     """What the model writes now after the prompt of the settings."""
-    runs = {
-        int(name.split()[1]): run for name, run in engine.run.items() if name.startswith("generate")
-    }
+    runs = {size: run for size, run in engine.run.items() if isinstance(size, int)}
     generator = Generator(job.config.context_length, runs)
     prompt = tokenizer.encode(job.settings.sample_prompt)
     reply = Reply(

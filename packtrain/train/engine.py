@@ -10,7 +10,7 @@ from packtrain.models.lora import KEY
 from packtrain.optim import ROUNDING, Optimizer
 from packtrain.run import Executor, Session
 from packtrain.train.finite import FiniteGuard
-from packtrain.train.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Plans
+from packtrain.train.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Name, Plans
 
 Batch = Mapping[str, np.ndarray]
 
@@ -38,7 +38,7 @@ class Turn:
     """One step of the engine, for an optimizer to drive, see `optim.Turn`."""
 
     def __init__(
-        self, run: Mapping[str, Executor], shares: Sequence[Batch], rounding: Batch
+        self, run: Mapping[Name, Executor], shares: Sequence[Batch], rounding: Batch
     ) -> None:
         self.run, self.shares, self.rounding = run, shares, rounding
         self.loss = np.zeros((), np.float32)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from packtrain import cost
 from packtrain.generate import placements
+from packtrain.ops import linear_cross_entropy as HEAD
 from packtrain.optim import Optimizer
 from packtrain.packing import lower_bound
 from packtrain.place import Placed, Step
@@ -19,6 +20,7 @@ from packtrain.train.depth import reached, with_blocks
 from packtrain.train.plans import (
     BOUND_NBYTES,
     STEP,
+    Name,
     Plans,
     Shape,
     blocks_in,
@@ -29,7 +31,6 @@ from packtrain.train.plans import (
     still,
 )
 
-HEAD = "linear_cross_entropy"
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
 TOGETHER = 32  # ways to run a block that are measured in one graph
 
@@ -47,13 +48,13 @@ class Setting:
     baseline: int
     cells: int = 0
 
-    def samples(self, shape: Shape) -> dict[str, Placed]:
-        """The graphs that write samples."""
+    def samples(self, shape: Shape) -> dict[Name, Placed]:
+        """The graphs that write samples, by how many tokens they take at a time."""
         if not self.cells:
             return {}
         types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
         found = placements(still(shape.config), self.cells, types=types)
-        return {f"generate {size}": placed for size, placed in found.items()}
+        return dict[Name, Placed](found.items())
 
     def plans(self, shape: Shape) -> Plans:
         return make_plans(shape, self.optimizer, self.samples(shape))
@@ -97,9 +98,9 @@ def by_chunk(placed: Placed, rates: cost.Rates, chunks: Iterable[int]) -> dict[i
     """What the graph takes with so many tokens of its loss head at a time."""
     made, read = storages(placed), {t for step in placed.steps for t in step.reads}
     start, end, size = columns(made, ALIGNMENT)
-    work = [at for at, one in enumerate(made) if (one.op, one.category) == (HEAD, "workspace")]
-    heads = [step for step in placed.steps if step.op.name == HEAD]
-    others = (step for step in placed.steps if step.op.name != HEAD)
+    work = [at for at, one in enumerate(made) if (one.op, one.category) == (HEAD.name, "workspace")]
+    heads = [step for step in placed.steps if step.op is HEAD]
+    others = (step for step in placed.steps if step.op is not HEAD)
     seconds = sum(cost.call_seconds(step, rates, read) for step in others)
     found = dict[int, Part]()
     for chunk in chunks:
@@ -113,7 +114,7 @@ def by_chunk(placed: Placed, rates: cost.Rates, chunks: Iterable[int]) -> dict[i
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:
     """The graph with so many tokens of its loss head at a time, which no tensor depends on: for measuring alone."""
-    steps = [_with_chunk(s, chunk) if s.op.name == HEAD else s for s in placed.steps]
+    steps = [_with_chunk(s, chunk) if s.op is HEAD else s for s in placed.steps]
     return replace(placed, steps=tuple(steps))
 
 

@@ -31,6 +31,9 @@ BOUND_NBYTES = 800  # of an executor for each call, measured
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")
+Name = (
+    str | int
+)  # of a graph of a run; those that write samples: how many tokens they take at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,8 @@ class Plans:
     """A placed graph and a plan for each thing that a run does, by name."""
 
     shape: Shape
-    placed: Mapping[str, Placed]
-    plans: Mapping[str, Plan]
+    placed: Mapping[Name, Placed]
+    plans: Mapping[Name, Plan]
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
@@ -254,8 +257,7 @@ class Plans:
 
     def text(self, baseline: int, seconds: float, steps: int, learnt: int) -> str:
         """The plan as a table for people; `learnt` are the tokens that a step learns from."""
-        shape = self.shape
-        positions = shape.positions
+        shape, positions = self.shape, self.shape.positions
         times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
         alike = same_speed(positions, learnt)
         counts = f"{positions:,} tokens" if alike else f"{positions:,} positions, {learnt:,} learnt"
@@ -305,11 +307,11 @@ def loop_nbytes(shape: Shape, calls: int) -> int:
 
 
 def make_plans(
-    shape: Shape, optimizer: Optimizer, others: Mapping[str, Placed] | None = None
+    shape: Shape, optimizer: Optimizer, others: Mapping[Name, Placed] | None = None
 ) -> Plans:
     """Plans of training, of evaluation if wanted, and of other graphs on the same leaves."""
-    placed = {name: place(build(name, shape, optimizer).graph) for name in names(shape)}
-    placed |= others or {}
+    own = ((name, place(build(name, shape, optimizer).graph)) for name in names(shape))
+    placed = dict[Name, Placed](own) | dict(others or {})
     return Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()})
 
 

@@ -1,5 +1,6 @@
 """Compiled kernels are kept by module and content: a change compiles again what it is part of, and nothing else."""
 
+import ast
 import os
 import re
 import shutil
@@ -29,6 +30,17 @@ def clean() -> Iterator[None]:
     yield
     for function in remembering:
         function.cache_clear()
+
+
+def test_the_list_of_modules_says_what_each_imports():
+    files = {file.stem: ast.parse(file.read_text()) for file in store.FOLDER.glob("*.py")}
+    others = {"__init__", "__main__", "ahead", "counter", "locator", "runtime", "store"}
+    assert files.keys() - others == store.MADE_OF.keys()
+    for name, listed in store.MADE_OF.items():
+        nodes = [node for node in ast.walk(files[name]) if isinstance(node, ast.ImportFrom)]
+        told = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+        parts = {one.removeprefix("packtrain.kernels.").split(".")[0] for one in told}
+        assert parts & store.MADE_OF.keys() == set(listed.split()), name
 
 
 def test_a_module_needs_what_it_imports_however_far_away():

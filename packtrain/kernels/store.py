@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import importlib
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -21,7 +20,36 @@ from pathlib import Path
 from packtrain.kernels.runtime import cache_root, platform_parts, refusal, writable
 
 FOLDER = Path(__file__).parent
-NOT_KERNELS = {"__init__", "__main__", "runtime", "store", "locator", "ahead", "counter"}
+# the kernel modules, with those that each imports, so that none is read to know; a test compares
+MADE_OF = {
+    "attention": "attention_few call online simd tile visible",
+    "attention_back": "attention call online simd tile visible",
+    "attention_few": "call online simd tile visible",
+    "bits": "simd",
+    "call": "",
+    "codes": "bits call simd",
+    "dequantize": "bits call rooms simd",
+    "dots": "bits call rooms simd",
+    "elementwise": "call simd",
+    "experts": "call dequantize matmul packed simd",
+    "gemm": "call simd",
+    "loss": "call dequantize matmul packed simd",
+    "matmul": "call gemm simd",
+    "norm": "call simd",
+    "online": "call dequantize simd visible",
+    "packed": "call dequantize dots gemm simd",
+    "packing": "call",
+    "quantize": "bits call codes rooms simd",
+    "reduce": "call simd",
+    "rooms": "bits call",
+    "rope": "call simd",
+    "rows": "call dequantize simd",
+    "simd": "",
+    "softmax": "call simd",
+    "tile": "call simd",
+    "update": "bits call dequantize elementwise simd",
+    "visible": "call simd tile",
+}
 TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
 ROLES = {"dequantize": "unpack", "dots": "dot", "quantize": "pack"}  # modules of what types do
 COMPLETE = "complete"
@@ -32,19 +60,15 @@ given: Path | None = None  # in a compiling child: where its parent wants the re
 @cache
 def modules() -> list[str]:
     """The kernel modules; those that most others are made of first, then the largest."""
-    files = [f for f in FOLDER.glob("*.py") if f.stem not in NOT_KERNELS]
-    users = {f.stem: sum(f.stem in needed(other.stem) for other in files) for f in files}
-    return [f.stem for f in sorted(files, key=lambda f: (-users[f.stem], -f.stat().st_size))]
+    users = {name: sum(name in needed(other) for other in MADE_OF) for name in MADE_OF}
+    sizes = {name: (FOLDER / f"{name}.py").stat().st_size for name in MADE_OF}
+    return sorted(MADE_OF, key=lambda name: (-users[name], -sizes[name]))
 
 
 @cache
 def needed(name: str) -> frozenset[str]:
     """The kernel modules that this one is made of: itself and all that it imports."""
-    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    others = set(re.findall(rf"^from {re.escape(__package__)}\.(\w+) import", source, re.MULTILINE))
-    for line in re.findall(rf"^from {re.escape(__package__)} import (.+)", source, re.MULTILINE):
-        others |= set(line.split(", "))
-    return frozenset([name]).union(*(needed(other) for other in others - NOT_KERNELS))
+    return frozenset([name]).union(*map(needed, MADE_OF[name].split()))
 
 
 def fingerprint(name: str) -> str:

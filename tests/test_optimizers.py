@@ -1,5 +1,6 @@
 """An optimizer is one file: added to a copy of the package, driven in several evaluations, known by its roles."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,10 +20,12 @@ from packtrain.gguf import GGUF
 from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Optimizer, Turn, leaner, moment
 from packtrain.optim.optimizer import Values
 from packtrain.optim.sgd import opt_step_sgd
+from packtrain.settings import TRAINING
 from packtrain.tensor import Tensor, state, weight
 from packtrain.train.engine import Engine
 from packtrain.train.forms import candidates
 from packtrain.train.plans import MICRO, UPDATE, Base, Shape, make_plans, runs
+from packtrain.train.settings import with_those_of_optimizers
 from tests.models import CONFIG, batch, same_bits, values
 
 TIME = 16
@@ -182,6 +185,21 @@ def test_others_that_keep_less_are_proposed() -> None:
     assert [other.name for other in leaner(AdamW())] == ["sgd"]
     assert [*leaner(SGD())] == []
     assert all(name == kind.name for name, kind in OPTIMIZERS.items())
+
+
+@pytest.mark.parametrize("name", ["beta1", "batch_size"])
+def test_two_settings_of_one_name_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataclasses.make_dataclass(
+        "Other",
+        [(name, float, TRAINING(0.3, "another"))],
+        bases=(SGD,),
+        namespace={"name": "other"},
+        frozen=True,
+    )
+    monkeypatch.setitem(OPTIMIZERS, "other", made)
+    bare = type("Bare", (), {"__annotations__": {"optimizer": str}, "batch_size": TRAINING(8, "")})
+    with pytest.raises(TypeError, match=f"other: another setting is called {name}"):
+        with_those_of_optimizers(bare)
 
 
 # ---- several evaluations ---------------------------------------------------------------------------------------

@@ -25,12 +25,15 @@ WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
 def with_those_of_optimizers(cls: type[T]) -> type[T]:
-    """The class with the options that optimizers declare as fields, after `optimizer`."""
+    """The class with the options that optimizers declare as fields, after `optimizer`. Raises TypeError."""
     own: dict[str, Any] = {}
     for kind in OPTIMIZERS.values():
         hints = get_type_hints(kind)
         own |= {f.name: hints[f.name] for f in options(kind)}
         for f in options(kind):
+            known = vars(cls).get(f.name, f)
+            if (known.default, known.metadata) != (f.default, f.metadata):
+                raise TypeError(f"{kind.name}: another setting is called {f.name}")
             setattr(cls, f.name, field(default=f.default, metadata=f.metadata))
     hints = dict[str, Any]()
     for name, hint in cls.__annotations__.items():

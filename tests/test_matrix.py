@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 
@@ -10,12 +12,13 @@ from packtrain.cost import Rates
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW
 from packtrain.place import place
+from packtrain.plan import verify
 from packtrain.recompute import uniform
 from packtrain.recompute.block import backward_steps
 from packtrain.train.depth import even, reached, with_blocks
 from packtrain.train.parts import Setting
 from packtrain.train.plans import STEP, Base, Shape, build, leaves
-from packtrain.train.search import search
+from packtrain.train.search import Search, search
 from tests.architectures import CONFIGS
 
 SETTING = Setting(AdamW(), Rates(1e11, 1e10), 0)
@@ -74,28 +77,64 @@ def test_blocks_with_norms_behind_them_are_computed_again(kind):
         assert answer.fits and SETTING.total(SETTING.plans(answer.shape)) <= limit
 
 
-FORMS = ("llama biased", "llama experts", "phi3")
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_pattern_for_each_of_a_few_blocks_goes_on_in_the_longer_chains_that_are_measured(blocks):
+    shape = shape_of("gemma3 linear", "full")
+    few = replace(shape.config, block_count=blocks, window_pattern=(True, False)[:blocks])
+    shape = replace(shape, config=few)
+    assert not search(shape, "auto", SETTING, 1 << 20).fits
+    assert with_blocks(shape, 5).config.window_pattern == ((True, False)[:blocks] * 5)[:5]
+
+
+# ---- the matrix: every form of a block, every way to train it, every budget
+
 WAYS = {
     "full": "leave out --full",
     "frozen": "leave out --full",
     "last": "leave out --full",
     "lora": "--lora-rank",
+    "lora last": "--lora-rank",
 }
 
 
-@pytest.mark.parametrize("kind", WAYS)
-@pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_a_block_fits_from_its_smallest_budget_on_and_not_below(name, kind):
-    """No budget, a tight one, the smallest, and one too small; what is found as the least may be 2 % above it."""
+class Rows(NamedTuple):
+    """What the budgets of one form and way have in common: bytes with everything kept, and the fewest."""
+
+    shape: Shape
+    looking: Search
+    whole: int
+    least: int
+
+
+@lru_cache(maxsize=1)
+def rows_of(name: str, kind: str) -> Rows:
     shape = shape_of(name, kind)
-    config = replace(shape.config, block_count=min(shape.config.block_count, 3))
-    shape = replace(shape, config=config, rows=1, max_norm=None)
-    whole = SETTING.total(SETTING.plans(shape))
-    assert search(shape, "auto", SETTING, whole).shape == shape
-    refused = search(shape, "auto", SETTING, 1 << 20)
-    least = SETTING.total(SETTING.plans(refused.shape))
-    assert not refused.fits and least < whole and WAYS[kind] in refused.change
-    for limit in ((whole + least) // 2, least):
-        answer = search(shape, "auto", SETTING, limit)
-        assert answer.fits and SETTING.total(SETTING.plans(answer.shape)) <= limit
-    assert not search(shape, "auto", SETTING, int(least * 0.95)).fits
+    config = replace(shape.config, block_count=3)
+    shape = replace(shape, config=config, rows=1, time=128, max_norm=None)
+    looking = Search(SETTING, "auto")
+    least = looking.best(shape, 1 << 20)
+    return Rows(shape, looking, SETTING.total(SETTING.plans(shape)), least.nbytes)
+
+
+@pytest.mark.parametrize("budget", ["none", "tight", "smallest", "too small"])
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_in_every_way_within_every_budget(name, kind, budget):
+    """What is planned takes what was searched for, and 5 % below the smallest budget nothing is found."""
+    shape, looking, whole, least = rows_of(name, kind)
+    assert least < whole
+    limits = {"none": whole, "tight": (whole + least) // 2, "smallest": least}
+    limit = limits.get(budget, int(0.95 * least))
+    best = looking.best(shape, limit)
+    plans = SETTING.plans(best.shape)
+    for plan, placed in zip(plans.plans.values(), plans.placed.values(), strict=True):
+        verify(plan, placed)
+    assert SETTING.total(plans) <= best.nbytes * 1.01
+    assert (best.shape == shape) == (budget == "none")
+    assert (SETTING.total(plans) <= limit) == (budget != "too small")
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_refusal_of_every_way_says_what_would_do(kind):
+    refused = search(shape_of("phi3", kind), "auto", SETTING, 1 << 20)
+    assert not refused.fits and WAYS[kind] in refused.change

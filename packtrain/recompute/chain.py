@@ -26,6 +26,7 @@ SLACK = 0.03  # how far estimates may be off
 CLOSE = 0.01  # of what was built, others are not farther
 SPARE = 500  # a share of the room that is left where estimates were too low again
 AIMS = 12  # sizes at which the least one is looked for
+FEW = 4  # ways to run a block that are measured in one graph, at least, where a chain has fewer blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Chain:
     call_nbytes  what each call of the graph takes of the process, beside the arena
     calls        how many a graph has that keeps everything
     like         a chain with the same blocks, which has measured them
-    together     how many ways to run a block may be measured in one chain; 1 where not all blocks are alike
+    together     how many ways to run a block may be measured in one chain
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Chain:
     ) -> None:
         self.call_nbytes, self.calls = call_nbytes, calls
         self.build, self.count, self.like = build, count, like
-        together = max(min(count - 2, together), 1)
+        together = max(min(count - 2, together), FEW)
         own = Block(build, rates, reserved, together)
         self.block: Block = own if like is None else like.chain.block
         self.found: dict[Choice | None, Found] = {}

@@ -28,11 +28,15 @@ def with_blocks(shape: Shape, count: int, below: int = 0) -> Shape:
 
     Where blocks differ, what is trained in any of them is trained in all; if no block is trained, everything is.
     """
-    config, base = shape.config, shape.base
+    config, base, whole = shape.config, shape.base, below + count
+    pattern = config.window_pattern
+    if isinstance(pattern, tuple) and whole > len(pattern):
+        pattern = (pattern * whole)[:whole]
+    short = replace(config, block_count=whole, window_pattern=pattern)
     if base is None:
-        return replace(shape, config=replace(config, block_count=count))
+        return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)
-    short = replace(config, block_count=below + count, lora=lora)
+    short = replace(short, lora=lora)
     return replace(shape, config=short, base=_stand_in(config, base, short, below))
 
 

@@ -55,13 +55,9 @@ def search(
     fixed  nothing may be chosen that changes the order of additions: a run is resumed
     """
     looking = Search(setting, recompute)
-    best = looking.fastest(shape, limit, fixed)
-    if best is not None:
-        return Answer(best.shape, fits=True)
-    least = looking.least_of(extremes(shape, fixed))
-    if least.nbytes <= limit:
-        return Answer(least.shape, fits=True)
-    return Answer(least.shape, fits=False, change=looking.change(least.shape, limit))
+    best = looking.best(shape, limit, fixed)
+    fits = best.nbytes <= limit
+    return Answer(best.shape, fits, "" if fits else looking.change(best.shape, limit))
 
 
 def smallest(shape: Shape, recompute: str, setting: Setting, fixed: bool = False) -> Shape:
@@ -73,6 +69,11 @@ class Search(Drafts):
     """Ways to train under one setting; remembers what it has measured."""
 
     # ---- within a limit
+
+    def best(self, shape: Shape, limit: int, fixed: bool = False) -> Draft:
+        """The fastest shape of at most so many bytes; the smallest where no other was found."""
+        found = self.fastest(shape, limit, fixed)
+        return self.least_of(extremes(shape, fixed)) if found is None else found
 
     def fastest(self, shape: Shape, limit: int, fixed: bool) -> Draft | None:
         """The fastest shape of at most so many bytes; None if none was found."""

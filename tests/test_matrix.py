@@ -138,3 +138,12 @@ def test_every_architecture_in_every_way_within_every_budget(name, kind, budget)
 def test_a_refusal_of_every_way_says_what_would_do(kind):
     refused = search(shape_of("phi3", kind), "auto", SETTING, 1 << 20)
     assert not refused.fits and WAYS[kind] in refused.change
+
+
+def test_blocks_without_rope_keep_in_its_place_what_rope_would_have_turned():
+    shape = replace(shape_of("smollm3", "full"), rows=1, time=128, max_norm=None)
+    whole, looking = SETTING.total(SETTING.plans(shape)), Search(SETTING, "auto")
+    limit = (whole + looking.best(shape, 1 << 20).nbytes) // 2
+    best = looking.best(shape, limit)
+    assert best.shape.keep is not None and any(best.shape.keep.inner)
+    assert SETTING.total(SETTING.plans(best.shape)) <= limit

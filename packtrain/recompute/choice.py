@@ -1,6 +1,7 @@
 """A Choice: what each block of a chain keeps, by place, so that it fits any graph of the same chain."""
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,9 +41,10 @@ class Choice:
         ranks = {t: 0 for calls in made[:parts] for call in calls for t in call.results}
         for at, t in enumerate(stream):
             ranks[t] = self.stream[at // parts]
-        for at, calls in enumerate(made[parts:]):
-            values = inner_values(calls)
-            ranks.update((values[place], rank) for place, rank in self.inner[at // parts])
+        for at, values in enumerate(by_place([inner_values(calls) for calls in made[parts:]])):
+            for place, rank in self.inner[at // parts]:
+                t = values[place]
+                ranks[t] = min(rank, ranks.get(t, rank))
         return ranks
 
 
@@ -59,6 +61,36 @@ def inner_values(calls: Sequence[Call]) -> list[Tensor]:
     """What a block makes on its way and could keep: results that have bytes, but the last, the next stream value."""
     made = [t for call in calls if not call.op.view for t in call.results]
     return made[:-1]
+
+
+def by_place(blocks: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+    """Inner values of blocks, so that a place means the same in each.
+
+    Where a block leaves out what others do, as SmolLM3's without rope, what this is made from stands in its place.
+    """
+    longest = max(blocks, key=len, default=[])
+    return [_placed_like(values, longest) for values in blocks]
+
+
+def _placed_like(values: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    if len(values) == len(like):
+        return values
+    rest, found = deque(values), dict[Tensor, Tensor]()
+    for t in like:
+        if rest and _same(rest[0], t):
+            found[t] = rest.popleft()
+        else:
+            found[t] = found[_call(t).reads[0].base]
+    return list(found.values())
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return type(_call(one).op) is type(_call(other).op) and one.spec == other.spec
+
+
+def _call(t: Tensor) -> Call:
+    assert t.call is not None
+    return t.call
 
 
 @dataclass(frozen=True, slots=True)

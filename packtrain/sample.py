@@ -72,9 +72,10 @@ def _penalised(logits: np.ndarray, recent: Sequence[int], sampling: Sampling) ->
 
 def _likeliest(logits: np.ndarray, count: int) -> np.ndarray:
     """The ids of the `count` greatest logits, greatest first; all of them if count is 0."""
-    ids = np.arange(len(logits))
     if 0 < count < len(logits):  # sorting only what can be among them
         ids = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    else:
+        ids = np.arange(len(logits))
     order = np.argsort(-logits[ids], kind="stable")
     return ids[order][: count or None]
 

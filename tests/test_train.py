@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
+from benchmarks.watched import packtrain
 from packtrain.cli import main
 from packtrain.files import locked
-from packtrain.gguf import GGUF
+from packtrain.gguf import GGUF, Value, write
 from packtrain.watch import Watch, metrics
+from tests.architectures import TOKENS, vocabulary
 from tests.kill import TINY, survive, without_times, words
 
 
@@ -188,6 +190,31 @@ def test_plan_prints_and_runs_nothing(data, tmp_path, capsys):
     assert plan["lower_bound_bytes"] <= plan["arena_bytes"]
     assert plan["arena_bytes"] >= max(b["offset"] + b["nbytes"] for b in plan["buffers"])
     assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_total_of_a_plan_is_not_exceeded(data, tmp_path):
+    """Watched from outside, without a limit: a vocabulary is written that takes megabytes, and samples are."""
+    vocab, output = tmp_path / "vocab.gguf", tmp_path / "m.gguf"
+    more = {f"<word {i:06}>": 1 for i in range(100_000)}
+    write(
+        vocab, {"general.architecture": Value("string", "llama"), **vocabulary(TOKENS | more)}, {}
+    )
+    options = [
+        "--vocab",
+        str(vocab),
+        "--vocab-size",
+        "auto",
+        "--iters",
+        "3",
+        "--save-every",
+        "2",
+        "--sample-every",
+        "2",
+    ]
+    done = packtrain(*arguments(data, output, *options))
+    assert done.code == 0, done.said
+    planned = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
+    assert planned - (4 << 20) < done.peak <= planned
 
 
 # ---- what is refused

@@ -1,10 +1,10 @@
 """Writing GGUF: the whole file beside its place, tensor by tensor, then renamed over what was there."""
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from packtrain.gguf.format import (
     Value,
     tensor_nbytes,
 )
+
+ITEMS = 4096  # of a list that are encoded at a time: a vocabulary may have hundreds of thousands
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, 
     alignment = int(metadata.get(ALIGNMENT_KEY, Value("u32", ALIGNMENT)).value)
     file.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
     for key, value in metadata.items():
-        file.write(_text(key) + _encoded(key, value))
+        file.write(_text(key))
+        file.writelines(_encoded(key, value))
     offset = 0
     for name, t in tensors.items():
         axes = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
@@ -93,16 +96,20 @@ def _text(text: str | bytes) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _encoded(key: str, value: Value) -> bytes:
-    """Type and value as in the file; lists and arrays become arrays of their kind."""
-    many = isinstance(value.value, (list, tuple, np.ndarray))
-    if value.kind == "string":
-        body = b"".join(map(_text, value.value)) if many else _text(value.value)
-    elif value.kind in NUMERIC:
-        body = np.asarray(value.value, NUMERIC[value.kind]).tobytes()
-    else:
+def _encoded(key: str, value: Value) -> Iterator[bytes]:
+    """Type and value as in the file, some at a time; lists and arrays become arrays of their kind."""
+    if value.kind != "string" and value.kind not in NUMERIC:
         raise GGUFError(f"{key}: kind {value.kind} is none of {', '.join(NUMERIC)}, string")
-    number = KINDS.index(value.kind)
-    if not many:
-        return struct.pack("<I", number) + body
-    return struct.pack("<IIQ", KINDS.index("array"), number, len(value.value)) + body
+    number, given = KINDS.index(value.kind), value.value
+    if not isinstance(given, (list, tuple, np.ndarray)):
+        yield struct.pack("<I", number) + _items(value.kind, [given])
+        return
+    yield struct.pack("<IIQ", KINDS.index("array"), number, len(given))
+    for at in range(0, len(given), ITEMS):
+        yield _items(value.kind, given[at : at + ITEMS])
+
+
+def _items(kind: str, items: Sequence[Any] | np.ndarray) -> bytes:
+    if kind == "string":
+        return b"".join(map(_text, items))
+    return np.asarray(items, NUMERIC[kind]).tobytes()

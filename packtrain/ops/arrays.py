@@ -46,7 +46,9 @@ def packed(w):
 
 def start_with(y, acc):
     """Make y start as acc; they may already be the same bytes."""
-    if y.__array_interface__["data"] != acc.__array_interface__["data"]:
+    # not __array_interface__: each look at it leaves a hole in the interpreter's table of names, and when that is full
+    # of them it is made twice as large, in the middle of a run
+    if y.ctypes.data != acc.ctypes.data:
         np.copyto(y, acc)
 
 

@@ -152,6 +152,7 @@ def _train(
         try:
             if made.found is None:
                 kind.before(fit, events, stopped)
+            settle()  # drawing a large plan and filling the weights took megabytes
             fit.go(watch, stopped, lambda: peak.nbytes)
         except Interrupted as error:
             events.message(f"{error}; continue with: {_resume(kind, settings)}")

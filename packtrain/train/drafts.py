@@ -140,7 +140,7 @@ class Drafts:
         """All but the arena, with so many calls again."""
         calls = int(sizes.calls) + again
         kept = self.setting.baseline + int(sizes.leaves)
-        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls)
+        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls, bool(self.setting.cells))
 
 
 def repeats(shape: Shape) -> int:

@@ -28,6 +28,9 @@ from packtrain.words import plural
 CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
 BOUND_NBYTES = 800  # of an executor for each call, measured
+SAMPLING_NBYTES = (
+    24  # for each token of the vocabulary, while one is chosen: logits in f32 and f64, some copies
+)
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")
@@ -161,7 +164,8 @@ class Plans:
 
     @property
     def loop_nbytes(self) -> int:
-        return loop_nbytes(self.shape, self.calls)
+        samples = any(name.startswith("generate") for name in self.placed)
+        return loop_nbytes(self.shape, self.calls, samples)
 
     @property
     def nbytes(self) -> int:
@@ -299,11 +303,12 @@ def counted(shape: Shape, leaves: Iterable[Tensor]) -> int:
     return nbytes_of(leaf for leaf in leaves if strict or not is_mapped(shape, leaf))
 
 
-def loop_nbytes(shape: Shape, calls: int) -> int:
-    """What the training loop holds beside the session: executors, a step's batches, and its files."""
+def loop_nbytes(shape: Shape, calls: int, samples: bool) -> int:
+    """What the training loop holds beside the session: executors, batches, files, logits of a sample."""
     batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
     times = 3 if shape.layered else 2  # as they come, with their share of the loss, and together
-    return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros
+    sampling = SAMPLING_NBYTES * shape.config.vocab_size if samples else 0
+    return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros + sampling
 
 
 def make_plans(

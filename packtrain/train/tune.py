@@ -39,7 +39,7 @@ from packtrain.train.settings import TuneSettings
 from packtrain.words import beyond, plural
 
 CONTEXT = 2048  # at most, where --ctx does not say
-PART = 1 << 18  # values that are unpacked at a time
+PART = 1 << 16  # values that are unpacked at a time, while a run holds all its memory
 EDGE = 256  # bytes of a tensor that tell it from others, at its beginning and its end
 GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
 TEMPLATE = "tokenizer.chat_template"

@@ -71,7 +71,7 @@ def case(rng: random.Random) -> list[str]:
 
 
 def planned(base: list[str], memory: str | None) -> tuple[int, str, dict[str, int]]:
-    """Exit code, what was said, and the plan as JSON."""
+    """Exit code, standard error, and the plan as JSON."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         more = [] if memory is None else ["--memory", memory]
         command = [sys.executable, "-m", "packtrain", "plan", *base, "--json", file.name, *more]

@@ -100,7 +100,9 @@ def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         return None
     if left:
         what = (
-            f"there is no option {left[0]}" if left[0].startswith("-") else f"{left[0]} is too much"
+            f"there is no option {left[0]}"
+            if left[0].startswith("-")
+            else f"unexpected argument {left[0]}"
         )
         given.parser.error(what)
     return given

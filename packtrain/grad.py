@@ -231,7 +231,7 @@ class _Backward:
     def _fold(self, call: Call, given: list[Tensor | None], newest: int) -> set[int]:
         """Where a gradient meets an earlier one and the op that just made it can add (`acc`), let it add there.
 
-        `given` is changed: the call is written anew, so its other results are taken from the new one too.
+        `given` is changed: the call is written again, so its other results are taken from the new one too.
         """
         folded = set()
         for i, t in enumerate(call.inputs):
@@ -244,9 +244,9 @@ class _Backward:
             if made.inputs[made.op.acc] is not None or sum(g is d for g in given) > 1:
                 continue  # it adds already, or is another input's gradient too, which must stay as it is
             inputs = [self.partial[t] if k == made.op.acc else x for k, x in enumerate(made.inputs)]
-            anew = made.op(*inputs, **made.attrs)
+            again = made.op(*inputs, **made.attrs)
             given[:] = [
-                g if g is None or g.call is not made else results(anew)[g.index] for g in given
+                g if g is None or g.call is not made else results(again)[g.index] for g in given
             ]
             folded.add(i)
         return folded

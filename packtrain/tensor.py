@@ -210,13 +210,13 @@ def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -
 
 
 def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "moment") -> Tensor:
-    """A leaf that a run may update and the next run reads, from zeros on; what begins anew with a process is a `sum`
-    of gradients or a `cache`."""
+    """A leaf that a run may update and the next run reads, from zeros on; a `sum` of gradients and a `cache` start
+    from zeros in each process."""
     return _leaf(name, shape, dtype, "state", role)
 
 
 def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
-    """A leaf given anew at every run."""
+    """A leaf that is given at every run."""
     return _leaf(name, shape, dtype, "input")
 
 

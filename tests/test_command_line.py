@@ -39,7 +39,7 @@ WRONG = {
     "train -z": "there is no option -z; see packtrain train --help",
     "plan train --calibrate": "there is no option --calibrate; see packtrain plan train --help",
     "finetune --mesure-speed": "no option --mesure-speed; did you mean --measure-speed?",
-    "train notes.txt": "notes.txt is too much; see packtrain train --help",
+    "train notes.txt": "unexpected argument notes.txt; see packtrain train --help",
     "generate": "the following arguments are required: MODEL; see packtrain generate --help",
     "train --preset 15": "--preset is 15; it must be one of 1m, 15m, 110m; did you mean 15m?",
     "train --optimizer adam": "one of adamw, sgd; did you mean adamw?",

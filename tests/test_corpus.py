@@ -214,7 +214,7 @@ def test_a_cut_between_two_pieces(tmp_path: Path, vocab: Path, monkeypatch: pyte
     [
         ("a.txt", b"", r"a\.txt is empty"),
         ("a.txt", b" \n\t\r\n", r"a\.txt holds nothing but whitespace"),
-        ("a.txt", b"abc\0d", r"a\.txt: a NUL at byte 3; this is no text file"),
+        ("a.txt", b"abc\0d", r"a\.txt: a NUL at byte 3; this is not a text file"),
         ("a.txt", b"ab\xffc", r"a\.txt: byte 2 is not UTF-8"),
         ("a.txt", b"ab\xc3\xa4\xe2\x82", r"a\.txt: byte 4 is not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": ', r"a\.jsonl: line 3 is not JSON"),

@@ -186,7 +186,7 @@ def test_a_plan_of_another_graph():
         made_for, given = one.fingerprint, other.fingerprint
         assert made_for != given
         expected = (
-            f"the plan is for graph {made_for}, not for this graph {given}; make_plan it anew"
+            f"the plan is for graph {made_for}, not for this graph {given}; plan it again"
         )
         assert message(error) == expected
 

@@ -168,7 +168,7 @@ def test_rows_that_a_type_cannot_hold_are_said(settings: Merge, tmp_path: Path, 
     assert merge.run(replace(settings, adapters=(both,), type="q4_K")) == 0
     said = capsys.readouterr().out.splitlines()
     assert "q8_0 -> q4_K" in said[0] and "no blocks" not in said[0]
-    assert "f16 -> f16" in said[1] and "rows of 64 are no blocks of q4_K" in said[1]
+    assert "f16 -> f16" in said[1] and "rows of 64 do not fill blocks of q4_K" in said[1]
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------

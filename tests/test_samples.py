@@ -260,7 +260,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{"messages": [PAIR[1]]}], r"line 1 has no answer to a user; nothing"),
         ([{"messages": [TURN, SILENT]}], r"messages\[1\]: the assistant's content is empty"),
         ([{"messages": [TURN, {"role": "assistant"}]}], r"messages\[1\]: content is NoneType, not a string"),
-        ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"content has a part that is no text"),
+        ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"content has a part that is not text"),
         ([{"prompt": "a", "completion": ""}], r"line 1: completion: the assistant's content is empty"),
         ([{"instruction": "", "output": "a"}], r"line 1: instruction is empty"),
         ([{"instruction": "a", "output": "a", "history": ["b"]}], r"history\[0\] must be a list of what"),
@@ -288,7 +288,7 @@ def test_bad_records(tmp_path: Path, content: Any, said: str):
         ('{"text": "a"}', r"a\.json must be an array; with one record a line it is a \.jsonl"),
         ('[{"text": "a"},\n{"text": }]', r"a\.json: line 2 is not JSON"),
         ('[{"text": "a"},\n\n{"text": "b"', r"a\.json: line 3 is not JSON"),
-        ('[{"text": "a"}]\n[]', r"a\.json: line 2: the array has ended before"),
+        ('[{"text": "a"}]\n[]', r"a\.json: line 2: text follows the end of the array"),
         ('["' + "a" * 3000, r"a\.json: line 1 is not JSON"),
     ],
 )

@@ -99,7 +99,7 @@ def open_file(path: Path) -> dict[str, Stored]:
     begin = LENGTH_NBYTES + length
     if length > LONGEST or begin > len(data):
         raise InputError(
-            f"{path}: its header is said to have {length} bytes, the file has {len(data)}"
+            f"{path}: its header should have {length} bytes, and the file has {len(data)}"
         )
     header = parsed(path, data[LENGTH_NBYTES:begin], "its header")
     header.pop("__metadata__", None)

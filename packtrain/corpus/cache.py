@@ -16,7 +16,7 @@ from packtrain.gguf import Value
 from packtrain.kept import Say, make
 from packtrain.vocabulary import vocabulary_of
 
-FORMAT = 3  # another number makes all caches anew
+FORMAT = 3  # with another number all caches are built again
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class _Array:
         self._move(self.at + 1)
         if self._next():
             raise InputError(
-                f"{self.path}: line {self.line}: the array has ended before; {self.wanted}"
+                f"{self.path}: line {self.line}: text follows the end of the array; {self.wanted}"
             )
 
     def _value(self) -> Any:

@@ -68,7 +68,7 @@ def text_chunks(path: Path) -> Iterator[str]:
                 raise InputError(f"{path} is UTF-16; {as_utf_8(path, 'UTF-16')}")
             if 0 in chunk:
                 raise InputError(
-                    f"{path}: a NUL at byte {at + chunk.index(0)}; this is no text file"
+                    f"{path}: a NUL at byte {at + chunk.index(0)}; this is not a text file"
                 )
             waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
             try:

@@ -101,7 +101,7 @@ def _lines(path: Path) -> Iterator[str]:
         rest = rest[at:]
         if len(rest) > LONGEST_LINE:
             raise InputError(
-                f"{path}: line {number} is longer than {LONGEST_LINE:,} characters; this is no CSV"
+                f"{path}: line {number} is longer than {LONGEST_LINE:,} characters; this is not a CSV file"
             )
     if rest:
         yield rest

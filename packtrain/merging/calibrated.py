@@ -33,7 +33,7 @@ def calibrate(
     width: int | None = None,
     done: Done = lambda block, blocks: None,
 ) -> dict[str, float]:
-    """Round these matrices, given as rows, anew within the file; how much each still makes otherwise, relative.
+    """Round these matrices, given as rows, within the file; the relative error of what each then computes.
 
     model  the base with the adapters beside it
     width  most columns whose errors are made good in one another: the sums over what they read have width² numbers
@@ -85,7 +85,7 @@ def _site(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Round the matrices of a site; an expert has sums of its own where it reads what no other does.
 
-    Gives for each the squares of what it makes otherwise, and of what it makes.
+    Gives for each the squares of its error and of its output.
     """
     columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
     for start in range(0, columns, width):
@@ -137,7 +137,7 @@ class Part:
         return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._pieces()))
 
     def round(self, back: Feedback) -> float:
-        """Put codes into their packed form; the sum of squares of what they then make otherwise."""
+        """Put codes into their packed form; the sum of squares of the error of their output."""
         error = 0.0
         for packed, rows in self._pieces():
             codes, wrong = back.round(back.targets(rows), grid_of(packed))

@@ -39,8 +39,8 @@ def named_types(
         wide = next((n for n in meant if entries[n].shape[-1] % dtype.block), None)
         if wide is not None:
             raise InputError(
-                f"--tensor-type {text}: {wide} has {entries[wide].shape[-1]} columns, which are no blocks of"
-                f" {dtype.block}; take another type"
+                f"--tensor-type {text}: {wide} has {entries[wide].shape[-1]} columns, which do not fill blocks"
+                f" of {dtype.block}; choose another type"
             )
         found |= dict.fromkeys(meant, dtype)
     return found

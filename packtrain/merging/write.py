@@ -85,10 +85,10 @@ class Merge:
         Gives what calibrate does of the others.
         """
         changes = merged(self.base.gguf, self.adapters)
-        anew = set(self.calibrated) if room is not None else set[str]()
+        rounded = set(self.calibrated) if room is not None else set[str]()
         # on the base's own grid where that is the type: its weights lose nothing there, and only the addition is to
         # be rounded
-        kept = {n for n in anew if self.stored(n) == self.base.gguf.entries[n].dtype}
+        kept = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
         first = {n: rows for n, rows in changes.items() if n not in kept}
 
         def write(to: Path) -> None:
@@ -103,7 +103,7 @@ class Merge:
                 done=done,
             )
 
-        if room is None or data is None or not anew:
+        if room is None or data is None or not rounded:
             write(path)
             return {}
         with beside(path) as part:

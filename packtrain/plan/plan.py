@@ -76,7 +76,7 @@ class Plan:
         """Raise GraphError unless this plan was made from a graph like this one, placed alike."""
         if placed.fingerprint != self.fingerprint:
             raise GraphError(
-                f"the plan is for graph {self.fingerprint}, not for this graph {placed.fingerprint}; make_plan it anew"
+                f"the plan is for graph {self.fingerprint}, not for this graph {placed.fingerprint}; plan it again"
             )
 
     def to_json(self) -> str:

@@ -67,7 +67,7 @@ class Table:
     """Least extra seconds for n blocks in m slots of memory.
 
     A run of blocks is processed either by an option for its first block, which then keeps its output for the
-    next, or by a split: forward to a later block, which alone is kept, all of that block's part, then this part anew.
+    next, or by a split: forward to a later block, which alone is kept, all of that block's part, then this part again.
     inner   runs whose end gradient is there, by number of blocks; outer: runs that end with the head
     """
 

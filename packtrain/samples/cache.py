@@ -14,7 +14,7 @@ from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 6  # another number makes all caches anew
+FORMAT = 6  # with another number all caches are built again
 VOCABULARY = "tokenizer.", "general.name"  # the name tells how some vocabularies treat whitespace
 
 

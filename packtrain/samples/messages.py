@@ -99,7 +99,7 @@ def _content(content: Any, at: str) -> str:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise InputError(
-                    f"{at}: content has a part that is no text; only text can be learnt"
+                    f"{at}: content has a part that is not text; only text can be learnt"
                 )
         content = "".join(sound(part.get("text"), f"{at}: text", WANTED) for part in content)
     return sound(content, f"{at}: content", WANTED)

@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "para
 ASK, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}
 
-# what is said with a count
+# notes that come with a count
 SYSTEM = "system messages put before the user's first words, for the template has no place for them"
 CALLS = "calls of tools written as JSON, for the template has no form for them"
 RESULTS = "results of tools written as the user's words, for the template has no form for them"

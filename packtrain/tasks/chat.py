@@ -57,7 +57,7 @@ class Talk:
         return "" if id is None else self._tokenizer.tokens[id].decode(errors="replace")
 
     def clear(self) -> None:
-        """Begin anew, with nothing but the system message."""
+        """Start over with nothing but the system message."""
         system = self._settings.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 

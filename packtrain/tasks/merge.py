@@ -73,7 +73,7 @@ def merge(settings: Merge, events: Events) -> Written:
         events.message(f"{EMBEDDING} is the head, too: both are changed")
 
     def done(entry: Entry, stored: Dtype, error: float) -> None:
-        narrow = f"  rows of {entry.shape[-1]} are no blocks of {dtype}"
+        narrow = f"  rows of {entry.shape[-1]} do not fill blocks of {dtype}"
         events.row(line(entry, stored, error) + (narrow if dtype not in (None, stored) else ""))
 
     name = settings.output.stem.encode(errors="replace").decode()

@@ -100,7 +100,7 @@ class End:
     # ---- merging
 
     def _merge(self, merge: Merge, output: Path) -> Mapping[str, float] | None:
-        """Write the file; what each matrix that was calibrated makes otherwise, or None where none was."""
+        """Write the file; the relative output error of each calibrated matrix, or None where none was."""
         found = None
         if calibrates(self.settings) and merge.calibrated:
             settle()

@@ -111,7 +111,7 @@ def ready(settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say) ->
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
-    """The checkpoint that a resumed run goes on from; None if there is none yet, which is said."""
+    """The checkpoint that a resumed run goes on from; None, with a message, if there is none yet."""
     if not settings.resume:
         return None
     found = load(settings.folder / CHECKPOINT, say)

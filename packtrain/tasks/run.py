@@ -48,7 +48,7 @@ class Kind:
     decide   settings to a job; it is given what tells a sentence
     before   what is done on the engine before step 1, once its values are there; it is given what says to stop
     after    what is done when the steps are done and their memory is free
-    notes    what is said with the plan
+    notes    lines printed with the plan
     space    what is written beside the files that the subject names: where, what, and bytes
     """
 

@@ -1,7 +1,7 @@
 """The promise of `--memory`: the fastest way to train that fits into so many bytes, or a refusal that helps.
 
 In go a Shape as asked for, a limit, and what this machine can do; out come Plans. What was chosen changes no result
-but for the order of additions, which is said. The search runs in children, so that its memory is gone afterwards:
+but for the order of additions, which is printed. The search runs in children, so that its memory is gone afterwards:
 this process makes plans once, for what its heap keeps of them counts.
 """
 

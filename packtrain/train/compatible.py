@@ -34,7 +34,7 @@ def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) ->
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: type) -> list[str]:
-    """What a checkpoint says otherwise than the job, in flags and names of files."""
+    """Where a checkpoint differs from the job, in flags and names of files."""
     changed = [*_flags(before, now, settings)]
     names = [name for name, _ in changed]
     found = [line for _, line in changed]

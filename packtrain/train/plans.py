@@ -124,7 +124,7 @@ class Plans:
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """Those that a checkpoint holds: trained weights and moments. Sums and caches begin anew."""
+        """Those that a checkpoint holds: trained weights and moments. Sums and caches start from zero."""
         return {n: leaf for n, leaf in self.kept.items() if leaf.role not in ("sum", "cache")}
 
     @property

@@ -26,7 +26,7 @@ class NoGradient(ArithmeticError):
 
 
 def probe(job: Job, engine: Engine, say: Callable[[str], None]) -> None:
-    """Raise NoGradient for tensors that nothing would train; experts that no token has reached are said."""
+    """Raise NoGradient for tensors that nothing would train; experts that no token has reached are named."""
     session, optimizer = engine.session, engine.optimizer
     names = engine.plans.trained
     for name in (name for name in names if name.endswith(B)):

@@ -8,7 +8,7 @@ KINDS = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up from 0 to `lr`, then down to `lr_min` until the last step, in `cycles` equal parts that begin anew.
+    """Warm-up from 0 to `lr`, then down to `lr_min` until the last step, in `cycles` equal parts, each from `lr`.
 
     kind    cosine (Loshchilov & Hutter 2017, arXiv 1608.03983), linear, or constant
     warmup  steps of warm-up

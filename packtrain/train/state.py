@@ -112,7 +112,7 @@ def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest sound checkpoint at `path`: itself, or the one before, which is said; None if there is none.
+    """The newest sound checkpoint at `path`: itself, or the one before, with a message; None if there is none.
 
     Raises InputError for a checkpoint of a newer format, and if there are files but none of them is sound.
     """

@@ -1,4 +1,4 @@
-"""Tuning the model of a file: settings in, a Job out, as `train.job` makes it for a model that begins anew.
+"""Tuning the model of a file: settings in, a Job out, as `train.job` makes it for a new model.
 
 What is trained are low-rank additions, or the matrices themselves; all else is read where it is in the file.
 """

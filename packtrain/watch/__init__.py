@@ -21,7 +21,7 @@ METRICS, PICTURE = "metrics.jsonl", "loss.svg"
 class Watch:
     """What a training loop tells: `with Watch(...) as watch:`, `step` after each step, `end` when it is done.
 
-    The first step of a run begins the files in `folder` anew, unless `resume` has been called.
+    The first step of a run replaces the files in `folder`, unless `resume` has been called.
     """
 
     def __init__(self, folder: Path, events: Events, *, tensorboard: bool = True) -> None:

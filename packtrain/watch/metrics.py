@@ -28,7 +28,7 @@ FIRST_KEYS = (
 
 
 class Metrics:
-    """The file of one run, begun anew; or, `after` a step that is resumed from, gone on with behind that step."""
+    """The file of one run: a new one, or continued `after` the step that is resumed from."""
 
     def __init__(self, path: Path, after: int | None) -> None:
         if after is not None and path.exists():

@@ -185,9 +185,7 @@ def test_a_plan_of_another_graph():
             use()
         made_for, given = one.fingerprint, other.fingerprint
         assert made_for != given
-        expected = (
-            f"the plan is for graph {made_for}, not for this graph {given}; plan it again"
-        )
+        expected = f"the plan is for graph {made_for}, not for this graph {given}; plan it again"
         assert message(error) == expected
 
 

@@ -28,9 +28,7 @@ from packtrain.words import plural
 CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
 BOUND_NBYTES = 800  # of an executor for each call, measured
-SAMPLING_NBYTES = (
-    24  # for each token of the vocabulary, while one is chosen: logits in f32 and f64, some copies
-)
+SAMPLING_NBYTES = 24  # for each token of the vocabulary: logits in f32 and f64, some copies
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")

@@ -162,7 +162,7 @@ class Plans:
 
     @property
     def loop_nbytes(self) -> int:
-        samples = any(name.startswith("generate") for name in self.placed)
+        samples = any(isinstance(name, int) for name in self.placed)
         return loop_nbytes(self.shape, self.calls, samples)
 
     @property

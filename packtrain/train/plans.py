@@ -32,9 +32,7 @@ SAMPLING_NBYTES = 24  # for each token of the vocabulary: logits in f32 and f64,
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")
-Name = (
-    str | int
-)  # of a graph of a run; those that write samples: how many tokens they take at a time
+Name = str | int  # of a graph; of those that write samples: how many tokens they take at a time
 
 
 @dataclass(frozen=True, slots=True)

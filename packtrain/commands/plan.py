@@ -51,7 +51,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
             check_writable(path, f"--{name}")
             _check_not_read(path, f"--{name}", settings)
     kind = finetune.KIND if isinstance(settings, TuneSettings) else train.KIND
-    made = kind.ready(settings, say)
+    made = kind.ready(settings, say, runs=False)
     if made.refusal is None:
         print("\n".join([str(made), *made.notes]))
     about, plan = facts(made, _measured(settings.folder)), made.plans.largest

@@ -8,7 +8,7 @@ import importlib
 from types import ModuleType
 
 from packtrain.kernels import ahead, store
-from packtrain.kernels.ahead import load_all, prepare
+from packtrain.kernels.ahead import is_loaded, load_all, prepare
 from packtrain.kernels.runtime import set_threads, threads
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "LEARNING",
     "PACKING",
     "WRITING",
+    "is_loaded",
     "load_all",
     "prepare",
     "set_threads",

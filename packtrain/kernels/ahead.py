@@ -251,6 +251,10 @@ def load(name: str) -> object:
         return importlib.import_module(f"{__package__}.{name}")
 
 
+def is_loaded(name: str) -> bool:
+    return f"{__package__}.{name}" in sys.modules
+
+
 def load_all(names: Collection[str] | None = None, limit: int | None = None, used: int = 0) -> None:
     """Compile and load these modules, or all, so that what they take is there before memory is measured."""
     names = store.modules() if names is None else names

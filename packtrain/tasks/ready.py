@@ -4,18 +4,17 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from packtrain import kernels
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.budget import Limit, Planned, Say, minimum, planned
+from packtrain.train.budget import Limit, Planned, Say, minimum, planned, planned_here
 from packtrain.train.effects import check_effects, check_validation
 from packtrain.train.fit import CHECKPOINT
 from packtrain.train.job import Job
-from packtrain.train.loaded import loaded, needed
+from packtrain.train.loaded import Loaded, loaded, needed
 from packtrain.train.pace import learnt, seen
 from packtrain.train.parts import Setting
 from packtrain.train.plans import Plans, Shape, packed_types
@@ -68,8 +67,10 @@ class Ready:
         return self.plans.text(self.baseline, self.seconds, self.job.steps, self.learnt)
 
 
-def ready(settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say) -> Ready:
-    """Decide and plan a run, or tell why it is refused; nothing of it is reserved yet. Raises InputError."""
+def ready(
+    settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say, runs: bool = True
+) -> Ready:
+    """Decide and plan a run, or tell why it is refused; its kernels are loaded if it `runs`. Raises InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     check_effects(settings)
     if settings.threads:
@@ -88,14 +89,10 @@ def ready(settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say) ->
     tokenizer = job.subject.tokenizer() if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
     taken = loaded(modules, room)
-    setting = Setting(job.optimizer, speed, private_nbytes() + taken.nbytes, cells)
+    setting = Setting(job.optimizer, speed, private_nbytes() + taken.to_come, cells)
     asked, fixed = (job.shape, settings.recompute, setting), found is not None
-    load = partial(kernels.load_all, modules)
-    if limit is None:
-        load()
-        made = Planned.here(as_asked(*asked))
-    else:
-        made = planned(*asked, Limit(limit, fixed, taken, load), say)
+    within = None if limit is None else Limit(limit, fixed, taken, runs)
+    made = planned(*asked, within, say) if within else _unlimited(*asked, taken, runs)
     return Ready(
         replace(job, shape=made.plans.shape),
         made.plans,
@@ -106,8 +103,16 @@ def ready(settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say) ->
         tokenizer,
         found,
         made.refusal,
-        lambda: made.minimum if made.refusal else minimum(*asked, fixed, say),
+        lambda: made.minimum if made.refusal else minimum(*asked, fixed, taken, say),
     )
+
+
+def _unlimited(
+    shape: Shape, recompute: str, setting: Setting, taken: Loaded, runs: bool
+) -> Planned:
+    if runs:
+        taken.load()
+    return planned_here(setting, as_asked(shape, recompute, setting), taken)
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:

@@ -59,9 +59,12 @@ class Kind:
     notes: Callable[[Ready], Iterable[str]] = lambda made: ()
     space: Callable[[Job], Iterable[tuple[Path, str, int]]] = lambda job: ()
 
-    def ready(self, settings: RunSettings, say: Say) -> Ready:
-        """The run with its plan, or the smallest plan and why it is refused. Raises InputError."""
-        made = ready(settings, self.decide, say)
+    def ready(self, settings: RunSettings, say: Say, runs: bool = True) -> Ready:
+        """The run with its plan, or the smallest plan and why it is refused. Raises InputError.
+
+        runs  what it needs is loaded, too
+        """
+        made = ready(settings, self.decide, say, runs)
         return replace(made, notes=tuple(self.notes(made)) if made.refusal is None else ())
 
 

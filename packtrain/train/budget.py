@@ -1,8 +1,7 @@
 """The promise of `--memory`: the fastest way to train that fits into so many bytes, or a refusal that helps.
 
 In go a Shape as asked for, a limit, and what this machine can do; out come Plans. What was chosen changes no result
-but for the order of additions, which is printed. The search runs in children, so that its memory is gone afterwards:
-this process makes plans once, for what its heap keeps of them counts.
+but for the order of additions, which is printed. The search runs in a child, so that its memory is gone afterwards.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from packtrain.train.search import search, smallest
 Say = Callable[[str], None]
 OWNERS = 10
 MIB = 1 << 20
-MARGIN_NBYTES = 1 << 20  # how much a process differs from its child
+MARGIN_NBYTES = 1 << 20  # how much kernels differ from what they took of another process
+ASIDE_NBYTES = 3 << 19  # how much estimate and process differ: a second search is rare
 SPARE_NBYTES = 3 << 20  # how much it differs from the next one
 SEARCH_NBYTES = 48 << 20  # of a child that searches, measured
 BLOCK_NBYTES = 900_000  # more for each block
@@ -47,9 +47,14 @@ class Planned:
         return cls(plans, private_nbytes() + more, searching)
 
     @property
+    def total(self) -> int:
+        """Bytes that the run takes at the most."""
+        return self.baseline + self.plans.nbytes
+
+    @property
     def needed(self) -> int:
-        """Bytes that are taken at the most: by the run, or by the search before it."""
-        return max(self.baseline + self.plans.nbytes, self.searching)
+        """The same, or of the search before it."""
+        return max(self.total, self.searching)
 
     @property
     def minimum(self) -> int:
@@ -62,13 +67,14 @@ class Limit:
     """Bytes that may be taken, and what will take some of them.
 
     fixed    nothing may be chosen that changes the order of additions: a run is resumed
-    kernels  what `load` loads; their bytes are part of the baseline of a setting
+    kernels  of the run; their bytes are part of the baseline of a setting
+    runs     the kernels are loaded; otherwise what they take is taken on trust
     """
 
     nbytes: int
     fixed: bool = False
     kernels: Loaded = NO_KERNELS
-    load: Callable[[], None] = lambda: None
+    runs: bool = True
 
 
 def planned(
@@ -79,51 +85,54 @@ def planned(
     say: Say = print,
 ) -> Planned:
     """Plans within the limit, or a refusal with all that helps. The search comes before the kernels are loaded."""
-    limit, fixed = within.nbytes, within.fixed
-    searching = private_nbytes() + SEARCH_NBYTES + BLOCK_NBYTES * shape.config.block_count
+    limit, fixed, taken = within.nbytes, within.fixed, within.kernels
 
     @cache
     def late() -> None:
         say(f"planning a run that fits into {size_text(limit)} …")
 
-    asked, change = replace(setting, baseline=setting.baseline + MARGIN_NBYTES * 3 // 2), ""
+    asked, change, searching = replace(setting, baseline=setting.baseline + ASIDE_NBYTES), "", 0
     for _ in range(ROUNDS):
+        searching = max(searching, private_nbytes() + searching_nbytes(shape))
         answer = ask(late, search, shape, recompute, asked, limit, fixed)
-        if not answer.fits:
-            chosen, change = answer.shape, answer.change
-            break
-        over = setting.baseline + ask(late, grown, setting, answer.shape) + MARGIN_NBYTES - limit
-        if over <= 0:
-            chosen = answer.shape
+        change, made = answer.change, planned_here(setting, answer.shape, taken, searching)
+        over = made.total + MARGIN_NBYTES - limit
+        if not answer.fits or over <= 0:
             break
         asked = replace(asked, baseline=asked.baseline + over)
     else:
-        chosen = ask(late, smallest, shape, recompute, setting, fixed)
-    made = Planned.here(setting.plans(chosen), searching, within.kernels.nbytes)
-    if made.needed - within.kernels.unsure <= limit:
-        within.load()
+        least = ask(late, smallest, shape, recompute, setting, fixed)
+        made = planned_here(setting, least, taken, searching)
+    if made.needed - taken.unsure <= limit and (within.runs or taken.unsure):
+        taken.load()
         made = Planned.here(made.plans, searching)
     if made.needed <= limit:
         return made
     return replace(made, refusal=refusal(made, change or "a little more would do", limit))
 
 
-def grown(setting: Setting, shape: Shape) -> int:
-    """Bytes by which a process grows that makes these plans and runs by them; for a child that does nothing else."""
-    settle()
-    before = private_nbytes()
-    made = Planned.here(setting.plans(shape))
-    return made.baseline - before + made.plans.nbytes
+def planned_here(setting: Setting, shape: Shape, taken: Loaded, searching: int = 0) -> Planned:
+    """Plans that this process makes. Where packing them needs kernels, the others are loaded, too."""
+    plans = setting.plans(shape)
+    taken.load_rest()
+    return Planned.here(plans, searching, taken.to_come)
 
 
-def minimum(shape: Shape, recompute: str, setting: Setting, fixed: bool, say: Say) -> int:
+def searching_nbytes(shape: Shape) -> int:
+    """Of a child that searches."""
+    return SEARCH_NBYTES + BLOCK_NBYTES * shape.config.block_count
+
+
+def minimum(
+    shape: Shape, recompute: str, setting: Setting, fixed: bool, taken: Loaded, say: Say
+) -> int:
     """The smallest budget that would do."""
 
     def late() -> None:
         say("looking for the smallest way …")
 
     least = ask(late, smallest, shape, recompute, setting, fixed)
-    return Planned.here(setting.plans(least)).minimum
+    return planned_here(setting, least, taken).minimum
 
 
 # ---- refusal

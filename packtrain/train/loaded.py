@@ -23,10 +23,24 @@ CHILD_NBYTES = 96 << 20  # 86 to 92 were measured
 
 
 class Loaded(NamedTuple):
-    """Bytes that kernels take, and by how much that may be too high."""
+    """Bytes that kernels take, by how much that may be too high, and their modules."""
 
     nbytes: int
     unsure: int = 0
+    names: tuple[str, ...] = ()
+
+    @property
+    def to_come(self) -> int:
+        """Bytes by which this process will grow."""
+        return 0 if self.names and all(map(kernels.is_loaded, self.names)) else self.nbytes
+
+    def load(self) -> None:
+        kernels.load_all(self.names)
+
+    def load_rest(self) -> None:
+        """Load them if some are loaded, for what the others take is not known."""
+        if any(map(kernels.is_loaded, self.names)):
+            self.load()
 
 
 def needed(experts: bool, packed: bool, optimizer: type[Optimizer]) -> tuple[str, ...]:
@@ -39,21 +53,21 @@ def needed(experts: bool, packed: bool, optimizer: type[Optimizer]) -> tuple[str
     )
 
 
-def loaded(names: Sequence[str], room: float) -> Loaded:
+def loaded(names: tuple[str, ...], room: float) -> Loaded:
     """Bytes by which a process grows that loads these kernel modules, which are compiled.
 
     room  bytes that a child may take; where there are none, the run is refused, and its minimum shall be right
     """
     path = _kept(names)
     try:
-        return Loaded(int(json.loads(path.read_text())))
+        return Loaded(int(json.loads(path.read_text())), 0, names)
     except (OSError, ValueError, TypeError):  # not yet, or not whole
         if 0 <= room < CHILD_NBYTES:
-            return Loaded(GUESSED_NBYTES, UNSURE_NBYTES)
-        found = ask(lambda: None, _load_in_child, kernels.threads(), tuple(names))
+            return Loaded(GUESSED_NBYTES, UNSURE_NBYTES, names)
+        found = ask(lambda: None, _load_in_child, kernels.threads(), names)
         if refusal(path.parent) is None:
             write_text(path, json.dumps(found))
-        return Loaded(found)
+        return Loaded(found, 0, names)
 
 
 def _kept(names: Sequence[str]) -> Path:

@@ -26,7 +26,6 @@ from packtrain.train.plans import (
     EVALUATE,
     MEASURE,
     MICRO,
-    Plans,
     Shape,
     blocks_in,
 )
@@ -270,6 +269,6 @@ def _smaller(shape: Shape) -> str:
     return "take a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
 
 
-def as_asked(shape: Shape, recompute: str, setting: Setting) -> Plans:
-    """Plans without a limit."""
-    return setting.plans(Search(setting, recompute).as_asked(shape))
+def as_asked(shape: Shape, recompute: str, setting: Setting) -> Shape:
+    """The shape without a limit."""
+    return Search(setting, recompute).as_asked(shape)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.cli import main as packtrain
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.models.file import ModelFile
 
 TOP, REPLY = 5, 24

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from packtrain.convert import convert
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.models.file import open_model
 from tests.hugging_face import V, sentencepiece_model
 

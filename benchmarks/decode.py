@@ -21,7 +21,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.commands import quantize
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.gguf import Value
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS

@@ -13,16 +13,16 @@ import time
 import numpy as np
 
 from packtrain import cost, kernels
+from packtrain.design.budget import planned
+from packtrain.design.parts import Setting
+from packtrain.design.plans import Shape, make_plans
+from packtrain.design.search import search
 from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import AdamW
 from packtrain.speed import measured
-from packtrain.train.budget import planned
-from packtrain.train.engine import Engine
-from packtrain.train.parts import Setting
-from packtrain.train.plans import Shape, make_plans
-from packtrain.train.search import search
+from packtrain.training.engine import Engine
 
 GIB = 2**30
 TIME = 512

@@ -20,6 +20,9 @@ import numpy as np
 
 from benchmarks.torch_llama import Trained, Tuned, optimizer
 from packtrain import kernels
+from packtrain.design.parts import Setting
+from packtrain.design.plans import Base, Shape, make_plans
+from packtrain.design.search import Search
 from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.gguf import GGUF, Deferred, write
 from packtrain.memory import Peak, settle
@@ -30,10 +33,7 @@ from packtrain.optim import AdamW
 from packtrain.quant import quantize
 from packtrain.speed import measured
 from packtrain.tensor import Tensor
-from packtrain.train.engine import Engine
-from packtrain.train.parts import Setting
-from packtrain.train.plans import Base, Shape, make_plans
-from packtrain.train.search import Search
+from packtrain.training.engine import Engine
 
 GIB, MIB = 2**30, 2**20
 LLAMA_8B = Config(128_256, 2048, 4096, 32, 14_336, 32, 8, rope_freq_base=5e5, tied=False)

@@ -13,12 +13,12 @@ from packtrain.merging.room import room
 from packtrain.merging.write import Merge
 from packtrain.models.adapted import read_scaled
 from packtrain.models.file import ModelFile, open_model
-from packtrain.train.engine import evaluate
-from packtrain.train.job import Job
-from packtrain.train.measure import losses_of
-from packtrain.train.samples import SampleBatches
-from packtrain.train.settings import TuneSettings
-from packtrain.train.tune import decide
+from packtrain.training.engine import evaluate
+from packtrain.training.job import Job
+from packtrain.training.measure import losses_of
+from packtrain.training.samples import SampleBatches
+from packtrain.training.settings import TuneSettings
+from packtrain.training.tune import decide
 
 MIB = 1 << 20
 

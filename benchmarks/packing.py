@@ -28,8 +28,8 @@ from packtrain.models.config import PRESETS, Config
 from packtrain.optim import AdamW, training
 from packtrain.packing import Packing, best_fit, clash, height, lower_bound, packings
 from packtrain.place import Placed, Step
-from packtrain.plan import size_text
-from packtrain.plan.lifetimes import storages
+from packtrain.planning import size_text
+from packtrain.planning.lifetimes import storages
 from packtrain.tensor import Call, Tensor
 
 PROBLEMS = Path(__file__).parent.parent.parent / "shared/data/minimalloc/challenging"

@@ -19,7 +19,7 @@ import transformers
 
 from benchmarks.convert import BASE, CLASSES, TOKENS
 from packtrain.cli import main as packtrain
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
 from tests.hugging_face import sentencepiece_model

@@ -18,16 +18,16 @@ from itertools import pairwise
 import numpy as np
 
 from packtrain import cost
+from packtrain.design.parts import Setting, chain
+from packtrain.design.plans import Shape
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import SGD
 from packtrain.place import Placed, place
-from packtrain.plan import Buffer, Plan, make_plan
+from packtrain.planning import Buffer, Plan, make_plan
 from packtrain.recompute import Choice
 from packtrain.run import Executor, Session
 from packtrain.speed import measured
-from packtrain.train.parts import Setting, chain
-from packtrain.train.plans import Shape
 
 BUDGETS = (80, 60, 50, 40, 30, 20, 10, 5)
 MIB = 2**20

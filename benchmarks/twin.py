@@ -19,15 +19,15 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.commands.shown import Shown
+from packtrain.design.plans import make_plans
 from packtrain.memory import Peak
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW
-from packtrain.train.engine import Engine
-from packtrain.train.fit import Fit
-from packtrain.train.job import Job, decide
-from packtrain.train.plans import make_plans
-from packtrain.train.settings import TrainSettings
+from packtrain.training.engine import Engine
+from packtrain.training.fit import Fit
+from packtrain.training.job import Job, decide
+from packtrain.training.settings import TrainSettings
 from packtrain.watch import METRICS, Watch
 from packtrain.watch.metrics import read
 

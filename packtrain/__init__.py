@@ -1,19 +1,23 @@
 """packtrain: a static-graph engine for training language models that live in GGUF files.
 
-`import packtrain as pt`: the nouns (Tensor, Op, Graph), the verbs (build, differentiate, place, plan, run), and
-every op by name. Nothing here loads numba or torch.
+`import packtrain as pt`: the nouns (Tensor, Op, Graph), the verbs (differentiate, place, make_plan, run), every op by
+name; and what the commands do as functions (train, finetune, plan, evaluate, generate, chat, quantize, merge), loaded
+when first asked for. Importing this loads neither numba nor torch.
 """
+
+import typing
 
 from packtrain import backends, dtypes, ops
 from packtrain.debug import debug
 from packtrain.dtypes import bf16, f16, f32, f64, i32, i64, u8
+from packtrain.errors import DoesNotFit, InputError
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
 from packtrain.interpret import interpret
 from packtrain.observe import Stopped
 from packtrain.ops import *  # noqa: F403
 from packtrain.place import Placed, place
-from packtrain.plan import Plan, PlanError, make_plan, verify
+from packtrain.planning import Plan, PlanError, make_plan, verify
 from packtrain.run import Executor, RunError, Session
 from packtrain.tensor import (
     GraphError,
@@ -29,9 +33,35 @@ from packtrain.tensor import (
 )  # fmt: skip
 from packtrain.version import __version__
 
+if typing.TYPE_CHECKING:
+    from packtrain.library import (
+        chat,
+        evaluate,
+        finetune,
+        generate,
+        merge,
+        plan,
+        quantize,
+        start,
+        train,
+    )
+
+_TASKS = ("chat", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start", "train")
+
 __all__ = [
-    "Executor", "Graph", "GraphError", "Op", "Placed", "Plan", "PlanError", "RunError", "Session", "Spec", "Stopped",
-    "Tensor", "__version__", "backends", "bf16", "constant", "debug", "differentiate", "dtypes", "f16", "f32", "f64",
-    "i32", "i64", "input", "interpret", "make_plan", "named", "op", "ops", "place", "state", "u8", "verify", "weight",
+    "DoesNotFit", "Executor", "Graph", "GraphError", "InputError", "Op", "Placed", "Plan", "PlanError", "RunError",
+    "Session", "Spec", "Stopped", "Tensor", "__version__", "backends", "bf16", "chat", "constant", "debug",
+    "differentiate", "dtypes", "evaluate", "f16", "f32", "f64", "finetune", "generate", "i32", "i64", "input",
+    "interpret", "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "start", "state", "train",
+    "u8", "verify", "weight",
     *ops.__all__,
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> typing.Any:
+    """The functions of `packtrain.library`, which are loaded when one is asked for."""
+    if name not in _TASKS:
+        raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
+    from packtrain import library
+
+    return getattr(library, name)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.place import Placed, Step
-from packtrain.plan import Buffer, Plan
+from packtrain.planning import Buffer, Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from packtrain.tasks.evaluate import Evaluate
 from packtrain.tasks.generate import Generate
 from packtrain.tasks.merge import Merge
 from packtrain.tasks.quantize import Quantize
-from packtrain.train.settings import TrainSettings, TuneSettings, run_folder
+from packtrain.training.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
 from packtrain.words import meant
 
@@ -141,7 +141,7 @@ def _line(error: Exception) -> str:
     """What went wrong in one line; an error nobody foresaw says its kind, too."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
-    if isinstance(error, DoesNotFit):  # as much as fits on a screen, see train.budget
+    if isinstance(error, DoesNotFit):  # as much as fits on a screen, see design.budget
         return str(error)
     text = " ".join(str(error).split())
     foreseen = isinstance(error, InputError | DoesNotFit | DiskFull | Interrupted | ArithmeticError)

@@ -25,7 +25,7 @@ class Rates:
     kinds    other work, see `ops.costs.Cost`; what is missing gets a typical share of `flops`
     threads  a task that is alone gets that part of a rate
     call     seconds of a call beside its work, `region` more where its tasks go side by side
-    seen     part of what a causal mask lets through that attention looks at: a fact about data, see train.pace
+    seen     part of what a causal mask lets through that attention looks at: a fact about data, see design.pace
     """
 
     flops: float

@@ -29,7 +29,7 @@ from packtrain.tasks.quantize import Quantize, Written
 from packtrain.tasks.ready import Ready
 from packtrain.tasks.run import Kind, Trained
 from packtrain.tasks.speak import Written as Text
-from packtrain.train.settings import RunSettings, TrainSettings, TuneSettings
+from packtrain.training.settings import RunSettings, TrainSettings, TuneSettings
 
 S = TypeVar("S")
 R = TypeVar("R")

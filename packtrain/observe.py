@@ -12,7 +12,7 @@ import numpy as np
 from packtrain.bound import Bound, Program
 from packtrain.debug import flags
 from packtrain.place import Placed
-from packtrain.plan import Plan
+from packtrain.planning import Plan
 from packtrain.tensor import Tensor
 
 TOLERANCE = 1e-4  # of the largest value: what a cpu kernel may differ from the f32 specification

@@ -18,7 +18,7 @@ from packtrain.bound import Bound, Program, Watcher
 from packtrain.debug import flags
 from packtrain.observe import Observer, report
 from packtrain.place import Placed, Step
-from packtrain.plan import Buffer, Plan, make_plan
+from packtrain.planning import Buffer, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
 
 _running = threading.Lock()

@@ -13,7 +13,7 @@ from packtrain.backends.host import Host
 from packtrain.ops import shape
 from packtrain.packing import online, pack
 from packtrain.place import _Placing
-from packtrain.plan import Plan, lifetimes
+from packtrain.planning import Plan, lifetimes
 from packtrain.recompute import block
 from packtrain.run import Executor
 from tests import bit_checks, plan_checks, search_checks
@@ -28,8 +28,8 @@ from tests.faults import (
 
 # the functions of the same names hide these modules
 packing = importlib.import_module("packtrain.packing.pack")
-planning = importlib.import_module("packtrain.plan.plan")
-verifying = importlib.import_module("packtrain.plan.verify")
+planning = importlib.import_module("packtrain.planning.plan")
+verifying = importlib.import_module("packtrain.planning.verify")
 
 # ---- views and places ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import packtrain as pt
 from packtrain import backends, ops
 from packtrain.backends import Host
 from packtrain.packing import best_fit, height, lower_bound
-from packtrain.plan.plan import Packer, Plan
+from packtrain.planning.plan import Packer, Plan
 from packtrain.tensor import Tensor
 from tests import checks
 from tests.random_graphs import Case, random_case

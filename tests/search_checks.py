@@ -1,11 +1,11 @@
 """What must hold of a chain's blocks, for tests and for planted faults."""
 
 from packtrain.cost import Rates
+from packtrain.design.parts import Setting, chain
+from packtrain.design.plans import Shape
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
 from packtrain.recompute import Chain
-from packtrain.train.parts import Setting, chain
-from packtrain.train.plans import Shape
 
 CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
 SHAPE = Shape(CONFIG, 1, 128, 1, 1.0)

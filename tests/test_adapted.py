@@ -8,7 +8,7 @@ import pytest
 from packtrain.commands import evaluate, generate, merge
 from packtrain.dtypes import f32
 from packtrain.errors import InputError
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.file import ModelFile, open_model

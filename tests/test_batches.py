@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from packtrain.corpus import Tokens
-from packtrain.train.batches import Batches
+from packtrain.training.batches import Batches
 
 BOS, EOS = 1, 2
 modes = pytest.mark.parametrize("fill", [True, False])

@@ -13,18 +13,18 @@ import pytest
 
 from packtrain.cli import main
 from packtrain.cost import Rates
+from packtrain.design import loaded
+from packtrain.design.budget import Limit, planned
+from packtrain.design.parts import Setting, chain
+from packtrain.design.plans import APPLY, MEASURE, Shape, make_plans
+from packtrain.design.search import Search, search, smallest
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import SGD, AdamW
 from packtrain.recompute import Choice, keep_all, spaced, spacing, uniform
-from packtrain.train import loaded
-from packtrain.train.budget import Limit, planned
-from packtrain.train.engine import Engine
-from packtrain.train.parts import Setting, chain
-from packtrain.train.plans import APPLY, MEASURE, Shape, make_plans
-from packtrain.train.search import Search, search, smallest
+from packtrain.training.engine import Engine
 from packtrain.watch import metrics
 from tests.kill import TINY, words
 from tests.models import CONFIG, batch, same_bits, values

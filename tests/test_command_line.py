@@ -11,7 +11,7 @@ import pytest
 from packtrain.cli import COMMANDS, main
 from packtrain.errors import InputError
 from packtrain.settings import GROUPS, option, to_yaml
-from packtrain.train.settings import TrainSettings, TuneSettings
+from packtrain.training.settings import TrainSettings, TuneSettings
 from packtrain.words import in_colour, meant, plural
 from tests.test_model_file import save
 

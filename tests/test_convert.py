@@ -18,7 +18,7 @@ from packtrain.cli import main
 from packtrain.convert import convert
 from packtrain.convert.pretokenizer import pretokenizer_name
 from packtrain.errors import InputError
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
 from packtrain.tokenizer import Tokenizer, words

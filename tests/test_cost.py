@@ -11,14 +11,14 @@ import pytest
 import packtrain.ops
 from packtrain import cost, kernels, ops, speed
 from packtrain.cost import Rates, call_seconds, cost_of, moved
+from packtrain.design import rates as kept_rates
+from packtrain.design.rates import faster, kept, rates
 from packtrain.dtypes import BLOCK_TYPES, f32
 from packtrain.graph import Graph
 from packtrain.ops import costs
 from packtrain.place import Step, place
 from packtrain.speed import Timing, layers, measured, probes
 from packtrain.tensor import OPS, Tensor, input, weight
-from packtrain.train import rates as kept_rates
-from packtrain.train.rates import faster, kept, rates
 
 Q8_0 = BLOCK_TYPES["q8_0"]
 MULTIPLY = {

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, Shape, make_plans
 from packtrain.models import transformer
 from packtrain.optim import AdamW
 from packtrain.recompute import uniform
-from packtrain.train.engine import Engine
-from packtrain.train.plans import EVALUATE, MICRO, STEP, UPDATE, Shape, make_plans
-from packtrain.train.schedule import Schedule
+from packtrain.training.engine import Engine
+from packtrain.training.schedule import Schedule
 from tests.models import CONFIG, batch, values
 
 ROWS, TIME = 4, 16

@@ -18,8 +18,8 @@ from packtrain.errors import InputError, Interrupted
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.file import open_model, save_model
 from packtrain.tasks.evaluate import Evaluate, chosen
-from packtrain.train.measure import Mean, losses_of
-from packtrain.train.windows import Windows, read_whole
+from packtrain.training.measure import Mean, losses_of
+from packtrain.training.windows import Windows, read_whole
 from packtrain.watch import progress
 from packtrain.watch.count import Count
 from tests.adapters import random_adapter

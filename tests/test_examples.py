@@ -1,11 +1,14 @@
 """The code in README and docs, and the examples, run as they stand."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import packtrain as pt
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,8 +22,22 @@ BLOCKS = [
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the code of the pages finds base.gguf and chats.jsonl."""
+    folder = tmp_path_factory.mktemp("pages")
+    chats = [{"prompt": f"What is {i} + 1?", "completion": f"It is {i + 1}."} for i in range(60)]
+    lines = [json.dumps(chat) for chat in chats]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    (folder / "text.txt").write_text("\n".join(lines * 3))
+    sizes = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab_size": 300}
+    pt.train(folder / "text.txt", output=folder / "base.gguf", iters=2, ctx=64, **sizes)
+    return folder
+
+
 @pytest.mark.parametrize(("page", "code"), BLOCKS)
-def test_code_of_a_page(page, code):
+def test_code_of_a_page(page, code, folder, monkeypatch):
+    monkeypatch.chdir(folder)
     exec(compile(code, page, "exec"), {})
 
 

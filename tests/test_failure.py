@@ -13,7 +13,7 @@ import pytest
 import packtrain as pt
 from packtrain.optim import AdamW, training
 from packtrain.stop import stop_on_signals
-from packtrain.train.finite import FiniteGuard, NotFinite
+from packtrain.training.finite import FiniteGuard, NotFinite
 
 ROOT = Path(pt.__file__).parents[1]
 

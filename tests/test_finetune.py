@@ -19,9 +19,9 @@ from packtrain.models.file import ModelFile
 from packtrain.quant import dequantize
 from packtrain.tasks import merged
 from packtrain.template import chosen
-from packtrain.train import probe, tune
-from packtrain.train.job import HEAD_NBYTES
-from packtrain.train.space import written
+from packtrain.training import probe, tune
+from packtrain.training.job import HEAD_NBYTES
+from packtrain.training.space import written
 from packtrain.watch import metrics
 from tests.architectures import random_model
 from tests.checks import close

@@ -8,7 +8,7 @@ import pytest
 
 from packtrain import Session
 from packtrain.errors import InputError
-from packtrain.generate import Generator, Limits, Reply, placements
+from packtrain.generation import Generator, Limits, Reply, placements
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
 from packtrain.models.metadata import metadata

@@ -44,31 +44,32 @@ LAYERS = {
     "stop": "",
     "memory": "errors",
     "packing": "kernels",
-    "plan": "dtypes tensor packing place words",
-    "picture": "plan words",
-    "bound": "dtypes tensor backends place plan",
-    "observe": "dtypes tensor debug place plan bound",
-    "run": "dtypes tensor backends debug place plan bound observe",
+    "planning": "dtypes tensor packing place words",
+    "picture": "planning words",
+    "bound": "dtypes tensor backends place planning",
+    "observe": "dtypes tensor debug place planning bound",
+    "run": "dtypes tensor backends debug place planning bound observe",
     "cost": "tensor ops place",
     "speed": "dtypes tensor graph kernels ops place run cost",
-    "recompute": "graph place packing plan tensor cost",
+    "recompute": "graph place packing planning tensor cost",
     "models": "types dtypes errors tensor ops gguf quant tokenizer",
     "convert": "dtypes errors files gguf tokenizer quant models",
-    "merging": "types dtypes errors files tensor graph ops place plan run kernels quant gguf models",
+    "merging": "types dtypes errors files tensor graph ops place planning run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
-    "generate": "dtypes errors words tensor graph place run tokenizer models sample",
-    "watch": "errors events words files memory plan",
-    "train": "version child errors events words files settings dtypes tensor graph ops grad optim place packing plan"
-    " run memory stop kernels quant gguf tokenizer template corpus samples cost speed recompute models sample generate"
-    " watch",
-    "tasks": "errors events words files settings types dtypes graph place plan picture run memory kernels quant gguf"
-    " tokenizer corpus samples models merging sample generate template watch train",
-    "library": "events settings tasks train",
-    "commands": "errors events words files settings dtypes tensor graph place plan picture run memory stop kernels"
-    " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim train"
-    " tasks",
-    "cli": "errors words settings debug commands tasks train version",
+    "generation": "dtypes errors words tensor graph place run tokenizer models sample",
+    "watch": "errors events words files memory planning",
+    "design": "child words files dtypes tensor graph ops optim place packing planning memory kernels cost speed"
+    " recompute models generation watch version",
+    "training": "child errors events words files settings dtypes tensor graph optim place planning run memory stop"
+    " kernels quant gguf tokenizer template corpus samples speed models watch design",
+    "tasks": "errors events words files settings types dtypes graph place planning picture run memory kernels quant"
+    " gguf tokenizer corpus samples models merging sample generation template watch design training",
+    "library": "events settings tasks design training",
+    "commands": "errors events words files settings dtypes tensor graph place planning picture run memory stop kernels"
+    " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim design"
+    " training tasks",
+    "cli": "errors words settings debug commands tasks design training version",
     "__main__": "cli",
 }
 OUTSIDE = {

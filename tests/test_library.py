@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain import library as pt
+import packtrain as pt
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Step
 from packtrain.gguf import GGUF

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import pytest
 
 from packtrain.cost import Rates
+from packtrain.design.depth import even, reached, with_blocks
+from packtrain.design.parts import Setting
+from packtrain.design.plans import STEP, Base, Shape, build, leaves
+from packtrain.design.search import Search, search
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW
 from packtrain.place import place
-from packtrain.plan import verify
+from packtrain.planning import verify
 from packtrain.recompute import uniform
 from packtrain.recompute.block import backward_steps
-from packtrain.train.depth import even, reached, with_blocks
-from packtrain.train.parts import Setting
-from packtrain.train.plans import STEP, Base, Shape, build, leaves
-from packtrain.train.search import Search, search
 from tests.architectures import CONFIGS
 
 SETTING = Setting(AdamW(), Rates(1e11, 1e10), 0)

@@ -10,6 +10,7 @@ import pytest
 
 from packtrain.cli import main
 from packtrain.commands import merge
+from packtrain.design.plans import LOOP_NBYTES
 from packtrain.dtypes import BLOCK_TYPES, DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.gguf import GGUF, Value, write
@@ -19,7 +20,6 @@ from packtrain.models.file import open_model
 from packtrain.models.merge import write_changed
 from packtrain.quant import dequantize, quantize
 from packtrain.tasks.merge import Merge
-from packtrain.train.plans import LOOP_NBYTES
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.kill import chats, words

@@ -39,7 +39,7 @@ SCRIPT = """
 import contextlib, io, sys
 import numpy as np
 from packtrain.cli import main
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.models.file import open_model
 
 def logits(path):

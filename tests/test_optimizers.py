@@ -15,6 +15,8 @@ import pytest
 
 import packtrain
 from packtrain import ops
+from packtrain.design.forms import candidates
+from packtrain.design.plans import MICRO, UPDATE, Base, Shape, make_plans, runs
 from packtrain.dtypes import bf16
 from packtrain.gguf import GGUF
 from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Optimizer, Turn, leaner, moment
@@ -22,10 +24,8 @@ from packtrain.optim.optimizer import Values
 from packtrain.optim.sgd import opt_step_sgd
 from packtrain.settings import TRAINING
 from packtrain.tensor import Tensor, state, weight
-from packtrain.train.engine import Engine
-from packtrain.train.forms import candidates
-from packtrain.train.plans import MICRO, UPDATE, Base, Shape, make_plans, runs
-from packtrain.train.settings import with_those_of_optimizers
+from packtrain.training.engine import Engine
+from packtrain.training.settings import with_those_of_optimizers
 from tests.models import CONFIG, batch, same_bits, values
 
 TIME = 16

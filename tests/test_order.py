@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from packtrain.train.order import Order
+from packtrain.training.order import Order
 
 
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 1000])

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from packtrain.design import pace
+from packtrain.design.pace import STEPS, Pace, learnt, seen
+from packtrain.design.plans import Shape, make_plans
 from packtrain.optim import SGD
-from packtrain.train import pace
-from packtrain.train.pace import STEPS, Pace, learnt, seen
-from packtrain.train.plans import Shape, make_plans
 from tests.models import CONFIG
 
 

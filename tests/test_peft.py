@@ -14,7 +14,7 @@ from packtrain.convert import convert
 from packtrain.convert.safetensors import open_file
 from packtrain.dtypes import f32
 from packtrain.errors import InputError
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.adapter import read_adapter
 from packtrain.models.file import open_model

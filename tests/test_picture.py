@@ -19,7 +19,7 @@ from packtrain.picture.chart import ABOVE, BELOW, BOTTOM, LEFT, RIGHT, TOP, byte
 from packtrain.picture.scene import CATEGORIES, OWNERS, Scene, fullest, make_scene
 from packtrain.picture.terminal import LINES, MARGIN
 from packtrain.place import Placed, place
-from packtrain.plan import Arena, Buffer, Plan, make_plan, size_text
+from packtrain.planning import Arena, Buffer, Plan, make_plan, size_text
 from tests import models
 
 MIB = 1 << 20

@@ -10,8 +10,8 @@ import packtrain as pt
 from packtrain import backends, ops
 from packtrain.packing import best_fit, height, lower_bound, pack
 from packtrain.packing.pack import first_fit
-from packtrain.plan import Plan
-from packtrain.plan.plan import Packer
+from packtrain.planning import Plan
+from packtrain.planning.plan import Packer
 from tests import checks, plan_checks
 from tests.plan_checks import small
 from tests.random_graphs import random_case

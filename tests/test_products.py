@@ -216,7 +216,7 @@ SHAPE = transformer.Config(len(TOKENS), 128, 256, 12, 1024, 4, 4)
 READ = """
 import sys
 from packtrain import kernels
-from packtrain.generate import Generator
+from packtrain.generation import Generator
 from packtrain.memory import private_nbytes
 from packtrain.models.file import open_model
 

@@ -12,15 +12,15 @@ import pytest
 
 from packtrain import kept
 from packtrain.cli import main
+from packtrain.design.plans import Plans
 from packtrain.errors import DiskFull, InputError
 from packtrain.tensor import state, weight
-from packtrain.train import space
-from packtrain.train.compatible import differences
-from packtrain.train.effects import RULES, VALIDATING, check_effects, check_validation
-from packtrain.train.plans import Plans
-from packtrain.train.settings import FREE, RunSettings, TrainSettings, TuneSettings
-from packtrain.train.space import check_space, resumable, written
-from packtrain.train.state import Progress, save
+from packtrain.training import space
+from packtrain.training.compatible import differences
+from packtrain.training.effects import RULES, VALIDATING, check_effects, check_validation
+from packtrain.training.settings import FREE, RunSettings, TrainSettings, TuneSettings
+from packtrain.training.space import check_space, resumable, written
+from packtrain.training.state import Progress, save
 from tests.test_train import arguments, data, refused, said, signal_after  # noqa: F401  data is a fixture
 
 # ---- settings without effect

@@ -7,7 +7,7 @@ import pytest
 
 from packtrain.models.transformer import Config
 from packtrain.samples import Samples
-from packtrain.train.samples import SampleBatches, best_fit
+from packtrain.training.samples import SampleBatches, best_fit
 from tests import models
 
 modes = pytest.mark.parametrize("pack", [True, False])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from packtrain.train.search import SLACK, Search
+from packtrain.design.search import SLACK, Search
 from tests.search_checks import SETTING, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]

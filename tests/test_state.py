@@ -8,8 +8,8 @@ import pytest
 
 from packtrain.errors import InputError
 from packtrain.tasks.run import outcome
-from packtrain.train import state
-from packtrain.train.state import Progress
+from packtrain.training import state
+from packtrain.training.state import Progress
 
 ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "m/w": np.zeros((3, 4), np.float32)}
 

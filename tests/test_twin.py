@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from packtrain.corpus import Tokens
+from packtrain.design.plans import Shape, make_plans
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
-from packtrain.train.batches import Batches
-from packtrain.train.engine import Engine
-from packtrain.train.plans import Shape, make_plans
-from packtrain.train.schedule import Schedule
+from packtrain.training.batches import Batches
+from packtrain.training.engine import Engine
+from packtrain.training.schedule import Schedule
 from tests import checks
 
 pytest.importorskip("torch")

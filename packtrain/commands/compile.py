@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from packtrain import kernels
+from packtrain.design.loaded import loaded, needed
 from packtrain.kernels import store
 from packtrain.memory import parse_size, private_nbytes
 from packtrain.optim import OPTIMIZERS
 from packtrain.settings import option
-from packtrain.train.loaded import loaded, needed
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.template import named
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.effects import TRAIN_ON, VAL_SPLIT, check_idle
-from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
+from packtrain.training.effects import TRAIN_ON, VAL_SPLIT, check_idle
+from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
 from packtrain.words import in_colour, plural
 
 CONTEXT = 2048  # at most, where --ctx does not say

@@ -11,7 +11,7 @@ from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.settings import option
 from packtrain.tasks.generate import Generate
-from packtrain.train.settings import TrainSettings
+from packtrain.training.settings import TrainSettings
 
 TEXT_NBYTES = 3 << 20
 SEPARATOR = "<|endoftext|>"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from packtrain.commands.shown import Shown
 from packtrain.tasks.evaluate import Evaluate, Measured, evaluate
-from packtrain.train.measure import Mean
+from packtrain.training.measure import Mean
 
 
 def run(settings: Evaluate) -> int:

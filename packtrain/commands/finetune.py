@@ -7,10 +7,10 @@ from typing import cast
 
 from packtrain.commands import INTERRUPTED, say
 from packtrain.commands.shown import Shown
-from packtrain.plan import size_text
+from packtrain.planning import size_text
 from packtrain.tasks.finetune import finetune
-from packtrain.train.settings import TuneSettings
-from packtrain.train.tune import ADAPTER, Tuned, name_of
+from packtrain.training.settings import TuneSettings
+from packtrain.training.tune import ADAPTER, Tuned, name_of
 
 OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # what no name in Ollama has
 

@@ -4,9 +4,9 @@ import shlex
 
 from packtrain.commands import INTERRUPTED, say
 from packtrain.commands.shown import Shown
-from packtrain.plan import size_text
+from packtrain.planning import size_text
 from packtrain.tasks.train import train
-from packtrain.train.settings import TrainSettings
+from packtrain.training.settings import TrainSettings
 
 
 def run(settings: TrainSettings) -> int:

@@ -15,7 +15,7 @@ from packtrain.merging.calibrated import PART
 from packtrain.merging.streams import Batch, Graphs, padding
 from packtrain.models.file import ModelFile
 from packtrain.place import place
-from packtrain.plan import make_plan
+from packtrain.planning import make_plan
 
 TOKENS, LEAST = 6144, 1024  # read, if memory does not ask for fewer
 AT_ONCE = 1024  # of them that go through a block at a time

@@ -18,7 +18,7 @@ from packtrain.picture.scene import (
     make_scene,
     plain,
 )
-from packtrain.plan import Buffer, Plan, size_text
+from packtrain.planning import Buffer, Plan, size_text
 
 WIDTH, HEIGHT = 900, 640
 LEFT, RIGHT = 84, 876  # both plots within the picture

@@ -22,7 +22,7 @@ from packtrain.picture.scene import (
     make_scene,
     plain,
 )
-from packtrain.plan import Buffer, Plan, size_text
+from packtrain.planning import Buffer, Plan, size_text
 from packtrain.words import plural
 
 LATER = 6  # tensors named that use a rectangle's bytes in turn; the others are counted

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from packtrain.plan import Arena, Buffer, Plan, size_text
+from packtrain.planning import Arena, Buffer, Plan, size_text
 from packtrain.words import plural
 
 COLORS = {  # by category, from the bottom of a stack up; told apart on white and on black, and by the colour-blind

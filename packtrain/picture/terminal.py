@@ -19,7 +19,7 @@ from packtrain.picture.scene import (
     make_scene,
     plain,
 )
-from packtrain.plan import Plan, size_text
+from packtrain.planning import Plan, size_text
 from packtrain.words import plural
 
 MARGIN = 11  # columns for the labels of the axis

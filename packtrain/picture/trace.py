@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from packtrain.picture.scene import Scene, make_scene, plain
-from packtrain.plan import Buffer, Plan
+from packtrain.planning import Buffer, Plan
 
 Event = dict[str, Any]
 

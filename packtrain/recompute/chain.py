@@ -15,7 +15,7 @@ import numpy as np
 from packtrain.cost import Rates
 from packtrain.packing import lower_bound
 from packtrain.place import Placed, place
-from packtrain.plan.lifetimes import columns, storages
+from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute.block import Alive, Block, Build, backward_steps
 from packtrain.recompute.choice import ALIGNMENT, Choice, aligned, uniform
 from packtrain.recompute.table import Solved, Table

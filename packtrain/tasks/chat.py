@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packtrain.errors import InputError
 from packtrain.events import Events
-from packtrain.generate import Limits, Reply
+from packtrain.generation import Limits, Reply
 from packtrain.settings import option
 from packtrain.tasks.speak import (
     CONTEXT,
@@ -20,7 +20,7 @@ from packtrain.tasks.speak import (
     written,
 )
 from packtrain.template import ChatTemplate, chosen, named, template_source
-from packtrain.train.settings import CHAT_TEMPLATE
+from packtrain.training.settings import CHAT_TEMPLATE
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
 from packtrain.corpus.streams import RECORDS, kind_of
+from packtrain.design.budget import Say
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import existing
@@ -20,12 +21,11 @@ from packtrain.models.file import ModelFile, open_model
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.template import named
-from packtrain.train.budget import Say
-from packtrain.train.effects import VAL_SPLIT, check_idle
-from packtrain.train.measure import Mean, counted, losses_of
-from packtrain.train.samples import SampleBatches, row_length
-from packtrain.train.settings import CHAT_TEMPLATE, SKIP_BAD
-from packtrain.train.windows import Windows, read_whole
+from packtrain.training.effects import VAL_SPLIT, check_idle
+from packtrain.training.measure import Mean, counted, losses_of
+from packtrain.training.samples import SampleBatches, row_length
+from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
+from packtrain.training.windows import Windows, read_whole
 from packtrain.watch.progress import clock
 from packtrain.words import beyond, plural
 

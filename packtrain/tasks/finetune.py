@@ -13,12 +13,12 @@ from packtrain.models.file import ModelFile
 from packtrain.tasks.merged import End, note, space
 from packtrain.tasks.ready import Ready
 from packtrain.tasks.run import Kind, Trained, carry_out
-from packtrain.train.fit import Fit
-from packtrain.train.job import Batch
-from packtrain.train.probe import probe
-from packtrain.train.settings import TuneSettings
-from packtrain.train.state import Progress
-from packtrain.train.tune import Tuned, decide
+from packtrain.training.fit import Fit
+from packtrain.training.job import Batch
+from packtrain.training.probe import probe
+from packtrain.training.settings import TuneSettings
+from packtrain.training.state import Progress
+from packtrain.training.tune import Tuned, decide
 
 
 def finetune(settings: TuneSettings, events: Events) -> Trained:

@@ -6,7 +6,7 @@ from pathlib import Path
 from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.files import existing
-from packtrain.generate import Limits, Reply
+from packtrain.generation import Limits, Reply
 from packtrain.settings import option
 from packtrain.tasks.speak import CONTEXT, Speaking, Written, cells, opened, ready, written
 

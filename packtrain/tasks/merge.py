@@ -20,11 +20,11 @@ from packtrain.models.adapted import read_scaled, split_scale
 from packtrain.models.file import open_model
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import merged, stored_type, write_changed
-from packtrain.plan import size_text
+from packtrain.planning import size_text
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required
 from packtrain.tasks.quantize import TYPES, Written, check_output, line, writable_dtype
-from packtrain.train.samples import SampleBatches
+from packtrain.training.samples import SampleBatches
 from packtrain.words import plural
 
 HEAD = "output.weight"

@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from packtrain.design.plans import Shape, still
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.events import Events
 from packtrain.memory import private_nbytes, settle
@@ -24,17 +25,16 @@ from packtrain.models.adapter import Adapter, read_adapter
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import A, B
 from packtrain.models.transformer import weights
-from packtrain.plan import size_text
+from packtrain.planning import size_text
 from packtrain.tasks.ready import Ready
-from packtrain.train.engine import evaluate
-from packtrain.train.fit import BEST
-from packtrain.train.job import HEAD_NBYTES, Job
-from packtrain.train.measure import losses_of
-from packtrain.train.plans import Shape, still
-from packtrain.train.samples import SampleBatches
-from packtrain.train.settings import TuneSettings
-from packtrain.train.state import Progress
-from packtrain.train.tune import ADAPTER, Tuned, name_of
+from packtrain.training.engine import evaluate
+from packtrain.training.fit import BEST
+from packtrain.training.job import HEAD_NBYTES, Job
+from packtrain.training.measure import losses_of
+from packtrain.training.samples import SampleBatches
+from packtrain.training.settings import TuneSettings
+from packtrain.training.state import Progress
+from packtrain.training.tune import ADAPTER, Tuned, name_of
 from packtrain.words import plural
 
 ENOUGH = 0.95  # of the adapter's gain that a merge should keep

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain import kernels
+from packtrain.design.budget import Limit, Planned, Say, minimum, planned, planned_here
+from packtrain.design.loaded import Loaded, loaded, needed
+from packtrain.design.pace import learnt, seen
+from packtrain.design.parts import Setting
+from packtrain.design.plans import Plans, Shape, packed_types
+from packtrain.design.rates import rates_apart
+from packtrain.design.search import as_asked
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.budget import Limit, Planned, Say, minimum, planned, planned_here
-from packtrain.train.effects import check_effects, check_validation
-from packtrain.train.fit import CHECKPOINT
-from packtrain.train.job import Job
-from packtrain.train.loaded import Loaded, loaded, needed
-from packtrain.train.pace import learnt, seen
-from packtrain.train.parts import Setting
-from packtrain.train.plans import Plans, Shape, packed_types
-from packtrain.train.rates import rates_apart
-from packtrain.train.search import as_asked
-from packtrain.train.settings import RunSettings
-from packtrain.train.state import Checkpoint, Progress, load
+from packtrain.training.effects import check_effects, check_validation
+from packtrain.training.fit import CHECKPOINT
+from packtrain.training.job import Job
+from packtrain.training.settings import RunSettings
+from packtrain.training.state import Checkpoint, Progress, load
 from packtrain.words import plural
 
 

@@ -11,27 +11,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packtrain.design.budget import Say
+from packtrain.design.pace import Pace
+from packtrain.design.rates import correct
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import check_writable, locked, write_text
-from packtrain.generate import Generator, Limits, Reply
+from packtrain.generation import Generator, Limits, Reply
 from packtrain.memory import Peak, settle, total_nbytes
 from packtrain.picture import page
-from packtrain.plan import size_text
+from packtrain.planning import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import to_yaml
 from packtrain.tasks.ready import Ready, facts, ready
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.budget import Say
-from packtrain.train.compatible import check_compatible
-from packtrain.train.engine import Engine
-from packtrain.train.fit import CHECKPOINT, Fit
-from packtrain.train.job import Job
-from packtrain.train.pace import Pace
-from packtrain.train.rates import correct
-from packtrain.train.settings import RunSettings
-from packtrain.train.space import check_space, resumable
-from packtrain.train.state import Progress, previous
+from packtrain.training.compatible import check_compatible
+from packtrain.training.engine import Engine
+from packtrain.training.fit import CHECKPOINT, Fit
+from packtrain.training.job import Job
+from packtrain.training.settings import RunSettings
+from packtrain.training.space import check_space, resumable
+from packtrain.training.state import Progress, previous
 from packtrain.watch import METRICS, Watch
 from packtrain.watch.metrics import read
 from packtrain.watch.progress import clock

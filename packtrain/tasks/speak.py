@@ -8,11 +8,11 @@ from packtrain import kernels
 from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
-from packtrain.generate import Generator, Reply, Speed
+from packtrain.generation import Generator, Reply, Speed
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
-from packtrain.plan import size_text
+from packtrain.planning import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
 from packtrain.words import beyond

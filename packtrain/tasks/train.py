@@ -2,8 +2,8 @@
 
 from packtrain.events import Events
 from packtrain.tasks.run import Kind, Trained, carry_out
-from packtrain.train.job import decide
-from packtrain.train.settings import TrainSettings
+from packtrain.training.job import decide
+from packtrain.training.settings import TrainSettings
 
 KIND = Kind("train", decide)
 

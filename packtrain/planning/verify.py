@@ -6,7 +6,7 @@ It shares nothing with what made the plan: neither lifetimes nor offsets are tak
 import numpy as np
 
 from packtrain.place import Placed, Step
-from packtrain.plan.plan import Buffer, Plan
+from packtrain.planning.plan import Buffer, Plan
 from packtrain.tensor import Tensor
 
 Extent = tuple[str, int, int]  # space, first unit, unit after the last

@@ -8,7 +8,7 @@ import numpy as np
 
 from packtrain.packing import height, lower_bound, pack
 from packtrain.place import Placed
-from packtrain.plan.lifetimes import columns, storages
+from packtrain.planning.lifetimes import columns, storages
 from packtrain.tensor import GraphError
 
 Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]

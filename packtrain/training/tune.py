@@ -1,4 +1,4 @@
-"""Tuning the model of a file: settings in, a Job out, as `train.job` makes it for a new model.
+"""Tuning the model of a file: settings in, a Job out, as `training.job` makes it for a new model.
 
 What is trained are low-rank additions, or the matrices themselves; all else is read where it is in the file.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.design.plans import Base, Shape
 from packtrain.dtypes import DTYPES, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
@@ -32,10 +33,9 @@ from packtrain.samples import Dataset, Recipe, prepare
 from packtrain.settings import unescaped
 from packtrain.template import named
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.job import HEAD_NBYTES, Job, View, check_split, optimizer_of, schedule_of
-from packtrain.train.plans import Base, Shape
-from packtrain.train.samples import SampleBatches, row_length
-from packtrain.train.settings import TuneSettings
+from packtrain.training.job import HEAD_NBYTES, Job, View, check_split, optimizer_of, schedule_of
+from packtrain.training.samples import SampleBatches, row_length
+from packtrain.training.settings import TuneSettings
 from packtrain.words import beyond, plural
 
 CONTEXT = 2048  # at most, where --ctx does not say

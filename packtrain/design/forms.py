@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packtrain.train.plans import CHUNK, Shape
+from packtrain.design.plans import CHUNK, Shape
 
 CHUNKS = (CHUNK, 64, 16)
 PARTS, BLOCKS = (

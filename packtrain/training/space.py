@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
+from packtrain.design.plans import Plans, nbytes_of
 from packtrain.errors import DiskFull
-from packtrain.plan import size_text
-from packtrain.train.fit import BEST, CHECKPOINT
-from packtrain.train.job import Job
-from packtrain.train.plans import Plans, nbytes_of
-from packtrain.train.state import previous, step_of
+from packtrain.planning import size_text
+from packtrain.training.fit import BEST, CHECKPOINT
+from packtrain.training.job import Job
+from packtrain.training.state import previous, step_of
 
 LOGS_NBYTES = 4 << 20  # metrics, events, pictures and the plan
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

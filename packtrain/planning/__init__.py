@@ -1,6 +1,6 @@
 """From a placed graph to offsets: lifetimes, the Plan, and a verifier that replays it. `packing` finds the offsets."""
 
-from packtrain.plan.plan import Arena, Buffer, Plan, make_plan, size_text
-from packtrain.plan.verify import PlanError, verify
+from packtrain.planning.plan import Arena, Buffer, Plan, make_plan, size_text
+from packtrain.planning.verify import PlanError, verify
 
 __all__ = ["Arena", "Buffer", "Plan", "PlanError", "make_plan", "size_text", "verify"]

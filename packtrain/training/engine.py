@@ -6,11 +6,11 @@ from types import MappingProxyType
 
 import numpy as np
 
+from packtrain.design.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Name, Plans
 from packtrain.models.lora import KEY
 from packtrain.optim import ROUNDING, Optimizer
 from packtrain.run import Executor, Session
-from packtrain.train.finite import FiniteGuard
-from packtrain.train.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Name, Plans
+from packtrain.training.finite import FiniteGuard
 
 Batch = Mapping[str, np.ndarray]
 

@@ -11,7 +11,7 @@ from packtrain.optim import OPTIMIZERS
 from packtrain.samples import TRUNCATE
 from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, options, positional
 from packtrain.template import SOURCES
-from packtrain.train.schedule import KINDS
+from packtrain.training.schedule import KINDS
 
 T = TypeVar("T")
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}

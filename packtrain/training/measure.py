@@ -12,7 +12,7 @@ from packtrain.memory import total_nbytes
 from packtrain.models import transformer
 from packtrain.models.file import ModelFile
 from packtrain.place import place
-from packtrain.plan import make_plan, size_text
+from packtrain.planning import make_plan, size_text
 from packtrain.run import Executor, Session
 
 HUGE = 700.0  # e to the power of more is beyond a float

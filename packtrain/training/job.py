@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.corpus import Text, prepare
+from packtrain.design.plans import Shape
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import Value
@@ -21,10 +22,9 @@ from packtrain.optim import OPTIMIZERS, Optimizer
 from packtrain.run import Session
 from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
-from packtrain.train.batches import Batches
-from packtrain.train.plans import Shape
-from packtrain.train.schedule import Schedule
-from packtrain.train.settings import FREE, RunSettings, TrainSettings
+from packtrain.training.batches import Batches
+from packtrain.training.schedule import Schedule
+from packtrain.training.settings import FREE, RunSettings, TrainSettings
 from packtrain.words import plural
 
 VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4

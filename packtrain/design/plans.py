@@ -18,8 +18,8 @@ from packtrain.models.config import Config
 from packtrain.models.lora import EMBEDDING, SUFFIXES
 from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.place import Placed, place
-from packtrain.plan import Plan, make_plan
-from packtrain.plan.plan import size_text
+from packtrain.planning import Plan, make_plan
+from packtrain.planning.plan import size_text
 from packtrain.recompute import Built, Choice
 from packtrain.tensor import Role, Tensor
 from packtrain.watch.progress import clock, same_speed, speed_text

@@ -7,9 +7,9 @@ from typing import Any
 
 from packtrain.errors import InputError
 from packtrain.settings import flag
-from packtrain.train.job import SOURCES, Job
-from packtrain.train.settings import FREE
-from packtrain.train.state import Checkpoint
+from packtrain.training.job import SOURCES, Job
+from packtrain.training.settings import FREE
+from packtrain.training.state import Checkpoint
 from packtrain.words import plural
 
 # settings that decide how the data becomes tokens

@@ -6,9 +6,9 @@ A Shape goes in, out comes one whose blocks are trained as its are, each block a
 from dataclasses import replace
 from functools import cache
 
+from packtrain.design.plans import Base, Shape, passed_over
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.train.plans import Base, Shape, passed_over
 
 Kinds = frozenset[str]  # names of tensors within a block
 

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 
 from packtrain.models.lora import B
-from packtrain.train.engine import Engine
-from packtrain.train.finite import FiniteGuard
-from packtrain.train.job import Job
+from packtrain.training.engine import Engine
+from packtrain.training.finite import FiniteGuard
+from packtrain.training.job import Job
 from packtrain.words import plural
 
 RATE = 1e3

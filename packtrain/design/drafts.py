@@ -5,13 +5,9 @@ In go Shapes under one Setting; out come Sizes, Chains for recomputation to choo
 
 from dataclasses import dataclass, replace
 
-from packtrain.models.config import Config
-from packtrain.optim import Optimizer
-from packtrain.place import place
-from packtrain.recompute import Built, Chain
-from packtrain.train.depth import even, reached, with_blocks
-from packtrain.train.forms import CHUNKS
-from packtrain.train.parts import (
+from packtrain.design.depth import even, reached, with_blocks
+from packtrain.design.forms import CHUNKS
+from packtrain.design.parts import (
     CALL_NBYTES,
     Part,
     Setting,
@@ -21,7 +17,7 @@ from packtrain.train.parts import (
     measured,
     passes,
 )
-from packtrain.train.plans import (
+from packtrain.design.plans import (
     CHUNK,
     EVALUATE,
     MICRO,
@@ -35,6 +31,10 @@ from packtrain.train.plans import (
     passed_over,
     runs,
 )
+from packtrain.models.config import Config
+from packtrain.optim import Optimizer
+from packtrain.place import place
+from packtrain.recompute import Built, Chain
 
 SAMPLED = 3  # blocks of the larger chain that others are judged by
 

@@ -8,16 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from packtrain import cost
-from packtrain.generate import placements
-from packtrain.ops import linear_cross_entropy as HEAD
-from packtrain.optim import Optimizer
-from packtrain.packing import lower_bound
-from packtrain.place import Placed, Step
-from packtrain.plan.lifetimes import columns, storages
-from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
-from packtrain.tensor import Spec, Tensor
-from packtrain.train.depth import reached, with_blocks
-from packtrain.train.plans import (
+from packtrain.design.depth import reached, with_blocks
+from packtrain.design.plans import (
     BOUND_NBYTES,
     STEP,
     Name,
@@ -30,6 +22,14 @@ from packtrain.train.plans import (
     make_plans,
     still,
 )
+from packtrain.generation import placements
+from packtrain.ops import linear_cross_entropy as HEAD
+from packtrain.optim import Optimizer
+from packtrain.packing import lower_bound
+from packtrain.place import Placed, Step
+from packtrain.planning.lifetimes import columns, storages
+from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
+from packtrain.tensor import Spec, Tensor
 
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
 TOGETHER = 32  # ways to run a block that are measured in one graph

@@ -10,24 +10,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from packtrain.optim import Optimizer, leaner
-from packtrain.recompute import (
-    spaced,
-    spacing,
-    uniform,
-)
-from packtrain.train.depth import reached
-from packtrain.train.drafts import Draft, Drafts, repeats
-from packtrain.train.forms import CHUNKS, candidates, extremes
-from packtrain.train.parts import (
+from packtrain.design.depth import reached
+from packtrain.design.drafts import Draft, Drafts, repeats
+from packtrain.design.forms import CHUNKS, candidates, extremes
+from packtrain.design.parts import (
     Setting,
 )
-from packtrain.train.plans import (
+from packtrain.design.plans import (
     EVALUATE,
     MEASURE,
     MICRO,
     Shape,
     blocks_in,
+)
+from packtrain.optim import Optimizer, leaner
+from packtrain.recompute import (
+    spaced,
+    spacing,
+    uniform,
 )
 
 ROUNDS = 3

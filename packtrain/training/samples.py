@@ -1,4 +1,4 @@
-"""Batches of tokenized samples as a pure function of an index, as train.batches makes them of running text.
+"""Batches of tokenized samples as a pure function of an index, as training.batches makes them of running text.
 
 Samples go in, the inputs of `transformer.loss` come out; `weights` is 1 for a target that is learnt. Samples that
 share a row are told apart by `seq` and `pos`: none sees another.
@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from packtrain.samples import Samples
-from packtrain.train.order import Order
+from packtrain.training.order import Order
 
 SHORTEST = 256  # rows are not made shorter for short samples
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from packtrain.design.pace import Pace
 from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.gguf import GGUF
-from packtrain.train import state
-from packtrain.train.engine import Engine
-from packtrain.train.job import Job
-from packtrain.train.pace import Pace
-from packtrain.train.state import Progress
+from packtrain.training import state
+from packtrain.training.engine import Engine
+from packtrain.training.job import Job
+from packtrain.training.state import Progress
 from packtrain.watch import Watch
 from packtrain.words import plural
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from packtrain.child import ask
+from packtrain.design.loaded import Loaded
+from packtrain.design.parts import Setting
+from packtrain.design.plans import Plans, Shape
+from packtrain.design.search import search, smallest
 from packtrain.memory import private_nbytes, settle
-from packtrain.plan import size_text
-from packtrain.train.loaded import Loaded
-from packtrain.train.parts import Setting
-from packtrain.train.plans import Plans, Shape
-from packtrain.train.search import search, smallest
+from packtrain.planning import size_text
 
 Say = Callable[[str], None]
 OWNERS = 10

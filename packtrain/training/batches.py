@@ -7,7 +7,7 @@ for the step from one document to the next. It knows no model and no optimizer.
 import numpy as np
 
 from packtrain.corpus import Tokens
-from packtrain.train.order import Order
+from packtrain.training.order import Order
 
 OFFSET = 1  # salt of the place where an epoch begins to read
 

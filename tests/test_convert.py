@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "offset": (change_header(b"[0, ", b"[9, "), "bytes 9 to 81920 of .* cannot hold F32"),
     "negative": (change_header(b"[320, 64]", b"[32, -64]"), "shape and data_offsets must be lists of sizes"),
     "no header": (cut(4), "4 bytes are not a safetensors file"),
-    "half a header": (cut(100), "its header is said to have .* bytes, the file has 100"),
+    "half a header": (cut(100), "its header should have .* bytes, and the file has 100"),
     "half a file": (cut(200_000), "of .* cannot hold F32"),
     "header": (change_header(b'{"model', b'["model'), "its header is not JSON"),
     "no tensors": (lambda f: (f / "model.safetensors").unlink(), "a checkpoint must be in safetensors files"),

@@ -4,15 +4,12 @@ The copy converts a checkpoint of that architecture, trains it, writes it, and o
 """
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
-import packtrain
 from tests import hugging_face
+from tests.copied import copy_package, edit, python_in
 
 MODULE = '''"""A llama with gelu, norms of heads, every second block without rope, and a soft cap of logits."""
 
@@ -65,18 +62,13 @@ print(sys.modules["packtrain"].__file__)
 
 def with_toy(folder: Path) -> Path:
     """A copy of packtrain that has the toy, too: a module, and its name in a list."""
-    source = Path(packtrain.__file__).parent
-    shutil.copytree(source, folder / "packtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    there = folder / "packtrain/models/arch"
+    there = copy_package(folder) / "models/arch"
     (there / "toy.py").write_text(MODULE)
-    listed = (there / "__init__.py").read_text()
-    for old, new in (
+    edit(
+        there / "__init__.py",
         ("    smollm3,\n)", "    smollm3,\n    toy,\n)"),
         (", smollm3)", ", smollm3, toy)"),
-    ):
-        assert listed.count(old) == 1
-        listed = listed.replace(old, new)
-    (there / "__init__.py").write_text(listed)
+    )
     return folder
 
 
@@ -92,9 +84,7 @@ def write_toy(folder: Path) -> None:
 def test_one_module_and_its_name_in_a_list_are_an_architecture(tmp_path: Path) -> None:
     write_toy(tmp_path / "checkpoint")
     (tmp_path / "text.txt").write_text("bal cem dis hor fin gut " * 80)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=with_toy(tmp_path), capture_output=True, text=True
-    )
+    done = python_in(with_toy(tmp_path), "-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
     assert np.isfinite(np.load(tmp_path / "base.npy")).all()

@@ -1,20 +1,17 @@
 """Rooms of element types: one file each, whose code is compiled where it is needed and nowhere else."""
 
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from packtrain import kernels
 from packtrain.child import ask
 from packtrain.dtypes import DTYPES, ROOMS
 from packtrain.kernels import store
 from packtrain.models.mix import MIXES
 from packtrain.types.room import KNOWN
+from tests.copied import copy_package, own_cache, python_in
 
 TOY = """
 
@@ -89,22 +86,9 @@ for rows in (1, 9):
 
 def test_a_type_is_one_file(tmp_path: Path):
     """A copy of the package with a type more in one room reads, packs, multiplies, writes and merges it."""
-    shutil.copytree(store.FOLDER.parent, tmp_path / "packtrain")
-    with open(tmp_path / "packtrain/types/legacy.py", "a") as room:
+    with open(copy_package(tmp_path) / "types/legacy.py", "a") as room:
         room.write(TOY)
-    kernels.prepare(("packed", "quantize", "matmul"))
-    cache = tmp_path / "cache/packtrain/kernels"
-    for name in store.modules():
-        if store.complete(name):
-            shutil.copytree(store.folder_of(name), cache / store.folder_name(name))
-    given = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", USE],
-        cwd=tmp_path,
-        env={**os.environ, **given},
-        capture_output=True,
-        text=True,
-    )
+    done = python_in(tmp_path, "-c", USE, **own_cache(tmp_path))
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,161 @@
+"""An op is added by one room and its name in a list: the tests of all ops find it, and everything works with it.
+
+What a room cannot say in a few lines of NumPy is a kernel, a function of arrays in a module that is listed, too.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.copied import copy_package, edit, link_tests, own_cache, python_in
+
+ROOM = '''"""A smooth relu."""
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.dtypes import f32
+from packtrain.ops.arrays import flat
+from packtrain.ops.costs import elementwise
+from packtrain.ops.elementwise import mul, sigmoid
+from packtrain.tensor import Spec, Tensor, input, op, want
+
+
+@op(inplace=(0,))
+def softplus(x: Tensor) -> Spec:
+    """y = log(1 + exp(x))."""
+    want(x.dtype == f32, f"x is {x.spec}; it must be f32")
+    return x.spec
+
+
+@softplus.vjp
+def softplus_vjp(dy, y, x):
+    return (mul(dy, sigmoid(x)),)
+
+
+@softplus.kernel("numpy")
+def softplus_numpy(y, x):
+    np.logaddexp(x, 0, out=y)
+
+
+@softplus.kernel("cpu")
+def softplus_cpu(y, x):
+    kernels.toy.softplus(flat(y), flat(x))
+
+
+softplus.cost(elementwise(2.0))
+
+
+@softplus.samples
+def softplus_samples():
+    for n in (1, 15, 40_000):
+        yield softplus(input("x", (n,)))
+'''
+KERNEL = '''"""A loop of a test."""
+
+import math
+
+from numba import types
+
+from packtrain.kernels.call import kernel
+from packtrain.kernels.simd import in1, out1
+
+
+@kernel(types.void(out1, in1))
+def softplus(y, x):
+    for i in range(x.size):
+        y[i] = max(x[i], types.float32(0)) + math.log1p(math.exp(-abs(x[i])))
+'''
+USE = """
+import numpy as np
+import packtrain as pt
+from packtrain.cost import Rates, seconds
+
+x, w = pt.input("x", (5, 8)), pt.weight("w", (3, 8))
+y = pt.softplus(pt.matmul(x, w))
+loss = pt.sum(pt.sqr(y))
+(dw,) = pt.differentiate(loss, [w]).values()
+graph = pt.Graph({"y": y, "loss": loss, "dw": dw})
+assert "softplus(" in str(graph)
+placed = pt.place(graph)
+plan = pt.make_plan(placed)
+pt.verify(plan, placed)
+session = pt.Session()
+run = session.executor(placed, plan)
+random = np.random.default_rng(0)
+given = {name: random.standard_normal(t.shape).astype(np.float32) for name, t in (("x", x), ("w", w))}
+session.set({"w": given["w"]})
+got, wanted = run({"x": given["x"]}), pt.interpret(graph, given)
+z = given["x"] @ given["w"].T
+np.testing.assert_allclose(got["y"], np.log1p(np.exp(z)), rtol=1e-5, atol=1e-5)
+for name in wanted:
+    np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-4)
+quick, slow = (Rates(1e9, 1e9, kinds={"exp": rate}) for rate in (1e9, 1.0))
+assert seconds(placed, slow) - seconds(placed, quick) > 2 * y.spec.size - 1
+from tests import bit_checks
+bit_checks.check_threads("softplus")
+"""
+LISTED = "tests/test_kernel_cache.py::test_the_list_of_modules_says_what_each_imports"
+VALUE, SLOPE = "test_the_value_is_the_specification", "test_the_gradient_is_the_slope"
+TESTS = VALUE, SLOPE, "test_in_place_gives_the_same_bits", "test_any_view_can_be_an_input"
+CHECKS = ("tests/test_ops.py", "tests/test_exports.py", "tests/test_layers.py", LISTED)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return own_cache(tmp_path_factory.mktemp("kernels"))
+
+
+def copy_with_op(folder: Path) -> Path:
+    """The package with the op, and the tests: two files and their names."""
+    home, name = copy_package(folder), '"soft_max_back", '
+    (home / "ops/softplus.py").write_text(ROOM)
+    (home / "kernels/toy.py").write_text(KERNEL)
+    last = "from packtrain.ops.update import accumulate, clip_gate, sum_squares\n"
+    edit(
+        home / "ops/__init__.py",
+        (last, f"from packtrain.ops.softplus import softplus\n{last}"),
+        (name, f'{name}"softplus", '),
+    )
+    tile = '    "tile": "call simd",\n'
+    edit(home / "kernels/store.py", (tile, f'{tile}    "toy": "call simd",\n'))
+    link_tests(folder)
+    return folder
+
+
+def outcomes(folder: Path, cache: dict[str, str]) -> dict[str, str]:
+    """What the tests of all ops say of the new one, by test."""
+    chosen = "softplus or listed or declared or exported or layer or imports or list_of_modules"
+    tests = [*CHECKS, "-k", chosen, "-vv", "--tb=short", "-p", "no:cacheprovider"]
+    done = python_in(folder, "-m", "pytest", *tests, **cache)
+    found = re.findall(r"^tests/\S+::(\S+) (PASSED|FAILED|ERROR)", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    return dict(found)
+
+
+def test_one_room_and_its_name_are_an_op(tmp_path: Path, cache: dict[str, str]) -> None:
+    folder = copy_with_op(tmp_path)
+    said = outcomes(folder, cache)
+    assert set(said.values()) == {"PASSED"}, said
+    assert {name for name in said if name.endswith("[softplus]")} == {
+        f"{t}[softplus]" for t in TESTS
+    }
+    used = python_in(folder, "-c", USE, **cache, NUMBA_NUM_THREADS="4")
+    assert used.returncode == 0, used.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "found"),
+    [
+        ("ops/softplus.py", "sigmoid(x)", "sigmoid(y)", SLOPE),
+        ("ops/softplus.py", "in (1, 15, 40_000)", "in ()", VALUE),
+        ("kernels/toy.py", "-abs(x[i])", "-x[i]", VALUE),
+    ],
+)
+def test_what_a_room_says_wrong_is_found(
+    file: str, old: str, new: str, found: str, tmp_path: Path, cache: dict[str, str]
+) -> None:
+    folder = copy_with_op(tmp_path)
+    edit(folder / "packtrain" / file, (old, new))
+    assert outcomes(folder, cache)[f"{found}[softplus]"] == "FAILED"

@@ -17,6 +17,7 @@ from packtrain.design.budget import planned
 from packtrain.design.parts import Setting
 from packtrain.design.plans import Shape, make_plans
 from packtrain.design.search import search
+from packtrain.design.table import choices
 from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
@@ -74,7 +75,7 @@ def run(name: str, rates: cost.Rates) -> None:
             losses.append(engine.step([batch], number, 1e-3).loss)
             seconds.append(time.perf_counter() - began)
     print(
-        f"{name}: {'; '.join(['one step', *plans.choices])}: planned {(baseline + plans.nbytes) / GIB:.2f} GiB, peak "
+        f"{name}: {'; '.join(['one step', *choices(plans)])}: planned {(baseline + plans.nbytes) / GIB:.2f} GiB, peak "
         f"{peak.nbytes / GIB:.2f} GiB of {limit} GiB; loss {losses[0]:.3f}, {losses[1]:.3f}; "
         f"{min(seconds):.1f} s a step"
     )

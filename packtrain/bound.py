@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.backends import Backend
 from packtrain.place import Placed, Step
 from packtrain.planning import Buffer, Plan
 
@@ -31,12 +32,13 @@ class Watcher:
 
 @dataclass(slots=True)
 class Program:
-    """All steps of a plan in order; `at` is the one that runs, or ran last."""
+    """All steps of a plan in order; `at` is the one that runs, or ran last. Backends and arenas are by space."""
 
     placed: Placed
     plan: Plan
     where: Mapping[str, Buffer]
     watchers: list[Watcher]
+    backends: Mapping[str, Backend]
     arenas: Mapping[str, Any] = field(default_factory=dict)
     steps: list[Bound] = field(default_factory=list)
     at: int = 0

@@ -11,6 +11,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from packtrain.backends import CPU, Target
 from packtrain.dtypes import Dtype, f32
 from packtrain.errors import InputError
 from packtrain.graph import Graph
@@ -34,6 +35,7 @@ def placements(
     chunks: tuple[int, ...] = (64, 8, 1),
     types: Mapping[str, Dtype] = transformer.NO_TYPES,
     cache: Dtype = f32,
+    target: Target = CPU,
 ) -> dict[int, Placed]:
     """The graphs of a Generator with a cache of `cells` tokens, for each number of tokens one run can take.
 
@@ -45,7 +47,7 @@ def placements(
     for size in (size for size in chunks if size <= cells):
         leaves = transformer.weights(config, types)
         logits, handles = transformer.generation(config, leaves, size, cells, cache=cache)
-        placed[size] = place(Graph({"logits": logits}, handles))
+        placed[size] = place(Graph({"logits": logits}, handles), target)
     return placed
 
 
@@ -61,11 +63,13 @@ class Generator:
         self.fed: list[int] = []
 
     @classmethod
-    def of(cls, model: ModelFile, cells: int, cache: Dtype = f32) -> "Generator":
-        """A generator with the weights of a file, mapped, and a cache in a session of its own."""
-        session = Session()
+    def of(
+        cls, model: ModelFile, cells: int, cache: Dtype = f32, target: Target = CPU
+    ) -> "Generator":
+        """A generator with the weights of a file, mapped, and a cache in a session of its own. Raises DoesNotFit."""
+        session = Session(target.limits)
         session.share(model.stored())
-        made = placements(model.config, cells, CHUNKS, model.types(), cache)
+        made = placements(model.config, cells, CHUNKS, model.types(), cache, target)
         return cls(cells, {size: session.executor(placed) for size, placed in made.items()})
 
     @property

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.backends import Backend
 from packtrain.bound import Bound, Program
 from packtrain.debug import flags
+from packtrain.dtypes import u8
 from packtrain.place import Placed
 from packtrain.planning import Plan
-from packtrain.tensor import Tensor
+from packtrain.tensor import Spec, Tensor
 
+NAN = 255  # in each byte of a float
 TOLERANCE = 1e-4  # of the largest value: what a cpu kernel may differ from the f32 specification
 
 
@@ -63,15 +66,14 @@ class Observer:
                 print(f"{seconds * 1e3:10.3f} ms {seconds / total:6.1%}  {name}", file=sys.stderr)
 
     def _step(self, i: int, bound: Bound) -> None:
-        before = (
-            [None if x is None else np.array(x) for x in bound.inputs]
-            if self.on & {"compare", "nan"}
-            else []
-        )
+        backend, before = bound.step.backend, []
+        if self.on & {"compare", "nan"}:
+            before = [None if x is None else backend.read(x) for x in bound.inputs]
         if "poison" in self.on:
             self._poison_fresh(bound)
         began = time.perf_counter()
         bound.run()
+        backend.sync()
         self.seconds[bound.step.op.name] += time.perf_counter() - began
         if "nan" in self.on:
             self._check_finite(bound, before)
@@ -80,34 +82,35 @@ class Observer:
         for watcher in self.program.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
                 if array is not None and fnmatch.fnmatchcase(self.names[t], watcher.pattern):
-                    watcher.see(self.names[t], bound.step.backend.download(array))
-        for array in self.freed.get(i, ()):
-            array.fill(255)
+                    watcher.see(self.names[t], backend.read(array))
+        for freed_by, array in self.freed.get(i, ()):
+            freed_by.fill(array, NAN)
 
     # ---- poison
 
     def _poison_fresh(self, bound: Bound) -> None:
         """Fill results and workspace, but for a leaf that is updated or an input that the result may take over."""
-        step = bound.step
+        step, backend = bound.step, bound.step.backend
         for i, array in enumerate(bound.results):
             own = [bound.inputs[k] for k in (*step.op.inplace.get(i, ()), *step.op.writes)]
             if array is not None and not any(
-                x is not None and np.shares_memory(array, x) for x in own
+                x is not None and backend.overlap(array, x) for x in own
             ):
-                array.reshape(-1).view(np.uint8).fill(255)
+                backend.fill(array, NAN)
         for array in bound.work:
-            array.reshape(-1).view(np.uint8).fill(255)
+            backend.fill(array, NAN)
 
-    def _freed(self) -> dict[int, list[np.ndarray]]:
+    def _freed(self) -> dict[int, list[tuple[Backend, Any]]]:
         """For each step the bytes of the buffers that nobody needs after it; outputs are read after the last."""
-        freed: dict[int, list[np.ndarray]] = {}
+        freed: dict[int, list[tuple[Backend, Any]]] = {}
         outputs = [t.base for t in self.program.placed.graph.outputs.values()]
         read_later = {
             self.program.where[self.names[t]] for t in outputs if t.kind in (None, "input")
         }
         for b in set(self.program.plan.buffers) - read_later:
-            arena = self.program.arenas[b.space]
-            freed.setdefault(b.end - 1, []).append(arena[b.offset : b.offset + b.nbytes])
+            backend, arena = self.program.backends[b.space], self.program.arenas[b.space]
+            array = backend.view(arena, b.offset, Spec((b.nbytes,), u8), (1,))
+            freed.setdefault(b.end - 1, []).append((backend, array))
         return freed
 
     # ---- checks
@@ -115,8 +118,9 @@ class Observer:
     def _check_finite(self, bound: Bound, before: list[Any]) -> None:
         step = bound.step
         for t, array in zip(step.results, bound.results, strict=True):
-            if array is None or array.dtype.kind != "f" or np.isfinite(array).all():
+            if array is None or not _is_float(t) or step.backend.finite(array):
                 continue
+            array = step.backend.read(array)
             bad = np.argwhere(~np.isfinite(array))[0].tolist()
             lines = [
                 f"{step.op.name}: {self.names[t]} is {array[tuple(bad)]} at {bad}",
@@ -143,9 +147,10 @@ class Observer:
         if step.op is not step.call.op:
             return
         exact, plain = (self._specified(bound, before, real) for real in (np.float64, np.float32))
-        for t, want, near, got in zip(step.results, exact, plain, bound.results, strict=True):
-            if want is None or got.dtype.kind != "f":
+        for t, want, near, array in zip(step.results, exact, plain, bound.results, strict=True):
+            if want is None or not _is_float(t):
                 continue
+            got = step.backend.read(array)
             top = float(np.abs(want[np.isfinite(want)]).max(initial=0.0))
             rounding = float(np.nanmax(np.abs(near - want), initial=0.0))
             allowed = TOLERANCE * top + 10 * rounding + 1e-30
@@ -159,13 +164,21 @@ class Observer:
     def _specified(self, bound: Bound, before: list[Any], real: type) -> tuple[Any, ...]:
         """What the numpy kernel makes of the inputs as they were, its floats computed as `real`."""
 
-        def wide(x: Any) -> Any:
-            return None if x is None else np.array(x, real if x.dtype == np.float32 else x.dtype)
+        def wide(dtype: np.dtype) -> Any:
+            return real if dtype == np.float32 else dtype
 
-        step, inputs = bound.step, [wide(x) for x in before]
+        step = bound.step
+        inputs = [None if x is None else np.array(x, wide(x.dtype)) for x in before]
         wrote = [inputs[i] for i in step.op.writes]
-        fresh = [None if a is None else np.zeros_like(wide(a)) for a in bound.results]
+        fresh = [
+            None if a is None else np.zeros(t.dtype.array_shape(t.shape), wide(t.dtype.numpy))
+            for t, a in zip(step.results, bound.results, strict=True)
+        ]
         results = (*wrote, *fresh[len(wrote) :])
         out = results if step.call.several else results[0]
         step.op.kernels["numpy"].run(out, *inputs, **step.call.attrs)
         return results
+
+
+def _is_float(t: Tensor) -> bool:
+    return bool(t.dtype.numpy.kind == "f")

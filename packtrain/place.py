@@ -6,12 +6,11 @@ A Graph goes in, a Placed list of Steps comes out. The Graph is not changed and 
 import hashlib
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packtrain import backends
-from packtrain.backends import Backend
+from packtrain.backends import CPU, Backend, Target, numpy
 from packtrain.graph import Graph, unique
 from packtrain.ops.shape import cont
 from packtrain.tensor import Call, GraphError, Kernel, Op, Spec, Tensor
@@ -33,10 +32,14 @@ class Step:
         return [t for t in self.inputs if t is not None]
 
     @property
+    def attrs(self) -> dict[str, Any]:
+        """What its kernel gets beside arrays; a copy that was inserted has none."""
+        return self.call.attrs if self.op is self.call.op else {}
+
+    @property
     def workspaces(self) -> tuple[Spec, ...]:
         """What its kernel needs while it runs, beside inputs and results."""
-        rule = self.op.workspaces.get(self.backend.name)
-        return rule(*self.inputs, **self.call.attrs) if rule else ()
+        return self.backend.workspaces(self.op, self.inputs, self.attrs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,39 +73,26 @@ class Placed:
         )
 
 
-def place(
-    graph: Graph,
-    among: Sequence[Backend] = (backends.cpu,),
-    homes: Mapping[str, Backend] | None = None,
-) -> Placed:
+def place(graph: Graph, target: Target = CPU) -> Placed:
     """Give every call a backend: where its leaves live, else where its inputs are, else the first that can.
 
-    among   backends in order of preference; the `numpy` specification stands in, with a warning, where none has
-            a kernel
-    homes   leaf name -> backend, for leaves that shall not live on the first one
+    The `numpy` specification stands in, with a warning, where none of the target's has a kernel.
     """
-    if not among:
-        raise GraphError("place needs at least one backend")
-    placing = _Placing(graph, among, homes or {})
+    placing = _Placing(graph, target)
     for call in graph.calls:
         placing.add(call)
     if placing.fallen:
         warnings.warn(
-            f"no kernel of {[b.name for b in among]} for {sorted(placing.fallen)}; using numpy's",
+            f"no kernel of {[b.name for b in target.backends]} for {sorted(placing.fallen)}; using numpy's",
             stacklevel=2,
         )
     return Placed(graph, tuple(placing.steps), placing.home, placing.names)
 
 
 class _Placing:
-    def __init__(
-        self, graph: Graph, among: Sequence[Backend], homes: Mapping[str, Backend]
-    ) -> None:
-        unknown = homes.keys() - {leaf.name for leaf in graph.leaves}
-        if unknown:
-            raise GraphError(f"homes names {sorted(unknown)}, which are no leaves of the graph")
-        self.among = among
-        self.home = {leaf: homes.get(leaf.label, among[0]) for leaf in graph.leaves}
+    def __init__(self, graph: Graph, target: Target) -> None:
+        self.among = target.backends
+        self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
         self.taken = dict.fromkeys(graph.names.values(), 1)
         self.steps: list[Step] = []
@@ -112,8 +102,7 @@ class _Placing:
     def add(self, call: Call) -> None:
         if call.op.view:
             return
-        backend = self._choose(call)
-        kernel = call.op.kernels[backend.name]
+        backend, kernel = self._choose(call)
         for t in (
             t for t in call.results if t.base.kind and self.home[t.base].space != backend.space
         ):
@@ -129,26 +118,26 @@ class _Placing:
             self.home.setdefault(t.base, backend)
         self.steps.append(Step(call.op, call, backend, kernel, tuple(inputs), call.results))
 
-    def _choose(self, call: Call) -> Backend:
+    def _choose(self, call: Call) -> tuple[Backend, Kernel]:
         near = [
             self.home[t.base]
             for t in sorted(call.reads, key=lambda t: t.base.kind not in ("weight", "state"))
         ]
         for backend in (*near[:1], *self.among):
-            if backend.name in call.op.kernels:
-                return backend
-        if "numpy" not in call.op.kernels:
-            raise GraphError(f"{call.op.name} has no kernel at all\n  at {call.where}")
+            kernel = backend.kernel(call.op, call.inputs)
+            if kernel is not None:
+                return backend, kernel
         self.fallen.add(call.op.name)
-        return backends.numpy
+        return numpy, _known(numpy, call, call.op, call.inputs)
 
     def _bring(self, call: Call, t: Tensor, backend: Backend, taken: bool) -> Tensor:
         """t, or a copy of it that `backend` can read: dense if its kernel wants that, in its space."""
         source = self.home[t.base]
         if not (taken and (t.dense or source.space == backend.space)):
-            t = self._copy(call, t, source, cont.kernels[source.name], f"{self.names[t]} dense")
+            dense = _known(source, call, cont, (t,))
+            t = self._copy(call, t, source, dense, f"{self.names[t]} dense")
         if source.space != backend.space:
-            moved = Kernel(lambda y, x: backend.upload(y, source.download(x)), strided=False)
+            moved = Kernel(lambda y, x: _move(backend, y, source, x), strided=False)
             t = self._copy(call, t, backend, moved, f"{self.names[t]} on {backend.space}")
         return t
 
@@ -158,3 +147,18 @@ class _Placing:
             self.home[copy], self.names[copy] = backend, unique(name, self.taken)
             self.steps.append(Step(cont, call, backend, kernel, (t,), (copy,)))
         return self.copies[t, backend.space]
+
+
+def _known(
+    backend: Backend, call: Call, op: Op[..., Any], inputs: tuple[Tensor | None, ...]
+) -> Kernel:
+    kernel = backend.kernel(op, inputs)
+    if kernel is None:
+        raise GraphError(f"{op.name} has no kernel at all on {backend.name}\n  at {call.where}")
+    return kernel
+
+
+def _move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
+    """Copy an array from one space to another."""
+    source.sync()
+    backend.write(y, source.read(x))

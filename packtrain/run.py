@@ -5,10 +5,11 @@ nothing; it is a list of calls with their arrays.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from packtrain.backends import Backend
 from packtrain.bound import Bound, Program, Watcher
 from packtrain.debug import flags
+from packtrain.errors import DoesNotFit
 from packtrain.observe import Observer, report
 from packtrain.place import Placed, Step
 from packtrain.planning import Buffer, Plan, make_plan
@@ -32,26 +34,49 @@ class RunError(RuntimeError):
 class _Leaf:
     spec: Spec
     backend: Backend
-    array: Any
+    buffer: Any
     given: bool
+
+    @property
+    def array(self) -> Any:
+        return self.backend.view(self.buffer, 0, self.spec, self.spec.strides)
+
+
+class Values(Mapping[str, np.ndarray]):
+    """Leaves by name, each read when it is asked for, see Session.view."""
+
+    def __init__(self, session: "Session", names: Iterable[str]) -> None:
+        self._session, self._names = session, tuple(names)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._session.view(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Session:
     """Leaves, allocated once by name, and an arena per space as large as the largest plan needs.
 
     Add all executors before the first run to allocate everything up front; one added later may move the arena.
+    An executor that needs more of a space than `limits` allow is refused with DoesNotFit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
+        self.limits = limits
         self.dirty: str | None = None
         self.generation = 0
         self._leaves: dict[str, _Leaf] = {}
         self._shared: dict[str, np.ndarray] = {}
-        self._constants: dict[Tensor, Any] = {}
+        self._constants: dict[Tensor, _Leaf] = {}
         self._arenas: dict[str, tuple[int, Any]] = {}
 
     def share(self, values: Mapping[str, np.ndarray]) -> None:
-        """Let leaves be these arrays (copied only if not contiguous and aligned), as weights mapped from a file."""
+        """Let leaves be these arrays, as weights mapped from a file: copied only if they are not contiguous and
+        aligned, or where the backend cannot read them."""
         for name in values.keys() & self._leaves.keys():
             raise RunError(f"{name} has its memory already; share before executors are made")
         for name, value in values.items():
@@ -62,6 +87,8 @@ class Session:
         """Bind a placed graph, by its plan (made here if none is given), to this session's memory."""
         plan = plan or make_plan(placed, reuse="noreuse" not in flags())
         plan.check_belongs(placed)
+        if beyond := plan.beyond(self.limits):
+            raise DoesNotFit(beyond)
         report(placed, plan)
         for leaf in placed.graph.leaves:
             self._adopt(leaf, placed.home[leaf])
@@ -77,19 +104,21 @@ class Session:
 
     def _adopt(self, leaf: Tensor, backend: Backend) -> None:
         if leaf.kind == "constant" and leaf not in self._constants:
-            array = self._constants[leaf] = _alloc(backend, leaf.spec)
             assert leaf.value is not None
-            backend.upload(array, leaf.value)
+            made = _Leaf(leaf.spec, backend, backend.alloc(leaf.spec.nbytes), True)
+            backend.write(made.array, leaf.value)
+            self._constants[leaf] = made
         if leaf.kind not in ("weight", "state"):
             return
         known = self._leaves.get(leaf.label)
         if known is None:
             shared = self._shared.get(leaf.label)
             if shared is None:
-                array, given = _alloc(backend, leaf.spec), leaf.kind == "state"
+                buffer, given = backend.alloc(leaf.spec.nbytes), leaf.kind == "state"
             else:
-                array, given = _fitting(leaf.label, shared, leaf.spec, "no"), True
-            self._leaves[leaf.label] = _Leaf(leaf.spec, backend, array, given)
+                buffer = backend.share(_fitting(leaf.label, shared, leaf.spec, "no"))
+                given = True
+            self._leaves[leaf.label] = _Leaf(leaf.spec, backend, buffer, given)
         elif known.spec != leaf.spec or known.backend.space != backend.space:
             here = f"{known.spec} on {known.backend.space}"
             raise RunError(
@@ -97,17 +126,20 @@ class Session:
             )
 
     def array(self, t: Tensor) -> Any:
-        """The session's own array of a leaf; it changes as the session runs."""
-        return self._constants[t] if t.kind == "constant" else self._leaves[t.label].array
+        """The session's own array of a leaf, or of a view of one; it changes as the session runs."""
+        base = t.base
+        leaf = self._constants[base] if base.kind == "constant" else self._leaves[base.label]
+        return leaf.backend.view(leaf.buffer, t.offset, t.spec, t.strides)
 
     def buffer(self, space: str) -> Any:
+        """The arena."""
         return self._arenas[space][1]
 
     def set(self, values: Mapping[str, np.ndarray]) -> None:
         """Give leaves their values by name; shapes must be the leaves' own. Setting all makes a dirty session clean."""
         for name, value in values.items():
             leaf = self._own(name)
-            leaf.backend.upload(leaf.array, _fitting(name, value, leaf.spec))
+            leaf.backend.write(leaf.array, _fitting(name, value, leaf.spec))
             leaf.given = True
         if values.keys() | self._shared.keys() >= self._leaves.keys():
             self.dirty = None
@@ -115,17 +147,35 @@ class Session:
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
         """Let `make` write a leaf's value where it lives; for values too large to be made elsewhere first."""
         leaf = self._own(name)
-        make(leaf.array)
+        there = leaf.backend.window(leaf.array)
+        if there is not None:
+            make(there)
+        else:
+            dtype = leaf.spec.dtype
+            value = np.empty(dtype.array_shape(leaf.spec.shape), dtype.numpy)
+            make(value)
+            leaf.backend.write(leaf.array, value)
         leaf.given = True
+
+    def refresh(self, names: Iterable[str]) -> None:
+        """Copy shared arrays that have changed again, to where they had to be copied."""
+        for leaf, name in ((self._known(name), name) for name in names):
+            if leaf.backend.window(leaf.array) is None:
+                leaf.backend.write(leaf.array, self._shared[name])
 
     def get(self, name: str) -> np.ndarray:
         """A copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
         leaf = self._clean(name)
-        return leaf.backend.download(leaf.array)
+        return leaf.backend.read(leaf.array)
 
     def view(self, name: str) -> np.ndarray:
-        """A leaf's value where it lives, read-only, for saving without a copy. Raises RunError as `get` does."""
-        shown: np.ndarray = self._clean(name).array.view()
+        """A leaf's value where it lives, read-only, for saving without a copy; a copy where the host cannot see it.
+
+        Raises RunError as `get` does.
+        """
+        leaf = self._clean(name)
+        there = leaf.backend.window(leaf.array)
+        shown = leaf.backend.read(leaf.array) if there is None else there.view()
         shown.flags.writeable = False
         return shown
 
@@ -168,17 +218,15 @@ def _fitting(
     return given
 
 
-def _alloc(backend: Backend, spec: Spec) -> Any:
-    return backend.view(backend.alloc(spec.nbytes), 0, spec, spec.strides)
-
-
 class Executor:
     """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`."""
 
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
         self.session, self.placed, self.plan = session, placed, plan
         self.where = {name: b for b in plan.buffers for name in b.tensors}
-        self.program = Program(placed, plan, self.where, [])
+        used = {b.space: b for b in (*placed.home.values(), *(s.backend for s in placed.steps))}
+        self.program = Program(placed, plan, self.where, [], used)
+        self.syncs = [backend.sync for backend in used.values()]
         self.works: dict[int, list[Buffer]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
@@ -206,7 +254,7 @@ class Executor:
             for t in step.results
         )
         inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
-        attrs = dict(step.call.attrs) if step.op is step.call.op else {}
+        attrs = dict(step.attrs)
         work = self._work(i, step)
         if work:
             attrs["work"] = work
@@ -226,12 +274,9 @@ class Executor:
 
     def _array(self, t: Tensor) -> Any:
         """The bytes of t, or of the leaf or storage that it shows."""
-        backend = self.placed.home[t.base]
         if t.base.kind in ("weight", "state", "constant"):
-            if t.base is t or (t.dense and t.offset == 0 and t.spec == t.base.spec):
-                return self.session.array(t.base)
-            whole = self.session.array(t.base)
-            return backend.view(whole.reshape(-1).view(np.uint8), t.offset, t.spec, t.strides)
+            return self.session.array(t)
+        backend = self.placed.home[t.base]
         offset = self.where[self.placed.names[t.base]].offset + t.offset
         return backend.view(self.session.buffer(backend.space), offset, t.spec, t.strides)
 
@@ -254,15 +299,15 @@ class Executor:
             self._prepare(inputs or {})
             observer = Observer.wanted(self.program, stop)
             self._guarded(observer.run if observer else self._run)
-            return {
-                name: backend.download(array) for name, (backend, array) in self.outputs.items()
-            }
+            return {name: backend.read(array) for name, (backend, array) in self.outputs.items()}
 
     def _run(self) -> None:
         program = self.program
         for at, call in enumerate(self.calls):
             program.at = at
             call()
+        for sync in self.syncs:
+            sync()
 
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
@@ -290,7 +335,7 @@ class Executor:
         if unset:
             raise RunError(f"weights without a value: {', '.join(unset)}")
         for name, (backend, array, spec) in self.inputs.items():
-            backend.upload(array, _fitting(name, inputs[name], spec))
+            backend.write(array, _fitting(name, inputs[name], spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
         """Run again without updates and say which step first makes a value that is not finite, if any does."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain import kernels, ops
+from packtrain.backends import CPU, Target
 from packtrain.cost import Rates, call_seconds, cost_of, idle, moved, seconds
 from packtrain.dtypes import Dtype
 from packtrain.graph import Graph
@@ -67,11 +68,13 @@ class Timing:
 
     clock   of the wall, or of the processor: what others do only adds to the first, and moves the second both ways
     choose  what counts of several rounds
+    target  where the calls run
     step    all calls of `layers`, and their time together
     """
 
     clock: Callable[[], float] = time.perf_counter
     choose: Callable[[list[float]], float] = min
+    target: Target = CPU
     calls: list[tuple[str, Step, float]] = field(default_factory=list)
     step: tuple[Placed, float] | None = None
     wall: float = 0.0
@@ -79,13 +82,13 @@ class Timing:
 
     def add(self, kind: str, y: Tensor) -> None:
         """Time the call that makes y, without the bringing of its inputs."""
-        run = ready(y)
-        times = self.rounds(run.calls[-1:])
+        run = ready(y, self.target)
+        times = self.rounds([*run.calls[-1:], *run.syncs])
         self.calls.append((kind, run.placed.steps[-1], self.choose(times)))
 
     def add_layers(self) -> None:
-        run = ready(layers())
-        self.step = run.placed, statistics.median(self.rounds(run.calls))
+        run = ready(layers(), self.target)
+        self.step = run.placed, statistics.median(self.rounds([*run.calls, *run.syncs]))
 
     def rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
         """The time of all calls in each of some rounds."""
@@ -116,10 +119,10 @@ class Timing:
         return rates.slower(max(took / seconds(placed, rates), 1.0))
 
 
-def ready(y: Tensor) -> Executor:
+def ready(y: Tensor, target: Target = CPU) -> Executor:
     """What makes y, run once: with weights and inputs of zeros."""
     session = Session()
-    run = session.executor(place(Graph([y])))
+    run = session.executor(place(Graph([y]), target))
     for leaf in run.placed.graph.leaves:
         if leaf.kind == "weight":
             session.fill(leaf.label, lambda array: array.view(np.uint8).fill(0))
@@ -147,14 +150,17 @@ def solved(rates: Rates, kind: str, step: Step, took: float) -> Rates:
     return replace(rates, flops=flops, kinds={**rates.kinds, kind: rate})
 
 
-def measured(types: Collection[Dtype] = (), known: Rates = BEGIN) -> tuple[Rates, bool]:
+def measured(
+    types: Collection[Dtype] = (), known: Rates = BEGIN, target: Target = CPU
+) -> tuple[Rates, bool]:
     """The rates now, in about a second, and whether nothing else ran.
 
-    On a busy machine they are those of one thread by its processor time, times the threads.
+    On a busy machine they are those of one thread by its processor time, times the threads; of what works on its own
+    no processor time tells.
     """
     threads = kernels.threads()
-    timing = timed(Timing(), types)
-    if timing.quiet:
+    timing = timed(Timing(target=target), types)
+    if timing.quiet or target.apart:
         return timing.rates(threads, known), True
     kernels.set_threads(1)
     try:

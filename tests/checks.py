@@ -12,7 +12,7 @@ import numpy as np
 import packtrain as pt
 import packtrain.optim  # its ops are tested as all others
 from packtrain import backends, ops
-from packtrain.backends import Backend
+from packtrain.backends import Backend, Target
 from packtrain.dtypes import TRAINABLE
 from packtrain.quant import quantize
 from packtrain.tensor import OPS, Call, Kind, Tensor
@@ -109,7 +109,7 @@ def run(
     graph: pt.Graph, given: Values, among: tuple[Backend, ...] = (backends.cpu,)
 ) -> dict[str, np.ndarray]:
     """Outputs and new values of updated leaves of one run in a fresh session, as `interpret` gives them."""
-    return execute(pt.Session().executor(pt.place(graph, among)), given)
+    return execute(pt.Session().executor(pt.place(graph, Target(among))), given)
 
 
 def execute(executor: pt.Executor, given: Values) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from packtrain import Executor, Graph, Session, backends, differentiate, place
+from packtrain.backends import Target
 from packtrain.dtypes import i32
 from packtrain.models import transformer
 from packtrain.models.config import Config
@@ -107,7 +108,7 @@ def bind(
     backend: backends.Backend = backends.cpu,
 ) -> Executor:
     """An executor of the graph in a session (a fresh one by default), with its leaves given their values."""
-    run = (session or Session()).executor(place(graph, [backend]))
+    run = (session or Session()).executor(place(graph, Target((backend,))))
     run.session.set(given or {})
     return run
 

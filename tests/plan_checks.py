@@ -10,7 +10,7 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import backends, ops
-from packtrain.backends import Host
+from packtrain.backends import Host, Target
 from packtrain.packing import best_fit, height, lower_bound
 from packtrain.planning.plan import Packer, Plan
 from packtrain.tensor import Tensor
@@ -72,7 +72,7 @@ def check_verified(seed: int) -> None:
 def check_numpy(seed: int) -> None:
     """The numpy backend, planned, gives the bits of its kernels run on fresh arrays."""
     case = random_case(seed)
-    placed = pt.place(case.graph, [backends.numpy])
+    placed = pt.place(case.graph, Target((backends.numpy,)))
     plan = pt.make_plan(placed)
     pt.verify(plan, placed)
     want = pt.interpret(case.graph, case.values, np.float32)
@@ -123,7 +123,7 @@ def check_spaces(seed: int) -> None:
         leaf for leaf in case.graph.leaves if leaf not in written and leaf.kind != "constant"
     ]
     homes = {leaf.label: FAR for leaf in movable if rng.random() < 0.5}
-    placed = pt.place(case.graph, [backends.cpu, FAR], homes)
+    placed = pt.place(case.graph, Target((backends.cpu, FAR), homes))
     plan = pt.make_plan(placed)
     pt.verify(plan, placed)
     for step in placed.steps:

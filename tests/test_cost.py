@@ -174,7 +174,7 @@ def quiet(monkeypatch, *states: bool):
     """Let measuring find a machine of ever more work a second, quiet or not."""
     left = list(states)
 
-    def made(types, known=None):
+    def made(types, known=None, target=None):
         n = len(states) - len(left) + 1
         kinds = {costs.laying(t): float(n) for t in types}
         return replace(KNOWN, flops=n * 1e9, kinds=kinds), left.pop(0)

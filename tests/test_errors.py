@@ -8,7 +8,10 @@ import pytest
 
 import packtrain as pt
 from packtrain import Graph, GraphError, debug, differentiate, make_plan, ops, place
+from packtrain.backends import Target
+from packtrain.design.plans import Shape, make_plans
 from packtrain.dtypes import i32
+from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW
 from packtrain.tensor import Kernel, named
 from tests.models import CONFIG, batch, bind, same_bits, steps, values
@@ -168,9 +171,14 @@ def test_a_loss_that_does_not_depend_on_a_weight():
 
 
 def test_homes_of_unknown_leaves():
-    graph = Graph([ops.neg(pt.weight("w", (3,)))])
+    homes = {"moment": pt.backends.cpu, "v": pt.backends.cpu}
     with pytest.raises(GraphError, match=r"homes names \['v'\], which are no leaves"):
-        place(graph, homes={"v": pt.backends.cpu})
+        make_plans(Shape(PRESETS["1m"], 1, 8), AdamW(), target=Target(homes=homes))
+
+
+def test_a_target_of_nothing():
+    with pytest.raises(GraphError, match="at least one backend"):
+        Target(())
 
 
 def test_a_plan_of_another_graph():

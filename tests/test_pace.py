@@ -6,6 +6,7 @@ import pytest
 from packtrain.design import pace
 from packtrain.design.pace import STEPS, Pace, learnt, seen
 from packtrain.design.plans import Shape, make_plans
+from packtrain.design.table import text
 from packtrain.optim import SGD
 from tests.models import CONFIG
 
@@ -87,8 +88,8 @@ def test_one_slow_step_is_no_reason(processor):
 
 def test_a_plan_tells_positions_from_learnt_tokens():
     plans = make_plans(Shape(CONFIG, 4, 16, evaluate=False), SGD())
-    first, *_, last = plans.text(0, 2.0, 10, learnt=20).splitlines()
+    first, *_, last = text(plans, 0, 2.0, 10, learnt=20).splitlines()
     assert "4 × 16 = 64 positions, 20 learnt" in first
     assert "32 positions/s, 10 learnt tokens/s" in last
-    first, *_, last = plans.text(0, 2.0, 10, learnt=63).splitlines()
+    first, *_, last = text(plans, 0, 2.0, 10, learnt=63).splitlines()
     assert "= 64 tokens" in first and "32 tokens/s" in last and "learnt" not in first + last

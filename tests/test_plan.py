@@ -8,6 +8,7 @@ import pytest
 
 import packtrain as pt
 from packtrain import backends, ops
+from packtrain.backends import Target
 from packtrain.packing import best_fit, height, lower_bound, pack
 from packtrain.packing.pack import first_fit
 from packtrain.planning import Plan
@@ -83,7 +84,7 @@ def test_a_plan_of_another_graph_is_refused() -> None:
 
 def test_a_plan_of_the_same_graph_placed_otherwise_is_refused() -> None:
     placed = small()
-    plan = pt.make_plan(pt.place(placed.graph, [backends.numpy]))
+    plan = pt.make_plan(pt.place(placed.graph, Target((backends.numpy,))))
     with pytest.raises(pt.GraphError, match="the plan is for"):
         pt.Session().executor(placed, plan)
 

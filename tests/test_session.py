@@ -14,6 +14,7 @@ import pytest
 
 import packtrain as pt
 from packtrain import Graph, RunError, Session, Stopped, backends, make_plan, ops, place
+from packtrain.backends import Target
 from packtrain.optim.adamw import opt_step_adamw
 from packtrain.tensor import Kernel
 from tests import alternate
@@ -289,13 +290,14 @@ def test_outputs_and_leaves_are_copies():
 
 # ---- memory spaces -------------------------------------------------------------------------------------------
 
+PLAIN = (backends.numpy,)
 OTHER = backends.Host("numpy", "other")
 AWAY = [n for n in values(CONFIG) if n.startswith("blk.1.") or n == "output_norm.weight"]
 
 
 def test_weights_in_another_space_are_copied_to_and_fro():
     graph = gradients_of(CONFIG, 2, 9)
-    placed = place(graph, [backends.cpu], homes=dict.fromkeys(AWAY, OTHER))
+    placed = place(graph, Target(homes=dict.fromkeys(AWAY, OTHER)))
     plan = make_plan(placed)
     pt.verify(plan, placed)
     assert [a.space for a in plan.arenas] == ["host", "other"]
@@ -312,7 +314,7 @@ def test_weights_in_another_space_are_copied_to_and_fro():
 
 def test_copies_stand_at_the_borders_and_nowhere_else():
     graph = evaluation(CONFIG, 2, 9)
-    placed = place(graph, [backends.numpy], homes=dict.fromkeys(AWAY, OTHER))
+    placed = place(graph, Target(PLAIN, homes=dict.fromkeys(AWAY, OTHER)))
     crossing = 0
     for step in placed.steps:
         spaces = {placed.home[t.base].space for t in (*step.reads, *step.results)}
@@ -332,7 +334,7 @@ def test_training_with_weights_and_their_moments_away():
     away = {f"{kind}{name}": OTHER for name in AWAY for kind in ("", "m/", "v/")}
     session, alone = Session(), Session()
     runs = [
-        session.executor(place(graph, [backends.numpy], homes=away)),
+        session.executor(place(graph, Target(PLAIN, homes=away))),
         bind(graph, session=alone, backend=backends.numpy),
     ]
     for s in (session, alone):
@@ -347,6 +349,6 @@ def test_training_with_weights_and_their_moments_away():
 def test_one_leaf_cannot_live_in_two_spaces_of_a_session():
     session = Session()
     graph = Graph([ops.neg(pt.weight("w", (3,)))])
-    session.executor(place(graph, [backends.numpy]))
+    session.executor(place(graph, Target(PLAIN)))
     with pytest.raises(RunError, match=r"w is f32\[3\] on host .* wants f32\[3\] on other"):
-        session.executor(place(graph, [backends.numpy], homes={"w": OTHER}))
+        session.executor(place(graph, Target(PLAIN, homes={"w": OTHER})))

@@ -1,15 +1,24 @@
-"""Memory of the host: allocate, view, upload, download, sync; nothing else."""
+"""What a backend is, and those of the host: NumPy arrays in ordinary memory."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from packtrain.tensor import Spec
+from packtrain.tensor import Kernel, Op, Spec, Tensor
+
+HOST = "host"  # the space that is the process's own memory
+
+Inputs = tuple[Tensor | None, ...]
 
 
 class Backend(Protocol):
-    """A set of kernels by `name` over memory of one `space`; backends that share a space share arrays."""
+    """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order.
+
+    Buffers and arrays are the backend's own: nothing else looks inside. Work may be under way when a call returns,
+    but `read`, `window` and `finite` wait for it, and what `write` was given may change at once. Children of this
+    process get backends pickled.
+    """
 
     @property
     def name(self) -> str: ...
@@ -17,40 +26,101 @@ class Backend(Protocol):
     def space(self) -> str: ...
     @property
     def alignment(self) -> int: ...
-    def alloc(self, nbytes: int) -> Any: ...
-    def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any: ...
-    def upload(self, array: Any, values: np.ndarray) -> None: ...
-    def download(self, array: Any) -> np.ndarray: ...
-    def sync(self) -> None: ...
+    @property
+    def capacity(self) -> int | None:
+        """Bytes of its space that a run may take; None where that is for others to say."""
+
+    # ---- what it can do
+    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+        """What runs the op on such inputs; None if it cannot."""
+
+    def workspaces(
+        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
+    ) -> tuple[Spec, ...]:
+        """What that kernel needs while it runs, beside inputs and results."""
+
+    # ---- memory
+    def alloc(self, nbytes: int) -> Any:
+        """A buffer of zeros that begins at a multiple of `alignment`."""
+
+    def share(self, values: np.ndarray) -> Any:
+        """A buffer with the bytes of a dense array, which no kernel writes: that memory itself where it can be read."""
+
+    def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
+        """The array of `spec` at `offset` bytes."""
+
+    def window(self, array: Any) -> np.ndarray | None:
+        """The array's own memory for the host to read and write; None where it cannot."""
+
+    def write(self, array: Any, values: np.ndarray) -> None: ...
+    def read(self, array: Any) -> np.ndarray:
+        """A copy that later runs do not change."""
+
+    def fill(self, array: Any, byte: int) -> None:
+        """Set every byte of a dense array."""
+
+    def finite(self, array: Any) -> bool:
+        """Whether every float of the array is."""
+
+    def overlap(self, a: Any, b: Any) -> bool:
+        """Whether the arrays have bytes in common."""
+
+    def sync(self) -> None:
+        """Wait until all work is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """NumPy arrays in ordinary memory."""
+    """NumPy arrays in ordinary memory, and the kernels that ops declare for this name."""
 
     name: str
-    space: str = "host"
+    space: str = HOST
     alignment: int = 64
+    capacity: int | None = None
+
+    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+        return op.kernels.get(self.name)
+
+    def workspaces(
+        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
+    ) -> tuple[Spec, ...]:
+        rule = op.workspaces.get(self.name)
+        return rule(*inputs, **attrs) if rule else ()
 
     def alloc(self, nbytes: int) -> np.ndarray:
-        """A zeroed buffer, u8 (nbytes,), that starts at a multiple of `alignment`."""
         raw = np.zeros(nbytes + self.alignment, np.uint8)
         skip = -raw.__array_interface__["data"][0] % self.alignment
         return raw[skip : skip + nbytes]
 
+    def share(self, values: np.ndarray) -> np.ndarray:
+        return values.reshape(-1).view(np.uint8)
+
     def view(
         self, buffer: np.ndarray, offset: int, spec: Spec, strides: tuple[int, ...]
     ) -> np.ndarray:
-        """The array of `spec` at `offset` bytes."""
         shape = spec.dtype.array_shape(spec.shape)
         return np.ndarray(shape, spec.dtype.numpy, buffer, offset, strides)
 
-    def upload(self, array: np.ndarray, values: np.ndarray) -> None:
+    def window(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def write(self, array: np.ndarray, values: np.ndarray) -> None:
         np.copyto(array, values)
 
-    def download(self, array: np.ndarray) -> np.ndarray:
-        """A copy that later runs do not change."""
+    def read(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
 
+    def fill(self, array: np.ndarray, byte: int) -> None:
+        array.reshape(-1).view(np.uint8).fill(byte)
+
+    def finite(self, array: np.ndarray) -> bool:
+        return bool(np.isfinite(array).all())
+
+    def overlap(self, a: np.ndarray, b: np.ndarray) -> bool:
+        return np.shares_memory(a, b)
+
     def sync(self) -> None:
-        """Host kernels are done when they return."""
+        """Kernels of the host are done when they return."""
+
+
+BACKENDS = {"cpu": Host("cpu"), "numpy": Host("numpy")}

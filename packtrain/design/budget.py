@@ -4,15 +4,17 @@ In go a Shape as asked for, a limit, and what this machine can do; out come Plan
 but for the order of additions, which is printed. The search runs in a child, so that its memory is gone afterwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from packtrain.backends import HOST
 from packtrain.child import ask
 from packtrain.design.loaded import Loaded
 from packtrain.design.parts import Setting
 from packtrain.design.plans import Plans, Shape
-from packtrain.design.search import search, smallest
+from packtrain.design.search import as_asked, search, smallest
+from packtrain.design.table import choices, rows
 from packtrain.memory import private_nbytes, settle
 from packtrain.planning import size_text
 
@@ -52,6 +54,14 @@ class Planned:
         return self.baseline + self.plans.nbytes
 
     @property
+    def held(self) -> int:
+        """Bytes of the space of the arena, with what kernels may take more of the process."""
+        target = self.plans.target
+        if target.apart:
+            return self.plans.nbytes_in(target.space)
+        return self.total + MARGIN_NBYTES
+
+    @property
     def needed(self) -> int:
         """The same, or of the search before it."""
         return max(self.total, self.searching)
@@ -64,14 +74,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes that may be taken, and what will take some of them.
+    """Bytes of the process that may be taken, None for any number, and what will take some of them.
 
     fixed    nothing may be chosen that changes the order of additions: a run is resumed
     kernels  of the run; their bytes are part of the baseline of a setting
     runs     the kernels are loaded; otherwise what they take is taken on trust
     """
 
-    nbytes: int
+    nbytes: int | None
     fixed: bool = False
     kernels: Loaded = NO_KERNELS
     runs: bool = True
@@ -85,30 +95,48 @@ def planned(
     say: Say = print,
 ) -> Planned:
     """Plans within the limit, or a refusal with all that helps. The search comes before the kernels are loaded."""
+    target, taken = setting.target, within.kernels
+    limit = target.limit if target.apart else within.nbytes
+    most, change = within.nbytes, ""
+    if limit is None:
+        if within.runs:
+            taken.load()
+        made = planned_here(setting, as_asked(shape, recompute, setting), taken)
+    else:
+        made, change = searched(shape, recompute, setting, replace(within, nbytes=limit), say)
+        fits = most is None or made.needed - taken.unsure <= most
+        if fits and (within.runs or taken.unsure):
+            taken.load()
+            made = Planned.here(made.plans, made.searching)
+    said = full(made, target.limits, change)
+    if said is None and most is not None and made.needed > most:
+        said = refusal(made, change or "a little more would do", most)
+    return made if said is None else replace(made, refusal=said)
+
+
+def searched(
+    shape: Shape, recompute: str, setting: Setting, within: "Limit", say: Say
+) -> tuple[Planned, str]:
+    """Plans by a search within a number of bytes of the arena's space; and if none fit, a change that would."""
     limit, fixed, taken = within.nbytes, within.fixed, within.kernels
+    assert limit is not None
 
     @cache
     def late() -> None:
         say(f"planning a run that fits into {size_text(limit)} …")
 
-    asked, change, searching = replace(setting, baseline=setting.baseline + ASIDE_NBYTES), "", 0
+    aside, searching = 0 if setting.target.apart else ASIDE_NBYTES, 0
+    asked = replace(setting, baseline=setting.baseline + aside)
     for _ in range(ROUNDS):
         searching = max(searching, private_nbytes() + searching_nbytes(shape))
         answer = ask(late, search, shape, recompute, asked, limit, fixed)
-        change, made = answer.change, planned_here(setting, answer.shape, taken, searching)
-        over = made.total + MARGIN_NBYTES - limit
+        made = planned_here(setting, answer.shape, taken, searching)
+        over = made.held - limit
         if not answer.fits or over <= 0:
-            break
+            return made, answer.change
         asked = replace(asked, baseline=asked.baseline + over)
-    else:
-        least = ask(late, smallest, shape, recompute, setting, fixed)
-        made = planned_here(setting, least, taken, searching)
-    if made.needed - taken.unsure <= limit and (within.runs or taken.unsure):
-        taken.load()
-        made = Planned.here(made.plans, searching)
-    if made.needed <= limit:
-        return made
-    return replace(made, refusal=refusal(made, change or "a little more would do", limit))
+    least = ask(late, smallest, shape, recompute, setting, fixed)
+    return planned_here(setting, least, taken, searching), ""
 
 
 def planned_here(setting: Setting, shape: Shape, taken: Loaded, searching: int = 0) -> Planned:
@@ -138,20 +166,47 @@ def minimum(
 # ---- refusal
 
 
+def full(made: Planned, limits: Mapping[str, int], change: str) -> str | None:
+    """A refusal where a memory that is not the process's own would have to hold more than it can."""
+    plans = made.plans
+    for space in plans.spaces:
+        nbytes = plans.nbytes_in(space)
+        if nbytes > limits.get(space, nbytes):
+            has = size_text(limits[space])
+            lines = [
+                f"this does not fit into the memory of {space}: it has {has}, {size_text(nbytes)} are needed",
+                f"  {_described(plans)}",
+                *rows(plans, made.baseline),
+                *_owners(plans, space),
+            ]
+            return "\n".join([*lines, f"  {change or 'a little more would do'}"])
+    return None
+
+
 def refusal(made: Planned, change: str, limit: int) -> str:
     """One screen: asked, the smallest that would do, who owns its peak, and the cheapest change that fits."""
     plans = made.plans
     lines = [
         f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(made.minimum)}",
         f"  {_described(plans)}",
-        *plans.rows(made.baseline, -(-made.minimum // MIB) * MIB - made.baseline - plans.nbytes),
-        f"  the peak of its arena, {size_text(plans.arena_nbytes)}, belongs to",
-    ]
-    lines += [
-        f"    {size_text(b.nbytes):>10}  {b.name}  ({b.op}, {b.category})"
-        for b in plans.largest.peak()[:OWNERS]
+        *rows(plans, made.baseline, -(-made.minimum // MIB) * MIB - made.baseline - plans.nbytes),
+        *_owners(plans, HOST),
     ]
     return "\n".join([*lines, f"  {change}"])
+
+
+def _owners(plans: Plans, space: str) -> list[str]:
+    """Who has the most of an arena at its peak."""
+    plan = plans.largest_in(space)
+    if not plan.arena(space).nbytes:
+        return []
+    return [
+        f"  the peak of its arena, {size_text(plan.arena(space).nbytes)}, belongs to",
+        *(
+            f"    {size_text(b.nbytes):>10}  {b.name}  ({b.op}, {b.category})"
+            for b in plan.peak(space)[:OWNERS]
+        ),
+    ]
 
 
 def mib(nbytes: int) -> str:
@@ -161,5 +216,5 @@ def mib(nbytes: int) -> str:
 
 def _described(plans: Plans) -> str:
     shape = plans.shape
-    choices = "".join(f"; {choice}" for choice in plans.choices)
-    return f"that is with {shape.micros} × {shape.rows} × {shape.time} tokens a step{choices}"
+    chosen = "".join(f"; {choice}" for choice in choices(plans))
+    return f"that is with {shape.micros} × {shape.rows} × {shape.time} tokens a step{chosen}"

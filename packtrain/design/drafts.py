@@ -79,9 +79,9 @@ class Drafts:
         parts = {name: self._part(name, shape) for name in names(shape)}
         every = [*parts.values(), *self._of_samples(shape)]
         leaves = {name: leaf for part in every for name, leaf in part.leaves.items()}
-        inside = parts[blocks_in(shape)]
+        inside, target = parts[blocks_in(shape)], self.setting.target
         return Sizes(
-            counted(shape, leaves.values()),
+            counted(shape, leaves.values(), target, target.space),
             inside.arena,
             max((part.arena for part in every if part is not inside), default=0),
             sum(part.calls for part in every),
@@ -92,8 +92,9 @@ class Drafts:
     def _part(self, name: str, shape: Shape) -> Part:
         key = name, _what_matters(name, shape)
         if key not in self._parts:
-            placed = place(self._build(*key, self.setting.optimizer).graph)
-            self._parts[key] = by_chunk(placed, self.setting.rates, {shape.chunk, *CHUNKS})
+            graph = self._build(*key, self.setting.optimizer).graph
+            placed = place(graph, self.setting.target)
+            self._parts[key] = by_chunk(placed, self.setting, {shape.chunk, *CHUNKS})
         return self._parts[key][shape.chunk]
 
     def _build(self, name: str, shape: Shape, optimizer: Optimizer) -> Built:
@@ -109,7 +110,7 @@ class Drafts:
         config = shape.config
         if config not in self._samples:
             found = self.setting.samples(shape).values()
-            self._samples[config] = [measured(placed, self.setting.rates) for placed in found]
+            self._samples[config] = [measured(placed, self.setting) for placed in found]
         return self._samples[config]
 
     def chain(self, shape: Shape) -> Chain:
@@ -140,6 +141,8 @@ class Drafts:
         """All but the arena, with so many calls again."""
         calls = int(sizes.calls) + again
         kept = self.setting.baseline + int(sizes.leaves)
+        if self.setting.target.apart:
+            return kept
         return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls, bool(self.setting.cells))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from packtrain import cost
+from packtrain.backends import CPU, Target
 from packtrain.design.depth import reached, with_blocks
 from packtrain.design.plans import (
     BOUND_NBYTES,
@@ -40,28 +41,35 @@ class Setting:
     """What plans are made for beside the shape.
 
     cells     of a cache for samples during the run; 0 for none
-    baseline  bytes of the process before anything is planned
+    baseline  bytes of the arena's space that are taken before anything is planned: those of the process, or none
     """
 
     optimizer: Optimizer
     rates: cost.Rates
     baseline: int
     cells: int = 0
+    target: Target = CPU
 
     def samples(self, shape: Shape) -> dict[Name, Placed]:
         """The graphs that write samples, by how many tokens they take at a time."""
         if not self.cells:
             return {}
         types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
-        found = placements(still(shape.config), self.cells, types=types)
+        found = placements(still(shape.config), self.cells, types=types, target=self.target)
         return dict[Name, Placed](found.items())
 
     def plans(self, shape: Shape) -> Plans:
-        return make_plans(shape, self.optimizer, self.samples(shape))
+        return make_plans(shape, self.optimizer, self.samples(shape), self.target)
+
+    @property
+    def call_nbytes(self) -> int:
+        """Of the arena's space for each call of a planned graph."""
+        return 0 if self.target.apart else CALL_NBYTES
 
     def total(self, plans: Plans) -> int:
-        """What the process will hold at its peak, by estimate."""
-        return self.baseline + CALL_NBYTES * plans.calls + plans.nbytes
+        """What the arena's space will hold at its peak, by estimate."""
+        calls = self.call_nbytes * plans.calls
+        return self.baseline + calls + plans.nbytes_in(self.target.space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +97,15 @@ class Sizes(NamedTuple):
     seconds: float
 
 
-def measured(placed: Placed, rates: cost.Rates) -> Part:
+def measured(placed: Placed, setting: Setting) -> Part:
     """What a graph takes that has no loss head."""
-    return by_chunk(placed, rates, (0,))[0]
+    return by_chunk(placed, setting, (0,))[0]
 
 
-def by_chunk(placed: Placed, rates: cost.Rates, chunks: Iterable[int]) -> dict[int, Part]:
+def by_chunk(placed: Placed, setting: Setting, chunks: Iterable[int]) -> dict[int, Part]:
     """What the graph takes with so many tokens of its loss head at a time."""
-    made, read = storages(placed), {t for step in placed.steps for t in step.reads}
+    rates, made = setting.rates, storages(placed, setting.target.space)
+    read = {t for step in placed.steps for t in step.reads}
     start, end, size = columns(made, ALIGNMENT)
     work = [at for at, one in enumerate(made) if (one.op, one.category) == (HEAD.name, "workspace")]
     heads = [step for step in placed.steps if step.op is HEAD]
@@ -146,7 +155,7 @@ def chain(
 
     waiting = name == STEP and shape.max_norm is not None
     reserved = _gradients(shape) if waiting else (0, 0)
-    per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape)
+    per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape) if setting.call_nbytes else 0
     if calls is None:
         calls = len(made(whole, None).graph.calls)
 
@@ -154,7 +163,8 @@ def chain(
         return with_chunk(placed, shape.chunk)
 
     same = None if like is None else Like(like, chunked)
-    return Chain(made, whole, setting.rates, reserved, per_call, calls, same, TOGETHER)
+    given = reserved, per_call, calls, same, TOGETHER, setting.target
+    return Chain(made, whole, setting.rates, *given)
 
 
 def _gradients(shape: Shape) -> tuple[int, int]:

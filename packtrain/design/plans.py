@@ -3,14 +3,14 @@
 Sizes and settings go in; nothing is allocated. All plans share the leaves, by name, and one arena.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
-from typing import Any
+from typing import get_args
 
 from packtrain import cost
+from packtrain.backends import CPU, HOST, Target
 from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
@@ -19,14 +19,14 @@ from packtrain.models.lora import EMBEDDING, SUFFIXES
 from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.place import Placed, place
 from packtrain.planning import Plan, make_plan
-from packtrain.planning.plan import size_text
 from packtrain.recompute import Built, Choice
-from packtrain.tensor import Role, Tensor
-from packtrain.watch.progress import clock, same_speed, speed_text
-from packtrain.words import plural
+from packtrain.tensor import GraphError, Role, Tensor
 
 CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
+PASSING = (
+    2  # leaves of a memory that the process cannot see, on their way into a file or out of one
+)
 BOUND_NBYTES = 800  # of an executor for each call, measured
 SAMPLING_NBYTES = 24  # for each token of the vocabulary: logits in f32 and f64, some copies
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
@@ -102,6 +102,7 @@ class Plans:
     shape: Shape
     placed: Mapping[Name, Placed]
     plans: Mapping[Name, Plan]
+    target: Target = CPU
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
@@ -130,28 +131,39 @@ class Plans:
     @property
     def largest(self) -> Plan:
         """The plan that needs the largest arena, which all share."""
-        return max(self.plans.values(), key=lambda plan: plan.arena().nbytes)
+        return self.largest_in(self.target.space)
 
-    def _nbytes(self, *roles: Role) -> int:
-        return nbytes_of(leaf for leaf in self.kept.values() if leaf.role in roles)
+    def largest_in(self, space: str) -> Plan:
+        """The same by the arena of another space."""
+        return max(self.plans.values(), key=lambda plan: plan.arena(space).nbytes)
+
+    @property
+    def spaces(self) -> list[str]:
+        """All that are used beside the process's own."""
+        return sorted({a.space for plan in self.plans.values() for a in plan.arenas} - {HOST})
+
+    def nbytes_of(self, *roles: Role, space: str | None = None) -> int:
+        """Of the leaves that are kept, in one space or in all."""
+        found = (leaf for leaf in self.kept.values() if leaf.role in roles)
+        return nbytes_of(leaf for leaf in found if space in (None, self.target.home(leaf).space))
 
     @property
     def state_nbytes(self) -> int:
         """Moments of the optimizer and cache of generation."""
-        return self._nbytes("moment", "cache")
+        return self.nbytes_of("moment", "cache")
 
     @property
     def gradient_nbytes(self) -> int:
         """Running sums over micro-batches. Gradients of a single batch live in the arena."""
-        return self._nbytes("sum")
+        return self.nbytes_of("sum")
 
     @property
     def weight_nbytes(self) -> int:
-        return self._nbytes("weight", "table")
+        return self.nbytes_of("weight", "table")
 
     @property
     def arena_nbytes(self) -> int:
-        return self.largest.arena().nbytes
+        return self.largest.arena(self.target.space).nbytes
 
     @property
     def calls(self) -> int:
@@ -161,12 +173,21 @@ class Plans:
     @property
     def loop_nbytes(self) -> int:
         samples = any(isinstance(name, int) for name in self.placed)
-        return loop_nbytes(self.shape, self.calls, samples)
+        away = (n.spec.nbytes for n in self.kept.values() if self.target.home(n).space != HOST)
+        passing = PASSING * max(away, default=0)
+        return loop_nbytes(self.shape, self.calls, samples) + passing
 
     @property
     def nbytes(self) -> int:
-        """All that a run takes on top of the process before it."""
-        return counted(self.shape, self.leaves.values()) + self.arena_nbytes + self.loop_nbytes
+        """All that a run takes of the process's own memory, on top of what that has before."""
+        return self.nbytes_in(HOST)
+
+    def nbytes_in(self, space: str) -> int:
+        """All that a run takes of a memory space."""
+        leaves = counted(self.shape, self.leaves.values(), self.target, space)
+        constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
+        beside = self.loop_nbytes if space == HOST else constants
+        return leaves + self.largest_in(space).arena(space).nbytes + beside
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""
@@ -175,101 +196,10 @@ class Plans:
             for name, count in runs(self.shape).items()
         )
 
-    def to_dict(
-        self, baseline: int, seconds: float, budget: int | None = None, minimum: int | None = None
-    ) -> dict[str, Any]:
-        """The plan as plain data for JSON; sizes in bytes, null where no budget was given or no minimum looked for."""
-        arena = self.largest.arena()
-        total = baseline + self.nbytes
-        return {
-            "weights_bytes": self.weight_nbytes,
-            "mapped_bytes": self.mapped_nbytes,
-            "state_bytes": self.state_nbytes,
-            "gradient_bytes": self.gradient_nbytes,
-            "arena_bytes": arena.nbytes,
-            "lower_bound_bytes": arena.lower_bound,
-            "loop_bytes": self.loop_nbytes,
-            "baseline_bytes": baseline,
-            "total_bytes": total,
-            "minimum_bytes": minimum,
-            "budget_bytes": budget,
-            "fits": budget is None or total <= budget,
-            "seconds_per_step": seconds,
-            "buffers": [asdict(buffer) for buffer in self.largest.buffers],
-        }
-
-    def _parameters(self) -> str:
-        """How many are trained, in which types."""
-        counts = Counter[str]()
-        for leaf in leaves(self.shape)[1]:
-            counts[str(leaf.dtype)] += leaf.spec.size
-        first, *others = (f"{n:,} {{}}in {dtype}" for dtype, n in counts.items())
-        return ", ".join([first.format("parameters "), *(other.format("") for other in others)])
-
-    def parts(self, baseline: int) -> list[tuple[str, int, str]]:
-        """What takes how many bytes beside the arena, and why."""
-        parts = [
-            (
-                "base",
-                counted(self.shape, self.leaves.values()) - nbytes_of(self.kept.values()),
-                "mapped from its file",
-            ),
-            ("weights", self.weight_nbytes, self._parameters()),
-            ("optimizer", self.state_nbytes, "moments of the optimizer, and a cache for samples"),
-            ("gradients", self.gradient_nbytes, "sums over micro-batches"),
-            ("loop", self.loop_nbytes, "executors, batches, files, progress"),
-            ("process", baseline, "interpreter, kernels, threads, as measured"),
-        ]
-        return [part for part in parts if part[1]]
-
-    def rows(self, baseline: int, spare: int = 0) -> list[str]:
-        """A table of what takes how many bytes; with some to spare, its total is a budget that is enough."""
-        arena = self.largest.arena()
-        bound = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
-        *parts, loop, process = self.parts(baseline)
-        inside = ("arena", arena.nbytes, f"activations, gradients, workspaces; {bound}")
-        rows = [*parts, inside, loop, process]
-        rows += [("spare", spare, "by which a process differs from the next")] if spare else []
-        rows.append(("total", baseline + self.nbytes + spare, ""))
-        if self.shape.base is not None and not self.shape.base.strict:
-            rows.append(("base", self.mapped_nbytes, "mapped from its file, not in the total"))
-        return [f"  {name:<10}{size_text(n):>10}  {why}".rstrip() for name, n, why in rows]
-
     def ops(self, plan: Plan) -> list[str]:
         """Names of the ops of a plan's steps."""
         name = next(name for name, p in self.plans.items() if p is plan)
         return [step.op.name for step in self.placed[name].steps]
-
-    @property
-    def choices(self) -> list[str]:
-        """What is done to need less memory, in words."""
-        shape = self.shape
-        again = sum(
-            call.phase == "recomputed" and not call.op.view
-            for placed in self.placed.values()
-            for call in placed.graph.calls
-        )
-        found = [f"{plural(again, 'operation')} computed again"] if again else []
-        found += ["a first pass measures the gradient"] if shape.two_passes else []
-        found += ["micro-batches go through each block in turn"] if shape.layered else []
-        found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
-        return found
-
-    def text(self, baseline: int, seconds: float, steps: int, learnt: int) -> str:
-        """The plan as a table for people; `learnt` are the tokens that a step learns from."""
-        shape, positions = self.shape, self.shape.positions
-        times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
-        alike = same_speed(positions, learnt)
-        counts = f"{positions:,} tokens" if alike else f"{positions:,} positions, {learnt:,} learnt"
-        first = f"a step is {shape.rows} × {shape.time}{times} = {counts}"
-        return "\n".join(
-            [
-                "; ".join([first, *self.choices]),
-                *self.rows(baseline),
-                f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds, learnt / seconds)}, "
-                f"{clock(seconds * steps)} for {plural(steps, 'step')}",
-            ]
-        )
 
 
 def lasting(placed: Placed) -> dict[str, Tensor]:
@@ -293,10 +223,11 @@ def packed_types(shape: Shape) -> set[Dtype]:
     return {leaf.dtype for leaf in leaves(shape)[0].values()} - {f32}
 
 
-def counted(shape: Shape, leaves: Iterable[Tensor]) -> int:
-    """Bytes of these leaves in the memory of the run."""
-    strict = shape.base is not None and shape.base.strict
-    return nbytes_of(leaf for leaf in leaves if strict or not is_mapped(shape, leaf))
+def counted(shape: Shape, leaves: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
+    """Bytes of these leaves in a memory space; what stays in its file is counted where it had to be copied."""
+    strict = space != HOST or (shape.base is not None and shape.base.strict)
+    here = (leaf for leaf in leaves if target.home(leaf).space == space)
+    return nbytes_of(leaf for leaf in here if strict or not is_mapped(shape, leaf))
 
 
 def loop_nbytes(shape: Shape, calls: int, samples: bool) -> int:
@@ -308,12 +239,19 @@ def loop_nbytes(shape: Shape, calls: int, samples: bool) -> int:
 
 
 def make_plans(
-    shape: Shape, optimizer: Optimizer, others: Mapping[Name, Placed] | None = None
+    shape: Shape,
+    optimizer: Optimizer,
+    others: Mapping[Name, Placed] | None = None,
+    target: Target = CPU,
 ) -> Plans:
     """Plans of training, of evaluation if wanted, and of other graphs on the same leaves."""
-    own = ((name, place(build(name, shape, optimizer).graph)) for name in names(shape))
+    own = ((name, place(build(name, shape, optimizer).graph, target)) for name in names(shape))
     placed = dict[Name, Placed](own) | dict(others or {})
-    return Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()})
+    made = Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()}, target)
+    unknown = target.homes.keys() - made.leaves.keys() - {*get_args(Role)}
+    if unknown:
+        raise GraphError(f"homes names {sorted(unknown)}, which are no leaves")
+    return made
 
 
 def names(shape: Shape) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain import kernels
+from packtrain.backends import CPU, Target
 from packtrain.child import ask
 from packtrain.cost import Rates
 from packtrain.dtypes import DTYPES, Dtype
@@ -41,25 +42,31 @@ class Kept:
         return self.quiet and all(laying(t) in self.rates.kinds for t in types)
 
 
-def rates(again: bool, say: Callable[[str], None], types: Collection[Dtype] = ()) -> Rates:
-    """The kept rates of this processor with so many threads; measured if they are missing, or if `again`.
+def rates(
+    again: bool,
+    say: Callable[[str], None],
+    types: Collection[Dtype] = (),
+    target: Target = CPU,
+) -> Rates:
+    """The kept rates of this backend with so many threads; measured if they are missing, or if `again`.
 
     types  of the matrices that a run reads packed; each has a rate of its own
     """
-    path = kept(kernels.threads())
+    path = kept(kernels.threads(), target)
     before = None if again else read(path)
     if before is not None and before.serves(types):
         return before.expected
     known = {laying(t): t for t in DTYPES.values()}
     others = () if before is None else [known[k] for k in before.rates.kinds if k in known]
-    found, quiet = measured({*types, *others} - {DTYPES["f32"]})
+    found, quiet = measured({*types, *others} - {DTYPES["f32"]}, target=target)
     if before is not None and not quiet:
         found = faster(found, before.rates)
     how = "" if quiet else "; it is busy, and the next run measures it again"
     now = Kept(found, quiet, 1.0 if before is None else before.off)
     where = keep(path, now)
+    what = target.backends[0].name if target.apart else "this machine"
     say(
-        f"measured this machine: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, {where}{how}"
+        f"measured {what}: {found.flops / 1e9:.0f} GFLOP/s, {found.nbytes / 1e9:.1f} GB/s, {where}{how}"
     )
     return now.expected
 
@@ -69,27 +76,30 @@ def rates_apart(
     say: Callable[[str], None],
     types: Collection[Dtype] = (),
     room: float = math.inf,
+    target: Target = CPU,
 ) -> Rates:
     """The same, but measured by a child: this process loads no kernels for it.
 
     room  bytes that the child may take; where they are too few, what is known must do
     """
     threads = kernels.threads()
-    before = None if again else read(kept(threads))
+    before = None if again else read(kept(threads, target))
     if before is not None and before.serves(types):
         return before.expected
     if room < MEASURING_NBYTES:
         return BEGIN if before is None else before.expected
-    found, said = ask(lambda: None, _in_child, threads, again, [str(t) for t in types])
+    found, said = ask(lambda: None, _in_child, threads, again, [str(t) for t in types], target)
     for sentence in said:
         say(sentence)
     return found
 
 
-def _in_child(threads: int, again: bool, types: Collection[str]) -> tuple[Rates, list[str]]:
+def _in_child(
+    threads: int, again: bool, types: Collection[str], target: Target
+) -> tuple[Rates, list[str]]:
     said = list[str]()
     kernels.set_threads(threads)
-    return rates(again, said.append, [DTYPES[name] for name in types]), said
+    return rates(again, said.append, [DTYPES[name] for name in types], target), said
 
 
 def faster(a: Rates, b: Rates) -> Rates:
@@ -100,9 +110,10 @@ def faster(a: Rates, b: Rates) -> Rates:
     return replace(a, kinds=kinds, **most, **least)
 
 
-def kept(threads: int) -> Path:
+def kept(threads: int, target: Target = CPU) -> Path:
     """Where the rates are."""
-    parts = __version__, str(threads), *platform_parts()
+    name = target.backends[0].name
+    parts = __version__, str(threads), *platform_parts(), *([] if name == "cpu" else [name])
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return cache_root() / f"rates-{name}.json"
 
@@ -118,9 +129,9 @@ def read(path: Path) -> Kept | None:
         return None
 
 
-def correct(by: float) -> None:
+def correct(by: float, target: Target = CPU) -> None:
     """Let the next run expect that everything takes so many times as long: a run was off."""
-    path = kept(kernels.threads())
+    path = kept(kernels.threads(), target)
     before = read(path)
     if before is not None:
         keep(path, replace(before, off=by * before.off))

@@ -35,6 +35,13 @@ class Deferred:
     shape: tuple[int, ...]
     make: Callable[[], Iterable[np.ndarray]]
 
+    @classmethod
+    def of(cls, read: Callable[[str], np.ndarray], name: str) -> "Deferred":
+        """An array that is read again when its turn comes."""
+        array = read(name)
+        dtype = NUMPY[array.dtype]
+        return cls(dtype, dtype.tensor_shape(array.shape), lambda: [read(name)])
+
     @property
     def nbytes(self) -> int:
         return tensor_nbytes(self.shape, self.dtype)

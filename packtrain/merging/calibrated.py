@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.backends import CPU, Target
 from packtrain.dtypes import dtype_of
 from packtrain.gguf import GGUF
 from packtrain.merging.feedback import Feedback, feedback, product
@@ -32,6 +33,7 @@ def calibrate(
     batches: Sequence[Batch],
     width: int | None = None,
     done: Done = lambda block, blocks: None,
+    target: Target = CPU,
 ) -> dict[str, float]:
     """Round these matrices, given as rows, within the file; the relative error of what each then computes.
 
@@ -42,7 +44,7 @@ def calibrate(
     written = np.memmap(path, np.uint8, "r+")
     arrays = {name: _mapped(written, file, name) for name in file.entries if name in changes}
     merging = {name: array for name, array in arrays.items() if name.startswith("blk.")}
-    streams, sums = Streams(model, merging, batches), dict[str, np.ndarray]()
+    streams, sums = Streams(model, merging, batches, target), dict[str, np.ndarray]()
     changed = {int(name.split(".")[1]) for name in merging}
     first, last = min(changed), max(changed)
     streams.pass_by(first)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from packtrain.backends import CPU, Target
 from packtrain.dtypes import Dtype
 from packtrain.graph import Graph
 from packtrain.merging.calibrated import PART
@@ -36,6 +37,7 @@ class Room:
 
     rows    at a time, and `batches` of them
     width   most columns whose errors are made good in one another
+    target  where the streams run
     """
 
     rows: int
@@ -43,6 +45,7 @@ class Room:
     batches: int
     width: int
     nbytes: int
+    target: Target = CPU
 
     def __str__(self) -> str:
         return f"merging reads {self.tokens:,} tokens of the data"
@@ -72,7 +75,12 @@ def _rows(data: Batched) -> Iterator[Batch]:
 
 
 def room(
-    adapted: ModelFile, types: Mapping[str, Dtype], time: int, rows: int, limit: int | None = None
+    adapted: ModelFile,
+    types: Mapping[str, Dtype],
+    time: int,
+    rows: int,
+    limit: int | None = None,
+    target: Target = CPU,
 ) -> Room | None:
     """The most tokens, and columns at a time, that fit; None if not even the least do.
 
@@ -82,14 +90,19 @@ def room(
     at_once = min(max(1, AT_ONCE // time), rows)
     blocks = _kinds(adapted, types)
     graphs = Graphs.of(adapted, types, (at_once, time))
-    arena, widest = 0, 1
+    arena, widest, most_apart = 0, 1, 0
     for i in blocks:
         block = graphs.block(i)
         sites = [{"x": site.x or site.z, "z": site.z} for site in block.sites]
         for outputs in (*sites, {"x": block.x, "z": block.z}):
-            nbytes = make_plan(place(Graph(outputs))).arena().nbytes
-            arena = max(arena, nbytes + 3 * sum(t.spec.nbytes for t in outputs.values()) // 2)
+            plan = make_plan(place(Graph(outputs), target))
+            made = 3 * sum(t.spec.nbytes for t in outputs.values()) // 2
+            arena = max(arena, plan.arena().nbytes + made)
+            most_apart = max(most_apart, plan.arena(target.space).nbytes)
         widest = max([widest, *(site.z.shape[-1] for site in block.sites)])
+    leaves = {t for weights in (graphs.x, graphs.z) for t in weights.values()}
+    if target.limit is not None and most_apart + sum(t.spec.nbytes for t in leaves) > target.limit:
+        return None
     fixed = arena + sum(array.nbytes for array in adapted.added.values()) + OTHER_NBYTES
     most = min(TOKENS, rows * time) // (at_once * time) or 1
     for batches, width in _ladder(most, LEAST // (at_once * time) or 1, widest):
@@ -97,7 +110,7 @@ def room(
         matrix = 4 * width * width
         nbytes = fixed + streams + max(4 * matrix, 2 * matrix + BUFFERS * 4 * PART)
         if limit is None or nbytes <= limit:
-            return Room(at_once, time, batches, width, nbytes)
+            return Room(at_once, time, batches, width, nbytes, target)
     return None
 
 

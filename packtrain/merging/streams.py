@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtrain import ops
+from packtrain.backends import CPU, Target
 from packtrain.dtypes import Dtype, dtype_of, f32, i32
 from packtrain.graph import Graph
 from packtrain.merging.feedback import product
 from packtrain.models import transformer
 from packtrain.models.file import ModelFile
 from packtrain.models.transformer import Weights
-from packtrain.place import Placed, place
+from packtrain.place import place
 from packtrain.run import Session
 from packtrain.tensor import Tensor, input, weight
 
@@ -69,21 +70,28 @@ class Streams:
     """
 
     def __init__(
-        self, adapted: ModelFile, merged: Mapping[str, np.ndarray], batches: Sequence[Batch]
+        self,
+        adapted: ModelFile,
+        merged: Mapping[str, np.ndarray],
+        batches: Sequence[Batch],
+        target: Target = CPU,
     ) -> None:
-        self.adapted, self.batches = adapted, batches
+        self.adapted, self.batches, self.target = adapted, batches, target
         self.shape = batches[0]["tokens"].shape
-        self.session = Session()
+        self.session = Session(target.limits)
         self.session.share(adapted.stored() | {MERGED + n: array for n, array in merged.items()})
         types = {name: dtype_of(array) for name, array in merged.items()}
         self.graphs = Graphs.of(adapted, types, self.shape)
         self.real = [~padding(batch) for batch in batches]
-        embed = self._run(place(self.graphs.embedding()))
+        embed = self._run(self.graphs.embedding())
         self.z = [embed({"tokens": batch["tokens"]})["z"] for batch in batches]
         self.x = [z.copy() for z in self.z]
 
-    def _run(self, placed: Placed):  # type: ignore[no-untyped-def]
-        return self.session.executor(placed)
+    def _run(self, graph: Graph):  # type: ignore[no-untyped-def]
+        run = self.session.executor(place(graph, self.target))
+        leaves = (leaf.label for leaf in graph.leaves)
+        self.session.refresh(name for name in leaves if name.startswith(MERGED))
+        return run
 
     def block(self, i: int) -> Block:
         return self.graphs.block(i)
@@ -93,7 +101,7 @@ class Streams:
         outputs = {"z": site.z} | ({} if site.x is None else {"x": site.x})
         if site.expert is not None:
             outputs |= dict(zip(("expert", "token"), site.expert, strict=True))
-        run, n = self._run(place(Graph(outputs))), columns.stop - columns.start
+        run, n = self._run(Graph(outputs)), columns.stop - columns.start
         squares = np.zeros((n, n), np.float32)
         shift = None if site.x is None else np.zeros((n, n), np.float32)
         count = 0
@@ -118,7 +126,7 @@ class Streams:
     def pass_by(self, blocks: int) -> None:
         """On through the first blocks, in which nothing is merged: both streams are one there."""
         for i in range(blocks):
-            run = self._run(place(Graph({"x": self.block(i).x})))
+            run = self._run(Graph({"x": self.block(i).x}))
             for at in range(len(self.batches)):
                 self.x[at] = run(self._inputs(run, at))["x"]
         for x, z in zip(self.x, self.z, strict=True):
@@ -126,7 +134,7 @@ class Streams:
 
     def advance(self, block: Block) -> None:
         """On through a block."""
-        run = self._run(place(Graph({"x": block.x, "z": block.z})))
+        run = self._run(Graph({"x": block.x, "z": block.z}))
         for at in range(len(self.batches)):
             got = run(self._inputs(run, at))
             self.x[at], self.z[at] = got["x"], got["z"]

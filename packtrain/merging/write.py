@@ -86,8 +86,7 @@ class Merge:
         """
         changes = merged(self.base.gguf, self.adapters)
         rounded = set(self.calibrated) if room is not None else set[str]()
-        # on the base's own grid where that is the type: its weights lose nothing there, and only the addition is to
-        # be rounded
+        # on the base's own grid where that is the type: only the addition is to be rounded there
         kept = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
         first = {n: rows for n, rows in changes.items() if n not in kept}
 
@@ -108,4 +107,5 @@ class Merge:
             return {}
         with beside(path) as part:
             write(part)
-            return calibrate(part, self.adapted, changes, room.read(data), room.width, block)
+            given = room.read(data), room.width, block, room.target
+            return calibrate(part, self.adapted, changes, *given)

@@ -24,11 +24,16 @@ class Storage:
     tensors: list[Tensor] = field(default_factory=list)
 
 
-def storages(placed: Placed, *, reuse: bool = True) -> list[Storage]:
-    """The arena's storages: inputs, results and workspaces. Weights, states and constants are elsewhere.
+def storages(placed: Placed, space: str | None = None, *, reuse: bool = True) -> list[Storage]:
+    """The storages of an arena, or of all: inputs, results and workspaces. Weights, states, constants are elsewhere.
 
     reuse  False: nothing is done in place
     """
+    made = _storages(placed, reuse)
+    return made if space is None else [s for s in made if s.space == space]
+
+
+def _storages(placed: Placed, reuse: bool) -> list[Storage]:
     last = _last_reads(placed)
     outputs = {t.base for t in placed.graph.outputs.values()}
     found: dict[Tensor, Storage] = {}

@@ -1,11 +1,12 @@
 """Plan: where every byte of a run lives, as data that prints, compares, verifies and goes to JSON."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from packtrain.backends import HOST
 from packtrain.packing import height, lower_bound, pack
 from packtrain.place import Placed
 from packtrain.planning.lifetimes import columns, storages
@@ -46,11 +47,14 @@ class Arena:
         """Bytes lost to packing, as a fraction of the lower bound; 0 is proven best."""
         return self.nbytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
+    @property
+    def outside(self) -> int:
+        return self.weight_nbytes + self.state_nbytes + self.constant_nbytes
+
     def __str__(self) -> str:
-        outside = self.weight_nbytes + self.state_nbytes + self.constant_nbytes
         return (
             f"{self.space}: arena {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
-            f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(outside)}"
+            f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(self.outside)}"
         )
 
 
@@ -63,10 +67,12 @@ class Plan:
     arenas: tuple[Arena, ...]
     buffers: tuple[Buffer, ...]
 
-    def arena(self, space: str = "host") -> Arena:
-        return next(a for a in self.arenas if a.space == space)
+    def arena(self, space: str = HOST) -> Arena:
+        """What the run has of a space; nothing of one that it does not use."""
+        unused = Arena(space, 0, 0, 0, 0, 0, 0)
+        return next((a for a in self.arenas if a.space == space), unused)
 
-    def peak(self, space: str = "host") -> list[Buffer]:
+    def peak(self, space: str = HOST) -> list[Buffer]:
         """Who owns the peak: buffers alive at the fullest step, largest first."""
         at = self.arena(space).peak_step
         alive = [b for b in self.buffers if b.space == space and b.start <= at < b.end]
@@ -78,6 +84,15 @@ class Plan:
             raise GraphError(
                 f"the plan is for graph {self.fingerprint}, not for this graph {placed.fingerprint}; plan it again"
             )
+
+    def beyond(self, limits: Mapping[str, int]) -> str | None:
+        """Which space would have to hold more than it may, in a sentence."""
+        for a in self.arenas:
+            needed = a.nbytes + a.outside
+            if needed > limits.get(a.space, needed):
+                has = size_text(limits[a.space])
+                return f"this needs {size_text(needed)} of the memory of {a.space}, which has {has}"
+        return None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from packtrain import cost
+from packtrain.backends import CPU, Target
 from packtrain.cost import Rates
 from packtrain.packing import alive
 from packtrain.place import Placed, place
@@ -42,9 +43,14 @@ class Block:
     """
 
     def __init__(
-        self, build: Build, rates: Rates, reserved: tuple[int, int] = (0, 0), together: int = 1
+        self,
+        build: Build,
+        rates: Rates,
+        reserved: tuple[int, int] = (0, 0),
+        together: int = 1,
+        target: Target = CPU,
     ) -> None:
-        self.build, self.rates, self.together = build, rates, together
+        self.build, self.rates, self.together, self.target = build, rates, together, target
         self.reserve, self.head_reserve = reserved
         self._known: dict[Inner, Option] = {}
 
@@ -181,9 +187,9 @@ class Block:
 
         What a step reads or makes is there, kept or not; what waits for later or is kept of other blocks is left out.
         """
-        placed, parts = place(self._short.graph), self.parts
+        placed, parts = place(self._short.graph, self.target), self.parts
         first, last = backward_steps(placed, self._short, parts)[1]
-        steps, made = placed.steps[first : last + 1], storages(placed)
+        steps, made = placed.steps[first : last + 1], storages(placed, self.target.space)
         blocks = [inner_values(calls) for calls in self._made[2 * parts : 3 * parts]]
         own = {t: at for values in blocks for at, t in enumerate(values)}
         inside = {t for calls in self._made[parts:] for call in calls for t in call.results}
@@ -217,8 +223,8 @@ class Block:
         """The bytes of each are without what earlier blocks keep and what later ones leave."""
         inner = (ways[0], *ways, ways[-1])
         built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
-        placed = place(built.graph)
-        curve, spans = Alive(placed), backward_steps(placed, built, self.parts)
+        placed = place(built.graph, self.target)
+        curve, spans = Alive(placed, self.target.space), backward_steps(placed, built, self.parts)
         before = 0
         for i, way in enumerate(inner):
             saved = self.saved(way)
@@ -267,10 +273,10 @@ def backward_steps(placed: Placed, built: Built, parts: int) -> dict[int, tuple[
 
 
 class Alive:
-    """Bytes alive over the steps of a placed graph."""
+    """Bytes of a space alive over the steps of a placed graph."""
 
-    def __init__(self, placed: Placed) -> None:
-        self._times, self._nbytes = alive(*columns(storages(placed), ALIGNMENT))
+    def __init__(self, placed: Placed, space: str) -> None:
+        self._times, self._nbytes = alive(*columns(storages(placed, space), ALIGNMENT))
 
     def most(self, first: int, last: int) -> int:
         """Most bytes at any step from the first to the last."""

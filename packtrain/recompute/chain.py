@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from packtrain.backends import CPU, Target
 from packtrain.cost import Rates
 from packtrain.packing import lower_bound
 from packtrain.place import Placed, place
@@ -52,6 +53,7 @@ class Chain:
     calls        how many a graph has that keeps everything
     like         a chain with the same blocks, which has measured them
     together     how many ways to run a block may be measured in one chain
+    target       where it runs; bytes are those of the space of its arena
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class Chain:
         calls: int = 0,
         like: "Like | None" = None,
         together: int = 1,
+        target: Target = CPU,
     ) -> None:
-        self.call_nbytes, self.calls = call_nbytes, calls
+        self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
         self.build, self.count, self.like = build, count, like
         together = max(min(count - 2, together), FEW)
-        own = Block(build, rates, reserved, together)
+        own = Block(build, rates, reserved, together, target)
         self.block: Block = own if like is None else like.chain.block
         self.found: dict[Choice | None, Found] = {}
 
@@ -78,13 +81,14 @@ class Chain:
         placed, first = self._head if self.like is None else self.like.chain._head
         if self.like is not None:
             placed = self.like.headed(placed)
-        return Alive(placed).most(0, first - 1) - (HEADED + 1) * self.block.stream_nbytes
+        most = Alive(placed, self.target.space).most(0, first - 1)
+        return most - (HEADED + 1) * self.block.stream_nbytes
 
     @cached_property
     def _head(self) -> tuple[Placed, int]:
         """A chain that keeps its stream alone, and the step at which the backward pass reaches the last block."""
         built = self.build(HEADED, uniform(HEADED, ()))
-        placed = place(built.graph)
+        placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.parts)[HEADED - 1]
         return placed, first
 
@@ -99,7 +103,8 @@ class Chain:
         """The choice in the whole chain, measured; None keeps everything."""
         if choice not in self.found:
             graph = self.build(self.count, choice).graph
-            arena, _ = lower_bound(*columns(storages(place(graph)), ALIGNMENT))
+            made = storages(place(graph, self.target), self.target.space)
+            arena, _ = lower_bound(*columns(made, ALIGNMENT))
             again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
             seconds = sum(map(self.block.seconds, again))

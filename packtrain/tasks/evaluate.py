@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain import kernels
+from packtrain.backends import DEVICES, Target, target
 from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.design.budget import Say
@@ -24,7 +25,7 @@ from packtrain.template import named
 from packtrain.training.effects import VAL_SPLIT, check_idle
 from packtrain.training.measure import Mean, counted, losses_of
 from packtrain.training.samples import SampleBatches, row_length
-from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
+from packtrain.training.settings import CHAT_TEMPLATE, DEVICE, SKIP_BAD
 from packtrain.training.windows import Windows, read_whole
 from packtrain.watch.progress import clock
 from packtrain.words import beyond, plural
@@ -77,6 +78,7 @@ class Evaluate:
     )
     skip_bad: bool = option(False, SKIP_BAD)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    device: str = option("cpu", DEVICE, choices=tuple(DEVICES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,12 @@ def evaluate(settings: Evaluate, events: Events) -> Measured:
     subjects = _subjects(settings)
     context = min(model.config.context_length for _, model in subjects)
     prepared: dict[Path, Prepared] = {}
-    losses = dict[str, np.ndarray]()
+    losses, where = dict[str, np.ndarray](), target(settings.device)
     for name, model in subjects:
         path = model.gguf.path
         if path not in prepared:
             prepared[path] = _prepared(settings, model, context, events.message)
-        losses[name] = _measured(name, model, prepared[path], len(subjects) > 1, events)
+        losses[name] = _measured(name, model, prepared[path], len(subjects) > 1, events, where)
     first, *others = prepared.values()
     same = all(np.array_equal(first.ids, other.ids) for other in others)
     return Measured(losses, first.method, same)
@@ -242,13 +244,13 @@ def _rows(settings: Evaluate, time: int, windows: int) -> int:
 
 
 def _measured(
-    name: str, model: ModelFile, data: Prepared, several: bool, events: Events
+    name: str, model: ModelFile, data: Prepared, several: bool, events: Events, where: Target
 ) -> np.ndarray:
     """The losses (N,) f32 of all that counts."""
     batches = data.batches
     experts = kernels.EXPERTS if model.config.expert_count else ()
     kernels.prepare((*kernels.WRITING, "loss", *experts))
-    executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped)
+    executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=where)
     found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
     everything = f"{plural(batches.windows, 'window')}{f' of {name}' if several else ''}"
     events.message(f"measuring {everything} …")

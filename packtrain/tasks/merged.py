@@ -140,7 +140,13 @@ class End:
         return Losses(before, tuned, with_it)
 
     def _loss(self, model: ModelFile, what: str) -> float:
-        run = losses_of(model, self.shape.rows, self.shape.time, self.shape.chunk)
+        run = losses_of(
+            model,
+            self.shape.rows,
+            self.shape.time,
+            self.shape.chunk,
+            target=self.settings.target,
+        )
         with self.events.counting(f"validation of {what}", "batch") as count:
             return evaluate(run, self.job.counted(count)).loss
 
@@ -248,7 +254,8 @@ def calibrates(settings: TuneSettings) -> bool:
 def room_of(job: Job, merge: Merge, limit: int | None) -> Room | None:
     """What a merge reads of the run's data within a number of bytes."""
     data = cast(SampleBatches, job.train)
-    return room(merge.sized, merge.calibrated, data.time, data.windows, limit)
+    target = job.settings.target
+    return room(merge.sized, merge.calibrated, data.time, data.windows, limit, target)
 
 
 def merge_of(subject: Tuned, adapter: Adapter, tensor_types: tuple[str, ...] = ()) -> Merge:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain import kernels
-from packtrain.design.budget import Limit, Planned, Say, minimum, planned, planned_here
-from packtrain.design.loaded import Loaded, loaded, needed
+from packtrain.design.budget import Limit, Say, minimum, planned
+from packtrain.design.loaded import loaded, needed
 from packtrain.design.pace import learnt, seen
 from packtrain.design.parts import Setting
 from packtrain.design.plans import Plans, Shape, packed_types
 from packtrain.design.rates import rates_apart
-from packtrain.design.search import as_asked
+from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class Ready:
 
     def json(self, minimum: int | None = None) -> str:
         """The plan as plain data."""
-        return json.dumps(self.plans.to_dict(self.baseline, self.seconds, self.budget, minimum))
+        return json.dumps(as_data(self.plans, self.baseline, self.seconds, self.budget, minimum))
 
     @property
     def ended(self) -> str:
@@ -64,7 +64,7 @@ class Ready:
         return self.baseline + self.plans.nbytes
 
     def __str__(self) -> str:
-        return self.plans.text(self.baseline, self.seconds, self.job.steps, self.learnt)
+        return text(self.plans, self.baseline, self.seconds, self.job.steps, self.learnt)
 
 
 def ready(
@@ -80,7 +80,8 @@ def ready(
     modules = needed(job.config.expert_count > 0, job.shape.base is not None, type(job.optimizer))
     kernels.prepare(modules, limit, private_nbytes())
     room = math.inf if limit is None else limit - private_nbytes()
-    speed = rates_apart(settings.measure_speed, say, packed_types(job.shape), room)
+    types = packed_types(job.shape)
+    speed = rates_apart(settings.measure_speed, say, types, room, settings.target)
     data, positions = job.glimpse(), job.shape.positions
     speed, learning = replace(speed, seen=seen(data)), learnt(data, positions)
     settle()
@@ -89,10 +90,10 @@ def ready(
     tokenizer = job.subject.tokenizer() if settings.sample_every else None
     cells = job.config.context_length if settings.sample_every else 0
     taken = loaded(modules, room)
-    setting = Setting(job.optimizer, speed, private_nbytes() + taken.to_come, cells)
+    before = 0 if settings.target.apart else private_nbytes() + taken.to_come
+    setting = Setting(job.optimizer, speed, before, cells, settings.target)
     asked, fixed = (job.shape, settings.recompute, setting), found is not None
-    within = None if limit is None else Limit(limit, fixed, taken, runs)
-    made = planned(*asked, within, say) if within else _unlimited(*asked, taken, runs)
+    made = planned(*asked, Limit(limit, fixed, taken, runs), say)
     return Ready(
         replace(job, shape=made.plans.shape),
         made.plans,
@@ -105,14 +106,6 @@ def ready(
         made.refusal,
         lambda: made.minimum if made.refusal else minimum(*asked, fixed, taken, say),
     )
-
-
-def _unlimited(
-    shape: Shape, recompute: str, setting: Setting, taken: Loaded, runs: bool
-) -> Planned:
-    if runs:
-        taken.load()
-    return planned_here(setting, as_asked(shape, recompute, setting), taken)
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
@@ -136,11 +129,13 @@ def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
 
 def facts(made: Ready, measured: int | None = None) -> dict[str, Any]:
     """What pictures of the plan tell beside the arena; `measured` is the peak of a run that has been."""
+    target = made.plans.target
     return {
         "title": made.job.title,
-        "budget_nbytes": made.budget,
-        "rows": made.plans.parts(made.baseline),
-        "measured": measured,
+        "budget_nbytes": target.limit if target.apart else made.budget,
+        "rows": parts(made.plans, made.baseline, target.space),
+        "measured": None if target.apart else measured,
+        "space": target.space,
     }
 
 

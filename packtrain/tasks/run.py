@@ -147,7 +147,13 @@ def _train(
         Watch(folder, events, tensorboard=settings.tensorboard) as watch,
     ):
         engine = Engine(made.plans, job.optimizer, job.subject.shared(), settings.seed)
-        fit = Fit(job, engine, folder, Pace(made.seconds, correct), events=events)
+        fit = Fit(
+            job,
+            engine,
+            folder,
+            Pace(made.seconds, partial(correct, target=settings.target)),
+            events=events,
+        )
         fit.begin(made.found)
         watch.resume(fit.progress.step)
         if made.tokenizer is not None:

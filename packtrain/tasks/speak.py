@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from packtrain import kernels
+from packtrain.backends import DEVICES, target
 from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
@@ -15,6 +16,7 @@ from packtrain.models.file import ModelFile, open_model
 from packtrain.planning import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
+from packtrain.training.settings import DEVICE
 from packtrain.words import beyond
 
 CONTEXT = 4096  # at most, where nothing says
@@ -60,6 +62,7 @@ class Speaking:
     cache_type: str = MODEL(
         "f16", "element type of the cache of keys and values", choices=("f16", "f32")
     )
+    device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
 
     @property
     def sampling(self) -> Sampling:
@@ -122,6 +125,6 @@ def ready(settings: Speaking, model: ModelFile, cells: int) -> Generator:
             f"--ctx: the cache of {cells:,} tokens needs {size_text(cache)}, and there are {size_text(there)}"
         )
     kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if c.expert_count else ())))
-    generator = Generator.of(model, cells, kind)
+    generator = Generator.of(model, cells, kind, target(settings.device))
     generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time
     return generator

@@ -11,6 +11,7 @@ from packtrain.design.pace import Pace
 from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.gguf import GGUF
+from packtrain.run import Values
 from packtrain.training import state
 from packtrain.training.engine import Engine
 from packtrain.training.job import Job
@@ -128,8 +129,7 @@ class Fit:
 
     def save(self, watch: Watch) -> None:
         """A checkpoint of where the run stands now."""
-        session = self.engine.session
-        arrays = {name: session.view(name) for name in self.engine.plans.saved}
+        arrays = Values(self.engine.session, self.engine.plans.saved)
         watch.save()  # first: metrics may be ahead of the checkpoint, and are cut back, never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
         self.events.saved(self.checkpoint)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from packtrain.backends import CPU, Target
 from packtrain.errors import DoesNotFit
 from packtrain.graph import Graph
 from packtrain.memory import total_nbytes
@@ -19,13 +20,18 @@ HUGE = 700.0  # e to the power of more is beyond a float
 
 
 def losses_of(
-    model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0
+    model: ModelFile,
+    rows: int,
+    time: int,
+    chunk: int = 256,
+    skipped: int = 0,
+    target: Target = CPU,
 ) -> Executor:
     """An executor that gives `losses` of batches, see transformer.loss, in a session with the mapped weights."""
-    leaves, session = transformer.weights(model.config, model.types()), Session()
+    leaves, session = transformer.weights(model.config, model.types()), Session(target.limits)
     session.share(model.stored())
     made = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
-    placed = place(Graph({"losses": made.losses}))
+    placed = place(Graph({"losses": made.losses}), target)
     plan, there = make_plan(placed), total_nbytes()
     if plan.arena().nbytes > there:
         raise DoesNotFit(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from packtrain.backends import DEVICES, Target, target
 from packtrain.dtypes import WRITABLE
 from packtrain.errors import InputError
 from packtrain.models.config import PRESETS, Config
@@ -21,6 +22,9 @@ SKIP_BAD = (
     "skip records that cannot be used instead of refusing the file; the first five are listed"
 )
 CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SOURCES)}, or a file"
+DEVICE = (
+    "what computes, and whose memory holds the model; numpy is the specification, exact and slow"
+)
 WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
@@ -135,9 +139,14 @@ class RunSettings:
     )
     sample_prompt: str = OUTPUT("", "prompt of these samples")
     tensorboard: bool = OUTPUT(True, "write TensorBoard events")
+    device: str = MEMORY("cpu", DEVICE, choices=tuple(DEVICES))
     threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     overwrite: bool = OUTPUT(False, "start over: replace the earlier run and its result")
+
+    @property
+    def target(self) -> Target:
+        return target(self.device)
 
     @property
     def folder(self) -> Path:

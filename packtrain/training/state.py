@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.errors import InputError
-from packtrain.gguf import GGUF, GGUFError, Value, write
+from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
 
 FORMAT = 1
 KEY = "packtrain.checkpoint."
@@ -86,7 +86,7 @@ def save(
     }
     if path.exists():
         _keep(path)
-    write(path, values, arrays)
+    write(path, values, {name: Deferred.of(arrays.__getitem__, name) for name in arrays})
 
 
 def _keep(path: Path) -> None:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from packtrain.design.plans import Base, Shape
 from packtrain.dtypes import DTYPES, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
-from packtrain.gguf import Value, tensor_nbytes, write
+from packtrain.gguf import Deferred, Value, tensor_nbytes, write
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
@@ -87,7 +87,7 @@ class Tuned:
         if self.config.lora is not None:
             write_adapter(path, self._adapter(view, self.config.lora), path.stem)
         else:
-            write(path, {}, {name: view(name) for name in self.trained})
+            write(path, {}, {name: Deferred.of(view, name) for name in self.trained})
 
     def write(self, view: View) -> None:
         """The adapter, which is merged when the memory of the run is free; or the tuned model."""
@@ -98,12 +98,15 @@ class Tuned:
                 write_adapter(path, adapter, name_of(s.output))
             return
 
+        latest = lru_cache(1)(view)  # of a memory that only copies can be seen of, one at a time
+
         def rows(name: str) -> Rows:
-            array = view(name)
-            flat = array.reshape(-1, array.shape[-1])
-            if dtype_of(array) == f32:
-                return lambda start, stop: flat[start:stop]
-            return lambda start, stop: dequantize(flat[start:stop])
+            def changed(start: int, stop: int) -> np.ndarray:
+                array = latest(name)
+                part = array.reshape(-1, array.shape[-1])[start:stop]
+                return part if dtype_of(array) == f32 else dequantize(part)
+
+            return changed
 
         changes = {name: rows(name) for name in self.trained}
         dtype = DTYPES[s.type] if s.type else None

@@ -1,0 +1,53 @@
+"""Where a graph runs: backends in order of preference, homes of leaves, and what each memory may hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from packtrain.backends.host import BACKENDS, HOST, Backend
+from packtrain.tensor import GraphError, Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """The first backend is where leaves live that `homes` does not name, and with them the arena that counts.
+
+    homes   name or role of a leaf -> backend
+    limits  space -> most bytes; the process's own memory is limited by `--memory` instead
+    """
+
+    backends: tuple[Backend, ...] = (BACKENDS["cpu"],)
+    homes: Mapping[str, Backend] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.backends:
+            raise GraphError("a target needs at least one backend")
+
+    @classmethod
+    def of(cls, backend: Backend) -> "Target":
+        """All on one backend, within what its space can hold."""
+        limit = backend.capacity
+        return cls((backend,), limits={} if limit is None else {backend.space: limit})
+
+    @property
+    def space(self) -> str:
+        """The space of the arena that counts."""
+        return self.backends[0].space
+
+    @property
+    def apart(self) -> bool:
+        """Whether that is not the process's own memory."""
+        return self.space != HOST
+
+    @property
+    def limit(self) -> int | None:
+        """Most bytes of that space, where it is not the process's own."""
+        return self.limits.get(self.space) if self.apart else None
+
+    def home(self, leaf: Tensor) -> Backend:
+        """Where a leaf lives."""
+        found = self.homes.get(leaf.label) or self.homes.get(leaf.role or "")
+        return found or self.backends[0]
+
+
+CPU = Target()

@@ -1,0 +1,140 @@
+"""Plans as a table for people, as rows of a picture, and as plain data."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from packtrain.backends import HOST
+from packtrain.design.plans import CHUNK, Plans, counted, leaves, nbytes_of
+from packtrain.planning import size_text
+from packtrain.watch.progress import clock, same_speed, speed_text
+from packtrain.words import plural
+
+
+def as_data(
+    plans: Plans,
+    baseline: int,
+    seconds: float,
+    budget: int | None = None,
+    minimum: int | None = None,
+) -> dict[str, Any]:
+    """The plan as plain data for JSON; sizes in bytes, null where no budget was given or no minimum looked for."""
+    arena = plans.largest.arena(plans.target.space)
+    total = baseline + plans.nbytes
+    found = {
+        "weights_bytes": plans.weight_nbytes,
+        "mapped_bytes": plans.mapped_nbytes,
+        "state_bytes": plans.state_nbytes,
+        "gradient_bytes": plans.gradient_nbytes,
+        "arena_bytes": arena.nbytes,
+        "lower_bound_bytes": arena.lower_bound,
+        "loop_bytes": plans.loop_nbytes,
+        "baseline_bytes": baseline,
+        "total_bytes": total,
+        "minimum_bytes": minimum,
+        "budget_bytes": budget,
+        "fits": budget is None or total <= budget,
+        "seconds_per_step": seconds,
+        "buffers": [asdict(buffer) for buffer in plans.largest.buffers],
+    }
+    limits = plans.target.limits
+    apart = {s: {"bytes": plans.nbytes_in(s), "limit": limits.get(s)} for s in plans.spaces}
+    return found | ({"spaces": apart} if apart else {})
+
+
+def _parameters(plans: Plans) -> str:
+    """How many are trained, in which types."""
+    counts = Counter[str]()
+    for leaf in leaves(plans.shape)[1]:
+        counts[str(leaf.dtype)] += leaf.spec.size
+    first, *others = (f"{n:,} {{}}in {dtype}" for dtype, n in counts.items())
+    return ", ".join([first.format("parameters "), *(other.format("") for other in others)])
+
+
+def parts(plans: Plans, baseline: int, space: str = HOST) -> list[tuple[str, int, str]]:
+    """What takes how many bytes of a memory space beside the arena, and why."""
+    kept = nbytes_of(n for n in plans.kept.values() if plans.target.home(n).space == space)
+    mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - kept
+    found = [
+        ("base", mapped, "mapped from its file" if space == HOST else "copied from its file"),
+        ("weights", plans.nbytes_of("weight", "table", space=space), _parameters(plans)),
+        (
+            "optimizer",
+            plans.nbytes_of("moment", "cache", space=space),
+            "moments of the optimizer, and a cache for samples",
+        ),
+        ("gradients", plans.nbytes_of("sum", space=space), "sums over micro-batches"),
+    ]
+    if space == HOST:
+        found += [
+            ("loop", plans.loop_nbytes, "executors, batches, files, progress"),
+            ("process", baseline, "interpreter, kernels, threads, as measured"),
+        ]
+    return [part for part in found if part[1]]
+
+
+def rows(plans: Plans, baseline: int, spare: int = 0) -> list[str]:
+    """A table of what takes how many bytes; with some to spare, its total is a budget that is enough."""
+    lines = [line for space in plans.spaces for line in _rows_apart(plans, space)]
+    *found, loop, process = parts(plans, baseline)
+    found += [*_arena(plans, HOST), loop, process]
+    found += [("spare", spare, "by which a process differs from the next")] if spare else []
+    found.append(("total", baseline + plans.nbytes + spare, ""))
+    base = plans.shape.base
+    if base is not None and not base.strict and not plans.target.apart:
+        found.append(("base", plans.mapped_nbytes, "mapped from its file, not in the total"))
+    return [*lines, *(["in this process"] if lines else []), *map(_line, found)]
+
+
+def _rows_apart(plans: Plans, space: str) -> Iterator[str]:
+    """The table of another memory than that of the process."""
+    limit = plans.target.limits.get(space)
+    yield f"in the memory of {space}" + ("" if limit is None else f", which has {size_text(limit)}")
+    yield from map(_line, [*parts(plans, 0, space), *_arena(plans, space)])
+    yield _line(("total", plans.nbytes_in(space), ""))
+
+
+def _arena(plans: Plans, space: str) -> Iterator[tuple[str, int, str]]:
+    """Its row, where there is an arena."""
+    arena = plans.largest_in(space).arena(space)
+    bound = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
+    if arena.nbytes or space == plans.target.space:
+        yield "arena", arena.nbytes, f"activations, gradients, workspaces; {bound}"
+
+
+def _line(row: tuple[str, int, str]) -> str:
+    name, nbytes, why = row
+    return f"  {name:<10}{size_text(nbytes):>10}  {why}".rstrip()
+
+
+def choices(plans: Plans) -> list[str]:
+    """What is done to need less memory, in words."""
+    shape = plans.shape
+    again = sum(
+        call.phase == "recomputed" and not call.op.view
+        for placed in plans.placed.values()
+        for call in placed.graph.calls
+    )
+    found = [f"{plural(again, 'operation')} computed again"] if again else []
+    found += ["a first pass measures the gradient"] if shape.two_passes else []
+    found += ["micro-batches go through each block in turn"] if shape.layered else []
+    found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
+    return found
+
+
+def text(plans: Plans, baseline: int, seconds: float, steps: int, learnt: int) -> str:
+    """The plan as a table for people; `learnt` are the tokens that a step learns from."""
+    shape, positions = plans.shape, plans.shape.positions
+    times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
+    alike = same_speed(positions, learnt)
+    counts = f"{positions:,} tokens" if alike else f"{positions:,} positions, {learnt:,} learnt"
+    first = f"a step is {shape.rows} × {shape.time}{times} = {counts}"
+    return "\n".join(
+        [
+            "; ".join([first, *choices(plans)]),
+            *rows(plans, baseline),
+            f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds, learnt / seconds)}, "
+            f"{clock(seconds * steps)} for {plural(steps, 'step')}",
+        ]
+    )

@@ -15,7 +15,8 @@ from packtrain.tensor import OPS
 from tests import bit_checks, checks
 
 NAMES = sorted(OPS)
-TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT]
+INFINITE = {"diag_mask_inf"}  # its slope is seen behind a softmax
+TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT | INFINITE]
 # views that exist only of some layouts; everything else takes any view
 REFUSED = {"reshape": {"permuted x", "narrowed x", "repeated x"}}
 
@@ -23,6 +24,13 @@ VIEWS: dict[str, Callable[..., np.ndarray]] = {
     "reshape": lambda x, shape: x.reshape(shape),
     "permute": lambda x, axes: x.transpose(axes),
     "narrow": lambda x, axis, start, length: x.take(range(start, start + length), axis),
+    "slice": lambda x, start, shape, step: x[
+        tuple(
+            slice(s, s + (n - 1) * k + 1, k)
+            for s, n, k in zip(start, shape, step or (1,) * x.ndim, strict=True)
+        )
+    ],
+    "diagonal": lambda x: np.diagonal(x, axis1=-2, axis2=-1),
     "broadcast_to": lambda x, shape: np.broadcast_to(x, shape),
 }
 
@@ -40,6 +48,17 @@ def test_results_can_be_left_out(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_gradient_is_the_slope(name: str) -> None:
     checks.check_gradient(name)
+
+
+def test_the_gradient_of_a_mask_is_the_slope_behind_a_softmax() -> None:
+    y = ops.soft_max(ops.diag_mask_inf(pt.input("x", (2, 5, 7)), past=1))
+    assert y.call is not None
+    graph, _ = checks.gradients(y.call, checks.dense)
+    given = {"x": np.random.default_rng(3).standard_normal((2, 5, 7))}
+    way = {"x": np.random.default_rng(4).standard_normal((2, 5, 7))}
+    made = pt.interpret(graph, given)
+    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), given, way)
+    checks.is_slope(measured, {"x": made["d/x"] * way["x"]}, "diag_mask_inf")
 
 
 def test_ops_without_gradient_are_listed() -> None:

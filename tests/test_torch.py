@@ -20,6 +20,8 @@ NO_PEER = {
     "cross_entropy_back", "weighted_rows_back",
     "group_rows",  # no f32 in it
     "dropout",  # another generator of random numbers
+    "count_equal",  # no f32 in it
+    "pool_2d_back",
 }  # fmt: skip
 
 
@@ -201,6 +203,40 @@ def opt_step_sgd(w, g, hyper, gate, key, *, decay, stream):
     return (parameter.detach(),)
 
 
+def region(x, start, shape, step):
+    each = zip(start, shape, step or (1,) * x.ndim, strict=True)
+    return tuple(slice(s, s + (n - 1) * k + 1, k) for s, n, k in each)
+
+
+def acc(part, into, *, size, start, step):
+    y = torch.zeros(size, dtype=part.dtype) if into is None else into.clone()
+    y[region(y, start, part.shape, step)] += part
+    return y
+
+
+def replaced(x, part, *, start, shape, step):
+    y = x.clone()
+    y[region(y, start, shape, step)] = 0 if part is None else part
+    return y
+
+
+def im2col(x, *, window, stride, padding, dilation):
+    rows = torch.nn.functional.unfold(x, window, dilation, padding, stride)
+    n, k, _ = rows.shape
+    high = (x.shape[2] + 2 * padding[0] - dilation[0] * (window[0] - 1) - 1) // stride[0] + 1
+    return rows.mT.reshape(n, high, -1, k)
+
+
+def im2col_back(dy, *, shape, window, stride, padding, dilation):
+    rows = dy.flatten(1, 2).mT
+    return torch.nn.functional.fold(rows, shape[2:], window, dilation, padding, stride)
+
+
+def pool_2d(x, *, largest, window, stride, padding):
+    pool = torch.nn.functional.max_pool2d if largest else torch.nn.functional.avg_pool2d
+    return pool(x, window, stride or window, padding)
+
+
 PEERS: dict[str, Callable[..., Any]] = {
     "accumulate": lambda total, g, fresh: g if fresh else total + g,
     "add": lambda a, b: a + b,
@@ -230,10 +266,32 @@ PEERS: dict[str, Callable[..., Any]] = {
     "permute": lambda x, axes: x.permute(axes),
     "narrow": lambda x, axis, start, length: x.narrow(axis, start, length),
     "cont": lambda x: x.clone(),
+    "abs": lambda x: x.abs(),
+    "sgn": lambda x: x.sign(),
+    "sin": lambda x: x.sin(),
+    "cos": lambda x: x.cos(),
+    "elu": lambda x: torch.nn.functional.elu(x),
+    "softplus": lambda x: torch.nn.functional.softplus(x),
+    "erf": lambda x: x.erf(),
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * (1.702 * x).sigmoid(),
+    "clamp": lambda x, low, high: x.clamp(low, high),
+    "leaky_relu": lambda x, slope: torch.nn.functional.leaky_relu(x, slope),
+    "cumsum": lambda x, reverse: x.flip(-1).cumsum(-1).flip(-1) if reverse else x.cumsum(-1),
+    "argmax": lambda x: x.argmax(-1),
+    "argsort": lambda x, descending: x.argsort(dim=-1, descending=descending, stable=True),
+    "slice": lambda x, start, shape, step: x[region(x, start, shape, step)],
+    "set": replaced,
+    "diag": lambda x: x.diag_embed(),
+    "diagonal": lambda x: x.diagonal(dim1=-2, dim2=-1),
+    "diag_mask_zero": lambda x, past: x.tril(past),
+    "diag_mask_inf": lambda x, past: x.masked_fill(x.new_ones(x.shape).tril(past) == 0, -torch.inf),
+    "cast": lambda x, dtype: x.clone(),
+    "log_soft_max": lambda x: x.log_softmax(-1),
     **{f.__name__: f for f in (
         rms_norm, soft_max, attention, cross_entropy, linear_cross_entropy, matmul, out_prod, get_rows, get_rows_back,
         set_rows, zero_rows, rope, rope_table, narrow_back, clip_gate, opt_step_adamw, opt_step_sgd, matmul_back,
-        top_k, take_back, matmul_id, matmul_id_back, out_prod_id, weighted_rows,
+        acc, im2col, im2col_back, pool_2d, top_k, take_back, matmul_id, matmul_id_back, out_prod_id, weighted_rows,
     )},
 }  # fmt: skip
 

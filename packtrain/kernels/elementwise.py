@@ -40,13 +40,23 @@ SERIAL = 1 << 15  # elements that do not pay for a parallel region
 BLOCK = 1 << 13
 GELU_CUBE, GELU_FACTOR = 0.044715, 1.5957691216057308  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
-NAMES = "neg abs sgn step sqr sqrt log exp sin cos relu sigmoid silu tanh gelu gelu_quick"
+NAMES = "neg abs sgn step sqr sqrt log exp sin cos relu sigmoid silu tanh gelu gelu_quick elu softplus erf"
 UNARY = {name: code for code, name in enumerate(NAMES.split())}
 BINARY = {name: code for code, name in enumerate(["add", "sub", "mul", "div"])}
-NEG, ABS, SGN, STEP, SQR, SQRT, LOG, EXP, SIN, COS, RELU, SIGMOID, SILU, TANH, GELU, GELU_QUICK = (
-    UNARY.values()
-)
+(
+    NEG, ABS, SGN, STEP, SQR, SQRT, LOG, EXP, SIN, COS, RELU, SIGMOID, SILU, TANH, GELU, GELU_QUICK, ELU, SOFTPLUS, ERF,
+) = UNARY.values()  # fmt: skip
 ADD, SUB, MUL, DIV = BINARY.values()
+
+
+@part(f32x16(f32x16))
+def erf(x):
+    """Off by less than 5e-7. Abramowitz and Stegun 7.1.26."""
+    t = 1.0 / (1.0 + 0.3275911 * absolute(x))
+    p = fma(fma(t, 1.061405429, -1.453152027), t, 1.421413741)
+    p = fma(fma(p, t, -0.284496736), t, 0.254829592) * t
+    y = 1.0 - p * exp(neg(x * x))
+    return select_less(x, 0.0, neg(y), y)
 
 
 @part(f32x16(i64, f32x16), forceinline=False)
@@ -57,6 +67,12 @@ def rare(code, x):
         return cos(x)
     if code == LOG:
         return log(x)
+    if code == ELU:
+        return select_less(0.0, x, x, exp(x) - 1.0)
+    if code == SOFTPLUS:
+        return maximum(x, 0.0) + log(1.0 + exp(neg(absolute(x))))
+    if code == ERF:
+        return erf(x)
     return tanh(x)
 
 

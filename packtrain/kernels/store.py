@@ -49,6 +49,7 @@ MADE_OF = {
     "tile": "call simd",
     "update": "bits call dequantize elementwise simd",
     "visible": "call simd tile",
+    "windows": "call simd",
 }
 TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
 ROLES = {"dequantize": "unpack", "dots": "dot", "quantize": "pack"}  # modules of what types do

@@ -81,11 +81,11 @@ def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
     return Cost(work, tasks=1 if serial else down * across)
 
 
-def product_with(x: Tensor, w: Tensor) -> Cost:
-    """Rows of x by rows of w, of any type, perhaps one w for each of x's leading axes."""
+def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
+    """m rows by rows of w, of any type, in `count` products where w has leading axes."""
     n, k = w.shape[-2:]
-    m, count = x.spec.size // max(k, 1), math.prod(w.shape[:-2])
     if w.dtype == f32:
+        count = count if len(w.shape) > 2 else 1
         one = product(m // max(count, 1), n, k)
         return Cost({kind: count * amount for kind, amount in one.work.items()}, tasks=one.tasks)
     tasks = max(min(n * k * (m + UNPACKING) // PACKED_TASK, MOST_PACKED) // 2 * 2, 1)

@@ -1,11 +1,14 @@
 """Matrix products, with weights in any type that can be read."""
 
+import math
+
 import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.ops import costs
 from packtrain.ops.arrays import floats, packed, rows, start_with
+from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -23,7 +26,7 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     """Multiply rows of x by rows of w: y = x @ w.T (+ acc). ggml_mul_mat.
 
     x    (..., K)   f32
-    w    (N, K)     any readable type; of f32 also a transposed view, or (..., N, K) with x's leading axes
+    w    (N, K)     any readable type; of f32 also a transposed view, or (..., N, K): leading axes broadcast
     acc  (..., N)   f32
     y    (..., N)   f32
     """
@@ -37,14 +40,20 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     want(
         k == rows_k, f"last axis of x {x.spec} ({k}) must equal last axis of w {w.spec} ({rows_k})"
     )
-    batched = len(w.shape) > 2
-    want(
-        not batched or w.shape[:-2] == x.shape[:-2],
-        f"leading axes of w {w.spec} must be those of x {x.spec}",
-    )
-    y = Spec((*x.shape[:-1], w.shape[-2]))
+    y = Spec((*_leading(x, w), *x.shape[-2:-1], w.shape[-2]))
     want(acc is None or acc.spec == y, f"acc is {acc and acc.spec}; it must be {y}")
     return y
+
+
+def _leading(x: Tensor, w: Tensor) -> tuple[int, ...]:
+    """Of the result, before rows and columns."""
+    if len(w.shape) == 2:
+        return x.shape[:-2]
+    try:
+        return np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+    except ValueError:
+        want(False, f"leading axes of x {x.spec} and w {w.spec} do not broadcast")
+        raise
 
 
 def _want_readable(w: Tensor) -> None:
@@ -58,10 +67,10 @@ def matmul_vjp(dy, y, x, w, acc):
     if w.dtype not in TRAINABLE:
         dw = None
     elif len(w.shape) > 2:
-        dw = matmul(transpose(dy), transpose(x))
+        dw = sum_like(matmul(transpose(dy), transpose(x)), w)
     else:
         dw = out_prod(dy, x)
-    dx = matmul(dy, transpose(w)) if w.dtype == f32 else matmul_back(dy, w)
+    dx = sum_like(matmul(dy, transpose(w)), x) if w.dtype == f32 else matmul_back(dy, w)
     return dx, dw, (None if acc is None else dy)
 
 
@@ -81,13 +90,15 @@ def matmul_cpu(y, x, w, acc):
     if w.ndim == 2:
         kernels.matmul.product(rows(y), rows(x), w.T, acc is not None)
         return
-    for at in np.ndindex(w.shape[:-2]):
+    leading = y.shape[:-2]
+    x, w = (np.broadcast_to(t, (*leading, *t.shape[-2:])) for t in (x, w))
+    for at in np.ndindex(leading):
         kernels.matmul.product(y[at], x[at], w[at].T, acc is not None)
 
 
 @matmul.cost
 def matmul_cost(y, x, w, acc):
-    return costs.product_with(x, w)
+    return costs.product_with(y.spec.size // max(w.shape[-2], 1), w, math.prod(y.shape[:-2]))
 
 
 @matmul.samples
@@ -107,6 +118,8 @@ def matmul_samples():
     yield matmul(input("x", (2, 3, 16)), transpose(input("w", (16, 8))))
     yield matmul(input("x", (5, 7)), input("w", (9, 7)), input("acc", (5, 9)))
     yield matmul(input("x", (2, 3, 5, 8)), input("w", (2, 3, 4, 8)))
+    yield matmul(input("x", (2, 3, 5, 8)), input("w", (2, 1, 4, 8)))
+    yield matmul(input("x", (5, 8)), input("w", (3, 4, 8)))
     yield matmul(input("x", (2, 5, 8)), transpose(input("w", (2, 8, 4))), input("acc", (2, 5, 4)))
     yield matmul(transpose(input("x", (8, 5))), input("w", (3, 8)))
     for shape, w in zip(((2, 3), (300,), (1,), (5,)), _packed_weights(), strict=True):

@@ -144,3 +144,32 @@ def sum_to_samples():
     for shape in ((), (17,), (5, 17), (1, 17), (3, 1, 1), (3, 5, 1), (1, 5, 1), (3, 5, 17)):
         yield sum_to(input("x", (3, 5, 17)), shape=shape)
     yield sum_to(input("x", (1000, 64)), shape=(64,))
+
+
+@op()
+def cumsum(x: Tensor, *, reverse: bool = False) -> Spec:
+    """Running sums along the last axis, from its end if `reverse`: y[i] = x[0] + ... + x[i]. ggml_cumsum."""
+    want(
+        x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with at least one axis"
+    )
+    return x.spec
+
+
+@cumsum.vjp
+def cumsum_vjp(dy, y, x, *, reverse):
+    return (cumsum(dy, reverse=not reverse),)
+
+
+@cumsum.kernel("numpy")
+def cumsum_numpy(y, x, *, reverse):
+    way = slice(None, None, -1 if reverse else 1)
+    np.cumsum(x[..., way], -1, np.float64, out=y[..., way])
+
+
+cumsum.kernel("cpu", strided=True)(cumsum_numpy)
+
+
+@cumsum.samples
+def cumsum_samples():
+    yield cumsum(input("x", (3, 5, 17)))
+    yield cumsum(input("x", (4, 300)), reverse=True)

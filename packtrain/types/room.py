@@ -82,6 +82,9 @@ class Dtype:
     def __post_init__(self) -> None:
         KNOWN[self.name] = self
 
+    def __repr__(self) -> str:
+        return self.name
+
     def mix(self, name: str, number: int, **instead: "Dtype") -> None:
         self.mixes.append(Mix(name, number, self, **instead))
 

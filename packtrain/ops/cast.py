@@ -1,0 +1,56 @@
+"""Values stored in another element type."""
+
+import numpy as np
+
+from packtrain import quant
+from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, Dtype, bf16, f16, f32
+from packtrain.ops.arrays import floats
+from packtrain.ops.elementwise import add
+from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+FLOATS = (f32, f16, bf16)
+
+
+@op()
+def cast(x: Tensor, *, dtype: Dtype = f32) -> Spec:
+    """x in f32, f16 or bf16, rounded to nearest even; x of any readable type. ggml_cpy, ggml_cast.
+
+    The gradient is f32 and passes unchanged. f16 carries none.
+    """
+    want(x.dtype in READABLE, f"x is {x.spec}, a type that cannot be read")
+    want(dtype in FLOATS, f"dtype is {dtype}; it must be one of {', '.join(map(str, FLOATS))}")
+    return Spec(x.shape, dtype)
+
+
+@cast.vjp
+def cast_vjp(dy, y, x, *, dtype):
+    return (dy if x.dtype in TRAINABLE else None,)
+
+
+@cast.kernel("numpy")
+def cast_numpy(y, x, *, dtype):
+    if dtype == bf16 and x.size:
+        y[...] = quant.quantize(floats(x), bf16)
+    else:
+        with np.errstate(over="ignore"):  # beyond f16 is infinite
+            y[...] = floats(x)
+
+
+cast.kernel("cpu")(cast_numpy)
+
+
+@cast.samples
+def cast_samples():
+    for dtype in FLOATS:
+        yield cast(input("x", (3, 32)), dtype=dtype)
+    upper = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32).view(np.uint16)
+    yield cast(constant("w", np.ascontiguousarray(upper[:, 1::2]).view(bf16.numpy), bf16))
+    blocks = np.arange(4 * 2 * 34, dtype=np.uint8).reshape(4, 2, 34)
+    blocks[..., :2] = np.float16([0.01]).view(np.uint8)  # scales
+    q8_0 = BLOCK_TYPES["q8_0"]
+    yield cast(constant("w", blocks.view(q8_0.numpy)[..., 0], q8_0))
+
+
+def add_cast(a: Tensor, b: Tensor) -> Tensor:
+    """y = a + b in f32, a of any readable type. ggml_add_cast."""
+    return add(cast(a), b)

@@ -1,0 +1,97 @@
+"""Functions made of other ops, with the gradients of those: means, norms, losses, larger pictures."""
+
+import math
+
+import numpy as np
+
+from packtrain.dtypes import i32
+from packtrain.ops.attention import attention
+from packtrain.ops.elementwise import add, div, mul, scale, sqr, sqrt, sub
+from packtrain.ops.functions import clamp
+from packtrain.ops.norm import rms_norm
+from packtrain.ops.reduce import broadcast_to, sum, sum_rows
+from packtrain.ops.shape import concat, cont, narrow, reshape
+from packtrain.ops.softmax import soft_max
+from packtrain.tensor import GraphError, Tensor, constant
+
+
+def mean(x: Tensor) -> Tensor:
+    """Mean of all elements: x (...) f32, y () f32."""
+    return scale(sum(x), by=1 / max(x.spec.size, 1))
+
+
+def mean_rows(x: Tensor) -> Tensor:
+    """Mean over the last axis: x (..., C) f32, y (..., 1) f32. ggml_mean."""
+    return scale(sum_rows(x), by=1 / max(x.shape[-1], 1))
+
+
+def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
+    """Mean of (y - target)**2 over all elements, () f32."""
+    return mean(sqr(sub(y, target)))
+
+
+def norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float) -> Tensor:
+    """Layer norm: (x - mean) / sqrt(variance + eps) (* w) (+ b) over the last axis. ggml_norm; arXiv 1607.06450.
+
+    x (..., C) f32; w, b (C,) f32
+    """
+    y = rms_norm(sub(x, mean_rows(x)), w, eps=eps)
+    return y if b is None else add(y, b)
+
+
+def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
+    """Each group of channels of each picture with mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494.
+
+    x (N, C, ...) f32, C a multiple of groups
+    """
+    if len(x.shape) < 2 or groups < 1 or x.shape[1] % groups:
+        raise GraphError(
+            f"group_norm: x is {x.spec}; its second axis must be groups of equal size, {groups} of them"
+        )
+    width = x.spec.size // max(x.shape[0] * groups, 1)
+    y = norm(reshape(x, shape=(x.shape[0], groups, width)), eps=eps)
+    return reshape(y, shape=x.shape)
+
+
+def l2_norm(x: Tensor, *, eps: float) -> Tensor:
+    """x / max(|x|, eps) over the last axis: x (..., C) f32. ggml_l2_norm."""
+    return div(x, sqrt(clamp(sum_rows(sqr(x)), low=eps**2)))
+
+
+def upscale(x: Tensor, *, factor: int) -> Tensor:
+    """Each element of the last two axes repeated `factor` times in both: x (..., H, W). ggml_upscale, nearest."""
+    *lead, h, w = x.shape
+    many = broadcast_to(reshape(x, shape=(*lead, h, 1, w, 1)), shape=(*lead, h, factor, w, factor))
+    return reshape(cont(many), shape=(*lead, h * factor, w * factor))
+
+
+def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Attention without a causal mask: q (B, T, H, D), k and v (B, S, K, D), y as q; every query sees every key."""
+    (b, t), s = q.shape[:2], k.shape[1]
+    places = (
+        constant("q_pos", np.full((b, t), s - 1), i32),
+        constant("k_pos", np.tile(np.arange(s), (b, 1)), i32),
+    )
+    return attention(q, k, v, *places, scale=scale)[0]
+
+
+def soft_max_sinks(x: Tensor, sinks: Tensor) -> Tensor:
+    """Softmax of x (B, H, T, S) with one more column, a logit of each head (H,), that is then left out.
+
+    Attention sinks, arXiv 2309.17453; ggml_soft_max_add_sinks.
+    """
+    column = broadcast_to(reshape(sinks, shape=(*sinks.shape, 1, 1)), shape=(*x.shape[:3], 1))
+    y = soft_max(concat([x, column], axis=3))
+    return narrow(y, axis=3, start=0, length=x.shape[3])
+
+
+def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:
+    """x (B, H, T, S) plus slopes (H,) times distance (T, S): attention with linear biases. arXiv 2108.12409."""
+    return add(x, mul(reshape(slopes, shape=(*slopes.shape, 1, 1)), distance))
+
+
+def alibi_slopes(heads: int, *, largest: float = 8.0) -> list[float]:
+    """The slope of each head, as ggml_soft_max_ext finds them from max_bias = `largest`."""
+    near = 2 ** math.floor(math.log2(heads))
+    first, second = 2 ** (-largest / near), 2 ** (-largest / 2 / near)
+    return [first ** (h + 1) if h < near else second ** (2 * (h - near) + 1) for h in range(heads)]

@@ -1,0 +1,53 @@
+"""Cross-entropy against probabilities, as a teacher gives them."""
+
+import numpy as np
+
+from packtrain.dtypes import f32
+from packtrain.ops.costs import elementwise
+from packtrain.ops.elementwise import mul, scale, sub
+from packtrain.ops.reduce import sum, sum_rows
+from packtrain.ops.shape import reshape
+from packtrain.ops.softmax import soft_max
+from packtrain.tensor import Spec, Tensor, input, op, want
+
+
+@op()
+def log_soft_max(x: Tensor) -> Spec:
+    """y = x - log-sum-exp(x) over the last axis: x (..., C) f32."""
+    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
+    return x.spec
+
+
+@log_soft_max.vjp
+def log_soft_max_vjp(dy, y, x):
+    return (sub(dy, mul(soft_max(x), sum_rows(dy))),)
+
+
+@log_soft_max.kernel("numpy")
+def log_soft_max_numpy(y, x):
+    z = x - x.max(-1, keepdims=True)
+    y[...] = z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+log_soft_max.kernel("cpu")(log_soft_max_numpy)
+log_soft_max.cost(elementwise())
+
+
+@log_soft_max.samples
+def log_soft_max_samples():
+    for n, c in ((1, 1), (3, 15), (17, 64)):
+        yield log_soft_max(input("x", (n, c)))
+    yield log_soft_max(input("x", (2, 3, 7)))
+
+
+def soft_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """loss = sum of weights * losses, losses = -sum(targets * log softmax(logits)). ggml_cross_entropy_loss.
+
+    logits, targets  (..., V)  f32, targets are probabilities
+    weights          (...)     f32; 1 / number of rows gives the mean
+    loss             ()        f32
+    losses           (...)     f32
+    """
+    rows = sum_rows(mul(log_soft_max(logits), targets))
+    losses = scale(reshape(rows, shape=weights.shape), by=-1.0)
+    return sum(mul(losses, weights)), losses

@@ -157,12 +157,6 @@ class Session:
             leaf.backend.write(leaf.array, value)
         leaf.given = True
 
-    def refresh(self, names: Iterable[str]) -> None:
-        """Copy shared arrays that have changed again, to where they had to be copied."""
-        for leaf, name in ((self._known(name), name) for name in names):
-            if leaf.backend.window(leaf.array) is None:
-                leaf.backend.write(leaf.array, self._shared[name])
-
     def get(self, name: str) -> np.ndarray:
         """A copy of a leaf's value. Raises RunError when a failed update left the session dirty."""
         leaf = self._clean(name)

@@ -66,7 +66,7 @@ class Streams:
     """Both streams of some batches, at the border of a block.
 
     adapted  the base with the additions to its blocks
-    merged   matrices of the file that is being written, mapped: as they change, so does what they make
+    merged   matrices of the file that is being written, mapped: each is first read once it is as it will be
     """
 
     def __init__(
@@ -88,10 +88,7 @@ class Streams:
         self.x = [z.copy() for z in self.z]
 
     def _run(self, graph: Graph):  # type: ignore[no-untyped-def]
-        run = self.session.executor(place(graph, self.target))
-        leaves = (leaf.label for leaf in graph.leaves)
-        self.session.refresh(name for name in leaves if name.startswith(MERGED))
-        return run
+        return self.session.executor(place(graph, self.target))
 
     def block(self, i: int) -> Block:
         return self.graphs.block(i)

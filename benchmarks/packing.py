@@ -22,7 +22,7 @@ import numpy as np
 import packtrain as pt
 from packtrain import kernels
 from packtrain.errors import InputError
-from packtrain.files import check_writable, existing, replacing
+from packtrain.files import atomic_file, check_writable, existing
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import AdamW, training
@@ -231,7 +231,7 @@ def solve(path: Path, capacity: int, seconds: float, solution: Path) -> int:
         print(f"packing: within {capacity:,}: {why}; nothing is written", file=sys.stderr)
         return NO_FIT
     lines = [f"{name},{offset}" for name, offset in zip(names, best.offsets, strict=True)]
-    with replacing(solution) as file:
+    with atomic_file(solution) as file:
         file.write("\n".join(["id,offset", *lines, ""]).encode())
     return 0
 

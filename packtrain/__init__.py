@@ -1,8 +1,8 @@
 """packtrain: a static-graph engine for training language models that live in GGUF files.
 
 `import packtrain as pt`: the nouns (Tensor, Op, Graph), the verbs (differentiate, place, make_plan, run), every op by
-name; and what the commands do as functions (train, finetune, plan, evaluate, generate, chat, quantize, merge), loaded
-when first asked for. Importing this loads neither numba nor torch.
+name; and the commands as functions (train, finetune, plan, evaluate, generate, chat, quantize, merge), loaded on first
+use. Importing this loads neither numba nor torch.
 """
 
 import typing
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    """The functions of `packtrain.library`, which are loaded when one is asked for."""
+    """The functions of `packtrain.library`, loaded on first use."""
     if name not in _TASKS:
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
     from packtrain import library

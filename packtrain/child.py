@@ -1,7 +1,7 @@
-"""Short-lived processes: what they take is given back to the system whole when they end.
+"""Short-lived child processes: all their memory goes back to the system when they end.
 
-`ask` calls a function there, and this file is also what runs there. Children find this package wherever it was
-imported from.
+`ask` calls a function in a child; this file is also the child's main program. Children import this package from
+wherever the parent did.
 """
 
 import os
@@ -15,19 +15,19 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-PATIENCE = 2.0  # seconds without an answer that nobody needs to hear of
+PATIENCE = 2.0  # seconds to wait for an answer before `late` is called
 
 
 def variables() -> dict[str, str]:
-    """The variables of a child that imports this package."""
+    """Environment variables with which a child can import this package."""
     paths = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def ask(late: Callable[[], None], function: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
-    """What the function of a module of this package returns, called in a child; `late` is called if that takes long.
+    """Call a function of this package in a child and return its result; calls `late` if that takes long.
 
-    Raises RuntimeError, with the last line that the child said, if the function raises.
+    Raises RuntimeError with the last line of the child's stderr if the function raises.
     """
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "packtrain.child"],
@@ -47,18 +47,18 @@ def ask(late: Callable[[], None], function: Callable[P, R], *given: P.args, **na
             child.kill()
             raise
     if child.returncode:
-        said = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        lines = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
         name = function.__name__.replace("_", " ")
         raise RuntimeError(
-            f"the child process for {name} failed, exit {child.returncode}: {said[0]}"
+            f"the child process for {name} failed, exit {child.returncode}: {lines[0]}"
         )
     found: R = pickle.loads(answer)
     return found
 
 
 def main() -> None:
-    """The child: a call on standard input, pickled, its result on standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked ends this process
+    """The child: reads a pickled call from standard input, writes its result to standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     function, given, named = pickle.load(sys.stdin.buffer)
     result: Any = function(*given, **named)
     sys.stdout.buffer.write(pickle.dumps(result))

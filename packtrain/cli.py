@@ -1,6 +1,6 @@
-"""The command line: `packtrain COMMAND …`. Errors are one line on standard error; exit codes tell the kind.
+"""The command line: `packtrain COMMAND …`. Errors are one line on standard error.
 
-0 done, 1 failed (disk, non-finite), 2 bad input, 3 does not fit, 130 interrupted after saving.
+Exit codes: 0 done, 1 failed (disk, non-finite), 2 bad input, 3 does not fit, 130 interrupted after saving.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from packtrain.tasks.merge import Merge
 from packtrain.tasks.quantize import Quantize
 from packtrain.training.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
-from packtrain.words import meant
+from packtrain.words import did_you_mean
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (demo.DemoSettings, demo.run),
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, run = COMMANDS[given.command]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        debug_flags()  # a misspelt one is found before any work
+        debug_flags()  # report a misspelt one before any work
         code = run(from_flags(settings, _resumed(given, settings)))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of a pipe has left, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         return FAILED
     except Exception as error:
         if given.debug:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
-    """The parsed command line; without a command the help is printed, and there is none."""
+    """The parsed command line; without a command, prints the help and returns None."""
     given, left = parser.parse_known_args(arguments)
     if not hasattr(given, "command"):
         if left:
@@ -109,20 +109,20 @@ def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def _streams() -> None:
-    """Standard streams that are there and take any character, whatever the shell has made of them."""
+    """Make sure the standard streams are open and accept any character, whatever the shell did to them."""
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  first: it takes the free number, which is its own
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open to the end
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    # in some locales Python lets through what is no UTF-8
+    # in some locales Python accepts invalid UTF-8
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="strict")
 
 
 def _flush() -> None:
-    """Drop what standard output cannot take, or Python would complain of it when it ends."""
+    """Drop what standard output cannot take; otherwise Python complains at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -138,10 +138,10 @@ def _code(error: Exception) -> int:
 
 
 def _line(error: Exception) -> str:
-    """What went wrong in one line; an error nobody foresaw says its kind, too."""
+    """The error in one line; an unexpected one also names its type."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(filter(None, (str(error.filename or ""), error.strerror.lower())))
-    if isinstance(error, DoesNotFit):  # as much as fits on a screen, see design.budget
+    if isinstance(error, DoesNotFit):  # may have several lines, see design.budget
         return str(error)
     text = " ".join(str(error).split())
     foreseen = isinstance(error, InputError | DoesNotFit | DiskFull | Interrupted | ArithmeticError)
@@ -149,7 +149,7 @@ def _line(error: Exception) -> str:
 
 
 def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
-    """A run that goes on has the settings it began with, where no others are given."""
+    """Settings of a resumed run: those it began with, unless new ones are given."""
     if getattr(given, "resume", False) and not given.config:
         begun = run_folder(Path(getattr(given, "output", settings.output))) / "run.yaml"
         given.config = begun if begun.exists() else None
@@ -157,9 +157,9 @@ def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes options by their full names only, so that a new one never changes what an old script means.
+    """Accepts only full option names, so that a new option never changes what an old script means.
 
-    An error is one line, with the name that was probably meant.
+    An error is one line and suggests the closest name.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -170,17 +170,17 @@ class _Parser(argparse.ArgumentParser):
         for text in takewhile(self._is_own, texts):
             name, known = text.partition("=")[0], self._option_string_actions
             if name.startswith("--") and " " not in name and name not in known:
-                self.error(f"there is no option {name}{meant(name, known)}")
+                self.error(f"there is no option {name}{did_you_mean(name, known)}")
         return super().parse_known_args(texts, namespace)
 
     def _is_own(self, text: str) -> bool:
-        """Whether an argument is for this parser, not for that of a command, and may be an option."""
+        """Whether an argument may be an option of this parser, not of a subcommand's."""
         return text != "--" and (self._subparsers is None or text.startswith("-"))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [*action.choices]
-            near = meant(value, known) or f"; there are {', '.join(known)}"
+            near = did_you_mean(value, known) or f"; there are {', '.join(known)}"
             self.error(
                 f"there is no command {self.prog.partition(' ')[2]} {value}{near}".replace(
                     "  ", " "
@@ -188,8 +188,8 @@ class _Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        said = re.sub(r"^argument (?:\S+/)?", "", printable(message))
-        self.exit(INPUT, f"packtrain: error: {said}; see {self.prog} --help\n")
+        text = re.sub(r"^argument (?:\S+/)?", "", printable(message))
+        self.exit(INPUT, f"packtrain: error: {text}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (settings, run) in COMMANDS.items():
         about = (sys.modules[run.__module__].__doc__ or "").partition(": ")[2].splitlines()[0]
         group, _, own = name.rpartition(" ")
-        if group not in groups:  # what is planned comes second, as in `packtrain plan train …`
+        if group not in groups:  # the task comes second, as in `packtrain plan train …`
             into = commands.add_parser(group, help=about, description=about)
             groups[group] = into.add_subparsers(metavar="COMMAND", required=True)
         into = groups[group].add_parser(own, help=about, description=about)

@@ -1,9 +1,9 @@
 """The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse (any subset).
 
-graph, place, plan  print what was made     time     seconds by op, after each run
+graph, place, plan  print that stage        time     seconds by op, after each run
 nan                 stop at the first value that is not finite, naming op, tensor, line and input ranges
 poison              fill bytes with NaN before they are written and after they are freed
-compare             run every op against its numpy kernel        noreuse  plan without using any byte twice
+compare             run every op against its numpy kernel        noreuse  plan without reusing any byte
 """
 
 import os
@@ -18,7 +18,7 @@ _set: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
 
 
 def flags() -> frozenset[str]:
-    """The flags in force: those of the innermost `with debug(...)`, else of the environment."""
+    """The current flags: those of the innermost `with debug(...)`, else of the environment."""
     inner = _set.get()
     return _parse(os.environ.get("PACKTRAIN_DEBUG", "")) if inner is None else inner
 
@@ -27,7 +27,7 @@ def flags() -> frozenset[str]:
 def debug(text: str) -> Iterator[None]:
     """`with debug("nan,poison"):` sets the flags for the block, in this thread.
 
-    They count when executors are made and when they run.
+    They apply when an executor is created and when it runs.
     """
     token = _set.set(_parse(text))
     try:

@@ -1,33 +1,33 @@
-"""What goes wrong for a user rather than for a programmer: one sentence, and the exit code that goes with it."""
+"""Errors meant for users, not programmers: one sentence, and an exit code."""
 
 LONGEST = 1200  # characters of a message
 
 
 def printable(text: str) -> str:
-    """The text with control characters and line ends as escapes: it can do nothing to a terminal."""
+    """The text with control characters and line ends escaped, so that it is safe to print to a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class InputError(ValueError):
-    """Something given cannot be used. The message names the file, the field and what would be right. Exit code 2.
+    """Bad input. The message names the file, the field and what is expected. Exit code 2.
 
-    It may quote names and texts of a file nobody has checked: control characters and line ends become escapes, and
-    what is very long loses its middle.
+    It may quote untrusted text of a file: control characters and line ends are escaped, and the middle of a very
+    long message is cut out.
     """
 
     def __init__(self, message: str) -> None:
-        said = printable(message)
+        text = printable(message)
         super().__init__(
-            said if len(said) <= LONGEST else f"{said[: LONGEST // 2]} … {said[-200:]}"
+            text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-200:]}"
         )
 
 
 class DoesNotFit(RuntimeError):
-    """The plan needs more memory than was allowed. Exit code 3."""
+    """The plan needs more memory than --memory allows. Exit code 3."""
 
 
 class DiskFull(RuntimeError):
-    """A disk has too little room. Exit code 1."""
+    """A disk is full, or would be. Exit code 1."""
 
 
 class Interrupted(RuntimeError):

@@ -1,7 +1,7 @@
-"""What long work tells of itself while it runs, and how it is asked to stop.
+"""How a long task reports progress, and how it is asked to stop.
 
-`Events` tells nobody: the command line shows what it is told (commands.shown), `Callbacks` gives it to the functions
-of whoever calls the library.
+`Events` ignores everything; the command line prints it (commands.shown), `Callbacks` passes it to functions of the
+caller.
 """
 
 import threading
@@ -16,10 +16,10 @@ Counted = Callable[..., None]  # count(done, total, *texts)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of training, with the validation that followed it, if one did.
+    """A training step, with the validation after it, if there was one.
 
-    step, steps           its number from 1, and the last one
-    tokens                learnt from since the run began
+    step, steps           its number from 1, and the number of the last step
+    tokens                trained on since the run began
     loss, grad_norm       means over the tokens of the step, before clipping
     lr                    learning rate
     tokens_per_second     learnt tokens; `positions_per_second` counts padding and prompts, too
@@ -43,49 +43,49 @@ class Step:
 
 
 class Events:
-    """Nothing is told, and nothing stops the work."""
+    """Reports nothing and never stops the task."""
 
     def message(self, text: str) -> None:
-        """A sentence for a person: what was chosen, a warning, what happens now."""
+        """A message for the user: what was chosen, a warning, what happens now."""
 
     def text(self, piece: str) -> None:
-        """A piece of what a model writes, as soon as it is there."""
+        """A piece of generated text, as soon as it is known."""
 
     def row(self, text: str) -> None:
-        """What became of a tensor that is written: a row of the table that the commands print."""
+        """A row of the printed table: a tensor that was written."""
 
-    def plan(self, made: Any) -> None:
-        """A run is planned (`tasks.run.Ready`) and begins now."""
+    def plan(self, ready: Any) -> None:
+        """A run is planned (`tasks.ready.Ready`) and starts now."""
 
     @contextmanager
     def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
-        """Steps are told inside this block."""
+        """Steps are reported inside this block."""
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
         """A line of metrics.jsonl: a step, with `val_loss` and `val_error` where validation followed it."""
 
     def sample(self, text: str) -> None:
-        """What the model writes now, after the prompt of the settings."""
+        """Text that the model generates after --sample-prompt."""
 
     def saved(self, path: Path) -> None:
-        """A checkpoint is on the disk."""
+        """A checkpoint was written."""
 
     @contextmanager
     def counting(self, what: str, part: str) -> Iterator[Counted]:
-        """`with events.counting("merging", "block") as count:` tells how far it is: `count(done, total, *texts)`."""
+        """`with events.counting("merging", "block") as count:` reports progress: `count(done, total, *texts)`."""
         yield lambda done, total, *texts: None
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
-        """A function that says whether the work inside shall stop, after saving."""
+        """Yields a function that returns whether the task should save and stop."""
         yield lambda: False
 
 
 @dataclass
 class Callbacks(Events):
-    """Functions of the caller, each called in the thread that works; the work stops, after saving, once `cancel` is
-    set, from any thread."""
+    """Functions of the caller, each called in the thread of the task; once `cancel` is set, from any thread, the task
+    saves and stops."""
 
     on_message: Callable[[str], None] | None = None
     on_plan: Callable[[Any], None] | None = None
@@ -107,8 +107,8 @@ class Callbacks(Events):
     def row(self, text: str) -> None:
         _call(self.on_message, text)
 
-    def plan(self, made: Any) -> None:
-        _call(self.on_plan, made)
+    def plan(self, ready: Any) -> None:
+        _call(self.on_plan, ready)
 
     @contextmanager
     def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
@@ -116,10 +116,10 @@ class Callbacks(Events):
         yield
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
-        made = Step(steps=self._steps, peak_nbytes=peak_nbytes, **record)
-        _call(self.on_step, made)
-        if made.val_loss is not None:
-            _call(self.on_validation, made)
+        step = Step(steps=self._steps, peak_nbytes=peak_nbytes, **record)
+        _call(self.on_step, step)
+        if step.val_loss is not None:
+            _call(self.on_validation, step)
 
     def sample(self, text: str) -> None:
         _call(self.on_sample, text)

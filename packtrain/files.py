@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, synced, then renamed over it."""
+"""Atomic writes: a file is written under a temporary name in the same folder, synced, then renamed."""
 
 import os
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
 
 @contextmanager
-def beside(path: str | Path) -> Iterator[Path]:
-    """`with beside(path) as part:` a name for a file that takes the place of `path` once the block has ended well.
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """`with atomic_path(path) as part:` a temporary name for a file that replaces `path` when the block succeeds.
 
-    Until then, and for ever if the block raises or the process dies, what was there stays as it was. A link stays a
-    link: what it points to is replaced. The file must be on the disk when the block ends.
+    If the block raises or the process dies, the old file stays as it was. A symlink stays a symlink: its target is
+    replaced. The file must be synced when the block ends.
     """
     path = Path(path).resolve()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -27,7 +27,7 @@ def beside(path: str | Path) -> Iterator[Path]:
         yield part
         os.replace(part, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say whose write it was
+        error.filename = error.filename or str(path)  # the error of a full disk has no file name
         raise
     finally:
         part.unlink(missing_ok=True)
@@ -35,16 +35,16 @@ def beside(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """`with replacing(path) as file:` a file that takes the place of `path`, see beside."""
-    with beside(path) as part, open(part, "wb") as file:
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """`with atomic_file(path) as file:` a file that replaces `path` when the block succeeds, see atomic_path."""
+    with atomic_path(path) as part, open(part, "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames within a folder last."""
+    """Sync a folder, so that renames in it survive a crash."""
     if os.name == "nt":  # folders cannot be opened there
         return
     opened = os.open(folder, os.O_RDONLY)
@@ -55,13 +55,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """The whole file at once, see replacing."""
-    with replacing(path) as file:
+    """Write the whole file atomically, see atomic_file."""
+    with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def check_writable(path: str | Path, field: str) -> None:
-    """Raise InputError unless a file can be made at `path`: found before the work, not after it."""
+    """Raise InputError if a file cannot be written at `path`; checked before the work, not after it."""
     path = Path(path)
     if path.is_dir() or not path.name:
         raise InputError(f"{field}: {path} is a folder; give the name of a file")
@@ -69,7 +69,7 @@ def check_writable(path: str | Path, field: str) -> None:
         raise InputError(f"{field}: {path} is not a regular file; give the name of a new file")
     if not path.resolve().parent.exists():
         raise InputError(
-            f"{field}: {path} cannot be written: the folder {path.parent} does not exist; make it first"
+            f"{field}: {path} cannot be written: the folder {path.parent} does not exist; create it first"
         )
     trial = path.resolve().with_name(f".{path.resolve().name}.{os.getpid()}.part")
     try:
@@ -81,7 +81,7 @@ def check_writable(path: str | Path, field: str) -> None:
 
 
 def existing(path: str | Path, field: str) -> Path:
-    """The path of a file or folder that must be there. Raises InputError if it is not, or cannot be read."""
+    """The path of an existing file or folder. Raises InputError if it is missing or cannot be read."""
     path = Path(path)
     if not path.exists():
         raise InputError(f"{field}: {path} does not exist")
@@ -94,7 +94,7 @@ def existing(path: str | Path, field: str) -> Path:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold `path` against other processes. Raises InputError if one has it; the system lets go of it at any end."""
+    """Lock `path` against other processes. Raises InputError if one holds it; the system frees it if this one dies."""
     with open(path, "wb") as file:
         if fcntl is not None:
             try:

@@ -1,4 +1,4 @@
-"""Folders that a child process makes once and that are kept: the child's memory is gone when its result is used.
+"""Cached folders, each filled once by a child process, whose memory is freed before the result is used.
 
 A module and a request go in; `python -m <module>` answers the request by filling a folder under another name, which
 is then renamed, so that a folder is complete whenever it exists.
@@ -25,14 +25,14 @@ Say = Callable[[str], None]
 
 
 def make(folder: Path, module: str, request: Mapping[str, Any], say: Say) -> None:
-    """Have the folder filled by a child; one that is there is damaged, and replaced. Raises what the child raises."""
+    """Let a child fill the folder. An existing one is damaged and is replaced. Raises what the child raises."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise InputError(f"{folder.parent}: tokens cannot be kept there: {reason}") from None
+        raise InputError(f"{folder.parent}: tokens cannot be cached there: {reason}") from None
     try:
         _ask(module, {**request, "folder": str(partial)}, say)
         shutil.rmtree(folder, ignore_errors=True)
@@ -43,9 +43,9 @@ def make(folder: Path, module: str, request: Mapping[str, Any], say: Say) -> Non
 
 
 def answer(build: Callable[[dict[str, Any], Path, Say], None]) -> None:
-    """What the child does: `build(request, folder, say)` for the request on stdin.
+    """The child: calls `build(request, folder, say)` for the request on stdin.
 
-    Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] of the disk.
+    Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
     """
 
     def send(kind: str, sentence: str) -> None:
@@ -63,14 +63,14 @@ def answer(build: Callable[[dict[str, Any], Path, Say], None]) -> None:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what processes that were killed a day ago or earlier left unfinished."""
+    """Remove unfinished folders of processes that were killed a day ago or earlier."""
     for left in cache.glob("*-*"):
         if time.time() - left.stat().st_mtime > DAY:
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
-    """Run the module in a process of its own; its errors are raised here, its lines go to `say`."""
+    """Run the module in a child process; raises its errors and passes its messages to `say`."""
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
@@ -90,7 +90,7 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
                 if kind == "error":
                     raise InputError(sentence)
                 if kind == "full":
-                    raise DiskFull(f"{sentence}; the tokens of the data are kept there")
+                    raise DiskFull(f"{sentence}; the tokens of the data are cached there")
                 say(sentence)
             child.wait()
         except BaseException:
@@ -100,6 +100,6 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
             raise KeyboardInterrupt
         if child.returncode:
             errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()
-            why = said[-1] if said else f"it ended with {child.returncode}"
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            why = lines[-1] if lines else f"it ended with {child.returncode}"
             raise RuntimeError(f"the child process that prepares the text failed: {why}")

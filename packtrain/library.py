@@ -1,9 +1,9 @@
-"""The commands as functions: each takes the settings of its command as keywords, and gives a result.
+"""The commands as functions: each takes the settings of its command as keywords and returns a result.
 
     done = pt.finetune("base.gguf", "chats.jsonl", output="mine.gguf", memory="1GiB", on_step=print)
 
-What a command says are the messages of `on_message`; what it refuses is raised with the same sentence: InputError,
-DoesNotFit, DiskFull. Work is done in the thread that calls; `start` gives it one of its own, and a handle.
+What a command prints goes to `on_message`; its errors are raised as InputError, DoesNotFit or DiskFull with the same
+message. A task runs in the calling thread; `start` runs it in a new thread and returns a handle.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from packtrain.events import Callbacks
-from packtrain.settings import made
+from packtrain.settings import from_values
 from packtrain.tasks import chat as chatting
 from packtrain.tasks import evaluate as evaluating
 from packtrain.tasks import finetune as tuning
@@ -38,7 +38,7 @@ CALLBACKS = {field.name for field in fields(Callbacks) if field.init}
 
 
 def keywords(cls: type, function: Callable[..., R]) -> Callable[..., R]:
-    """Let the signature of a function show the settings and the callbacks that it takes, with types and defaults."""
+    """Give a function a signature that lists its settings and callbacks, with types and defaults."""
     own = [
         p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
     ]
@@ -55,11 +55,11 @@ def keywords(cls: type, function: Callable[..., R]) -> Callable[..., R]:
 
 
 def settings_of(cls: type[S], given: dict[str, Any]) -> tuple[S, Callbacks]:
-    """The settings among keywords, checked as those of a command line are, and the callbacks. Raises InputError."""
+    """Split keywords into settings, checked as on the command line, and callbacks. Raises InputError."""
     assert is_dataclass(cls)
     called = {name: given[name] for name in given.keys() & CALLBACKS}
     rest = {name: value for name, value in given.items() if name not in CALLBACKS}
-    return made(cls, rest, ""), Callbacks(**called)
+    return from_values(cls, rest, ""), Callbacks(**called)
 
 
 def train(data: File, **settings: Any) -> Trained:
@@ -80,10 +80,10 @@ def finetune(model: File, data: File, **settings: Any) -> Trained:
 
 
 def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
-    """What `plan(train, …)` or `plan(finetune, …)` would take, without running it: bytes, seconds, choices.
+    """Memory, time and choices of `train` or `finetune`, without running it: `plan(train, …)`.
 
-    `str()` is the table that the command prints. Raises InputError; where no plan fits, the smallest one says so in
-    its `refusal`.
+    `str()` is the table that the command prints. If no plan fits, returns the smallest, with the reason in `refusal`.
+    Raises InputError.
     """
     cls, kind = KINDS[task]
     names = dict(zip(inspect.signature(task).parameters, given, strict=False))
@@ -101,7 +101,7 @@ def evaluate(model: File, data: File, **settings: Any) -> Measured:
 
 
 def generate(model: File, prompt: str = "", **settings: Any) -> Text:
-    """Continue a prompt, as `packtrain generate`; the text alone, piece by piece to `on_text`.
+    """Continue a prompt, as `packtrain generate`; pieces of the text go to `on_text` as they come.
 
     Raises InputError, DoesNotFit.
     """
@@ -110,24 +110,24 @@ def generate(model: File, prompt: str = "", **settings: Any) -> Text:
 
 
 def chat(model: File, **settings: Any) -> Talk:
-    """A conversation with a model: `.answer("a message")` gives its answer. Raises InputError, DoesNotFit."""
+    """A conversation with a model: `.answer("a message")` returns its answer. Raises InputError, DoesNotFit."""
     return chatting.Talk(*settings_of(Chat, settings | {"model": model}))
 
 
 def quantize(model: File, output: File, type: str, **settings: Any) -> Written:
-    """Store the weights of a GGUF file in other types, as `packtrain quantize`. Raises InputError."""
+    """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError."""
     given = settings | {"model": model, "output": output, "type": type}
     return quantizing.quantize(*settings_of(Quantize, given))
 
 
 def merge(model: File, adapters: File, output: File, **settings: Any) -> Written:
-    """Make adapters (one, or a list) part of a model, as `packtrain merge`. Raises InputError, DoesNotFit."""
+    """Merge adapters (one, or a list) into a model, as `packtrain merge`. Raises InputError, DoesNotFit."""
     given = settings | {"model": model, "adapters": adapters, "output": output}
     return merging.merge(*settings_of(Merge, given))
 
 
 class Run(Generic[R]):
-    """A task in a thread of its own."""
+    """A task running in its own thread."""
 
     def __init__(
         self, task: Callable[..., R], given: tuple[Any, ...], named: dict[str, Any]
@@ -141,11 +141,11 @@ class Run(Generic[R]):
     def _work(self, task: Callable[..., R], given: tuple[Any, ...], named: dict[str, Any]) -> None:
         try:
             self._result.append(task(*given, **named))
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # `result` raises it
             self._error.append(error)
 
     def stop(self) -> None:
-        """Ask it to save and end; `result` then says that it was stopped."""
+        """Ask the task to save and stop; `result` then reports that it was stopped."""
         self._stop.set()
 
     @property
@@ -153,17 +153,17 @@ class Run(Generic[R]):
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait for the result; raises what the task raised, TimeoutError after so many seconds."""
+        """Wait for the result. Raises what the task raised, or TimeoutError after `timeout` seconds."""
         self._thread.join(timeout)
         if not self.done:
-            raise TimeoutError(f"still at work after {timeout} s")
+            raise TimeoutError(f"still running after {timeout} s")
         if self._error:
             raise self._error[0]
         return self._result[0]
 
 
 def start(task: Callable[..., R], *given: Any, **settings: Any) -> Run[R]:
-    """Begin `train(…)`, `finetune(…)` or another task in a thread of its own."""
+    """Start `train(…)`, `finetune(…)` or another task in its own thread."""
     return Run(task, given, settings)
 
 

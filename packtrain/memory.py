@@ -1,6 +1,6 @@
-"""Private memory: the bytes that belong to a process alone and cannot be dropped and read again from a file.
+"""Private memory: bytes that belong to one process and cannot be dropped and read again from a file.
 
-Out come bytes, for this process, for another one with its children, and the most that was seen during a block. On
+Measured for this process, for another one with its children, and as the peak during a block. On
 Linux that is RssAnon + RssShmem of /proc/<pid>/status, which the kernel keeps (walking smaps takes ten times as
 long), elsewhere psutil's USS. Files that are only mapped for reading, such as a GGUF's weights, do not count.
 """
@@ -35,11 +35,11 @@ UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-SAMPLE_SECONDS = 0.02  # a sample takes 0.2 ms with waking up: 1 % of a core
+SAMPLE_SECONDS = 0.02  # a sample takes 0.2 ms including the wake-up: 1 % of a core
 
 
 def _status(pid: int) -> bytes:
-    """The kernel's page about a process; nothing where there is none."""
+    """/proc/<pid>/status of a process; empty if there is none."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             return file.read()
@@ -65,9 +65,9 @@ def private_nbytes() -> int:
 
 
 def private_nbytes_of(pid: int) -> int:
-    """Private memory of a process and all its descendants, seen from outside; 0 once it has ended.
+    """Private memory of a process and all its descendants, seen from outside; 0 after it has ended.
 
-    A child that has not begun its own program yet still has its parent's memory, which is not counted twice.
+    A child between fork and exec still shares its parent's memory, which is not counted twice.
     """
     try:
         root = psutil.Process(pid)
@@ -83,7 +83,7 @@ def private_nbytes_of(pid: int) -> int:
 
 
 def settle() -> None:
-    """Give back what is free but still held, so that what is measured next is what is needed."""
+    """Return freed memory to the system, so that the next measurement counts only what is in use."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:  # glibc
@@ -91,10 +91,10 @@ def settle() -> None:
 
 
 class Peak:
-    """`with Peak() as peak:` samples private memory in a thread; `peak.nbytes` is the most so far.
+    """`with Peak() as peak:` samples private memory in a thread; `peak.nbytes` is the maximum so far.
 
     baseline  private memory when the block began
-    What lives for less than SAMPLE_SECONDS may be missed.
+    Memory held for less than SAMPLE_SECONDS may be missed.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Peak:
 
 
 def parse_size(text: str, field: str) -> int:
-    """Bytes of a size such as 1.5GiB, 800MiB, 65536KiB or 80%, of the memory there is. Raises InputError."""
+    """Bytes of a size such as 1.5GiB, 800MiB, 65536KiB or 80% of the memory of this machine. Raises InputError."""
     found = SIZE.fullmatch(text.strip())
     if found is None:
         raise InputError(f"{field}: {text!r} is not a size; give one such as 2GiB, 800MiB or 80%")
@@ -143,7 +143,7 @@ def parse_size(text: str, field: str) -> int:
 
 
 def total_nbytes() -> int:
-    """Memory of this machine, or what a control group leaves of it."""
+    """Memory of this machine, or the limit of its control group."""
     total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -25,7 +25,7 @@ _inside: dict[str, bool] = {}
 
 @contextmanager
 def written_for(origin: Origin, phase: Phase) -> Iterator[None]:
-    """Calls made here bear this origin: gradients and recomputation name the forward line."""
+    """Calls inside this block get this origin: gradients and recomputation name the forward line."""
     token = writing.set(Author(origin, phase))
     try:
         yield

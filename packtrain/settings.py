@@ -6,7 +6,7 @@
         temp: float = option(0.8, "temperature; 0 takes the likeliest token", flags="--temperature")
 
 A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a bool has `--x` and `--no-x`;
-`X | None` is unset by default; a tuple takes the flag again and again.
+`X | None` is unset by default; a tuple's flag may be repeated.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import yaml
 
 from packtrain.errors import InputError
-from packtrain.words import meant
+from packtrain.words import did_you_mean
 
 T = TypeVar("T")
-# headings of the help, in their order
+# headings of the help, in order
 GROUPS = ("data", "model", "training", "LoRA", "sampling", "memory", "output and logging")
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -43,9 +43,9 @@ def option(
     group: str = "",
     metavar: str = "",
 ) -> Any:
-    """A field with a default; `flags` are further names of its flag, `least` and `most` bound a number.
+    """A field with a default; `flags` are aliases, `least` and `most` bound a number.
 
-    `group` is its heading in the help, of GROUPS, and `metavar` stands for its value there.
+    `group` is its heading in the help (one of GROUPS), `metavar` the placeholder for its value.
     """
     about = {"help": help, "flags": flags.split(), "choices": choices, "bounds": (least, most)}
     about |= {"group": group, "metavar": metavar}
@@ -60,12 +60,12 @@ OUTPUT = partial(option, group="output and logging")
 
 
 def positional(help: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field that stands on the command line without a flag, and must be given if it has no default."""
+    """A positional argument, required if it has no default."""
     return dataclasses.field(default=default, metadata={"help": help, "positional": True})
 
 
 def required(help: str, *, flags: str = "", group: str = "") -> Any:
-    """A flag, or YAML key, that must be given."""
+    """A required flag or YAML key."""
     return dataclasses.field(metadata={"help": help, "flags": flags.split(), "group": group})
 
 
@@ -75,8 +75,8 @@ def options(cls: type) -> list["dataclasses.Field[Any]"]:
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """The flags of a settings class by group, and `--config FILE` for its YAML. What is not given is not in the
-    namespace; what is given is there as text, which `from_flags` checks."""
+    """Add the flags of a settings class by group, and `--config FILE`. The namespace has only the flags that are given,
+    as text; `from_flags` checks them."""
     types_, fields = typing.get_type_hints(cls), _fields(cls)
     parser.add_argument(
         "--config", metavar="FILE", help="read settings from a YAML file; flags override it"
@@ -106,7 +106,7 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
 
 
 def positionals(cls: type) -> list[str]:
-    """What stands on the command line without a flag, as a usage line shows it."""
+    """The positional arguments as a usage line shows them."""
     types_ = typing.get_type_hints(cls)
     named = {f.name: f.default for f in _fields(cls) if f.metadata.get("positional")}
     shown = {n: f"{n.upper()} …" if _kind(types_[n])[1] else n.upper() for n in named}
@@ -130,7 +130,7 @@ def _help(field: "dataclasses.Field[Any]") -> str:
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
-    """What one value of a field is, and whether there may be several."""
+    """The type of one value of a field, and whether it takes several."""
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     if isinstance(hint, types.UnionType):
@@ -145,7 +145,7 @@ def from_flags(cls: type[T], given: argparse.Namespace) -> T:
     return _complete(cls, clean(cls, read, str(given.config)) | clean(cls, flags))
 
 
-def made(cls: type[T], values: Mapping[str, Any], source: str) -> T:
+def from_values(cls: type[T], values: Mapping[str, Any], source: str) -> T:
     """Settings from plain values, each checked against its field's type, choices and bounds. Raises InputError."""
     return _complete(cls, clean(cls, values, source))
 
@@ -158,7 +158,7 @@ def _complete(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def clean(cls: type, values: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-    """The values in the types of their fields. Raises InputError that names the file they are from, or the flag."""
+    """The values converted to the types of their fields. Raises InputError naming the file or the flag."""
     hints = typing.get_type_hints(cls)
     return {name: _checked(cls, name, hints, value, source) for name, value in values.items()}
 
@@ -168,7 +168,7 @@ def _fields(cls: type) -> tuple["dataclasses.Field[Any]", ...]:
 
 
 def _place(field: "dataclasses.Field[Any]", source: str) -> str:
-    """Where a value was given: `run.yaml: batch_size`, or on the command line `--batch-size` or `MODEL`."""
+    """Where a value comes from: `run.yaml: batch_size`, or on the command line `--batch-size` or `MODEL`."""
     if source:
         return f"{source}: {field.name}"
     return field.name.upper() if field.metadata.get("positional") else flag(field.name)
@@ -178,7 +178,7 @@ def _checked(cls: type, name: str, hints: Mapping[str, Any], value: Any, source:
     names = {f.name: f for f in _fields(cls)}
     field = names.get(name)
     if field is None:
-        near = meant(name, names) or f"; there are {', '.join(names)}"
+        near = did_you_mean(name, names) or f"; there are {', '.join(names)}"
         raise InputError(f"{source}: there is no setting {name}{near}")
     kind, many = _kind(hints[name])
     if many:
@@ -193,10 +193,10 @@ def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str) ->
     where, about = _place(field, source), field.metadata
     value = _converted(value, kind)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InputError(f"{where} is {value!r}; it must be {WANTED.get(kind, 'a text')}")
+        raise InputError(f"{where} is {value!r}; it must be {WANTED.get(kind, 'text')}")
     choices, (least, most) = about.get("choices"), about.get("bounds", (None, None))
     if choices and value not in choices:
-        near = meant(value, choices)
+        near = did_you_mean(value, choices)
         raise InputError(f"{where} is {value}; it must be one of {', '.join(choices)}{near}")
     if kind is float and not math.isfinite(value):
         raise InputError(f"{where} is {value}; it must be finite")
@@ -208,11 +208,11 @@ def _one(field: "dataclasses.Field[Any]", kind: Any, value: Any, source: str) ->
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """A text as a number or path, and a whole number as a float or text, where that is what the field holds."""
+    """Convert text to a number or path, and an int to a float or text, as the field requires."""
     if isinstance(value, str) and kind in (
         int,
         float,
-    ):  # a flag, or 1e-3, which YAML 1.1 reads as a text
+    ):  # a flag, or 1e-3, which YAML 1.1 reads as text
         with suppress(ValueError):
             return kind(value)
     if isinstance(value, int) and not isinstance(value, bool) and kind in (float, str):
@@ -247,7 +247,7 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
 
 
 def to_yaml(settings: Any) -> str:
-    """All settings of a run, as text that `--config` reads again."""
+    """All settings of a run, as YAML that `--config` can read."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -259,5 +259,5 @@ def to_yaml(settings: Any) -> str:
 
 
 def unescaped(text: str) -> str:
-    r"""A text as it is meant where a command line writes \n and \t."""
+    r"""The text with \n and \t, as typed on a command line, as a line feed and a tab."""
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

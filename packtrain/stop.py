@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a flag that long work looks at between steps; the second Ctrl-C leaves at once."""
+"""Ctrl-C and SIGTERM as a flag that is checked between steps; a second Ctrl-C stops at once."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ from types import FrameType
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """`with stop_on_signals() as stopped:` gives a function that tells whether a signal has come.
+    """`with stop_on_signals() as stopped:` yields a function that returns whether a signal has arrived.
 
-    Training asks between steps; generation gives it to the executor, which asks between ops (`run(..., stop=)`).
+    Training calls it between steps; generation passes it to the executor, which calls it between ops (`stop=`).
     A second signal raises KeyboardInterrupt wherever the program is. A closed terminal (SIGHUP) counts, too, unless it
     is ignored as under nohup. Main thread only, as Python's signals are.
     """

@@ -1,4 +1,4 @@
-"""How packtrain speaks: counts of things, names that were probably meant, and whether to use colour."""
+"""Wording of messages: plurals, "did you mean", and whether to use colour."""
 
 import os
 from collections.abc import Collection
@@ -11,8 +11,8 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
-def meant(given: str, known: Collection[str]) -> str:
-    """`; did you mean --memory?` for the name that is most like what was given, or nothing."""
+def did_you_mean(given: str, known: Collection[str]) -> str:
+    """`; did you mean --memory?` with the closest known name, or an empty text."""
     names = {name.lstrip("-"): name for name in known}  # dashes make all options alike
     bare = given.lstrip("-").lower()
     begun = sorted((name for name in names if bare and name.startswith(bare)), key=len)
@@ -20,8 +20,8 @@ def meant(given: str, known: Collection[str]) -> str:
     return f"; did you mean {names[found[0]]}?" if found else ""
 
 
-def beyond(ctx: int, own: int) -> str:
-    """What to say of a context that is longer than the one a model was trained on."""
+def long_context(ctx: int, own: int) -> str:
+    """Warning about a context longer than the one the model was trained on."""
     return (
         f"--ctx {ctx:,} is more than the model's own context of {plural(own, 'token')};"
         " what it writes or predicts beyond that may be poor"

@@ -16,7 +16,7 @@ from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.gguf import Value, write
 from packtrain.models.file import open_model
-from packtrain.settings import made
+from packtrain.settings import from_values
 from packtrain.tasks.generate import Generate
 from tests.test_generate import STORY
 from tests.test_model_file import CONFIG, SHARED, STORIES, needs_shared, save
@@ -116,9 +116,9 @@ def test_generate_warns_of_a_context_the_model_was_not_made_for(
 
 def test_seeds_are_numbers_that_the_generator_takes(model: Path) -> None:
     given = {"model": model, "prompt": "a", "n_predict": 1}
-    assert generate.run(made(Generate, given | {"seed": 2**63 - 1}, "here")) == 0
+    assert generate.run(from_values(Generate, given | {"seed": 2**63 - 1}, "here")) == 0
     with pytest.raises(InputError, match=r"seed is 9223372036854775808; it must be from -1 to"):
-        made(Generate, given | {"seed": 2**63}, "here")
+        from_values(Generate, given | {"seed": 2**63}, "here")
 
 
 def test_generate_wants_text(model: Path) -> None:
@@ -129,7 +129,7 @@ def test_generate_wants_text(model: Path) -> None:
 
 def test_generate_says_that_a_context_does_not_fit(model: Path) -> None:
     with pytest.raises(
-        DoesNotFit, match=r"--ctx: the cache of 2,000,000,000 tokens needs 178\.8 GiB"
+        DoesNotFit, match=r"--ctx: the KV cache of 2,000,000,000 tokens needs 178\.8 GiB"
     ):
         generate.run(Generate(model, prompt="a", ctx=2_000_000_000))
 

@@ -345,7 +345,7 @@ def test_errors_of_the_child_come_back(tmp_path: Path, vocab: Path):
     text = text_of(one(tmp_path, PROSE), None, auto=False, vocab_size=9999)
     with pytest.raises(InputError, match="--vocab-size: the text is too small for 9999 tokens"):
         prepare(text, tmp_path / "cache", silent)
-    with pytest.raises(InputError, match=r"data\.txt: tokens cannot be kept there: "):
+    with pytest.raises(InputError, match=r"data\.txt: tokens cannot be cached there: "):
         prepare(text, tmp_path / "data.txt", silent)
 
 

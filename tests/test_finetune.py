@@ -359,7 +359,7 @@ def test_too_little_memory_for_data_is_said_with_the_plan(folder, tmp_path, caps
     output = tmp_path / "a.gguf"
     assert tuned(folder, "q4_K", output, *SHORT, "--memory", "400MiB") == 0
     lines = said(capsys)
-    (told,) = (i for i, line in enumerate(lines) if "at the end plain rounding keeps less" in line)
+    (told,) = (i for i, line in enumerate(lines) if "plain rounding will keep less" in line)
     assert told < next(i for i, line in enumerate(lines) if line.startswith("step 1/"))
     assert any("the adapter is merged by plain rounding" in line for line in lines)
 

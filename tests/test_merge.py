@@ -144,7 +144,7 @@ def test_the_embedding_of_a_tied_model_changes_its_head_and_that_is_said(
     a, b = (GGUF(path).array(f"{EMBEDDING}.lora_{half}") for half in "ab")
     wanted = GGUF(settings.model).array(EMBEDDING) + 2.0 * (a @ b.T)
     np.testing.assert_allclose(GGUF(settings.output).array(EMBEDDING), wanted, rtol=1e-5, atol=1e-5)
-    assert "is the head, too: both are changed" in capsys.readouterr().err
+    assert "is also the output head: both are changed" in capsys.readouterr().err
 
 
 def test_a_scale_stands_after_the_file(tmp_path: Path):
@@ -298,7 +298,7 @@ def test_text_calibrates_and_so_do_matrices_of_another_type(tunable: Merge, caps
 
 def test_too_little_memory_and_missing_data_are_refused(tunable: Merge, capsys: Capture):
     data = tunable.model.with_name("chats.jsonl")
-    with pytest.raises(DoesNotFit, match="--memory: 2MiB is too little to merge with --calibrate"):
+    with pytest.raises(DoesNotFit, match="--memory: 2MiB is too small to merge with --calibrate"):
         merge.run(replace(tunable, calibrate=data, memory="2MiB"))
     with pytest.raises(InputError, match=r"--calibrate: .*none.jsonl does not exist"):
         merge.run(replace(tunable, calibrate=data.with_name("none.jsonl")))

@@ -168,7 +168,7 @@ def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
     assert f"the result is step {2 * len(losses) - 6}, {best}{losses[-1]:.4f})" in text
     assert "packtrain generate" in text
     assert main(["train", "-o", str(output), "--resume"]) == 0
-    line = f"training has stopped early, after step {2 * len(losses)}; finishing {output}"
+    line = f"early stopping has ended training after step {2 * len(losses)}; finishing {output}"
     assert line in said(capsys) and weights(output) == weights(tmp_path / "m.run/best.gguf")
 
 
@@ -254,9 +254,9 @@ def test_bad_outputs_are_found_before_any_work(data, tmp_path, capsys):
     assert "is a folder" in refused(capsys, arguments(data, tmp_path / "folder.gguf"))
     for output in (tmp_path / "file/m.gguf", tmp_path / "missing/m.gguf"):
         assert "cannot be written" in refused(capsys, arguments(data, output))
-        assert ("missing does not exist; make it" in refused(capsys, arguments(data, output))) == (
-            output.parent.name == "missing"
-        )
+        assert (
+            "missing does not exist; create it" in refused(capsys, arguments(data, output))
+        ) == (output.parent.name == "missing")
     (tmp_path / "old.gguf").write_text("precious")
     assert "old.gguf exists" in refused(capsys, arguments(data, tmp_path / "old.gguf"))
     assert (tmp_path / "old.gguf").read_text() == "precious"

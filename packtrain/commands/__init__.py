@@ -1,4 +1,4 @@
-"""The commands, one module each: `run(settings)` does a task, prints what comes of it, and gives the exit code."""
+"""The commands, one module each: `run(settings)` runs a task, prints its result and returns the exit code."""
 
 import sys
 from contextlib import suppress
@@ -7,6 +7,6 @@ DONE, INTERRUPTED = 0, 130
 
 
 def say(text: str) -> None:
-    """A line for the person, beside what the command gives; that nobody reads it any more is no reason to end."""
+    """Print a message to standard error; a closed stderr does not end the command."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""packtrain chat: talk with a model, in a terminal or one message per line; /help lists its commands."""
+"""packtrain chat: chat with a model, in a terminal or one message per line; /help lists its commands."""
 
 import sys
 from collections.abc import Iterator
@@ -9,21 +9,21 @@ from packtrain.errors import InputError
 from packtrain.tasks.chat import Chat, Talk
 
 try:
-    import readline  # input() then edits lines and knows those before
+    import readline  # gives input() line editing and history
 except ImportError:  # not on every system
     readline = None  # type: ignore[assignment]
 
 HELP = """/clear  start a new conversation
-/regen  another answer to the last message
-/exit   leave, as Ctrl-D does
-Ctrl-C ends an answer; a second one leaves"""
+/regen  generate another answer to the last message
+/exit   quit, as Ctrl-D does
+Ctrl-C ends an answer; a second one quits"""
 
 
 def run(settings: Chat) -> int:
-    """Talk until the input ends; 130 when a signal ended it. Raises InputError, DoesNotFit."""
+    """Chat until the input ends; returns 130 if a signal ended it. Raises InputError, DoesNotFit."""
     talk, terminal = Talk(settings, Shown()), sys.stdin.isatty()
     if terminal:
-        say(f"a context of {talk.cells:,} tokens; /help says more")
+        say(f"a context of {talk.cells:,} tokens; /help lists the commands")
     try:
         for line in _lines(terminal):
             if line == "/exit":
@@ -37,7 +37,7 @@ def run(settings: Chat) -> int:
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """What is typed, or the lines of a script, without those that are empty."""
+    """Lines that are typed or piped in, without empty ones."""
     while True:
         try:
             if terminal:
@@ -52,7 +52,7 @@ def _lines(terminal: bool) -> Iterator[str]:
 
 
 def _take(talk: Talk, line: str, terminal: bool) -> bool:
-    """Do what a line says; False if a signal ended it and nobody is there to go on."""
+    """Handle one line; False if a signal ended the answer and no terminal is there to continue."""
     text: str | None = line
     if line == "/clear":
         talk.clear()
@@ -74,5 +74,5 @@ def _take(talk: Talk, line: str, terminal: bool) -> bool:
         say(str(error))
         return True
     if ended == "context":
-        say(f"the context of {talk.cells:,} tokens is full; /clear begins a new conversation")
+        say(f"the context of {talk.cells:,} tokens is full; /clear starts a new conversation")
     return terminal or ended != "interrupted"

@@ -1,4 +1,4 @@
-"""packtrain compile: compile all kernels ahead of time, for images and for machines that users share."""
+"""packtrain compile: compile all kernels ahead of time, for container images and shared machines."""
 
 import math
 import time
@@ -15,13 +15,13 @@ from packtrain.settings import option
 
 @dataclass(frozen=True)
 class Compile:
-    """Compile what is missing; the folder is $XDG_CACHE_HOME/packtrain/kernels, or in ~/.cache."""
+    """Compile missing kernels into $XDG_CACHE_HOME/packtrain/kernels (default: ~/.cache/packtrain/kernels)."""
 
-    memory: str | None = option(None, "stay within so much memory, all processes together: 512MiB")
+    memory: str | None = option(None, "memory limit for all processes together, such as 512MiB")
 
 
 def run(settings: Compile) -> int:
-    """Compile every kernel module that is not compiled, and say where they are. Raises DoesNotFit, InputError."""
+    """Compile every kernel module that is not compiled, and print the folder. Raises DoesNotFit, InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     began = time.perf_counter()
     names = store.modules()

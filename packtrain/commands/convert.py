@@ -1,6 +1,6 @@
 """packtrain convert: convert a Hugging Face checkpoint (config.json, safetensors, tokenizer) to a GGUF file.
 
-With --base it is an adapter of that model: a PEFT folder to a GGUF file, or a GGUF file to --peft FOLDER.
+With --base it converts a LoRA adapter of that model: a PEFT folder to GGUF, or a GGUF file to --peft FOLDER.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from packtrain.words import plural
 
 @dataclass(frozen=True)
 class Convert:
-    """Make a GGUF file of a checkpoint folder, or of an adapter's; or a folder of an adapter."""
+    """Convert a checkpoint folder, or a LoRA adapter, to GGUF; or an adapter to a PEFT folder."""
 
     folder: Path = positional(
-        "folder with config.json, *.safetensors and the tokenizer's files; with --base a PEFT adapter's folder"
+        "folder with config.json, *.safetensors and the tokenizer's files; with --base: folder of a PEFT adapter"
     )
     output: Path | None = option(None, "GGUF file to write (default: FOLDER.gguf)", flags="-o")
     type: str = option(
@@ -36,7 +36,7 @@ class Convert:
 
 
 def run(settings: Convert) -> int:
-    """Convert and say what was written. Raises InputError for what cannot be converted."""
+    """Convert and print what was written. Raises InputError if it cannot be converted."""
     folder = settings.folder
     path = settings.output or Path(f"{folder.resolve()}.gguf")
     _check(settings)
@@ -54,7 +54,7 @@ def run(settings: Convert) -> int:
 
 
 def _check(settings: Convert) -> None:
-    """No setting may mean nothing."""
+    """Refuse settings that would have no effect."""
     if settings.base is not None and settings.type != AUTO:
         raise InputError(
             "--type has no effect with --base: adapters are f32; leave one of them out"
@@ -67,7 +67,7 @@ def _from_peft(folder: Path, base: Path, path: Path) -> int:
     check_writable(path, "-o")
     model = open_model(base)
     if any(path.exists() and path.samefile(part) for part in model.gguf.paths):
-        raise InputError(f"-o: {path} is the base itself; give another name")
+        raise InputError(f"-o: {path} is the base model; give another name")
     adapter = read_peft(folder, model)
     check_fits(adapter, folder, model.gguf)
     write_adapter(path, adapter, path.stem.encode(errors="replace").decode())

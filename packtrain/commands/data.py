@@ -1,4 +1,4 @@
-"""packtrain data: what a model would learn from a data set: forms, counts, and samples with what is learnt marked."""
+"""packtrain data: formats and token counts of a data set, and samples with the trained tokens marked."""
 
 import sys
 from collections.abc import Iterator
@@ -20,31 +20,33 @@ from packtrain.training.effects import TRAIN_ON, VAL_SPLIT, check_idle
 from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
 from packtrain.words import in_colour, plural
 
-CONTEXT = 2048  # at most, where --ctx does not say
+CONTEXT = 2048  # at most, without --ctx
 LEARNT, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
 class Data:
-    """Look at data as a model sees it."""
+    """Show data as the model sees it."""
 
     data: Path = positional(
         "the data: .jsonl, .json, .csv, .tsv, .txt or .parquet, or a folder of them"
     )
-    model: Path = required("the model that is to learn, a GGUF file", flags="-m")
-    show: int = option(0, "print so many samples, what is learnt in colour or in [[ ]]", least=0)
+    model: Path = required("the model to train, a GGUF file", flags="-m")
+    show: int = option(0, "print N samples, with trained tokens in colour or [[ ]]", least=0)
     ctx: int | None = option(
         None, f"tokens of a sample; the model's context, at most {CONTEXT}", flags="-c", least=1
     )
     truncate: str = option(
         TRUNCATE[0], "longer conversations: cut their end, drop or split them", choices=TRUNCATE
     )
-    mask_prompt: bool = option(True, "learn what the assistant says, and nothing else")
-    train_on: str = option("all", "the assistant's turns to learn", choices=("all", "last"))
-    separator: str | None = option(
-        None, "text between documents of a .txt; found by itself if it is <|endoftext|>"
+    mask_prompt: bool = option(True, "train on the assistant's words only, not the prompt")
+    train_on: str = option(
+        "all", "which of the assistant's turns to train on", choices=("all", "last")
     )
-    val_split: float = option(0.0, "share kept for validation where the data has no such file")
+    separator: str | None = option(
+        None, "text between documents of a .txt; <|endoftext|> is detected"
+    )
+    val_split: float = option(0.0, "share used for validation if the data has no validation file")
     skip_bad: bool = option(False, SKIP_BAD)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
@@ -86,7 +88,7 @@ def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
 
 
 def described(dataset: Dataset) -> Iterator[str]:
-    """What was found, and for each part how much it is."""
+    """The formats found, and the size of each split."""
     yield from dataset.notes
     for name, samples in (("training", dataset.train), ("validation", dataset.valid)):
         if samples is not None:
@@ -94,18 +96,18 @@ def described(dataset: Dataset) -> Iterator[str]:
 
 
 def _size(samples: Samples) -> str:
-    """Numbers of samples, tokens and targets, and how long samples are."""
+    """Counts of samples, tokens and targets, and lengths of samples."""
     total, lengths = samples.ids.size, samples.lengths - 1  # fed; the last one is a target only
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="higher")
     return (
-        f"{plural(len(samples), 'sample')}, {total:,} tokens, {samples.targets:,} to learn"
+        f"{plural(len(samples), 'sample')}, {total:,} tokens, {samples.targets:,} trained on"
         f" ({samples.targets / total:.1%}); tokens of a sample: half have at most {p50:,}, 90 % {p90:,},"
         f" 99 % {p99:,}, the longest {lengths.max():,}"
     )
 
 
 def shown(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray, colour: bool) -> str:
-    """A sample's text, special tokens by name, with what is learnt in colour or in brackets."""
+    """A sample's text, special tokens by name, with trained tokens in colour or brackets."""
     begin, end = (LEARNT, PLAIN) if colour else ("[[", "]]")
     borders = np.flatnonzero(np.diff(weights)) + 1
     text = ""

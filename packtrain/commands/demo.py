@@ -1,4 +1,4 @@
-"""packtrain demo: train a small model on Python's own documentation and let it write; nothing is downloaded."""
+"""packtrain demo: train a small model on Python's own documentation and generate text; nothing is downloaded."""
 
 import ast
 import sysconfig
@@ -15,7 +15,7 @@ from packtrain.training.settings import TrainSettings
 
 TEXT_NBYTES = 3 << 20
 SEPARATOR = "<|endoftext|>"
-MARK = ".packtrain-demo"  # a folder that the demo may write over
+MARK = ".packtrain-demo"  # marks a folder that the demo may overwrite
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DemoSettings:
 
 
 def run(settings: DemoSettings) -> int:
-    """Collect text, train `1m` on it, and let the model write. Raises InputError, OSError."""
+    """Collect text, train preset `1m` on it, and generate text. Raises InputError, OSError."""
     mine = settings.folder / MARK
     if settings.folder.exists() and not settings.folder.is_dir():
         raise InputError(f"--folder: {settings.folder} is a file; give an empty or a new folder")
@@ -56,7 +56,7 @@ def run(settings: DemoSettings) -> int:
 
 
 def documents(nbytes: int) -> Iterator[str]:
-    """Docstrings of the standard library with the names they belong to, file by file, about so many bytes."""
+    """Docstrings of the standard library with their names, file by file, about `nbytes` in total."""
     root, taken = Path(sysconfig.get_path("stdlib")), 0
     for file in sorted(root.rglob("*.py")):
         inner = file.relative_to(root).parts[:-1]
@@ -76,7 +76,7 @@ def _docstrings(file: Path) -> Iterator[str]:
         return
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
     for node in ast.walk(tree):
-        said = ast.get_docstring(node) if isinstance(node, kinds) else None
-        if said and len(said) > 60:
+        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if text and len(text) > 60:
             name = getattr(node, "name", file.stem)
-            yield f"{name}: {said}"
+            yield f"{name}: {text}"

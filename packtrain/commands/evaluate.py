@@ -8,7 +8,7 @@ from packtrain.training.measure import Mean
 
 
 def run(settings: Evaluate) -> int:
-    """Print losses and perplexities. Raises InputError, and Interrupted when a signal came."""
+    """Print losses and perplexities. Raises InputError, and Interrupted on a signal."""
     found = evaluate(settings, Shown())
     for line in _table(found) if len(found.losses) > 1 else _single(found):
         print(line)
@@ -26,7 +26,7 @@ def _single(found: Measured) -> Iterator[str]:
 
 
 def _table(found: Measured) -> Iterator[str]:
-    """A line for each model; how much better or worse than the first, if that can be said."""
+    """A line for each model, with its difference from the first if they can be compared."""
     first, width = next(iter(found.losses.values())), max(map(len, found.losses))
     beside = "  difference of loss" if found.same else ""
     yield f"{'':<{width}}  {'loss':<20}  {'perplexity':<20}{beside}"

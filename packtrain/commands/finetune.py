@@ -12,11 +12,11 @@ from packtrain.tasks.finetune import finetune
 from packtrain.training.settings import TuneSettings
 from packtrain.training.tune import ADAPTER, Tuned, name_of
 
-OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # what no name in Ollama has
+OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # not allowed in Ollama's model names
 
 
 def run(settings: TuneSettings) -> int:
-    """Tune; 130 if a signal ended it, after saving. Raises InputError, OSError, ArithmeticError."""
+    """Tune; returns 130 if a signal stopped it after saving. Raises InputError, OSError, ArithmeticError."""
     done = finetune(settings, Shown())
     if done.stopped:
         return INTERRUPTED
@@ -28,7 +28,7 @@ def run(settings: TuneSettings) -> int:
 
 
 def _uses(settings: TuneSettings, chats: bool) -> Iterator[str]:
-    """The commands that use the result, in the way it was tuned for."""
+    """Commands that run the result, as chat or as plain generation."""
     name = shlex.quote(str(settings.output))
     yield f"packtrain chat {name}" if chats else f"packtrain generate {name} -p 'Once'"
     prompt = "" if chats else " -no-cnv -p 'Once'"

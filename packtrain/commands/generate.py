@@ -14,7 +14,7 @@ ENDS = {
 
 
 def run(settings: Generate) -> int:
-    """Generate as the settings say; 130 when a signal ended it. Raises InputError, DoesNotFit."""
+    """Generate; returns 130 if a signal ended it. Raises InputError, DoesNotFit."""
     done = generate(settings, Shown())
     write("\n")
     say(f"prompt {done.reading}; generation {done.writing}")

@@ -15,7 +15,7 @@ from packtrain.settings import option, positional
 from packtrain.tokenizer import KEYS, NO_ID
 from packtrain.words import plural
 
-FEW, LONG = 8, 100  # values of an array, characters of a text, that are shown
+FEW, LONG = 8, 100  # array values, and characters of a text, that are shown
 TOKENS, ID = f"{KEYS}tokens", "_token_id"
 TEMPLATE = "tokenizer.chat_template"
 MIB = 2**20
@@ -31,7 +31,7 @@ class Inspect:
 
 
 def run(settings: Inspect) -> int:
-    """Print the file's description. Raises InputError for a file that is no sound GGUF."""
+    """Print the file's description. Raises InputError if it is not a valid GGUF file."""
     found = describe(GGUF(settings.model))
     if not settings.tensors:
         del found["tensors"]
@@ -103,7 +103,7 @@ def _templates(gguf: GGUF) -> list[str]:
 
 
 def _vocabulary(gguf: GGUF) -> dict[str, Any]:
-    """Number of tokens, kind, and the tokens that have a role."""
+    """Number of tokens, kind, and the special tokens."""
     listed = gguf.metadata.get(TOKENS)
     tokens = listed if isinstance(listed, list) else []
     special = {}
@@ -119,7 +119,7 @@ def _vocabulary(gguf: GGUF) -> dict[str, Any]:
 
 
 def _shown(value: Value) -> Any:
-    """A metadata value for people and JSON: long arrays as their number, long texts cut."""
+    """A metadata value to print or for JSON: long arrays as their length, long texts cut."""
     given = value.value
     if isinstance(given, list | np.ndarray):
         if len(given) > FEW:
@@ -132,5 +132,5 @@ def _shown(value: Value) -> Any:
     if isinstance(given, np.generic):
         given = given.item()
     if isinstance(given, float) and not math.isfinite(given):
-        return str(given)  # JSON has no such numbers
+        return str(given)  # JSON has no NaN or infinity
     return float(str(np.float32(given))) if value.kind == "f32" else given

@@ -1,4 +1,4 @@
-"""packtrain merge: a model with adapters made part of its matrices; all else stays as it is, byte for byte."""
+"""packtrain merge: merge LoRA adapters into a model; all other tensors are copied byte for byte."""
 
 from packtrain.commands import DONE
 from packtrain.commands.shown import Shown
@@ -7,7 +7,7 @@ from packtrain.tasks.quantize import MIB
 
 
 def run(settings: Merge) -> int:
-    """Write the file and print a line per merged tensor. Raises InputError; what was there then stays."""
+    """Write the file and print a line per merged tensor. Raises InputError and leaves an existing file as it was."""
     done = merge(settings, Shown())
     print(
         f"{done.output}: {done.changed} of {done.count} tensors changed, "

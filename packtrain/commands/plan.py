@@ -21,11 +21,11 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is made of a plan beside its table."""
+    """Outputs of a plan in addition to the printed table."""
 
     json: Path | None = OUTPUT(None, "write the plan as JSON, with every buffer")
-    html: Path | None = OUTPUT(None, "write a page that shows every byte over time, op by op")
-    svg: Path | None = OUTPUT(None, "write the same as an SVG picture")
+    html: Path | None = OUTPUT(None, "write an HTML page that shows every byte over time, op by op")
+    svg: Path | None = OUTPUT(None, "write the same as SVG")
     trace: Path | None = OUTPUT(None, "write a trace for ui.perfetto.dev")
     map: bool = OUTPUT(False, "draw the arena in the terminal")
 
@@ -41,9 +41,9 @@ class PlanTune(Drawn, TuneSettings):
 
 
 def run(settings: PlanTrain | PlanTune) -> int:
-    """Print the plan, and draw it where that was asked for. Raises InputError.
+    """Print the plan and write the requested files. Raises InputError.
 
-    Where no plan fits, the smallest is drawn, and DoesNotFit raised.
+    If no plan fits, uses the smallest one and raises DoesNotFit.
     """
     wanted = {name: getattr(settings, name) for name in ("json", "html", "svg", "trace")}
     for name, path in wanted.items():
@@ -51,36 +51,36 @@ def run(settings: PlanTrain | PlanTune) -> int:
             check_writable(path, f"--{name}")
             _check_not_read(path, f"--{name}", settings)
     kind = finetune.KIND if isinstance(settings, TuneSettings) else train.KIND
-    made = kind.ready(settings, say, runs=False)
-    if made.refusal is None:
-        print("\n".join([str(made), *made.notes]))
-    about, plan = facts(made, _measured(settings.folder)), made.plans.largest
+    ready = kind.ready(settings, say, runs=False)
+    if ready.refusal is None:
+        print("\n".join([str(ready), *ready.notes]))
+    about, plan = facts(ready, _measured(settings.folder)), ready.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         print(terminal(plan, width, color=in_colour(sys.stdout), **about))
     texts = {
-        "json": lambda: made.json(made.minimum()),
+        "json": lambda: ready.json(ready.minimum()),
         "html": lambda: page(plan, **about),
         "svg": lambda: chart(plan, **about),
-        "trace": lambda: trace(plan, made.plans.ops(plan)),
+        "trace": lambda: trace(plan, ready.plans.ops(plan)),
     }
     for name, path in wanted.items():
         if path is not None:
             write_text(path, texts[name]())
-    if made.refusal is not None:
-        raise DoesNotFit(made.refusal)
+    if ready.refusal is not None:
+        raise DoesNotFit(ready.refusal)
     return 0
 
 
 def _check_not_read(path: Path, field: str, settings: PlanTrain | PlanTune) -> None:
-    """No picture may replace what the run would read or has written."""
+    """Raise InputError if an output would replace a file that the run reads or has written."""
     kept = (settings.data, settings.output, getattr(settings, "model", None))
     if path.exists() and any(file and file.exists() and path.samefile(file) for file in kept):
         raise InputError(f"{field}: {path} is a file of the run; give another name")
 
 
 def _measured(folder: Path) -> int | None:
-    """The peak of the run that stands in the folder, if one has ended."""
+    """Measured peak memory of the finished run in the folder, if there is one."""
     metrics = folder / "metrics.jsonl"
     ends = [r for r in read(metrics) if r.get("event") == "end"] if metrics.exists() else []
     return int(ends[-1]["peak_bytes"]) if ends else None

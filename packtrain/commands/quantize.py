@@ -1,4 +1,4 @@
-"""packtrain quantize: store the weights of a GGUF file in fewer bits, with the types that llama-quantize chooses."""
+"""packtrain quantize: quantize the weights of a GGUF file, with the types that llama-quantize chooses."""
 
 from packtrain.commands import DONE
 from packtrain.commands.shown import Shown
@@ -7,7 +7,7 @@ from packtrain.words import plural
 
 
 def run(settings: Quantize) -> int:
-    """Write the file and print a line per tensor. Raises InputError before anything is written, or for its values."""
+    """Write the file and print a line per tensor. Raises InputError, for values only after writing began."""
     done = quantize(settings, Shown())
     print(
         f"{done.output}: {settings.type.upper()}, {plural(done.count, 'tensor')}, "

@@ -1,4 +1,4 @@
-"""Events as a person sees them at the command line: lines on standard error, and one that is redrawn on a terminal."""
+"""Events on the command line: messages on standard error, and a progress line that is redrawn on a terminal."""
 
 import re
 import sys
@@ -16,13 +16,13 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line fe
 
 
 def write(text: str) -> None:
-    """Text of the model, at once; a terminal gets no control characters, which could steer it."""
+    """Print generated text at once; without control characters on a terminal."""
     sys.stdout.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 class Shown(Events):
-    """A signal stops the work; the second one at once."""
+    """Prints events. A signal stops the task after saving, a second one at once."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -40,8 +40,8 @@ class Shown(Events):
     def row(self, text: str) -> None:
         print(text)
 
-    def plan(self, made: Any) -> None:
-        self.message(made.ended or "\n".join([str(made), *made.notes]))
+    def plan(self, ready: Any) -> None:
+        self.message(ready.ended or "\n".join([str(ready), *ready.notes]))
 
     @contextmanager
     def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:

@@ -10,7 +10,7 @@ from packtrain.training.settings import TrainSettings
 
 
 def run(settings: TrainSettings) -> int:
-    """Train; 130 if a signal ended it, after saving. Raises InputError, OSError, NotFinite."""
+    """Train; returns 130 if a signal stopped it after saving. Raises InputError, OSError, NotFinite."""
     done = train(settings, Shown())
     if done.stopped:
         return INTERRUPTED

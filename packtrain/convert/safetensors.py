@@ -17,7 +17,7 @@ import numpy as np
 from packtrain.convert.plain import parsed, read_json
 from packtrain.dtypes import Dtype, bf16, f16, f32
 from packtrain.errors import InputError
-from packtrain.files import replacing
+from packtrain.files import atomic_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LENGTH_NBYTES, LONGEST = 8, 100_000_000  # the format's own limit of its header
@@ -138,7 +138,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         at = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % LENGTH_NBYTES)
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         file.write(len(text).to_bytes(LENGTH_NBYTES, "little") + text)
         for values in tensors.values():
             file.write(np.ascontiguousarray(values, "<f4").tobytes())

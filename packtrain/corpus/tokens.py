@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from packtrain.files import replacing
+from packtrain.files import atomic_file
 from packtrain.tokenizer import Tokenizer
 
 
@@ -65,7 +65,7 @@ class ArrayFile:
 @contextmanager
 def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
     """`with growing(…) as file:` an array, there once the block has ended well."""
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         made = ArrayFile(file, dtype)
         yield made
         made.finish()
@@ -101,5 +101,5 @@ def write_tokens(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[Toke
     with growing(ids_path, id_dtype(tokenizer.vocab_size)) as file:
         made = TokenFile(file, tokenizer)
         yield made
-    with replacing(starts_path) as starts:
+    with atomic_file(starts_path) as starts:
         np.save(starts, np.frombuffer(made.starts, "<i8"))

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.dtypes import NUMPY, Dtype
-from packtrain.files import replacing
+from packtrain.files import atomic_file
 from packtrain.gguf.format import (
     ALIGNMENT,
     ALIGNMENT_KEY,
@@ -58,7 +58,7 @@ def write(
     Raises GGUFError for names or values the format cannot hold, OSError if the disk does not take the file;
     a file that was there before is then still there, whole.
     """
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         _write(file, metadata, {name: _deferred(name, given) for name, given in tensors.items()})
 
 

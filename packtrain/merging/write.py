@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packtrain.dtypes import Dtype
-from packtrain.files import beside
+from packtrain.files import atomic_path
 from packtrain.gguf import Entry, Value, tensor_nbytes
 from packtrain.merging.calibrated import Done, additions, calibrate
 from packtrain.merging.room import Batched, Room
@@ -105,7 +105,7 @@ class Merge:
         if room is None or data is None or not rounded:
             write(path)
             return {}
-        with beside(path) as part:
+        with atomic_path(path) as part:
             write(part)
             given = room.read(data), room.width, block, room.target
             return calibrate(part, self.adapted, changes, *given)

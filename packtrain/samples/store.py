@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.corpus.tokens import ArrayFile, growing, id_dtype, paths_of, read_tokens
-from packtrain.files import replacing
+from packtrain.files import atomic_file
 from packtrain.samples.mask import Sample
 
 
@@ -82,5 +82,5 @@ def write_samples(folder: Path, part: str, vocab_size: int) -> Iterator[SampleFi
     ):
         made = SampleFile(ids, weights)
         yield made
-    with replacing(starts_path) as starts:
+    with atomic_file(starts_path) as starts:
         np.save(starts, np.frombuffer(made.starts, "<i8"))

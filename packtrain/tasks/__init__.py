@@ -1,1 +1,1 @@
-"""What a person asks for, one module each: settings and events in, a result out. The command line parses and prints."""
+"""The tasks, one module each: settings and events in, a result out. They print nothing; the command line does."""

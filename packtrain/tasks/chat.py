@@ -1,6 +1,6 @@
-"""Talk with a model.
+"""Chat with a model.
 
-The conversation is rendered by the file's chat template each time, and only what is new goes through the model.
+The file's chat template renders the conversation each time; only the new tokens go through the model.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from packtrain.tasks.speak import (
     Speaking,
     Written,
     cells,
+    load_generator,
     opened,
-    ready,
     written,
 )
 from packtrain.template import ChatTemplate, chosen, named, template_source
@@ -25,10 +25,10 @@ from packtrain.training.settings import CHAT_TEMPLATE
 
 @dataclass(frozen=True)
 class Chat(Speaking):
-    """Talk with a model."""
+    """Chat with a model."""
 
-    system: str | None = option(None, "system message, before the conversation", flags="-sys")
-    n_predict: int = option(-1, "tokens of an answer at most; -1: no limit", flags="-n", least=-1)
+    system: str | None = option(None, "system message", flags="-sys")
+    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
 
 
@@ -48,7 +48,7 @@ class Talk:
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config.context_length, CONTEXT, events)
-        self._generator = ready(settings, model, self.cells)
+        self._generator = load_generator(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0
         self.messages: list[dict[str, str]] = []
         self.clear()
@@ -62,7 +62,7 @@ class Talk:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def retract(self) -> str | None:
-        """Take the last message of the user back, with all after it."""
+        """Remove and return the user's last message, with all messages after it."""
         while self.messages and self.messages[-1]["role"] != "system":
             message = self.messages.pop()
             if message["role"] == "user":
@@ -70,7 +70,7 @@ class Talk:
         return None
 
     def answer(self, text: str) -> Written:
-        """The model's answer to a message, told as it is written. A message that cannot be taken is left out."""
+        """The model's answer to a message, reported as it is generated. A message that fails is removed."""
         self.messages.append({"role": "user", "content": text})
         try:
             ids = self._ids()
@@ -84,14 +84,14 @@ class Talk:
         return done
 
     def _ids(self) -> list[int]:
-        """The conversation up to where the model goes on, with one BOS at most."""
+        """Token ids of the conversation up to the model's next answer, with at most one BOS."""
         text = self._template.render(self.messages, add_generation_prompt=True)
         begun = bool(self._bos) and text.startswith(self._bos)
         ids = self._tokenizer.encode(text, bos=False if begun else None, eos=False)
         if len(ids) >= self.cells:
             raise InputError(
                 f"the conversation has {len(ids):,} tokens and the context {self.cells:,};"
-                " /clear begins a new one, --ctx makes room for more"
+                " /clear starts a new one, --ctx makes room for more"
             )
         return ids
 

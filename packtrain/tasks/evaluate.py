@@ -28,9 +28,9 @@ from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.settings import CHAT_TEMPLATE, DEVICE, SKIP_BAD
 from packtrain.training.windows import Windows, read_whole
 from packtrain.watch.progress import clock
-from packtrain.words import beyond, plural
+from packtrain.words import long_context, plural
 
-TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, where --ctx does not say
+TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, without --ctx
 BATCH_TOKENS = 2048
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
@@ -44,11 +44,11 @@ class Evaluate:
 
     model: tuple[Path, ...] = positional("the model, a GGUF file; several are compared")
     data: Path = required(
-        "text or conversations, in any form that `packtrain data` reads; of a folder the test file, else valid,"
+        "text or conversations, in any form that `packtrain data` reads; of a folder, the test file, else valid,"
         " else train"
     )
     split: str | None = option(
-        None, "use this file of a folder; of a single file, the share that finetune would use",
+        None, "use this file of a folder; of a single file, the part that finetune would use",
         choices=tuple(SPLITS),
     )  # fmt: skip
     val_split: float = option(
@@ -63,18 +63,18 @@ class Evaluate:
     )
     all_positions: bool = option(
         False,
-        "score every token: in a text the first half of each window, too; in conversations the prompts, too",
+        "score every token: also the first half of each window of a text, and the prompts of conversations",
     )
     lora: tuple[str, ...] = option(
         (), "an adapter for the first model, FILE or FILE:SCALE; several are added together"
     )
-    compare: bool = option(False, "the first model alone, then with each --lora by itself")
+    compare: bool = option(False, "measure the first model alone, then with each --lora")
     batch_size: int | None = option(
-        None, f"windows at a time; default: {BATCH_TOKENS:,} tokens' worth", least=1
+        None, f"windows at a time (default: {BATCH_TOKENS:,} tokens)", least=1
     )
     separator: str | None = option(
         None,
-        f"text between documents; {END_OF_TEXT} on a line of its own is recognized; '' for one text",
+        f"text between documents; {END_OF_TEXT} on its own line is recognized; '' for one text",
     )
     skip_bad: bool = option(False, SKIP_BAD)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
@@ -83,7 +83,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The data as a model reads it: batches, the ids they are made of, and what is counted, in words."""
+    """The data as a model reads it: batches, their token ids, and a description of what is scored."""
 
     batches: Windows | SampleBatches
     ids: np.ndarray
@@ -96,10 +96,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What models lose on the same data.
+    """Losses of models on the same data.
 
     losses  of each token that is scored, (N,) f32 in nats, by the name of the model: its path, with its adapters
-    method  what was scored, in words
+    method  what was scored, as a sentence
     same    whether all models tokenize the data alike, so that their losses can be compared
     """
 
@@ -108,12 +108,12 @@ class Measured:
     same: bool
 
     def loss(self, name: str | None = None) -> Mean:
-        """Mean and standard error of one, or of the first; `loss().exponential` is the perplexity."""
+        """Mean and standard error of a model, by default the first; `loss().exponential` is the perplexity."""
         return Mean.of(self.losses[name or next(iter(self.losses))])
 
 
 def evaluate(settings: Evaluate, events: Events) -> Measured:
-    """Losses and perplexities. Raises InputError, and Interrupted when it is stopped."""
+    """Losses and perplexities. Raises InputError, and Interrupted if it is stopped."""
     check_idle(settings, (SPLIT, VAL_SPLIT))
     subjects = _subjects(settings)
     context = min(model.config.context_length for _, model in subjects)
@@ -130,7 +130,7 @@ def evaluate(settings: Evaluate, events: Events) -> Measured:
 
 
 def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
-    """What is measured, by the names that are printed."""
+    """The models to measure, by their printed names."""
     if settings.compare and not settings.lora:
         raise InputError("--compare: there is no adapter to compare; name some with --lora")
     (path, base), *others = [(str(path), open_model(path)) for path in settings.model]
@@ -139,7 +139,7 @@ def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
     if settings.compare:
         pairs = zip(settings.lora, scaled, strict=True)
         found = [(path, base), *((f"{path} + {text}", adapted(base, [one])) for text, one in pairs)]
-    return list(dict([*found, *others]).items())  # a name that is given twice is measured once
+    return list(dict([*found, *others]).items())  # a repeated name is measured once
 
 
 # ---- the data ------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def _prepared(settings: Evaluate, model: ModelFile, context: int, say: Say) -> P
     text = not path.is_dir() and kind_of(path) not in RECORDS
     length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
     if length > context:
-        say(beyond(length, context))
+        say(long_context(length, context))
     if text and not part and not settings.all_positions:
         tokenizer = model.tokenizer()
         ids = read_whole(path, _separator(settings), tokenizer)
@@ -169,7 +169,7 @@ def _separator(settings: Evaluate) -> str | None:
 
 
 def chosen(data: Path, split: str | None) -> tuple[Path, str]:
-    """The file to measure, or the folder of texts, and the part of it as finetune splits it; "" is all."""
+    """The file or folder of texts to measure, and which split of it, as finetune splits it; "" is all."""
     existing(data, "--data")
     if not data.is_dir():
         if split == TEST:
@@ -191,7 +191,7 @@ def chosen(data: Path, split: str | None) -> tuple[Path, str]:
 def _windows(
     settings: Evaluate, path: Path, ids: np.ndarray, bos: int | None, length: int, say: Say
 ) -> Prepared:
-    """A text as llama-perplexity takes it."""
+    """A text in windows, as llama-perplexity reads it."""
     if len(ids) < 3:
         raise InputError(f"--data: {path} has {len(ids)} tokens; there must be 3 or more")
     if len(ids) < length:
@@ -211,7 +211,7 @@ def _windows(
 def _samples(
     settings: Evaluate, model: ModelFile, path: Path, part: str, length: int, say: Say
 ) -> Prepared:
-    """Documents or conversations, in rows as finetune validates them."""
+    """Documents or conversations, in rows as in finetune's validation."""
     recipe = Recipe(
         path,
         model.gguf.path,
@@ -246,7 +246,7 @@ def _rows(settings: Evaluate, time: int, windows: int) -> int:
 def _measured(
     name: str, model: ModelFile, data: Prepared, several: bool, events: Events, where: Target
 ) -> np.ndarray:
-    """The losses (N,) f32 of all that counts."""
+    """The losses (N,) f32 of all scored tokens."""
     batches = data.batches
     experts = kernels.EXPERTS if model.config.expert_count else ()
     kernels.prepare((*kernels.WRITING, "loss", *experts))

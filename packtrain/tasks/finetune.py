@@ -28,7 +28,7 @@ def finetune(settings: TuneSettings, events: Events) -> Trained:
 
 
 def _check(settings: TuneSettings) -> None:
-    """No output may be what is read, or replace what is not this run's."""
+    """Raise InputError if an output would overwrite an input, or a file of something else."""
     base = None if settings.model is None else GGUF(settings.model)
     _check_trained(settings, base)
     outputs = {"--output": settings.output, "--adapter": settings.adapter}
@@ -36,7 +36,7 @@ def _check(settings: TuneSettings) -> None:
         if path is None or not path.exists():
             continue
         if base is not None and any(path.samefile(part) for part in base.paths):
-            raise InputError(f"{flag}: {path} is the base itself; give another name")
+            raise InputError(f"{flag}: {path} is the base model; give another name")
         if settings.data is not None and settings.data.exists() and path.samefile(settings.data):
             raise InputError(f"{flag}: {path} is the data; give another name")
     if settings.adapter is None:
@@ -49,7 +49,7 @@ def _check(settings: TuneSettings) -> None:
 
 
 def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
-    """No setting may mean nothing."""
+    """Refuse settings that would train nothing."""
     if settings.num_layers == 0:
         raise InputError("--num-layers 0: it must be at least 1, or -1 for all")
     for pattern in settings.freeze:
@@ -58,7 +58,7 @@ def _check_trained(settings: TuneSettings, base: GGUF | None) -> None:
 
 
 def _before(fit: Fit, events: Events, stopped: Callable[[], bool]) -> None:
-    """Look whether everything learns, and validate once: what the base loses, to which the end compares."""
+    """Check that every trained tensor gets a gradient, and measure the validation loss of the base."""
     events.message("checking that every trained tensor gets a gradient …")
     probe(fit.job, fit.engine, events.message)
     if fit.job.valid is not None:
@@ -75,15 +75,15 @@ def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Ba
         yield batch
 
 
-def _after(made: Ready, progress: Progress, events: Events) -> None:
-    """Merge, and measure what came of it. The memory of the run is free."""
-    End(made.job, made.plans.shape, progress, made.budget, events).finish()
-    settings, subject = cast(TuneSettings, made.job.settings), cast(Tuned, made.job.subject)
+def _after(ready: Ready, progress: Progress, events: Events) -> None:
+    """Merge the adapter and measure the result. The memory of the run is already free."""
+    End(ready.job, ready.plans.shape, progress, ready.budget, events).finish()
+    settings, subject = cast(TuneSettings, ready.job.settings), cast(Tuned, ready.job.subject)
     _write_modelfile(settings, subject.model)
 
 
 def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
-    """What `ollama create` reads. Ollama takes the chat template from the GGUF file, so none is written here."""
+    """The Modelfile for `ollama create`. Ollama takes the chat template from the GGUF file, so none is written here."""
     tokenizer = base.tokenizer()
     ends = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.ends)]
     stops = [f'PARAMETER stop "{end}"' for end in ends if end and '"' not in end]

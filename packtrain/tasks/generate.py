@@ -8,18 +8,18 @@ from packtrain.events import Events
 from packtrain.files import existing
 from packtrain.generation import Limits, Reply
 from packtrain.settings import option
-from packtrain.tasks.speak import CONTEXT, Speaking, Written, cells, opened, ready, written
+from packtrain.tasks.speak import CONTEXT, Speaking, Written, cells, load_generator, opened, written
 
 
 @dataclass(frozen=True)
 class Generate(Speaking):
-    """Write text after a prompt."""
+    """Generate text after a prompt."""
 
     prompt: str | None = option(None, "text to continue", flags="-p")
     file: Path | None = option(None, "read the prompt from this file", flags="-f")
     n_predict: int = option(
         128,
-        "tokens to write at most; -1: until an end token or a full context",
+        "most tokens to generate; -1: until an end token or a full context",
         flags="-n",
         least=-1,
     )
@@ -35,7 +35,7 @@ def generate(settings: Generate, events: Events) -> Written:
     ids = tokenizer.encode(prompt, eos=False)
     wanted = len(ids) + settings.n_predict if settings.n_predict >= 0 else CONTEXT
     most = cells(settings, model.config.context_length, max(wanted, len(ids) + 1), events)
-    generator, seed = ready(settings, model, most), settings.drawn_seed()
+    generator, seed = load_generator(settings, model, most), settings.drawn_seed()
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
         reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits)

@@ -1,4 +1,4 @@
-"""A model with adapters made part of its matrices; all else stays as it is, byte for byte."""
+"""Merge LoRA adapters into a model; all other tensors are copied byte for byte."""
 
 import math
 import time
@@ -28,7 +28,7 @@ from packtrain.training.samples import SampleBatches
 from packtrain.words import plural
 
 HEAD = "output.weight"
-CONTEXT = 2048  # tokens of a row at most
+CONTEXT = 2048  # most tokens of a row
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,27 @@ class Merge:
     model: Path = positional("the base, a GGUF file")
     adapters: tuple[str, ...] = positional("adapters, GGUF files; FILE:SCALE adds SCALE times one")
     output: Path = required("the GGUF file to write", flags="-o")
-    type: str | None = option(None, f"of what is changed; else what it is in the base: {TYPES}")
+    type: str | None = option(
+        None, f"element type of the changed matrices (default: as in the base): {TYPES}"
+    )
     tensor_type: tuple[str, ...] = option(
         (),
-        "NAME=TYPE of the changed matrices of this name, as ffn_down=q8_0; may be given several times",
+        "NAME=TYPE for changed matrices of this name, such as ffn_down=q8_0; repeatable",
         metavar="NAME=TYPE",
     )
     calibrate: Path | None = option(
         None,
-        "conversations or text like the training data of the adapters; keeps more of what they learned",
+        "conversations or text like the adapters' training data; the merge then keeps more of what they learned",
     )
     memory: str | None = option(
         None,
-        "with --calibrate: most private memory, as 2GiB; where it is short, less of the data is read",
+        "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
     )
     overwrite: bool = option(False, "replace the output if it exists")
 
 
 def merge(settings: Merge, events: Events) -> Written:
-    """Write the file. Raises InputError; what was there then stays."""
+    """Write the file. Raises InputError and leaves an existing file as it was."""
     began = time.perf_counter()
     dtype = writable_dtype(settings.type, "--type")
     base = GGUF(settings.model)
@@ -70,7 +72,7 @@ def merge(settings: Merge, events: Events) -> Written:
         )
     changes = merged(base, adapters)
     if EMBEDDING in changes and HEAD not in base.entries:
-        events.message(f"{EMBEDDING} is the head, too: both are changed")
+        events.message(f"{EMBEDDING} is also the output head: both are changed")
 
     def done(entry: Entry, stored: Dtype, error: float) -> None:
         narrow = f"  rows of {entry.shape[-1]} do not fill blocks of {dtype}"
@@ -102,13 +104,13 @@ def _calibrated(
     done: Callable[[Entry, Dtype, float], None],
     events: Events,
 ) -> None:
-    """Write the file by means of data. Raises DoesNotFit if the memory is too little."""
+    """Write the file, calibrated on data. Raises DoesNotFit if --memory is too small."""
     data, found = _data(settings, merging, events), None
     if merging.calibrated:
         found = room(merging.adapted, merging.calibrated, data.time, data.windows, _limit(settings))
         if found is None:
             raise DoesNotFit(
-                f"--memory: {settings.memory} is too little to merge with --calibrate; give more, or merge without it"
+                f"--memory: {settings.memory} is too small to merge with --calibrate; give more, or merge without it"
             )
         events.message(f"{found}, {size_text(found.nbytes)}")
     with events.counting("merging", "block") as count:
@@ -119,7 +121,7 @@ def _calibrated(
 
 
 def _limit(settings: Merge) -> int | None:
-    """Bytes beside those of this process."""
+    """Bytes left of --memory for the merge, or None without a limit."""
     if settings.memory is None:
         return None
     settle()
@@ -127,7 +129,7 @@ def _limit(settings: Merge) -> int | None:
 
 
 def _data(settings: Merge, merging: Merging, events: Events) -> SampleBatches:
-    """Rows of the data, the same ones each time."""
+    """Rows of the data, the same ones each time it runs."""
     assert settings.calibrate is not None
     existing(settings.calibrate, "--calibrate")
     most = min(merging.base.config.context_length, CONTEXT)

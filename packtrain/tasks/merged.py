@@ -1,7 +1,7 @@
-"""The end of a tuning run: its adapter merged into the base, what that keeps, and what would keep more.
+"""The end of a fine-tuning run: merge the adapter into the base, measure the loss, and suggest a better merge.
 
-The memory of the run is free by then; merging stays within its budget all the same. What validation measured during
-the run is not measured again.
+The memory of the run is free by then; merging stays within the same budget. Losses that validation measured during
+the run are not measured again.
 """
 
 import math
@@ -37,14 +37,14 @@ from packtrain.training.state import Progress
 from packtrain.training.tune import ADAPTER, Tuned, name_of
 from packtrain.words import plural
 
-ENOUGH = 0.95  # of the adapter's gain that a merge should keep
-TRIAL = ".trial.part"  # as all that the next run removes if this one is killed
-NO_ROOM = "--memory leaves too little for a merge with data"
+ENOUGH = 0.95  # share of the adapter's gain that a merge should keep
+TRIAL = ".trial.part"  # this suffix lets the next run remove it if this one is killed
+NO_ROOM = "--memory leaves too little for a calibrated merge"
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Validation losses, each of what is in its file."""
+    """Validation losses of base, adapter and result, each as stored in its file."""
 
     base: float
     merged: float
@@ -52,7 +52,7 @@ class Losses:
 
     @property
     def kept(self) -> float:
-        """What part of the adapter's gain is left when it is merged; 1 where it gains nothing."""
+        """The share of the adapter's gain that the merge keeps; 1 if it gains nothing."""
         gain = self.base - (self.merged if self.adapter is None else self.adapter)
         return (self.base - self.merged) / gain if gain > 0 else 1.0
 
@@ -66,7 +66,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A run that has made its steps."""
+    """A fine-tuning run after its last step."""
 
     job: Job
     shape: Shape
@@ -83,13 +83,13 @@ class End:
         return cast(Tuned, self.job.subject)
 
     def finish(self) -> None:
-        """Merge the adapter if there is one; say what base, adapter and result lose, and what would keep more."""
+        """Merge the adapter if there is one; report the losses of base, adapter and result, and a better merge."""
         adapter = None if self.settings.full else read_adapter(self.settings.folder / ADAPTER)
         found = None
         if adapter is not None:
             merge = merge_of(self.subject, adapter, self.settings.tensor_type)
             found = self._merge(merge, self.settings.output)
-            self._say_narrow(merge)
+            self._report_narrow(merge)
         if self.job.valid is None:
             return
         losses = self._losses(adapter)
@@ -100,7 +100,7 @@ class End:
     # ---- merging
 
     def _merge(self, merge: Merge, output: Path) -> Mapping[str, float] | None:
-        """Write the file; the relative output error of each calibrated matrix, or None where none was."""
+        """Write the file; returns the relative output error of each calibrated matrix, or None without calibration."""
         found = None
         if calibrates(self.settings) and merge.calibrated:
             settle()
@@ -114,7 +114,7 @@ class End:
             errors = merge.write(output, name_of(output), found, data, block=count)
         return errors if found is not None else None
 
-    def _say_narrow(self, merge: Merge) -> None:
+    def _report_narrow(self, merge: Merge) -> None:
         names = {name for adapter, _ in merge.adapters for name in adapter.pairs}
         narrow = [
             n for n in names if merge.dtype not in (None, merge.stored(n), merge.types.get(n))
@@ -153,7 +153,7 @@ class End:
     # ---- more
 
     def _advise(self, adapter: Adapter, losses: Losses, errors: Mapping[str, float] | None) -> None:
-        """Say what keeps enough: the way with data, or larger types for the matrices that lose most, by trial."""
+        """Suggest a better merge: calibration, or larger types for the matrices that lose most, found by trial."""
         again = f"packtrain finetune -o {shlex.quote(str(self.settings.output))} --resume"
         if errors is None:
             if self.settings.merge == "plain":
@@ -166,7 +166,7 @@ class End:
         try:
             now = merge_of(self.subject, adapter, self.settings.tensor_type)
             for types in larger(now.calibrated, now.base.gguf.entries, errors):
-                trial.unlink(missing_ok=True)  # the one before
+                trial.unlink(missing_ok=True)  # the previous trial
                 flags = flags_of(types)
                 merge = merge_of(self.subject, adapter, (*self.settings.tensor_type, *flags))
                 self.events.message(
@@ -187,33 +187,33 @@ class End:
         finally:
             trial.unlink(missing_ok=True)
         self.events.message(
-            f"warning: no merge keeps {ENOUGH:.0%} of what the adapter gains; use it beside the base"
+            f"warning: no merge keeps {ENOUGH:.0%} of what the adapter gains; use the adapter with the base, unmerged"
         )
 
 
 # ---- before the run
 
 
-def note(made: Ready) -> Iterator[str]:
-    """What a plan says of the merge at its end."""
-    adapter = _unlearnt(made.job)
+def note(ready: Ready) -> Iterator[str]:
+    """Lines about the merge, for the printed plan."""
+    adapter = _unlearnt(ready.job)
     if adapter is None:
         return
-    settings = cast(TuneSettings, made.job.settings)
-    merge = merge_of(cast(Tuned, made.job.subject), adapter, settings.tensor_type)
+    settings = cast(TuneSettings, ready.job.settings)
+    merge = merge_of(cast(Tuned, ready.job.subject), adapter, settings.tensor_type)
     if not merge.calibrated or not calibrates(settings):
         return
-    limit = None if made.budget is None else made.budget - made.baseline
-    found = room_of(made.job, merge, limit)
+    limit = None if ready.budget is None else ready.budget - ready.baseline
+    found = room_of(ready.job, merge, limit)
     if found is None:
-        yield f"{NO_ROOM}: at the end plain rounding keeps less of what is learned"
+        yield f"{NO_ROOM}: plain rounding will keep less of what is learned"
         return
     what = f"after the last step, on {found.tokens:,} tokens of the data; not in the total"
     yield f"  {'merge':<10}{size_text(found.nbytes):>10}  {what}"
 
 
 def space(job: Job) -> Iterator[tuple[Path, str, int]]:
-    """What a merge writes beside the files that its subject names: where, what, and how many bytes at the most."""
+    """Files that a merge writes in addition to those of the subject: path, description, most bytes."""
     adapter = _unlearnt(job)
     if adapter is None:
         return
@@ -229,7 +229,7 @@ def space(job: Job) -> Iterator[tuple[Path, str, int]]:
 
 
 def _unlearnt(job: Job) -> Adapter | None:
-    """An adapter like the one that a run will merge, of zeros that take no memory; None if it merges none."""
+    """A stand-in for the adapter that a run will merge, of zeros that take no memory; None if it merges none."""
     config = still(job.config)
     if not isinstance(job.subject, Tuned) or config.lora is None:
         return None
@@ -243,7 +243,7 @@ def _unlearnt(job: Job) -> Adapter | None:
 
 
 def flags_of(types: Mapping[str, Dtype]) -> list[str]:
-    """Types by kind of matrix as --tensor-type takes them."""
+    """Types by kind of matrix, as --tensor-type takes them."""
     return [f"{kind}={dtype}" for kind, dtype in types.items()]
 
 
@@ -252,7 +252,7 @@ def calibrates(settings: TuneSettings) -> bool:
 
 
 def room_of(job: Job, merge: Merge, limit: int | None) -> Room | None:
-    """What a merge reads of the run's data within a number of bytes."""
+    """How much of the run's data a calibrated merge can read within a number of bytes."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
     return room(merge.sized, merge.calibrated, data.time, data.windows, limit, target)

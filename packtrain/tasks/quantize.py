@@ -1,4 +1,4 @@
-"""Store the weights of a GGUF file in fewer bits, with the types that llama-quantize chooses."""
+"""Quantize the weights of a GGUF file, with the types that llama-quantize chooses."""
 
 import math
 import time
@@ -38,17 +38,17 @@ class Quantize:
     token_embedding_type: str | None = option(None, "element type of token_embd.weight")
     allow_requantize: bool = option(
         False,
-        "quantize weights again that are already quantized, which loses more; F32 loses nothing",
+        "also quantize weights that are already quantized, which loses more; to F32 nothing is lost",
     )
     overwrite: bool = option(False, "replace the output if it exists")
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A GGUF file that was made of another one: which, and the bytes of its tensors before and after.
+    """A GGUF file converted from another one, and the bytes of its tensors before and after.
 
-    changed  tensors that are not as they were; `count` are all
-    weights  how many values the file has
+    changed  number of changed tensors, of `count`
+    weights  number of values in the file
     """
 
     output: Path
@@ -61,7 +61,7 @@ class Written:
 
 
 def quantize(settings: Quantize, events: Events) -> Written:
-    """Write the file. Raises InputError before anything is written, or for its values."""
+    """Write the file. Raises InputError, for values only after writing began."""
     began, mix = time.perf_counter(), _mix(settings)
     gguf = GGUF(settings.model)
     types = types_of(
@@ -94,14 +94,14 @@ def _mix(settings: Quantize) -> Mix:
 
 
 def metadata(gguf: GGUF, mix: Mix) -> dict[str, Value]:
-    """As in the file, but for what says how its tensors are stored."""
-    said = {FILE_TYPE: mix.number, VERSION: QUANTIZATION_VERSION}
+    """The metadata of the file, with the keys that describe the stored types replaced."""
+    numbers = {FILE_TYPE: mix.number, VERSION: QUANTIZATION_VERSION}
     kept = {key: value for key, value in gguf.values.items() if key not in DROPPED}
-    return kept | {key: Value("u32", number) for key, number in said.items()}
+    return kept | {key: Value("u32", number) for key, number in numbers.items()}
 
 
 def writable_dtype(name: str | None, field: str) -> Dtype | None:
-    """The element type of this name; None is None. Raises InputError for one that cannot be written."""
+    """The element type of this name, None for None. Raises InputError for one that cannot be written."""
     if name is None:
         return None
     found = next((dtype for dtype in WRITABLE if dtype.name.lower() == name.lower()), None)
@@ -111,7 +111,7 @@ def writable_dtype(name: str | None, field: str) -> Dtype | None:
 
 
 def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool) -> None:
-    """Raise InputError unless this file may be written: none of those that are read, and none that is to be kept."""
+    """Raise InputError if the output is one of the files read, or exists without --overwrite."""
     check_writable(output, field)
     if any(output.exists() and output.samefile(path) for path in read):
         raise InputError(f"{field}: {output} is the model itself; give another name")
@@ -122,7 +122,7 @@ def check_output(output: Path, field: str, read: Iterable[Path], overwrite: bool
 
 
 def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
-    """What can be known to be wrong before any work."""
+    """Checks that need no work."""
     check_output(settings.output, "output", gguf.paths, settings.overwrite)
     for name, entry in gguf.entries.items():
         stored, wanted = entry.dtype, types[name]
@@ -144,7 +144,7 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
 def _maker(
     gguf: GGUF, entry: Entry, dtype: Dtype, usual: Dtype, events: Events
 ) -> Callable[[], Iterator[np.ndarray]]:
-    """Converts a tensor when its turn comes, part by part, and tells what became of it."""
+    """A generator that converts a tensor part by part when it is written, and reports the result."""
     where = f"{gguf.path}: {entry.name}"
 
     def done(error: float) -> None:
@@ -154,7 +154,7 @@ def _maker(
 
     def kept() -> Iterator[np.ndarray]:
         for part in _parts(gguf.array(entry.name)):
-            # others than those that can be read are only copied
+            # types that cannot be read are only copied
             if entry.dtype in READABLE and not math.isfinite(squares(dequantize(part))):
                 raise InputError(f"{where} has values that are not finite; all must be")
             yield part
@@ -167,7 +167,7 @@ def _maker(
 
 
 def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's rows, some at a time."""
+    """An array's rows, PART values at a time."""
     if array.size:
         rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
         step = max(1, PART * len(rows) // array.size)
@@ -175,7 +175,7 @@ def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def line(entry: Entry, dtype: Dtype, error: float | None = None) -> str:
-    """What became of a tensor: name, shape, types, sizes and what was lost; None where it was kept."""
+    """A table row of a tensor: name, shape, types, sizes and error (None if it was copied)."""
     what = f"{printable(entry.name):32} {list(entry.shape)!s:>16} {entry.dtype!s:>5}"
     if error is None:
         return f"{what} kept {entry.nbytes / MIB:18.2f} MiB"

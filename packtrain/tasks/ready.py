@@ -1,4 +1,4 @@
-"""A run before it begins: its settings become a job, the job a plan, or a refusal that helps."""
+"""A run before it starts: its settings become a job, and the job a plan, or a refusal with advice."""
 
 import json
 import math
@@ -29,20 +29,20 @@ from packtrain.words import plural
 class Ready:
     """A job with its plans, the memory of the process before any of it is reserved, and the expected time.
 
-    `str()` is the table that is printed; `plans.nbytes + baseline` are the bytes that the run will take.
+    `str()` is the printed table; `plans.nbytes + baseline` are the bytes that the run will take.
     """
 
     job: Job
     plans: Plans
     baseline: int
     seconds: float
-    learnt: int  # tokens that the first step learns from
+    learnt: int  # tokens that the first step trains on
     budget: int | None
-    tokenizer: Tokenizer | None  # for samples; made before the baseline is measured
-    found: Checkpoint | None  # to go on from
-    refusal: str | None  # why the plans, the smallest there are, do not fit
-    minimum: Callable[[], int]  # looks for the smallest budget that would do
-    notes: tuple[str, ...] = ()  # what else a plan says, such as the memory of a merge at the end
+    tokenizer: Tokenizer | None  # for samples; created before the baseline is measured
+    found: Checkpoint | None  # to resume from
+    refusal: str | None  # why the plans, the smallest possible, do not fit
+    minimum: Callable[[], int]  # searches the smallest budget that fits
+    notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
 
     def json(self, minimum: int | None = None) -> str:
         """The plan as plain data."""
@@ -50,13 +50,15 @@ class Ready:
 
     @property
     def ended(self) -> str:
-        """What is left of a resumed run that has no steps to make; nothing of all others."""
+        """A message for a resumed run that has no steps left; empty for all others."""
         settings, progress = self.job.settings, self.found.progress if self.found else Progress()
         rest = f"; finishing {settings.output}"
         if progress.step >= self.job.steps:
             return f"{plural(progress.step, 'step')} done, none left{rest}"
         early = settings.patience and progress.stale >= settings.patience
-        return f"training has stopped early, after step {progress.step:,}{rest}" if early else ""
+        return (
+            f"early stopping has ended training after step {progress.step:,}{rest}" if early else ""
+        )
 
     @property
     def planned_nbytes(self) -> int:
@@ -70,7 +72,7 @@ class Ready:
 def ready(
     settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say, runs: bool = True
 ) -> Ready:
-    """Decide and plan a run, or tell why it is refused; its kernels are loaded if it `runs`. Raises InputError."""
+    """Build the job and plan it, or explain why it is refused; loads its kernels if it `runs`. Raises InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     check_effects(settings)
     if settings.threads:
@@ -93,23 +95,23 @@ def ready(
     before = 0 if settings.target.apart else private_nbytes() + taken.to_come
     setting = Setting(job.optimizer, speed, before, cells, settings.target)
     asked, fixed = (job.shape, settings.recompute, setting), found is not None
-    made = planned(*asked, Limit(limit, fixed, taken, runs), say)
+    chosen = planned(*asked, Limit(limit, fixed, taken, runs), say)
     return Ready(
-        replace(job, shape=made.plans.shape),
-        made.plans,
-        made.baseline,
-        made.plans.seconds(speed),
+        replace(job, shape=chosen.plans.shape),
+        chosen.plans,
+        chosen.baseline,
+        chosen.plans.seconds(speed),
         learning,
         limit,
         tokenizer,
         found,
-        made.refusal,
-        lambda: made.minimum if made.refusal else minimum(*asked, fixed, taken, say),
+        chosen.refusal,
+        lambda: chosen.minimum if chosen.refusal else minimum(*asked, fixed, taken, say),
     )
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
-    """The checkpoint that a resumed run goes on from; None, with a message, if there is none yet."""
+    """The checkpoint to resume from; None, with a message, if there is none yet."""
     if not settings.resume:
         return None
     found = load(settings.folder / CHECKPOINT, say)
@@ -119,21 +121,21 @@ def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
 
 
 def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
-    """The shape with what decided about the order of additions when the run began."""
+    """The shape with the micro-batch and chunk of the checkpoint, which fix the order of floating-point additions."""
     rows, chunk = int(begun.get("rows", shape.rows)), int(begun.get("chunk", shape.chunk))
     if (shape.rows * shape.micros) % rows:
-        return shape  # other settings: `check_compatible` says so
+        return shape  # other settings: `check_compatible` reports it
     micros, layered = shape.rows * shape.micros // rows, bool(begun.get("layered", False))
     return replace(shape, rows=rows, micros=micros, chunk=chunk, layered=layered)
 
 
-def facts(made: Ready, measured: int | None = None) -> dict[str, Any]:
-    """What pictures of the plan tell beside the arena; `measured` is the peak of a run that has been."""
-    target = made.plans.target
+def facts(ready: Ready, measured: int | None = None) -> dict[str, Any]:
+    """Labels for pictures of the plan; `measured` is the peak of a finished run."""
+    target = ready.plans.target
     return {
-        "title": made.job.title,
-        "budget_nbytes": target.limit if target.apart else made.budget,
-        "rows": parts(made.plans, made.baseline, target.space),
+        "title": ready.job.title,
+        "budget_nbytes": target.limit if target.apart else ready.budget,
+        "rows": parts(ready.plans, ready.baseline, target.space),
         "measured": None if target.apart else measured,
         "space": target.space,
     }

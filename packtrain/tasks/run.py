@@ -1,6 +1,6 @@
-"""A run that trains, from its settings to its result: planned, carried out, stopped, gone on with.
+"""A training run from its settings to its result: planned, run, stopped, resumed.
 
-`tasks.train` and `tasks.finetune` say what is theirs in a `Kind`. What happens is told to `Events`.
+`tasks.train` and `tasks.finetune` describe their differences in a `Kind`. Progress is reported to `Events`.
 """
 
 import math
@@ -42,41 +42,43 @@ SAMPLE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kind of run does in its own way.
+    """What train and finetune do differently.
 
-    command  its name, for the line that goes on with a stopped run
-    decide   settings to a job; it is given what tells a sentence
-    before   what is done on the engine before step 1, once its values are there; it is given what says to stop
-    after    what is done when the steps are done and their memory is free
+    command  its name, for the printed command that resumes a run
+    decide   settings to a job; takes a function that prints a message
+    before   called before step 1, when the weights have their values; takes a function that returns whether to stop
+    after    called when the steps are done and their memory is free
     notes    lines printed with the plan
-    space    what is written beside the files that the subject names: where, what, and bytes
+    space    files written in addition to those of the subject: path, description, bytes
     """
 
     command: str
     decide: Callable[[Any, Say], Job]
     before: Callable[[Fit, Events, Callable[[], bool]], None] = lambda fit, events, stopped: None
-    after: Callable[[Ready, Progress, Events], None] = lambda made, progress, events: None
-    notes: Callable[[Ready], Iterable[str]] = lambda made: ()
+    after: Callable[[Ready, Progress, Events], None] = lambda prepared, progress, events: None
+    notes: Callable[[Ready], Iterable[str]] = lambda prepared: ()
     space: Callable[[Job], Iterable[tuple[Path, str, int]]] = lambda job: ()
 
     def ready(self, settings: RunSettings, say: Say, runs: bool = True) -> Ready:
         """The run with its plan, or the smallest plan and why it is refused. Raises InputError.
 
-        runs  what it needs is loaded, too
+        runs  also load the kernels
         """
-        made = ready(settings, self.decide, say, runs)
-        return replace(made, notes=tuple(self.notes(made)) if made.refusal is None else ())
+        prepared = ready(settings, self.decide, say, runs)
+        return replace(
+            prepared, notes=tuple(self.notes(prepared)) if prepared.refusal is None else ()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a run.
+    """The result of a run.
 
-    output         the model, a GGUF file; there is none yet if `stopped`
+    output         the model, a GGUF file; not written yet if `stopped`
     folder         checkpoints, metrics.jsonl, loss.svg, plan.html
-    plan           what was planned; `plan.planned_nbytes` beside `peak_nbytes`, as measured
+    plan           the plan; compare `plan.planned_nbytes` with the measured `peak_nbytes`
     progress       steps, tokens, seconds, validation losses
-    stopped        whether it was asked to stop; the same call with resume=True goes on
+    stopped        whether it was asked to stop; the same call with resume=True continues
     """
 
     output: Path
@@ -95,35 +97,35 @@ class Trained:
 def carry_out(settings: RunSettings, kind: Kind, events: Events) -> Trained:
     """A run from its settings to its end. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
     _check(settings)
-    made = kind.ready(settings, events.message)
-    if made.refusal is not None:
-        raise DoesNotFit(made.refusal)
-    events.plan(made)
-    total, there = made.planned_nbytes, total_nbytes()
+    prepared = kind.ready(settings, events.message)
+    if prepared.refusal is not None:
+        raise DoesNotFit(prepared.refusal)
+    events.plan(prepared)
+    total, there = prepared.planned_nbytes, total_nbytes()
     if total > there:
         raise DoesNotFit(
             f"this needs {size_text(total)} and there are {size_text(there)}; "
             "--memory SIZE finds ways to need less"
         )
-    if made.found is not None:
-        check_compatible(made.job, made.found, events.message)
-    check_space(made.job, made.plans, kind.space(made.job))
+    if prepared.found is not None:
+        check_compatible(prepared.job, prepared.found, events.message)
+    check_space(prepared.job, prepared.plans, kind.space(prepared.job))
     folder, resume = settings.folder, _resume(kind, settings)
     folder.mkdir(exist_ok=True)
     with (
         locked(folder / "lock", f"--output: {folder}"),
         resumable(folder / CHECKPOINT, resume),
     ):
-        progress, peak, stopped = _train(settings, made, kind, events)
-        result = Trained(settings.output, folder, made, progress, peak, stopped)
+        progress, peak, stopped = _train(settings, prepared, kind, events)
+        result = Trained(settings.output, folder, prepared, progress, peak, stopped)
         if stopped:
             return result
         settle()
-        write_text(folder / "plan.html", page(made.plans.largest, **facts(made, peak)))
+        write_text(folder / "plan.html", page(prepared.plans.largest, **facts(prepared, peak)))
         for line in _report(result):
             events.message(line)
         try:
-            kind.after(made, progress, events)
+            kind.after(prepared, progress, events)
         except (KeyboardInterrupt, Interrupted):
             events.message(f"stopped after the last step, which is saved; finish with: {resume}")
             return replace(result, stopped=True)
@@ -135,31 +137,31 @@ def _resume(kind: Kind, settings: RunSettings) -> str:
 
 
 def _train(
-    settings: RunSettings, made: Ready, kind: Kind, events: Events
+    settings: RunSettings, prepared: Ready, kind: Kind, events: Events
 ) -> tuple[Progress, int, bool]:
-    """How far it came, the most bytes it took, and whether it was stopped."""
-    folder, total, job = settings.folder, made.planned_nbytes, made.job
-    _begin_folder(settings, made)
+    """Progress, peak memory, and whether it was stopped."""
+    folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
+    _begin_folder(settings, prepared)
     with (
         events.stopping() as stopped,
         Peak() as peak,
         events.training(job.steps, total, settings.steps_per_report),
         Watch(folder, events, tensorboard=settings.tensorboard) as watch,
     ):
-        engine = Engine(made.plans, job.optimizer, job.subject.shared(), settings.seed)
+        engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
         fit = Fit(
             job,
             engine,
             folder,
-            Pace(made.seconds, partial(correct, target=settings.target)),
+            Pace(prepared.seconds, partial(correct, target=settings.target)),
             events=events,
         )
-        fit.begin(made.found)
+        fit.begin(prepared.found)
         watch.resume(fit.progress.step)
-        if made.tokenizer is not None:
-            fit.sample = partial(_sample, job, engine, made.tokenizer)
+        if prepared.tokenizer is not None:
+            fit.sample = partial(_sample, job, engine, prepared.tokenizer)
         try:
-            if made.found is None:
+            if prepared.found is None:
                 kind.before(fit, events, stopped)
             settle()  # drawing a large plan and filling the weights took megabytes
             fit.go(watch, stopped, lambda: peak.nbytes)
@@ -172,7 +174,7 @@ def _train(
 
 
 def _check(settings: RunSettings) -> None:
-    """What can be known to be wrong before any work."""
+    """Checks that need no work."""
     check_writable(settings.output, "--output")
     folder, output = settings.folder, settings.output
     checkpoint = folder / CHECKPOINT
@@ -197,8 +199,8 @@ def _check(settings: RunSettings) -> None:
         )
 
 
-def _begin_folder(settings: RunSettings, made: Ready) -> None:
-    """The run folder with settings and plan; what a run before left goes if it is not resumed."""
+def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
+    """Create the run folder with settings and plan; removes files of an earlier run unless it is resumed."""
     folder = settings.folder
     for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
         torn.unlink(missing_ok=True)
@@ -213,12 +215,12 @@ def _begin_folder(settings: RunSettings, made: Ready) -> None:
     }
     kept = replace(settings, resume=False, overwrite=False, **paths)
     write_text(folder / "run.yaml", to_yaml(kept))
-    write_text(folder / "plan.json", made.json())
-    write_text(folder / "plan.html", page(made.plans.largest, **facts(made)))
+    write_text(folder / "plan.json", prepared.json())
+    write_text(folder / "plan.html", page(prepared.plans.largest, **facts(prepared)))
 
 
 def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
-    """What the model writes now after the prompt of the settings."""
+    """Text that the model generates after --sample-prompt."""
     runs = {size: run for size, run in engine.run.items() if isinstance(size, int)}
     generator = Generator(job.config.context_length, runs)
     prompt = tokenizer.encode(job.settings.sample_prompt)
@@ -249,7 +251,7 @@ def _report(done: Trained) -> Iterator[str]:
 
 
 def outcome(progress: Progress, best: bool) -> str:
-    """Which step the result is of, with validation losses; `best` if it is the best step, not the last."""
+    """Which step the result comes from, with validation losses; `best`: the best step, not the last."""
     last, lowest = f"step {progress.step:,}", f"step {progress.best_step:,}"
     if not math.isfinite(progress.best):
         return f"the result is {last}, the last; no validation loss was finite"

@@ -1,4 +1,4 @@
-"""What generate and chat have in common: settings of the choice, and a model made ready to write."""
+"""What generate and chat have in common: sampling settings, and loading a model to generate with."""
 
 import secrets
 from dataclasses import dataclass, fields
@@ -17,15 +17,15 @@ from packtrain.planning import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
 from packtrain.training.settings import DEVICE
-from packtrain.words import beyond
+from packtrain.words import long_context
 
-CONTEXT = 4096  # at most, where nothing says
+CONTEXT = 4096  # at most, without --ctx
 MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Speaking:
-    """Settings of every command that lets a model write."""
+    """Settings of the commands that generate text."""
 
     model: Path = positional("the model, a GGUF file")
     temp: float = SAMPLING(
@@ -36,18 +36,18 @@ class Speaking:
         0.95, "sample from the likeliest tokens whose probabilities add up to this", least=0, most=1
     )
     min_p: float = SAMPLING(
-        0.05, "leave out tokens less likely than this share of the likeliest", least=0, most=1
+        0.05, "drop tokens less likely than this share of the likeliest", least=0, most=1
     )
     repeat_penalty: float = SAMPLING(1.0, "penalty on recent tokens; 1: none", least=0.01)
     repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", least=-1)
     seed: int | None = SAMPLING(
         None,
-        "random seed; -1: a new one each time, as without this option",
+        "random seed; -1: a new one each time",
         flags="-s",
         least=-1,
         most=MOST_SEED,
     )
-    stop: tuple[str, ...] = SAMPLING((), "stop before this text; may be given several times")
+    stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
     ctx: int | None = MODEL(
         None,
         "context length in tokens (default: as needed, up to the model's)",
@@ -56,12 +56,10 @@ class Speaking:
     )
     lora: tuple[str, ...] = MODEL(
         (),
-        "LoRA adapter; :SCALE weighs it; may be given several times",
+        "LoRA adapter, FILE or FILE:SCALE; repeatable",
         metavar="FILE[:SCALE]",
     )
-    cache_type: str = MODEL(
-        "f16", "element type of the cache of keys and values", choices=("f16", "f32")
-    )
+    cache_type: str = MODEL("f16", "element type of the KV cache", choices=("f16", "f32"))
     device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
 
     @property
@@ -73,18 +71,18 @@ class Speaking:
 
     def check(self) -> None:
         if "" in self.stop:
-            raise InputError("--stop: the text is empty; it must have a character at least")
+            raise InputError("--stop: the text is empty; it must have at least one character")
 
 
 def opened(settings: Speaking) -> ModelFile:
-    """The model with the adapters that are asked for. Raises InputError."""
+    """The model with the requested adapters. Raises InputError."""
     model = open_model(settings.model)
     return adapted(model, read_scaled(settings.lora, model.gguf))
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a model wrote: text and token ids, why it ended (see `Reply`), the seed, how fast it read and wrote."""
+    """Generated text and token ids, why it ended (see `Reply`), the seed, and the speeds."""
 
     text: str
     ids: tuple[int, ...]
@@ -98,7 +96,7 @@ class Written:
 
 
 def written(reply: Reply, seed: int, events: Events) -> Written:
-    """Let the model write, each piece of text told as it comes."""
+    """Generate the reply, reporting each piece of text as it comes."""
     pieces = []
     for piece in reply:
         pieces.append(piece)
@@ -108,23 +106,23 @@ def written(reply: Reply, seed: int, events: Events) -> Written:
 
 
 def cells(settings: Speaking, context: int, wanted: int, events: Events) -> int:
-    """The context to make room for: as asked, else as wanted and within the model's own."""
+    """The context length: --ctx, else `wanted` up to the model's own."""
     if settings.ctx is None:
         return max(min(context, wanted), 1)
     if settings.ctx > context:
-        events.message(beyond(settings.ctx, context))
+        events.message(long_context(settings.ctx, context))
     return settings.ctx
 
 
-def ready(settings: Speaking, model: ModelFile, cells: int) -> Generator:
-    """A generator with the model's weights, its kernels loaded. Raises DoesNotFit."""
+def load_generator(settings: Speaking, model: ModelFile, cells: int) -> Generator:
+    """A generator with the model's weights and its kernels loaded. Raises DoesNotFit."""
     c, there, kind = model.config, total_nbytes(), DTYPES[settings.cache_type]
     cache = 2 * cells * c.block_count * c.head_count_kv * kind.row_nbytes(c.head_width)
     if cache > there:
         raise DoesNotFit(
-            f"--ctx: the cache of {cells:,} tokens needs {size_text(cache)}, and there are {size_text(there)}"
+            f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"
         )
     kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if c.expert_count else ())))
     generator = Generator.of(model, cells, kind, target(settings.device))
-    generator.feed([0])  # loads the kernels, so that they do not count as the prompt's time
+    generator.feed([0])  # loads the kernels, so that the prompt's time does not include it
     return generator

@@ -36,7 +36,7 @@ from packtrain.tokenizer import Tokenizer
 from packtrain.training.job import HEAD_NBYTES, Job, View, check_split, optimizer_of, schedule_of
 from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.settings import TuneSettings
-from packtrain.words import beyond, plural
+from packtrain.words import long_context, plural
 
 CONTEXT = 2048  # at most, where --ctx does not say
 PART = 1 << 16  # values that are unpacked at a time, while a run holds all its memory
@@ -208,7 +208,7 @@ def _batches(
     """Batches for training and validation, as long as the longest sample needs, and what they are made of."""
     length = settings.ctx or min(config.context_length, CONTEXT)
     if length > config.context_length:
-        say(beyond(length, config.context_length))
+        say(long_context(length, config.context_length))
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)

@@ -1,6 +1,6 @@
-"""To watch a run: metrics.jsonl, TensorBoard events and the loss curve in its folder; how progress is drawn.
+"""Records of a run: metrics.jsonl, TensorBoard events and the loss curve in its folder; drawing progress.
 
-In go a record of numbers per step and the peak of private memory. It knows nothing of models or training.
+Input: a record of numbers per step, and peak private memory. It knows nothing of models or training.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ METRICS, PICTURE = "metrics.jsonl", "loss.svg"
 
 
 class Watch:
-    """What a training loop tells: `with Watch(...) as watch:`, `step` after each step, `end` when it is done.
+    """Records what a training loop reports: `with Watch(...) as watch:`, `step` after each step, `end` at the end.
 
     The first step of a run replaces the files in `folder`, unless `resume` has been called.
     """
@@ -30,7 +30,7 @@ class Watch:
         self.files: list[Metrics | EventFile] = []
 
     def resume(self, step: int) -> None:
-        """Go on after this step: what was recorded of later ones is dropped."""
+        """Continue after this step; records of later steps are dropped."""
         self._open(step)
         for record in records(self.folder / METRICS):
             self.curve.add(record)
@@ -46,22 +46,22 @@ class Watch:
         return self.files
 
     def step(self, record: Mapping[str, float], peak_nbytes: int) -> None:
-        """Record and tell a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
-        `tokens_per_second` counts what is learnt from; `positions_per_second`, where given, all that is computed.
-        A step that is followed by a validation has `val_loss` and `val_error` too, so it is told after that.
+        """Record and report a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
+        `tokens_per_second` counts trained tokens; `positions_per_second`, where given, all computed positions.
+        A step with a validation after it has `val_loss` and `val_error` too, so it is reported after that.
         """
         for part in (*self._opened(), self.curve):
             part.add(record)
         self.events.step(record, peak_nbytes)
 
     def save(self) -> None:
-        """At a checkpoint: what was recorded is on the disk when this returns, and the curve is drawn."""
+        """At a checkpoint: sync all records to the disk and draw the curve."""
         for file in self.files:
             file.sync()
         write_text(self.folder / PICTURE, self.curve.svg())
 
     def end(self, record: Mapping[str, float]) -> None:
-        """The last line of a run that has made all its steps: `planned_bytes, peak_bytes, baseline_bytes`."""
+        """Write the last line of a finished run: `planned_bytes, peak_bytes, baseline_bytes`."""
         metrics, *_ = self._opened()
         metrics.add({"event": "end", **record})
         self.save()

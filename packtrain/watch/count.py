@@ -1,4 +1,4 @@
-"""How far something is that is done part by part, beside the steps of a run: merging, a validation, an evaluation."""
+"""Progress of work other than training steps: merging, validation, evaluation."""
 
 import time
 from typing import TextIO
@@ -15,9 +15,9 @@ class Count(Work):
         self.began = time.monotonic()
 
     def __call__(self, done: int, total: int, *texts: str) -> None:
-        """So many of all parts are done; the texts say what came of them so far."""
+        """`done` of `total` parts are done; the texts show results so far."""
         left = clock((time.monotonic() - self.began) / max(done, 1) * (total - done))
-        if done < total or redraws(self.stream):  # the end is told by what comes after it
+        if done < total or redraws(self.stream):  # the next message shows that it has ended
             self.tell(
                 done, total, f"{self.what}: {self.part} {done} of {total}, {left} left", *texts
             )

@@ -1,4 +1,4 @@
-"""The loss curve of a run as one SVG text, from metrics records as they come.
+"""The loss curve of a run as SVG, from metrics records as they come.
 
 Steps are kept in at most BINS bins of equal width, so that a run of any length needs the same few kilobytes. A
 picture shows the range and the running mean of the training loss, the validation losses, and where a loss was not
@@ -14,7 +14,7 @@ import numpy as np
 
 from packtrain.words import plural
 
-BINS = 500  # even, as they are joined in pairs; each gives two points of the outline
+BINS = 500  # even, because they are joined in pairs; each gives two points of the outline
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 724, 68, 368  # the plot within the picture
 BLUE, PALE, ORANGE, RED, INK, GRID = (
@@ -40,7 +40,7 @@ class Curve:
         self.valid: list[Point] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in `loss` and `val_loss` of a step, as far as the record has them."""
+        """Add `loss` and `val_loss` of a step, if the record has them."""
         if math.isfinite(record.get("val_loss", math.nan)):
             self.valid.append((record["step"], record["val_loss"]))
         if "loss" not in record:
@@ -57,7 +57,7 @@ class Curve:
         self.high[k] = max(self.high[k], loss)
 
     def _widen(self) -> None:
-        """Join neighbouring bins, which leaves room for as many steps again."""
+        """Join neighbouring bins, which makes room for twice as many steps."""
         self.width *= 2
         for array in (self.count, self.bad, self.total):
             array[: BINS // 2], array[BINS // 2 :] = array[::2] + array[1::2], 0
@@ -66,7 +66,7 @@ class Curve:
         self.low[BINS // 2 :], self.high[BINS // 2 :] = math.inf, -math.inf
 
     def svg(self) -> str:
-        """The picture. Without a finite loss it says so."""
+        """The picture, or a note if there is no finite loss yet."""
         filled = np.flatnonzero(self.count)
         steps = filled * self.width + (self.count[filled] + 1) / 2
         low, high = self.low[filled], self.high[filled]
@@ -86,7 +86,7 @@ class Curve:
             _path(frame, mean, f'fill="none" stroke="{BLUE}" stroke-width="2"'),
             *(
                 _dots(frame, mean, BLUE) if len(mean) == 1 else ()
-            ),  # a path of one point is not seen
+            ),  # a path of one point is invisible
             _path(frame, self.valid, f'fill="none" stroke="{ORANGE}" stroke-width="1.5"'),
             *_dots(frame, self.valid, ORANGE),
             *(_mark(frame.x(step)) for step in bad),
@@ -123,7 +123,7 @@ class Frame:
 
 
 def running_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """Each value's mean with `half` neighbours on both sides, fewer towards the ends but as many on each side."""
+    """Each value's mean with `half` neighbours on both sides, fewer towards the ends but symmetric."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     reach = np.minimum(half, np.minimum(at, at[::-1]))
@@ -143,7 +143,7 @@ def round_ticks(low: float, high: float, most: int, least: float) -> tuple[list[
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """A range with some air, which is not empty."""
+    """The range with a margin; never empty."""
     air = (high - low) / 20 or abs(high) / 20 or 1.0
     return low - air, high + air
 

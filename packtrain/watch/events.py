@@ -1,7 +1,7 @@
-"""TensorBoard's event files: scalars by step, written by hand so that nothing has to be installed for them.
+"""TensorBoard's event files: scalars by step, written by hand so that TensorBoard need not be installed.
 
 A file is a sequence of TFRecords (length, its checksum, bytes, their checksum), each of them an Event message of
-tensorboard/compat/proto/event.proto. In go records as for metrics.jsonl; of them SCALARS are written.
+tensorboard/compat/proto/event.proto. Input: records as for metrics.jsonl; SCALARS are written.
 """
 
 import os
@@ -35,7 +35,7 @@ class EventFile:
             self._write(_whole(2, after + 1) + _message(7, _whole(1, START)))
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append the scalars of a step; they have left the process when this returns."""
+        """Append the scalars of a step, unbuffered."""
         values = [
             _message(1, _message(1, tag.encode()) + _float(2, record[tag]))
             for tag in SCALARS

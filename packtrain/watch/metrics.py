@@ -1,8 +1,7 @@
-"""metrics.jsonl: one JSON object per step, appended as it comes and cut back when a run is resumed.
+"""metrics.jsonl: one JSON object per step, appended as it comes and truncated when a run is resumed.
 
-In go records of numbers; floats are written as the shortest text that reads back equal, and as null where they
-are not finite, which JSON cannot say and which is read as NaN. A last line that an interrupted run left
-unfinished is passed over.
+Floats are written as the shortest text that reads back equal, and as null if they are not finite (read back as
+NaN). An unfinished last line of an interrupted run is skipped.
 """
 
 import json
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import InputError
-from packtrain.files import replacing
+from packtrain.files import atomic_file
 
 FIRST_KEYS = (
     "step",
@@ -28,7 +27,7 @@ FIRST_KEYS = (
 
 
 class Metrics:
-    """The file of one run: a new one, or continued `after` the step that is resumed from."""
+    """The file of one run: a new one, or one continued `after` a step."""
 
     def __init__(self, path: Path, after: int | None) -> None:
         if after is not None and path.exists():
@@ -37,7 +36,7 @@ class Metrics:
         self.file = open(path, mode, buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115 — see close
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Append a line; it has left the process when this returns."""
+        """Append a line, flushed to the system."""
         self.file.write(_line(record))
 
     def sync(self) -> None:
@@ -58,15 +57,15 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _cut(path: Path, after: int) -> None:
-    """Drop the records of later steps and the event of an earlier end."""
-    with replacing(path) as file:
+    """Drop records of later steps and of an earlier end."""
+    with atomic_file(path) as file:
         for record in records(path):
             if record.get("event") != "end" and record.get("step", 0) <= after:
                 file.write(_line(record).encode())
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file one by one. Raises InputError for a bad line that others follow."""
+    """The records of a file one by one. Raises InputError for a bad line that is not the last."""
     torn = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -80,7 +79,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, or None where it is none or not complete."""
+    """The record of a line, or None if it is invalid or incomplete."""
     try:
         record = json.loads(line)
     except ValueError:

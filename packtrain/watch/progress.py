@@ -1,8 +1,7 @@
-"""What a person sees of a run: one line that is redrawn on a terminal, a line now and then elsewhere.
+"""The progress of a run: one line that is redrawn on a terminal, occasional lines elsewhere.
 
-In go metrics records and the peak of private memory. There is no thread: a line is drawn when a step ends, on a
-terminal at most every REDRAW_SECONDS, and nothing but the stream is touched. NO_COLOR is respected by rich;
-TERM=dumb gets plain lines.
+Input: metrics records and peak private memory. No thread: a line is drawn when a step ends, on a terminal at most
+every REDRAW_SECONDS. rich respects NO_COLOR; TERM=dumb gets plain lines.
 """
 
 import math
@@ -20,27 +19,25 @@ from rich.console import Console
 from rich.table import Column
 
 REDRAW_SECONDS = 0.2
-BAR_COLUMNS = 5  # of the bar at least, with a space
-ALIKE = 0.05  # of the positions: fewer that are not learnt from are not worth a second figure
-PLAIN_SECONDS = 10.0  # between lines on a piece of work, where none can be drawn over
-BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, what matters least last
+BAR_COLUMNS = 5  # least width of the bar, with a space
+ALIKE = 0.05  # share of positions not trained on, below which one speed is shown
+PLAIN_SECONDS = 10.0  # between progress lines where they cannot be redrawn
+BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
 
 
 class Progress:
-    """Says how a run of `steps` steps goes. Losses and speeds are means over the last `report_every` steps."""
+    """Progress of a run of `steps` steps. Losses and speeds are means over the last `report_every` steps."""
 
     def __init__(self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int) -> None:
         self.stream, self.steps, self.report_every = stream, steps, report_every
         self.planned_nbytes = planned_nbytes
         self.bar = Bar(stream, steps) if redraws(stream) else None
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
-        self.began: tuple[int, float] | None = (
-            None  # the first step that was seen here, and when it ended
-        )
+        self.began: tuple[int, float] | None = None  # the first step shown, and when it ended
         self.val_loss: float | None = None
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
-        """Show this step if it is its turn: the first, the last, or the next after `report_every` or a moment."""
+        """Show this step if it is due: the first, the last, or after `report_every` steps or REDRAW_SECONDS."""
         step, now = record["step"], time.monotonic()
         outermost = self.began is None or step >= self.steps
         self.began = self.began or (step, now)
@@ -57,7 +54,7 @@ class Progress:
             self.recent.clear()
 
     def _parts(self, step: int, now: float, peak_nbytes: int) -> dict[str, str]:
-        """What a line may have, in the order of a plain one; empty where nothing is known."""
+        """The parts of a line, in the order of a plain one; empty where unknown."""
         last = self.recent[-1]
         learnt = [record["tokens_per_second"] for record in self.recent]
         every = [r.get("positions_per_second", r["tokens_per_second"]) for r in self.recent]
@@ -77,7 +74,7 @@ class Progress:
         }
 
     def say(self, text: str) -> None:
-        """A line of its own, above the one that is redrawn."""
+        """Print a line above the one that is redrawn."""
         with self._lasting():
             if self.bar is not None:
                 self.bar.say(text)
@@ -86,19 +83,19 @@ class Progress:
 
     @contextmanager
     def _lasting(self) -> Iterator[None]:
-        """A run outlives the terminal or pipe that it tells of itself."""
+        """Ignore errors of the terminal or pipe: a run outlives it."""
         with suppress(OSError):
             yield
 
     def close(self) -> None:
-        """Leave the terminal as it was, with the last line standing."""
+        """Restore the terminal and keep the last line."""
         if self.bar is not None:
             with self._lasting():
                 self.bar.close()
 
 
 class Work:
-    """One line on how far a piece of work is: redrawn on a terminal, elsewhere printed now and then."""
+    """A progress line of other work: redrawn on a terminal, printed every PLAIN_SECONDS elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -107,7 +104,7 @@ class Work:
 
     def tell(self, done: int, total: int, *parts: str) -> None:
         now = time.monotonic()
-        with suppress(OSError):  # the work outlives the terminal that it tells of itself
+        with suppress(OSError):  # the work outlives the terminal
             if redraws(self.stream):
                 self.bar = self.bar or Bar(self.stream, total)
                 if done == total or now >= self.bar.due:
@@ -126,7 +123,7 @@ class Work:
 
 
 class Bar:
-    """The line on a terminal: as many parts as fit, after a bar in the room that is left."""
+    """The line on a terminal: a bar, and as many parts as fit."""
 
     def __init__(self, stream: TextIO, steps: int) -> None:
         cut = Column(no_wrap=True, overflow="ellipsis")
@@ -143,7 +140,7 @@ class Bar:
         self.due = 0.0
 
     def draw(self, step: int, parts: Sequence[str]) -> None:
-        """Draw the parts, of which the last ones matter least."""
+        """Draw the parts, the least important last."""
         text = fitting(parts, self.line.console.width - BAR_COLUMNS)
         self.line.update(self.task, completed=step, description=text)
         self.line.start()
@@ -158,7 +155,7 @@ class Bar:
 
 
 def fitting(parts: Sequence[str], columns: int) -> str:
-    """A line of as many of the parts as fit, each whole; the first one whatever its length."""
+    """A line of as many whole parts as fit; always the first one."""
     line, *others = filter(None, parts)
     for part in others:
         longer = f"{line}  {part}"
@@ -169,17 +166,17 @@ def fitting(parts: Sequence[str], columns: int) -> str:
 
 
 def redraws(stream: TextIO) -> bool:
-    """Whether a line can be drawn over on this stream."""
+    """Whether a line can be redrawn on this stream."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def same_speed(positions: float, learnt: float) -> bool:
-    """Whether nearly all positions are learnt from, so that one figure does."""
+    """Whether nearly all positions are trained on, so that one speed is enough."""
     return abs(positions - learnt) <= ALIKE * positions
 
 
 def speed_text(positions: float, learnt: float) -> str:
-    """Speeds by name: positions are computed, padding and prompts too; learnt tokens count in the loss."""
+    """Both speeds: positions count padding and prompts, too; learnt tokens are those in the loss."""
     if same_speed(positions, learnt):
         return f"{positions:,.0f} tokens/s"
     return f"{positions:,.0f} positions/s, {learnt:,.0f} learnt tokens/s"

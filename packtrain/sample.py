@@ -1,7 +1,7 @@
-"""The next token from logits: llama.cpp's chain of samplers, as pure functions on NumPy arrays.
+"""Sampling the next token from logits: llama.cpp's sampler chain, as pure functions on NumPy arrays.
 
-Logits (V,) and recent ids go in, an id comes out. Token i of a text draws from a generator of its own, so that
-results depend on the seed and on i, not on how the text was cut. It knows no models.
+Takes logits (V,) and recent ids, returns an id. Token i of a text has its own random generator, so that results
+depend on the seed and on i, not on how the text was split. It knows no models.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from packtrain.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose; defaults, meanings and order (penalties, top-k, top-p, min-p, temperature) are llama.cpp's.
+    """Sampling settings; defaults, meanings and order (penalties, top-k, top-p, min-p, temperature) are llama.cpp's.
 
     temp            divides the logits; 0 takes the likeliest token
-    top_k           keep so many tokens; 0 keeps all
+    top_k           keep the k likeliest tokens; 0 keeps all
     top_p           keep the likeliest tokens that together have this probability; 1 keeps all
     min_p           keep tokens at least this likely, relative to the likeliest; 0 keeps all
     repeat_penalty  makes recent tokens less likely; 1 does nothing
@@ -33,14 +33,14 @@ class Sampling:
 
 
 def draws(seed: int, index: int) -> np.random.Generator:
-    """The random numbers of token `index`: counter-based, so that no other token's draws come before them."""
+    """The random generator of token `index`: counter-based, independent of the draws of other tokens."""
     return np.random.Generator(np.random.Philox(key=seed, counter=index))
 
 
 def choose(
     logits: np.ndarray, recent: Sequence[int], sampling: Sampling, rng: np.random.Generator
 ) -> int:
-    """The id of the next token; of equal logits the lowest id comes first. Raises InputError if any is not finite."""
+    """The id of the next token; of equal logits the lowest id wins. Raises InputError if any is not finite."""
     if not np.isfinite(logits).all():
         bad = int(np.flatnonzero(~np.isfinite(logits))[0])
         raise InputError(
@@ -53,9 +53,7 @@ def choose(
     ids = ids[: _within(_softmax(logits[ids]), sampling.top_p)]
     likely = _softmax(logits[ids])
     ids = ids[likely >= sampling.min_p * likely[0]]
-    with np.errstate(
-        over="ignore"
-    ):  # below the largest logit, which is 0 then, minus infinity is right
+    with np.errstate(over="ignore"):  # -inf is correct below the largest logit, which is 0 then
         total = np.cumsum(_softmax((logits[ids] - logits[ids[0]]) / sampling.temp))
     return int(ids[np.searchsorted(total, rng.random() * total[-1], side="right")])
 
@@ -72,7 +70,7 @@ def _penalised(logits: np.ndarray, recent: Sequence[int], sampling: Sampling) ->
 
 def _likeliest(logits: np.ndarray, count: int) -> np.ndarray:
     """The ids of the `count` greatest logits, greatest first; all of them if count is 0."""
-    if 0 < count < len(logits):  # sorting only what can be among them
+    if 0 < count < len(logits):  # sort only candidates
         ids = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
     else:
         ids = np.arange(len(logits))
@@ -81,7 +79,7 @@ def _likeliest(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 def _within(probabilities: np.ndarray, top_p: float) -> int:
-    """How many of the falling probabilities are needed to reach top_p; at least one."""
+    """How many of the sorted probabilities are needed to reach top_p; at least one."""
     if top_p >= 1:
         return len(probabilities)
     return int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1

@@ -1,6 +1,6 @@
 """A vocabulary as GGUF tokenizer metadata: trained from text by SentencePiece, or taken from a model's file.
 
-Texts and a size go in, the `tokenizer.*` keys of a GGUF file come out. It knows no files of text and no documents.
+Returns the `tokenizer.*` keys of a GGUF file. It knows no text files and no documents.
 """
 
 import io
@@ -15,26 +15,22 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value
 from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, Tokenizer
 
-SAMPLED_NBYTES = (
-    20_000_000  # what SentencePiece sees of a large text; it holds about ten times that in memory
-)
-STRETCH_CHARACTERS = 16_384  # texts are sampled in stretches of this length, which ends a line too
+SAMPLED_NBYTES = 20_000_000  # sample of a large text for SentencePiece, which uses about ten times that in memory
+STRETCH_CHARACTERS = 16_384  # texts are sampled in chunks of this length; a chunk ends a line, too
 RESERVED = 256 + 3  # a token for each byte; unknown, begin and end
 LEAST = RESERVED + 3  # a space, a character, and the two together
 SUPPORTED, STEP, TEXT_NBYTES_PER_TOKEN = 320, 64, 256
-COVERAGE = (
-    0.99995  # Llama 2's share of the text in common characters; the others are spelled in bytes
-)
+COVERAGE = 0.99995  # character coverage, as in Llama 2; other characters are spelled in bytes
 
 
 def train_vocabulary(
     texts: Iterable[str], size: int, auto: bool, text_nbytes: int
 ) -> dict[str, Value]:
-    """The metadata of a vocabulary in the manner of Llama 2's: BPE with byte fallback, digits one by one.
+    """Train a vocabulary like Llama 2's and return its metadata: BPE with byte fallback, single digits.
 
-    auto         `size` is the most there may be; less where the text supports less, see supported_size
-    text_nbytes  how large the texts are together, so that a sample can be spread over them
-    Raises InputError if the text does not yield `size` tokens; the message names how many it does.
+    auto         `size` is an upper limit; fewer if the text supports fewer, see supported_size
+    text_nbytes  total size of the texts, to spread the sample over them
+    Raises InputError if the text does not yield `size` tokens; the message names how many it yields.
     """
     wanted = min(size, supported_size(text_nbytes)) if auto else size
     if wanted < LEAST:
@@ -49,12 +45,12 @@ def train_vocabulary(
 
 
 def supported_size(text_nbytes: int) -> int:
-    """How many tokens a text can teach: one per 256 bytes, in multiples of 64; 320 are always tried."""
+    """Vocabulary size that a text supports: one token per 256 bytes, in multiples of 64; at least 320."""
     return max(SUPPORTED, text_nbytes // TEXT_NBYTES_PER_TOKEN // STEP * STEP)
 
 
 def _sampled(texts: Iterable[str], text_nbytes: int) -> Iterator[str]:
-    """Stretches of the texts, evenly spread, SAMPLED_NBYTES together at most."""
+    """Chunks of the texts, evenly spread, at most SAMPLED_NBYTES in total."""
     share = min(1.0, SAMPLED_NBYTES / max(text_nbytes, 1))
     seen, taken = 0, 0
     for text in texts:
@@ -72,14 +68,14 @@ def _sentences(texts: list[str], size: int) -> Iterator[str]:
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
-    counts.pop(" ", None)  # it has its token in any case
+    counts.pop(" ", None)  # it always has a token
     ends = str.maketrans(dict.fromkeys(counts.keys() - _common(counts, size) | {"\r", "\0"}, "\n"))
     for text in texts:
         yield from filter(None, text.translate(ends).split("\n"))
 
 
 def _common(counts: Counter[str], size: int) -> set[str]:
-    """The characters that get tokens of their own: they may fill half of the vocabulary at most."""
+    """The characters that get their own tokens: at most half of the vocabulary."""
     found: set[str] = set()
     covered, wanted = 0, COVERAGE * counts.total()
     for character, count in counts.most_common((size - RESERVED) // 2):
@@ -97,9 +93,9 @@ def _train(sentences: Iterator[str], size: int) -> sentencepiece.SentencePiecePr
         model_writer=model,
         model_type="bpe",
         vocab_size=size,
-        hard_vocab_limit=False,  # fewer tokens, rather than an error, where the text yields no more
-        character_coverage=1.0,  # rare characters have been left out
-        max_sentence_length=STRETCH_CHARACTERS * 4,  # in bytes; longer ones would be left out
+        hard_vocab_limit=False,  # fewer tokens instead of an error if the text yields no more
+        character_coverage=1.0,  # rare characters are already removed
+        max_sentence_length=STRETCH_CHARACTERS * 4,  # in bytes; longer ones would be dropped
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=True,
@@ -142,7 +138,7 @@ def _metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Value]
 
 
 def vocabulary_of(path: Path) -> dict[str, Value]:
-    """The tokenizer metadata of a GGUF file. Raises InputError if it has none that Tokenizer takes."""
+    """The tokenizer metadata of a GGUF file. Raises InputError if it has none that Tokenizer accepts."""
     file = GGUF(path)
     try:
         Tokenizer(file.metadata)

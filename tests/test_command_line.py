@@ -12,7 +12,7 @@ from packtrain.cli import COMMANDS, main
 from packtrain.errors import InputError
 from packtrain.settings import GROUPS, option, to_yaml
 from packtrain.training.settings import TrainSettings, TuneSettings
-from packtrain.words import in_colour, meant, plural
+from packtrain.words import did_you_mean, in_colour, plural
 from tests.test_model_file import save
 
 
@@ -88,10 +88,10 @@ def test_debugging_switches_are_known_ones(tmp_path, capsys, monkeypatch):
 
 def test_names_that_were_meant():
     known = ("--memory", "--max-grad-norm", "-o", "--output")
-    assert meant("--memroy", known) == "; did you mean --memory?"
-    assert meant("--max", known) == "; did you mean --max-grad-norm?"
-    assert meant("--MEMORY", known) == "; did you mean --memory?"
-    assert meant("--colour", known) == meant("--", known) == ""
+    assert did_you_mean("--memroy", known) == "; did you mean --memory?"
+    assert did_you_mean("--max", known) == "; did you mean --max-grad-norm?"
+    assert did_you_mean("--MEMORY", known) == "; did you mean --memory?"
+    assert did_you_mean("--colour", known) == did_you_mean("--", known) == ""
 
 
 def test_counts():

@@ -505,7 +505,7 @@ def test_data_that_teaches_nothing_is_refused(folder, tmp_path, capsys):
     data.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
     given = [str(folder / "f32.gguf"), "--data", str(data), "-o", str(tmp_path / "m.gguf")]
     assert main(["finetune", *given]) == 2
-    assert f"{data}" in said(capsys)[-1] and "no turn of an assistant" in said_again(
+    assert f"{data}" in said(capsys)[-1] and "no turn of the assistant" in said_again(
         data, given, capsys
     )
 

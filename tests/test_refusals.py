@@ -142,7 +142,7 @@ CHANGES = (
     (about(BEGUN, "cc bb"), ["the data chats.jsonl has changed since it began"]),
     (about(BEGUN, "cc bb", {"data": "/x/b.jsonl"}), ["--data was /x/chats.jsonl and is /x/b.jsonl"]),
     (about(BEGUN, "aa bb", {"data": "/y/chats.jsonl"}), []),  # the same, elsewhere
-    (about(BEGUN, "cc dd"), ["the base base.gguf is another file than it began with"]),
+    (about(BEGUN, "cc dd"), ["the base base.gguf is not the file it began with"]),
     (about(TuneSettings(lr=1e-3, ctx=64), "cc bb"), ["--ctx was not given and is 64"]),
     (about(BEGUN, rows=2), ["its order of additions (rows) was 4 and is 2"]),
     (about(TuneSettings(lr=1e-3, batch_size=2), rows=2), ["--batch-size was 4 and is 2"]),

@@ -256,14 +256,14 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{}], r"line 1 has no fields"),
         ([{"text": "a"}, {"messages": PAIR}], r"line 2 has no field text; all records of a file must be like"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], r"messages\[0\]: role is 'robot'; it must be"),
-        ([{"messages": [TURN]}], r"line 1 has no turn of an assistant"),
-        ([{"messages": [PAIR[1]]}], r"line 1 has no answer to a user; nothing"),
+        ([{"messages": [TURN]}], r"line 1 has no turn of the assistant"),
+        ([{"messages": [PAIR[1]]}], r"line 1 has no answer of the assistant to train on"),
         ([{"messages": [TURN, SILENT]}], r"messages\[1\]: the assistant's content is empty"),
         ([{"messages": [TURN, {"role": "assistant"}]}], r"messages\[1\]: content is NoneType, not a string"),
         ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"content has a part that is not text"),
         ([{"prompt": "a", "completion": ""}], r"line 1: completion: the assistant's content is empty"),
         ([{"instruction": "", "output": "a"}], r"line 1: instruction is empty"),
-        ([{"instruction": "a", "output": "a", "history": ["b"]}], r"history\[0\] must be a list of what"),
+        ([{"instruction": "a", "output": "a", "history": ["b"]}], r"history\[0\] must be a pair of texts"),
         ([{"text": 3}], r"line 1: text is int, not a string"),
         ([{"text": " \n"}], r"line 1: text is empty"),
         ([{"text": "\ud800"}], r"line 1: text has half a surrogate pair"),
@@ -406,11 +406,11 @@ def test_nothing_to_learn(tmp_path: Path, model: Path):
     asked = {"messages": [{"role": "user", "content": "one two three four five " * 5}, PAIR[1]]}
     dataset = made(one(tmp_path, [asked, {"messages": PAIR}]), model, tmp_path, length=20)
     assert len(dataset.train) == 1
-    assert "samples left out, for nothing in them is to be learnt: 1" in dataset.notes
+    assert "samples left out because they have no tokens to train on: 1" in dataset.notes
     (tmp_path / "all").mkdir()
     with pytest.raises(
         InputError,
-        match=r"leaves no tokens to learn for training \(data\.jsonl: 1 rec.*samples left out",
+        match=r"leaves no tokens to train on for training \(data\.jsonl: 1 rec.*samples left out",
     ):
         made(one(tmp_path, [asked]), model, tmp_path / "all", length=20)
 

@@ -160,7 +160,7 @@ def test_encodings(tmp_path: Path, encoding: str, said: str):
         ("a.jsonl.zst", r"\.zst files cannot be read; unpack it with: zstd -d \S+a\.jsonl\.zst"),
         ("a.xlsx", r"\.xlsx files cannot be read; save it as “CSV UTF-8”"),
         ("a.zip", r"\.zip files cannot be read; unpack it with: unzip"),
-        ("a.parquet.gz", r"a\.parquet\.gz is packed; unpack it with: gunzip"),
+        ("a.parquet.gz", r"a\.parquet\.gz is compressed; unpack it with: gunzip"),
     ],
 )
 def test_files_that_are_not_read(tmp_path: Path, name: str, said: str):
@@ -380,7 +380,7 @@ def test_an_assistant_that_speaks_first(tmp_path: Path):
     (record,) = reader
     assert isinstance(record, Conversation)
     assert [message["role"] for message in record.messages] == ["system", "user", "assistant"]
-    with pytest.raises(InputError, match=r"line 1 has no answer to a user"):
+    with pytest.raises(InputError, match=r"line 1 has no answer of the assistant"):
         list(Reader(Source(one(tmp_path, [{"conversations": begun}]))))
 
 

@@ -268,7 +268,7 @@ def test_a_run_is_not_begun_over_another(data, tmp_path, capsys):
     before = (tmp_path / "m.run/checkpoint.gguf").read_bytes()
     assert "has a run already" in refused(capsys, arguments(data, output, "--iters", "1"))
     line = refused(capsys, arguments(data, output, "--iters", "1", "--resume", "--lr", "0.25"))
-    assert "m.run cannot continue: --lr was not given and is 0.25; give what it began with" in line
+    assert "m.run cannot continue: --lr was not given and is 0.25; give the original ones" in line
     assert (tmp_path / "m.run/checkpoint.gguf").read_bytes() == before
     assert main(["train", "-o", str(output), "--resume"]) == 0, "the refused settings were kept"
     assert main(arguments(data, output, "--iters", "1", "--overwrite")) == 0

@@ -1,4 +1,4 @@
-"""Text files in, memory-mapped token files out; the heavy part runs in a child process and is kept in a cache."""
+"""Turns text files into memory-mapped token files; the heavy part runs in a child process and is cached."""
 
 from packtrain.corpus.cache import Corpus, prepare
 from packtrain.corpus.documents import Text

@@ -1,4 +1,4 @@
-"""python -m packtrain.corpus: what the child of prepare does."""
+"""python -m packtrain.corpus: the child process of `prepare`."""
 
 from pathlib import Path
 from typing import Any

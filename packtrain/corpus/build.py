@@ -1,6 +1,6 @@
-"""The heavy part, for a child process: read the text, train or take the vocabulary, write the token files.
+"""The heavy part, run in a child process: read the text, train or load the vocabulary, write the token files.
 
-A Text and an empty folder go in; the folder then holds all that prepare reads. Text is streamed, twice or thrice.
+Fills an empty folder from a Text; `prepare` then reads it. Text is streamed, two or three times.
 """
 
 import time
@@ -39,7 +39,7 @@ SECONDS_BETWEEN_LINES = 3.0
 
 
 def build(text: Text, folder: Path, say: Say) -> None:
-    """Fill the folder. Raises InputError for whatever is wrong with the text."""
+    """Fill the folder. Raises InputError for bad text."""
     sources = find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)
 
@@ -48,11 +48,11 @@ def build(text: Text, folder: Path, say: Say) -> None:
 
     reports = _reports(text, sources)
     found = survey(read("reading", reports))
-    said = [note for report in reports for note in report.notes]
+    found_notes = [note for report in reports for note in report.notes]
     if not found.documents:
         what = "holds nothing but whitespace" if total else "is empty"
         what = "has no record that can be read" if any(report.bad for report in reports) else what
-        why = f" ({' '.join(said)})" if said else ""
+        why = f" ({' '.join(found_notes)})" if found_notes else ""
         raise InputError(f"--data: {text.data} {what}; it must hold text to train on{why}")
 
     split = 0.0 if any(source.part for source in sources) else text.val_split
@@ -67,7 +67,7 @@ def build(text: Text, folder: Path, say: Say) -> None:
         files = {part: stack.enter_context(write_tokens(folder, part, tokenizer)) for part in parts}
         nbytes = _write(divided("tokenizing"), tokenizer, files)
         _check_filled(text, files)
-    notes = [*said, note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
+    notes = [*found_notes, note, *(_note(part, file, nbytes[part]) for part, file in files.items())]
     kept = {"general.architecture": Value("string", "llama"), **vocabulary}
     gguf.write(folder / VOCABULARY_FILE, kept, {})
     (folder / NOTES_FILE).write_text("\n".join(notes), encoding="utf-8")
@@ -78,18 +78,18 @@ def _reports(text: Text, sources: Iterable[Source]) -> list[Report]:
 
 
 def _reported(pieces: Iterable[Piece], doing: str, nbytes: int, say: Say) -> Iterator[Piece]:
-    """The same pieces, with a line every few seconds."""
-    done, said = 0, time.monotonic()
+    """The same pieces; prints progress every few seconds."""
+    done, printed = 0, time.monotonic()
     for piece in pieces:
-        if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
+        if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
+            printed = time.monotonic()
             say(f"{doing}: {done / 1e6:,.0f} of {nbytes / 1e6:,.0f} MB")
         yield piece
         done += len(piece.text.encode())
 
 
 def _vocabulary(text: Text, found: Survey, pieces: Iterable[Piece]) -> tuple[dict[str, Value], str]:
-    """The vocabulary, and the line that says where it comes from."""
+    """The vocabulary, and a message about where it comes from."""
     if text.vocab is not None:
         taken = vocabulary_of(text.vocab)
         return taken, f"vocabulary: {_size(taken):,} tokens of {text.vocab}"
@@ -120,7 +120,7 @@ def _tokenizer(text: Text, vocabulary: dict[str, Value]) -> Tokenizer:
 def _write(
     pieces: Iterator[Piece], tokenizer: Tokenizer, files: Mapping[str, TokenFile]
 ) -> Counter[str]:
-    """Write the token files; gives the bytes of text in each part."""
+    """Write the token files; returns the bytes of text in each part."""
     nbytes: Counter[str] = Counter()
     for piece in pieces:
         document = _document(piece, pieces, nbytes)
@@ -129,7 +129,7 @@ def _write(
 
 
 def _document(first: Piece, others: Iterator[Piece], nbytes: Counter[str]) -> Iterator[str]:
-    """The texts of one document, taken from the stream of all pieces; their bytes are counted by part."""
+    """The texts of one document, from the stream of all pieces; counts their bytes by part."""
     piece = first
     nbytes[first.part] += len(piece.text.encode())
     yield piece.text

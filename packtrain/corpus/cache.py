@@ -1,4 +1,4 @@
-"""From a Text to a Corpus: found in the cache by what it was made from, else made there by a child process."""
+"""From a Text to a Corpus: read from the cache, or built there by a child process."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from packtrain.gguf import Value
 from packtrain.kept import Say, make
 from packtrain.vocabulary import vocabulary_of
 
-FORMAT = 3  # with another number all caches are built again
+FORMAT = 3  # increase it to rebuild all caches
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text as tokens. `fingerprint` says what it was made from; `notes` are lines worth printing."""
+    """A text as tokens. `fingerprint` is a hash of its sources; `notes` are messages to print."""
 
     vocabulary: dict[str, Value]
     train: Tokens
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def prepare(text: Text, cache: Path, say: Say) -> Corpus:
-    """The corpus of a text, kept in `cache/<fingerprint>/`. Raises InputError for whatever is wrong with the text."""
+    """The corpus of a text, cached in `cache/<fingerprint>/`. Raises InputError for bad text."""
     if not 0 <= text.val_split <= 0.5:
         raise InputError(f"--val-split: {text.val_split:g} must be from 0 to 0.5")
     sources = find_sources(text.data)
@@ -41,7 +41,7 @@ def prepare(text: Text, cache: Path, say: Say) -> Corpus:
     parts = parts_of(text, sources)
     try:
         found = read_corpus(folder, parts)
-    except (OSError, ValueError):  # not there, or damaged
+    except (OSError, ValueError):  # missing or damaged
         request = asdict(text) | {"data": str(text.data)}
         request["vocab"] = str(text.vocab) if text.vocab else None
         make(folder, __package__, request, say)
@@ -58,7 +58,7 @@ def _fingerprint(
 
 
 def checksum(options: object, sources: Sequence[Source]) -> str:
-    """A hash of all that a result depends on: options, vocabulary and format, and the contents of files."""
+    """A hash of everything that the result depends on: options, vocabulary, format, and file contents."""
     made_from = hashlib.sha256(repr(options).encode())
     for source in sources:
         with open(source.path, "rb") as file:
@@ -71,7 +71,7 @@ def checksum(options: object, sources: Sequence[Source]) -> str:
 
 
 def plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
-    """Metadata as values that print in full."""
+    """Metadata as plain values, whose repr is complete."""
     return [
         (key, v.value.tolist() if isinstance(v.value, np.ndarray) else v.value)
         for key, v in sorted(vocabulary.items())
@@ -79,7 +79,7 @@ def plain(vocabulary: Mapping[str, Value]) -> list[tuple[str, object]]:
 
 
 def read_corpus(folder: Path, parts: Sequence[str]) -> Corpus:
-    """What a folder of the cache holds. Raises OSError or ValueError, as InputError is one, if it is not whole."""
+    """Read a folder of the cache. Raises OSError or ValueError (InputError is one) if it is incomplete."""
     notes = (folder / NOTES_FILE).read_text(encoding="utf-8").splitlines()
     vocabulary = vocabulary_of(folder / VOCABULARY_FILE)
     size = len(vocabulary["tokenizer.ggml.tokens"].value)

@@ -1,6 +1,6 @@
-"""Rows of .parquet, .arrow and .feather files as records, some at a time; they are read by pyarrow, an extra.
+"""Rows of .parquet, .arrow and .feather files as records, in batches; read by pyarrow, an optional dependency.
 
-A cell that is null is no field of its record.
+A null cell is left out of its record.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from typing import Any
 from packtrain.corpus.streams import kind_of
 from packtrain.errors import InputError
 
-ROWS = 256  # that are made Python values at a time
-BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read as they are needed
+ROWS = 256  # converted to Python values at a time
+BUFFER_NBYTES = 1 << 20  # a row group may be the whole file: its pages are read on demand
 
 
 def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row by column, and its number. Raises InputError."""
+    """Each row as a dict, and its place. Raises InputError."""
     if path.suffix == ".gz":
-        raise InputError(f"{path} is packed; unpack it with: gunzip {path}")
+        raise InputError(f"{path} is compressed; unpack it with: gunzip {path}")
     if find_spec("pyarrow") is None:
         reader = "read_parquet" if kind_of(path) == ".parquet" else "read_feather"
         raise InputError(
@@ -35,9 +35,9 @@ def column_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 number += 1
                 yield f"{path}: row {number}", without_null(row)
     except (arrow.ArrowException, OSError) as error:
-        said = " ".join(str(error).split())
+        text = " ".join(str(error).split())
         raise InputError(
-            f"{path} cannot be read as {kind_of(path)} after row {number}: {said[:200]}"
+            f"{path} cannot be read as {kind_of(path)} after row {number}: {text[:200]}"
         ) from None
 
 
@@ -52,7 +52,7 @@ def _batches(path: Path, arrow: Any) -> Iterator[Any]:
         try:
             file = ipc.open_file(source)
             whole = (file.get_batch(i) for i in range(file.num_record_batches))
-        except arrow.ArrowInvalid:  # then it is a stream, as data sets of Hugging Face are kept
+        except arrow.ArrowInvalid:  # then it is the stream format, as in Hugging Face's caches
             source.seek(0)
             whole = iter(ipc.open_stream(source))
         for batch in whole:
@@ -61,7 +61,7 @@ def _batches(path: Path, arrow: Any) -> Iterator[Any]:
 
 
 def without_null(value: Any) -> Any:
-    """The same without fields that are null: every row of a table has every field of a struct."""
+    """The value without null fields: every row of a table has every field of a struct."""
     if isinstance(value, dict):
         return {key: without_null(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

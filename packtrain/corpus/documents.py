@@ -1,7 +1,7 @@
-"""Text files as documents: a stream of pieces, so that a document may be larger than memory.
+"""Text files as documents, in a stream of pieces, so that a document may be larger than memory.
 
-A Text says which files and how they are cut; out come Pieces, each for training or for validation. It knows no
-tokens. InputError names file and place of what cannot be read.
+A Text names the files and how to split them; yields Pieces, each for training or validation. It knows no tokens.
+InputError names file and place of what cannot be read.
 """
 
 import re
@@ -17,8 +17,10 @@ from packtrain.corpus.streams import CHUNK_NBYTES, RECORDS, SUFFIXES, TEXTS, kin
 from packtrain.errors import InputError
 from packtrain.files import existing
 
-END_OF_TEXT = "<|endoftext|>"  # on a line of its own, it separates documents unless another separator is given
-SPLIT_BY_DOCUMENTS = 20  # with fewer, the end of the text is the validation part
+END_OF_TEXT = (
+    "<|endoftext|>"  # on its own line, separates documents unless another separator is given
+)
+SPLIT_BY_DOCUMENTS = 20  # with fewer documents, the end of the text is used for validation
 TRAIN, VALID = "train", "valid"
 WANTED = 'it must be like {"text": "…"}'
 CHATS = (
@@ -38,10 +40,10 @@ FEW = 5  # files that are listed
 class Text:
     """What to prepare: files, vocabulary (a GGUF file, or one to train), and how to cut.
 
-    auto       vocab_size is the most there may be; less where the text supports less
-    separator  text between documents; None finds lines `<|endoftext|>`, "" makes a file one document
-    val_split  the share kept for validation where the files do not say
-    skip_bad   records that cannot be read are left out
+    auto       vocab_size is an upper limit; fewer if the text supports fewer
+    separator  text between documents; None: lines `<|endoftext|>`; "": a file is one document
+    val_split  share used for validation if there is no validation file
+    skip_bad   skip records that cannot be read
     """
 
     data: Path
@@ -55,7 +57,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file and the part that all of it goes to; "" where val_split decides."""
+    """A file and the split that it belongs to; "" if val_split decides."""
 
     path: Path
     part: str = ""
@@ -63,7 +65,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a document; `ends` on its last one."""
+    """A part of a document's text; `ends` on the last one."""
 
     text: str
     ends: bool
@@ -72,7 +74,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What there is, besides a validation part that the files give."""
+    """Size of the text, without a validation file."""
 
     documents: int
     characters: int
@@ -83,7 +85,7 @@ class Survey:
 
 
 def find_sources(data: Path, others: Sequence[str] = TEXTS) -> tuple[Source, ...]:
-    """A file; or a folder's train and valid files; or files of a folder with suffixes `others`. Raises InputError."""
+    """A file; or a folder's train and valid files; or its files with suffixes `others`. Raises InputError."""
     existing(data, "--data")
     if not data.is_dir():
         return (Source(data),)
@@ -110,12 +112,12 @@ def _parts(folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def has_valid_file(data: Path) -> bool:
-    """Whether the data itself says what is for validation."""
+    """Whether the data has a validation file."""
     return data.is_dir() and all(_parts(data))
 
 
 def left_out(data: Path, sources: Iterable[Source]) -> tuple[str, ...]:
-    """The line that names what else is in a folder of data; none if that is nothing."""
+    """A message naming the other files in a data folder; empty if there are none."""
     if not data.is_dir():
         return ()
     taken = {source.path for source in sources}
@@ -134,12 +136,12 @@ def _named(path: Path, suffixes: Sequence[str]) -> bool:
 
 
 def parts_of(text: Text, sources: Iterable[Source]) -> tuple[str, ...]:
-    """The parts that the corpus of a text has."""
+    """The splits of the corpus."""
     return (TRAIN, VALID) if text.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
 def file_called(folder: Path, *names: str) -> Path | None:
-    """The one file of a folder with one of these names. Raises InputError if there are several."""
+    """The only file of a folder with one of these names. Raises InputError if there are several."""
     paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
     found = [path for path in paths if path.is_file()]
     if len(found) > 1:
@@ -150,7 +152,7 @@ def file_called(folder: Path, *names: str) -> Path | None:
 def read_documents(
     sources: Iterable[Source], separator: str | None, reports: Iterable[Report]
 ) -> Iterator[Piece]:
-    """The pieces of all documents that are not blank, each with its source's part; a report for each source."""
+    """The pieces of all non-blank documents, each with its source's split; fills a report for each source."""
     for source, report in zip(sources, reports, strict=True):
         for piece in _without_blank(_pieces(separator, report)):
             yield replace(piece, part=source.part)
@@ -171,7 +173,7 @@ def _texts(report: Report) -> Iterator[str]:
         try:
             text = _text_of(found, where)
         except InputError as error:
-            if not begun:  # it is not one record that is bad
+            if not begun:  # the whole file is bad, not one record
                 raise
             report.reject(error)
         else:
@@ -186,14 +188,14 @@ def _text_of(found: Any, where: str) -> str:
 
 
 def _advice(found: Any) -> str:
-    """What conversations are for, if a record is one."""
+    """Advice to use finetune, if the record is a conversation."""
     chat = isinstance(found, dict) and any(fields <= set(found) for fields in CHATS)
     tune = "; conversations are for packtrain finetune, which tunes an existing model"
     return tune if chat else ""
 
 
 def sound(text: Any, where: str, wanted: str) -> str:
-    """A text that UTF-8 can hold. Raises InputError."""
+    """Check that this is a string that UTF-8 can encode. Raises InputError."""
     if not isinstance(text, str):
         raise InputError(f"{where} is {type(text).__name__}, not a string; {wanted}")
     try:
@@ -207,17 +209,17 @@ def sound(text: Any, where: str, wanted: str) -> str:
 
 
 def split(chunks: Iterable[str], separator: str | None) -> Iterator[Piece]:
-    """Cut a text into documents at its separators; these and line breaks next to them are left out."""
+    """Split a text into documents; drops the separators and line breaks next to them."""
     separator = separator and re.sub("\r\n?", "\n", separator)  # as in the text
     pattern = _pattern(separator)
     reach = len(END_OF_TEXT if separator is None else separator) + 2
-    # separators begin at `since` or later; the character before is kept for `^` to look at
+    # separators begin at `since` or later; the character before it is kept for `^`
     rest, since = "", 0
     for chunk in chain(chunks, (None,)):
         rest += chunk or ""
         at, limit = 0, len(rest) - reach
         for found in pattern.finditer(rest, since):
-            # what follows may lengthen or undo it
+            # the next text may lengthen the match or undo it
             if chunk is not None and found.end() == len(rest):
                 limit = found.start()
                 break
@@ -240,7 +242,7 @@ def _pattern(separator: str | None) -> re.Pattern[str]:
 
 
 def _without_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Leave out documents of nothing but whitespace; what a document begins with waits until it has more."""
+    """Drop documents of only whitespace; holds back leading whitespace until text follows."""
     held, begun = "", False
     for piece in pieces:
         held += piece.text
@@ -266,9 +268,9 @@ def survey(pieces: Iterable[Piece]) -> Survey:
 
 
 def divide(pieces: Iterable[Piece], found: Survey, val_split: float) -> Iterator[Piece]:
-    """Give pieces their part: every k-th document is for validation, or the end of a text of few documents.
+    """Assign splits: every k-th document is for validation, or the end of a text with few documents.
 
-    Without val_split, parts stay as they are and what has none is for training.
+    Without val_split, pieces without a split are for training.
     """
     every = round(1 / val_split) if val_split else 0
     if not every:
@@ -286,8 +288,11 @@ def _by_documents(pieces: Iterable[Piece], every: int) -> Iterator[Piece]:
 
 
 def _by_place(pieces: Iterable[Piece], place: int) -> Iterator[Piece]:
-    """What comes before the place is for training, the rest for validation; a document may be cut in two."""
-    seen, held = 0, ""  # characters before `held`; text around the place, until a line ends in it
+    """Text before the place is for training, the rest for validation; may cut a document in two."""
+    seen, held = (
+        0,
+        "",
+    )  # characters before `held`; text around the place, until it contains a line end
     for piece in pieces:
         text = held + piece.text
         if seen >= place:
@@ -306,7 +311,7 @@ def _by_place(pieces: Iterable[Piece], place: int) -> Iterator[Piece]:
 
 
 def _line_break(text: str, at: int) -> int:
-    """The place after the next line break, or else after the last one, that leaves text on both sides; else `at`."""
+    """The place after the next line break, else after the last one, with text on both sides; else `at`."""
     for cut in (text.find("\n", at) + 1, text.rfind("\n", 0, at) + 1):
         if text[:cut].strip() and text[cut:].strip():
             return cut

@@ -1,7 +1,6 @@
 """Files as streams of JSON values: the lines of a .jsonl, the array of a .json, the rows of a table.
 
-Memory is bounded by the longest record. A record that cannot be read is rejected to the file's Report; InputError
-names file and place.
+Memory is bounded by the longest record. A bad record goes to the file's Report; InputError names file and place.
 """
 
 import json
@@ -29,7 +28,7 @@ SOMETHING = re.compile(r"[^ \t\r\n]")
 
 
 def read_records(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
-    """Each record of the report's file and where it is; `wanted` is what an error says that a record must be like."""
+    """Each record of the report's file and its place; errors quote `wanted`, an example of a good record."""
     path = report.path
     kind = kind_of(path)
     found: Iterator[tuple[str, Any]]
@@ -65,7 +64,7 @@ def _lines(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
 class _Array:
     """The values of a JSON array that comes in chunks of text.
 
-    text, at, line   what has been read and not been passed yet; the place in it, and this place's line in the file
+    text, at, line   buffered text, the position in it, and the line of the position in the file
     """
 
     def __init__(self, path: Path, wanted: str) -> None:
@@ -95,7 +94,7 @@ class _Array:
                 value, end = self._decode(self.text, self.at)
             except (ValueError, RecursionError) as error:
                 if len(self.text) - self.at < LONGEST and self._read():
-                    continue  # what is missing may follow
+                    continue  # the rest may follow
                 at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
                 line = self.line + self.text.count("\n", self.at, at)
                 raise InputError(f"{self.path}: line {line} is not JSON; {self.wanted}") from None
@@ -103,7 +102,7 @@ class _Array:
             return value
 
     def _next(self) -> str:
-        """The next character that is no whitespace, where the place then is; "" at the end."""
+        """Move to the next non-whitespace character and return it; "" at the end."""
         while not (found := SOMETHING.search(self.text, self.at)):
             self._move(len(self.text))
             if not self._read():
@@ -116,7 +115,7 @@ class _Array:
         self.at = to
 
     def _read(self) -> bool:
-        """Read on, as much again as is waiting, so that a long record is tried a few times only; false at the end."""
+        """Double the buffer, so that a long record is parsed only a few times; False at the end."""
         self.text, self.at = self.text[self.at :], 0
         before = len(self.text)
         for chunk in self._chunks:

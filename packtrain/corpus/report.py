@@ -1,7 +1,7 @@
-"""What reading a file finds beside its records: line ends that were made one kind, and bad records.
+"""Findings while reading a file: changed line ends, and bad records.
 
-A bad record is an error, or is skipped and counted where that is allowed; line ends become `\\n` in all texts,
-for a model that has learnt `\\r` writes it.
+A bad record is an error, or is skipped and counted with --skip-bad. Line ends become `\\n` in all texts, because a
+model trained on `\\r` writes it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,29 +12,29 @@ from typing import Any
 from packtrain.errors import InputError
 from packtrain.words import plural
 
-FEW = 5  # bad records that are listed
-NAMES, WIDTH = 8, 40  # that are listed of a record, and characters of each
+FEW = 5  # bad records listed
+NAMES, WIDTH = 8, 40  # names listed, and characters of each
 
 
 def shortlist(names: Collection[str]) -> str:
-    """The first few names, each cut if it is long, and how many more there are."""
+    """The first few names, each shortened, and how many more there are."""
     first = [name if len(name) <= WIDTH else f"{name[:WIDTH]}…" for name in [*names][:NAMES]]
     more = f" and {len(names) - NAMES:,} more" if len(names) > NAMES else ""
     return f"{', '.join(first)}{more}"
 
 
 def header_names(names: Collection[str]) -> str:
-    """What is found where a table's header should name other columns."""
+    """Describes the columns of a header that lacks the expected ones."""
     return f"the header names {f'the columns {shortlist(names)}' if names else 'no columns'}"
 
 
 @dataclass(slots=True)
 class Report:
-    """What was found in a file.
+    """Findings in a file.
 
-    skip   bad records are skipped
-    exact  line ends stay as they are
-    header where the header of a table is: its names are those of all records
+    skip   skip bad records
+    exact  keep line ends
+    header place of a table's header, whose names are those of all records
     """
 
     path: Path
@@ -46,16 +46,16 @@ class Report:
     line_ends: int = 0
 
     def reject(self, error: InputError) -> None:
-        """Count a bad record, or raise the error with the flag that would do so."""
+        """Count a bad record, or raise the error, which names --skip-bad."""
         if not self.skip:
             raise InputError(f"{error}; --skip-bad skips bad records") from None
         self.bad += 1
-        if len(self.reasons) < FEW:  # what follows the first semicolon is advice
+        if len(self.reasons) < FEW:  # after the first semicolon comes advice
             self.reasons.append(str(error).removeprefix(f"{self.path}: ").partition("; ")[0])
 
     @property
     def notes(self) -> list[str]:
-        """Lines worth printing."""
+        """Messages to print."""
         name, found = self.path.name, list[str]()
         if self.line_ends:
             found.append(f"{name}: {self.line_ends:,} line ends changed from \\r\\n or \\r to \\n")
@@ -66,14 +66,15 @@ class Report:
         return found
 
     def text(self, text: str) -> str:
-        """The text with line ends of one kind."""
+        """The text with line ends as `\
+`."""
         if self.exact or "\r" not in text:
             return text
         self.line_ends += text.count("\r")
         return text.replace("\r\n", "\n").replace("\r", "\n")
 
     def chunks(self, chunks: Iterable[str]) -> Iterator[str]:
-        """The same for a text in chunks, between which a `\\r\\n` may be cut."""
+        """The same for a text in chunks, which may split a `\\r\\n`."""
         held = ""
         for chunk in chunks:
             text = held + chunk
@@ -82,7 +83,7 @@ class Report:
         yield self.text(held)
 
     def value(self, value: Any) -> Any:
-        """The same for all texts in a value as JSON has them."""
+        """The same for all texts in a JSON value."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):

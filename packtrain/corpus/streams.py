@@ -1,6 +1,6 @@
-"""Files as streams of bytes and of UTF-8 text in chunks; what a suffix says of a file.
+"""Files as streams of bytes and of UTF-8 text in chunks; file formats by suffix.
 
-A file may be packed as .gz. InputError names file and place, and how to make of it what can be read.
+A file may be compressed as .gz. InputError names file and place, and how to convert it.
 """
 
 import gzip
@@ -24,7 +24,7 @@ RECORDS = (*LINES, ARRAY, *TABLES, *COLUMNS)
 KINDS = (".txt", *RECORDS)
 SUFFIXES = (*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in COLUMNS))
 TEXTS = (".txt", ".txt.gz")
-OTHERS = {  # what is not read, and what to do
+OTHERS = {  # unsupported formats, and what to do
     ".zst": "unpack it with: zstd -d {}",
     ".bz2": "unpack it with: bunzip2 {}",
     ".xz": "unpack it with: unxz {}",
@@ -36,13 +36,13 @@ OTHERS = {  # what is not read, and what to do
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what is in a file, without .gz: `.jsonl`."""
+    """The suffix of a file without .gz: `.jsonl`."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read, unpacked. Raises InputError if it is no sound .gz."""
+    """Open a file, decompressed. Raises InputError if it is not a valid .gz."""
     if (suffix := path.suffix.lower()) in OTHERS:
         raise InputError(f"{path}: {suffix} files cannot be read; {OTHERS[suffix].format(path)}")
     if suffix != ".gz":
@@ -53,11 +53,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with gzip.open(path) as file:
             yield cast(BinaryIO, file)
     except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise InputError(f"{path} is damaged, or no gzip file; pack it again") from None
+        raise InputError(f"{path} is damaged, or no gzip file; compress it again") from None
 
 
 def text_chunks(path: Path) -> Iterator[str]:
-    """A file's text as it is, line ends included, without the mark that some editors begin UTF-8 with."""
+    """A file's text with its line ends, without a byte order mark."""
     decoder = getincrementaldecoder("utf-8")()
     at, begun, last = 0, False, False
     with opened(path) as file:
@@ -70,7 +70,7 @@ def text_chunks(path: Path) -> Iterator[str]:
                 raise InputError(
                     f"{path}: a NUL at byte {at + chunk.index(0)}; this is not a text file"
                 )
-            waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
+            waiting = len(decoder.getstate()[0])  # bytes of an incomplete character
             try:
                 text = decoder.decode(chunk, final=last)
             except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def text_chunks(path: Path) -> Iterator[str]:
 
 
 def as_utf_8(path: Path, encoding: str = "WINDOWS-1252") -> str:
-    """How a text in another encoding is converted; Windows-1252 is what Excel and older editors write."""
+    """How to convert a text in another encoding; Windows-1252 is what Excel and older editors write."""
     if path.suffix == ".gz":
         return "save it as UTF-8"
     target = path.with_stem(f"{path.stem}-utf8")

@@ -1,7 +1,7 @@
-"""Rows of .csv and .tsv files as records: the header names the fields, empty rows are left out.
+"""Rows of .csv and .tsv files as records: the header names the fields, empty rows are skipped.
 
-The delimiter is comma, semicolon or tab, whichever the header has most of; quoted cells may contain line breaks. A row
-with another number of cells than the header is a bad record.
+The delimiter is comma, semicolon or tab, whichever is most frequent in the header; quoted cells may contain line
+breaks. A row with more or fewer cells than the header is a bad record.
 """
 
 import csv
@@ -23,18 +23,18 @@ TOLD = re.compile(r"sep=([,;\t])\s*", re.IGNORECASE)  # a first line that Excel 
 
 
 def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each row by field, and the line on which it begins."""
+    """Each row as a dict, and the line on which it begins."""
     rows = _rows(report)
     where, header = next(rows, ("", []))
     report.header = where
-    names = [name.strip().lower() for name in header]  # spreadsheets begin words with a capital
+    names = [name.strip().lower() for name in header]  # spreadsheets capitalize names
     twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"{where} names the field {twice} twice; each column needs its own name")
     for where, cells in rows:
         while len(cells) > len(names) and not cells[-1]:
             cells.pop()
-        if len(cells) == len(names):  # columns without a name are counters that tools write
+        if len(cells) == len(names):  # columns without a name are row numbers of tools
             yield where, {name: cell for name, cell in zip(names, cells, strict=True) if name}
             continue
         found, wanted = plural(len(cells), "cell"), plural(len(names), "column")
@@ -47,7 +47,7 @@ def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
-    """The rows that are not empty, the header among them; and where each begins."""
+    """The non-empty rows, including the header, and where each begins."""
     path = report.path
     lines = _lines(path)
     first, delimiter, passed = "", "", 0
@@ -74,23 +74,23 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
 
 
 def _reason(error: csv.Error) -> str:
-    said = str(error)
-    if "end of data" in said:
+    text = str(error)
+    if "end of data" in text:
         return "a quoted cell begins here and never ends; its last quote is missing"
-    if "field limit" in said:
+    if "field limit" in text:
         return f"a cell has more than {LONGEST_CELL:,} characters; a quote may be missing"
     return "text follows a quoted cell; a quote within quotes must be doubled"
 
 
 def _delimiter(first: str, kind: str) -> str:
-    """What the header has most of outside quotes."""
+    """The most frequent delimiter in the header, outside quotes."""
     bare = QUOTED.sub("", first)
     usual = "\t" if kind == ".tsv" else ","
     return max((usual, ",", ";", "\t"), key=bare.count)
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines with their ends, whatever these are."""
+    """Lines with their line ends, of any kind."""
     rest, number = "", 1
     for chunk in text_chunks(path):
         rest += chunk

@@ -1,4 +1,4 @@
-"""Token files: the ids of all documents one after the other, and where each document begins, as mapped .npy files."""
+"""Token files: the ids of all documents in sequence, and where each document begins, as mapped .npy files."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ class Tokens:
     """Documents as BOS … EOS.
 
     ids     (N,)          u16, or u32 for a vocabulary of more than 65,536 tokens; mapped, read-only
-    starts  (documents,)  i64, mapped: the places in ids where documents begin
+    starts  (documents,)  i64, mapped: where each document begins in ids
     """
 
     ids: np.ndarray
@@ -26,7 +26,7 @@ class Tokens:
 
 
 def read_tokens(folder: Path, part: str, vocab_size: int) -> Tokens:
-    """Map the files of a part. Raises OSError or ValueError if they are not there, not whole, or make no sense."""
+    """Map the files of a part. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
     ids, starts = (np.lib.format.open_memmap(path, mode="r") for path in paths_of(folder, part))
     if ids.dtype.kind != "u" or starts.dtype != np.int64 or ids.ndim != 1 or starts.ndim != 1:
         raise ValueError(f"{folder}: {part} holds no tokens")
@@ -41,7 +41,7 @@ def paths_of(folder: Path, part: str) -> tuple[Path, Path]:
 
 
 class ArrayFile:
-    """A .npy file of one axis while it is written."""
+    """Writes a one-dimensional .npy file."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:
         self.count = 0
@@ -49,7 +49,7 @@ class ArrayFile:
         self._write_header()
 
     def _write_header(self) -> None:
-        # NumPy leaves room for any count, so that the header can be written again in its place
+        # NumPy pads the header for any count, so that it can be rewritten in place
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
@@ -64,15 +64,15 @@ class ArrayFile:
 
 @contextmanager
 def growing(path: Path, dtype: np.dtype[Any]) -> Iterator[ArrayFile]:
-    """`with growing(…) as file:` an array, there once the block has ended well."""
+    """`with growing(…) as file:` an array file, complete when the block succeeds."""
     with atomic_file(path) as file:
-        made = ArrayFile(file, dtype)
-        yield made
-        made.finish()
+        new = ArrayFile(file, dtype)
+        yield new
+        new.finish()
 
 
 class TokenFile:
-    """A file of ids while it is written, document by document; the tokenizer must have bos and eos."""
+    """Writes a file of ids, document by document; the tokenizer must have bos and eos."""
 
     def __init__(self, file: ArrayFile, tokenizer: Tokenizer) -> None:
         self.starts = array("q")
@@ -96,10 +96,10 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @contextmanager
 def write_tokens(folder: Path, part: str, tokenizer: Tokenizer) -> Iterator[TokenFile]:
-    """`with write_tokens(…) as file:` the files of a part, there once the block has ended well."""
+    """`with write_tokens(…) as file:` the files of a part, complete when the block succeeds."""
     ids_path, starts_path = paths_of(folder, part)
     with growing(ids_path, id_dtype(tokenizer.vocab_size)) as file:
-        made = TokenFile(file, tokenizer)
-        yield made
+        new = TokenFile(file, tokenizer)
+        yield new
     with atomic_file(starts_path) as starts:
-        np.save(starts, np.frombuffer(made.starts, "<i8"))
+        np.save(starts, np.frombuffer(new.starts, "<i8"))

@@ -1,4 +1,4 @@
-"""Data and a model's vocabulary and chat template in, tokenized samples with the tokens to learn out, mapped."""
+"""Turns data, with a model's vocabulary and chat template, into memory-mapped tokenized samples with a loss mask."""
 
 from packtrain.samples.build import TRUNCATE, Recipe
 from packtrain.samples.cache import Dataset, prepare

@@ -1,4 +1,4 @@
-"""python -m packtrain.samples: what the child of prepare does."""
+"""python -m packtrain.samples: the child process of `prepare`."""
 
 from pathlib import Path
 from typing import Any

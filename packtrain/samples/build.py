@@ -1,6 +1,6 @@
-"""The heavy part, for a child process: read the data, render, tokenize, cut, and write the files of each part.
+"""The heavy part, run in a child process: read the data, render, tokenize, truncate, write the files of each split.
 
-A Recipe and an empty folder go in; the folder then holds all that prepare reads. Records are streamed, once.
+Fills an empty folder as a Recipe says; `prepare` then reads it. Records are streamed, once.
 """
 
 import json
@@ -29,8 +29,8 @@ NOTES_FILE = "notes.json"
 SECONDS_BETWEEN_LINES = 3.0
 END, DROP, SPLIT = TRUNCATE = ("end", "drop", "split")
 FATES = {END: "cut at their end", DROP: "left out", SPLIT: "split"}
-CONTROLS = "messages that spell control tokens, which they become here as in llama.cpp"
-UNTRAINED = "samples left out, for nothing in them is to be learnt"
+CONTROLS = "messages that spell control tokens, which become these tokens as in llama.cpp"
+UNTRAINED = "samples left out because they have no tokens to train on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Recipe:
 
     model      a GGUF file: its vocabulary and its chat template
     length     the most targets of a sample
-    truncate   what becomes of longer conversations: their end is cut, they are dropped, or split; texts are split
-    everything, last_only   prompts are learnt, too; of the assistant's turns the last one alone
-    separator, val_split    as of corpus.Text
-    skip_bad   records that cannot be used are left out
-    template   a chat template to take instead of the model's own
+    truncate   longer conversations: cut at the end, dropped, or split; texts are always split
+    everything, last_only   train on prompts, too; train on the assistant's last turn only
+    separator, val_split    as in corpus.Text
+    skip_bad   skip records that cannot be used
+    template   chat template instead of the model's own
     """
 
     data: Path
@@ -63,12 +63,12 @@ def sources_of(recipe: Recipe) -> tuple[Source, ...]:
 
 
 def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
-    """The parts that the samples have."""
+    """The splits that the samples have."""
     return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
 def build(recipe: Recipe, folder: Path, say: Say) -> None:
-    """Fill the folder. Raises InputError for whatever is wrong with the data."""
+    """Fill the folder. Raises InputError for bad data."""
     file = GGUF(recipe.model)
     try:
         maker = Maker(recipe, file.metadata)
@@ -90,11 +90,9 @@ def build(recipe: Recipe, folder: Path, say: Say) -> None:
             _write(reader, say, turns, maker, files)
             if not reader.count:
                 why = f" ({' '.join(reader.report.notes)})" if reader.report.bad else ""
-                raise InputError(
-                    f"{source.path} holds no records; there must be some to learn from{why}"
-                )
+                raise InputError(f"{source.path} holds no records; at least one is needed{why}")
             notes += reader.notes
-        notes += maker.said
+        notes += maker.messages
         _check_filled(recipe, files, notes)
     kept = {"notes": notes, "template": maker.template}
     (folder / NOTES_FILE).write_text(json.dumps(kept), encoding="utf-8")
@@ -102,7 +100,7 @@ def build(recipe: Recipe, folder: Path, say: Say) -> None:
 
 @dataclass(slots=True)
 class Turns:
-    """Whose turn it is to be for validation: every k-th, over all files; none if `every` is 0."""
+    """Chooses samples for validation: every k-th, over all files; none if `every` is 0."""
 
     every: int
     number: int = 0
@@ -115,25 +113,25 @@ class Turns:
 def _write(
     reader: Reader, say: Say, turns: Turns, maker: "Maker", files: Mapping[str, SampleFile]
 ) -> None:
-    """All samples of one file; those of a conversation stay together where the files do not say their part."""
+    """Write all samples of a file; those of one conversation go to the same split."""
     for record in _reported(reader, say):
         try:
-            made = maker.samples(record)
+            samples = maker.samples(record)
         except InputError as error:
             reader.reject(error)
             continue
         turns.number += isinstance(record, Conversation)
-        for sample in made:
+        for sample in samples:
             turns.number += isinstance(record, Plain)
             files[reader.source.part or turns.part].add(sample)
 
 
 def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Plain]:
-    """The same records, with a line every few seconds."""
-    said = time.monotonic()
+    """The same records; prints progress every few seconds."""
+    printed = time.monotonic()
     for record in reader:
-        if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
+        if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
+            printed = time.monotonic()
             say(f"{reader.source.path.name}: {reader.count:,} records")
         yield record
 
@@ -143,14 +141,14 @@ def _check_filled(recipe: Recipe, files: Mapping[str, SampleFile], notes: list[s
         if not file.starts:
             spoken = {TRAIN: "training", VALID: "validation"}[part]
             few = part == VALID and files[TRAIN].starts
-            more = "; give a larger --val-split, or 0 to validate nothing" if few else ""
+            more = "; give a larger --val-split, or 0 for no validation" if few else ""
             raise InputError(
-                f"--data: {recipe.data} leaves no tokens to learn for {spoken}{more} ({'; '.join(notes)})"
+                f"--data: {recipe.data} leaves no tokens to train on for {spoken}{more} ({'; '.join(notes)})"
             )
 
 
 class Maker:
-    """Records to samples; `said` tells afterwards what was not as one would think."""
+    """Turns records into samples; `messages` then reports what may surprise."""
 
     def __init__(self, recipe: Recipe, metadata: Mapping[str, Any]) -> None:
         self.recipe, self._metadata = recipe, metadata
@@ -160,19 +158,19 @@ class Maker:
         self._renderers: dict[Chosen, Renderer] = {}
 
     @property
-    def said(self) -> list[str]:
-        """Lines worth printing."""
+    def messages(self) -> list[str]:
+        """Messages to print at the end."""
         notes = sum((renderer.notes for renderer in self._renderers.values()), self.notes)
         counted = [f"{what}: {count:,}" for what, count in notes.items() if count]
         return [*(one.note for one in self._renderers if one.why), *counted]
 
     @property
     def template(self) -> str | None:
-        """What conversations were written by if it is not the model's own: what learns from them must carry it."""
+        """The chat template if it is not the model's own; the trained model's file must then contain it."""
         return next((one.source for one in self._renderers if one.why), None)
 
     def _renderer(self, tools: bool) -> Renderer:
-        """By the model's template, or its template for tools; they are made when they are first needed."""
+        """The renderer of the model's chat template, or of its template for tools; created on first use."""
         if tools not in self._chosen:
             own = template_source(self._metadata, tools)
             self._chosen[tools] = chosen(self._metadata, own, self.recipe.template)
@@ -188,7 +186,7 @@ class Maker:
         return self._renderers[one]
 
     def samples(self, record: Conversation | Plain) -> Iterator[Sample]:
-        """The samples of a record that have something to learn; those of a conversation are made at once."""
+        """The samples of a record that have tokens to train on; those of a conversation are built at once."""
         if isinstance(record, Plain):
             return _placed(self._text(record), record.where)
         return iter(list(_placed(self._conversation(record), record.where)))
@@ -209,7 +207,7 @@ class Maker:
                     self.notes[UNTRAINED] += 1
 
     def _cut(self, sample: Sample) -> Iterator[Sample]:
-        """A conversation that may be longer than a sample."""
+        """A conversation, truncated or split if it is longer than a sample."""
         most, ids, weights = self.recipe.length + 1, sample.ids, sample.weights
         if len(ids) <= most:
             yield sample
@@ -227,7 +225,7 @@ class Maker:
 
 
 def _placed(samples: Iterator[Sample], where: str) -> Iterator[Sample]:
-    """The same samples; an error names the place of their record."""
+    """The same samples; adds the place of the record to errors."""
     try:
         yield from samples
     except InputError as error:

@@ -1,4 +1,4 @@
-"""From a Recipe to a Dataset: found in the cache by what it was made from, else made there by a child process."""
+"""From a Recipe to a Dataset: read from the cache, or built there by a child process."""
 
 import json
 from collections.abc import Sequence
@@ -14,15 +14,18 @@ from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 6  # with another number all caches are built again
-VOCABULARY = "tokenizer.", "general.name"  # the name tells how some vocabularies treat whitespace
+FORMAT = 6  # increase it to rebuild all caches
+VOCABULARY = (
+    "tokenizer.",
+    "general.name",
+)  # for some vocabularies the name decides how whitespace is treated
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Samples by part. `fingerprint` says what they were made from; `notes` are lines worth printing.
+    """Samples by split. `fingerprint` is a hash of their sources; `notes` are messages to print.
 
-    `template` is what conversations were written by if it is not the model's own: what learns from them must carry it.
+    `template` is the chat template if it is not the model's own; the trained model's file must then contain it.
     """
 
     train: Samples
@@ -33,7 +36,7 @@ class Dataset:
 
 
 def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
-    """The samples of a recipe, kept in `cache/<fingerprint>/`. Raises InputError for whatever is wrong."""
+    """The samples of a recipe, cached in `cache/<fingerprint>/`. Raises InputError for bad data."""
     if not 0 <= recipe.val_split <= 0.5:
         raise InputError(f"--val-split: {recipe.val_split:g} must be from 0 to 0.5")
     sources, file = sources_of(recipe), GGUF(recipe.model)
@@ -44,7 +47,7 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
     size = len(file.metadata.get(f"{KEYS}tokens", ()))
     try:
         found = read_dataset(folder, parts, size)
-    except (OSError, ValueError):  # not there, or damaged
+    except (OSError, ValueError):  # missing or damaged
         request = asdict(recipe) | {"data": str(recipe.data), "model": str(recipe.model)}
         make(folder, __package__, request, say)
         found = read_dataset(folder, parts, size)
@@ -52,7 +55,7 @@ def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
 
 
 def read_dataset(folder: Path, parts: Sequence[str], vocab_size: int) -> Dataset:
-    """What a folder of the cache holds. Raises OSError or ValueError if it is not whole."""
+    """Read a folder of the cache. Raises OSError or ValueError if it is incomplete."""
     kept = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
     valid = read_samples(folder, VALID, vocab_size) if VALID in parts else None

@@ -1,7 +1,7 @@
-"""Data files as conversations and texts, one record at a time, whatever form they are in.
+"""Data files of any supported format as conversations and texts, one record at a time.
 
-A file's form is found by the fields of its first record and is that of all others. Out come messages as chat
-templates take them. It knows no templates and no tokens; InputError names file, line and field.
+The fields of the first record determine the format of a file. Yields messages in the form that chat templates take.
+It knows no templates and no tokens; InputError names file, line and field.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,9 +22,9 @@ from packtrain.samples.messages import (
     an_object,
     conversation,
     listed,
+    new_message,
     parsed,
     read_messages,
-    said,
     worded,
 )
 from packtrain.words import plural
@@ -32,7 +32,7 @@ from packtrain.words import plural
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A text, all of which is to be learnt; `checked` if texts of control tokens in it mean these tokens."""
+    """A text, all of which is trained on; `checked`: text that spells a control token becomes that token."""
 
     where: str
     pieces: Iterable[str]
@@ -41,7 +41,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A kind of record: fields that it must have and may have, and what is made of them."""
+    """A format of records: required and optional fields, and how to parse them."""
 
     needed: tuple[str, ...]
     allowed: tuple[str, ...]
@@ -54,14 +54,14 @@ class Form:
 
 @dataclass(slots=True)
 class Reader:
-    """The records of a file. What it found is known when all have been read; `report` tells of those left out."""
+    """The records of a file. Its notes are complete when all records have been read; `report` has the skipped ones."""
 
     source: Source
     separator: str | None = None
     skip_bad: bool = False
     form: Form | None = None
     count: int = 0
-    opened: int = 0  # conversations that began with the assistant
+    opened: int = 0  # conversations that started with the assistant
     unused: set[str] = field(default_factory=set)
     report: Report = field(init=False)
 
@@ -74,23 +74,23 @@ class Reader:
             return
         for where, found in read_records(WANTED, self.report):
             try:
-                made = self._made(found, where)
+                parsed_record = self._parsed(found, where)
             except InputError as error:
-                # it is not one record that is bad
+                # the whole file is bad, not one record
                 if self.form is None and (self.report.header or not self.skip_bad):
                     raise
                 self.report.reject(error)
             else:
                 self.count += 1
-                self.opened += isinstance(made, Conversation) and made.opened
-                yield made
+                self.opened += isinstance(parsed_record, Conversation) and parsed_record.opened
+                yield parsed_record
 
     def reject(self, error: InputError) -> None:
-        """The last record cannot be used after all."""
+        """Reject the last record, which cannot be used after all."""
         self.report.reject(error)
         self.count -= 1
 
-    def _made(self, found: Any, where: str) -> Conversation | Plain:
+    def _parsed(self, found: Any, where: str) -> Conversation | Plain:
         record = an_object(found, where)
         if self.form is None:
             self.form = _form_of(record, where, self.report.header)
@@ -117,7 +117,7 @@ class Reader:
 
     @property
     def notes(self) -> list[str]:
-        """The file, its form, fields that mean nothing, and what was changed or left out."""
+        """Messages about the file: its format, unused fields, and what was changed or left out."""
         name = self.source.path.name
         kind = f"of {self.form.name}" if self.form else "of text"
         found = f"{name}: {plural(self.count, 'record' if self.form else 'document')} {kind}"
@@ -129,7 +129,7 @@ class Reader:
 
 
 def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
-    """The texts of one document, taken from the stream of all."""
+    """The texts of one document, from the stream of all pieces."""
     yield piece.text
     while not piece.ends:
         piece = next(pieces)
@@ -161,29 +161,29 @@ def _messages(record: Mapping[str, Any], where: str) -> Conversation:
     messages = read_messages(turns, where, "messages" if "messages" in record else "conversations")
     system = record.get("system")
     if system:
-        messages.insert(0, said("system", system, f"{where}: system"))
+        messages.insert(0, new_message("system", system, f"{where}: system"))
     return conversation(where, messages, record.get("tools"))
 
 
 def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
     messages = []
     if record.get("system"):
-        messages.append(said("system", record["system"], f"{where}: system"))
+        messages.append(new_message("system", record["system"], f"{where}: system"))
     history = record.get("history")
     for i, pair in enumerate(listed(parsed(history, f"{where}: history"))):
         at = f"{where}: history[{i}]"
         if not isinstance(pair, list) or len(pair) != 2:
-            raise InputError(f"{at} must be a list of what the user and the assistant said")
-        messages += [said("user", pair[0], at), said("assistant", pair[1], at)]
+            raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
+        messages += [new_message("user", pair[0], at), new_message("assistant", pair[1], at)]
     given = record.get("input") or ""
     instruction = worded(record["instruction"], f"{where}: instruction")
     both = "\n".join(filter(None, (instruction, sound(given, f"{where}: input", WANTED))))
-    answer = said("assistant", record["output"], f"{where}: output")
+    answer = new_message("assistant", record["output"], f"{where}: output")
     return conversation(where, [*messages, {"role": "user", "content": both}, answer], None)
 
 
 def _pair(question: str, answer: str) -> Form:
-    """What is asked and what is answered: strings, or lists of messages."""
+    """A question and an answer: strings, or lists of messages."""
 
     def make(record: Mapping[str, Any], where: str) -> Conversation:
         messages: list[Message] = []
@@ -192,7 +192,7 @@ def _pair(question: str, answer: str) -> Form:
             if isinstance(given, list):
                 messages += read_messages(given, where, name)
             else:
-                messages.append(said(role, given, f"{where}: {name}"))
+                messages.append(new_message(role, given, f"{where}: {name}"))
         return conversation(where, messages, record.get("tools"))
 
     return Form((question, answer), ("tools",), make)

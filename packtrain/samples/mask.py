@@ -1,8 +1,8 @@
-"""Texts as token ids with a weight for each: 1 where the token is to be learnt.
+"""The loss mask: texts as token ids with a weight for each, 1 where the token is trained on.
 
-The ids are those of the whole text, as llama.cpp's server makes them from what its template gives: words in a message
-that spell a control token become that token there, and so here. A token is learnt if it begins in the reply, or begins
-before it and has words of it: blanks that it shares with the prompt teach nothing.
+The whole rendered text is tokenized at once, as in llama.cpp's server: words of a message that spell a control token
+become that token. A token is trained on if it begins in the reply, or begins before it and contains words of it; a
+token that shares only whitespace with the prompt is not.
 """
 
 import re
@@ -18,12 +18,12 @@ from packtrain.tokenizer import CONTROL, Tokenizer
 
 SPACE = "\u2581".encode()
 WHITESPACE = re.compile(rb"[ \t\n\v\f\r]*")
-CHARACTER = re.compile(rb"[^\x80-\xbf][\x80-\xbf]*")  # of sound UTF-8
+CHARACTER = re.compile(rb"[^\x80-\xbf][\x80-\xbf]*")  # of valid UTF-8
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """ids and, for each, 1 or 0: whether it is learnt as a target."""
+    """Token ids and, for each, 1 or 0: whether it is a target in the loss."""
 
     ids: list[int]
     weights: list[int]
@@ -34,7 +34,7 @@ class Sample:
 
 
 class Masker:
-    """Samples with a vocabulary; `everything` trains prompts, too."""
+    """Tokenizes and masks samples; `everything` trains on prompts, too."""
 
     def __init__(self, tokenizer: Tokenizer, everything: bool = False) -> None:
         self.tokenizer, self.everything = tokenizer, everything
@@ -44,22 +44,22 @@ class Masker:
 
     @property
     def first(self) -> int | None:
-        """The id that a text begins with, if the file asks for one."""
+        """The BOS id that a text begins with, if the model's file asks for one."""
         return self.tokenizer.bos if self.tokenizer.add_bos else None
 
     @property
     def ends(self) -> list[str]:
-        """Texts of the tokens at which generation ends."""
+        """Texts of the tokens that end generation."""
         return [self.tokenizer.piece(id).decode(errors="replace") for id in self.tokenizer.ends]
 
     def spells_control(self, words: str) -> bool:
-        """Whether words of a message become control tokens."""
+        """Whether words of a message spell control tokens."""
         return any(text in words for text in self._controls)
 
     def conversation(self, rendered: Rendered) -> Sample:
-        """The tokens of a rendered conversation, with one BOS where the file asks for it or the template gives it."""
+        """The tokens of a rendered conversation, with one BOS if the model's file or the template asks for it."""
         text, dropped = rendered.text, 0
-        if self.tokenizer.add_bos and text.startswith(self._bos):  # or there would be two
+        if self.tokenizer.add_bos and text.startswith(self._bos):  # otherwise there would be two
             text, dropped = text[len(self._bos) :], len(self._bos)
         ids = self.tokenizer.encode(text, eos=False)
         added = 1 if self.tokenizer.add_bos else 0
@@ -80,9 +80,9 @@ class Masker:
         return Sample(ids, weights.tolist())
 
     def text(self, pieces: Iterable[str], checked: bool) -> Iterator[list[int]]:
-        """The ids of a text in parts, all to be learnt, with BOS where the file asks for it, and an end.
+        """The ids of a text in parts, all trained on, with BOS if the model's file asks for it, and an end token.
 
-        checked  texts of control tokens become these tokens
+        checked  text that spells a control token becomes that token
         """
         tokenizer = self.tokenizer
         first = [] if self.first is None else [self.first]
@@ -107,7 +107,7 @@ def _nbytes(text: str, count: int) -> int:
 
 
 def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator[tuple[int, int]]:
-    """From where to where each token stands in the text that was encoded, in bytes."""
+    """Start and end of each token in the encoded text, in bytes."""
     at = 0
     for id in ids:
         found = _place(tokenizer, id, text, at)
@@ -116,7 +116,7 @@ def places_of(tokenizer: Tokenizer, ids: Iterable[int], text: bytes) -> Iterator
 
 
 def _place(tokenizer: Tokenizer, id: int, text: bytes, at: int) -> tuple[int, int]:
-    """From where to where a token stands, at `at` or after whitespace there that the last token has swallowed."""
+    """Start and end of a token at `at`, or after whitespace there that the previous token swallowed."""
     piece = tokenizer.piece(id)
     if text.startswith(piece, at):
         return at, at + len(piece)
@@ -126,20 +126,20 @@ def _place(tokenizer: Tokenizer, id: int, text: bytes, at: int) -> tuple[int, in
         for wanted in (
             piece,
             bare,
-        ):  # a space that the tokenizer has put before a text is not in it
+        ):  # the tokenizer's leading space is not in the text
             width = _width(wanted, text, begin)
             if width is not None:
                 return begin, begin + width
     if id == tokenizer.unk and (found := CHARACTER.match(text, at)):
         return at, found.end()
     raise InputError(
-        f"token {id}, {piece!r}, is not at byte {at} of the text it was made from; with this vocabulary it cannot be"
-        " told which tokens are the assistant's"
+        f"token {id}, {piece!r}, is not at byte {at} of the text that was tokenized; with this vocabulary the"
+        " assistant's tokens cannot be found"
     )
 
 
 def _width(piece: bytes, text: bytes, at: int) -> int | None:
-    """How many bytes of the text a piece is; None if it is not there. A vocabulary may write spaces as U+2581."""
+    """Bytes of the text that a piece covers; None if it is not there. A vocabulary may write spaces as U+2581."""
     if text.startswith(piece, at):
         return len(piece)
     end = at
@@ -153,13 +153,13 @@ def _width(piece: bytes, text: bytes, at: int) -> int | None:
     return end - at
 
 
-# ---- too long
+# ---- splitting
 
 
 def windows(parts: Iterable[list[int]], length: int, bos: int | None = None) -> Iterator[list[int]]:
     """Ids cut so that each window has at most `length` targets.
 
-    A window begins with the last id of the one before, or with bos in its place.
+    A window begins with the last id of the previous one, or with bos instead.
     """
     rest: list[int] = []
     for part in parts:

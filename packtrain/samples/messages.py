@@ -1,6 +1,6 @@
-"""Messages as chat templates take them: roles, words, calls of tools with their arguments as objects, ids of calls.
+"""Messages in the form that chat templates take: roles, content, tool calls with parsed arguments, call ids.
 
-In goes what a record of any form holds, out come conversations; InputError names the place and what would be right.
+Turns the values of a record into a conversation; InputError names the place and what is expected.
 """
 
 import json
@@ -28,7 +28,7 @@ WANTED = (
 class Conversation:
     """Messages with role and content, the last one the assistant's; `where` is the place in the file.
 
-    opened  the assistant spoke first, and that was left out
+    opened  the assistant spoke first; that turn was dropped
     """
 
     where: str
@@ -38,15 +38,15 @@ class Conversation:
 
 
 def conversation(where: str, messages: list[Message], tools: Any) -> Conversation:
-    """Checked: a user speaks first, and an assistant last; what comes before and after that teaches nothing."""
+    """A checked conversation: the user speaks first, the assistant last; drops turns before and after that."""
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
-        raise InputError(f"{where} has no turn of an assistant; nothing could be learnt from it")
+        raise InputError(f"{where} has no turn of the assistant to train on")
     start = sum(1 for _ in takewhile(lambda m: m["role"] in ("system", "developer"), messages))
     turns = list(dropwhile(lambda m: m["role"] == "assistant", messages[start:]))
     if not turns:
-        raise InputError(f"{where} has no answer to a user; nothing could be learnt from it")
+        raise InputError(f"{where} has no answer of the assistant to train on")
     if turns[0]["role"] != "user":
         raise InputError(f"{where}: the first to speak is {turns[0]['role']}; it must be the user")
     opened = len(turns) < len(messages) - start
@@ -56,7 +56,7 @@ def conversation(where: str, messages: list[Message], tools: Any) -> Conversatio
 
 
 def parsed(given: Any, at: str) -> Any:
-    """A list or an object that may be written as JSON, as in a cell of a table."""
+    """A list or an object, parsed if it is JSON text, as in a table cell."""
     return _json(given, at, '[{"role": …}]') if isinstance(given, str) and given.strip() else given
 
 
@@ -82,11 +82,11 @@ def _message(turn: Any, at: str) -> Message:
         made = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
         words = _content(content, at) if content else ""
         return {"role": role, "content": words, **kept, "tool_calls": made}
-    return said(role, content, at) | kept
+    return new_message(role, content, at) | kept
 
 
-def said(role: str, content: Any, at: str) -> Message:
-    """A message; only a tool may have nothing to say."""
+def new_message(role: str, content: Any, at: str) -> Message:
+    """A message; only a tool's may be empty."""
     text = _content(content, at)
     if role != "tool" and not text.strip():
         raise InputError(f"{at}: the {role}'s content is empty; it must have words")
@@ -94,19 +94,19 @@ def said(role: str, content: Any, at: str) -> Message:
 
 
 def _content(content: Any, at: str) -> str:
-    """Words, also from a list of parts."""
+    """The text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise InputError(
-                    f"{at}: content has a part that is not text; only text can be learnt"
+                    f"{at}: content has a part that is not text; only text is supported"
                 )
         content = "".join(sound(part.get("text"), f"{at}: text", WANTED) for part in content)
     return sound(content, f"{at}: content", WANTED)
 
 
 def _call(call: Any, at: str) -> Message:
-    """A call of a tool as templates take it, with its arguments as an object."""
+    """A tool call in the form that templates take, with its arguments as an object."""
     call = an_object(call, f"{at}: tool_calls")
     function = an_object(call.get("function", call), f"{at}: function")
     name = function.get("name")
@@ -120,7 +120,7 @@ def _call(call: Any, at: str) -> Message:
 
 
 def _name_calls(messages: list[Message]) -> None:
-    """Calls without an id get one of nine letters, as some templates want, and their answers the same."""
+    """Give calls without an id one of nine characters, as some templates require, and their results the same."""
     waiting: list[str] = []
     count = 0
     for message in messages:
@@ -132,7 +132,7 @@ def _name_calls(messages: list[Message]) -> None:
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
-    """Functions as llama.cpp's server hands them to templates: with these fields, in this order."""
+    """Tools as llama.cpp's server passes them to templates: these fields, in this order."""
     if isinstance(tools, str) and tools.strip():
         tools = _json(tools, f"{where}: tools", '[{"name": …, "parameters": …}]')
     if not tools:

@@ -1,7 +1,7 @@
-"""A conversation as text by a chat template, and which stretches of it are the assistant's own.
+"""Renders a conversation with a chat template, and finds the assistant's parts of the text.
 
-A turn's words begin where the prompt before it ends, rendered as for a reply, and end with the first end marker after
-them. It knows no token ids; a template that raises is an InputError that names the record.
+An assistant's turn begins where the prompt before it, rendered with a generation prompt, ends; it ends with the next
+end marker. It knows no token ids; an error in the template is an InputError that names the record.
 """
 
 import json
@@ -19,13 +19,15 @@ TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "para
 ASK, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}
 
-# notes that come with a count
-SYSTEM = "system messages put before the user's first words, for the template has no place for them"
-CALLS = "calls of tools written as JSON, for the template has no form for them"
-RESULTS = "results of tools written as the user's words, for the template has no form for them"
-TOOLS = "lists of tools left out, for the template has no place for them"
-UNSTABLE = "conversations rendered once for each turn to learn, for later turns change earlier ones"
-CHANGED = "turns whose words or thoughts the template changes"
+# notes with a count
+SYSTEM = (
+    "system messages put before the user's first words, because the template does not support them"
+)
+CALLS = "tool calls written as JSON, because the template does not support them"
+RESULTS = "tool results written as user messages, because the template does not support them"
+TOOLS = "lists of tools left out, because the template does not support them"
+UNSTABLE = "conversations rendered once per trained turn, because later turns change earlier ones"
+CHANGED = "turns whose content or reasoning the template changes"
 ENDLESS = "turns without an end token, so that the model cannot learn to stop"
 
 
@@ -40,17 +42,17 @@ class Template(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text and the stretches of it, from and to, that are to be learnt."""
+    """A text, and the spans (start, end) of it that are trained on."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 class Renderer:
-    """Conversations by one template.
+    """Renders conversations with one template.
 
     ends   the texts of tokens that end a reply
-    notes  how often something was not as one would think
+    notes  counts of what may surprise, by message
     """
 
     def __init__(self, template: Template, ends: list[str], last_only: bool = False) -> None:
@@ -66,14 +68,14 @@ class Renderer:
         self.takes_tools = self._shows([ASK], [TOOL])
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
-        """Whether the template writes the probe, neither leaving it out nor raising."""
+        """Whether the template renders the probe message, without dropping it or raising."""
         try:
             return PROBE in self.template.render(messages, tools)
         except InputError:
             return False
 
     def render(self, conversation: Conversation) -> list[Rendered]:
-        """One text with all turns of the assistant, or one for each of them where later turns change earlier ones."""
+        """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
         messages, tools = self._fitted(conversation)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         try:
@@ -87,7 +89,7 @@ class Renderer:
         return alone
 
     def _turn(self, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
-        """The conversation up to a turn of the assistant, with the stretch that is this turn's."""
+        """The conversation up to a turn of the assistant, with the span of this turn."""
         prompt = self.template.render(messages[:i], tools, add_generation_prompt=True)
         text, begin = self.template.render(messages[: i + 1], tools), len(prompt)
         words = messages[i]["content"].strip()
@@ -102,10 +104,10 @@ class Renderer:
             self.notes[ENDLESS] += 1
         return Rendered(text, [(begin, mark.end() if mark else max(begin, len(text.rstrip())))])
 
-    # ---- what templates do not take
+    # ---- what templates do not support
 
     def _fitted(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
-        """Messages and tools in a form that the template takes."""
+        """Messages and tools in a form that the template supports."""
         messages, tools = conversation.messages, conversation.tools
         if messages[0]["role"] == "system" and not self.takes_system:
             self.notes[SYSTEM] += 1
@@ -129,11 +131,11 @@ class Renderer:
 
 
 def _joined(prompt: str, text: str, before: str, shown: str) -> tuple[str, int]:
-    """A prompt and its reply, and where this begins, for a prompt that is written otherwise once it is answered.
+    """A prompt with its reply, and where the reply begins, if the template renders an answered prompt differently.
 
-    What is learnt must follow the prompt as the model will see it, as with a system message that stands in the last
-    question. A prompt that asks for thoughts which are not kept is followed by none: then the answered text is taken,
-    and `shown`, the same with the probe as its reply, tells where replies begin.
+    The trained reply must follow the prompt as the model will see it, for example with the system message in the last
+    question. If the prompt opens a reasoning block that is dropped from the answer, the answered text is used, and
+    `shown`, the same with the probe as its reply, tells where replies begin.
     """
     at = prompt.rfind(before) if before else -1
     asked = prompt[at:]

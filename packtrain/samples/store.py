@@ -1,4 +1,4 @@
-"""Samples in files, mapped: the ids of all one after the other, a weight for each, and where each sample begins."""
+"""Samples in memory-mapped files: all ids in sequence, a weight for each, and where each sample begins."""
 
 from array import array
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ class Samples:
     """Tokenized samples.
 
     ids      (N,)        u16 or u32, mapped, read-only
-    weights  (N,)        u8, mapped: 1 for a token that is learnt as a target
-    starts   (samples,)  i64, mapped: the places in ids where samples begin
+    weights  (N,)        u8, mapped: 1 for a target in the loss
+    starts   (samples,)  i64, mapped: where each sample begins in ids
     """
 
     ids: np.ndarray
@@ -31,12 +31,12 @@ class Samples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """(samples,) i64: the tokens of each."""
+        """(samples,) i64: the number of tokens of each."""
         return np.diff(self.starts, append=self.ids.size)
 
     @property
     def targets(self) -> int:
-        """Tokens that are learnt; the first of a sample is no target."""
+        """Number of targets in the loss; the first token of a sample is no target."""
         return int(self.weights.sum(dtype=np.int64)) - int(self.weights[self.starts].sum())
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,7 +47,7 @@ class Samples:
 
 
 def read_samples(folder: Path, part: str, vocab_size: int) -> Samples:
-    """Map the files of a part. Raises OSError or ValueError if they are not there, not whole, or make no sense."""
+    """Map the files of a part. Raises OSError or ValueError if they are missing, incomplete or inconsistent."""
     tokens = read_tokens(folder, part, vocab_size)
     weights = np.lib.format.open_memmap(_weights_path(folder, part), mode="r")
     if weights.dtype != np.uint8 or weights.shape != tokens.ids.shape or int(weights.max()) > 1:
@@ -60,7 +60,7 @@ def _weights_path(folder: Path, part: str) -> Path:
 
 
 class SampleFile:
-    """The files of a part while they are written, sample by sample."""
+    """Writes the files of a part, sample by sample."""
 
     def __init__(self, ids: ArrayFile, weights: ArrayFile) -> None:
         self.starts = array("q")
@@ -74,13 +74,13 @@ class SampleFile:
 
 @contextmanager
 def write_samples(folder: Path, part: str, vocab_size: int) -> Iterator[SampleFile]:
-    """`with write_samples(…) as file:` the files of a part, there once the block has ended well."""
+    """`with write_samples(…) as file:` the files of a part, complete when the block succeeds."""
     ids_path, starts_path = paths_of(folder, part)
     with (
         growing(ids_path, id_dtype(vocab_size)) as ids,
         growing(_weights_path(folder, part), np.dtype("u1")) as weights,
     ):
-        made = SampleFile(ids, weights)
-        yield made
+        file = SampleFile(ids, weights)
+        yield file
     with atomic_file(starts_path) as starts:
-        np.save(starts, np.frombuffer(made.starts, "<i8"))
+        np.save(starts, np.frombuffer(file.starts, "<i8"))

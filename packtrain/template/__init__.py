@@ -1,8 +1,7 @@
-"""Chat templates: messages in, the text that a model was trained on out, rendered by a child process that can be ended.
+"""Chat templates: render messages as the text that a model was trained on, in a child process that can be killed.
 
-A template comes from a file that nobody has checked. It runs in Jinja's sandbox, in a process of its own, with a
-limit on time, on memory (where the system has one) and on the length of its text. For a model without one there are
-templates of known families.
+A template comes from an untrusted file. It runs in Jinja's sandbox, in its own process, with limits on time, memory
+(where the system supports that) and the length of its text. A model without a template gets that of a known family.
 """
 
 from packtrain.template.chat import ChatTemplate, TemplateError, template_source

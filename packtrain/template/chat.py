@@ -1,4 +1,4 @@
-"""The parent's side: which template a file has, and a child that renders it."""
+"""The parent's side: the chat template of a file, and a child process that renders it."""
 
 import json
 import subprocess
@@ -17,11 +17,11 @@ SECONDS = 10.0
 
 
 class TemplateError(InputError):
-    """A chat template that cannot be used, or messages that it does not take."""
+    """A chat template that cannot be used, or messages that it rejects."""
 
 
 def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | None:
-    """The template of a GGUF file; the one for tools where there are some and it has one. None if it has none."""
+    """The chat template of a GGUF file, or its template for tools if `tools` and there is one; None if it has none."""
     names = [KEY, f"{KEY}.default"]
     if tools:
         names.insert(0, f"{KEY}.tool_use")
@@ -32,9 +32,9 @@ def template_source(metadata: Mapping[str, Any], tools: bool = False) -> str | N
 
 
 class ChatTemplate:
-    """A template and the texts of its file's BOS and EOS tokens.
+    """A template with the texts of the BOS and EOS tokens.
 
-    seconds  how long rendering may take, the start of the child included
+    seconds  time limit of rendering, including the start of the child
     """
 
     def __init__(self, source: str, bos: str = "", eos: str = "", seconds: float = SECONDS) -> None:
@@ -48,7 +48,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation. Raises TemplateError in one sentence, whatever the template does."""
+        """The text of a conversation. Raises TemplateError, whatever the template does."""
         variables = self._tokens | {
             "messages": messages,
             "tools": tools,
@@ -57,14 +57,14 @@ class ChatTemplate:
         if self._child is None:
             self._child = _start(self._source)
             weakref.finalize(self, _end, self._child)
-        said = self._ask(self._child, json.dumps(variables).encode())
-        if len(said) > 1:
-            raise TemplateError(f"the chat template: {' '.join(said[1].split())}")
-        text: str = said[0]
+        reply = self._ask(self._child, json.dumps(variables).encode())
+        if len(reply) > 1:
+            raise TemplateError(f"the chat template: {' '.join(reply[1].split())}")
+        text: str = reply[0]
         return text
 
     def _ask(self, child: subprocess.Popen[bytes], line: bytes) -> list[str]:
-        """What the child answers; it is ended if it takes too long."""
+        """The child's answer; kills it if it takes too long."""
         assert child.stdin and child.stdout
         late = threading.Event()
 
@@ -83,8 +83,8 @@ class ChatTemplate:
         finally:
             timer.cancel()
         if answer:
-            said: list[str] = json.loads(answer)
-            return said
+            reply: list[str] = json.loads(answer)
+            return reply
         _end(child)
         self._child = None
         took = f"took longer than {self._seconds:g} s" if late.is_set() else "ended its process"
@@ -92,7 +92,7 @@ class ChatTemplate:
 
 
 def _start(source: str) -> subprocess.Popen[bytes]:
-    # -P: the folder of the file is no place to import from
+    # -P: do not import from the folder of the file
     child = subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("render.py"))],
         stdin=subprocess.PIPE,
@@ -105,6 +105,6 @@ def _start(source: str) -> subprocess.Popen[bytes]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process and close what leads to it."""
+    """Kill the process and close its pipes."""
     with suppress(BrokenPipeError), child:
         child.kill()

@@ -1,7 +1,7 @@
-"""Chat templates of known families, for a model that has none: which one its vocabulary has the markers of.
+"""Chat templates of known families, for a model that has none: chosen by the markers in its vocabulary.
 
-Each gives the text that llama.cpp's own gives under the same name, and has what llama.cpp knows the family by. A
-model can stop at a token only, so a family is taken where its markers are tokens.
+Each renders the same text as llama.cpp's built-in template of the same name, and is recognized in the same way. A
+model can only stop at a token, so a family is chosen only if its markers are tokens.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ LLAMA_3 = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-GEMMA = (  # it has no place for the system's words: they go before the next ones of the user
+GEMMA = (  # no system role: its text goes before the next user message
     "{% set kept = namespace(system='') %}"
     "{% for message in messages %}"
     "{% set words = message['content'] | trim %}"
@@ -54,7 +54,7 @@ GEMMA = (  # it has no place for the system's words: they go before the next one
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-MISTRAL = (  # AFTER stands before what follows a marker, BEFORE before a marker
+MISTRAL = (  # AFTER is put after a marker, BEFORE before one
     "{# tools have no place: no [AVAILABLE_TOOLS] #}"
     "{% for message in messages %}"
     "{% if loop.first or messages[loop.index0 - 1]['role'] == 'assistant' %}{{ 'BEFORE[INST]AFTER' }}{% endif %}"
@@ -100,7 +100,7 @@ SOURCES = {
     "phi3": PHI_3,
     "phi4": PHI_4,
 }
-MARKERS = {  # of several whose markers are all there, the first
+MARKERS = {  # the first family with all its markers wins
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
@@ -116,9 +116,9 @@ CHOOSE = "choose another with --chat-template"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The template that conversations are written by.
+    """The chat template in use.
 
-    name  of its family; "" for a model's own, or one from a file
+    name  its family; "" for a model's own, or one from a file
     why   it was chosen; "" for a model's own, which needs no note
     """
 
@@ -132,7 +132,7 @@ class Chosen:
 
 
 def chosen(metadata: Mapping[str, Any], own: str | None, asked: str | None = None) -> Chosen:
-    """What is asked for (a template's text), else the model's own, else its family's, else ChatML."""
+    """The requested template (its text), else the model's own, else its family's, else ChatML."""
     if asked is not None:
         name = next((name for name in SOURCES if SOURCES[name] == asked), "")
         instead = "" if own is None else ", in place of the model's own"
@@ -150,7 +150,7 @@ def chosen(metadata: Mapping[str, Any], own: str | None, asked: str | None = Non
 
 
 def family_of(metadata: Mapping[str, Any]) -> str:
-    """The family all of whose markers are tokens of the vocabulary that text is searched for; "" if there is none."""
+    """The family all of whose markers are special tokens of the vocabulary; "" if there is none."""
     tokens, kinds = metadata[f"{KEYS}tokens"], metadata.get(f"{KEYS}token_type")
     wanted = {text.encode() for texts in MARKERS.values() for text in texts}
     places = {token: i for i, token in enumerate(tokens) if token in wanted}
@@ -170,7 +170,7 @@ def family_of(metadata: Mapping[str, Any]) -> str:
 
 
 def named(given: str) -> str:
-    """The template of a name, or of a file that holds one. Raises InputError."""
+    """The template with this name, or from this file. Raises InputError."""
     if given in SOURCES:
         return SOURCES[given]
     if not Path(given).is_file():

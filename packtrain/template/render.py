@@ -1,6 +1,6 @@
-"""The child of ChatTemplate: reads a template, then messages, a line of JSON each, and answers with lines of JSON.
+"""The child of ChatTemplate: reads a template, then messages, one JSON line each, and answers with JSON lines.
 
-It is run as a file and imports nothing of packtrain, so that it starts in a tenth of a second.
+It runs as a file and imports nothing of packtrain, so that it starts in a tenth of a second.
 """
 
 import json
@@ -22,11 +22,11 @@ except ImportError:  # no such limits on this system
     resource = None  # type: ignore[assignment]
 
 MEMORY_NBYTES, TEXT_LENGTH = 512 << 20, 4 << 20
-REASON_LENGTH = 1000  # characters of what went wrong that the parent is told
+REASON_LENGTH = 1000  # most characters of an error message for the parent
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the model wrote; the text is the same without it."""
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text; it does not change the output."""
 
     tags = {"generation"}  # noqa: RUF012  as Jinja declares it
 
@@ -36,7 +36,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Refused(Exception):
-    """The template says itself that it cannot take these messages."""
+    """The template itself rejected these messages."""
 
 
 def refuse(message: str) -> NoReturn:
@@ -50,7 +50,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face's filter: without the escapes for HTML of Jinja's own."""
+    """Like Hugging Face's `tojson`: without the HTML escapes of Jinja's own."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -67,7 +67,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The text; it is cut off as soon as it is too long."""
+    """The rendered text. Raises Refused as soon as it is too long."""
     parts, length = [], 0
     for part in template.generate(**variables):
         parts.append(part)
@@ -78,7 +78,7 @@ def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def answer(work: Callable[[], Any]) -> Any:
-    """What to send back: [result] or ["", what went wrong]."""
+    """The reply to send: [result] or ["", error message]."""
     try:
         return [work()]
     except Refused as error:
@@ -87,7 +87,7 @@ def answer(work: Callable[[], Any]) -> Any:
         return ["", f"it needs more than {MEMORY_NBYTES >> 20} MiB"]
     except jinja2.TemplateSyntaxError as error:
         return ["", f"line {error.lineno}: {error.message}"[:REASON_LENGTH]]
-    except Exception as error:  # whatever an unchecked template can raise
+    except Exception as error:  # an untrusted template can raise anything
         return ["", f"{type(error).__name__}: {error}"[:REASON_LENGTH]]
 
 
@@ -95,14 +95,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent
     if resource:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
-    made: list[jinja2.Template] = []
+    template: list[jinja2.Template] = []
     given = json.loads(sys.stdin.readline())
-    said = answer(lambda: made.append(compiled(given)))
+    reply = answer(lambda: template.append(compiled(given)))
     for line in sys.stdin:
         variables = json.loads(line)
-        if made:
-            said = answer(lambda variables=variables: rendered(made[0], variables))  # type: ignore[misc]
-        print(json.dumps(said), flush=True)
+        if template:
+            reply = answer(lambda variables=variables: rendered(template[0], variables))  # type: ignore[misc]
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

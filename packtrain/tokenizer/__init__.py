@@ -1,6 +1,6 @@
 """Text to token ids and back with the vocabulary of a GGUF file, as llama.cpp does it (src/llama-vocab.cpp).
 
-In go `GGUF(path).metadata` and text; out come the ids that llama.cpp gives. It knows no chat templates and no models.
+Takes `GGUF(path).metadata` and text, and returns the same ids as llama.cpp. It knows no chat templates or models.
 """
 
 from packtrain.tokenizer.table import (

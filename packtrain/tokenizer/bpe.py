@@ -1,4 +1,4 @@
-"""Byte-level vocabularies in the manner of GPT-2: words by a pattern, then merges in the order of the file."""
+"""Byte-level BPE as in GPT-2: splits text into words by a pattern, then merges in the order of the file."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -20,7 +20,7 @@ from packtrain.tokenizer.table import (
 from packtrain.tokenizer.words import RULES, Splitter
 
 CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
-# GPT-2's alphabet: bytes that print stand for themselves, the others for characters from 256 on, in their order
+# GPT-2's alphabet: printable bytes map to themselves, the others to characters from 256 on, in order
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [b for b in range(256) if b not in _PRINTED]
 ALPHABET = {b: chr(b) for b in _PRINTED} | {b: chr(256 + i) for i, b in enumerate(_HIDDEN)}
@@ -28,7 +28,7 @@ BYTES = {character: bytes([b]) for b, character in ALPHABET.items()}
 
 
 class BytePairs:
-    """The "gpt2" kind of vocabulary. Nothing is put before the text, and a space is part of the word after it."""
+    """The "gpt2" kind of vocabulary. No space is added before the text, and a space belongs to the word after it."""
 
     space = False
 
@@ -49,7 +49,7 @@ class BytePairs:
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, word by word; they come again and again."""
+        """Ids of a text, word by word; words are cached."""
         ids: list[int] = []
         for word in self._splitter.split(text):
             known = self._cache.get(word)
@@ -57,10 +57,10 @@ class BytePairs:
         return ids
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether this is where a word always begins, whatever stands before and after it.
+        """Whether a word always begins here, whatever comes before and after.
 
-        So it is at a space after something else. Where there are no spaces, a line that begins with a letter will do,
-        and the comma or full stop of a script that has none.
+        That is a space after something else; a line that begins with a letter; or the comma or full stop of a script
+        without spaces.
         """
         a, b = text[at - 1], text[at]
         if a + b in self._inside or self.table.swallow:
@@ -70,18 +70,18 @@ class BytePairs:
         return (b == " " and not a.isspace()) or (b in "\u3001\u3002\uff0c" and a.isalpha())
 
     def piece(self, token: bytes) -> bytes:
-        """The bytes that a normal token stands for."""
+        """The bytes of a normal token."""
         return b"".join(BYTES.get(c, c.encode()) for c in token.decode(errors="replace"))
 
     @cached_property
     def _ranks(self) -> dict[bytes, int]:
-        """Ranks of merges by "left right"; of two that are equal the first counts."""
+        """Ranks of merges by "left right"; of duplicates the first counts."""
         merges = self._merges
         return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
 
     @cached_property
     def _inside(self) -> set[str]:
-        """Neighbours inside of user-defined tokens, which are found in any text."""
+        """Adjacent characters within user-defined tokens, which are found in any text."""
         given = (text for text, id in self.table.specials if self.table.kinds[id] == USER_DEFINED)
         return {a + b for text in given for a, b in pairwise(text)}
 
@@ -94,7 +94,7 @@ class BytePairs:
         spelled = word.encode().decode("latin-1").translate(ALPHABET)
         id = index.get(spelled.encode()) if self._rule.whole else None
         parts = [] if id is not None else merge([c.encode() for c in spelled], cost)
-        # a part that is no token is left out, as in llama.cpp; every real vocabulary has all bytes
+        # a part that is no token is dropped, as in llama.cpp; every real vocabulary has all bytes
         ids = [index[part] for part in parts if part in index] if id is None else [id]
         if len(word) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
             self._cache[word] = ids

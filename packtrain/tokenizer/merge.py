@@ -1,4 +1,4 @@
-"""Joining neighbours into tokens: what byte-pair vocabularies of both kinds do, with costs of their own."""
+"""The byte-pair merge loop, shared by both kinds of vocabulary, with different costs."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 
 def merge(parts: list[bytes], cost: Callable[[bytes, bytes], float | None]) -> list[bytes]:
-    """Join neighbours, the cheapest pair first and of equals the leftmost, until no pair has a cost."""
+    """Join adjacent parts, the cheapest pair first (leftmost on a tie), until no pair has a cost."""
     parts, count = parts.copy(), len(parts)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
     heap = [
@@ -19,7 +19,7 @@ def merge(parts: list[bytes], cost: Callable[[bytes, bytes], float | None]) -> l
         _, left, right, size = heappop(heap)
         a, b = parts[left], parts[right]
         if not a or not b or len(a) + len(b) != size:
-            continue  # one of them has been joined to another since
+            continue  # stale: one of them has been joined since
         parts[left], parts[right] = a + b, b""
         after[left] = after[right]
         if after[left] < count:

@@ -1,4 +1,4 @@
-"""Vocabularies in the manner of SentencePiece: a score for each token, spaces as U+2581, bytes as <0x00> to <0xFF>."""
+"""SentencePiece vocabularies: a score for each token, spaces as U+2581, bytes as <0x00> to <0xFF>."""
 
 import re
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
 
 
 class SentencePieces:
-    """The "llama" kind of vocabulary: neighbours that make a token are joined, the best score first.
+    """The "llama" kind of vocabulary: adjacent parts that form a token are joined, the best score first.
 
-    bos, space  whether a BOS token and a space before the text are added where the file does not say
+    bos, space  whether to add a BOS token and a space before the text by default
     """
 
     bos = True
@@ -33,7 +33,7 @@ class SentencePieces:
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, word by word where no token reaches across words; they come again and again."""
+        """Ids of a text; word by word, cached, if no token spans several words."""
         text = text.replace(SPACE, " ")
         if not self._has_words:
             return self._word(text)
@@ -44,12 +44,12 @@ class SentencePieces:
         return ids
 
     def can_cut(self, text: str, at: int) -> bool:
-        """Whether no token reaches across this place. Special tokens swallow whitespace."""
+        """Whether no token spans this place. Special tokens swallow whitespace."""
         pair = text[at - 1 : at + 1].replace(" ", SPACE)
         return not text[at].isspace() and pair not in self._joins
 
     def piece(self, token: bytes) -> bytes:
-        """The bytes that a normal token stands for."""
+        """The bytes of a normal token."""
         return token.replace(SPACE.encode(), b" ")
 
     @cached_property
@@ -58,7 +58,7 @@ class SentencePieces:
 
     @cached_property
     def _joins(self) -> set[str]:
-        """Neighbours that stand side by side in some token; between all others no merge can ever happen."""
+        """Adjacent characters that occur in some token; no merge can happen between any others."""
         tokens = BORDER.join(token.decode(errors="replace") for token in self.table.tokens)
         tokens = tokens.replace(" ", SPACE)
         return {pair for pair in set(map(add, tokens, tokens[1:])) if BORDER not in pair}
@@ -75,7 +75,7 @@ class SentencePieces:
         return [index.get(b"<0x%02X>" % b, index.get(bytes([b]))) for b in range(256)]
 
     def _word(self, word: str) -> list[int]:
-        """Ids of a text, done in pieces that cannot merge with each other."""
+        """Ids of a text, encoded in pieces that cannot merge with each other."""
         word, ids = word.replace(" ", SPACE), []
         joins = self._joins
         cuts = [i for i, pair in enumerate(map(add, word, word[1:]), 1) if pair not in joins]
@@ -101,7 +101,7 @@ class SentencePieces:
         return [id for part in parts for id in self._ids(part)]
 
     def _ids(self, part: bytes) -> list[int]:
-        """The token of a merged part; else the tokens of its bytes; else it is unknown."""
+        """The token of a merged part; else the tokens of its bytes; else the unknown token."""
         id = self.table.index.get(part)
         if id is not None:
             return [id]

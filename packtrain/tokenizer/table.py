@@ -1,6 +1,6 @@
-"""The tokens of a file: their texts and kinds, which of them mean something, and at which of them generation ends.
+"""The tokens of a file: their texts and kinds, the special tokens, and which tokens end generation.
 
-In goes GGUF metadata, out comes a Table or a TokenizerError that names the key; encodings read it and change nothing.
+Reads GGUF metadata into a Table, or raises a TokenizerError that names the key. Encodings only read it.
 """
 
 import re
@@ -16,7 +16,7 @@ KEYS = "tokenizer.ggml."
 NO_ID = 0xFFFFFFFF  # what converters write for "there is none"; llama.cpp then takes the default
 BYTE_NAME = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
-# Texts that make a token a control token whatever the file calls it, and the id that they are found for.
+# texts that make a token a control token, whatever its type in the file, by the id they stand for
 EOT_TEXTS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
     "<\uff5cend\u2581of\u2581sentence\uff5c> <end_of_utterance>"
@@ -39,7 +39,7 @@ PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
 
 
 class TokenizerError(InputError):
-    """A vocabulary that cannot be used, or text or ids that it cannot take: the key or id, and what it must be."""
+    """A vocabulary that cannot be used, or text or ids that it does not accept; names the key or id."""
 
 
 class Table:
@@ -48,10 +48,10 @@ class Table:
     tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
     kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     index             ids by text
-    bos eos unk eot   ids, None where there is none; eot is the end of a turn
-    ends              ids at which generation ends
-    specials          (text, id) of tokens that are found before all others, the longest first
-    swallow           those of them that take the whitespace after them with them
+    bos eos unk eot   ids, or None; eot is the end of a turn
+    ends              ids that end generation
+    specials          (text, id) of tokens that are matched before all others, the longest first
+    swallow           those of them that swallow the whitespace after them
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Table:
         return int(id)
 
     def _find_ends(self, metadata: Mapping[str, Any]) -> frozenset[int]:
-        """Ids that end generation; they, and the tokens for filling in the middle, become control tokens."""
+        """Ids that end generation; they, and fill-in-the-middle tokens, become control tokens."""
         ends = self._named(END_TEXTS)
         for end in ends:
             self.kinds[end] = CONTROL
@@ -108,7 +108,7 @@ class Table:
         return [id for id in found if id is not None]
 
     def _swallowing(self, metadata: Mapping[str, Any]) -> frozenset[int]:
-        """Phi-3's special tokens, known by the model's name."""
+        """Phi-3's special tokens, recognized by the model's name."""
         name = str(metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:
             return frozenset()
@@ -119,7 +119,7 @@ class Table:
 
 
 def wanted(metadata: Mapping[str, Any], name: str) -> Any:
-    """A value that must be there."""
+    """A required value."""
     if KEYS + name not in metadata:
         raise TokenizerError(f"the metadata has no {KEYS}{name}, which a tokenizer needs")
     return metadata[KEYS + name]

@@ -1,4 +1,4 @@
-"""One interface to the vocabularies of both kinds: special tokens, what is added, streams of text and of ids."""
+"""One interface to both kinds of vocabulary: special tokens, BOS and EOS, streams of text and of ids."""
 
 import codecs
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,9 +24,9 @@ WHITESPACE = " \t\n\v\f\r"
 
 
 class Encoding(Protocol):
-    """What a kind of vocabulary does with text in which no special tokens are left.
+    """How a kind of vocabulary encodes text without special tokens.
 
-    bos, space  whether a BOS token, and a space before the text, are added where the file does not say
+    bos, space  whether to add a BOS token, and a space before the text, by default
     """
 
     table: Table
@@ -51,8 +51,8 @@ class Tokenizer:
 
     tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]
     kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
-    bos eos unk eot   ids, None where there is none; eot is the end of a turn
-    ends              ids at which generation ends
+    bos eos unk eot   ids, or None; eot is the end of a turn
+    ends              ids that end generation
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -77,10 +77,10 @@ class Tokenizer:
     def encode(
         self, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = True
     ) -> list[int]:
-        """The ids of a text; bos and eos add their ids, None does as the file says.
+        """The ids of a text; bos and eos add their ids, None: as the file says.
 
-        special  also texts of control and unknown tokens, as `<s>`, become these tokens: say False for text that
-                 nobody has checked. User-defined tokens are always found.
+        special  text that spells a control or unknown token, such as `<s>`, becomes that token: pass False for
+                 untrusted text. User-defined tokens are always matched.
         """
         first, last = self._added(bos, eos)
         ids, _ = self._stretch(_sound(text), special, self.add_space_prefix)
@@ -99,12 +99,12 @@ class Tokenizer:
         yield self._stretch(rest, False, prefix)[0]
 
     def _border(self, text: str, since: int) -> int:
-        """The last place from `since` on where text can be cut without changing ids; 0 if there is none."""
+        """The last place from `since` on where the text can be cut without changing ids, or 0."""
         places = range(len(text) - 1, max(since, 1) - 1, -1)
         return next((at for at in places if self._encoding.can_cut(text, at)), 0)
 
     def _stretch(self, text: str, special: bool, prefix: bool) -> tuple[list[int], bool]:
-        """Ids of a text that gets a space before it if `prefix`, and whether text that follows would get one."""
+        """Ids of a text, with a leading space if `prefix`, and whether text after it would get one."""
         ids: list[int] = []
         for part in self._split(text, special):
             if isinstance(part, int):
@@ -115,7 +115,7 @@ class Tokenizer:
         return ids, prefix
 
     def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
-        """What stands before and after the ids of a text; None does as the file says."""
+        """The BOS and EOS ids to add around the ids of a text; None: as the file says."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
         for asked, id, name in ((bos, self.bos, "bos"), (eos, self.eos, "eos")):
             if asked and id is None:
@@ -129,7 +129,7 @@ class Tokenizer:
         )
 
     def _split(self, text: str, special: bool) -> list[str | int]:
-        """Text and special tokens in turn: the longest token takes its places first, wherever they are."""
+        """Split into text and special tokens; longer tokens are matched first."""
         parts: list[str | int] = [text] if text else []
         for token, id in self._table.specials:
             if (special or self.kinds[id] == USER_DEFINED) and token in text:
@@ -139,7 +139,7 @@ class Tokenizer:
         return parts
 
     def _cut(self, part: str, token: str, id: int) -> list[str | int]:
-        """A stretch of text with one special token taken out."""
+        """Split a piece of text at one special token."""
         at = 0
         parts: list[str | int] = []
         while (found := part.find(token, at)) >= 0:
@@ -152,7 +152,7 @@ class Tokenizer:
     # ---- ids to text
 
     def piece(self, id: int) -> bytes:
-        """The bytes that a token stands for, perhaps part of a character; control tokens give their name."""
+        """The bytes of a token, perhaps part of a character; for control tokens their name."""
         if not 0 <= id < self.vocab_size:
             raise TokenizerError(f"token id {id} is not in 0 to {self.vocab_size - 1}")
         token, kind = self.tokens[id], self.kinds[id]
@@ -164,13 +164,13 @@ class Tokenizer:
         return bytes([int(named[1], 16)]) if named else b""
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD. See Stream for the rules."""
+        """The text of ids; invalid UTF-8 becomes U+FFFD. See Stream for the rules."""
         stream = Stream(self, special)
         return "".join([stream.feed(id) for id in ids]) + stream.flush()
 
 
 def _sound(text: str) -> str:
-    """The text, which must be one that UTF-8 can hold."""
+    """The text; raises TokenizerError if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -184,8 +184,8 @@ class Stream:
     """Text from ids as they come, in whole characters.
 
     Control and unknown tokens give their names if `special`, else nothing. The space that encode put before the
-    text is taken away again from the first token that is no control token. (llama.cpp's detokenize lets the bos
-    token use that up, so that with it the space stays.)
+    text is removed from the first token that is no control token. (In llama.cpp's detokenize the bos token counts
+    as the first one, so that the space stays.)
     """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
@@ -194,7 +194,7 @@ class Stream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
-        """The text that is complete with this token; an unfinished character waits for its other bytes."""
+        """The text completed by this token; an incomplete character waits for its other bytes."""
         piece, kind = self._tokenizer.piece(id), self._tokenizer.kinds[id]
         if kind in (CONTROL, UNKNOWN) and not self._special:
             piece = b""
@@ -204,5 +204,5 @@ class Stream:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that was never finished."""
+        """The rest at the end: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)

@@ -1,7 +1,7 @@
-"""How byte-level vocabularies cut text into words before anything is merged, by the file's `tokenizer.ggml.pre`.
+"""Pre-tokenization: how byte-level vocabularies split text into words before merging, by `tokenizer.ggml.pre`.
 
-Python's `re` has no \\p{L}: each character beyond ASCII is replaced by one that stands for its class, and the patterns
-name those. llama.cpp does the same (src/unicode.cpp); so ids agree with it even where it differs from the original.
+Python's `re` has no \\p{L}: each non-ASCII character is replaced by one that stands for its class, for the patterns.
+llama.cpp does the same (src/unicode.cpp), so that ids agree with it even where it differs from the original.
 """
 
 import re
@@ -13,7 +13,7 @@ CLASSES = {"N": NUMBERS, "L": LETTERS, "M": MARKS, "P": PUNCTUATION, "S": SYMBOL
 # insides of character classes; all patterns are compiled for ASCII
 L, N, M = f"A-Za-z{LETTERS}", f"0-9{NUMBERS}", MARKS
 P = rf"!-#%-*,-/:;?@\[-\]_{{}}{PUNCTUATION}"
-UPPER, LOWER = f"A-Z{LETTERS}", f"a-z{LETTERS}"  # a letter beyond ASCII counts as both
+UPPER, LOWER = f"A-Z{LETTERS}", f"a-z{LETTERS}"  # a non-ASCII letter counts as both
 
 SPACES = r"\s+(?!\S)|\s+"
 SHORTENED = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
@@ -22,13 +22,13 @@ GPT_2 = rf"'(?:[stmd]|re|ve|ll)| ?[{L}]+| ?[{N}]+| ?[^\s{L}{N}]+|{SPACES}"
 
 
 def _words(letters: str, digits: str) -> str:
-    """Letters with one other character before them, so many digits, and signs with the line breaks after them."""
+    """Letters with one other character before them, groups of digits, and signs with the line breaks after them."""
     word = rf"[^\r\n{L}{N}]?[{letters}]+"
     return rf"{SHORTENED}|{word}|[{N}]{digits}| ?[^\s{letters}{N}]+[\r\n]*|{LINES}"
 
 
 def _cased(after: str, digits: str) -> str:
-    """Words end where small letters give way to capitals; `after` may follow them."""
+    """Words end where an upper-case letter follows a lower-case one; `after` may follow them."""
     word = rf"[^\r\n{L}{N}]?(?:[{UPPER}]*[{LOWER}]+|[{UPPER}]+[{LOWER}]*){after}"
     return rf"{word}|[{N}]{digits}| ?[^\s{L}{N}]+[\r\n/]*|{LINES}"
 
@@ -52,11 +52,11 @@ GPT_4O_STEP = _CASED % (_SHORTENED + "?", _SHORTENED + "?", "{1,3}")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Patterns that cut a text one after the other, each of which matches all of any text.
+    """Patterns that split a text one after the other; each covers the whole text.
 
-    whole  a word that is a token is that token, whatever the merges say
-    bos    a BOS token is added where the file does not say
-    steps  what a tokenizer.json says in place of the patterns; None where that is not known
+    whole  a word that is a token becomes that token, whatever the merges
+    bos    add a BOS token by default
+    steps  the patterns as written in a tokenizer.json; None if unknown
     """
 
     patterns: tuple[str, ...]
@@ -67,7 +67,7 @@ class Rule:
 
 _THREE = _words(L, "{1,3}")
 _SIGNS = rf"{P}$+<=>^~|"
-# llama-vocab.cpp, llm_tokenizer_bpe and load: the names that a file may give, by what they mean; the first is written
+# llama-vocab.cpp, llm_tokenizer_bpe and load: names in GGUF files that mean the same; the first one is written
 _RULES = {
     "gpt-2 phi-2 exaone4 olmo mpt jais trillion granite-docling gigachat a.x-4.0 mellum": Rule(
         (GPT_2,), steps=(GPT_2_STEP,)
@@ -99,15 +99,15 @@ RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
 
 def known_steps() -> dict[tuple[str, ...], dict[bool, str]]:
-    """Names of rules by the steps of a tokenizer.json, and by whether a word that is a token is that token."""
-    made: dict[tuple[str, ...], dict[bool, str]] = {}
+    """Names of rules by the steps of a tokenizer.json, and by `whole`."""
+    names_by_steps: dict[tuple[str, ...], dict[bool, str]] = {}
     for names, rule in _RULES.items():
         if rule.steps is not None:
-            made.setdefault(rule.steps, {})[rule.whole] = names.split()[0]
-    return made
+            names_by_steps.setdefault(rule.steps, {})[rule.whole] = names.split()[0]
+    return names_by_steps
 
 
-# letters and numbers of Unicode 15, as llama.cpp has it, that Python 3.11 does not know
+# letters and numbers of Unicode 15, as in llama.cpp, that Python 3.11 does not know
 NEWER = {
     LETTERS: (
         (0x1123F, 0x11240), (0x11F02, 0x11F02), (0x11F04, 0x11F10), (0x11F12, 0x11F33), (0x1342F, 0x1342F),
@@ -119,7 +119,7 @@ NEWER = {
 
 
 class _Classes(dict[int, str]):
-    """What stands for a character beyond ASCII, for str.translate; filled as characters are met."""
+    """The class character of a non-ASCII character, for str.translate; filled on demand."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -143,7 +143,7 @@ _CLASSES = _Classes()
 
 
 class Splitter:
-    """Cuts text into words by a rule."""
+    """Splits text into words by a rule."""
 
     def __init__(self, rule: Rule) -> None:
         self._patterns = [re.compile(pattern, re.ASCII) for pattern in rule.patterns]

@@ -1,7 +1,7 @@
-"""Batches as a pure function of an index, so that resuming needs only a number.
+"""Batches as a pure function of an index: a resumed run needs only the index.
 
-Tokens go in, the inputs of `transformer.loss` come out; `weights` is 1 for a target that counts and 0 for padding and
-for the step from one document to the next. It knows no model and no optimizer.
+Turns tokens into inputs of `transformer.loss`; `weights` is 1 for a target in the loss, and 0 for padding and the step
+from one document to the next. It knows no model and no optimizer.
 """
 
 import numpy as np
@@ -9,17 +9,17 @@ import numpy as np
 from packtrain.corpus import Tokens
 from packtrain.training.order import Order
 
-OFFSET = 1  # salt of the place where an epoch begins to read
+OFFSET = 1  # salt of the offset at which an epoch begins to read
 
 
 class Batches:
-    """Windows of `time` tokens, `rows` to a batch; an index counts on through epochs.
+    """Windows of `time` tokens, `rows` to a batch; the index runs on through the epochs.
 
     fill            windows run over the whole stream, and a short document is followed by the next one in its row;
-                    otherwise each document begins a window of its own and its last window is padded
-    shuffle         an epoch visits its windows in an order of its own; otherwise as they come
-    random_offsets  with fill and shuffle: an epoch reads the stream in a circle from a place of its own, and leaves
-                    out the one target that would close it
+                    otherwise each document starts a new window and its last window is padded
+    shuffle         each epoch visits the windows in a new random order; otherwise in file order
+    random_offsets  with fill and shuffle: each epoch reads the stream as a ring from a new random offset, and leaves
+                    out the one target that would close the ring
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Batches:
         self.size = len(tokens.ids)
         ends = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
         self._starts = np.asarray(tokens.starts) if not fill else np.zeros(1, np.int64)
-        # targets of each stretch that windows may not leave, and the first window of each
+        # targets of each stretch that a window must stay in, and the first window of each
         self._targets = ends - self._starts - 1
         self._first = np.append(0, np.cumsum(-(-self._targets // time)))
 
@@ -61,7 +61,7 @@ class Batches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _window(self, place: int, order: Order, offset: int) -> tuple[int, int]:
-        """Where the window at a place of the epoch begins in the stream, and how many targets it has."""
+        """Start in the stream, and number of targets, of the window at a place in the epoch."""
         if place >= self.windows:
             return 0, 0
         window = order(place, self.windows) if self.shuffle else place
@@ -71,7 +71,7 @@ class Batches:
         return int(self._starts[stretch]) + skipped + offset, count
 
     def _row(self, start: int, count: int) -> dict[str, np.ndarray]:
-        """The row of `count` targets after `start`; what is left of it is padding, a document of its own."""
+        """The row of `count` targets after `start`; the rest is padding, as a separate document."""
         places = (start + np.arange(count + 1)) % self.size
         found = np.searchsorted(self.tokens.starts, places, side="right") - 1
         begins = self.tokens.starts[found] == places

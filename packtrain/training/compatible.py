@@ -1,4 +1,4 @@
-"""Whether a checkpoint can go on with a job, and if not, which flag or file is another one now."""
+"""Whether a run can resume from a checkpoint, and if not, which flag or file has changed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -12,19 +12,19 @@ from packtrain.training.settings import FREE
 from packtrain.training.state import Checkpoint
 from packtrain.words import plural
 
-# settings that decide how the data becomes tokens
+# settings that determine how the data is tokenized
 READING = ("ctx", "separator", "val_split", "mask_prompt", "train_on", "truncate")
 ORDER = ("rows", "chunk", "layered")
 
 
 def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) -> None:
-    """Raise InputError for a checkpoint of another run; say it if the number of steps is another one."""
+    """Raise InputError for a checkpoint of another run; report a changed number of steps."""
     now = job.about()
     other = differences(found.about, now, type(job.settings))
     if other:
         raise InputError(
             f"--resume: {found.path.parent} cannot continue: {'; '.join(other)};"
-            " give what it began with, or start over with --overwrite"
+            " give the original ones, or start over with --overwrite"
         )
     if found.about["steps"] != now["steps"]:
         say(
@@ -34,14 +34,14 @@ def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) ->
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: type) -> list[str]:
-    """Where a checkpoint differs from the job, in flags and names of files."""
+    """The differences between a checkpoint and the job, as flags and file names."""
     changed = [*_flags(before, now, settings)]
     names = [name for name, _ in changed]
     found = [line for _, line in changed]
     found += _files(before, now, read_otherwise=any(name in READING for name in names))
     if found:
         return found
-    # nothing that was given explains these, as between two versions of packtrain
+    # no setting explains these, for example another version of packtrain
     told = {*now} - {"steps", "lora", "data", "sources"} - {f.name for f in fields(settings)}
     return [
         f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was {before[name]} and is {now[name]}"
@@ -53,9 +53,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: typ
 def _flags(
     before: Mapping[str, Any], now: Mapping[str, Any], settings: type
 ) -> Iterator[tuple[str, str]]:
-    """Settings with other values, each with a line; what an old checkpoint does not know had its default."""
+    """Changed settings, each with a message; settings unknown to an old checkpoint had their defaults."""
     for field in fields(settings):
-        if field.name not in now or field.name in FREE:  # `data` is a checksum there
+        if field.name not in now or field.name in FREE:  # `data` is a checksum in the checkpoint
             continue
         default = [*field.default] if isinstance(field.default, tuple) else field.default
         was, is_ = before.get(field.name, default), now[field.name]
@@ -64,11 +64,11 @@ def _flags(
 
 
 def _files(before: Mapping[str, Any], now: Mapping[str, Any], read_otherwise: bool) -> list[str]:
-    """Lines about the files, of which checksums tell: `data` is one of the data and, when tuning, one of the base."""
+    """Messages about changed files: `data` holds the checksum of the data and, when fine-tuning, that of the base."""
     (data, *base), (data_now, *base_now) = str(before.get("data")).split(), now["data"].split()
     was, is_ = before.get("sources", {}), now["sources"]
     if base != base_now:
-        return [f"the base {Path(is_['model']).name} is another file than it began with"]
+        return [f"the base {Path(is_['model']).name} is not the file it began with"]
     if data == data_now or read_otherwise:
         return []
     given = [name for name in SOURCES if name in was and was[name] != is_.get(name)]
@@ -79,7 +79,7 @@ def _files(before: Mapping[str, Any], now: Mapping[str, Any], read_otherwise: bo
 
 
 def _shown(value: Any) -> str:
-    """A setting as one would give it."""
+    """A setting as written on the command line."""
     if value is None:
         return "not given"
     if isinstance(value, bool):

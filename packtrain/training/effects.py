@@ -1,4 +1,4 @@
-"""Settings that would have no effect beside others, in one table. A run with one of them is refused."""
+"""Settings that have no effect in combination with others, in one table. A run with one of them is refused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -14,7 +14,7 @@ Rule = tuple[str, Callable[[Any], bool], str]
 
 
 def of_optimizers() -> Iterator[Rule]:
-    """For each optimizer the settings that others have and it has not."""
+    """For each optimizer, the settings that only other optimizers have."""
     of = {name: {field.name for field in fields(kind)} for name, kind in OPTIMIZERS.items()}
     known = {field.name for field in fields(RunSettings)} & set().union(*of.values())
     for name, own in of.items():
@@ -33,7 +33,7 @@ VAL_SPLIT: Rule = (
 TRAIN_ON: Rule = (
     "train_on",
     lambda s: not s.mask_prompt,
-    "with --no-mask-prompt, which learns all turns",
+    "with --no-mask-prompt, which trains on all turns",
 )
 
 RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
@@ -80,7 +80,7 @@ VALIDATING: tuple[Rule, ...] = (
 
 
 def check_effects(settings: RunSettings) -> None:
-    """Raise InputError for a setting that changes nothing. A run that goes on keeps what it began with."""
+    """Raise InputError for a setting without effect. A resumed run keeps its original settings."""
     if settings.resume and not settings.overwrite:
         return
     for kind, rules in RULES:
@@ -96,13 +96,13 @@ def check_effects(settings: RunSettings) -> None:
 
 
 def check_validation(settings: RunSettings, validates: bool) -> None:
-    """The same for what only validation gives an effect."""
+    """The same for settings that only affect validation."""
     if not validates and not settings.resume:
         check_idle(settings, VALIDATING)
 
 
 def check_idle(settings: Any, rules: tuple[Rule, ...]) -> None:
-    """Raise InputError for a setting that a rule finds idle, of any command."""
+    """Raise InputError for a setting that a rule finds without effect; for any command."""
     defaults = {field.name: field.default for field in fields(settings)}
     for names, idle, why in rules:
         for name in names.split():

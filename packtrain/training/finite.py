@@ -1,4 +1,4 @@
-"""What training does about a step whose loss or gradients are not finite."""
+"""Handling of steps whose loss or gradients are not finite."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,11 +8,11 @@ IN_A_ROW = 3
 
 
 class NotFinite(ArithmeticError):
-    """Several steps in a row had no finite loss or gradient; says which op made the first such value."""
+    """Several steps in a row had no finite loss or gradient; names the op that produced the first such value."""
 
 
 class FiniteGuard:
-    """Looks at each step's `loss` and `squares`; the graph's gate has already skipped the update of a bad one."""
+    """Checks each step's `loss` and `squares`; the gate in the graph has already skipped the update of a bad step."""
 
     def __init__(self) -> None:
         self.bad = 0
@@ -20,11 +20,11 @@ class FiniteGuard:
     def check(
         self, got: Mapping[str, np.ndarray], diagnose: Callable[[], str | None]
     ) -> str | None:
-        """None for a good step; else the op, tensor and line that made the bad value.
+        """None for a good step; else the op, tensor and source line that produced the bad value.
 
-        `diagnose` runs the step again without updates (Executor.diagnose). A step that was clipped by global norm
-        changed nothing and gives the same values again; one that was not may have changed tensors before the
-        first bad gradient and can then look different. Raises NotFinite for the third bad step in a row.
+        `diagnose` repeats the step without updates (Executor.diagnose). With clipping by global norm, the bad step
+        changed nothing, and repeating it gives the same values; without, it may have changed tensors before the
+        first bad gradient, and the repetition can differ. Raises NotFinite for the third bad step in a row.
         """
         if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
             self.bad = 0

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, samples and checkpoints in their turn, until done, stopped or stuck."""
+"""The training loop: steps, validation, early stopping, samples and checkpoints."""
 
 import math
 import time
@@ -24,7 +24,7 @@ BEST, CHECKPOINT = "best.gguf", "checkpoint.gguf"
 
 @dataclass(slots=True)
 class Fit:
-    """A job on its engine: `begin` gives the leaves their values, `go` trains to the end."""
+    """A job on its engine: `begin` sets the values of the leaves, `go` trains to the end."""
 
     job: Job
     engine: Engine
@@ -34,10 +34,10 @@ class Fit:
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
 
-    # ---- where it begins
+    # ---- start
 
     def begin(self, found: state.Checkpoint | None) -> None:
-        """Fresh values, or those of a checkpoint that `check_compatible` has seen."""
+        """Set initial values, or those of a checkpoint that passed `check_compatible`."""
         session = self.engine.session
         if found is None:
             self.job.subject.begin(session)
@@ -46,10 +46,10 @@ class Fit:
             session.set({name: found.array(name)})
         self.progress = found.progress
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
-            # other batches than those of this run: they are not to be compared
+            # these losses were measured on other batches and cannot be compared
             self.progress = replace(found.progress, base=math.inf, last=math.inf)
         if found.path != self.checkpoint and self.checkpoint.exists():
-            # or the first save would keep the damaged one in the place of the sound one
+            # otherwise the first save would keep the damaged file instead of the valid one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
 
     @property
@@ -59,9 +59,9 @@ class Fit:
     # ---- training
 
     def go(self, watch: Watch, stopped: Callable[[], bool], peak: Callable[[], int]) -> None:
-        """Train until the last step, or until validation no longer improves.
+        """Train until the last step, or until early stopping.
 
-        Raises Interrupted once `stopped` says so, after saving; NotFinite for three bad steps in a row.
+        Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
         """
         while self.progress.step < self.job.steps and not self._stale():
             if stopped():
@@ -76,7 +76,7 @@ class Fit:
         self.save(watch)
 
     def _step(self, watch: Watch) -> dict[str, Any]:
-        """One step and the validation that is due after it, as a line of the metrics."""
+        """One step, and the validation if it is due, as a metrics record."""
         began, number = time.perf_counter(), self.progress.step + 1
         rate = self.job.schedule.rate(number)
         did = self.engine.step(self.job.batches(number), number, rate)
@@ -111,7 +111,7 @@ class Fit:
         return {"val_loss": got.loss, "val_error": got.error}
 
     def _due(self, every: int, last: bool) -> bool:
-        """Whether something done `every` steps is due; what is also done at the `last` step may have every = 0."""
+        """Whether something done `every` steps (0: never) is due; with `last`, also at the last step."""
         at_end = last and self.progress.step == self.job.steps
         return at_end or bool(every and self.progress.step % every == 0)
 
@@ -125,17 +125,17 @@ class Fit:
         )
         return True
 
-    # ---- what is kept
+    # ---- saving
 
     def save(self, watch: Watch) -> None:
-        """A checkpoint of where the run stands now."""
+        """Write a checkpoint of the current state."""
         arrays = Values(self.engine.session, self.engine.plans.saved)
-        watch.save()  # first: metrics may be ahead of the checkpoint, and are cut back, never behind it
+        watch.save()  # first: metrics may be ahead of the checkpoint (they are truncated on resume), never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
         self.events.saved(self.checkpoint)
 
     def finish(self) -> None:
-        """Write the result: the best weights where validation decided when to stop, else the last."""
+        """Write the result: the best weights with early stopping, else the last."""
         best = self.folder / BEST
         if self.job.settings.patience and best.exists():
             kept = GGUF(best)

@@ -1,4 +1,4 @@
-"""A training run with everything decided: settings in, data, sizes, schedule and number of steps out."""
+"""A fully specified training run: settings in, data, sizes, schedule and number of steps out."""
 
 import json
 import math
@@ -28,16 +28,16 @@ from packtrain.training.settings import FREE, RunSettings, TrainSettings
 from packtrain.words import plural
 
 VOCABULARY, LEAST_SPLIT = 1_000_000, 1e-4
-GLIMPSE = 1 << 17  # positions of the data that are looked at before a run is planned
-HEAD_NBYTES = 1 << 16  # of a GGUF file: names, shapes and padding
-SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name what is read
+GLIMPSE = 1 << 17  # positions of the data that are examined before planning
+HEAD_NBYTES = 1 << 16  # upper bound of a GGUF header: names, shapes and padding
+SOURCES = ("data", "vocab", "vocab_size", "model")  # settings that name input files
 
 Batch = dict[str, np.ndarray]
 View = Callable[[str], np.ndarray]
 
 
 class Batched(Protocol):
-    """Batches as a pure function of an index that counts on through epochs, of which len() is one."""
+    """Batches as a pure function of an index that runs on through the epochs; len() is one epoch."""
 
     def __len__(self) -> int: ...
 
@@ -48,26 +48,26 @@ class Subject(Protocol):
     """What is trained: where the values of its leaves come from, and where they go."""
 
     def shared(self) -> Mapping[str, np.ndarray]:
-        """Leaves that are read where they are, and never change."""
+        """Frozen leaves, which are read in place."""
 
     def begin(self, session: Session) -> None:
-        """Give all others the values that training begins with."""
+        """Set the initial values of all other leaves."""
 
     def keep(self, path: Path, view: View) -> None:
-        """Write what is trained to a GGUF file, tensors named after their leaves."""
+        """Write the trained leaves to a GGUF file, under their own names."""
 
     def write(self, view: View) -> None:
-        """Write the result as the settings say."""
+        """Write the result, in the format that the settings ask for."""
 
     def files(self) -> Mapping[Path, int]:
-        """The files of the result, with their bytes at the most."""
+        """The files of the result, with an upper bound of their sizes."""
 
     def tokenizer(self) -> Tokenizer: ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what, for how many steps. `fingerprint` says what the data is, `about` tells more of it."""
+    """What is trained, on what data, for how many steps. `fingerprint` identifies the data."""
 
     settings: RunSettings
     title: str
@@ -88,26 +88,26 @@ class Job:
         return self.shape.config
 
     def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of step 1, 2, …: the same windows however many rows of them are taken at a time."""
+        """The micro-batches of a step, counted from 1; the windows of a step do not depend on the micro-batch size."""
         asked = self.settings.grad_accumulation_steps
         first = (step - 1) * asked
         return [part for i in range(asked) for part in self._parts(self.train[first + i])]
 
     def glimpse(self) -> list[Batch]:
-        """Micro-batches of step 1, as many as are small: what is asked for may be more than any machine holds."""
+        """The first micro-batches of step 1, limited to GLIMPSE positions: the requested batch may be too large."""
         rows = GLIMPSE // self.shape.time
         count = min(rows // self.settings.batch_size, self.settings.grad_accumulation_steps)
         return [part for i in range(count) for part in self._parts(self.train[i])]
 
     def validation(self) -> Iterator[Batch]:
-        """The batches of one validation: all, or as many as asked for, always the same."""
+        """The batches of one validation: all or --val-batches of them, always the same."""
         assert self.valid is not None
         count, most = len(self.valid), self.validated
         for i in range(most):
             yield from self._parts(self.valid[i * count // most])
 
     def counted(self, told: Callable[[int, int], None]) -> Iterator[Batch]:
-        """The same; after each, how many of how many are done is told."""
+        """The same; reports progress after each."""
         parts = self.validated * -(-self.settings.batch_size // self.shape.rows)
         for number, batch in enumerate(self.validation(), 1):
             yield batch
@@ -125,10 +125,10 @@ class Job:
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
 
     def about(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to go on with this job, as plain data; but for `sources`, which name
-        what `data` is a checksum of.
+        """What must be equal to resume from a checkpoint, as plain data; except `sources`, which name the files that
+        `data` is a checksum of.
 
-        Rows, chunk and `layered` decide about the order of additions; what is computed again does not change a bit.
+        Rows, chunk and `layered` fix the order of floating-point additions; recomputation does not change a bit.
         """
         s, shape = self.settings, self.shape
         names = [name for name in s.__dataclass_fields__ if name not in FREE]
@@ -142,13 +142,13 @@ class Job:
             "chunk": shape.chunk,
             "layered": shape.layered,
         }
-        # as a checkpoint gives it back
+        # the form in which a checkpoint returns it
         return dict(json.loads(json.dumps(about, default=lambda path: str(path.absolute()))))
 
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """A model from random numbers, with a vocabulary of its own: the subject of `packtrain train`."""
+    """A new model with random weights and its own vocabulary: the subject of `packtrain train`."""
 
     settings: TrainSettings
     config: Config
@@ -225,7 +225,7 @@ def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
 
 
 def _longer(preset: str, ctx: int) -> Iterator[str]:
-    """What to say of a context that is longer than the preset's."""
+    """Warning about a context that is longer than the preset's."""
     usual = PRESETS[preset].context_length
     if ctx > usual:
         yield (
@@ -235,7 +235,7 @@ def _longer(preset: str, ctx: int) -> Iterator[str]:
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:
-    """The one that the settings name, with those of its fields that are settings."""
+    """The optimizer of the settings, with its options."""
     kind = OPTIMIZERS[settings.optimizer]
     names = [field.name for field in fields(kind) if hasattr(settings, field.name)]
     given = {name: getattr(settings, name) for name in names}
@@ -264,7 +264,7 @@ def check_split(val_split: float) -> None:
 
 
 def schedule_of(settings: RunSettings, batches: int) -> Schedule:
-    """The schedule over --iters steps, or as many as --epochs take."""
+    """The schedule for --iters steps, or for the steps of --epochs."""
     epochs = 1.0 if settings.epochs is None else settings.epochs
     steps = settings.iters or max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
     rate = settings.learning_rate

@@ -1,4 +1,4 @@
-"""The order of an epoch as a permutation with a key: who comes where is computed when it is asked for, nothing is kept.
+"""The order of an epoch as a keyed permutation: each position is computed on demand, nothing is stored.
 
 A Feistel network over the next power of four, walked until it is inside. Black and Rogaway 2002, "Ciphers with
 Arbitrary Finite Domains"; the rounds mix as splitmix64 does.
@@ -14,7 +14,7 @@ WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Permutations of any number of items, all from one key; other `salt`, other permutation."""
+    """Permutations of any number of items, from one key; each `salt` gives a different one."""
 
     keys: tuple[int, ...]
 
@@ -37,7 +37,7 @@ class Order:
 
 
 def mixed(z: int) -> int:
-    """64 bits from 64 bits, each depending on all."""
+    """Hash 64 bits to 64 bits."""
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & WORD
     z = (z ^ z >> 27) * 0x94D049BB133111EB & WORD
     return z ^ z >> 31

@@ -1,7 +1,7 @@
-"""Before step 1 of a tuning run: does a gradient reach every tensor that is trained?
+"""A check before step 1 of fine-tuning: does every trained tensor get a gradient?
 
-One step is taken at a rate with which any gradient changes a tensor, B of low-rank additions being small random
-numbers for it; then all values are made again as they were, from the file and the seed.
+Runs one step with a learning rate at which any gradient changes its tensor; B of the LoRA adapters is set to small
+random numbers for it. Then all values are restored from the file and the seed.
 """
 
 import zlib
@@ -18,15 +18,15 @@ from packtrain.words import plural
 
 RATE = 1e3
 DEVIATION = np.float32(0.01)
-NAMED = 8  # so many tensors are named, others are counted
+NAMED = 8  # tensors named in a message; others are counted
 
 
 class NoGradient(ArithmeticError):
-    """A run would end as it began: a gradient is not finite, or zero."""
+    """Training would have no effect: a gradient is zero, or not finite."""
 
 
 def probe(job: Job, engine: Engine, say: Callable[[str], None]) -> None:
-    """Raise NoGradient for tensors that nothing would train; experts that no token has reached are named."""
+    """Raise NoGradient for tensors without a gradient; reports experts that no token has reached."""
     session, optimizer = engine.session, engine.optimizer
     names = engine.plans.trained
     for name in (name for name in names if name.endswith(B)):
@@ -56,7 +56,7 @@ def _small(array: np.ndarray, draw: np.random.Generator) -> None:
 
 
 def _digests(array: np.ndarray) -> list[int]:
-    """Of the whole, or of each expert's part."""
+    """Digest of the whole array, or of each expert's part."""
     return [zlib.crc32(part.data) for part in (array if array.ndim == 3 else array[None])]
 
 

@@ -1,7 +1,7 @@
-"""Batches of tokenized samples as a pure function of an index, as training.batches makes them of running text.
+"""Batches of tokenized samples as a pure function of an index, like training.batches for running text.
 
-Samples go in, the inputs of `transformer.loss` come out; `weights` is 1 for a target that is learnt. Samples that
-share a row are told apart by `seq` and `pos`: none sees another.
+Turns samples into inputs of `transformer.loss`; `weights` is 1 for a target in the loss. Samples that share a row
+are separated by `seq` and `pos`: none attends to another.
 """
 
 from typing import Literal
@@ -11,16 +11,16 @@ import numpy as np
 from packtrain.samples import Samples
 from packtrain.training.order import Order
 
-SHORTEST = 256  # rows are not made shorter for short samples
+SHORTEST = 256  # the shortest row, even if all samples are shorter
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
 class SampleBatches:
-    """Rows of `time` tokens, `rows` to a batch; an index counts on through epochs.
+    """Rows of `time` tokens, `rows` to a batch; the index runs on through the epochs.
 
-    pack     a row takes samples as long as they fit, each in the fullest row that has room for it, the longest first;
-             otherwise a row is a sample and padding
-    shuffle  an epoch has its rows in an order of its own, and each of them other samples of the same lengths
+    pack     best-fit packing: each sample, longest first, goes into the fullest row that has room for it;
+             otherwise a row is one sample and padding
+    shuffle  each epoch has its rows in a new random order, and fills them with other samples of the same lengths
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SampleBatches:
         longest = int(lengths.max())
         if longest > time:
             raise ValueError(f"a sample of {longest} targets does not fit a row of {time}")
-        # by length alone, so that every epoch has the same number of rows
+        # packed by length alone, so that every epoch has the same number of rows
         self._order = np.arange(len(samples))
         row_of = self._order
         if pack:
@@ -51,7 +51,7 @@ class SampleBatches:
 
     @property
     def windows(self) -> int:
-        """Rows of an epoch."""
+        """Rows in one epoch."""
         return len(self._first) - 1
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class SampleBatches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _samples_at(self, place: int, order: Order) -> list[int]:
-        """The samples of the row at a place of the epoch."""
+        """The samples of the row at a place in the epoch."""
         if place >= self.windows:
             return []
         row = order(place, self.windows) if self.shuffle else place
@@ -75,7 +75,7 @@ class SampleBatches:
         return [int(self._order[self._swapped(rank, order)]) for rank in ranks]
 
     def _swapped(self, rank: int, order: Order) -> int:
-        """The rank of a sample that has its place this epoch: one of the same length."""
+        """The rank of the sample that takes this place in this epoch: one of the same length."""
         if not (self.pack and self.shuffle):
             return rank
         here = self._shortness[rank]
@@ -83,7 +83,7 @@ class SampleBatches:
         return first + order(rank - first, end - first, salt=-int(here))
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
-        """Samples side by side; what is left of the row is padding, a sample of its own."""
+        """The samples one after the other; the rest of the row is padding, as a separate sample."""
         names = ("tokens", "targets", "pos", "seq")
         row = {name: np.zeros(self.time, np.int32) for name in names}
         row["weights"] = np.zeros(self.time, np.float32)
@@ -102,13 +102,13 @@ class SampleBatches:
 
 
 def row_length(most: int, *parts: Samples) -> int:
-    """Tokens of a row that holds the longest sample; shorter ones share rows of some length."""
+    """Row length that holds the longest sample, and at least SHORTEST."""
     longest = max(int(samples.lengths.max()) - 1 for samples in parts)
     return min(most, max(longest, SHORTEST))
 
 
 def best_fit(lengths: np.ndarray, time: int) -> np.ndarray:
-    """The row of each sample, in turn: of those that it fits the fullest, else a new one."""
+    """The row of each sample, by best fit: the fullest row with room for it, else a new one."""
     rows = np.empty(len(lengths), np.int64)
     with_room: list[list[int]] = [[] for _ in range(time + 1)]
     there, count = 0, 0  # bit r of `there`: some row has room for r more

@@ -1,4 +1,4 @@
-"""Learning rates: a number for each step, from the number of the step alone."""
+"""Learning-rate schedules: the rate of a step, from its number alone."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ KINDS = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up from 0 to `lr`, then down to `lr_min` until the last step, in `cycles` equal parts, each from `lr`.
+    """Warm-up from 0 to `lr`, then decay to `lr_min` until the last step, in `cycles` equal parts, each from `lr`.
 
     kind    cosine (Loshchilov & Hutter 2017, arXiv 1608.03983), linear, or constant
     warmup  steps of warm-up
@@ -22,7 +22,7 @@ class Schedule:
     cycles: int = 1
 
     def rate(self, step: int) -> float:
-        """The rate of step 1, 2, … steps."""
+        """The rate of a step, counted from 1."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.kind == "constant":

@@ -1,4 +1,4 @@
-"""Every setting of train and finetune, with its default and help: flags, run.yaml and checkpoints all read this."""
+"""Every setting of train and finetune, with default and help: the source of the flags, run.yaml and checkpoints."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
 def with_those_of_optimizers(cls: type[T]) -> type[T]:
-    """The class with the options that optimizers declare as fields, after `optimizer`. Raises TypeError."""
+    """Add the options that optimizers declare to the class, after `optimizer`. Raises TypeError."""
     own: dict[str, Any] = {}
     for kind in OPTIMIZERS.values():
         hints = get_type_hints(kind)
@@ -49,14 +49,14 @@ def with_those_of_optimizers(cls: type[T]) -> type[T]:
 @dataclass(frozen=True)
 @with_those_of_optimizers
 class RunSettings:
-    """Settings of every run that trains, with those of all optimizers."""
+    """Settings of every training run, including those of all optimizers."""
 
     data: Path | None = DATA(
         None, "text to train on: a .txt, .jsonl, .csv or .parquet file, or a folder of them"
     )
     output: Path = OUTPUT(
         Path("model.gguf"),
-        "GGUF file to write; checkpoints and logs go to the folder NAME.run beside it",
+        "GGUF file to write; checkpoints and logs go to the folder NAME.run next to it",
         flags="-o",
     )
     ctx: int | None = DATA(
@@ -66,7 +66,7 @@ class RunSettings:
         least=2,
     )
     separator: str | None = DATA(
-        None, "text between two documents of a .txt file (default: <|endoftext|>, if it is there)"
+        None, "text between two documents of a .txt file (default: <|endoftext|>, if present)"
     )
     val_split: float = DATA(
         0.05, "share of the data held out for validation if it has no valid file", least=0, most=0.5
@@ -95,7 +95,7 @@ class RunSettings:
     )
     lr_cycles: int = TRAINING(1, "decay cycles in the run; each starts at --lr", least=1)
     warmup_ratio: float = TRAINING(
-        0.05, "share of the steps in which the learning rate rises", least=0, most=1
+        0.05, "share of the steps used for learning-rate warm-up", least=0, most=1
     )
     optimizer: str = TRAINING(
         next(iter(OPTIMIZERS)),
@@ -112,10 +112,12 @@ class RunSettings:
         metavar="SIZE",
     )
     strict: bool = MEMORY(False, "count the weights mapped from the base file in --memory, too")
-    measure_speed: bool = OUTPUT(False, "measure the speed of this machine again, to predict times")
+    measure_speed: bool = OUTPUT(
+        False, "measure the speed of this machine again, for time estimates"
+    )
     recompute: str = MEMORY(
         "auto",
-        "activations to compute again in the backward pass: none, those of all blocks, of about sqrt(blocks)"
+        "activation checkpointing: recompute no activations, those of every block, those of about sqrt(blocks)"
         " segments, or as --memory requires",
         choices=("none", "blocks", "sqrt", "auto"),
     )
@@ -124,14 +126,14 @@ class RunSettings:
     )
 
     steps_per_eval: int = TRAINING(200, "validate every N steps; 0: only at the end", least=0)
-    val_batches: int = TRAINING(25, "micro-batches per validation at most; 0: all", least=0)
+    val_batches: int = TRAINING(25, "most micro-batches per validation; 0: all", least=0)
     patience: int = TRAINING(
         0,
         "early stopping: end after N validations without improvement and keep the best weights; 0: off",
         least=0,
     )
     steps_per_report: int = OUTPUT(
-        10, "print a line every N steps where there is no terminal", least=1
+        10, "print a line every N steps if there is no terminal", least=1
     )
     save_every: int = OUTPUT(100, "save a checkpoint every N steps; 0: only at the end", least=0)
     sample_every: int = OUTPUT(
@@ -170,7 +172,7 @@ class TrainSettings(RunSettings):
         None, "width of the feed-forward layers (default: the preset's)", least=1
     )
     vocab: Path | None = DATA(
-        None, "take the vocabulary of this GGUF file instead of training a new one"
+        None, "use the vocabulary of this GGUF file instead of training a new one"
     )
     vocab_size: str = DATA(
         "auto",
@@ -218,7 +220,7 @@ class TuneSettings(RunSettings):
     model: Path | None = positional("the base model, a GGUF file", None)
     output: Path = OUTPUT(
         Path("tuned.gguf"),
-        "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run beside it",
+        "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run next to it",
         flags="-o",
     )
     data: Path | None = DATA(
@@ -243,7 +245,7 @@ class TuneSettings(RunSettings):
     )
     tensor_type: tuple[str, ...] = OUTPUT(
         (),
-        "element type of the changed matrices of this name, as ffn_down=q8_0; may be given several times",
+        "element type for changed matrices of this name, such as ffn_down=q8_0; repeatable",
         metavar="NAME=TYPE",
     )
 
@@ -255,34 +257,36 @@ class TuneSettings(RunSettings):
     )
     lora_rank: tuple[str, ...] = LORA(
         ("16",),
-        "rank, or NAME=RANK for the matrices of this name; may be given several times",
+        "rank, or NAME=RANK for the matrices of this name; repeatable",
         metavar="RANK",
     )
     lora_alpha: float = LORA(32.0, "scale: the adapter's output counts alpha / rank", least=0.001)
     rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
     lora_modules: str = LORA(
         "all",
-        "matrices that are adapted: all, attn, mlp, or names such as attn_q,attn_v",
+        "matrices that get a LoRA adapter: all, attn, mlp, or names such as attn_q,attn_v",
         metavar="NAMES",
     )
-    lora_dropout: float = LORA(0.0, "dropout of the adapter's input, as a share", least=0, most=0.9)
+    lora_dropout: float = LORA(0.0, "dropout probability of the adapter's input", least=0, most=0.9)
     num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", least=-1)
     freeze: tuple[str, ...] = TRAINING(
         (),
-        "with --full: tensors that keep their values, such as 'token_embd*'; may be given several times",
+        "with --full: tensors to freeze, such as 'token_embd*'; repeatable",
         metavar="PATTERN",
     )
 
-    mask_prompt: bool = DATA(True, "learn the assistant's words only, not the prompt")
-    train_on: str = DATA("all", "which of the assistant's turns to learn", choices=("all", "last"))
+    mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
+    train_on: str = DATA(
+        "all", "which of the assistant's turns to train on", choices=("all", "last")
+    )
     truncate: str = DATA(
         "end", "what to do with conversations longer than the context", choices=TRUNCATE
     )
     chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
-    pack: bool = DATA(True, "put several samples into one sequence where they fit")
+    pack: bool = DATA(True, "pack several samples into one sequence")
 
     batch_size: int = TRAINING(4, "sequences per micro-batch", least=1)
-    val_batches: int = TRAINING(10, "micro-batches per validation at most; 0: all", least=0)
+    val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
         "peak learning rate (default: 2e-4, with --full 1e-5)",
@@ -290,7 +294,7 @@ class TuneSettings(RunSettings):
         least=0,
     )
     warmup_ratio: float = TRAINING(
-        0.03, "share of the steps in which the learning rate rises", least=0, most=1
+        0.03, "share of the steps used for learning-rate warm-up", least=0, most=1
     )
     weight_decay: float = TRAINING(0.01, "weight decay of matrices", least=0)
 
@@ -300,7 +304,7 @@ class TuneSettings(RunSettings):
 
 
 def run_folder(output: Path) -> Path:
-    """Where a run keeps all but its model: model.gguf has model.run."""
+    """Folder of everything but the model: model.run for model.gguf."""
     return output.with_name(f"{output.stem or 'model'}.run") if output.name else output
 
 

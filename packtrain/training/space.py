@@ -1,4 +1,4 @@
-"""Whether the disk has room for what a run will write, known before its first step."""
+"""Check before the first step that the disk has room for what a run will write."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def check_space(job: Job, plans: Plans, more: Iterable[tuple[Path, str, int]] = ()) -> None:
-    """Raise DiskFull, with what is needed where, if a disk has less."""
+    """Raise DiskFull, with the bytes needed in each folder, if a disk has less."""
     disks: dict[int, list[tuple[Path, str, int]]] = defaultdict(list)
     for path, what, nbytes in chain(written(job, plans), more):
         folder = path.parent if path.parent.exists() else path.parent.parent
@@ -38,13 +38,13 @@ def check_space(job: Job, plans: Plans, more: Iterable[tuple[Path, str, int]] = 
 
 
 def written(job: Job, plans: Plans) -> Iterator[tuple[Path, str, int]]:
-    """Files of a run, what they are, and the bytes that they take more than now, at the most."""
+    """Files of a run: path, description, and an upper bound of the additional bytes."""
     folder = job.settings.folder
     checkpoint, best = folder / CHECKPOINT, folder / BEST
     kept = nbytes_of(plans.saved.values())
     there = sum(_nbytes(path) for path in (checkpoint, previous(checkpoint)))
     yield checkpoint, "two checkpoints", max(2 * kept - there, 0)
-    if job.settings.patience:  # a better one is written beside the one before
+    if job.settings.patience:  # a better one is written before the old one is replaced
         weights = nbytes_of(plans.kept[name] for name in plans.trained)
         yield best, "the best weights", max(2 * weights - _nbytes(best), 0)
     for path, nbytes in job.subject.files().items():
@@ -58,7 +58,7 @@ def _nbytes(path: Path) -> int:
 
 @contextmanager
 def resumable(checkpoint: Path, command: str) -> Iterator[None]:
-    """A disk that becomes full ends the run with what is saved, and how to go on."""
+    """Turn a full disk into DiskFull, which names the last saved step and the command to resume."""
     try:
         yield
     except OSError as error:

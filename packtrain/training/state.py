@@ -1,7 +1,7 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, in one checked GGUF file.
+"""Checkpoints: everything that a run needs to resume bit for bit, in one GGUF file with a checksum.
 
-Progress and leaves go in by name and come out by name. The file before is kept beside it as `.previous`, and
-the newest sound one is loaded, so that a kill at any moment leaves one.
+Progress and leaves are stored by name. The previous file is kept as `.previous`, and the newest valid one is loaded,
+so that a kill at any moment leaves one.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ KEY = "packtrain.checkpoint."
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands. Counters are 64-bit; the data position and all randomness follow from `step`.
+    """The state of a run. Counters are 64-bit; the data position and all randomness follow from `step`.
 
     step      steps done          tokens   trained on so far      seconds  spent training
     best      lowest validation loss, after step `best_step`, and `stale`, validations since then
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded checkpoint: `about` is what the run said of itself, `array(name)` a leaf, mapped."""
+    """A loaded checkpoint: `about` describes the run, `array(name)` is a leaf, mapped."""
 
     path: Path
     progress: Progress
@@ -73,7 +73,7 @@ def previous(path: Path) -> Path:
 def save(
     path: Path, progress: Progress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a checkpoint of leaves by name, keeping the one before. `about` is any JSON. Raises OSError."""
+    """Write a checkpoint of leaves by name, keeping the previous one. `about` is any JSON. Raises OSError."""
     texts = {
         KEY + "progress": json.dumps(asdict(progress)),
         KEY + "about": json.dumps(about),
@@ -90,18 +90,18 @@ def save(
 
 
 def _keep(path: Path) -> None:
-    """Give the file a second name; the next write takes only the first one away."""
+    """Give the file a second name; the next write replaces only the first one."""
     beside = path.with_suffix(".keep.part")
     beside.unlink(missing_ok=True)
     try:
         os.link(path, beside)
-    except OSError:  # file systems without links
+    except OSError:  # file systems without hard links
         shutil.copyfile(path, beside)
     os.replace(beside, previous(path))
 
 
 def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of the progress, what the run said, and all leaves."""
+    """SHA-256 of the progress, the description of the run, and all leaves."""
     digest = hashlib.sha256()
     for key, text in texts.items():
         digest.update(f"{key}={text}\n".encode())
@@ -112,9 +112,9 @@ def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest sound checkpoint at `path`: itself, or the one before, with a message; None if there is none.
+    """The newest valid checkpoint at `path`: itself, or the previous one, with a message; None if there is none.
 
-    Raises InputError for a checkpoint of a newer format, and if there are files but none of them is sound.
+    Raises InputError for a checkpoint of a newer format, and if there are files but none is valid.
     """
     problems = []
     for file in (path, previous(path)):
@@ -126,7 +126,7 @@ def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
             problems.append(str(error))
             continue
         for problem in problems:
-            say(f"{problem}; going on from {file.name}")
+            say(f"{problem}; resuming from {file.name}")
         return found
     if problems:
         raise InputError("; ".join(problems))
@@ -134,7 +134,7 @@ def load(path: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 
 def step_of(path: Path) -> int:
-    """The step of the newest checkpoint at `path`, from what it says of itself; 0 if there is none."""
+    """The step of the newest checkpoint at `path`, from its metadata; 0 if there is none."""
     for file in (path, previous(path)):
         with suppress(InputError, ValueError, KeyError, TypeError):
             return int(json.loads(GGUF(file).metadata[KEY + "progress"])["step"])
@@ -164,7 +164,7 @@ def _load(path: Path) -> Checkpoint:
 
 
 def _is_progress(value: Any) -> bool:
-    """Whether plain data has the fields of Progress, of their types and not below 0; old files lack `later`."""
+    """Whether plain data has the fields of Progress, of the right types and not negative; old files lack `later`."""
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
     later = {"best_step": int, "last": float, "base": float, "batches": int}
     return (

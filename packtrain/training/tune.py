@@ -1,6 +1,6 @@
-"""Tuning the model of a file: settings in, a Job out, as `training.job` makes it for a new model.
+"""Fine-tuning the model of a file: settings in, a Job out, like `training.job` for a new model.
 
-What is trained are low-rank additions, or the matrices themselves; all else is read where it is in the file.
+Trains LoRA adapters, or the matrices themselves; all frozen tensors are read in place from the file.
 """
 
 import hashlib
@@ -38,9 +38,9 @@ from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.settings import TuneSettings
 from packtrain.words import long_context, plural
 
-CONTEXT = 2048  # at most, where --ctx does not say
-PART = 1 << 16  # values that are unpacked at a time, while a run holds all its memory
-EDGE = 256  # bytes of a tensor that tell it from others, at its beginning and its end
+CONTEXT = 2048  # at most, without --ctx
+PART = 1 << 16  # values unpacked at a time, while the run holds all its memory
+EDGE = 256  # bytes at the beginning and end of a tensor that go into the fingerprint
 GROUPS = {"all": "*", "attn": "attn_*", "mlp": "ffn_*"}
 TEMPLATE = "tokenizer.chat_template"
 ADAPTER = "adapter.gguf"  # in the run folder
@@ -48,18 +48,18 @@ ADAPTER = "adapter.gguf"  # in the run folder
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The model of a file and what is trained of it."""
+    """The model of a file, and which of its tensors are trained."""
 
     settings: TuneSettings
     model: ModelFile
     config: Config
     base: Base
-    template: str | None = None  # what conversations are written by, if the file does not say
-    chats: bool = False  # whether it is tuned on conversations, not on running text
+    template: str | None = None  # chat template, if the file has none
+    chats: bool = False  # whether the data is conversations, not running text
 
     @property
     def more(self) -> Mapping[str, Value]:
-        """Metadata that a tuned model has beside that of its base."""
+        """Metadata that a tuned model has in addition to that of its base."""
         return {} if self.template is None else {TEMPLATE: Value("string", self.template)}
 
     @property
@@ -72,7 +72,7 @@ class Tuned:
         return {n: array for n, array in self.model.stored().items() if n not in trained}
 
     def begin(self, session: Session) -> None:
-        """Values of the file; of an addition A is drawn as PEFT does, uniform to 1 / sqrt(width), and B is 0."""
+        """Values of the file; LoRA A is initialized as in PEFT, uniform up to 1 / sqrt(width), and B is 0."""
         for name in self.trained:
             if name.endswith(B):
                 session.fill(name, lambda array: array.fill(0))
@@ -90,7 +90,7 @@ class Tuned:
             write(path, {}, {name: Deferred.of(view, name) for name in self.trained})
 
     def write(self, view: View) -> None:
-        """The adapter, which is merged when the memory of the run is free; or the tuned model."""
+        """Write the adapter, which is merged later, when the memory of the run is free; or the tuned model."""
         s = self.settings
         if self.config.lora is not None:
             adapter = self._adapter(view, self.config.lora)
@@ -140,7 +140,7 @@ class Tuned:
 
 
 def name_of(output: Path) -> str:
-    """The name of a model in the file that is written."""
+    """The model's name in the metadata of the output file."""
     return output.stem.encode(errors="replace").decode()
 
 
@@ -152,14 +152,14 @@ def _uniform(array: np.ndarray, draw: np.random.Generator) -> None:
 
 
 def _unpack(array: np.ndarray, stored: np.ndarray) -> None:
-    """Values of the file in the type of the array, some rows at a time."""
+    """Convert values of the file to the type of the array, PART at a time."""
     rows, packed = array.reshape(-1, array.shape[-1]), stored.reshape(-1, stored.shape[-1])
     step, dtype = max(1, PART // rows.shape[1]), dtype_of(array)
     for at in range(0, len(rows), step):
         rows[at : at + step] = quantize(dequantize(packed[at : at + step]), dtype)
 
 
-# ---- deciding ------------------------------------------------------------------------------------------------
+# ---- building the job ------------------------------------------------------------------------------------------------
 
 
 def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
@@ -205,7 +205,7 @@ def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
 def _batches(
     settings: TuneSettings, config: Config, say: Callable[[str], None]
 ) -> tuple[SampleBatches, SampleBatches | None, Dataset]:
-    """Batches for training and validation, as long as the longest sample needs, and what they are made of."""
+    """Batches for training and validation, as long as the longest sample needs, and their data set."""
     length = settings.ctx or min(config.context_length, CONTEXT)
     if length > config.context_length:
         say(long_context(length, config.context_length))
@@ -230,7 +230,7 @@ def _check_blocks(last: int, model: ModelFile) -> None:
 
 
 def _has_chats(settings: TuneSettings, model: ModelFile, data: Dataset) -> bool:
-    """Whether prompts are masked in the data; with --no-mask-prompt, whether the model has a form for them."""
+    """Whether the data is conversations; with --no-mask-prompt, whether the model has a chat template."""
     if settings.mask_prompt:
         return not data.train.weights.all()
     return data.template is not None or TEMPLATE in model.gguf.metadata
@@ -254,7 +254,7 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
 
 
 def fingerprint(model: ModelFile) -> str:
-    """Tells the model from others: names, types and shapes of its tensors, and the ends of each."""
+    """Identifies the model: names, types and shapes of its tensors, and the first and last bytes of each."""
     digest = hashlib.sha256()
     for name, e in model.gguf.entries.items():
         digest.update(f"{name} {e.dtype} {e.shape}\n".encode())
@@ -263,11 +263,11 @@ def fingerprint(model: ModelFile) -> str:
     return digest.hexdigest()[:16]
 
 
-# ---- low-rank additions --------------------------------------------------------------------------------------
+# ---- LoRA adapters --------------------------------------------------------------------------------------
 
 
 def lora_of(settings: TuneSettings, config: Config) -> Lora:
-    """The additions that the settings ask for. Raises InputError."""
+    """The LoRA adapters that the settings ask for. Raises InputError."""
     kinds = list(_matrices(config))
     wanted = settings.lora_modules.split(",")
     patterns = [GROUPS.get(name, name) for name in wanted]
@@ -289,14 +289,14 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
     alpha = settings.lora_alpha
     if settings.rslora:
         if len(set(ranks.values())) > 1:
-            raise InputError("--rslora: all ranks must be equal, for an adapter has one alpha")
+            raise InputError("--rslora: all ranks must be equal, because an adapter has one alpha")
         alpha *= math.sqrt(next(iter(ranks.values())))
     patterns_ranks = tuple((f"blk.*.{kind}.weight", rank) for kind, rank in ranks.items())
     return Lora(patterns_ranks, max(settings.num_layers, 0), alpha, settings.lora_dropout)
 
 
 def _matrices(config: Config) -> Iterator[str]:
-    """Names, within a block, of the matrices that can have additions."""
+    """Names, within a block, of the matrices that can have a LoRA adapter."""
     for name, leaf in transformer.weights(config).items():
         kind = name.removeprefix("blk.0.").removesuffix(".weight")
         if name.startswith("blk.0.") and len(leaf.shape) > 1 and kind != "ffn_gate_inp":

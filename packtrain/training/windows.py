@@ -1,7 +1,7 @@
-"""Windows of one long text, cut as llama-perplexity cuts it; batches of them are inputs of `transformer.loss`.
+"""Windows of one long text, cut as in llama-perplexity; batches of them are inputs of `transformer.loss`.
 
-The text is one stream of tokens. A window begins with BOS in the place of its first token, and only predictions in its
-second half count, so that each has at least half a window before it. What is left at the end is not measured.
+The text is one stream of tokens. BOS replaces the first token of a window, and only predictions in its second half
+are scored, so that each has at least half a window of context. An incomplete window at the end is not measured.
 """
 
 from array import array
@@ -21,7 +21,7 @@ class Windows:
     """`rows` windows of `context` tokens to a batch, in order; the last batch is padded with empty rows.
 
     ids  (N,) i32, of the whole text
-    bos  what takes the place of a window's first token; None leaves that token
+    bos  replaces a window's first token; None keeps that token
     """
 
     ids: np.ndarray
@@ -35,12 +35,12 @@ class Windows:
 
     @property
     def time(self) -> int:
-        """Tokens that a row feeds: the last one of a window is a target only."""
+        """Input tokens of a row: the last token of a window is only a target."""
         return self.context - 1
 
     @property
     def skipped(self) -> int:
-        """Positions at the beginning of a row whose predictions do not count."""
+        """Positions at the beginning of a row whose predictions are not scored."""
         return self.context // 2
 
     def __len__(self) -> int:
@@ -68,8 +68,8 @@ class Windows:
 def read_whole(path: Path, separator: str | None, tokenizer: Tokenizer) -> np.ndarray | None:
     """The ids (N,) i32 of a file as one text, or None if it holds several documents.
 
-    As llama-perplexity reads it: BOS where the file of the model asks for it, no control tokens from texts that spell
-    them, line ends as they are, but without a last line feed.
+    As llama-perplexity reads it: BOS if the model's file asks for it, text that spells a control token stays text,
+    line ends stay as they are, but the last line feed is dropped.
     """
     source, report = [Source(path)], Report(path, exact=True)
     if sum(piece.ends for piece in read_documents(source, separator, [report])) > 1:

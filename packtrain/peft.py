@@ -1,7 +1,7 @@
-"""LoRA adapters as PEFT keeps them, a folder of adapter_config.json and adapter_model.safetensors, read and written.
+"""Reads and writes PEFT adapters: a folder of adapter_config.json and adapter_model.safetensors.
 
-The base says which names the matrices have in a checkpoint, and of which the rows are in another order in GGUF files.
-What an adapter file cannot hold (DoRA, biases, whole modules) is refused.
+The base determines the names of the matrices in a checkpoint, and whose rows are permuted in GGUF files. Refuses what
+a GGUF adapter cannot hold (DoRA, biases, whole modules).
 """
 
 import json
@@ -31,7 +31,7 @@ HALF = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?"
 )
 EMBED, HEAD = "model.embed_tokens", "lm_head"
-# settings under which a folder holds more than A and B, or means something else by them
+# settings with which a folder holds more than A and B, or uses them differently
 REFUSED = (
     "use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices", "target_parameters",
     "use_qalora", "alora_invocation_tokens",
@@ -41,7 +41,7 @@ EXACT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a matrix of the checkpoint is in the base: its tensor, which expert's it is, heads with turned rows."""
+    """Where a matrix of the checkpoint is in the base: its tensor, its expert, and its heads if rows are permuted."""
 
     tensor: str
     expert: int | None = None
@@ -49,28 +49,28 @@ class Place:
 
 
 def places(model: ModelFile) -> dict[str, Place]:
-    """The matrices that can have additions, by the name of their module in a checkpoint of this model."""
-    c, entries, made = model.config, model.gguf.entries, dict[str, Place]()
+    """The matrices that can have adapters, by the name of their module in a checkpoint of this model."""
+    c, entries, found_places = model.config, model.gguf.entries, dict[str, Place]()
     heads = turned_heads(c)
     for family, i in ((f, i) for f in c.traits.families for i in range(c.block_count)):
         for module, part in family.block.items():
             tensor = f"blk.{i}.{part}.weight"
             if tensor in entries and len(entries[tensor].shape) > 1:
-                made[f"model.layers.{i}.{module}"] = Place(tensor, None, heads.get(part, 0))
+                found_places[f"model.layers.{i}.{module}"] = Place(tensor, None, heads.get(part, 0))
         for module, part in family.experts.matrices.items() if family.experts else ():
             for e in range(c.expert_count):
                 name = f"model.layers.{i}.{module.format(e)}"
-                made[name] = Place(f"blk.{i}.{part}.weight", e)
-    if not c.tied:  # else an addition to one of them would be one to the other
-        made |= {EMBED: Place(EMBEDDING), HEAD: Place("output.weight")}
-    return made
+                found_places[name] = Place(f"blk.{i}.{part}.weight", e)
+    if not c.tied:  # otherwise an adapter of one would change the other, too
+        found_places |= {EMBED: Place(EMBEDDING), HEAD: Place("output.weight")}
+    return found_places
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
 def read_peft(folder: Path, model: ModelFile) -> Adapter:
-    """The adapter in a folder, in the terms of its base. Raises InputError for what an adapter file cannot hold."""
+    """The adapter in a PEFT folder, with the base's tensor names. Raises InputError for what GGUF cannot hold."""
     config = _config(folder / CONFIG)
     halves = _halves(folder / TENSORS, model)
     alpha, found = 0.0, dict[str, dict[int | None, Pair]]()
@@ -79,7 +79,7 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
         place, rank = known[module], b.shape[-1]
         by = _scale(folder / CONFIG, config, module, rank)
         alpha = alpha or by * rank
-        if abs(by * rank / alpha - 1) > EXACT:  # there is one alpha in a file
+        if abs(by * rank / alpha - 1) > EXACT:  # a GGUF adapter has one alpha
             b = b * np.float32(by * rank / alpha)
         if place.heads and len(b) % (2 * place.heads) == 0:
             b = paired(b, place.heads)
@@ -104,7 +104,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
-    """What B A is multiplied by in this module."""
+    """The scale of B A in this module."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in as_object(config.get("alpha_pattern")).items():
         try:
@@ -131,7 +131,7 @@ def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
         parts = HALF.fullmatch(name)
         if parts is None:
             raise InputError(
-                f"{path}: tensor {name} is neither A nor B of a LoRA; an adapter holds nothing else"
+                f"{path}: tensor {name} is neither A nor B of a LoRA adapter; nothing else is supported"
             )
         module = alone(parts[1])
         if module not in known:
@@ -152,12 +152,12 @@ def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
 
 def _unknown(module: str, model: ModelFile) -> str:
     if module in (EMBED, HEAD):
-        return f"{module} has an addition, and {model.gguf.path} has one matrix for embedding and head; merge it there"
-    return f"{module} is not a matrix of {model.gguf.path}, a {model.config.architecture}; take the adapter's base"
+        return f"{module} is adapted, but {model.gguf.path} has one matrix for embedding and head; merge it with PEFT"
+    return f"{module} is not a matrix of {model.gguf.path}, a {model.config.architecture}; use the adapter's base"
 
 
 def _stacked(path: Path, name: str, found: Mapping[int | None, Pair], count: int) -> Pair:
-    """The pair of a matrix, or those of all experts as one; an expert without additions has zeros."""
+    """The pair of a matrix, or those of all experts stacked, with zeros for experts without one."""
     if None in found:
         return found[None]
     first = next(iter(found.values()))
@@ -178,9 +178,9 @@ def _stacked(path: Path, name: str, found: Mapping[int | None, Pair], count: int
 
 
 def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
-    """Write an adapter of this base as PEFT reads it; the number of tensors.
+    """Write an adapter of this base as a PEFT folder; returns the number of tensors.
 
-    Raises InputError for matrices that no checkpoint has, or a folder that cannot be made.
+    Raises InputError for matrices that no checkpoint has, or a folder that cannot be created.
     """
     known = {module: p for module, p in places(model).items() if p.tensor in adapter.pairs}
     missing = adapter.pairs.keys() - {place.tensor for place in known.values()}
@@ -204,7 +204,7 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
 
 
 def _described(adapter: Adapter, known: Mapping[str, Place]) -> dict[str, Any]:
-    """The settings under which PEFT computes with the tensors what the adapter says."""
+    """The adapter_config.json with which PEFT computes the same."""
     ranks = {module: adapter.pairs[place.tensor][1].shape[-1] for module, place in known.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     others = {re.escape(module): r for module, r in ranks.items() if r != rank}

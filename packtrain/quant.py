@@ -1,4 +1,4 @@
-"""Packed arrays: `dequantize(array)` to f32 and `quantize(values, dtype)` back, for the types models are kept in.
+"""Quantized arrays: `dequantize(array)` to f32 and `quantize(values, dtype)` back.
 
 An array of a block type is a NumPy record array named after the type, its last axis counting blocks. It knows
 no files and no models.
@@ -13,13 +13,13 @@ from packtrain.dtypes import READABLE, WRITABLE, Dtype, dtype_of
 
 
 def dequantize(array: np.ndarray) -> np.ndarray:
-    """The values as f32, (..., width): bit for bit as ggml's reference reads them.
+    """The values as f32, (..., width): bit for bit as ggml's reference.
 
     Raises ValueError for an element type that is none of READABLE.
     """
     dtype = dtype_of(array)
     if dtype not in READABLE:
-        raise ValueError(f"{dtype} cannot be read; what can: {', '.join(map(str, READABLE))}")
+        raise ValueError(f"{dtype} cannot be read; supported are {', '.join(map(str, READABLE))}")
     values = np.empty(dtype.tensor_shape(array.shape), np.float32)
     if array.size:
         packed = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -32,10 +32,12 @@ def dequantize(array: np.ndarray) -> np.ndarray:
 def quantize(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     """f32 values (..., width) as an array of `dtype`, one of WRITABLE; rows are whole blocks, values finite.
 
-    The types without parts of their own are packed bit for bit as ggml's reference does it.
+    The types without sub-blocks are packed bit for bit as ggml's reference.
     """
     if dtype not in WRITABLE:
-        raise ValueError(f"{dtype} cannot be written; what can: {', '.join(map(str, WRITABLE))}")
+        raise ValueError(
+            f"{dtype} cannot be written; supported are {', '.join(map(str, WRITABLE))}"
+        )
     width = values.shape[-1]
     if width % dtype.block:
         raise ValueError(f"rows have {width} values; {dtype} packs {dtype.block} each")

@@ -90,5 +90,5 @@ def test_what_works_merged_only_says_so(tmp_path: Path):
             np.ones((width if name == EMBEDDING else rows, 2), np.float32),
         )
         write_adapter(tmp_path / "a.gguf", Adapter("llama", 1.0, {name: pair}), "a")
-        with pytest.raises(InputError, match=f"adds to {name}, which works merged only; use pack"):
+        with pytest.raises(InputError, match=f"changes {name}, which only works merged; use pack"):
             adapted(model, read_scaled((str(tmp_path / "a.gguf"),), model.gguf))

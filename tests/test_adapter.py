@@ -174,7 +174,7 @@ def test_files_that_are_no_adapters_get_one_line(tmp_path: Path, said, metadata,
     ("said", "adapter"),
     [
         ("the adapter is for 'qwen2' and .* is 'llama'", Adapter("qwen2", 1.0, an_adapter().pairs)),
-        ("has no tensor blk.9.attn_q.weight; the adapter has another base",
+        ("has no tensor blk.9.attn_q.weight; the adapter is for another base",
          Adapter("llama", 1.0, {"blk.9.attn_q.weight": (normal(2, 2), normal(2, 2))})),
         (r"lora_a \[4, 32\] and lora_b \[96, 4\] do not fit \[96, 64\]",
          Adapter("llama", 1.0, {"blk.0.attn_q.weight": (normal(RANK, 32), normal(OUT, RANK))})),

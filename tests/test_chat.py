@@ -99,7 +99,7 @@ def test_commands(
     first, again, _ = out.splitlines()
     assert first != again
     assert "no message to answer" in said and "/what is not a command" in said
-    assert "/regen  another answer" in said
+    assert "/regen  generate another answer" in said
 
 
 def test_a_full_context_is_said_and_can_be_cleared(

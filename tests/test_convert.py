@@ -279,7 +279,7 @@ NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read: no such file"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "this must be a JSON object"),
-    "unknown class": (change_config(architectures=["BertModel"]), "BertModel cannot be converted; what can: Llama"),
+    "unknown class": (change_config(architectures=["BertModel"]), "BertModel cannot be converted; supported are Llama"),
     "no class": (change_config(architectures=None), "architectures must name the model's class"),
     "quantized": (change_config(quantization_config={"bits": 4}), "only weights in f32, f16 or bf16"),
     "activation": (change_config(hidden_act="relu"), "hidden_act is 'relu'; it must be 'silu' or 'swish'"),
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         change_to("qwen2", rope_scaling=hugging_face.LLAMA_3),
         "rope_scaling.type is 'llama3'; it must be default or linear or yarn",
     ),
-    "steps": (other_steps, "pre_tokenizer cuts words by 'Metaspace'; only those of gpt-2"),
+    "steps": (other_steps, "pre_tokenizer splits words by 'Metaspace'; only those of gpt-2"),
 }  # fmt: skip
 
 

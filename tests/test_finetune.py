@@ -488,7 +488,7 @@ def test_the_base_is_never_an_output(folder, tmp_path, capsys):
     for more in (["--overwrite"], ["--adapter", str(folder / "f32.gguf"), "--overwrite"]):
         output = folder / "f32.gguf" if len(more) == 1 else tmp_path / "m.gguf"
         assert tuned(folder, "f32", output, *more) == 2
-        assert "is the base itself" in said(capsys)[-1]
+        assert "is the base model" in said(capsys)[-1]
     assert (folder / "f32.gguf").read_bytes() == before
 
 

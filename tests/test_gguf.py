@@ -121,7 +121,7 @@ BAD = {
     + text(b"general.alignment") + struct.pack("<II", 4, 3),
     "is longer than 63 bytes": head(tensors=1) + tensor(b"n" * 64, [1], 0, 0),
     "t has 9 axes; at most 4": head(tensors=1) + tensor(b"t", [1] * 9, 0, 0),
-    "t has tensor type 31, which is not known here": head(tensors=1) + tensor(b"t", [1], 31, 0),
+    "t has unknown tensor type 31": head(tensors=1) + tensor(b"t", [1], 31, 0),
     "rows of t have 33 elements; q8_0 packs 32 each": head(tensors=1) + tensor(b"t", [33], 8, 0),
     "t is at offset 7, no multiple of the alignment 32": head(tensors=1) + tensor(b"t", [1], 0, 7) + bytes(99),
     "t needs 4000 bytes at offset 0, the file has 0": head(tensors=1) + tensor(b"t", [1000], 0, 0),
@@ -138,7 +138,7 @@ BAD = {
     "x has 2097153 strings; at most 2097152": head(pairs=1) + text(b"x")
     + struct.pack("<IIQ", 9, 8, (1 << 21) + 1) + bytes(8 << 21) + bytes(8),
     r"metadata key \x1b[2J\n occurs twice": head(pairs=2) + 2 * (text(b"\x1b[2J\n") + struct.pack("<IB", 0, 1)),
-    "'t' is longer than 63 bytes or there twice": head(tensors=2) + 2 * tensor(b"t", [0], 0, 0),
+    "'t' is longer than 63 bytes or occurs twice": head(tensors=2) + 2 * tensor(b"t", [0], 0, 0),
 }  # fmt: skip
 
 
@@ -191,7 +191,7 @@ BAD_PARTS: dict[str, Callable[[list[Path]], object]] = {
         lambda p: write(p[1], split(1, 4), {})
     ),
     "split.tensors.count is 5, and the parts have 4 tensors": lambda p: write(p[2], split(2), {}),
-    "m-00003-of-00003.gguf: tensor half is in a part before": (
+    "m-00003-of-00003.gguf: tensor half is also in an earlier part": (
         lambda p: write(p[2], split(2), {"half": np.zeros(3, np.float32)})
     ),
     "m-00001-of-00003.gguf: split.count is not a whole number": (

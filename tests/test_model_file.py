@@ -131,7 +131,7 @@ def test_a_weight_of_another_shape_or_vocabulary_is_not_saved(tmp_path: Path) ->
 
 def test_a_deferred_tensor_must_be_as_announced(tmp_path: Path) -> None:
     made = Deferred(BLOCK_TYPES["q8_0"], (2, 32), lambda: [np.zeros((2, 33), np.uint8)])
-    with pytest.raises(GGUFError, match="t: 66 bytes were made, 68 announced"):
+    with pytest.raises(GGUFError, match="t: 66 bytes were written, 68 announced"):
         write(tmp_path / "m.gguf", {}, {"t": made})
 
 

@@ -154,7 +154,7 @@ HALVES = {
         ("is not a regular expression", {"alpha_pattern": {"(": 1}}, {}),
         ("q_proj.weight is neither A nor B", {}, {f"{Q}.weight": np.ones((2, 2))}),
         (
-            "layers.7.self_attn.q_proj is not a matrix of .*, a llama; take the adapter's base",
+            "layers.7.self_attn.q_proj is not a matrix of .*, a llama; use the adapter's base",
             {},
             {f"{Q}.lora_A.weight".replace("0", "7"): np.ones((RANK, 64))},
         ),
@@ -178,7 +178,7 @@ def test_an_embedding_that_is_the_head_is_refused(tmp_path: Path):
     convert(tmp_path / "model", tmp_path / "base.gguf")
     halves = random_halves(tensors, tied=False)
     write_folder(tmp_path / "lora", {"model.embed_tokens": halves["model.embed_tokens"]})
-    with pytest.raises(InputError, match="one matrix for embedding and head; merge it there"):
+    with pytest.raises(InputError, match="one matrix for embedding and head; merge it with PEFT"):
         read_peft(tmp_path / "lora", open_model(tmp_path / "base.gguf"))
 
 

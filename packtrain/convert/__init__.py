@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face's layout (config.json, safetensors, tokenizer files) to GGUF files.
 
-A folder goes in, a file that llama.cpp loads comes out, tensor by tensor: no model is in memory as a whole.
+Writes a file that llama.cpp loads, tensor by tensor: the model is never in memory as a whole.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
 __all__ = ["AUTO", "TYPES", "convert"]
 
 AUTO = "auto"
-TYPES = ("f32", "f16", "q8_0", "bf16")  # that matrices can get
-ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight")  # llama.cpp takes no others
+TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
+ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight")  # llama.cpp accepts no others
 HALF_MOST = 65_504.0
 
 
 def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred | np.ndarray]:
-    """Write the checkpoint in `folder` to a GGUF file; what was written, by tensor name.
+    """Write the checkpoint in `folder` to a GGUF file; returns the written tensors by name.
 
     dtype  of the matrices, one of TYPES; AUTO keeps that of the checkpoint's embedding
-    Raises InputError for what cannot be converted, before anything is written.
+    Raises InputError for what cannot be converted, before writing.
     """
     check_writable(path, "-o")
     checkpoint = open_checkpoint(folder)
@@ -52,7 +52,7 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
 
 
 def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:
-    """The type that a tensor gets: vectors stay f32, rows that are no whole blocks become f16."""
+    """The stored type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
     if len(tensor.shape) == 1 or tensor.name.endswith(ALWAYS_F32):
         return f32
     return f16 if tensor.shape[-1] % dtype.block else dtype

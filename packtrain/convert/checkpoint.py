@@ -9,7 +9,7 @@ from packtrain.errors import InputError
 from packtrain.models.arch.given import Given
 
 CONFIG = "config.json"
-LANGUAGE = ("language_model.model.", "model.language_model.")  # prefixes in models that see, too
+LANGUAGE = ("language_model.model.", "model.language_model.")  # prefixes in vision models
 OTHERS = (
     "vision_tower.",
     "multi_modal_projector.",
@@ -21,7 +21,7 @@ UNUSED = ".rotary_emb.inv_freq"  # computed from the config
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a folder holds: the config of the language model, and its tensors as if it were alone."""
+    """The config and the tensors of the language model in a folder."""
 
     folder: Path
     kind: str
@@ -30,7 +30,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder. Raises InputError for what is no checkpoint of one language model."""
+    """The checkpoint in a folder. Raises InputError if it is not a checkpoint of a language model."""
     if not folder.is_dir():
         raise InputError(f"{folder}: is not a folder; give the one with {CONFIG} and the tensors")
     config = read_json(folder / CONFIG)
@@ -41,7 +41,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         config = {**config, **config["text_config"]}
     if config.get("quantization_config"):
         raise InputError(
-            f"{folder / CONFIG}: quantization_config is there; only weights in f32, f16 or bf16 are converted"
+            f"{folder / CONFIG}: quantization_config is present; only weights in f32, f16 or bf16 are converted"
         )
     tensors: dict[str, Stored] = {}
     for name, stored in open_tensors(folder).items():
@@ -51,7 +51,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def alone(name: str) -> str:
-    """A tensor's name as it is in the language model alone."""
+    """A tensor's name without the prefix of a vision model."""
     for prefix in LANGUAGE:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)

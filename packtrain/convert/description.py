@@ -1,7 +1,7 @@
-"""What a config.json means: metadata of a GGUF file, its tensors, and those that it computes.
+"""Translates a config.json: GGUF metadata, tensors, and tensors computed from the config.
 
-Keys and tensors are those that llama.cpp's converter writes (conversion/*.py there). What no architecture here
-computes is refused.
+Keys and tensors are those that llama.cpp's converter writes (its conversion/*.py). Raises InputError for what no
+architecture here computes.
 """
 
 import math
@@ -38,9 +38,9 @@ SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu")
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What to write: metadata of the architecture, tensors of the checkpoint, tensors that the config gives.
+    """What to write: metadata of the architecture, tensors of the checkpoint, tensors computed from the config.
 
-    space_prefix  whether texts get a space before them; None is as the tokenizer's config says
+    space_prefix  whether to add a space before texts; None: as the tokenizer's config says
     """
 
     metadata: dict[str, Value]
@@ -51,11 +51,11 @@ class Description:
 
 
 def describe(checkpoint: Checkpoint) -> Description:
-    """The GGUF form of a checkpoint. Raises InputError for one that cannot be computed with as its config says."""
+    """The description of a checkpoint. Raises InputError if packtrain cannot compute what its config says."""
     known, given = classes(), checkpoint.config
     if checkpoint.kind not in known:
         raise InputError(
-            f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; what can: {', '.join(known)}"
+            f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(known)}"
         )
     architecture, family = known[checkpoint.kind]
     activations = GELU if architecture.gelu else SILU
@@ -103,7 +103,7 @@ def _sizes(c: Given, family: Family) -> Sizes:
 
 
 def _biases(c: Given, family: Family) -> tuple[str, ...]:
-    """The tensors of a block that are biases."""
+    """The bias tensors of a block."""
     attention = (*BIASES, "attn_output.bias") if c.flag("attention_bias") else ()
     more = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias") if c.flag("mlp_bias") else ()
     return BIASES if family.qkv_bias else (*attention, *more)
@@ -135,11 +135,11 @@ def _expert_keys(sizes: Sizes) -> Keys:
     return keys | ({} if width is None else {"expert_feed_forward_length": width})
 
 
-# ---- rotation ------------------------------------------------------------------------------------------------
+# ---- rope ------------------------------------------------------------------------------------------------
 
 
 def _rope(c: Given, architecture: Architecture) -> Keys:
-    """Scaling of positions, where it is more than a base."""
+    """Keys of rope scaling, if there is any."""
     found, kind = c.full_rotation(), c.scaling()
     by_tensors = (("llama3", FACTORS), ("longrope", LONG))
     computed = [name for name, tensor in by_tensors if tensor in architecture.optional]
@@ -162,7 +162,7 @@ def _rope(c: Given, architecture: Architecture) -> Keys:
 
 
 def _factors(c: Given, head_width: int) -> dict[str, np.ndarray]:
-    """Divisors of the frequencies as tensors."""
+    """Divisors of the rope frequencies as tensors."""
     found, made = c.full_rotation(), {}
     if c.scaling() == "llama3":
         return {FACTORS: _llama3(c, found, head_width)}
@@ -176,7 +176,7 @@ def _factors(c: Given, head_width: int) -> dict[str, np.ndarray]:
 
 
 def _llama3(c: Given, given: Mapping[str, Any], width: int) -> np.ndarray:
-    """Long wavelengths are stretched by `factor`, short ones not at all, with a ramp between."""
+    """Llama 3's rope scaling: long wavelengths are stretched by `factor`, short ones are kept, with a ramp between."""
 
     def number(name: str, default: float) -> float:
         return c.number(f"rope_scaling.{name}", given.get(name, default))

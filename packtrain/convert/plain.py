@@ -1,4 +1,4 @@
-"""Texts and JSON of a checkpoint folder: what is read may be anything; it is taken for what it should be or refused."""
+"""Text and JSON files of a checkpoint folder, untrusted: anything unexpected raises InputError."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parsed(path: Path, text: str | bytes, what: str) -> dict[str, Any]:
-    """An object from JSON text; halves of characters, which only escapes can hold, are refused."""
+    """An object from JSON text; escaped lone surrogates are refused."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         made = json.loads(text)

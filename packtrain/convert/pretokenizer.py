@@ -1,6 +1,6 @@
 """Which of llama.cpp's pre-tokenizers a tokenizer.json describes: the name for `tokenizer.ggml.pre`.
 
-llama.cpp knows them by the ids of one long text; the steps themselves say it without running anything.
+llama.cpp's converter recognizes them by the ids of one long text; here the steps are compared, which runs nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,12 @@ from packtrain.tokenizer.words import DIGITS_STEP, GPT_2_STEP, known_steps
 
 
 def pretokenizer_name(path: Path, fast: Mapping[str, Any], ignore_merges: bool) -> str:
-    """The name for the steps of a tokenizer.json. Raises InputError for steps that have none."""
+    """The name for the steps of a tokenizer.json. Raises InputError for unknown steps."""
     steps, known = tuple(_steps(fast.get("pre_tokenizer"))), known_steps()
     if steps not in known:
         names = dict.fromkeys(name for found in known.values() for name in found.values())
         raise InputError(
-            f"{path}: pre_tokenizer cuts words by {' '.join(map(repr, steps))[:200]}; only those of"
+            f"{path}: pre_tokenizer splits words by {' '.join(map(repr, steps))[:200]}; only those of"
             f" {', '.join(names)} are known"
         )
     other, *_ = known[steps].values()
@@ -26,7 +26,7 @@ def pretokenizer_name(path: Path, fast: Mapping[str, Any], ignore_merges: bool) 
 
 
 def _steps(given: Any) -> Iterator[str]:
-    """The pattern of each step that cuts, in order."""
+    """The pattern of each splitting step, in order."""
     given = as_object(given)
     kind = given.get("type")
     if kind == "Sequence":

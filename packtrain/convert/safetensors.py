@@ -1,7 +1,7 @@
-"""Tensors of a safetensors checkpoint, one file or several with an index: mapped, with every bound checked; written.
+"""Tensors of a safetensors checkpoint, one file or several with an index: memory-mapped, with every bound checked.
 
 A file is a length in 8 bytes, that many bytes of JSON (name -> dtype, shape, data_offsets), and raw bytes. It is
-read here because that is all of the format; the package for it would bring nothing but another copy.
+read here because that is all of the format; the package for it would only add another copy.
 """
 
 import json
@@ -22,7 +22,7 @@ from packtrain.files import atomic_file
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LENGTH_NBYTES, LONGEST = 8, 100_000_000  # the format's own limit of its header
 READABLE = {"F32": f32, "F16": f16, "BF16": bf16}
-# bytes of an element of every type of the format; more than half of them cannot be read as weights
+# bytes per element of every type of the format; more than half of them cannot be read as weights
 NBYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
     "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -67,7 +67,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     missing = [name for name in places if name not in found]
     if missing:
         raise InputError(
-            f"{folder / places[missing[0]]}: tensor {missing[0]} is missing; {INDEX} says it is there"
+            f"{folder / places[missing[0]]}: tensor {missing[0]} is missing; {INDEX} lists it"
         )
     return found
 
@@ -130,7 +130,7 @@ def _sizes(value: Any) -> bool:
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write tensors of f32, the whole file at once."""
+    """Write f32 tensors, atomically."""
     header, at = dict[str, Any](), 0
     for name, values in tensors.items():
         end = at + values.size * NBYTES["F32"]

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint become which of a GGUF file, in what shape and how changed."""
+"""Maps the tensors of a checkpoint to those of a GGUF file, with shapes and changes of values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from packtrain.models.arch.architecture import Family
 from packtrain.models.config import Config
 from packtrain.models.transformer import block_shapes
 
-PART = 1 << 20  # elements that are in memory at a time, as long as a row or a head is not longer
+PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor to write: `sources` of the checkpoint, stacked if they are several, each of a shape.
+    """A tensor to write: `sources` of the checkpoint, stacked if there are several.
 
-    turned  heads whose rows go from halves to pairs, 0 for none
-    shift   what is added to every value
+    turned  number of heads whose rows are permuted from halves to pairs, 0 for none
+    shift   added to every value
     """
 
     name: str
@@ -36,7 +36,7 @@ class Tensor:
         return (len(self.sources), *one) if self.stacked else one
 
     def values(self) -> Iterator[np.ndarray]:
-        """The values of one source after the other as f32, some rows at a time; heads are not cut."""
+        """The values of the sources in order as f32, some rows at a time; heads are not split."""
         for source in self.sources:
             array = source.array()
             head = len(array) // self.turned if self.turned else 1
@@ -49,7 +49,7 @@ class Tensor:
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k, where rotation pairs (i, i + D / 2) of a head become (2i, 2i + 1)."""
+    """Permute rows of q or k so that the rope pairs (i, i + D / 2) of a head become (2i, 2i + 1)."""
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -61,7 +61,7 @@ def halved(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 class _Found:
-    """The tensors of a checkpoint that have not been taken yet."""
+    """The tensors of a checkpoint that have not been used yet."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder, self.tensors = checkpoint.folder, dict(checkpoint.tensors)
@@ -86,7 +86,7 @@ class _Found:
 
 
 def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[Tensor]:
-    """Every tensor of the GGUF file, in order. Raises InputError for missing, unknown and misshapen tensors."""
+    """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
     found, width = _Found(checkpoint), config.embedding_length
     embedding = found.take("model.embed_tokens.weight", (config.vocab_size, width))
     made = [Tensor("token_embd.weight", (embedding,))]
@@ -122,6 +122,6 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
 
 
 def turned_heads(config: Config) -> dict[str, int]:
-    """Parts whose rows stand in another order in files, and their heads: checkpoints pair halves."""
+    """Tensors whose rows are permuted in GGUF files, and their heads: checkpoints pair halves."""
     apart = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
     return {} if config.traits.halves else apart

@@ -1,6 +1,6 @@
 """The vocabulary of a checkpoint folder as GGUF metadata: SentencePiece or byte-level BPE, special ids, chat template.
 
-tokenizer.model comes first, as in llama.cpp's converter; else tokenizer.json. Tokens fill up to the model's number.
+tokenizer.model has priority, as in llama.cpp's converter, over tokenizer.json. Missing ids become unused tokens.
 """
 
 import string
@@ -21,14 +21,19 @@ from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, USER_DEFIN
 UNUSED = 5
 FILLED_SCORE, ADDED_SCORE = -10_000.0, -1_000.0
 SPACE = "\u2581"
-SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # there, and in GGUF
+SPECIAL = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "pad": "padding",
+}  # names in the checkpoint and in GGUF
 CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some folders call normal
 
 
 def vocabulary_of(checkpoint: Checkpoint, count: int, space: bool | None) -> dict[str, Value]:
-    """The tokenizer.* metadata of `count` tokens. Raises InputError for files that give none.
+    """The tokenizer.* metadata of `count` tokens. Raises InputError if the files have none.
 
-    space  whether texts get a space before them; None is as the tokenizer's config says
+    space  whether to add a space before texts; None: as the tokenizer's config says
     """
     folder = checkpoint.folder
     about = _optional(folder / "tokenizer_config.json")
@@ -41,7 +46,7 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, space: bool | None) -> dic
         values = _from_json(table, folder / "tokenizer.json", fast)
     else:
         raise InputError(
-            f"{folder}: there is no tokenizer.model and no tokenizer.json; a model needs its vocabulary"
+            f"{folder}: there is no tokenizer.model and no tokenizer.json; a model needs a vocabulary"
         )
     values |= _special_ids(checkpoint, about, table)
     values |= _added(about, fast)
@@ -61,7 +66,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 class _Table:
-    """Tokens, scores and types by id, filled up with unused ones."""
+    """Tokens, scores and types by id; unused by default."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
@@ -89,14 +94,16 @@ class _Table:
             self.tokens[id] = text.replace(SPACE, " ").encode()
 
     def values(self, model: str, pre: str, *, scores: bool) -> dict[str, Value]:
-        made = {
+        values_by_key = {
             "model": Value("string", model),
             "pre": Value("string", pre),
             "tokens": Value("string", self.tokens),
             "scores": Value("f32", self.scores),
             "token_type": Value("i32", self.kinds),
         }
-        return made if scores else {k: v for k, v in made.items() if k != "scores"}
+        return (
+            values_by_key if scores else {k: v for k, v in values_by_key.items() if k != "scores"}
+        )
 
 
 def _looks_special(text: str) -> bool:
@@ -108,7 +115,7 @@ def _looks_special(text: str) -> bool:
 
 
 def _fill_from_sentencepiece(table: _Table, path: Path, about: Mapping[str, Any]) -> None:
-    """Pieces of the model, then what was added beside it. Ids beyond the model's tokens are left out."""
+    """Add the pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped."""
     for id, (text, kind, score) in enumerate(_pieces(path)[: len(table.tokens)]):
         table.put(path.name, id, text, kind, score)
     beside = _optional(path.parent / "added_tokens.json")
@@ -151,7 +158,7 @@ def _added_tokens(about: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _from_json(table: _Table, path: Path, fast: Mapping[str, Any]) -> dict[str, Value]:
-    """BPE of bytes, or that of SentencePiece, whose merges give the scores."""
+    """Byte-level BPE, or SentencePiece's BPE, whose scores come from the merges."""
     model = as_object(fast.get("model"))
     vocabulary, merges = model.get("vocab"), _merges(model.get("merges"))
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or merges is None:
@@ -189,7 +196,7 @@ def _merges(listed: Any) -> list[tuple[str, str]] | None:
 
 
 def _visible(text: str) -> str:
-    """A space within a merge, as byte-level vocabularies write it."""
+    """The text of a merge with spaces as byte-level vocabularies write them."""
     return text.replace(" ", "\u0120")
 
 
@@ -197,7 +204,7 @@ def _visible(text: str) -> str:
 
 
 def _text(token: Any) -> str | None:
-    """A token's text, which may stand in an object."""
+    """A token's text, which may be in an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -206,18 +213,18 @@ def _special_ids(
     checkpoint: Checkpoint, about: Mapping[str, Any], table: _Table
 ) -> dict[str, Value]:
     """bos, eos and so on: by their text in the tokenizer's config, else by id in the model's."""
-    made = {}
+    values_by_key = {}
     for name, key in SPECIAL.items():
         given = checkpoint.config.get(f"{name}_token_id")
         given = given[0] if isinstance(given, list) and given else given
         id = table.ids.get(_text(about.get(f"{name}_token")) or "", given)
         if type(id) is int and 0 <= id < len(table.tokens):
-            made[f"{key}_token_id"] = Value("u32", id)
-    return made
+            values_by_key[f"{key}_token_id"] = Value("u32", id)
+    return values_by_key
 
 
 def _added(about: Mapping[str, Any], fast: Mapping[str, Any]) -> dict[str, Value]:
-    """Whether BOS and EOS are added: as the post-processor's template has it, else as the config says."""
+    """Whether to add BOS and EOS: from the post-processor's template, else from the config."""
     found: dict[str, bool] = {}
     after = as_object(fast.get("post_processor"))
     for step in map(as_object, as_list(after.get("processors")) or [after]):
@@ -242,15 +249,15 @@ def _templates(folder: Path, about: Mapping[str, Any]) -> dict[str, Value]:
     if given is None:
         given = _optional(folder / "chat_template.json").get("chat_template")
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
-    made: dict[str, Value] = {}
+    values_by_key: dict[str, Value] = {}
     allowed = string.ascii_letters + string.digits
     for one in map(as_object, listed):
         name, template = (_text(one.get(key)) for key in ("name", "template"))
         if name and template is not None:
             name = "".join(c if c in allowed else "_" for c in name)
-            made["" if name == "default" else f".{name}"] = Value("string", template)
-    values = {f"tokenizer.chat_template{name}": value for name, value in made.items()}
-    others = [name[1:].encode() for name in made if name]
+            values_by_key["" if name == "default" else f".{name}"] = Value("string", template)
+    values = {f"tokenizer.chat_template{name}": value for name, value in values_by_key.items()}
+    others = [name[1:].encode() for name in values_by_key if name]
     if others:
         values["tokenizer.chat_templates"] = Value("string", others)
     return values

@@ -1,6 +1,6 @@
-"""GGUF files, whole or split: read by mapping, with every count and bound checked; written beside, synced and renamed.
+"""GGUF files, whole or split: memory-mapped, with every count and bound checked; written atomically.
 
-Metadata and tensors go in and out by name; shapes are in NumPy order, GGUF's reversed order exists only here.
+Metadata and tensors are accessed by name; shapes are in NumPy order, GGUF's reversed order exists only here.
 It knows no models. The format: ggml/docs/gguf.md, version 3 (version 2 is read too).
 """
 

@@ -1,4 +1,4 @@
-"""The format: its numbers and limits, and what a file holds, values and entries. Nothing is read or written here."""
+"""The format: its constants and limits, values and tensor entries. Nothing is read or written here."""
 
 import math
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ NUMERIC = {
 
 
 class GGUFError(InputError):
-    """A file that is no sound GGUF: names the file, the field and what would be right."""
+    """An invalid GGUF file; names the file, the field and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A metadata value with the kind it has in the file: `Value("u32", 8)`, `Value("string", ["a", "b"])`."""
+    """A metadata value with its type in the file: `Value("u32", 8)`, `Value("string", ["a", "b"])`."""
 
     kind: str
     value: Any

@@ -1,7 +1,7 @@
-"""One GGUF file, as bytes: its metadata and tensors, each count, length, shape and place checked before it is used.
+"""Parses one GGUF file: metadata and tensors, with every count, length, shape and offset checked before it is used.
 
-Objects are made by counts that the file has room for, and by few of them: a hostile file costs time and memory in
-proportion to its own size.
+Nothing is allocated by a count that the file has no room for: a hostile file costs time and memory in proportion to
+its own size.
 """
 
 import math
@@ -29,7 +29,7 @@ from packtrain.gguf.format import (
     tensor_nbytes,
 )
 
-LEAST = 24  # bytes of a file with nothing in it
+LEAST = 24  # bytes of an empty file
 MOST_THINGS = (
     1 << 14
 )  # keys, and tensors: real files have hundreds, and each costs more here than there
@@ -46,7 +46,7 @@ SCALARS = {
 
 
 def shortened(text: str) -> str:
-    """A text of a file as an error shows it."""
+    """A text of the file, shortened for an error message."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
@@ -96,7 +96,7 @@ class Part:
             raise self._wrong(f"{what} needs {nbytes} bytes at {self.at}, the file has {left} left")
 
     def _count(self, what: str, least: int) -> int:
-        """A count of things of at least `least` bytes each, which must fit into what is left of the file."""
+        """A count of things of at least `least` bytes each, which must fit into the rest of the file."""
         count: int = self._number(U64, what)
         self._need(count * least, f"{what} {count}")
         return count
@@ -177,7 +177,7 @@ class Part:
         name = self._string("a tensor name")
         shown = shortened(name)
         if len(name.encode()) >= NAME_NBYTES or name in self.entries:
-            raise self._wrong(f"tensor name '{shown}' is longer than 63 bytes or there twice")
+            raise self._wrong(f"tensor name '{shown}' is longer than 63 bytes or occurs twice")
         axes = self._number(U32, f"axes of {shown}")
         if axes > AXES:
             raise self._wrong(f"{shown} has {axes} axes; at most {AXES} are allowed")
@@ -185,7 +185,7 @@ class Part:
         number = self._number(U32, f"type of {shown}")
         offset = self._number(U64, f"offset of {shown}")
         if number not in TYPES:
-            raise self._wrong(f"{shown} has tensor type {number}, which is not known here")
+            raise self._wrong(f"{shown} has unknown tensor type {number}")
         dtype, width = TYPES[number], shape[-1] if shape else 1
         if width % dtype.block:
             raise self._wrong(
@@ -197,7 +197,7 @@ class Part:
         self.entries[name] = Entry(name, shape, dtype, offset, nbytes)
 
     def _place(self, start: int, alignment: int) -> None:
-        """Where the tensors are from the beginning of the file; each must have its own bytes."""
+        """Check the offsets of the tensors; no two may share bytes."""
         for e in self.entries.values():
             shown, left = shortened(e.name), self.nbytes - start - e.offset
             if e.offset % alignment:

@@ -1,4 +1,4 @@
-"""An open GGUF file, whole or split into `NAME-00001-of-00003.gguf` and so on; given any part, all are opened."""
+"""An open GGUF file, whole or split into `NAME-00001-of-00003.gguf` and so on; opens all parts, given any one."""
 
 import mmap
 import re
@@ -20,8 +20,7 @@ class GGUF:
     """An open file: `metadata` by key, `entries` by tensor name; `array(name)` maps a tensor without a copy.
 
     Of a split file all parts are open, the metadata is that of the first, and `path` is the first's, too.
-    Raises GGUFError for whatever is not as the format says; nothing is allocated by a count that the file could
-    not hold.
+    Raises GGUFError for anything invalid; nothing is allocated by a count that the file could not hold.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,7 +56,7 @@ def _opened(path: Path) -> Part:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise GGUFError(f"{path}: is not a regular file; a GGUF file must be one")
         with open(path, "rb") as file:
-            nothing = not file.read(1)  # nothing cannot be mapped
+            nothing = not file.read(1)  # an empty file cannot be mapped
             data = b"" if nothing else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -66,7 +65,7 @@ def _opened(path: Path) -> Part:
 
 
 def _parts(path: Path) -> list[Part]:
-    """All parts in order, each as its place says; a file that is not split is one part."""
+    """All parts in order, each checked; a file that is not split is one part."""
     given = _opened(path)
     count = _number(given, COUNT, 1)
     if count <= 1:
@@ -117,7 +116,7 @@ def _check_together(parts: list[Part], total: int) -> None:
         twice = next((name for name in part.entries if name in seen), None)
         if twice is not None:
             raise GGUFError(
-                f"{part.path}: tensor {shortened(twice)} is in a part before this one, too;"
+                f"{part.path}: tensor {shortened(twice)} is also in an earlier part;"
                 " the parts must be those of one file"
             )
         seen |= part.entries

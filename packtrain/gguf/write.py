@@ -1,4 +1,4 @@
-"""Writing GGUF: the whole file beside its place, tensor by tensor, then renamed over what was there."""
+"""Writing GGUF files atomically, tensor by tensor."""
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ from packtrain.gguf.format import (
     tensor_nbytes,
 )
 
-ITEMS = 4096  # of a list that are encoded at a time: a vocabulary may have hundreds of thousands
+ITEMS = 4096  # list items encoded at a time: a vocabulary may have hundreds of thousands
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A tensor to write whose values are made when their turn comes, part by part, so that few are in memory."""
+    """A tensor to write whose values are produced part by part during writing, to save memory."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -52,11 +52,11 @@ def write(
     metadata: Mapping[str, Value],
     tensors: Mapping[str, np.ndarray | Deferred],
 ) -> None:
-    """Write a GGUF file: beside its place first, synced, then renamed over it.
+    """Write a GGUF file atomically.
 
-    tensors  arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred, made when written
-    Raises GGUFError for names or values the format cannot hold, OSError if the disk does not take the file;
-    a file that was there before is then still there, whole.
+    tensors  arrays of f16, f32, f64, i8, i16, i32, i64, or of blocks (see dtypes); or Deferred
+    Raises GGUFError for names or values the format cannot hold, OSError if writing fails; an existing file then stays
+    as it was.
     """
     with atomic_file(path) as file:
         _write(file, metadata, {name: _deferred(name, given) for name, given in tensors.items()})
@@ -94,7 +94,7 @@ def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, 
             nbytes += part.nbytes
             file.write(part.reshape(-1).view(np.uint8).data if part.size else b"")
         if nbytes != t.nbytes:
-            raise GGUFError(f"{name}: {nbytes} bytes were made, {t.nbytes} announced")
+            raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
     file.write(bytes(-file.tell() % alignment))
 
 
@@ -104,7 +104,7 @@ def _text(text: str | bytes) -> bytes:
 
 
 def _encoded(key: str, value: Value) -> Iterator[bytes]:
-    """Type and value as in the file, some at a time; lists and arrays become arrays of their kind."""
+    """Type and value as bytes, in parts; lists and arrays become arrays of their kind."""
     if value.kind != "string" and value.kind not in NUMERIC:
         raise GGUFError(f"{key}: kind {value.kind} is none of {', '.join(NUMERIC)}, string")
     number, given = KINDS.index(value.kind), value.value

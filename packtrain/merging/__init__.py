@@ -1,5 +1,5 @@
-"""Adapters merged into packed matrices with data at hand, so that what was learnt outlives the rounding.
+"""Calibrated merging of LoRA adapters into quantized matrices: uses data to keep what was learned despite rounding.
 
-grid: codes and steps of packed rows. feedback: one matrix rounded with error feedback. streams: what each matrix reads,
-with the adapter and as merged. calibrated: block by block through a model. room: what all that takes.
+grid: codes and steps of quantized rows. feedback: rounds one matrix with error feedback (GPTQ). streams: the inputs of
+each matrix, with the adapter and as merged. calibrated: block by block through a model. room: the memory for it.
 """

@@ -1,6 +1,6 @@
-"""An adapter merged block by block into a file, on the grids that stand in it, so that its tokens come out as before.
+"""Merges an adapter block by block into a file, on its quantization grids, with the least change of outputs.
 
-In go the base with its adapters, batches of tokens, and a file of the base's tensors that is written in place.
+Takes the base with its adapters, batches of tokens, and a copy of the base's tensors, which is changed in place.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from packtrain.models.file import ModelFile
 from packtrain.models.merge import Rows
 from packtrain.quant import quantize
 
-PART = 1 << 19  # values of a matrix that are rounded at a time
-FEW_TOKENS = 32  # an expert that fewer reach is rounded as it is
+PART = 1 << 19  # values of a matrix rounded at a time
+FEW_TOKENS = 32  # an expert reached by fewer tokens is rounded plainly
 
 Done = Callable[[int, int], None]
 
@@ -35,10 +35,10 @@ def calibrate(
     done: Done = lambda block, blocks: None,
     target: Target = CPU,
 ) -> dict[str, float]:
-    """Round these matrices, given as rows, within the file; the relative error of what each then computes.
+    """Round these matrices in the file; returns the relative error of each matrix's output.
 
-    model  the base with the adapters beside it
-    width  most columns whose errors are made good in one another: the sums over what they read have width² numbers
+    model  the base with unmerged adapters
+    width  most columns that compensate each other's errors: the sums over their inputs have width² numbers
     """
     file = GGUF(path)
     written = np.memmap(path, np.uint8, "r+")
@@ -64,13 +64,13 @@ def calibrate(
 
 
 def _mapped(written: np.ndarray, file: GGUF, name: str) -> np.ndarray:
-    """The tensor where it is in the file, (…, blocks), to be written."""
+    """The tensor mapped from the file for writing, (…, blocks)."""
     e = file.entries[name]
     return np.ndarray(e.dtype.array_shape(e.shape), e.dtype.numpy, written.data, e.offset)
 
 
 def additions(base: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
-    """The base with what the adapters add to its blocks; the rest of them works merged alone."""
+    """The base with the adapters of its blocks; the others only work merged."""
     ours = []
     for adapter, by in adapters:
         pairs = {name: pair for name, pair in adapter.pairs.items() if name.startswith("blk.")}
@@ -85,9 +85,9 @@ def _site(
     changes: Mapping[str, Rows],
     width: int,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Round the matrices of a site; an expert has sums of its own where it reads what no other does.
+    """Round the matrices of a site; an expert has its own sums if its inputs differ from the others'.
 
-    Gives for each the squares of its error and of its output.
+    Returns for each the squares of its error and of its output.
     """
     columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
     for start in range(0, columns, width):
@@ -110,7 +110,7 @@ def _site(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows and columns of a matrix: packed, to be written, and as they should be."""
+    """Some rows and columns of a matrix: the quantized ones to write, and the wanted values."""
 
     packed: np.ndarray
     changed: Rows
@@ -121,7 +121,7 @@ class Part:
     def of(
         cls, array: np.ndarray, changed: Rows, columns: slice, expert: int | None, experts: int
     ) -> "Part":
-        """These columns of all rows, or of those of one of so many experts."""
+        """These columns of all rows, or of the rows of one expert."""
         packed, block = array.reshape(-1, array.shape[-1]), dtype_of(array).block
         count = len(packed) if expert is None else len(packed) // experts
         first = (expert or 0) * count
@@ -135,11 +135,11 @@ class Part:
             yield self.packed[at:end], self.changed(at, end)[:, self.columns]
 
     def power(self, squares: np.ndarray) -> float:
-        """The sum of squares of what they make of inputs with these sums."""
+        """The sum of squares of the outputs for inputs with these sums."""
         return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._pieces()))
 
     def round(self, back: Feedback) -> float:
-        """Put codes into their packed form; the sum of squares of the error of their output."""
+        """Write the rounded codes; returns the sum of squares of the output error."""
         error = 0.0
         for packed, rows in self._pieces():
             codes, wrong = back.round(back.targets(rows), grid_of(packed))
@@ -148,6 +148,6 @@ class Part:
         return error
 
     def round_plainly(self) -> None:
-        """Pack them as they are, on a grid of their own."""
+        """Quantize them plainly, on their own grid."""
         for packed, rows in self._pieces():
             packed[...] = quantize(rows, dtype_of(packed))

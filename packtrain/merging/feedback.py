@@ -1,7 +1,7 @@
-"""One matrix rounded to a grid so that what it makes of its inputs changes least: error feedback, column by column.
+"""Rounds one matrix to a grid with the least change of its outputs: error feedback (GPTQ), column by column.
 
-After each column its error, weighted by the Cholesky factor of the inverse of H = ZᵀZ, is added to the columns still
-to come. Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Sums over inputs go in; it knows no models.
+After each column its error, weighted by the Cholesky factor of the inverse of H = ZᵀZ, is added to the later
+columns. Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Works on sums over inputs; it knows no models.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ import numpy as np
 from packtrain import kernels
 from packtrain.merging.grid import Grid
 
-DAMPING = 0.01  # of the mean of the diagonal of H, added to it
-BLOCK, FEW = 128, 32  # columns that wait for a matrix product, and that are updated one by one
+DAMPING = 0.01  # share of the mean of H's diagonal that is added to the diagonal
+BLOCK, FEW = 128, 32  # columns updated by a matrix product, and one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """How an error in one column is made good in those behind it.
+    """How later columns compensate the error of a column.
 
     order   (n,)    columns, the largest inputs first
     factor  (n, n)  f32, upper U: the inverse of damped H, in that order, is UᵀU
@@ -30,7 +30,7 @@ class Feedback:
     shift: np.ndarray | None
 
     def targets(self, rows: np.ndarray) -> np.ndarray:
-        """Rows (R, n) that make of Z what these make of X, in columns by `order`: T + T (X - Z)ᵀZ H⁻¹, (n, R)."""
+        """Rows (R, n) that give for Z what these give for X, columns in `order`: T + T (X - Z)ᵀZ H⁻¹, (n, R)."""
         aim = np.ascontiguousarray(rows[:, self.order].T)
         if self.shift is not None:
             moved = product(self.factor, product(self.shift.T, rows.T))
@@ -38,7 +38,7 @@ class Feedback:
         return aim
 
     def round(self, aim: np.ndarray, grid: Grid) -> tuple[np.ndarray, float]:
-        """Codes u8 (R, n) for targets (n, R), which are used up, and the squared error of what comes out."""
+        """Codes u8 (R, n) for targets (n, R), which are overwritten, and the squared error of the outputs."""
         codes = np.empty(aim.shape, np.uint8)
         step, low = np.ascontiguousarray(grid.step.T), np.ascontiguousarray(grid.low.T)
         with np.errstate(divide="ignore"):
@@ -75,13 +75,15 @@ class Feedback:
 
 
 def feedback(squares: np.ndarray, shift: np.ndarray | None) -> Feedback:
-    """Of sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory becomes that of the result."""
+    """Compute it from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused."""
     diagonal = squares.diagonal().astype(np.float64)
     order, n = np.argsort(-diagonal, kind="stable"), len(squares)
     inverse = np.empty((n, n))
     for row, at in zip(inverse, order[::-1], strict=True):
         row[:] = squares[at, order[::-1]]
-    inverse.flat[:: n + 1] += DAMPING * float(diagonal.mean()) or 1.0  # columns without input, too
+    inverse.flat[:: n + 1] += (
+        DAMPING * float(diagonal.mean()) or 1.0
+    )  # also for columns without input
     cholesky(inverse)
     invert_lower(inverse)
     squares[...] = inverse[::-1, ::-1]
@@ -91,7 +93,7 @@ def feedback(squares: np.ndarray, shift: np.ndarray | None) -> Feedback:
 
 
 def cholesky(a: np.ndarray) -> None:
-    """The lower factor L of a = LLᵀ in place of a, f64, zeros above; no more memory than for a few columns."""
+    """Cholesky factor L of a = LLᵀ in place, f64, zeros above; needs memory for only a few columns."""
     n = len(a)
     for start in range(0, n, BLOCK):
         stop = min(start + BLOCK, n)
@@ -105,7 +107,7 @@ def cholesky(a: np.ndarray) -> None:
 
 
 def invert_lower(a: np.ndarray) -> None:
-    """The inverse of a lower matrix in its place: halves by halves."""
+    """The inverse of a lower triangular matrix in place, by recursive halves."""
     n = len(a)
     if n <= BLOCK:
         a[...] = np.tril(np.linalg.inv(a))
@@ -125,7 +127,7 @@ def invert_lower(a: np.ndarray) -> None:
 
 
 def product(a: np.ndarray, b: np.ndarray, onto: np.ndarray | None = None) -> np.ndarray:
-    """a @ b, or that added onto something, f32, on all cores."""
+    """a @ b (+ onto), f32, on all cores."""
     compiled: Any = kernels
     made = np.empty((a.shape[0], b.shape[1]), np.float32) if onto is None else onto
     compiled.matmul.product(made, a, b, onto is not None)

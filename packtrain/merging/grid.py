@@ -1,7 +1,7 @@
-"""The grid that packed rows stand on: value = code * step + low, with a step and a low for each group of a row.
+"""The grid of quantized rows: value = code * step + low, with a step and a low for each group of a row.
 
-Packed rows go in and codes, steps and lows come out; `put_codes` writes other codes into the same rows and leaves
-their scales as they are. Where they lie in a block is the layout of a type, in its room. It knows no models.
+Extracts codes, steps and lows from quantized rows; `put_codes` writes new codes and keeps the scales. The layout of a
+block is defined with its type, in types/. It knows no models.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ import numpy as np
 from packtrain.dtypes import Dtype, dtype_of
 from packtrain.types.room import Bytes, Layout
 
-BYTE = 64  # with more levels a code is a byte
+BYTE = 64  # from this many levels on a code is a byte
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What rows of one type can be: codes 0 .. levels - 1 in groups.
+    """The values that rows of a type can take: codes 0 .. levels - 1 in groups.
 
     step, low  (rows, groups)  f32
     """
@@ -28,7 +28,7 @@ class Grid:
 
 
 def grid_of(rows: np.ndarray) -> Grid:
-    """The grid of packed rows (R, blocks) of a type with a layout: with codes it gives their values bit for bit."""
+    """The grid of quantized rows (R, blocks); with their codes it reproduces their values bit for bit."""
     _, layout, raw = _opened(rows)
     parts = [_half(raw, at) for at in layout.halves]
     if layout.scales:
@@ -73,7 +73,7 @@ def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
 
 
 def _opened(rows: np.ndarray) -> tuple[Dtype, Layout, Bytes]:
-    """What these rows are, and their bytes, which share their memory."""
+    """The type and layout of rows, and a view of their bytes."""
     dtype = dtype_of(rows)
     assert dtype.layout is not None, f"codes of {dtype} are not known"
     return dtype, dtype.layout, rows.view(np.uint8).reshape(*rows.shape, dtype.block_nbytes)
@@ -89,7 +89,7 @@ def _half(raw: Bytes, at: int) -> np.ndarray:
 
 
 def _high(dtype: Dtype, layout: Layout, raw: Bytes) -> tuple[Bytes, np.ndarray]:
-    """The bytes of the bits above four, a view (R, blocks, runs, bytes), and where in a byte a code's bits begin."""
+    """A view (R, blocks, runs, bytes) of the bits above the low four, and the shift of a code's bits in a byte."""
     bits = (layout.levels // 16).bit_length() - 1
     count = dtype.block * bits // 8
     high = raw[..., layout.high : layout.high + count]

@@ -1,4 +1,4 @@
-"""Element types of single matrices: as they are named by flags, and the larger ones that would keep more."""
+"""Element types of single matrices: parsed from --tensor-type, and larger ones that would lose less."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -7,7 +7,9 @@ from packtrain.dtypes import WRITABLE, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import Entry
 
-SHARE = 1 / 3  # of the bytes of all matrices: of those that lose most, first
+SHARE = (
+    1 / 3
+)  # share of the bytes of all matrices that is enlarged first, from those that lose most
 
 
 def bits(dtype: Dtype) -> float:
@@ -22,7 +24,7 @@ def kind_of(name: str) -> str:
 def named_types(
     texts: Iterable[str], names: Iterable[str], entries: Mapping[str, Entry]
 ) -> dict[str, Dtype]:
-    """Types of these tensors by texts NAME=TYPE, of which the last counts. Raises InputError."""
+    """Types of these tensors from texts NAME=TYPE; the last match counts. Raises InputError."""
     found, names = dict[str, Dtype](), list(names)
     for text in texts:
         pattern, _, given = text.rpartition("=")
@@ -30,26 +32,26 @@ def named_types(
         if dtype is None:
             known = ", ".join(map(str, WRITABLE))
             raise InputError(f"--tensor-type {text}: it must be NAME=TYPE, with a type of {known}")
-        meant = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(kind_of(n), pattern)]
-        if not meant:
+        matching = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(kind_of(n), pattern)]
+        if not matching:
             kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
             raise InputError(
                 f"--tensor-type {text}: no changed matrix has this name; there are {kinds}"
             )
-        wide = next((n for n in meant if entries[n].shape[-1] % dtype.block), None)
+        wide = next((n for n in matching if entries[n].shape[-1] % dtype.block), None)
         if wide is not None:
             raise InputError(
                 f"--tensor-type {text}: {wide} has {entries[wide].shape[-1]} columns, which do not fill blocks"
                 f" of {dtype.block}; choose another type"
             )
-        found |= dict.fromkeys(meant, dtype)
+        found |= dict.fromkeys(matching, dtype)
     return found
 
 
 def larger(
     stored: Mapping[str, Dtype], entries: Mapping[str, Entry], errors: Mapping[str, float]
 ) -> Iterator[dict[str, Dtype]]:
-    """Larger types by kind of matrix, to be tried in turn: one step for those that lose most, then most for all.
+    """Larger types by kind of matrix, to try in turn: one step up for those that lose most, then the most for all.
 
     stored  types now;  errors  what each loses
     """
@@ -73,7 +75,7 @@ def larger(
 def _above(
     stored: Mapping[str, Dtype], entries: Mapping[str, Entry], names: list[str]
 ) -> list[Dtype]:
-    """Types with more bits than any of these have, up to eight and a half, or 16 where that is what they have."""
+    """Types with more bits than any of these, up to 8.5 bits (q8_0), or 16."""
     now, width = max(bits(stored[n]) for n in names), entries[names[0]].shape[-1]
     fitting = (d for d in WRITABLE if bits(d) > now and width % d.block == 0)
     found = sorted(fitting, key=bits)

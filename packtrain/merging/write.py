@@ -1,4 +1,4 @@
-"""A file with adapters merged into it by means of batches of tokens: as large as a plain merge, and nearer to them."""
+"""Writes a model with merged adapters, calibrated on batches of tokens or by plain rounding."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,9 @@ from packtrain.models.merge import merged, stored_type, write_changed
 class Merge:
     """Adapters to merge into a base.
 
-    dtype  of changed matrices, see stored_type; None leaves each in its own
-    types  of single ones, by name
-    more   metadata beside that of the base
+    dtype  of changed matrices, see stored_type; None keeps the type of each
+    types  of single matrices, by name
+    more   additional metadata
     """
 
     base: ModelFile
@@ -31,12 +31,12 @@ class Merge:
     more: Mapping[str, Value] = field(default_factory=dict)
 
     def stored(self, name: str) -> Dtype:
-        """What a changed tensor is stored in."""
+        """The stored type of a changed tensor."""
         return stored_type(self.base.gguf.entries[name], self.types.get(name, self.dtype))
 
     @property
     def grown(self) -> int:
-        """By how many bytes its tensors are larger than those of the base."""
+        """How many bytes larger its tensors are than those of the base."""
         entries = self.base.gguf.entries
         names = {name for adapter, _ in self.adapters for name in adapter.pairs}
         return sum(
@@ -45,19 +45,19 @@ class Merge:
 
     @property
     def calibrated(self) -> dict[str, Dtype]:
-        """Types of the matrices that are rounded with data. Others have no codes, or no block to be read in."""
+        """Types of the matrices that can be calibrated: those in blocks, with a type that has codes."""
         names = dict.fromkeys(name for adapter, _ in self.adapters for name in adapter.pairs)
         types = {name: self.stored(name) for name in names if name.startswith("blk.")}
         return {name: dtype for name, dtype in types.items() if dtype.layout}
 
     @property
     def adapted(self) -> ModelFile:
-        """The base with what the adapters add to its blocks beside it."""
+        """The base with the unmerged adapters of its blocks."""
         return additions(self.base, self.adapters)
 
     @property
     def sized(self) -> ModelFile:
-        """The same, for its sizes: values are those of the first adapter that has them."""
+        """The same, only for its sizes: the values are those of the first adapter that has them."""
         pairs = {n: pair for adapter, _ in self.adapters for n, pair in adapter.pairs.items()}
         inside = {n: pair for n, pair in pairs.items() if n.startswith("blk.")}
         ranks = tuple((n, b.shape[-1]) for n, (_, b) in inside.items())
@@ -78,15 +78,15 @@ class Merge:
         done: Callable[[Entry, Dtype, float], None] = lambda entry, stored, error: None,
         block: Done = lambda block, blocks: None,
     ) -> Mapping[str, float]:
-        """Write the file; without a room for it each matrix is rounded as it is.
+        """Write the file; without a `room`, by plain rounding.
 
-        data   what is read, as the room says
-        done   told of matrices that are rounded as they are, block of blocks that are done
-        Gives what calibrate does of the others.
+        data   batches to read, as many as the room allows
+        done   called for matrices rounded plainly, block for each finished block
+        Returns the result of `calibrate` for the others.
         """
         changes = merged(self.base.gguf, self.adapters)
         rounded = set(self.calibrated) if room is not None else set[str]()
-        # on the base's own grid where that is the type: only the addition is to be rounded there
+        # on the base's own grid if the type is the same: only the addition is rounded there
         kept = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
         first = {n: rows for n, rows in changes.items() if n not in kept}
 

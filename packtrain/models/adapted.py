@@ -1,4 +1,4 @@
-"""A model with adapters beside it: `FILE[:SCALE]` names one, several of them are one low-rank addition to a graph."""
+"""A model with unmerged LoRA adapters, given as `FILE[:SCALE]`; several are combined into one."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,12 +12,12 @@ from packtrain.models.adapter import Adapter, check_fits, read_adapter
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING, A, B, Lora
 
-MOST = 1e6  # beyond, sums are no longer finite
+MOST = 1e6  # with a larger scale, sums are no longer finite
 Scaled = tuple[Adapter, float]
 
 
 def split_scale(text: str) -> tuple[Path, float]:
-    """File and scale of FILE:SCALE, or of FILE alone, whose scale is 1. Raises InputError for a scale beyond reason."""
+    """Parse FILE:SCALE or FILE, whose scale is 1. Raises InputError for a bad scale."""
     path, _, number = text.rpartition(":")
     if not path or Path(text).exists():
         return Path(text), 1.0
@@ -31,7 +31,7 @@ def split_scale(text: str) -> tuple[Path, float]:
 
 
 def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:
-    """Adapters and their scales from texts FILE[:SCALE]. Raises InputError for one of another base."""
+    """Adapters and their scales from texts FILE[:SCALE]. Raises InputError if one does not fit the base."""
     found = []
     for path, scale in map(split_scale, given):
         adapter = read_adapter(path)
@@ -41,11 +41,11 @@ def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:
 
 
 def adapted(model: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
-    """The model with these additions in its graphs. Raises InputError for what only a merge can add."""
+    """The model with these adapters in its graphs. Raises InputError for adapters that only work merged."""
     touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
     ranks, added = [], {}
     for name in touched:
-        _check_beside(model, name)
+        _check_unmerged(model, name)
         ours = [(adapter, by) for adapter, by in adapters if name in adapter.pairs]
         pairs = [adapter.pairs[name] for adapter, _ in ours]
         scales = [np.float32(by * adapter.scale(name)) for adapter, by in ours]
@@ -58,11 +58,11 @@ def adapted(model: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
     return replace(model, config=replace(model.config, lora=lora), added=added)
 
 
-def _check_beside(model: ModelFile, name: str) -> None:
-    """Additions work beside the base in matrices of the blocks, and in an embedding that is not the head, too."""
+def _check_unmerged(model: ModelFile, name: str) -> None:
+    """Unmerged adapters work for matrices of the blocks, and for an embedding that is not also the output head."""
     config, axes = model.config, len(model.gguf.entries[name].shape)
     inside = name.startswith("blk.") and axes > 1
     if not inside and (name != EMBEDDING or config.tied):
         raise InputError(
-            f"{model.gguf.path}: an adapter adds to {name}, which works merged only; use packtrain merge"
+            f"{model.gguf.path}: an adapter changes {name}, which only works merged; use packtrain merge"
         )

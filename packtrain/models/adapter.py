@@ -1,6 +1,6 @@
-"""LoRA adapters in the GGUF form that llama.cpp loads (src/llama-adapter.cpp): read, checked against a base, written.
+"""LoRA adapters in llama.cpp's GGUF format (src/llama-adapter.cpp): read, checked against a base, written.
 
-An Adapter holds low-rank additions to matrices of a base by name: y = W x + scale * B (A x). It knows no graph.
+An Adapter holds the pairs A, B for matrices of a base by name: y = W x + scale * B (A x). It knows no graph.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Additions to matrices of a base of this architecture, f32, by the name of the base's tensor.
+    """A LoRA adapter for a base of this architecture: f32 pairs by the name of the base's tensor.
 
     pairs    A (R, in) and B (out, R) for a matrix (out, in); with a leading axis of experts for each if it has one;
              for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
     alpha    0 stands for a scale of 1, as in llama.cpp
-    ignored  vectors that the file has beside them, which nothing reads, as in llama.cpp
+    ignored  vectors in the file that are not used, as in llama.cpp
     """
 
     architecture: str
@@ -43,7 +43,7 @@ class Adapter:
         return scale_of(self.alpha, self.pairs[name][1].shape[-1])
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start:stop of the addition to a matrix, f32 (stop - start, in); rows of experts follow each other."""
+        """Rows start:stop of scale * B A, f32 (stop - start, in); rows of experts follow each other."""
         a, b = self.pairs[name]
         by = np.float32(self.scale(name))
         if name == EMBEDDING:
@@ -62,16 +62,16 @@ class Adapter:
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """The adapter in a GGUF file. Raises InputError for all that llama.cpp would refuse, or silently leave out."""
+    """The adapter in a GGUF file. Raises InputError for what llama.cpp would refuse or silently ignore."""
     gguf = GGUF(path)
     values = gguf.metadata
     for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
         found = values.get(key)
         if not isinstance(found, str) or found != wanted:
-            raise InputError(f"{path}: {key} is {found!r}; of an adapter it is {wanted!r}")
+            raise InputError(f"{path}: {key} is {found!r}; in an adapter it must be {wanted!r}")
     if INVOCATION in values:
         raise InputError(
-            f"{path}: {INVOCATION} is there; adapters that wait for tokens are not supported"
+            f"{path}: {INVOCATION} is present; adapters activated by tokens (aLoRA) are not supported"
         )
     architecture, alpha = values.get(ARCHITECTURE), values.get(ALPHA, 0.0)
     if not isinstance(architecture, str):
@@ -125,22 +125,22 @@ def _half(gguf: GGUF, name: str) -> np.ndarray:
 
 
 def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
-    """Raise InputError unless the adapter, read from `path`, was made for a model like this one."""
+    """Raise InputError unless the adapter, read from `path`, fits this model."""
     architecture = base.metadata.get(ARCHITECTURE)
     if adapter.architecture != architecture:
         raise InputError(
-            f"{path}: the adapter is for {adapter.architecture!r} and {base.path} is {architecture!r}; take its base"
+            f"{path}: the adapter is for {adapter.architecture!r} and {base.path} is {architecture!r}; use its base"
         )
     for name, (a, b) in adapter.pairs.items():
         entry = base.entries.get(name)
         if entry is None:
             raise InputError(
-                f"{path}: {base.path} has no tensor {name}; the adapter has another base"
+                f"{path}: {base.path} has no tensor {name}; the adapter is for another base"
             )
         if len(entry.shape) < 2 or (a.shape, b.shape) != fitting(entry.shape, name, b.shape[-1]):
             raise InputError(
                 f"{path}: {name}: lora_a {[*a.shape]} and lora_b {[*b.shape]} do not fit {[*entry.shape]}"
-                f" of {base.path}; the adapter has another base"
+                f" of {base.path}; the adapter is for another base"
             )
 
 
@@ -148,7 +148,7 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 
 
 def write_adapter(path: str | Path, adapter: Adapter, name: str) -> None:
-    """Write an adapter that llama.cpp loads beside its base, in f32."""
+    """Write an adapter for llama.cpp's --lora, in f32."""
     metadata = {
         ARCHITECTURE: Value("string", adapter.architecture),
         "general.type": Value("string", "adapter"),

@@ -1,6 +1,6 @@
-"""Host-side account of a KV cache: one pool of cells, each holding one position of one sequence.
+"""Bookkeeping of the KV cache on the host: one pool of cells, each holding one position of one sequence.
 
-It makes the index inputs of `transformer.generation`; keys and values themselves live in the session.
+It builds the index inputs of `transformer.generation`; the session holds the keys and values.
 """
 
 import numpy as np
@@ -9,11 +9,11 @@ FREE = -1
 
 
 class CacheFull(RuntimeError):
-    """More cells are wanted than are free."""
+    """More cells are needed than are free."""
 
 
 class Cells:
-    """Which sequence and position every cell holds; sequences come and go, cells are reused."""
+    """Which sequence and position each cell holds; cells of dropped sequences are reused."""
 
     def __init__(self, count: int) -> None:
         self.pos = np.zeros(count, np.int32)
@@ -41,11 +41,11 @@ class Cells:
         return free[:count]
 
     def drop(self, seq: int, since: int = 0) -> None:
-        """Forget a sequence from position `since` on."""
+        """Drop a sequence from position `since` on."""
         self.seq[(self.seq == seq) & (self.pos >= since)] = FREE
 
     def feed(self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """All inputs of a generation step for tokens (T,) of sequences (T,), in order; logits wanted at `rows`."""
+        """All inputs of a generation step for tokens (T,) of sequences (T,), in order; with logits at `rows`."""
         self._free(len(seqs))
         cell, pos = np.empty_like(seqs), np.empty_like(seqs)
         for seq in np.unique(seqs):

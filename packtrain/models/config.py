@@ -1,6 +1,6 @@
-"""What a model is: its architecture, its sizes and its settings, and what follows from them for each block.
+"""The configuration of a model: architecture, sizes and settings, and values derived from them for each block.
 
-Plain data and arithmetic on it. `metadata` reads it from GGUF keys, `transformer` makes graphs of it.
+Plain data and arithmetic. `metadata` reads it from GGUF keys, `transformer` builds graphs from it.
 """
 
 import math
@@ -18,9 +18,9 @@ LONGEST_DIVIDED = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rope is stretched beyond the context a model was first trained with; the keys `rope.scaling.*`.
+    """Rope scaling, which extends the context beyond that of pretraining; the keys `rope.scaling.*`.
 
-    original_context  0 is the model's context_length
+    original_context  0: the model's context_length
     """
 
     type: Scaling = "none"
@@ -33,11 +33,11 @@ class RopeScaling:
 
     @property
     def divisor(self) -> float:
-        """By what frequencies are divided; with yarn only the low ones."""
+        """What rope frequencies are divided by; with yarn only the low ones."""
         return 1.0 if self.type == "none" else self.factor
 
     def magnitude(self, divisor: float) -> float:
-        """By what cosines and sines are multiplied where frequencies are divided by `divisor`: llama-context.cpp."""
+        """What cosines and sines are multiplied by if frequencies are divided by `divisor`: llama-context.cpp."""
         if self.type != "yarn":
             return self.attn_factor
         whole = _growth(self.factor, 1.0)
@@ -46,7 +46,7 @@ class RopeScaling:
         return self.attn_factor * whole * _log_growth(divisor) / _log_growth(self.factor)
 
     def blend(self, dims: int, base: float, context: int) -> tuple[float, float] | None:
-        """Pairs up to the first number keep their frequency, those from the second on are divided: YaRN's ramp."""
+        """YaRN's ramp: pairs up to the first number keep their frequency, those from the second on are divided."""
         if self.type != "yarn":
             return None
 
@@ -69,7 +69,7 @@ def _growth(factor: float, multiplier: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a block turns queries and keys: see ops.rope_table."""
+    """How a block rotates queries and keys: see ops.rope_table."""
 
     base: float
     divisor: float = 1.0
@@ -81,12 +81,12 @@ class Rope:
 class Config(Sizes):
     """A model's sizes and settings; names follow the GGUF metadata keys.
 
-    window             how many tokens, itself included, a token sees in blocks with a window; 0 is all
-    window_pattern     every so many-th block has no window; or for each block whether it has one
-    temperature_scale  queries grow with the logarithm of their position by this much
-    optional           tensors that not every model of the architecture has: "attn_q.bias" of all blocks,
+    window             sliding window: how many tokens, itself included, a token attends to; 0: all
+    window_pattern     every N-th block has no window; or for each block whether it has one
+    temperature_scale  queries are scaled by this factor times the logarithm of their position
+    optional           optional tensors that this model has, such as "attn_q.bias" (in all blocks) or
                        "rope_freqs.weight"
-    lora               low-rank additions to its matrices
+    lora               LoRA adapters of its matrices
     """
 
     rope_freq_base: float = 10_000.0
@@ -110,12 +110,12 @@ class Config(Sizes):
 
     @property
     def rope_width(self) -> int:
-        """How many elements of a head are turned."""
+        """How many elements of a head are rotated."""
         return self.rope_dims or self.head_width
 
     @property
     def original_context(self) -> int:
-        """The context the model was first trained with."""
+        """The context length of pretraining."""
         return self.rope_scaling.original_context or self.context_length
 
     @property
@@ -123,14 +123,14 @@ class Config(Sizes):
         return 1.0 / math.sqrt(self.traits.scored_width(self))
 
     def window_of(self, block: int) -> int:
-        """How many tokens a token sees in that block; 0 is all."""
+        """How many tokens a token attends to in that block; 0: all."""
         if isinstance(self.window_pattern, tuple):
             return self.window if self.window_pattern[block] else 0
         every = self.window_pattern
         return self.window if not every or block % every < every - 1 else 0
 
     def rope_of(self, block: int) -> Rope | None:
-        """How that block turns queries and keys, if it does."""
+        """How that block rotates queries and keys, or None if it does not."""
         pause, scaling = self.traits.rope_pause, self.rope_scaling
         if pause and (block + 1) % pause == 0:
             return None
@@ -142,7 +142,7 @@ class Config(Sizes):
 
     @property
     def slices(self) -> Mapping[str, tuple[str, int, int]]:
-        """Parts of fused tensors: in which tensor they are, from which row on, and how many rows."""
+        """Parts of fused tensors: the tensor, the first row and the number of rows of each."""
         if not self.traits.fused:
             return {}
         q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width

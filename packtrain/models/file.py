@@ -1,7 +1,7 @@
-"""A model in a GGUF file: config, vocabulary and weights, checked against each other; read by mapping, written whole.
+"""A model in a GGUF file: config, vocabulary and weights, checked against each other; memory-mapped; and saving one.
 
-open_model(path) gives a ModelFile or says in one line what is not right; save_model writes what llama.cpp loads.
-It knows no sessions: weights come and go as arrays by name.
+open_model(path) returns a ModelFile or raises a one-line error; save_model writes a file that llama.cpp loads.
+It knows no sessions: weights are arrays by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,15 +20,15 @@ from packtrain.models.metadata import Keys, metadata, read
 from packtrain.quant import dequantize
 from packtrain.tokenizer import Tokenizer, TokenizerError
 
-PART = 1 << 18  # elements that are converted at a time
+PART = 1 << 18  # elements converted at a time
 TOKENS = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """An open model file that is known to be sound; weights stay in the file until they are asked for.
+    """An open, validated model file; weights stay in the file until they are read.
 
-    added  values of the low-rank additions that the config has beside what is in the file, see adapted
+    added  values of LoRA adapters that are in the config but not in the file, see adapted
     """
 
     gguf: GGUF
@@ -41,19 +41,19 @@ class ModelFile:
         return tuple(transformer.weights(self.config))
 
     def tokenizer(self) -> Tokenizer:
-        """The vocabulary of the file. Raises InputError, with its name, for one that cannot be used."""
+        """The tokenizer of the file. Raises InputError, with the file's name, if it cannot be used."""
         try:
             return Tokenizer(self.gguf.metadata)
         except TokenizerError as error:
             raise InputError(f"{self.gguf.path}: {error}") from None
 
     def weight(self, name: str) -> np.ndarray:
-        """A weight as f32: mapped, read-only, where the file has f32; else unpacked."""
+        """A weight as f32: mapped and read-only if the file has f32, else dequantized."""
         array = self.gguf.array(name)
         return array if array.dtype == np.float32 else dequantize(array)
 
     def stored(self) -> dict[str, np.ndarray]:
-        """All weights by name as graphs read them: matrices in the type of the file, mapped; vectors as f32."""
+        """All weights by name as graphs read them: matrices mapped in the file's type; vectors as f32."""
         entries = self.gguf.entries.items()
         return {
             **{n: self.gguf.array(n) if len(e.shape) > 1 else self.weight(n) for n, e in entries},
@@ -69,7 +69,7 @@ class ModelFile:
 
 
 def open_model(path: str | Path) -> ModelFile:
-    """The model in a GGUF file. Raises InputError for all that could not be computed with as the file says."""
+    """The model in a GGUF file. Raises InputError if packtrain cannot compute it as the file describes."""
     gguf = GGUF(path)
     if gguf.metadata.get("general.type") == "adapter":
         raise InputError(
@@ -84,7 +84,7 @@ def open_model(path: str | Path) -> ModelFile:
 def _check_vocabulary(gguf: GGUF, config: Config) -> None:
     tokens = gguf.metadata.get(TOKENS)
     if not isinstance(tokens, list):
-        raise InputError(f"{gguf.path}: there is no array {TOKENS}; a model needs its vocabulary")
+        raise InputError(f"{gguf.path}: there is no array {TOKENS}; a model needs a vocabulary")
     if len(tokens) != config.vocab_size:
         raise InputError(
             f"{gguf.path}: {TOKENS} has {len(tokens)} tokens and token_embd.weight {config.vocab_size} rows;"
@@ -97,8 +97,8 @@ def _check_vocabulary(gguf: GGUF, config: Config) -> None:
 
 
 def _check_tensors(gguf: GGUF, config: Config) -> None:
-    """Exactly the tensors of the model, in their shapes and in types that can be read."""
-    if config.block_count > len(gguf.entries):  # before so many blocks are listed
+    """Check that the file has exactly the model's tensors, in their shapes and in readable types."""
+    if config.block_count > len(gguf.entries):  # before listing so many blocks
         right = f"less than the number of tensors, {len(gguf.entries)}"
         raise Keys(gguf).wrong("block_count", config.block_count, right)
     leaves = transformer.weights(config)
@@ -106,7 +106,7 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
     if unknown:
         raise InputError(
             f"{gguf.path}: tensor {unknown[0]} is not part of a {config.architecture} of {config.block_count} blocks;"
-            f" packtrain has no use for it ({len(unknown)} in all)"
+            f" packtrain cannot use it ({len(unknown)} in total)"
         )
     for name, leaf in leaves.items():
         entry = gguf.entries.get(name)
@@ -135,9 +135,9 @@ def save_model(
     name: str,
     extra: Mapping[str, Value] = MappingProxyType({}),
 ) -> None:
-    """Write a model that llama.cpp loads; weights(name) is asked for one f32 array after the other.
+    """Write a model that llama.cpp loads; weights(name) returns f32 arrays, called one by one.
 
-    dtype       of the matrices: f32, f16 or bf16; vectors stay f32, llama.cpp takes no others
+    dtype       of the matrices: f32, f16 or bf16; vectors stay f32, as llama.cpp requires
     vocabulary  the tokenizer.* metadata
     """
     tokens = len(vocabulary[TOKENS].value)
@@ -162,7 +162,7 @@ def save_model(
 def _stored(
     path: str | Path, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: Dtype
 ) -> Iterator[np.ndarray]:
-    """A weight as it stands in the file, some rows at a time."""
+    """A weight as stored in the file, some rows at a time."""
     if array.shape != shape or array.dtype != np.float32:
         raise ValueError(f"{name}: {array.dtype}{[*array.shape]} was given for f32{[*shape]}")
     flat = array.reshape(-1)
@@ -184,7 +184,7 @@ def _converted(path: str | Path, name: str, array: np.ndarray, dtype: Dtype) -> 
 
 
 def _rounded_to_bf16(array: np.ndarray) -> np.ndarray:
-    """The upper halves of f32, rounded to nearest, ties to even; NaN stays NaN."""
+    """f32 as bf16, rounded to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(array).view(np.uint32)
     rounded = bits >> 16
     rounded &= 1

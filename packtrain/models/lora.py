@@ -1,7 +1,7 @@
-"""Low-rank additions to matrices of a model: y = W x + scale * B (A x). Hu et al. 2021, arXiv 2106.09685.
+"""LoRA: low-rank adapters of a model's matrices, y = W x + scale * B (A x). Hu et al. 2021, arXiv 2106.09685.
 
-A Lora is plain data and part of a model's Config, so that every graph of the model has the additions; their values
-are leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter).
+A Lora is plain data and part of a model's Config, so that every graph of the model includes the adapters; A and B are
+leaves `<name>.lora_a` and `<name>.lora_b`, named as in an adapter file (see adapter).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ KEY = "dropout"  # the input that random numbers depend on: seed and step
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Which matrices of the blocks, and whether the embedding, have additions.
+    """Which matrices of the blocks, and whether the embedding, have a LoRA adapter.
 
-    ranks    by name of the tensor: the first pattern that fits it counts; a tensor that fits none has no addition
-    last     in only so many of the blocks, counted from the last one; 0 is all
-    alpha    the scale is alpha / rank; 0 stands for a scale of 1
-    dropout  the part of what A reads that is dropped while training
+    ranks    by tensor name: the first matching pattern counts; a tensor that matches none has no adapter
+    last     only in the last N blocks; 0: in all
+    alpha    the scale is alpha / rank; 0 means a scale of 1
+    dropout  dropout probability of A's input in training
     """
 
     ranks: tuple[tuple[str, int], ...]
@@ -29,7 +29,7 @@ class Lora:
     dropout: float = 0.0
 
     def rank(self, name: str) -> int:
-        """The rank of the addition to a tensor; 0 is none."""
+        """The rank of a tensor's adapter; 0 for none."""
         return next((rank for pattern, rank in self.ranks if fnmatchcase(name, pattern)), 0)
 
     def scale(self, rank: int) -> float:
@@ -38,7 +38,7 @@ class Lora:
     def shapes(
         self, shapes: Mapping[str, tuple[int, ...]], blocks: int
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the leaves that are added to a model of these shapes."""
+        """Names and shapes of A and B for a model with these shapes."""
         first = blocks - self.last if self.last else 0
         for name, shape in shapes.items():
             in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first
@@ -49,7 +49,7 @@ class Lora:
 
 
 def scale_of(alpha: float, rank: int) -> float:
-    """What B A is multiplied by: alpha over rank; 1 where alpha is 0, as in llama.cpp."""
+    """The factor of B A: alpha / rank, or 1 if alpha is 0, as in llama.cpp."""
     return alpha / rank if alpha else 1.0
 
 

@@ -1,7 +1,7 @@
-"""A model file written again with some of its matrices changed: all else stays as it is, byte for byte.
+"""Rewriting a model file with some matrices changed; all other tensors are copied byte for byte.
 
-In go the base, its changed rows in f32, and where to write; a changed matrix is stored in its own type again, or in
-another that was asked for. Few rows are in memory at a time.
+Takes the base, its changed rows in f32, and the output path; a changed matrix is stored in its own type, or in
+another requested one. Only a few rows are in memory at a time.
 """
 
 import math
@@ -17,25 +17,25 @@ from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models.adapter import Adapter
 from packtrain.quant import dequantize, quantize
 
-PART = 1 << 15  # elements that are changed at a time: a run that ends still holds all of its memory
+PART = 1 << 15  # elements changed at a time: a run that ends still holds all its memory
 DROPPED = (
     "split.",
     "general.base_model.",
-)  # beginnings of keys that do not hold for what is written
+)  # prefixes of keys that are not valid for the new file
 
 Rows = Callable[[int, int], np.ndarray]
 Done = Callable[[Entry, Dtype, float], None]
 
 
 def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, Rows]:
-    """Rows of every matrix that these adapters, each times its scale, add to. Raises InputError for unreadable ones."""
+    """Merged rows of every matrix that the adapters change. Raises InputError for types that cannot be read."""
     touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
 
     def rows(name: str) -> Rows:
         if base.entries[name].dtype not in READABLE:
             known = ", ".join(map(str, READABLE))
             raise InputError(
-                f"{base.path}: {name} is {base.entries[name].dtype}, to which nothing can be added; it must be one"
+                f"{base.path}: {name} is {base.entries[name].dtype}, which cannot be merged into; it must be one"
                 f" of {known}"
             )
         array = base.array(name)
@@ -46,7 +46,7 @@ def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, R
             values = dequantize(flat[start:stop])
             with np.errstate(
                 over="ignore", invalid="ignore"
-            ):  # what is not finite is found in `packed`
+            ):  # `packed` finds values that are not finite
                 for adapter, by in ours:
                     values = values + np.float32(by) * adapter.rows(name, start, stop)
             return values
@@ -57,7 +57,7 @@ def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, R
 
 
 def stored_type(entry: Entry, dtype: Dtype | None) -> Dtype:
-    """The type that a changed tensor of the base gets: `dtype` for a matrix whose rows it can hold, else its own."""
+    """The stored type of a changed tensor: `dtype` if its blocks divide the rows of the matrix, else its own."""
     if dtype is not None and len(entry.shape) > 1 and entry.shape[-1] % dtype.block == 0:
         return dtype
     return entry.dtype.instead or entry.dtype
@@ -74,12 +74,12 @@ def write_changed(
     more: Mapping[str, Value] = MappingProxyType({}),
     done: Done = lambda entry, stored, error: None,
 ) -> None:
-    """Write the base with these rows, f32 (stop - start, width) for each (start, stop), in the place of its own.
+    """Write the base with changed tensors; rows(start, stop) returns f32 (stop - start, width).
 
-    dtype, types  what changed tensors are stored in: see stored_type; but for those that are named
-    more  metadata beside that of the base
-    done  is told of each changed tensor: what it was, its type now, and what that type loses, relative
-    Raises InputError for values that the type cannot hold, or a name that the base has not.
+    dtype, types  stored type of changed tensors (see stored_type), and exceptions by name
+    more  additional metadata
+    done  called for each changed tensor: its entry in the base, its new type, and the relative rounding error
+    Raises InputError for values that the type cannot hold, or a name that the base does not have.
     """
     unknown = [tensor for tensor in changes if tensor not in base.entries]
     if unknown:
@@ -124,22 +124,22 @@ def _deferred(
 def packed(
     where: str, parts: Iterable[np.ndarray], dtype: Dtype, done: Callable[[float], None]
 ) -> Iterator[np.ndarray]:
-    """Parts of a tensor, f32, as this type; `done` is told what is lost. Raises InputError for its values."""
+    """Convert parts of a tensor from f32; calls `done` with the rounding error. Raises InputError for bad values."""
     wrong = total = 0.0
     for values in parts:
         total += squares(values)
         if not math.isfinite(total):
             raise InputError(f"{where} has values that are not finite; they must be")
-        with np.errstate(over="ignore"):  # what is beyond the type is found below
+        with np.errstate(over="ignore"):  # overflow is checked below
             part = quantize(values, dtype)
         wrong += squares(dequantize(part) - values)
         if not math.isfinite(wrong):
-            raise InputError(f"{where} has values too large for {dtype}; take another type")
+            raise InputError(f"{where} has values too large for {dtype}; use another type")
         yield part
     done(math.sqrt(wrong / total) if total else 0.0)
 
 
 def squares(x: np.ndarray) -> float:
-    """Their sum, in f64, without a copy in f64."""
+    """The sum of squares in f64, without a copy in f64."""
     flat = x.reshape(-1)
     return float(np.einsum("i,i->", flat, flat, dtype=np.float64))

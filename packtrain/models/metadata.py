@@ -1,7 +1,7 @@
 """The metadata of a model file: GGUF keys to a Config and back, for every architecture.
 
-A key that changes the computation is understood or refused; what llama.cpp ignores for an architecture is ignored
-here too, so that both compute the same. Defaults are llama.cpp's (llama-model.cpp, src/models).
+A key that changes the computation is supported or refused; keys that llama.cpp ignores for an architecture are
+ignored here, too, so that both compute the same. Defaults are llama.cpp's (llama-model.cpp, src/models).
 """
 
 import math
@@ -19,9 +19,9 @@ from packtrain.models.arch.architecture import BETAS, Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
 
 MOST = 2**31 - 1  # ids, positions and sizes are i32
-WIDEST = 64  # times the width of the stream: what is wider is no model, and a small file would take much memory
+WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
 MOST_EXPERTS = 512  # as in llama.cpp
-ROPE_FREQ_BASE = 10_000.0  # where a file does not say
+ROPE_FREQ_BASE = 10_000.0  # the default
 SHARED = [
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
@@ -29,7 +29,7 @@ SHARED = [
     "rope.scaling.finetuned",
 ]  # fmt: skip
 WINDOWS, EXPERT_WIDTH = "attention.sliding_window_pattern", "expert_feed_forward_length"
-# values with which a key changes nothing, where it is not one of the above
+# neutral values of unsupported keys
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention.scale": (0.0,),
@@ -50,7 +50,7 @@ CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_s
 
 
 class Keys:
-    """The keys of one architecture in a file; what they hold is checked as it is asked for."""
+    """The keys of one architecture in a file; values are checked when they are read."""
 
     def __init__(self, gguf: GGUF) -> None:
         self.path, self.metadata = gguf.path, gguf.metadata
@@ -62,7 +62,7 @@ class Keys:
         self.architecture = ARCHITECTURES[found]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What the file says, else the default, which is that of the architecture if none is given."""
+        """The value in the file, else `default`, else the architecture's default."""
         default = self.architecture.keys.get(key) if default is None else default
         return self.metadata.get(f"{self.architecture.name}.{key}", default)
 
@@ -82,15 +82,15 @@ class Keys:
         value = self.get(key, default)
         if not isinstance(value, float) or not (0 < value < math.inf or (zero and value == 0)):
             raise self.wrong(key, value, "0 or more" if zero else "a number above 0")
-        return float(str(np.float32(value)))  # 1e-05 as it was meant, not the f32 nearest to it
+        return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
 
     def own(self, key: str) -> float:
-        """A key of some architectures, 0 for the others; it must be more where 0 is not what holds without it."""
+        """A key of some architectures, 0 for the others; must be positive unless its default is 0."""
         default = self.architecture.keys.get(key, 0.0)
         return self.real(key, zero=default == 0) if key in self.architecture.keys else 0.0
 
     def check(self) -> None:
-        """Nothing changes the computation but what is understood."""
+        """Raise InputError for a key that changes the computation and is not supported."""
         known = {*SHARED, *self.architecture.keys, *self.architecture.ignored}
         prefix = f"{self.architecture.name}."
         for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
@@ -103,7 +103,7 @@ class Keys:
 
 
 def read(gguf: GGUF) -> Config:
-    """What the metadata says, and which optional tensors there are. Raises InputError."""
+    """The Config of a model file, from its metadata and its optional tensors. Raises InputError."""
     keys = Keys(gguf)
     keys.check()
     heads = keys.size("attention.head_count")
@@ -152,7 +152,7 @@ def _optional(gguf: GGUF, architecture: Architecture) -> tuple[str, ...]:
 
 
 def _scaling(keys: Keys) -> RopeScaling:
-    """llama.cpp takes a factor alone for linear scaling."""
+    """Rope scaling; as in llama.cpp, a factor alone means linear scaling."""
     type = keys.get("rope.scaling.type", "linear")
     if not isinstance(type, str) or type not in get_args(Scaling):
         raise keys.wrong("rope.scaling.type", type, " or ".join(get_args(Scaling)))
@@ -178,7 +178,7 @@ def _scaling(keys: Keys) -> RopeScaling:
 
 
 def _heads(keys: Keys, heads: int) -> dict[str, Any]:
-    """Widths that are not what follows from embedding_length."""
+    """Head widths that do not follow from embedding_length."""
     width = keys.size("embedding_length") // heads
     length = keys.size("attention.key_length", width or 1)
     dims = keys.size("rope.dimension_count", length)
@@ -189,7 +189,7 @@ def _heads(keys: Keys, heads: int) -> dict[str, Any]:
 
 
 def _windows(keys: Keys) -> dict[str, Any]:
-    """Where an architecture has windows."""
+    """Sliding windows, for architectures that have them."""
     if WINDOWS not in keys.architecture.keys:
         return {}
     pattern = keys.get(WINDOWS)
@@ -312,24 +312,24 @@ def _scaling_keys(config: Config, scaling: RopeScaling) -> dict[str, Value]:
         "rope.scaling.yarn_beta_slow": (scaling.beta_slow, 1.0),
         "attention.temperature_scale": (config.temperature_scale, 0.0),
     }
-    made = {key: Value("f32", real) for key, (real, usual) in reals.items() if real != usual}
+    keys = {key: Value("f32", real) for key, (real, usual) in reals.items() if real != usual}
     if scaling.original_context:
-        made["rope.scaling.original_context_length"] = Value("u32", scaling.original_context)
+        keys["rope.scaling.original_context_length"] = Value("u32", scaling.original_context)
     if scaling.type != "none":
-        made["rope.scaling.type"] = Value("string", scaling.type)
-    return made
+        keys["rope.scaling.type"] = Value("string", scaling.type)
+    return keys
 
 
 def _window_keys(config: Config) -> dict[str, Value]:
     own, pattern = config.traits.keys, config.window_pattern
     if WINDOWS not in own:
         return {}
-    made = {"attention.sliding_window": Value("u32", config.window)}
+    keys = {"attention.sliding_window": Value("u32", config.window)}
     if pattern != own[WINDOWS]:
-        made[WINDOWS] = Value("bool" if isinstance(pattern, tuple) else "u32", pattern)
+        keys[WINDOWS] = Value("bool" if isinstance(pattern, tuple) else "u32", pattern)
     if config.rope_freq_base_swa is not None:
-        made["rope.freq_base_swa"] = Value("f32", config.rope_freq_base_swa)
-    return made
+        keys["rope.freq_base_swa"] = Value("f32", config.rope_freq_base_swa)
+    return keys
 
 
 def _cap_keys(config: Config) -> dict[str, Value]:

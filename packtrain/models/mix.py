@@ -1,7 +1,7 @@
-"""Mixes of element types, under the names llama-quantize gives them, and which tensor gets which type in a mix.
+"""Quantization mixes by llama-quantize's names (Q4_K_M …), and which type each tensor gets in a mix.
 
-types_of(gguf, mix) says what llama-quantize chooses for the same file: llama-quant.cpp, without importance matrices
-and what is said there of architectures that are not read here. Nothing is converted here.
+types_of(gguf, mix) returns what llama-quantize chooses for the same file: llama-quant.cpp, without importance matrices
+and without the rules for unsupported architectures. Nothing is converted here.
 """
 
 import re
@@ -17,9 +17,9 @@ from packtrain.types.room import Mix
 
 OUTPUT, EMBEDDING = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
 VALUES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
-EXPERTS = 8  # models with so many get more bits for what they share
-FIRST_VALUES = 4  # of a mix that has something else for the first tensors
-# tensors of two axes and more that keep their type: norms, routers, small or oddly used matrices
+EXPERTS = 8  # models with this many experts get more bits for shared tensors
+FIRST_VALUES = 4  # tensors at the beginning that some mixes treat differently
+# tensors of two or more axes that keep their type: norms, routers, small or special matrices
 KEPT = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
     "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "time_mix_first.weight",
@@ -43,11 +43,11 @@ def types_of(
     output: Dtype | None = None,
     embedding: Dtype | None = None,
 ) -> dict[str, Dtype]:
-    """The type each tensor gets. Raises InputError for sizes in the metadata that are none.
+    """The type of each tensor. Raises InputError for invalid sizes in the metadata.
 
     pure       the mix's own type for all
-    output     of output.weight, and of embeddings that serve as such
-    embedding  of token embeddings
+    output     type of output.weight, and of tied embeddings
+    embedding  type of token embeddings
     """
     rules, types = _Rules(gguf, mix, output), {}
     for name in sorted(gguf.entries, key=_place):
@@ -67,13 +67,13 @@ def types_of(
 
 
 def quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor's type is changed at all."""
+    """Whether a tensor's type changes at all."""
     rows = any(size != 1 for size in shape[:-1])
     return rows and name.endswith("weight") and not any(part in name for part in KEPT)
 
 
 def fitting(dtype: Dtype, width: int) -> Dtype:
-    """The type, or the next one whose blocks divide rows of `width`; f16 where there is none."""
+    """The type, or the next one whose blocks divide rows of `width`; f16 if there is none."""
     if width % dtype.block:
         dtype = dtype.smaller or dtype
     return f16 if width % dtype.block else dtype
@@ -91,7 +91,7 @@ def _block(name: str) -> int | None:
 
 
 class _Rules:
-    """What a mix does about single tensors; it counts those of a kind that it has seen."""
+    """The rules of a mix for single tensors; counts the tensors of each kind."""
 
     def __init__(self, gguf: GGUF, mix: Mix, output: Dtype | None) -> None:
         self.gguf, self.mix, self.output = gguf, mix, output
@@ -137,7 +137,7 @@ class _Rules:
         return (self._is_70b() and dtype.richer) or dtype
 
     def _is_70b(self) -> bool:
-        """Few heads of values serve many: they get more bits."""
+        """Whether this is a 70B with few value heads, which get more bits."""
         known = ARCHITECTURES.get(str(self.architecture))
         if known is None or not self.blocks or self.blocks != known.blocks_70b:
             return False
@@ -147,12 +147,12 @@ class _Rules:
     def _down(self, name: str) -> Dtype:
         i = self.seen["ffn_down"]
         self.seen["ffn_down"] += 1
-        if self.experts > 1:  # there are several of a block
+        if self.experts > 1:  # a block has several
             i = _block(name) or 0
         return self._instead(i, self.blocks // 8, self.blocks)
 
     def _instead(self, i: int, first: int, count: int) -> Dtype:
-        """What the mix has for the i-th of `count` such tensors."""
+        """The mix's type for the i-th of `count` such tensors."""
         if self.mix.first and i < first:
             return self.mix.first
         return self.mix.spread if self.mix.spread and _more(i, count) else self.mix.dtype

@@ -1,7 +1,7 @@
 """Transformers as graph functions: one definition for every architecture, for training and cached generation.
 
-A Config and leaves go in, tensors come out. Weights bear their GGUF names; `attend` is what differs between
-training (keys and values of the batch) and generation (keys and values of the cache).
+Builds tensors from a Config and leaves. Weights have their GGUF names; `attend` is the difference between training
+(keys and values of the batch) and generation (keys and values of the cache).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +27,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
-    """The model's weight leaves by GGUF name; `types` says which are stored otherwise than as f32.
+    """The model's weight leaves by GGUF name; `types` has those not stored as f32.
 
-    Those of low-rank additions come last.
+    LoRA adapters come last.
     """
     c = config.embedding_length
     shapes: Shapes = {"token_embd.weight": (config.vocab_size, c)}
@@ -50,7 +50,7 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
 
 
 def block_shapes(config: Config) -> Shapes:
-    """The weights of a block by their names within it, each followed by its bias if the model has one."""
+    """Shapes of the weights of a block by their names within it, each followed by its bias if there is one."""
     made: Shapes = {}
     for name, shape in (_attention_shapes(config) | _feed_forward_shapes(config)).items():
         made[f"{name}.weight"] = shape
@@ -88,7 +88,7 @@ def _feed_forward_shapes(config: Config) -> Shapes:
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Fresh values of all weights, see initialise."""
+    """Initial values of all weights, see initialise."""
     values = {name: np.empty(leaf.shape, np.float32) for name, leaf in weights(config).items()}
     initialise(config, seed, lambda name, fill: fill(values[name]))
     return values
@@ -97,9 +97,9 @@ def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
 def initialise(
     config: Config, seed: int, at: Callable[[str, Callable[[np.ndarray], None]], None]
 ) -> None:
-    """Fresh values, made where they are to live: at(name, fill) calls fill(array) for each weight in turn.
+    """Initialize weights in place: at(name, fill) calls fill(array) for each weight in turn.
 
-    Normal with deviation 0.02, less by sqrt(2 blocks) where a block adds to the stream; norms are 1.
+    Normal with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms are 1.
     """
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
@@ -115,14 +115,14 @@ def initialise(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The weights of one block by their names within it, and the names of what is computed with them."""
+    """Builds one block: its weights by their names within it, and names for its activations."""
 
     config: Config
     w: Weights
     number: int
 
     def weight(self, name: str, kind: str = "weight") -> Tensor:
-        """A weight, or the rows of a fused one that stand for it."""
+        """A weight, or its rows in a fused one."""
         whole, start, length = self.config.slices.get(name, (name, 0, None))
         leaf = self.w[f"blk.{self.number}.{whole}.{kind}"]
         return leaf if length is None else ops.narrow(leaf, axis=0, start=start, length=length)
@@ -139,7 +139,7 @@ class Block:
         return self.named(name, self.added(name, x, y))
 
     def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """y and what the low-rank addition to the weight makes of x, if it has one."""
+        """y plus the output of the weight's LoRA adapter for x, if it has one."""
         found = self.low(name)
         if found is None:
             return y
@@ -147,7 +147,7 @@ class Block:
         return ops.matmul(ops.scale(ops.matmul(drop(x), a), by=by), b, y)
 
     def low(self, name: str) -> Low | None:
-        """A, B and scale of the low-rank addition to a weight, if it has one, and what drops some of its input."""
+        """A, B and scale of a weight's LoRA adapter, and its dropout function; None if it has none."""
         whole = f"blk.{self.number}.{self.config.slices.get(name, (name,))[0]}.weight"
         a, lora = self.w.get(whole + A), self.config.lora
         if a is None or lora is None:
@@ -168,7 +168,7 @@ class Block:
         return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
 
     def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
-        """h + x @ weight.T, which is normed first where the architecture does so."""
+        """h + x @ weight.T, normalized before the sum if the architecture does so."""
         if not self.config.traits.post_norms:
             return self.linear(name, x, h)
         return ops.add(self.norm(norm, self.linear(name, x)), h)
@@ -208,7 +208,7 @@ def feed_forward(part: Block, h: Tensor) -> Tensor:
 
 
 def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
-    """h and what experts make of x, with their low-rank additions."""
+    """h plus the output of the experts for x, with their LoRA adapters."""
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
     choose, gate, up, down = map(part.weight, names.values())
     found = {short: part.low(name) for short, name in names.items()}
@@ -218,10 +218,9 @@ def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
 
 
 def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables:
-    """The rotations of all blocks, made once for each way of turning, for queries and for keys.
+    """The rope tables of all blocks for queries and keys, computed once for each kind of rotation.
 
-    context  how long a text can become: where it is longer than what the model was first trained with, other
-             factors of the frequencies hold
+    context  the longest possible text: beyond the context of pretraining, the long rope factors apply
     """
     original, rate = config.original_context, config.temperature_scale
     length = "long" if context > original else "short"
@@ -250,7 +249,7 @@ def rope_table(
 
 
 def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
-    """The rows of tokens (...), with the low-rank addition to them if they have one, (..., C)."""
+    """The embeddings of tokens (...), with their LoRA adapter if there is one, (..., C)."""
     h = ops.get_rows(w[EMBEDDING], tokens)
     a, lora = w.get(EMBEDDING + A), config.lora
     if a is not None and lora is not None:
@@ -264,7 +263,7 @@ def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
 def stream(
     config: Config, w: Weights, tokens: Tensor, pos: Tensor, attend: Attend, context: int
 ) -> Iterator[Tensor]:
-    """The residual stream: the embedding of tokens (...) and what each block leaves, (..., C) each, one by one."""
+    """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each."""
     tables = rope_tables(config, w, pos, context)
     h = embedding(config, w, tokens)
     yield h
@@ -274,7 +273,7 @@ def stream(
 
 
 def mixed(config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, *where: Tensor) -> Tensor:
-    """What the queries of block i read from the values, see ops.attention."""
+    """The attention output of block i, see ops.attention."""
     y, _ = ops.attention(
         q, k, v, *where, scale=config.attention_scale, window=config.window_of(i),
         softcap=config.attention_softcap,
@@ -287,12 +286,12 @@ def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 
 def head(w: Weights) -> Tensor:
-    """The projection to the vocabulary: its own, or the embedding where the two are tied."""
+    """The output head: its own matrix, or the embedding if the two are tied."""
     return w.get("output.weight", w["token_embd.weight"])
 
 
 def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
-    """Logits (..., V) of what the last block leaves, (..., C)."""
+    """Logits (..., V) from the output of the last block, (..., C)."""
     y, cap = ops.matmul(output_norm(config, w, h), head(w)), config.final_softcap
     if cap:
         y = ops.scale(ops.tanh(ops.scale(y, by=1 / cap)), by=cap)
@@ -306,7 +305,7 @@ def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
 class Loss:
     """loss () is sum of weights * losses; losses (B, T); blocks: the residual stream, to keep when recomputing.
 
-    The stream has a value for each part of the batch, as written.
+    The stream has one tensor for each part of the batch, in the order written.
     """
 
     loss: Tensor
@@ -321,13 +320,13 @@ def loss(
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
     A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the
-    same `seq`, so that several samples can share a row. Dropout asks for another input, `dropout` (2,) i64: a seed
-    and a number that is another one at every step.
+    same `seq`, so that several samples can share a row. Dropout adds an input `dropout` (2,) i64: a seed and the
+    number of the step.
 
-    parts    each block takes the batch in so many parts: it then needs memory for one of them, and its weights'
+    parts    each block processes the batch in this many parts: it then needs memory for one of them, and its weights'
              gradients are complete before those of the block below begin. The last part goes first, so that these
              gradients are summed in the order of the rows.
-    skipped  positions that begin a row and have no target: `targets`, `weights`, losses are (B, T - skipped)
+    skipped  positions at the beginning of a row without a target: `targets`, `weights`, losses are (B, T - skipped)
     """
     shape, counted = (batch, time), (batch, time - skipped)
     if config.lora is not None and config.lora.dropout:
@@ -348,7 +347,7 @@ def loss(
 def in_parts(
     config: Config, w: Weights, batch: tuple[Tensor, Tensor, Tensor], parts: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """The residual stream of `tokens`, `pos` and `seq` (B, T), layer by layer: of each part, the last one first."""
+    """The residual stream of `tokens`, `pos` and `seq` (B, T), block by block; in each, the last part first."""
     rows, time = batch[0].shape[0] // parts, batch[0].shape[1]
 
     def part(at: int) -> Iterator[Tensor]:
@@ -372,9 +371,9 @@ def generation(
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits (wanted, V) for `time` new tokens of any sequences, and the updated cache handles.
 
-    Inputs, all i32: `tokens`, `pos`, `seq`, `cell` (time,), the cell each token goes to; `cell_pos`, `cell_seq`
-    (cells,) as they are after that; `length` (1,), cells in use; `rows` (wanted,), the tokens whose logits are
-    wanted. All of them come at run time, so one plan serves every position and every mix of sequences.
+    Inputs, all i32: `tokens`, `pos`, `seq`, `cell` (time,), the cache cell of each token; `cell_pos`, `cell_seq`
+    (cells,) after that; `length` (1,), cells in use; `rows` (wanted,), the tokens whose logits are
+    returned. All of them are inputs, so one plan serves every position and every mix of sequences.
     The cache holds keys and values as f32 or f16.
     """
     tokens, pos, seq, cell = (input(n, (time,), i32) for n in ("tokens", "pos", "seq", "cell"))

@@ -1,4 +1,4 @@
-"""Optimizers, one file each, and the graphs of a training step. A new one is named here, and nowhere else."""
+"""Optimizers, one file each, and the graphs of a training step. A new one is listed here, and nowhere else."""
 
 from collections.abc import Iterator
 
@@ -25,11 +25,11 @@ OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 
 def leaner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The others that keep less for each weight, those that keep the least first."""
+    """The other optimizers with less state for each weight, the least first."""
     others = (kind(optimizer.lr) for kind in KINDS)
     yield from sorted((o for o in others if kept(o) < kept(optimizer)), key=kept)
 
 
 def kept(optimizer: Optimizer) -> int:
-    """Bytes of what is kept for a matrix of some size."""
+    """Bytes of state for a matrix of a fixed size."""
     return sum(leaf.spec.nbytes for leaf in optimizer.states(weight("w", (64, 64))))

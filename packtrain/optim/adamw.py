@@ -1,4 +1,4 @@
-"""AdamW: two moments for each value, and decay apart from the gradient."""
+"""AdamW: two moments for each value, and decoupled weight decay."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -65,11 +65,11 @@ def opt_step_adamw(
     g' = gate * g;  m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2
     w = w (1 - lr * weight_decay) - lr (m / c1) / (sqrt(v / c2) + eps)
 
-        w        (...)  f32, or bf16: rounded up or down at random by uniform(seed, step, stream, index)
+        w        (...)  f32, or bf16: stochastic rounding by uniform(seed, step, stream, index)
         g, m, v  (...)  f32
-        hyper    (7,)   f32   see HYPER: c1 and c2 come as numbers, so one plan serves every step
+        hyper    (7,)   f32   see HYPER: c1 and c2 are inputs, so one plan serves every step
         gate     ()     f32   see clip_gate; nothing changes if it is not finite
-        key      (2,)   i64   seed and step, for a bf16 alone
+        key      (2,)   i64   seed and step, only for bf16
     Loshchilov & Hutter 2019, arXiv 1711.05101.
     """
     want_weight(w, key, g, m, v)
@@ -104,7 +104,7 @@ def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
 def opt_step_adamw_cost(out, w, *given, decay, stream):
     return Cost(
         {"exp": (2 if w.dtype == f32 else 4) * w.spec.size}
-    )  # a root, two divisions, a draw
+    )  # a root, two divisions, a random number
 
 
 @opt_step_adamw.samples

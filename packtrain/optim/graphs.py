@@ -1,6 +1,6 @@
-"""The graphs of a step: forward, backward and updates in one, in two passes, or by micro-batches.
+"""The graphs of a step: forward, backward, gradient clipping and updates in one, in two passes, or by micro-batches.
 
-Leaves of optimizers are states and their numbers inputs, so one plan serves every step.
+Optimizer states are leaves and the numbers of a step inputs, so one plan serves every step.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -12,7 +12,7 @@ from packtrain.graph import Graph
 from packtrain.optim.optimizer import Given, Optimizer
 from packtrain.tensor import GraphError, Tensor, input, named, state
 
-ROUNDING = "rounding"  # the input that the rounding of bf16 weights depends on: seed and step
+ROUNDING = "rounding"  # the input for stochastic rounding of bf16 weights: seed and step
 
 Inner = dict[Tensor, Tensor] | None
 Pair = tuple[Tensor, Tensor]  # a weight and its gradient
@@ -31,9 +31,9 @@ def training(
 
     squares  the sum of squares of all gradients: the gradient norm before clipping, squared
     keep     forward values to keep, see differentiate
-    max_norm None applies each gradient as soon as it is complete, so that no two need memory at once; a number
-             clips by global norm, for which all gradients must be there first. A step whose loss or gradient is
-             not finite changes nothing; without max_norm that holds from the first such gradient on.
+    max_norm a number clips gradients by global norm, for which all must be complete first; None applies each
+             gradient as soon as it is complete, so that no two need memory at once. A step whose loss or gradient
+             is not finite changes nothing; without max_norm only from the first such gradient on.
     inner    filled with gradients of forward values, see differentiate
     """
     loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm)
@@ -53,7 +53,7 @@ def measuring(
     keep: Keep = None,
     inner: Inner = None,
 ) -> Graph:
-    """The first pass of a step that clips without keeping its gradients: outputs and `squares`, no updates."""
+    """The first pass of a step that clips without storing gradients: outputs and `squares`, no updates."""
     _check(trained)
     squares = list[Tensor]()
 
@@ -73,7 +73,7 @@ def applying(
     max_norm: float,
     inner: Inner = None,
 ) -> Graph:
-    """The second pass: the same gradients, each used up at once; input `squares` () is what the first one gave."""
+    """The second pass: the same gradients, each applied at once; input `squares` () is from the first pass."""
     _check(trained)
     update = _Update(optimizer, outputs["loss"], max_norm)
     update.squares.append(input("squares", ()))
@@ -88,9 +88,9 @@ def accumulating(
     keep: Keep = None,
     inner: Inner = None,
 ) -> Graph:
-    """The graph of one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
+    """Gradient accumulation, one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
 
-    The input `fresh` () is 1 for the first micro-batch of a step, which begins the sums, else 0.
+    The input `fresh` () is 1 for the first micro-batch of a step, which resets the sums, else 0.
     """
     _check(trained)
     fresh, handles = input("fresh", ()), list[Tensor]()
@@ -120,7 +120,7 @@ def _sum_of(w: Tensor) -> Tensor:
 
 
 def _measure(squares: list[Tensor], g: Tensor) -> None:
-    """Go on with the running sum of squares of all gradients."""
+    """Add to the running sum of squares of all gradients."""
     squares.append(ops.sum_squares(g, squares[-1] if squares else None))
 
 
@@ -130,7 +130,7 @@ def _check(trained: Collection[Tensor]) -> None:
 
 
 class _Update:
-    """Writes the end of a step: the norm of all gradients so far, the gate made from it, and the updates."""
+    """Builds the end of a step: the global gradient norm, the clipping gate computed from it, and the updates."""
 
     def __init__(self, optimizer: Optimizer, loss: Tensor, max_norm: float | None) -> None:
         self.optimizer, self.loss, self.max_norm = optimizer, loss, max_norm

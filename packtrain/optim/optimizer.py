@@ -1,6 +1,6 @@
-"""What every optimizer is: settings, leaves by role, the calls of an update, and how a step is driven.
+"""The base class of optimizers: settings, state leaves, the calls of an update, and how a step is run.
 
-It knows of no model, no data and no memory. Beside this file each optimizer has one, with everything about it.
+It knows no model, no data and no memory. Each optimizer has its own file next to this one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ Values = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the update of every weight reads: the step's numbers, the gate, and seed and step for random rounding.
+    """Inputs of every weight's update: the step's numbers, the clipping gate, and the key of stochastic rounding.
 
     Nothing changes if the gate is not finite.
     """
@@ -27,33 +27,33 @@ class Given:
     rounding: Tensor
 
     def key(self, w: Tensor) -> Tensor | None:
-        """For a bf16 weight alone: it is rounded at random."""
+        """The rounding key for a bf16 weight, else None."""
         return None if w.dtype == f32 else self.rounding
 
 
 class Turn(Protocol):
-    """A step of a run: its batch, and the graphs on its session. All give `loss` or `squares`, or both."""
+    """A step of a run: its batch, and the graphs on its session. All methods return `loss` or `squares`, or both."""
 
     def whole(self, hyper: Values) -> Values:
-        """Evaluate once and update by these numbers."""
+        """Evaluate once and update with these numbers."""
 
     def evaluate(self) -> Values:
-        """Sum gradients where the weights are now; for optimizers of several evaluations, as the next one."""
+        """Sum gradients at the current weights; for optimizers with several evaluations per step."""
 
     def update(self, hyper: Values) -> Values:
-        """Update by these numbers and the gradients of the last evaluation, which stay."""
+        """Update with these numbers and the gradients of the last evaluation, which are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """Settings of an update rule, and the rule as calls. A field that is declared as an option is a flag of its own.
+    """Settings of an update rule, and the rule as calls. Each field declared as an option becomes a flag.
 
-    name         of the flag --optimizer, and of the input with the numbers of a step
-    note         what it is good for, where it is not the first choice: `name note` is a sentence
-    hyper        what these numbers are
-    kernels      modules of kernels that its op calls
-    evaluations  of loss and gradient in a step, about; with more than one, gradients are summed in leaves and the
-                 update is a graph of its own, for `drive` to run
+    name         value of --optimizer, and name of the input with the numbers of a step
+    note         when to use it, if it is not the default: `name note` is a sentence
+    hyper        names of these numbers
+    kernels      kernel modules that its op calls
+    evaluations  of loss and gradient per step, approximately; with more than one, gradients are summed in leaves
+                 and the update is a separate graph, which `drive` runs
     """
 
     name: ClassVar[str]
@@ -64,28 +64,28 @@ class Optimizer:
     lr: float
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
-        """What `hyper` names at step t, counted from 1."""
+        """The values of `hyper` at step t, counted from 1."""
         return (lr,)
 
     def states(self, w: Tensor) -> tuple[Tensor, ...]:
-        """What is kept for a weight from step to step, see `moment`."""
+        """The optimizer state of a weight, see `moment`."""
         return ()
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
-        """The handles of all that one step changes for w."""
+        """The new handles of everything that a step changes for w."""
         raise NotImplementedError
 
     def updates(self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given) -> Iterator[Tensor]:
-        """The same for weights with their gradients: each as it is complete, or all, of several evaluations."""
+        """The same for pairs of weight and gradient, each as soon as it is complete."""
         for w, g in pairs:
             yield from self.update(w, g, *self.states(w), given=given)
 
     def drive(self, turn: Turn, t: int, lr: float) -> Values:
-        """Make step t; gives `loss` and `squares` of its first evaluation."""
+        """Run step t; returns `loss` and `squares` of its first evaluation."""
         return turn.whole(self.inputs(t, lr))
 
     def bare(self) -> "Optimizer":
-        """The same, but nothing changes a weight that has no gradient."""
+        """The same, but without any change to weights whose gradient is zero."""
         return self
 
     def leaf(self) -> Tensor:
@@ -93,10 +93,10 @@ class Optimizer:
         return input(self.name, (len(self.hyper),))
 
     def inputs(self, t: int, lr: float | None = None) -> dict[str, np.ndarray]:
-        """The input of step t, with another rate than its own where one is given."""
+        """The input of step t, with another learning rate if one is given."""
         return {self.name: np.array(self.numbers(t, self.lr if lr is None else lr), np.float32)}
 
 
 def moment(kind: str, w: Tensor) -> Tensor:
-    """An f32 leaf `<kind>/<name>` like a weight, that a checkpoint keeps."""
+    """An f32 state leaf `<kind>/<name>` in the shape of a weight, saved in checkpoints."""
     return state(f"{kind}/{w.name}", w.shape, role="moment")

@@ -1,4 +1,4 @@
-"""Gradient descent, which keeps nothing from step to step."""
+"""Plain gradient descent, without optimizer state."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -50,11 +50,11 @@ def opt_step_sgd(
 
     w = w (1 - lr * weight_decay) - lr * gate * g
 
-        w      (...)  f32, or bf16: rounded up or down at random by uniform(seed, step, stream, index)
+        w      (...)  f32, or bf16: stochastic rounding by uniform(seed, step, stream, index)
         g      (...)  f32
         hyper  (2,)   f32   lr, weight_decay
         gate   ()     f32   see clip_gate; nothing changes if it is not finite
-        key    (2,)   i64   seed and step, for a bf16 alone
+        key    (2,)   i64   seed and step, only for bf16
     """
     want_weight(w, key, g)
     want(hyper.spec == Spec((2,)), f"hyper is {hyper.spec}; it must be f32[2]: lr, weight_decay")

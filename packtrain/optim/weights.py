@@ -1,4 +1,4 @@
-"""What the steps of optimizers share: weights of several types, how they are rounded, and samples of them."""
+"""What optimizer steps share: weights of several types, stochastic rounding, and samples."""
 
 import numpy as np
 
@@ -17,13 +17,13 @@ def want_weight(w: Tensor, key: Tensor | None, *others: Tensor) -> None:
         f"w is {w.spec} with {given}; these must be f32{[*w.shape]}, and w f32 or bf16",
     )
     fits = key is None if w.dtype == f32 else key is not None and key.spec == Spec((2,), i64)
-    want(fits, f"w is {w.spec}, key {key and key.spec}; only with a bf16 there is one, i64[2]")
+    want(fits, f"w is {w.spec}, key {key and key.spec}; a key, i64[2], is only for bf16")
 
 
 def write(w, values, key, stream):
-    """Values to a weight; to a bf16 up or down at random, so that the mean over many draws is the value.
+    """Write values to a weight; to bf16 with stochastic rounding, so that the mean over many draws is the value.
 
-    16 random bits are added to the 16 that go, and what carries is kept.
+    16 random bits are added to the 16 that are dropped, and the carry is kept.
     """
     if key is None:
         w[...] = values
@@ -35,7 +35,7 @@ def write(w, values, key, stream):
 
 
 def stored(w, key, stream):
-    """What kernels know of a weight: ggml's number of its type, its bytes, and the key of its rounding."""
+    """A weight as kernels take it: ggml's number of its type, its bytes, and its rounding key."""
     kind = dtype_of(w).number
     number = 0 if key is None else mixed(int(key[0]), int(key[1]), stream)
     return kind, flat(w).view(np.uint8), number
@@ -55,10 +55,10 @@ def sampled():
 
 
 def stream_of(w: Tensor) -> int:
-    """The stream of random numbers by which a weight is rounded; 0 for one that is not."""
+    """The stream of random numbers for rounding a weight; 0 if it is not rounded."""
     return 0 if w.dtype == f32 else noise(w.label)
 
 
 def decays(w: Tensor) -> bool:
-    """Whether a weight decays: those of two or more axes do."""
+    """Whether weight decay applies: to weights of two or more axes."""
     return len(w.shape) > 1

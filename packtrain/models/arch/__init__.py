@@ -1,4 +1,4 @@
-"""The architectures, each in a module of its own; to add one, write it and name it here."""
+"""The architectures, one module each; to add one, write it and list it here."""
 
 from packtrain.models.arch import (
     gemma,
@@ -19,7 +19,7 @@ ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE fo
 
 
 def classes() -> dict[str, tuple[Architecture, Family]]:
-    """Which architecture the checkpoints of a class become, and how."""
+    """Architecture and family of checkpoints by their model class."""
     return {
         name: (architecture, family)
         for architecture in ARCHITECTURES.values()

@@ -1,6 +1,6 @@
-"""What an architecture is: how its models differ from llamas, what their files say, which checkpoints become them.
+"""Description of an architecture: how it differs from llama, its GGUF keys, and the checkpoints that convert to it.
 
-Plain data, which the other modules of this folder give, one for each architecture; nothing here knows any of them.
+Plain data; each of the other modules of this folder defines one architecture, and nothing here knows any of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ Keys = dict[str, int | float | bool | str]
 EXPERT_KEYS = {"expert_count": 0, "expert_used_count": None}
 BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
-# tensors that a model may have or not
+# optional tensors
 BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 MORE_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 FACTORS = "rope_freqs.weight"
@@ -34,8 +34,8 @@ HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_nor
 class Sizes:
     """A model's sizes; names follow the GGUF metadata keys.
 
-    key_length                  width of a head; None is embedding_length / head_count
-    expert_feed_forward_length  width of an expert; None is feed_forward_length
+    key_length                  width of a head; None: embedding_length / head_count
+    expert_feed_forward_length  width of an expert; None: feed_forward_length
     """
 
     vocab_size: int
@@ -65,10 +65,10 @@ def no_keys(given: Given, sizes: Sizes) -> Keys:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a checkpoint's blocks. Sizes are a key of its config, and the value where that does not say.
+    """The experts of a checkpoint's blocks. A size is a key of its config and a default.
 
-    matrices  of one expert, whose number stands for {}; and the tensor that holds those of all
-    width     None is the feed-forward's
+    matrices  of one expert, with {} for its number; and the tensor that stacks those of all
+    width     None: the feed-forward's
     """
 
     matrices: Mapping[str, str]
@@ -79,15 +79,15 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Checkpoints of some classes in Hugging Face's layout, and how one becomes a file of the architecture.
+    """Hugging Face checkpoints of some model classes, and how to convert them to a file of the architecture.
 
     block         modules of a block and the tensors they become, in the order of the file
-    keys          metadata beside what all have; refuses configs that would compute something else
-    tied          whether the embedding is the head where the config does not say
-    norm_shift    what is added to the weights of norms
-    head_width    where the config does not say; 0 is hidden_size / num_attention_heads
+    keys          additional metadata; refuses configs that would compute something else
+    tied          default of whether the embedding is also the output head
+    norm_shift    added to the weights of norms
+    head_width    default; 0: hidden_size / num_attention_heads
     qkv_bias      queries, keys and values have biases, whatever the config says
-    space_prefix  whether texts get a space before them; None is as the tokenizer's config says
+    space_prefix  whether to add a space before texts; None: as the tokenizer's config says
     """
 
     classes: tuple[str, ...]
@@ -104,25 +104,25 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What all models of one architecture do unlike a llama, and what belongs to it in files and checkpoints.
+    """How the models of one architecture differ from llama, and its keys in files and checkpoints.
 
-    halves            rope turns the pairs (i, i + R / 2), not (2i, 2i + 1)
+    halves            rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
     gelu              the feed-forward's gate is gelu (tanh form), not silu
     scaled_embedding  embeddings are multiplied by sqrt(embedding_length)
-    head_norms        queries and keys are normed by head, before rope
-    post_norms        what attention and feed-forward give is normed before it is added
-    fused             attn_qkv holds queries, keys and values, ffn_up holds gate and up, one below the other
-    always_tied       there is never a head of its own
+    head_norms        queries and keys are normalized per head, before rope
+    post_norms        the outputs of attention and feed-forward are normalized before they are added
+    fused             attn_qkv stacks queries, keys and values, ffn_up stacks gate and up
+    always_tied       there is never a separate output head
     square            heads are embedding_length / head_count wide, whatever the keys say
-    partial_rope      rope may turn a part of each head only
-    rope_pause        every so many-th block is without rope
-    wide_blocks       a model of so many blocks scales scores by the width of the stream over its heads
+    partial_rope      rope may rotate only a part of each head
+    rope_pause        every N-th block has no rope
+    wide_blocks       a model with this many blocks scales scores by embedding_length / head_count
 
-    keys              of GGUF files, beside the shared ones, and what holds where a file does not say; None is a must
-    ignored           keys that change nothing, as in llama.cpp
-    optional          tensors that a model may have or not: those of blocks by their name within one
-    blocks_70b        a model of so many blocks is a 70B, to which llama-quantize gives more bits,
-    grouped_70b       or only if it has fewer heads of values than of queries
+    keys              additional GGUF keys with their defaults; None: required
+    ignored           keys without effect, as in llama.cpp
+    optional          tensors that a model may have: those of blocks by their name within one
+    blocks_70b        a model with this many blocks is a 70B, to which llama-quantize gives more bits,
+    grouped_70b       or only if it has fewer value heads than query heads
     """
 
     name: str
@@ -145,6 +145,6 @@ class Architecture:
     families: tuple[Family, ...] = ()
 
     def scored_width(self, sizes: Sizes) -> int:
-        """Scores are divided by the root of this width."""
+        """Attention scores are divided by the square root of this width."""
         wide = sizes.block_count == self.wide_blocks
         return sizes.embedding_length // sizes.head_count if wide else sizes.head_width

@@ -1,4 +1,4 @@
-"""Gemma: gelu, scaled embeddings that are the head, norms stored less 1. arXiv 2403.08295."""
+"""Gemma: gelu, scaled and tied embeddings, norm weights stored minus 1. arXiv 2403.08295."""
 
 from packtrain.models.arch.architecture import Architecture, Family, Keys, Sizes
 from packtrain.models.arch.given import Given

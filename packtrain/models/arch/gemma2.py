@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps, norms behind the blocks, every other block with a window. arXiv 2408.00118."""
+"""Gemma 2: logit soft-capping, post-norms, a sliding window in every other block. arXiv 2408.00118."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ NORMS_BEHIND = {
 
 
 def check_scale(architecture: Architecture, given: Given, sizes: Sizes) -> None:
-    """GGUF has no key for the scale of scores."""
+    """Check the scale of attention scores, for which GGUF has no key."""
     width = architecture.scored_width(sizes)
     given.one_of("query_pre_attn_scalar", width, width)
 

@@ -1,4 +1,4 @@
-"""Gemma 3: five of six blocks have a window and a rotation of their own, heads are normed. arXiv 2503.19786."""
+"""Gemma 3: five of six blocks have a sliding window and their own rope base; QK norms. arXiv 2503.19786."""
 
 from dataclasses import replace
 
@@ -21,17 +21,17 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     full = (i % EVERY == EVERY - 1 for i in range(sizes.block_count))
     pattern = ["full_attention" if one else "sliding_attention" for one in full]
     given.one_of("layer_types", pattern, pattern)
-    made: Keys = {
+    keys: Keys = {
         **gemma.keys(given, sizes),
         "attention.sliding_window": given.size("sliding_window", gemma2.TOKENS_BACK),
     }
     local = given.rotation().get("sliding_attention")
     base = local.get("rope_theta") if isinstance(local, dict) else None
     base = given.get("rope_local_base_freq", BASE) if base is None else base
-    made["rope.freq_base_swa"] = given.number("rope_local_base_freq", base)
+    keys["rope.freq_base_swa"] = given.number("rope_local_base_freq", base)
     if given.get("final_logit_softcapping") is not None:
-        made["final_logit_softcapping"] = given.real("final_logit_softcapping")
-    return made
+        keys["final_logit_softcapping"] = given.real("final_logit_softcapping")
+    return keys
 
 
 ARCHITECTURE = Architecture(

@@ -1,4 +1,4 @@
-"""The values of a checkpoint's config.json, checked as they are asked for, and what it says of rotation."""
+"""The values of a checkpoint's config.json, checked when they are read, and its rope settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A config.json; a value that is null counts as left out."""
+    """A config.json; a null value counts as missing."""
 
     path: Path
     values: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Given:
         return self.number(key, self.get(key, default))
 
     def number(self, key: str, value: Any) -> float:
-        """A value that came from within the config, as a number above 0."""
+        """A value from within the config, as a number above 0."""
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise self.wrong(key, value, "a number above 0")
         return float(value)
@@ -48,22 +48,22 @@ class Given:
         return value
 
     def one_of(self, key: str, default: Any, *allowed: Any) -> None:
-        """Refuse a value that would change the computation in a way no architecture here knows."""
+        """Refuse a value that no architecture here supports."""
         value = self.get(key, default)
         if value not in allowed:
             raise self.wrong(key, value, " or ".join(map(repr, allowed)))
 
-    # ---- rotation
+    # ---- rope
 
     def rotation(self) -> dict[str, Any]:
-        """All that the config says of rotation, in the old place or the new one."""
+        """The rope settings of the config, under the old key or the new one."""
         found = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         if not isinstance(found, dict):
             raise self.wrong("rope_scaling", found, "an object")
         return found
 
     def full_rotation(self) -> dict[str, Any]:
-        """The rotation of layers without a window; the base stands here or in the config itself."""
+        """Rope settings of layers without a window; the base is here or in the config itself."""
         found = self.rotation()
         inner = found.get("full_attention")
         found = inner if isinstance(inner, dict) else found
@@ -71,12 +71,12 @@ class Given:
         return found if theta is None else {"rope_theta": theta, **found}
 
     def scaling(self) -> str:
-        """How positions are scaled; "default" is not at all."""
+        """The type of rope scaling; "default" is none."""
         found = self.full_rotation()
         kind = str(found.get("rope_type", found.get("type")) or "default")
         return "longrope" if kind == "su" else kind  # its former name
 
     def turned(self, head_width: int) -> int:
-        """How many elements of a head are turned."""
+        """How many elements of a head are rotated."""
         share = self.full_rotation().get(PARTIAL, self.values.get(PARTIAL, 1.0))
         return int(self.number(PARTIAL, share) * head_width)

@@ -1,4 +1,4 @@
-"""Llama, and what computes like it: Mistral, and Mixtral with experts. arXiv 2302.13971, 2401.04088."""
+"""Llama, and models that compute like it: Mistral, and Mixtral with experts. arXiv 2302.13971, 2401.04088."""
 
 from packtrain.models.arch.architecture import (
     ATTENTION,

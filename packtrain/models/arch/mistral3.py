@@ -1,4 +1,4 @@
-"""Ministral 3: a llama whose queries grow with their position, stretched by YaRN."""
+"""Ministral 3: llama with queries scaled by their position, and YaRN."""
 
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import (
@@ -18,11 +18,11 @@ RENAMED = {
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
-    found, made = given.full_rotation(), llama.keys(given, sizes)
+    found, metadata_keys = given.full_rotation(), llama.keys(given, sizes)
     for name, key in RENAMED.items():
         if found.get(name) is not None:
-            made[key] = given.number(f"rope_parameters.{name}", found[name])
-    return made
+            metadata_keys[key] = given.number(f"rope_parameters.{name}", found[name])
+    return metadata_keys
 
 
 ARCHITECTURE = Architecture(

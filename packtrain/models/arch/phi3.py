@@ -1,4 +1,4 @@
-"""Phi-3: fused matrices, a part of each head turned, other frequencies for long texts. arXiv 2404.14219."""
+"""Phi-3: fused matrices, partial rope, other rope factors for long texts. arXiv 2404.14219."""
 
 import math
 
@@ -24,7 +24,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     context = sizes.context_length
     original = given.size(ORIGINAL, given.full_rotation().get(ORIGINAL, context))
     window = given.size("sliding_window") if given.values.get("sliding_window") else 0
-    made: Keys = {
+    keys: Keys = {
         "rope.dimension_count": given.turned(sizes.head_width),
         "rope.scaling.original_context_length": original,
         "attention.sliding_window": window,
@@ -32,8 +32,8 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     if given.scaling() == "longrope":
         scale = context / original
         attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-        made["rope.scaling.attn_factor"] = attention
-    return made
+        keys["rope.scaling.attn_factor"] = attention
+    return keys
 
 
 ARCHITECTURE = Architecture(

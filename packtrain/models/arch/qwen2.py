@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a llama with biases of queries, keys and values. arXiv 2407.10671."""
+"""Qwen2 and Qwen2.5: llama with biases of queries, keys and values. arXiv 2407.10671."""
 
 from packtrain.models.arch.architecture import (
     WINDOW_KEYS,

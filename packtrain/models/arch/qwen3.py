@@ -1,4 +1,4 @@
-"""Qwen3: a llama with norms of queries and keys. arXiv 2505.09388."""
+"""Qwen3: llama with QK norms. arXiv 2505.09388."""
 
 from packtrain.models.arch.architecture import BLOCK, HEAD_NORMS, WINDOW_KEYS, Architecture, Family
 

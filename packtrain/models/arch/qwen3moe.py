@@ -1,4 +1,4 @@
-"""Qwen3 with experts in every block, the shares of those that are used adding up to 1. arXiv 2505.09388."""
+"""Qwen3 with experts in every block; the weights of the chosen experts add up to 1. arXiv 2505.09388."""
 
 from packtrain.models.arch.architecture import (
     ATTENTION,
@@ -15,7 +15,7 @@ from packtrain.models.arch.given import Given
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
-    """llama.cpp knows experts in all blocks only, and shares that add up to 1."""
+    """llama.cpp supports only experts in all blocks, with weights that add up to 1."""
     given.one_of("norm_topk_prob", False, True)
     given.one_of("decoder_sparse_step", 1, 1)
     given.one_of("mlp_only_layers", [], [])

@@ -1,4 +1,4 @@
-"""SmolLM3: a llama of which every fourth block is without rope."""
+"""SmolLM3: llama without rope in every fourth block."""
 
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import Architecture, Family, Keys, Sizes

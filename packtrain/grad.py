@@ -1,7 +1,7 @@
-"""Reverse-mode differentiation: a loss goes in, tensors that compute its gradients come out.
+"""Reverse-mode differentiation: from a loss to tensors that compute its gradients.
 
 Gradients are ordinary calls written after the forward ones, so they are planned and run like any other.
-Forward values that are not kept are written a second time, just before the backward pass of their segment.
+Forward values that are not kept are recomputed by new calls, just before the backward pass of their segment.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,13 +29,13 @@ def differentiate(
     """Gradients of a scalar loss for each tensor in `wrt`, named `d/<name>`.
 
     keep  forward values the backward pass may read; others are recomputed from them, segment by segment
-          (gradient checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
-          writing ops, what was read from a leaf before a write, and whatever comes after the last kept value
-          are always kept; so an empty `keep` recomputes nothing. A mapping gives ranks: rank 0 is kept from the
-          forward pass, rank 1 stays when the stretch behind a kept value is computed again, rank 2 when that of a
-          rank 1 value is, and so on; what has no rank is computed again last, just before it is needed.
+          (activation checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
+          writing ops, values read from a leaf before a write, and everything after the last kept value are
+          always kept; so an empty `keep` recomputes nothing. A mapping gives ranks: rank 0 is kept from the
+          forward pass, rank 1 is kept when the segment after a kept value is recomputed, rank 2 when that of a
+          rank 1 value is, and so on; values without a rank are recomputed last, just before they are needed.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
-          written: an update placed here consumes the gradient at once instead of keeping all of them.
+          written: an update written here uses the gradient at once, so that not all are kept.
 
     inner filled with the gradient of every forward value that has one.
 
@@ -56,7 +56,7 @@ def differentiate(
 
 
 def _dependents(calls: Iterable[Call], wrt: Iterable[Tensor]) -> set[Tensor]:
-    """Tensors on a way from `wrt` onwards; indices end it, as they do not change by small steps."""
+    """Tensors that depend on `wrt` differentiably; integer tensors do not."""
     active = set(wrt)
     for call in calls:
         if any(t in active for t in call.inputs):
@@ -76,7 +76,7 @@ def _check(loss: Tensor, calls: Iterable[Call], active: set[Tensor], wrt: Sequen
 
 
 class _Recompute:
-    """Gives a forward value to the backward pass: itself if kept, else a copy written just before."""
+    """Provides forward values to the backward pass: kept ones as they are, others recomputed just before use."""
 
     def __init__(self, calls: Sequence[Call], keep: Keep) -> None:
         self.forward, self.all = set(calls), keep is None
@@ -117,7 +117,7 @@ class _Recompute:
         return [t if t is None else self.copies.get(t, t) for t in wanted]
 
     def _missing(self, tensors: Iterable[Tensor]) -> dict[Call, None]:
-        """The calls that must be written again before these tensors are there."""
+        """The calls that must be recomputed to get these tensors."""
         missing: dict[Call, None] = {}
         stack = list(tensors)
         while stack:
@@ -130,7 +130,7 @@ class _Recompute:
         return missing
 
     def _compute(self, missing: dict[Call, None]) -> None:
-        """Write again what has the lowest rank, and what that needs; of this only values of that rank stay."""
+        """Recompute the values of the lowest rank, and what they need; keeps only values of that rank."""
         absent = [t for c in missing for t in c.results if not self._there(t)]
         level = min(map(self.rank, absent))
         targets = [t for t in absent if self.rank(t) == level]
@@ -143,15 +143,15 @@ class _Recompute:
                     (self.copies if self.rank(old) == level else passing)[old] = new
 
     def _again(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """The call, written a second time."""
+        """The call, written a second time on recomputed inputs."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
         with written_for(call.origin, "recomputed"):
             return results(call.op(*inputs, **call.attrs))
 
 
-def results(made: Any) -> tuple[Tensor, ...]:
-    """What calling an op gave, as a tuple also where it is one tensor."""
-    return made if isinstance(made, tuple) else (made,)
+def results(given: Any) -> tuple[Tensor, ...]:
+    """The results of calling an op, always as a tuple."""
+    return given if isinstance(given, tuple) else (given,)
 
 
 class _Backward:
@@ -207,10 +207,12 @@ class _Backward:
         rule: Any = call.op.vjp_rule
         with written_for(call.origin, "backward"):
             try:
-                made = rule(*((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs)
+                returned = rule(
+                    *((dy, y) if call.several else (dy[0], y[0])), *inputs, **call.attrs
+                )
             except Unmet as unmet:
                 raise GraphError(f"{call.op.name}: {unmet}\n  at {call.where}") from None
-            given: list[Any] = list(made)
+            given: list[Any] = list(returned)
             newest = max((d.call.serial for d in dy if d is not None and d.call), default=-1)
             folded = self._fold(call, given, newest)
             for i, t in enumerate(call.inputs):
@@ -229,24 +231,27 @@ class _Backward:
                 self.partial[t] = d if before is None else add(before, d)
 
     def _fold(self, call: Call, given: list[Tensor | None], newest: int) -> set[int]:
-        """Where a gradient meets an earlier one and the op that just made it can add (`acc`), let it add there.
+        """If a gradient is added to an earlier one and the op that produced it can accumulate (`acc`), let it do so.
 
-        `given` is changed: the call is written again, so its other results are taken from the new one too.
+        Changes `given`: the call is replaced, so its other results must come from the new one, too.
         """
         folded = set()
         for i, t in enumerate(call.inputs):
             d = given[i]
             if t is None or d is None or t not in self.partial or call.inputs.index(t) != i:
                 continue
-            made = d.call
-            if made is None or made.serial <= newest or d.index or made.op.acc is None:
+            producer = d.call
+            if producer is None or producer.serial <= newest or d.index or producer.op.acc is None:
                 continue
-            if made.inputs[made.op.acc] is not None or sum(g is d for g in given) > 1:
-                continue  # it adds already, or is another input's gradient too, which must stay as it is
-            inputs = [self.partial[t] if k == made.op.acc else x for k, x in enumerate(made.inputs)]
-            again = made.op(*inputs, **made.attrs)
+            if producer.inputs[producer.op.acc] is not None or sum(g is d for g in given) > 1:
+                continue  # it accumulates already, or is also the gradient of another input, which must not change
+            inputs = [
+                self.partial[t] if k == producer.op.acc else x
+                for k, x in enumerate(producer.inputs)
+            ]
+            again = producer.op(*inputs, **producer.attrs)
             given[:] = [
-                g if g is None or g.call is not made else results(again)[g.index] for g in given
+                g if g is None or g.call is not producer else results(again)[g.index] for g in given
             ]
             folded.add(i)
         return folded
@@ -255,7 +260,7 @@ class _Backward:
         for t in self.first_use.get(call, ()):
             if t not in self.partial:
                 raise GraphError(
-                    f"no gradient reaches {t.label}: every way from it to the loss has gradient zero"
+                    f"no gradient reaches {t.label}: every path from it to the loss has gradient zero"
                 )
             gradient = self.partial[t]
             if gradient.name is None:

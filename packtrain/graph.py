@@ -1,4 +1,4 @@
-"""Graph: the calls that some outputs need, in the order they were written; verified when made, printable."""
+"""Graph: the calls that some outputs need, in the order written; verified on creation, printable."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from packtrain.tensor import Call, GraphError, Tensor
 
 
 class Graph:
-    """The calls that `outputs` (values to read) and `updates` (leaf handles to bring about) need, as written.
+    """The calls that `outputs` (values to read) and `updates` (leaf handles to compute) need, in the order written.
 
     Raises GraphError if two leaves share a name or a call reads a leaf's older handle after a write to it.
     """
@@ -30,13 +30,13 @@ class Graph:
         self._check_handles()
 
     def _unique_names(self) -> dict[Tensor, str]:
-        """Weights, states and inputs by their own names; others made unique by a number behind a hash."""
+        """Weights, states and inputs by their own names; others are made unique by a suffix #2, #3 …"""
         names: dict[Tensor, str] = {}
         taken: dict[str, int] = {}
         for leaf in (leaf for leaf in self.leaves if leaf.kind != "constant"):
             if leaf.label in taken:
                 raise GraphError(
-                    f"two leaves are called {leaf.name}; a leaf's name must be its own"
+                    f"two leaves are called {leaf.name}; names of leaves must be unique"
                 )
             names[leaf] = leaf.label
             taken[leaf.label] = 1
@@ -70,7 +70,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for graphs of the same calls, specs, attributes and names, wherever they were written."""
+        """Equal for graphs with the same calls, specs, attributes and names, independent of source lines."""
         return hashlib.sha256("\n".join(self._lines(origins=False)).encode()).hexdigest()[:16]
 
     def _lines(self, *, origins: bool) -> list[str]:
@@ -85,7 +85,7 @@ class Graph:
 
 
 def unique(name: str, taken: dict[str, int]) -> str:
-    """`name`, or `name#2`, `name#3` … if that is taken; `taken` holds the last number given for each name."""
+    """`name`, or `name#2`, `name#3` … if that is taken; `taken` holds the last number used for each name."""
     free = name
     while free in taken:
         taken[name] += 1
@@ -99,7 +99,7 @@ def _by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     found = {t.label: t for t in listed}
     if len(found) < len(set(listed)) or any(t.name is None for t in listed if len(listed) > 1):
         raise GraphError(
-            f"outputs {[t.label for t in listed]} need names of their own; give a dict of name -> tensor"
+            f"outputs {[t.label for t in listed]} need unique names; give a dict of name -> tensor"
         )
     return found
 

@@ -1,7 +1,7 @@
 """Spec, Op, Tensor: what is computed. Read this first.
 
-Calling an Op on Tensors runs its shape rule and gives new Tensors that remember the Call. Nothing here knows
-of memory, backends or values.
+Calling an Op on Tensors runs its shape rule and returns new Tensors that reference the Call. Nothing here knows
+memory, backends or values.
 """
 
 import inspect
@@ -27,11 +27,11 @@ Role = Literal["weight", "table", "moment", "sum", "cache"]  # of a weight or st
 
 
 class GraphError(ValueError):
-    """A graph that cannot be: says op, fact, requirement, call site and the inputs."""
+    """An invalid graph; the message has op, fact, requirement, call site and inputs."""
 
 
 class Unmet(Exception):
-    """A requirement of a shape rule that does not hold; the Op adds who and where."""
+    """A violated requirement of a shape rule; the Op adds its name and the call site."""
 
 
 def want(holds: bool, fact: str) -> None:
@@ -64,7 +64,7 @@ class Spec:
         return _text(self.shape, self.dtype)
 
 
-# thousands of tensors have a few dozen shapes
+# cached: thousands of tensors share a few dozen shapes
 
 
 @cache
@@ -90,7 +90,7 @@ def _text(shape: Shape, dtype: Dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class View(Spec):
-    """What the shape rule of a view gives: where in the input's storage the elements are, in bytes."""
+    """The result of a view's shape rule: where in the input's storage the elements are, in bytes."""
 
     layout: Shape = ()
     offset: int = 0
@@ -98,7 +98,7 @@ class View(Spec):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Call:
-    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`; `reads` are inputs but None."""
+    """One application of an Op: `results = op(*inputs, **attrs)`, written at `origin`; `reads` omits None."""
 
     op: "Op[..., Any]"
     inputs: tuple["Tensor | None", ...]
@@ -121,7 +121,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tensor:
-    """A value to be: immutable, compared by identity, named at most once (see `named`).
+    """A symbolic value: immutable, compared by identity, named at most once (see `named`).
 
     A leaf has a `kind`, and if it outlives a run a `role`; any other tensor is result `index` of its `call`. A view,
     and the new handle that a writing op returns, share the bytes of `base`.
@@ -167,7 +167,7 @@ class Tensor:
 
     @property
     def stem(self) -> str:
-        """The name, or the op's: what a Graph makes a unique name from."""
+        """The name, or the op's name, from which a Graph derives a unique name."""
         return self.name or (self.call.op.name if self.call else "leaf")
 
     @property
@@ -194,7 +194,7 @@ class Tensor:
 
 
 def named(name: str, tensor: Tensor) -> Tensor:
-    """Give a fresh tensor its name; a tensor is named once."""
+    """Name a new tensor; a tensor is named only once."""
     if tensor.name is not None:
         raise GraphError(f"{tensor.name} already has a name and cannot become {name}")
     object.__setattr__(tensor, "name", name)
@@ -210,13 +210,13 @@ def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -
 
 
 def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "moment") -> Tensor:
-    """A leaf that a run may update and the next run reads, from zeros on; a `sum` of gradients and a `cache` start
-    from zeros in each process."""
+    """A leaf that a run may update for the next run, initially zero; a `sum` of gradients and a `cache` are zero
+    again in each process."""
     return _leaf(name, shape, dtype, "state", role)
 
 
 def input(name: str, shape: Shape, dtype: Dtype = f32) -> Tensor:
-    """A leaf that is given at every run."""
+    """A leaf whose value is passed to every run."""
     return _leaf(name, shape, dtype, "input")
 
 
@@ -236,7 +236,7 @@ def _leaf(
     shape = tuple(int(n) for n in shape)
     if any(n < 0 for n in shape) or (shape[-1] if shape else 1) % dtype.block:
         raise GraphError(
-            f"{name}: shape {shape} cannot be; {dtype} rows are blocks of {dtype.block}"
+            f"{name}: shape {shape} is not possible; {dtype} rows are blocks of {dtype.block}"
         )
     spec = Spec(shape, dtype)
     return Tensor(spec, spec.strides, kind=kind, role=role, value=value, name=name)
@@ -259,21 +259,21 @@ class Kernel:
     strided: bool | Takes
 
     def takes(self, index: int, t: Tensor) -> bool:
-        """Whether input `index` can be t as it is; else `place` makes a dense copy."""
+        """Whether input `index` can be t as it is; else `place` inserts a dense copy."""
         return t.dense or (
             self.strided if isinstance(self.strided, bool) else self.strided(index, t)
         )
 
 
 class Op(Generic[P, R]):
-    """A named operation and every rule about it. Calling it on Tensors gives its result Tensors.
+    """A named operation and every rule about it. Calling it on Tensors returns its result Tensors.
 
-    inplace   result -> inputs whose bytes it may take over once nobody needs them (a tuple is for result 0)
-    view      the result is input 0's bytes, where the rule's View says
+    inplace   result -> inputs whose bytes it may overwrite after their last use (a tuple is for result 0)
+    view      the result shares input 0's bytes, as the rule's View says
     writes    inputs (leaves) that are updated; result i is the new handle of the i-th of them
     acc       an optional input that is added to result 0
-    optional  results a kernel can leave out: it gets None for one that nobody reads
-    repeatable  what it writes can be written again, so a run that ends after it has harmed nothing
+    optional  results a kernel can skip: it gets None for one that is not read
+    repeatable  its writes can be repeated, so a run that is stopped after it does no harm
     """
 
     def __init__(self, rule: Callable[..., Any], declared: "Declare") -> None:
@@ -319,7 +319,7 @@ class Op(Generic[P, R]):
         return declare
 
     def cost(self, rule: Rule) -> Rule:
-        """Declare `(out, *inputs, **attrs) -> Cost`: what a call does; without it, a call moves its bytes."""
+        """Declare `(out, *inputs, **attrs) -> Cost`: the work of a call; without it, a call only moves its bytes."""
         self.cost_rule = rule
         return rule
 
@@ -372,7 +372,7 @@ class Op(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declare:
-    """What `@op(...)` says of an op; called on a shape rule it makes an Op of the same signature."""
+    """The arguments of `@op(...)`; called on a shape rule, returns an Op with the same signature."""
 
     inplace: Indices | dict[int, Indices] = ()
     view: bool = False

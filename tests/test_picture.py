@@ -261,7 +261,7 @@ def test_all_bytes_are_a_table() -> None:
     ]
     assert Read(text).data["samples"] == [[0, 3 * MIB], [8, 3 * MIB]]
     tight = Read(page(small(), budget_nbytes=9 * MIB)).rows
-    assert tight[-4] == ["weights", "6.0 MiB", "what is trained"]
+    assert tight[-4] == ["weights", "6.0 MiB", "trained and frozen weights"]
     assert tight[-1] == ["budget", "9.0 MiB", "1.0 MiB too little"]
 
 

@@ -1,4 +1,4 @@
-"""Every op, by name. One file per family; each op with every rule about it."""
+"""Every op, by name. One file per family, with every rule about its ops."""
 
 from packtrain.ops.activation import dropout, geglu, geglu_back, swiglu, swiglu_back
 from packtrain.ops.attention import attention, attention_back

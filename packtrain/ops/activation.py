@@ -1,4 +1,4 @@
-"""What a block and its training put between matrix products: gated activations, dropout."""
+"""Gated activations and dropout."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def _silu(gate):
 
 
 def _gelu(gate):
-    """The sigmoid of a gate, and the gate times the slope of what it is taken of."""
+    """The sigmoid in gelu's tanh form, and the gate times the slope of its argument."""
     inner = GELU_FACTOR * (gate + GELU_CUBE * gate**3)
     return 1 / (1 + np.exp(-inner)), GELU_FACTOR * (gate + 3 * GELU_CUBE * gate**3)
 
@@ -38,8 +38,8 @@ def _gated_back(out, dy, gate, up, sigmoid):
 def _samples(gated, *names):
     def samples():
         for n in (1, 15, 65, 40_000):
-            made = gated(*(input(name, (n,)) for name in names))
-            yield made if isinstance(made, Tensor) else made[0]
+            result = gated(*(input(name, (n,)) for name in names))
+            yield result if isinstance(result, Tensor) else result[0]
 
     return samples
 
@@ -137,7 +137,7 @@ geglu_back.cost(elementwise(1.3))
 def dropout(x: Tensor, key: Tensor, *, p: float, stream: int) -> Spec:
     """Zero elements with probability p and scale the rest by 1 / (1 - p).
 
-    Element i is kept iff uniform(seed, step, stream, i) >= p: recomputation and threads change nothing.
+    Element i is kept iff uniform(seed, step, stream, i) >= p: independent of recomputation and threads.
 
         x    (...)  f32
         key  (2,)   i64   seed and step
@@ -164,7 +164,7 @@ def dropout_cpu(y, x, key, *, p, stream):
     kernels.elementwise.dropout(flat(y), flat(x), int(key[0]), int(key[1]), stream, p)
 
 
-dropout.cost(elementwise())  # a random number is as long as an exp
+dropout.cost(elementwise())  # a random number takes as long as an exp
 
 
 @dropout.samples

@@ -1,4 +1,4 @@
-"""What rooms share when they call kernels: small shapes of arrays, and streams of random numbers."""
+"""Helpers of ops that call kernels: flattened shapes of arrays, and streams of random numbers."""
 
 import math
 import zlib
@@ -35,23 +35,23 @@ def flat_or_absent(x, absent=ABSENT):
 
 
 def floats(w):
-    """w as NumPy computes with it: what is not f32, or f64 in a check, is unpacked."""
+    """w for NumPy: dequantized unless it is f32, or f64 in a check."""
     return w if w.dtype in (np.float32, np.float64) else quant.dequantize(w)
 
 
 def packed(w):
-    """ggml's number of the type of w (N, K), and its bytes by rows."""
+    """ggml's type number of w (N, K), and its bytes by rows."""
     return dtype_of(w).number, w.view(np.uint8).reshape(len(w), -1)
 
 
 def start_with(y, acc):
-    """Make y start as acc; they may already be the same bytes."""
-    # not __array_interface__: each look at it leaves a hole in the interpreter's table of names, and when that is full
-    # of them it is made twice as large, in the middle of a run
+    """Copy acc to y, unless they share their bytes."""
+    # not __array_interface__: each access leaves a tombstone in the interpreter's table of interned strings, which is
+    # doubled when full, in the middle of a run
     if y.ctypes.data != acc.ctypes.data:
         np.copyto(y, acc)
 
 
 def noise(name: str) -> int:
-    """The stream of random numbers of this tensor: by which its addition drops what it reads, or it is rounded."""
+    """The stream of random numbers of this tensor, for LoRA dropout or stochastic rounding."""
     return zlib.crc32(name.encode())

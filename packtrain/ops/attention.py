@@ -66,17 +66,17 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Spec, ...]:
-    """Softmax-weighted mean of the values that each query may see; query head h reads kv head h // (H / K).
+    """Softmax-weighted mean of the values that each query attends to; query head h reads kv head h // (H / K).
 
     y = softmax(z) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length; with a window of n also
     q_pos[i] - k_pos[j] < n. z = scale * q k^T; with a softcap of c it becomes c * tanh(z / c).
-    Without positions, position = index (S = T); a query that sees nothing gives y = lse = 0.
+    Without positions, position = index (S = T); a query that attends to nothing gives y = lse = 0.
 
         q, y          (B, T, H, D)  f32
         k, v          (B, S, K, D)  f32, or f16 without a gradient; a KV cache has B = 1 and S cells
         q_pos, q_seq  (B, T)        i32
-        k_pos, k_seq  (B, S)        i32; cells of no sequence have a k_seq that no query has
-        length        (1,)          i32; cells from there on are not looked at
+        k_pos, k_seq  (B, S)        i32; unused cells have a k_seq that no query has
+        length        (1,)          i32; cells from there on are ignored
         lse           (B, H, T)     f32, the second result: log of the softmax's denominator
     Dao 2023, arXiv 2307.08691; ggml_flash_attn_ext.
     """
@@ -107,9 +107,9 @@ def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
 
 
 def _probabilities(q, k, where, scale, window, softcap):
-    """P (B, H, T, S), its log-denominator (B, H, T), k by query head, and by how much scores turn into z.
+    """P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of z by the scores.
 
-    P and lse are 0 of no key.
+    P and lse are 0 for a query without keys.
     """
     wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
     z, slope = scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3), 1
@@ -190,7 +190,9 @@ def attention_samples():
         yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
 
 
-@op(inplace=(1,))  # dq over y, which is read first; dy and q are read until a block is done
+@op(
+    inplace=(1,)
+)  # dq may overwrite y, which is read first; dy and q are read until a block is done
 def attention_back(
     dy: Tensor,
     y: Tensor,
@@ -208,7 +210,7 @@ def attention_back(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Spec, ...]:
-    """Gradients of attention for q, k and v; probabilities come again from the log-sum-exp, block by block.
+    """Gradients of attention for q, k and v; recomputes the probabilities from the log-sum-exp, block by block.
 
     With P = exp(z - lse) and dS = P * (dy v^T - sum(dy * y)), times 1 - (z / softcap)**2 if there is one:
     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention.
@@ -239,7 +241,7 @@ def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap)
 
 @attention_back.cost
 def attention_back_cost(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
-    pairs = attended(q, k, window)  # of a kv head at a time
+    pairs = attended(q, k, window)  # one kv head at a time
     work = {"attend back": 5 * q.shape[-1] * pairs, "score back": pairs}
     return Cost(work, tasks=k.shape[0] * k.shape[2], masked=True)
 

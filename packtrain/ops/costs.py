@@ -1,7 +1,7 @@
-"""What calls cost: work counted from shapes, for ops to declare and `packtrain.cost` to weigh with measured rates.
+"""Costs of calls: work counted from shapes, which ops declare and `packtrain.cost` multiplies by measured rates.
 
-The counts follow the kernels: how they cut a call into tasks, and what a task does again. Some of their constants
-stand here again, since they need numba and planning does not; a test compares them.
+The counts follow the kernels: how they split a call into tasks, and what a task repeats. Some of their constants are
+repeated here, because importing them needs numba and planning does not; a test compares them.
 """
 
 import math
@@ -13,29 +13,29 @@ from packtrain.tensor import Tensor
 
 PANEL = 32  # columns of a register tile
 DEPTH = 256  # steps of a sum before a tile is written
-ENDS = 3  # steps of a sum that writing a tile is worth
-FEW_ROWS = 4  # up to so many rows go by dot products
+ENDS = 3  # writing a tile costs as much as this many steps of a sum
+FEW_ROWS = 4  # up to this many rows use dot products
 SMALL, TASK, MOST_TASKS, SIDE, CHUNK = 1 << 19, 1 << 24, 32, 128, 120  # of kernels.matmul and gemm
 UNPACKED_ROWS, UNPACKING, PACKED_TASK, MOST_PACKED = 512, 16, 1 << 20, 64  # of kernels.packed
 LEAST_TASKS, LEAST = 6, 128
 KEYS = 64  # of a block in attention
 HEAD_ROWS, SLICE = 256, 512  # rows, and columns of logits, in a task of the head
 WIDE = 128  # columns of an expert's task
-SERIAL = 1 << 14  # elements that do not pay for a parallel region
+SERIAL = 1 << 14  # below this many elements a parallel region does not pay
 
 Rule = Callable[..., "Cost"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a call does: amounts of work by kind, bytes of memory, and how much of it can go side by side.
+    """The cost of a call: amounts of work by kind, bytes of memory traffic, and its parallelism.
 
     work    multiply-adds of products (`multiply`) and of attention (`attend`, `attend back`);
-            values laid out for the tiles of a product (`pack`), or made f32 for them (`unpack q4_K`, …);
-            values put through a function (`exp`), pairs of query and key (`score`, `score back`)
-    nbytes  moved; None is what the call reads and makes
+            values packed into tiles for a product (`pack`), or dequantized for it (`unpack q4_K`, …);
+            values of functions (`exp`), pairs of query and key (`score`, `score back`)
+    nbytes  moved; None: what the call reads and writes
     tasks   of equal size, each for one thread
-    masked  the work is for what a causal mask lets through; where rows hold several samples they see less
+    masked  the work assumes a causal mask; with several samples in a row it is less
     """
 
     work: Mapping[str, float] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Cost:
 
 
 def multiplied(m: int, n: int, k: float) -> float:
-    """Multiply-adds of an (m, n) product over k, as tiles do them."""
+    """Multiply-adds of an (m, n) product over k, with padding to tiles."""
     return m * padded(n) * (k + ENDS * math.ceil(k / DEPTH))
 
 
@@ -68,7 +68,7 @@ def tile(m: int, n: int, k: int) -> tuple[int, int]:
 
 
 def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
-    """(m, k) @ (k, n) in f32; `turned` is the left side, as in a gradient of a weight."""
+    """(m, k) @ (k, n) in f32; `turned`: the left side is transposed, as in the gradient of a weight."""
     rows, columns = tile(m, n, k)
     down, across = -(-m // rows), -(-n // columns)
     packed = float(down * padded(n) * k)
@@ -94,7 +94,7 @@ def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
 
 
 def product_back(m: int, w: Tensor) -> Cost:
-    """m rows of a gradient times a packed w."""
+    """m rows of a gradient times a quantized w."""
     n, k = w.shape
     across, rows = -(-k // max(w.dtype.block, LEAST)), min(m, UNPACKED_ROWS)
     while across * -(-m // rows) < LEAST_TASKS and rows > LEAST:
@@ -105,12 +105,12 @@ def product_back(m: int, w: Tensor) -> Cost:
 
 
 def laying(dtype: Dtype) -> str:
-    """The work of laying out values of a matrix of this type for the tiles of a product."""
+    """The kind of work for packing a matrix of this type into tiles."""
     return "pack" if dtype == f32 else f"unpack {dtype}"
 
 
 def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int) -> Cost:
-    """The loss of logits x @ w.T by chunks of rows, and the gradients that are wanted."""
+    """The loss of logits x @ w.T by chunks of rows, with the requested gradients."""
     (v, c), n = w.shape, x.spec.size // max(x.shape[-1], 1)
     chunk = max(min(chunk, n), 1)
     chunks, logits = -(-n // chunk), float(n * v)
@@ -133,9 +133,9 @@ def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int)
 
 
 def attended(q: Tensor, k: Tensor, window: int) -> float:
-    """Pairs of query and key in blocks that a causal mask, and a window, let through, for all heads."""
+    """Pairs of query and key in blocks that are not fully masked (causal mask, window), for all heads."""
     (b, t, h, d), s = q.shape, k.shape[1]
-    if t != s:  # a cache: how full it is nobody knows
+    if t != s:  # a cache: its fill is not known
         return float(b * h * t * s)
     lanes, pairs = queries(d), 0
     for first in range(0, t, lanes):
@@ -151,7 +151,7 @@ def queries(d: int) -> int:
 
 
 def elementwise(times: float = 1.0) -> Rule:
-    """So many functions such as exp of each element of the first input."""
+    """Cost rule: `times` functions such as exp per element of the first input."""
 
     def rule(out: object, x: Tensor, *others: object, **attrs: object) -> Cost:
         tasks = 1 if x.spec.size <= SERIAL else math.inf
@@ -161,7 +161,7 @@ def elementwise(times: float = 1.0) -> Rule:
 
 
 def by_expert(n: int, w: Tensor, a: int, b: int) -> Cost:
-    """n rows of a values by their experts' matrices of a × b, each laid out once if rows come to all."""
+    """n rows of a values by their experts' matrices of a × b, each packed once if every expert gets rows."""
     e = min(w.shape[0], n)
     work = {"multiply": multiplied(n, b, a), laying(w.dtype): float(e * a * b)}
     return Cost(work, tasks=w.shape[0] * -(-b // WIDE))

@@ -9,7 +9,7 @@ from packtrain.ops.costs import elementwise
 from packtrain.ops.reduce import sum_like
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
-PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is done before threads have started
+PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is faster than starting threads
 
 
 def _broadcast(a: Tensor, b: Tensor) -> Spec:

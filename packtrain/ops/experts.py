@@ -35,7 +35,7 @@ def experts(
     norm: bool = True,
     low: Mapping[str, Low] = NONE,
 ) -> Tensor:
-    """A feed-forward of experts: y = sum over the `used` likeliest e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
+    """Mixture of experts: y = sum over the `used` likeliest e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
 
     p is the softmax of x @ gate_inp.T, over all experts, or over those chosen with `norm` (divided by their sum).
 
@@ -44,8 +44,8 @@ def experts(
         gate, up  (E, F, C)  any readable type
         down      (E, C, F)  any readable type
         acc, y    (..., C)   f32
-        low       by a matrix's name A (R, in), B (out, R), with an axis E where it has one, s, and d: w x is then
-                  w x + s B A d(x), where d may drop some of x
+        low       LoRA adapters by matrix name: A (R, in), B (out, R), with an axis E if the matrix has one, scale s
+                  and dropout d: w x becomes w x + s B A d(x)
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); llama.cpp's build_moe_ffn.
     """
     logits = _product(x, gate_inp, low.get("gate_inp"))
@@ -60,7 +60,7 @@ def experts(
 
 
 def _product(x: Tensor, w: Tensor, low: Low | None, *expert: Tensor) -> Tensor:
-    """w x, or that of the rows' experts, and the low-rank addition to w."""
+    """w x, or that of the rows' experts, plus the LoRA adapter of w."""
     times: Callable[..., Tensor] = matmul_id if expert else matmul
     y = times(x, w, *expert)
     if low is None:
@@ -72,14 +72,14 @@ def _product(x: Tensor, w: Tensor, low: Low | None, *expert: Tensor) -> Tensor:
 def _check_order(op_name, ids, count):
     check_ids(op_name, ids, count)
     if (ids[1:] < ids[:-1]).any():
-        raise IndexError(f"{op_name}: ids must ascend, as group_rows gives them")
+        raise IndexError(f"{op_name}: ids must ascend, as group_rows returns them")
 
 
 # ---- products ------------------------------------------------------------------------------------------------
 
 
 def _is_stack(index: int, t: Tensor) -> bool:
-    """Whether w is a stack of matrices, each with one axis contiguous: a transposed view is as good."""
+    """Whether w is a stack of matrices, each with one axis contiguous: a transposed view is fine."""
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
     return (
         index == 1
@@ -91,7 +91,7 @@ def _is_stack(index: int, t: Tensor) -> bool:
 def _rows_by_expert(
     name: str, x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None, summed: int, kept: int
 ) -> Spec:
-    """What a product of rows with their expert's matrix gives; `summed` and `kept` are the axes of w (E, F, K)."""
+    """Spec of a product of rows with their expert's matrix; `summed` and `kept` are the axes of w (E, F, K)."""
     fits = len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[summed]
     wanted = f"f32[N, {'EFK'[summed]}] and a readable type's [E, F, K] are needed"
     want(
@@ -109,7 +109,7 @@ def matmul_id(x: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> S
     """Multiply each row of x by the matrix of its expert: y[i] = w[ids[i]] @ x[i] (+ acc[i]). ggml_mul_mat_id.
 
     x    (N, K)     f32
-    w    (E, F, K)  any readable type; of f32 a transposed view is as good
+    w    (E, F, K)  any readable type; f32 may be a transposed view
     ids  (N,)       i32, ascending: rows of one expert are multiplied at once
     y    (N, F)     f32
     """
@@ -162,7 +162,7 @@ def matmul_id_samples():
 
 @op(inplace=(3,), acc=3)
 def matmul_id_back(dy: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None) -> Spec:
-    """Gradient of matmul_id for x where w is packed: dx[i] = dy[i] @ w[ids[i]] (+ acc[i]).
+    """Gradient of matmul_id for x where w is quantized: dx[i] = dy[i] @ w[ids[i]] (+ acc[i]).
 
     dy   (N, F)     f32
     w    (E, F, K)  any readable type
@@ -273,7 +273,7 @@ def weighted_rows(x: Tensor, ids: Tensor, weights: Tensor, acc: Tensor | None = 
     """Sum rows by index with weights: y[...] = sum over j of weights[..., j] * x[ids[..., j]] (+ acc).
 
     x        (N, C)    f32
-    ids      (..., k)  i32, with each of the N rows once, as group_rows gives its places
+    ids      (..., k)  i32, with each of the N rows once, as `place` of group_rows
     weights  (..., k)  f32
     y        (..., C)  f32
     """
@@ -366,7 +366,7 @@ def _places(n: int, k: int) -> Tensor:
 
 
 def _packed_stacks():
-    """Three matrices of each kind of storage: halves, and blocks of two sizes."""
+    """Three matrices of each kind of storage: f16, and blocks of two sizes."""
     random = np.random.default_rng(1)
     yield constant("w", random.standard_normal((3, 20, 33)).astype(np.float16), f16)
     for name, blocks in (("q4_K", (3, 40, 2)), ("q8_0", (3, 150, 2))):

@@ -1,4 +1,4 @@
-"""Rows by index: embeddings, the KV cache, and their gradients. An index below 0 stands for no row."""
+"""Rows by index: embeddings, the KV cache, and their gradients. A negative index means no row."""
 
 import numpy as np
 
@@ -59,7 +59,9 @@ def get_rows_cpu(y, w, ids):
 
 @get_rows.cost
 def get_rows_cost(y, w, ids):
-    return Cost(nbytes=2 * y.spec.nbytes + ids.spec.nbytes)  # as much of the table as it gives
+    return Cost(
+        nbytes=2 * y.spec.nbytes + ids.spec.nbytes
+    )  # reads as much of the table as it writes
 
 
 @get_rows.samples
@@ -118,9 +120,9 @@ def get_rows_back_samples():
 
 @op(writes=(0,), repeatable=True)
 def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
-    """Write rows of x into a leaf by index: leaf[ids[i]] = x[i]. ggml_set_rows; how a KV cache is filled.
+    """Write rows of x into a leaf by index: leaf[ids[i]] = x[i]. ggml_set_rows; fills a KV cache.
 
-    leaf (V, ...) f32 or f16, x ids.shape + (...) f32, ids (...) i32: distinct, or below 0 to write nothing.
+    leaf (V, ...) f32 or f16, x ids.shape + (...) f32, ids (...) i32: distinct, or negative to write nothing.
     Returns the leaf's new handle (as a tuple of one).
     """
     want(
@@ -143,7 +145,7 @@ def set_rows_vjp(dy, y, leaf, x, ids):
 @set_rows.kernel("numpy")
 def set_rows_numpy(out, leaf, x, ids):
     _check_numpy("set_rows", ids, len(leaf))
-    with np.errstate(over="ignore"):  # beyond f16 is infinite
+    with np.errstate(over="ignore"):  # overflow of f16 becomes infinite
         leaf[ids[ids >= 0]] = x[ids >= 0]
 
 
@@ -172,7 +174,7 @@ def set_rows_samples():
 
 @op(inplace=(0,))
 def zero_rows(x: Tensor, ids: Tensor) -> Spec:
-    """y = x with the rows named by ids set to zero: what remains of a gradient once set_rows wrote there."""
+    """y = x with the rows at ids set to zero: the gradient of set_rows for the overwritten leaf."""
     want(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
     return x.spec
 

@@ -1,4 +1,4 @@
-"""Cross-entropy, on logits and fused with the projection that makes them. A target below 0 counts for nothing."""
+"""Cross-entropy, on logits and fused with the output projection. A negative target is ignored."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def _check_ids(op_name, targets, classes):
 
 
 def _losses(logits, targets):
-    """Per row: log-sum-exp less the target's logit, and the softmax."""
+    """Per row: log-sum-exp minus the target's logit, and the softmax."""
     top = logits.max(-1, keepdims=True)
     e = np.exp(logits - top)
     total = e.sum(-1, keepdims=True)
@@ -42,7 +42,7 @@ def _dlogits(p, targets, weights):
 
 
 def _capped(logits, softcap):
-    """Logits under a soft cap, if there is one, and its slope."""
+    """Soft-capped logits, if there is a cap, and its slope."""
     if not softcap:
         return logits, 1
     capped = np.tanh(logits / softcap)
@@ -59,7 +59,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Spe
     """loss = sum of weights * losses, losses = log-sum-exp(logits) - logits[target]. ggml_cross_entropy_loss.
 
     logits   (..., V)  f32
-    targets  (...)     i32; below 0: no loss, no gradient
+    targets  (...)     i32; negative: no loss, no gradient
     weights  (...)     f32; 1 / number of targets gives the mean
     loss     ()        f32, first result
     losses   (...)     f32, second result
@@ -134,7 +134,7 @@ def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
 
 @cross_entropy_back.cost
 def cross_entropy_back_cost(dlogits, dloss, logits, targets, weights):
-    return Cost({"exp": 2 * logits.spec.size})  # for the sum, and for the probabilities
+    return Cost({"exp": 2 * logits.spec.size})  # once for the sum, once for the probabilities
 
 
 @cross_entropy_back.samples
@@ -155,13 +155,12 @@ def linear_cross_entropy(
 ) -> tuple[Spec, ...]:
     """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
 
-    With a softcap of c, of c * tanh(logits / c).
-    The gradients for a loss gradient of 1 come with the value, from the same logits: nothing is computed
-    twice, and a graph that does not read them (evaluation) does not pay for them.
+    With a softcap of c, of c * tanh(logits / c). Also returns the gradients for a loss gradient of 1, from the
+    same logits: nothing is computed twice, and a graph that does not read them (evaluation) does not pay for them.
 
         x        (..., C)  f32
         w        (V, C)    any readable type
-        targets  (...)     i32; below 0: no loss, no gradient
+        targets  (...)     i32; negative: no loss, no gradient
         weights  (...)     f32
         loss     ()        f32
         losses   (...)     f32, by row, not weighted
@@ -174,7 +173,8 @@ def linear_cross_entropy(
     )
     want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
     want(
-        chunk > 0 <= softcap, f"chunk is {chunk}, softcap {softcap}; one is above 0, one not below"
+        chunk > 0 <= softcap,
+        f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more",
     )
     _check_targets(targets, weights, x.shape[:-1])
     dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
@@ -217,9 +217,9 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
 def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, work):
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, dx, dw = (*out, None)[:4]
-    made = flat(loss), flat(losses), rows_or_absent(dx), rows_or_absent(dw), work[0]
+    arrays = flat(loss), flat(losses), rows_or_absent(dx), rows_or_absent(dw), work[0]
     given = rows(x), dtype_of(w).block, *packed(w), flat(targets), flat(weights)
-    kernels.loss.linear_cross_entropy(*made, *given, softcap)
+    kernels.loss.linear_cross_entropy(*arrays, *given, softcap)
 
 
 @linear_cross_entropy.cost

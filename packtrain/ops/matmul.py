@@ -1,4 +1,4 @@
-"""Matrix products, with weights in any type that can be read."""
+"""Matrix products, with weights in any readable type."""
 
 import math
 
@@ -14,7 +14,7 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
 def _is_matrix(index: int, t: Tensor) -> bool:
-    """Whether w is a matrix as BLAS knows it, or a transposed one: one axis contiguous, the other apart."""
+    """Whether w is a matrix that BLAS accepts, or a transposed one: one axis contiguous, the other strided."""
     if index != 1 or t.dtype != f32:
         return False
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]
@@ -26,7 +26,7 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     """Multiply rows of x by rows of w: y = x @ w.T (+ acc). ggml_mul_mat.
 
     x    (..., K)   f32
-    w    (N, K)     any readable type; of f32 also a transposed view, or (..., N, K): leading axes broadcast
+    w    (N, K)     any readable type; f32 may be a transposed view, or (..., N, K): leading axes broadcast
     acc  (..., N)   f32
     y    (..., N)   f32
     """
@@ -63,7 +63,7 @@ def _want_readable(w: Tensor) -> None:
 
 @matmul.vjp
 def matmul_vjp(dy, y, x, w, acc):
-    # dw is written first: x is then no longer needed when dx comes to be
+    # dw is written first: x is then no longer needed when dx is computed
     if w.dtype not in TRAINABLE:
         dw = None
     elif len(w.shape) > 2:
@@ -128,7 +128,7 @@ def matmul_samples():
 
 
 def _packed_weights():
-    """A matrix of each kind of storage: halves, and blocks of two sizes."""
+    """A matrix of each kind of storage: f16, and blocks of two sizes."""
     random = np.random.default_rng(1)
     yield constant("w", random.standard_normal((17, 33)).astype(np.float16), f16)
     upper = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]
@@ -141,7 +141,7 @@ def _packed_weights():
 
 @op(inplace=(2,), acc=2)
 def matmul_back(dy: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
-    """Gradient of matmul for x where w is packed: dx = dy @ w (+ acc).
+    """Gradient of matmul for x where w is quantized: dx = dy @ w (+ acc).
 
     dy   (..., N)   f32
     w    (N, K)     any readable type

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with its weight folded in."""
+"""Root-mean-square normalisation, with its weight."""
 
 import math
 
@@ -10,7 +10,7 @@ from packtrain.ops.arrays import flat_or_absent, rows, rows_or_absent
 from packtrain.ops.costs import elementwise
 from packtrain.tensor import Spec, Tensor, input, op, want
 
-PARTIAL_ROWS = 64  # rows whose weight gradients are summed before they meet the others
+PARTIAL_ROWS = 64  # rows whose weight gradients are summed first
 
 
 @op(inplace=(0,))

@@ -1,4 +1,4 @@
-"""Sums and their adjoint, broadcasting. The order is fixed; f64 carries them, but for columns: f32 by blocks."""
+"""Sums and their adjoint, broadcasting. The order is fixed; sums are in f64, column sums in f32 by blocks."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a table of rotations made once a step, and the rotation of queries and keys."""
+"""Rotary position embedding: a table of rotations, computed once per step, and the rotation of queries and keys."""
 
 import math
 
@@ -11,15 +11,15 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
 def _frequencies(factors, dims, base, divisor, blend):
-    """Angles per position of each pair, f64."""
-    made = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+    """Frequencies (angles per position) of each pair, f64."""
+    frequencies = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
     if factors is not None:
-        made /= factors
+        frequencies /= factors
     if blend is None:
-        return made / divisor
+        return frequencies / divisor
     low, high = blend
     divided = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
-    return made * (1 - divided + divided / divisor)
+    return frequencies * (1 - divided + divided / divisor)
 
 
 @op()
@@ -38,7 +38,7 @@ def rope_table(
 
     f[i] = base**(-2i / dims) / factors[i] / divisor; with `blend` (low, high), pairs up to low are not divided,
     those from high on are, linearly between (YaRN: Peng et al. 2023, arXiv 2309.00071).
-    m = magnitude * (1 + rate * ln(1 + pos // length)), growth = (rate, length): of mistral3's queries.
+    m = magnitude * (1 + rate * ln(1 + pos // length)), growth = (rate, length): for mistral3's queries.
 
         pos      (...)               i32
         factors  (dims / 2,)         f32, or None for 1
@@ -92,7 +92,7 @@ def rope_table_samples():
 def rope(x: Tensor, table: Tensor, *, neox: bool = False, inverse: bool = False) -> Spec:
     """Rotate pairs of x by the table: (a, b) -> (a cos - b sin, a sin + b cos).
 
-    Pairs are (2i, 2i + 1), or (i, i + R / 2) with `neox`; elements beyond R pass through. `inverse` turns back.
+    Pairs are (2i, 2i + 1), or (i, i + R / 2) with `neox`; elements beyond R pass through. `inverse` rotates back.
 
         x      (..., H, D)      f32
         table  (..., R / 2, 2)  f32, R <= D, leading axes as x's without H
@@ -144,7 +144,9 @@ def rope_cpu(y, x, table, *, neox, inverse):
 
 @rope.cost
 def rope_cost(y, x, table, *, neox, inverse):
-    return Cost({"exp": 0.3 * x.spec.size + 15 * x.spec.size / x.shape[-1]})  # and each head begins
+    return Cost(
+        {"exp": 0.3 * x.spec.size + 15 * x.spec.size / x.shape[-1]}
+    )  # plus an overhead per head
 
 
 @rope.samples

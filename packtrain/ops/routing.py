@@ -1,6 +1,6 @@
-"""Which experts a token takes: the largest of its logits, and the sorting of rows by expert.
+"""Routing tokens to experts: the largest of a token's logits, and sorting rows by expert.
 
-How many rows an expert gets is data; all shapes are static. Ids carry no gradient, the chosen logits do.
+The number of rows of an expert depends on data; all shapes are static. Ids have no gradient, the chosen logits do.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ def check_ids(op_name, ids, count):
 
 @op()
 def top_k(x: Tensor, *, k: int) -> Spec:
-    """Indices of the k largest along the last axis, the largest first; of equal ones the lower index. ggml_top_k.
+    """Indices of the k largest along the last axis, the largest first; the lower index on ties. ggml_top_k.
 
     x    (..., E)  f32
     ids  (..., k)  i32
@@ -129,12 +129,12 @@ def take_back_samples():
 
 @op()
 def group_rows(ids: Tensor, *, groups: int) -> tuple[Spec, ...]:
-    """Sort the choices of all rows by group, equal ones in their order.
+    """Stable sort of the choices of all rows by group.
 
     ids    (..., k)  i32, from 0 to groups - 1
     row    (N,)      i32, N = ids.size: the row that a choice came from
-    group  (N,)      i32, ascending: what was chosen
-    place  (..., k)  i32: where a choice went, so group[place] = ids
+    group  (N,)      i32, ascending: the chosen groups
+    place  (..., k)  i32: the new position of each choice, so group[place] = ids
     """
     want(ids.dtype == i32 and len(ids.shape) > 0, f"ids is {ids.spec}; it must be i32[..., k]")
     return Spec((ids.spec.size,), i32), Spec((ids.spec.size,), i32), ids.spec
@@ -168,6 +168,6 @@ def group_rows_samples():
 
 
 def _choices(n: int, e: int, k: int) -> Tensor:
-    """k different ones of e for each of n rows."""
+    """k distinct choices of e for each of n rows."""
     ids = (np.arange(n)[:, None] * 5 + np.arange(k) * 3) % e
     return constant("ids", ids, i32)

@@ -1,4 +1,4 @@
-"""Views (the same bytes seen with another shape or strides) and the copies that make them dense."""
+"""Views (the same bytes with another shape or strides), and dense copies."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,7 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Strides that show x's elements in the new shape without a copy, or None."""
     if x.dense:
         return Spec(shape, x.dtype).strides
-    runs: list[
-        tuple[int, int]
-    ] = []  # axes joined wherever the outer one only continues the inner one
+    runs: list[tuple[int, int]] = []  # axes, merged where they are contiguous
     for n, step in zip(x.shape, x.strides, strict=True):
         if n == 1:
             continue
@@ -37,11 +35,11 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 @op(view=True)
 def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
-    """The same elements in another shape; needs no copy or is refused (then use cont first)."""
+    """The same elements in another shape, without a copy; raises if that needs one (then use cont first)."""
     shape = tuple(int(n) for n in shape)
     want(
         math.prod(shape) == x.spec.size and min(shape, default=0) >= 0,
-        f"x {x.spec} has {x.spec.size} elements, shape {shape} has another number",
+        f"x {x.spec} has {x.spec.size} elements, shape {shape} has a different number",
     )
     same_rows = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
     want(same_rows, f"x {x.spec} is quantized, so its rows must stay {x.shape[-1:]} wide")
@@ -61,7 +59,7 @@ def permute(x: Tensor, *, axes: tuple[int, ...]) -> Spec:
     """Axes in another order, as np.transpose. ggml_permute, with NumPy's meaning of axes."""
     want(
         sorted(axes) == list(range(len(x.shape))),
-        f"axes {axes} are not an order of the {len(x.shape)} axes of x",
+        f"axes {axes} are not a permutation of the {len(x.shape)} axes of x",
     )
     want(
         not x.dtype.quantized or axes[-1] == len(axes) - 1,
@@ -91,7 +89,7 @@ def narrow(x: Tensor, *, axis: int, start: int, length: int) -> Spec:
     )
     want(
         not x.dtype.quantized or axis < len(x.shape) - 1,
-        f"x {x.spec} is quantized and is cut between rows only",
+        f"x {x.spec} is quantized and can only be split between rows",
     )
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
     return View(shape, x.dtype, x.strides, start * x.strides[axis])
@@ -180,7 +178,7 @@ narrow_back.kernel("cpu", strided=lambda index, t: index == 0)(narrow_back_numpy
 
 
 def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:
-    """Tensors one behind the other along an axis."""
+    """Concatenate tensors along an axis."""
     size, start, whole = sum(part.shape[axis] for part in parts), 0, None
     for part in parts:
         whole = narrow_back(part, whole, axis=axis, start=start, size=size)

@@ -12,10 +12,10 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 @op(inplace=(0,))
 def soft_max(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Spec:
-    """y = softmax(scale * x + mask) over the last axis; a row that is masked throughout gives zeros.
+    """y = softmax(scale * x + mask) over the last axis; a fully masked row gives zeros.
 
         x     (..., M, C)  f32
-        mask  (M, C)       f32 with -inf where hidden, for every leading index alike
+        mask  (M, C)       f32 with -inf where masked, for all leading indices
         y     (..., M, C)  f32
     ggml_soft_max_ext.
     """

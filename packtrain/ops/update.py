@@ -1,4 +1,4 @@
-"""What comes before the step of any optimizer: sums of gradients, and the norm that clips them."""
+"""Gradient accumulation, and the gradient norm for clipping; shared by all optimizers."""
 
 import numpy as np
 
@@ -49,9 +49,9 @@ def sum_squares_samples():
 
 @op()
 def clip_gate(squares: Tensor, *, max_norm: float) -> Spec:
-    """What a gradient is multiplied by: min(1, max_norm / (norm + 1e-6)), or NaN if the norm is not finite.
+    """The factor of gradient clipping: min(1, max_norm / (norm + 1e-6)), or NaN if the norm is not finite.
 
-    An optimizer step leaves everything as it is when its gate is not finite: so a bad step is skipped whole.
+    An optimizer step changes nothing if its gate is not finite: so a bad step is skipped entirely.
     As torch.nn.utils.clip_grad_norm_.
 
         squares  ()  f32   the sum of squares of all gradients
@@ -78,10 +78,10 @@ def clip_gate_samples():
 
 @op(writes=(0,))
 def accumulate(total: Tensor, g: Tensor, fresh: Tensor) -> Spec:
-    """Add a gradient to a running sum, or begin the sum with it: total = g if fresh else total + g.
+    """Add a gradient to a running sum, or start the sum with it: total = g if fresh else total + g.
 
     total, g  (...)  f32
-    fresh     ()     f32   not 0 in the first micro-batch of a step; a NaN of an earlier step is forgotten too
+    fresh     ()     f32   not 0 in the first micro-batch of a step; this also resets a NaN of an earlier step
     """
     want(
         total.spec == g.spec and g.dtype == f32,

@@ -1,6 +1,6 @@
-"""Offsets for any list of (start, end, size): a packer that says how near to the best it is, a checker, and ggml's way.
+"""Offsets for any list of (start, end, size): a packer with a lower bound, a checker, and ggml's allocator.
 
-It knows no tensors and no plans. `pack` is quick, `packings` goes on searching, `clash` checks any offsets.
+It knows no tensors and no plans. `pack` is quick, `packings` keeps searching, `clash` checks any offsets.
 """
 
 from packtrain.packing.online import Allocator, NoSpace, best_fit

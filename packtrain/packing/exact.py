@@ -1,7 +1,7 @@
-"""Lower packings by exact depth-first search, one part of the problem after the other. Knows nothing of tensors.
+"""Improves packings by exact depth-first search, one part of the problem after the other. Knows no tensors.
 
-Parts are stretches of time that no buffer crosses. The highest one is searched at several heights, in several
-orders, with limits that double (round robin as in MiniMalloc; Moffitt 2023, doi 10.1145/3623278.3624752); the
+Parts are time intervals that no buffer crosses. The highest one is searched at several heights, in several
+orders, with doubling limits (round robin as in MiniMalloc; Moffitt 2023, doi 10.1145/3623278.3624752); the
 search itself is kernels/packing.py. Limits count work, so that results do not depend on the machine.
 """
 
@@ -19,11 +19,11 @@ from packtrain import kernels
 Ints = npt.NDArray[np.int64]
 
 ORDERS = ("TWA", "WAT", "TAW")  # largest first: T most bytes alive, W life, A life times size
-MOST = 4_095  # buffers of a part; the search numbers them with 12 bits,
+MOST = 4_095  # most buffers of a part; the search numbers them with 12 bits,
 HIGHEST = 1 << 37  # and units of height with 38
-WORK = 15_000_000  # all work, if no time is given: a second or two
+WORK = 15_000_000  # limit of the total work, if no time is given: a second or two
 STACK = 16 << 20  # bytes: the search goes as deep as there are buffers, with 1 KiB a step
-FOUND, STOPPED = 1, 2  # 0: there is none
+FOUND, STOPPED = 1, 2  # 0: no solution exists
 
 
 def lower(
@@ -35,11 +35,11 @@ def lower(
     enough: int = 0,
     seconds: float | None = None,
 ) -> Iterator[tuple[Ints, bool]]:
-    """Lower and lower offsets than those given, and whether they are proved lowest.
+    """Yields better and better offsets than those given, and whether they are proved optimal.
 
-    bound    bytes that are needed for certain
-    enough   bytes that will do
-    seconds  how long to look, instead of the limit on work
+    bound    lower bound of the bytes
+    enough   bytes at which to stop
+    seconds  time limit, instead of the limit on work
     """
     unit = int(np.gcd.reduce(size))
     parts = [_Part(start, end, size, offsets, unit, members) for members in _parts(start, end)]
@@ -59,7 +59,7 @@ def lower(
 
 
 def _parts(start: Ints, end: Ints) -> list[Ints]:
-    """Numbers of the buffers of each part."""
+    """Indices of the buffers of each part."""
     order = np.argsort(start, kind="stable")
     cut = start[order][1:] >= np.maximum.accumulate(end[order])[:-1]
     return np.split(order, np.flatnonzero(cut) + 1)
@@ -68,8 +68,8 @@ def _parts(start: Ints, end: Ints) -> list[Ints]:
 def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
     """First section and one past the last of each buffer.
 
-    A section is an instant just before something ends at which something has started since the last one: every
-    two buffers that meet do so in a section, and no section's buffers are all in another.
+    A section is an instant just before a buffer ends, if one has started since the last section: any two buffers
+    that overlap do so in a section, and no section's buffers are a subset of another's.
     """
     times = np.unique(np.concatenate((start, end)))
     births = np.searchsorted(times, np.unique(start))
@@ -81,7 +81,7 @@ def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 class _Budget:
-    """Work that may still be done: a fixed amount, or what the time left allows at the speed seen so far."""
+    """The remaining work: a fixed amount, or what the remaining time allows at the measured speed."""
 
     def __init__(self, seconds: float | None) -> None:
         self.began = time.monotonic()
@@ -113,14 +113,14 @@ class _Part:
         self.height = int((self.offsets + self.size).max())
         self.least = 0
         self.small = len(members) <= MOST and int(self.size.sum()) < HIGHEST
-        self.limit = len(members) ** 2  # of work; twice what one dive without a way back takes
+        self.limit = len(members) ** 2  # of work; twice that of one descent without backtracking
 
     @property
     def proved(self) -> bool:
         return self.height <= self.least
 
     def try_lower(self, bound: int, enough: int, budget: _Budget) -> None:
-        """One round, with twice the work for the next: at what will do, or else at the bound, then by halves above."""
+        """One round, doubling the limit for the next: tries `enough` or the bound, then bisects above it."""
         self.least = max(self.least, bound)
         if self.least <= enough < self.height:
             self._search(enough, self.limit, budget)
@@ -134,7 +134,7 @@ class _Part:
         self.limit *= 2
 
     def _search(self, target: int, limit: int, budget: _Budget) -> bool:
-        """Try all orders at one height; keep what is found, or that there is nothing."""
+        """Try all orders at one height; record the result, also if there is none."""
         for order in ORDERS:
             if not self.least <= target < self.height or budget.spent:
                 break
@@ -148,7 +148,7 @@ class _Part:
     def _search_in_order(
         self, order: str, target: int, limit: int, budget: _Budget
     ) -> tuple[int, Ints]:
-        """What the kernel says and finds. Buffers are numbered by the letters behind T, see kernels/packing.py."""
+        """Run the kernel; returns its status and offsets. Buffers are sorted by T, W or A, see kernels/packing.py."""
         width = self.end - self.start
         columns = {"W": -width, "A": -width * self.size}
         head, tail = order.split("T")
@@ -164,13 +164,13 @@ class _Part:
         kernel: Any = kernels.packing
         found = _deep(lambda: kernel.pack(buffers, target, sections, stack, offsets, work))
         budget.done += given - int(work[0])
-        made = np.empty(n, np.int64)
-        made[numbered] = offsets[0]
-        return found, made
+        result = np.empty(n, np.int64)
+        result[numbered] = offsets[0]
+        return found, result
 
 
 def _deep(run: Callable[[], int]) -> int:
-    """What `run` returns, from a thread with a stack of that size; some platforms give threads, or all, too little."""
+    """Call `run` in a thread with a stack of STACK bytes; the default stack is too small on some platforms."""
     before = threading.stack_size(STACK)
     try:
         with ThreadPoolExecutor(1) as pool:

@@ -1,7 +1,7 @@
-"""ggml's allocator: takes and frees blocks as they come, best fit, without looking ahead. Knows nothing of tensors.
+"""ggml's allocator: online best fit, which allocates and frees in order without looking ahead. Knows no tensors.
 
 `best_fit` runs it over lifetimes, as the baseline of `pack`. `follow` runs one allocator per memory space over
-steps that make and read buffers, in ggml's order, with barriers if wanted. Rules from ggml-alloc.c.
+steps that write and read buffers, in ggml's order, optionally with barriers. Rules from ggml-alloc.c.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-ENDLESS = 1 << 62  # an allocator that only measures
+ENDLESS = 1 << 62  # size of an allocator that only measures
 BARRIER = -1  # in a sequence of steps
 
 
@@ -22,7 +22,7 @@ class NoSpace(MemoryError):
 
 @dataclass(slots=True)
 class Allocator:
-    """Free blocks (offset, size) of `nbytes` bytes that begin at address `base`, in order; `nbytes_used` at most.
+    """Free blocks (offset, size), in order, of `nbytes` bytes at address `base`; `nbytes_used` is the maximum used.
 
     Offsets count from the base; their addresses are multiples of the alignment, a power of two.
     """
@@ -39,14 +39,14 @@ class Allocator:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all that was taken, and the maximum."""
+        """Free everything and reset the maximum."""
         skipped = -self.base % self.alignment
         self.nbytes_used = 0
         self.free = [(skipped, self.nbytes - skipped)] if self.nbytes > skipped else []
 
     def take(self, size: int) -> int:
-        """The offset of `size` bytes, rounded up to the alignment: in the smallest block that fits, of equal ones the
-        last; in the last block, which may be endless, only if no other fits."""
+        """Allocate `size` bytes, rounded up to the alignment, in the smallest block that fits (of equal ones the
+        last); in the last block, which may be endless, only if no other fits. Returns the offset."""
         size = self._rounded(size)
         fitting = [k for k, (_, room) in enumerate(self.free) if room >= size]
         if not fitting:
@@ -60,7 +60,7 @@ class Allocator:
         return offset
 
     def release(self, offset: int, size: int) -> None:
-        """Give bytes back; what is free on either side becomes one block with them."""
+        """Free bytes, merging them with free neighbours."""
         size = self._rounded(size)
         at = sum(block < offset for block, _ in self.free)
         first, last = at, at
@@ -75,7 +75,7 @@ class Allocator:
 
 
 def best_fit(start: Ints, end: Ints, size: Ints) -> Ints:
-    """Offsets (n,) that ggml's allocator gives to buffers in order of start; each is free at its end."""
+    """Offsets (n,) by ggml's allocator for buffers in order of start; each is freed at its end."""
     allocator = Allocator()
     offsets = np.zeros(len(size), np.int64)
     takes = [(int(s), 1, i) for i, s in enumerate(start)]
@@ -90,7 +90,7 @@ def best_fit(start: Ints, end: Ints, size: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One step: the buffers that it makes, name -> (space, bytes), and the names of those that it reads."""
+    """One step: the buffers that it writes, name -> (space, bytes), and the names of those that it reads."""
 
     makes: Mapping[str, tuple[str, int]]
     reads: Sequence[str] = ()
@@ -99,18 +99,19 @@ class Use:
 def follow(
     steps: Sequence[Use], allocators: Mapping[str, Allocator], sequence: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """The offset of every buffer in its space; what nobody reads is never freed.
+    """The offset of every buffer in its space; buffers that are never read are never freed.
 
-    A step makes its buffers while those that it reads are still there; then those go that nobody will read again.
+    A step allocates its buffers while those that it reads are still alive; then buffers after their last read are
+    freed.
 
-    sequence  numbers of the steps in the order to follow, and BARRIERs: then bytes are freed at barriers only
+    sequence  indices of the steps in execution order, and BARRIERs; with these, bytes are only freed at barriers
     """
     readers: dict[str, int] = {}
     for step in steps:
         for name in step.reads:
             readers[name] = readers.get(name, 0) + 1
     placed: dict[str, int] = {}
-    made = {name: what for step in steps for name, what in step.makes.items()}
+    sizes = {name: what for step in steps for name, what in step.makes.items()}
     waiting: list[str] = []
     for number in range(len(steps)) if sequence is None else sequence:
         if number != BARRIER:
@@ -121,7 +122,7 @@ def follow(
             for name in waiting:
                 readers[name] -= 1
                 if not readers[name]:
-                    space, size = made[name]
+                    space, size = sizes[name]
                     allocators[space].release(placed[name], size)
             waiting = []
     return placed

@@ -1,8 +1,8 @@
-"""Offsets for buffers of given (start, end, size) in one address range. Knows nothing of tensors.
+"""Offsets for buffers of given (start, end, size) in one address range. Knows no tensors.
 
-`pack` is for those who want offsets; `packings` yields better and better ones, each with its certificate, for
-those who want to stop by themselves. Intervals are half-open, sizes multiples of the alignment, offsets count
-from zero and are multiples of the sizes' greatest common divisor. `clash` checks any offsets, whoever made them.
+`pack` returns offsets; `packings` yields better and better ones, each with its certificate, until the caller
+stops. Intervals are half-open, sizes multiples of the alignment, offsets count
+from zero and are multiples of the sizes' greatest common divisor. `clash` checks any offsets.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Offsets and their certificate: the `bound` bytes that are alive at step `witness` fit into no less than that.
+    """Offsets and their certificate: `bound` bytes are alive at step `witness`, so no packing needs less.
 
-    proved  no packing needs less than nbytes: nbytes is the bound, or the search has excluded all below
+    proved  nbytes is optimal: it equals the bound, or the search has excluded everything below
     """
 
     offsets: Ints
@@ -36,12 +36,12 @@ class Packing:
 
 
 def pack(start: Ints, end: Ints, size: Ints) -> Ints:
-    """Offsets (n,) at which n buffers, alive during steps [start, end), need as few bytes as could be found.
+    """Offsets (n,) at which n buffers, alive during steps [start, end), need as few bytes as the search finds.
 
         pack([0, 1, 2], [2, 3, 4], [64, 128, 64])  ->  [128, 0, 128]
 
-    Heuristics come first and mostly reach the lower bound; where they do not, an exact search follows, with a
-    limit that counts its work and not its time: equal buffers get equal offsets on every machine.
+    Heuristics come first and mostly reach the lower bound; otherwise an exact search follows, limited by work
+    and not by time: equal buffers get equal offsets on every machine.
     """
     *_, best = packings(start, end, size)
     return best.offsets
@@ -55,10 +55,10 @@ def packings(
     enough: int = 0,
     seconds: float | None = None,
 ) -> Iterator[Packing]:
-    """Packings, each needing less than the one before, or as much and now proved. The last is the best.
+    """Yields packings, each smaller than the one before, or equal and now proved. The last is the best.
 
-    enough   bytes that will do: what needs no more is the last
-    seconds  how long to look, instead of the limit on work
+    enough   stop at a packing of at most this many bytes
+    seconds  time limit, instead of the limit on work
     """
     start, end, size = _checked(start, end, size)
     bound, witness = lower_bound(start, end, size)
@@ -94,16 +94,16 @@ def alive(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
 
 
 def height(size: Ints, offsets: Ints) -> int:
-    """Bytes from zero to the highest top."""
+    """The end of the highest buffer, in bytes."""
     return int((offsets + size).max()) if len(size) else 0
 
 
 def clash(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
-    """Two buffers that share a byte at one time, if there are any. It shares nothing with what makes offsets."""
+    """Two buffers that share a byte at one time, if there are any. Shares no code with the packers."""
     order = np.argsort(start, kind="stable")
     first, last, low = start[order], end[order], offsets[order]
     top = low + size[order]
-    stop = np.searchsorted(first, last)  # who starts before the end of each
+    stop = np.searchsorted(first, last)  # the buffers that start before the end of each
     for i in range(len(order)):
         later = slice(i + 1, int(stop[i]))
         shared = np.flatnonzero((low[later] < top[i]) & (low[i] < top[later]))
@@ -116,7 +116,7 @@ def clash(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] 
 
 
 def _guesses(start: Ints, end: Ints, size: Ints) -> Iterator[Ints]:
-    """First fit from the peak outwards is best for one peak; the skylines are for many; then what else has helped."""
+    """First fit from the peak outwards suits a single peak, the skylines several; the others sometimes help."""
     _, peak = lower_bound(start, end, size)
     distance = np.maximum(np.maximum(start - peak, peak + 1 - end), 0)
     life = end - start
@@ -138,9 +138,9 @@ def _crowd(start: Ints, end: Ints, size: Ints) -> Ints:
 
 
 def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
-    """Each buffer in turn goes into the lowest gap that fits among those it overlaps in time."""
+    """Put each buffer, in order, into the lowest gap between buffers that overlap it in time."""
     offsets = np.zeros(len(size), np.int64)
-    spans = np.zeros((2, len(size)), np.int64)  # of the placed ones, by offset: interval,
+    spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top
     for n, i in enumerate(order):
         (first, last), (bottom, top) = spans[:, :n], extents[:, :n]
@@ -158,7 +158,7 @@ def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
 
 
 def skyline(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
-    """Again and again the buffer that can lie lowest goes there; among equals the first of the order."""
+    """Repeatedly place the buffer that can go lowest; the first in the order on ties."""
     n = len(size)
     rank = np.empty(n, np.int64)
     rank[order] = np.arange(n)

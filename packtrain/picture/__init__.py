@@ -1,4 +1,4 @@
-"""Pictures of a plan: a page to explore, a drawing, a trace for Perfetto, a rendering for the terminal."""
+"""Pictures of a plan: an interactive HTML page, SVG, a trace for Perfetto, text for the terminal."""
 
 from packtrain.picture.chart import chart
 from packtrain.picture.page import page

@@ -1,6 +1,6 @@
-"""A plan as a static drawing: SVG text of at most 200 kB, with its own background, for light pages and dark ones.
+"""A plan as SVG text of at most 200 kB, with its own background, for light pages and dark ones.
 
-Above the arena's addresses over time, below the bytes alive; the steps of both stand under each other.
+Above: the arena's addresses over time; below: the bytes alive, on the same time axis.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,14 @@ WIDTH, HEIGHT = 900, 640
 LEFT, RIGHT = 84, 876  # both plots within the picture
 TOP, BOTTOM = 84, 404  # addresses
 ABOVE, BELOW = 436, 516  # bytes alive
-MOST = 3_000  # rectangles drawn, the largest; the others would be specks
+MOST = 3_000  # the largest rectangles are drawn; the others would be specks
 COLUMNS = 396  # of the bytes alive
 NAMED = 4  # owners of the peak
 INK, GRID, STRONG = "#475569", "#e5e9f0", "#0f172a"
 PLAIN = f'fill="{INK}"'
-HALO = f'fill="{STRONG}" stroke="#fff" stroke-width="3" paint-order="stroke"'  # over anything
+HALO = (
+    f'fill="{STRONG}" stroke="#fff" stroke-width="3" paint-order="stroke"'  # readable over anything
+)
 DASHES = {"bound": "6 3", "arena": "", "budget": "2 3"}
 
 
@@ -42,7 +44,7 @@ def chart(
     measured: int | Samples | None = None,
     space: str = "host",
 ) -> str:
-    """The drawing. The facts around the plan are those of `page`."""
+    """The SVG text. The other arguments are those of `page`."""
     scene = make_scene(
         plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
     )
@@ -63,7 +65,7 @@ def chart(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Steps 0 to `last` and bytes 0 to `top`, as places in the picture."""
+    """Maps steps 0 to `last` and bytes 0 to `top` to coordinates."""
 
     last: int
     top: int
@@ -87,7 +89,7 @@ def _rectangles(scene: Scene, frame: Frame) -> Iterator[str]:
 
 
 def _rectangle(b: Buffer, frame: Frame) -> str:
-    """A gap sets large ones apart."""
+    """The path of a buffer; large ones have a gap around them."""
     x, end = frame.x(b.start), frame.x(b.end)
     y, base = frame.y(b.offset + b.nbytes), frame.y(b.offset)
     end -= 0.5 if end - x > 4 else 0
@@ -96,11 +98,11 @@ def _rectangle(b: Buffer, frame: Frame) -> str:
 
 
 def _alive(scene: Scene, frame: Frame) -> Iterator[str]:
-    """The categories on top of each other, of each column its fullest step."""
+    """The stacked categories; each column shows its fullest step."""
     columns = min(COLUMNS, scene.last)
     stack = scene.live[:, fullest(scene.live, columns)].cumsum(axis=0)
     width = (RIGHT - LEFT) / columns
-    for category in reversed(scene.used()):  # the lower ones are drawn over the higher ones
+    for category in reversed(scene.used()):  # lower ones are drawn over higher ones
         tops = stack[CATEGORIES.index(category)].tolist()
         path = "".join(f"V{_height(top, frame):.1f}h{width:.2f}" for top in tops)
         yield f'<path d="M{LEFT} {BELOW}{path}V{BELOW}z" {_fill(category)}/>'
@@ -113,7 +115,7 @@ def _alive(scene: Scene, frame: Frame) -> Iterator[str]:
 
 
 def _height(nbytes: float, frame: Frame) -> float:
-    """Where so many bytes alive are drawn."""
+    """The y coordinate of a number of live bytes."""
     return BELOW - (BELOW - ABOVE) * nbytes / frame.top
 
 
@@ -153,7 +155,7 @@ def _peak(scene: Scene, frame: Frame) -> Iterator[str]:
     x = frame.x(at + 0.5)
     anchor = "start" if at < scene.last / 4 else "end" if at > scene.last * 3 / 4 else "middle"
     text = f"peak at op {at:,}: {size_text(scene.arena.lower_bound)} alive"
-    path = f"M{x:.1f} {TOP}V{BOTTOM + 4}M{x:.1f} {ABOVE - 5}V{BELOW}"  # the text stands between
+    path = f"M{x:.1f} {TOP}V{BOTTOM + 4}M{x:.1f} {ABOVE - 5}V{BELOW}"  # the text is between them
     yield f'<path d="{path}" stroke="{STRONG}" stroke-dasharray="1 3"/>'
     yield _text(x, ABOVE - 10, text, anchor, f'fill="{STRONG}"')
 
@@ -167,7 +169,7 @@ def _level(level: Level, frame: Frame) -> str:
 
 
 def _legend(scene: Scene) -> str:
-    """One line; squares are filled as the rectangles are."""
+    """One line; squares are filled like the rectangles."""
     drawn, x = [], 24
     for category in scene.used():
         drawn.append(f'<rect x="{x}" y="63" width="11" height="11" {_fill(category)}/>')

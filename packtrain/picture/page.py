@@ -1,6 +1,6 @@
-"""A plan as one HTML page to explore: text in, nothing fetched, only its own script may run.
+"""A plan as one interactive HTML page, which loads nothing and allows only its own script.
 
-page.html is the frame and the look, page.js draws and listens. Tables are written here, so that they are there
+page.html has the frame and styles, page.js draws and handles events. Tables are written here, so that they work
 without the script.
 """
 
@@ -25,7 +25,7 @@ from packtrain.picture.scene import (
 from packtrain.planning import Buffer, Plan, size_text
 from packtrain.words import plural
 
-LATER = 6  # tensors named that use a rectangle's bytes in turn; the others are counted
+LATER = 6  # tensors named that reuse a rectangle's bytes; others are counted
 
 
 def page(
@@ -37,11 +37,11 @@ def page(
     measured: int | Samples | None = None,
     space: str = "host",
 ) -> str:
-    """The page.
+    """The HTML text.
 
-    rows           (what, bytes, why) of all that lives beside the arena; weights and states if not given
+    rows           (what, bytes, why) of all memory outside the arena; by default weights and states
     budget_nbytes  for the rows and the arena together
-    measured       bytes of the process: their peak, or (step of the plan, bytes) as they were sampled
+    measured       measured bytes of the process: the peak, or samples (step of the plan, bytes)
     """
     scene = make_scene(
         plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
@@ -59,7 +59,7 @@ def page(
         "script": script,
     }
     text = _asset("page.html")
-    # no part can hold the mark of another: names and titles are escaped, and the script has none
+    # no part can contain another's placeholder: names and titles are escaped, and the script has none
     for name, part in parts.items():
         text = text.replace(f"<!--{name}-->", part)
     return text
@@ -70,12 +70,12 @@ def _asset(name: str) -> str:
 
 
 def _inert(text: str) -> str:
-    """JSON that cannot end the element it stands in."""
+    """JSON that cannot close its <script> element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _data(scene: Scene) -> dict[str, Any]:
-    """What the script draws: a column for each field of a buffer."""
+    """The data for the script: a column for each field of a buffer."""
     buffers = scene.buffers
     ops = {op: k for k, op in enumerate(dict.fromkeys(b.op for b in buffers))}
     arena = scene.arena
@@ -100,7 +100,7 @@ def _data(scene: Scene) -> dict[str, Any]:
 
 
 def _later(b: Buffer) -> list[str]:
-    """Tensors that take over the bytes of the one that names the buffer."""
+    """Tensors that reuse the bytes of the buffer's first tensor."""
     names = [name for name in b.tensors if name != b.name]
     more = len(names) - LATER
     shown = [plain(name) for name in names[:LATER]]
@@ -119,7 +119,7 @@ def _swatch(category: str) -> str:
 
 
 def _owners(scene: Scene) -> str:
-    """Rows of the peak's owners; `data-buffer` ties a row to its rectangle."""
+    """Rows of the largest buffers at the peak; `data-buffer` links a row to its rectangle."""
     places = {b: k for k, b in enumerate(scene.buffers)}
     shown, others = scene.owners[:OWNERS], scene.owners[OWNERS:]
     rows = [
@@ -138,7 +138,7 @@ def _numbers(scene: Scene, nbytes: int) -> str:
 
 
 def _bytes(scene: Scene) -> str:
-    """Rows of the bytes table: the plan, its total, and what it is held against."""
+    """Rows of the bytes table: the plan, its total, measurement and budget."""
     share = scene.arena.nbytes / max(scene.total, 1)
     rows: list[tuple[str, str, int, str]] = [("", *row) for row in scene.rows]
     rows.append(("", "arena", scene.arena.nbytes, f"drawn here, {share:.1%} of the whole"))

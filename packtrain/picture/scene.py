@@ -1,6 +1,6 @@
-"""What every picture of a plan shows, as plain data: buffers, live bytes, levels, the peak's owners, the total.
+"""The data of every picture of a plan: buffers, live bytes, levels, the largest buffers at the peak, the total.
 
-A plan and what is known around it go in. Nothing is drawn here.
+Nothing is drawn here.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from packtrain.planning import Arena, Buffer, Plan, size_text
 from packtrain.words import plural
 
-COLORS = {  # by category, from the bottom of a stack up; told apart on white and on black, and by the colour-blind
+COLORS = {  # by category, from the bottom of a stack up; distinct on white and black, and for the colour-blind
     "input": "#8a99ad",
     "activation": "#2f7ed8",
     "recomputed": "#8abcf0",  # and hatched
@@ -21,7 +21,7 @@ COLORS = {  # by category, from the bottom of a stack up; told apart on white an
     "output": "#17a37b",
 }
 CATEGORIES = list(COLORS)
-OWNERS = 10  # rows of a table of who owns the peak
+OWNERS = 10  # rows of the table of the largest buffers at the peak
 
 Row = tuple[str, int, str]  # what, bytes, why
 Samples = Sequence[tuple[float, int]]  # step, bytes of the process
@@ -29,7 +29,7 @@ Samples = Sequence[tuple[float, int]]  # step, bytes of the process
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A number of the arena's bytes that is worth a line: the arena, its lower bound, what the budget leaves it."""
+    """A horizontal line in the picture: the arena, its lower bound, or what the budget leaves for it."""
 
     kind: str
     text: str
@@ -38,11 +38,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Scene:
-    """One memory space of a plan, and what is known around it.
+    """One memory space of a plan, with its surroundings.
 
-    rows           what lives beside the arena
+    rows           memory outside the arena
     budget_nbytes  for the rows and the arena together
-    measured       bytes of the process, like rows and arena together: their peak, or (step of the plan, bytes)
+    measured       measured bytes of the process (rows and arena): the peak, or samples (step of the plan, bytes)
     """
 
     plan: Plan
@@ -85,7 +85,7 @@ class Scene:
 
     @property
     def samples(self) -> list[tuple[float, int]]:
-        """What was measured over the steps, less what lives beside the arena. A peak alone is a level line."""
+        """Measured bytes over the steps, minus those outside the arena. A peak alone is a horizontal line."""
         found = self.measured
         if found is None:
             return []
@@ -105,7 +105,7 @@ class Scene:
 
     @property
     def levels(self) -> list[Level]:
-        """Lines across the picture. A budget that leaves nothing, or far more than the arena takes, has none."""
+        """Horizontal lines. A budget that leaves nothing, or far more than the arena takes, has none."""
         arena = self.arena
         size = size_text(arena.nbytes)
         if arena.gap == 0:
@@ -120,7 +120,7 @@ class Scene:
 
     @property
     def top(self) -> int:
-        """Height of the picture in bytes, with some air."""
+        """Height of the picture in bytes, with a margin."""
         heights = [level.nbytes for level in self.levels] + [nbytes for _, nbytes in self.samples]
         return int(1.08 * max(heights)) + 1
 
@@ -129,25 +129,25 @@ class Scene:
         """The plan in one line."""
         arena = self.arena
         place = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.2%} over its lower bound"
-        said = [
+        facts = [
             plural(self.plan.steps, "op"),
             plural(len(self.buffers), "buffer"),
             f"arena {size_text(arena.nbytes)}, {place}",
             f"{size_text(self.total)} in all",
         ]
         if self.budget_nbytes is not None:
-            said.append(f"budget {size_text(self.budget_nbytes)}")
+            facts.append(f"budget {size_text(self.budget_nbytes)}")
         if self.measured_text:
-            said.append(self.measured_text)
-        return " · ".join(said)
+            facts.append(self.measured_text)
+        return " · ".join(facts)
 
     @property
     def owners(self) -> list[Buffer]:
-        """Who owns the peak, the largest first."""
+        """The buffers alive at the peak, the largest first."""
         return self.plan.peak(self.space)
 
     def share(self, nbytes: int) -> float:
-        """Of the bytes alive at the peak."""
+        """Share of the bytes alive at the peak."""
         return nbytes / max(self.arena.lower_bound, 1)
 
     def used(self) -> list[str]:
@@ -165,26 +165,26 @@ def make_scene(
     budget_nbytes: int | None = None,
     measured: int | Samples | None = None,
 ) -> Scene:
-    """Without rows, what lives beside the arena is what the plan itself knows of."""
+    """Build the scene; without rows, memory outside the arena is what the plan itself knows."""
     if rows is None:
         arena = plan.arena(space)
         known = [
-            ("weights", arena.weight_nbytes, "what is trained"),
-            ("state", arena.state_nbytes, "kept from run to run"),
-            ("constants", arena.constant_nbytes, "known beforehand"),
+            ("weights", arena.weight_nbytes, "trained and frozen weights"),
+            ("state", arena.state_nbytes, "kept between runs"),
+            ("constants", arena.constant_nbytes, "fixed values"),
         ]
         rows = [row for row in known if row[1]]
     return Scene(plan, space, plain(title), rows, budget_nbytes, measured)
 
 
 def fullest(live: np.ndarray, parts: int) -> np.ndarray:
-    """Time in equal parts: of each the step with the most bytes alive, int64 (parts,)."""
+    """Split time into equal parts; returns the step with the most live bytes of each, int64 (parts,)."""
     total, edges = live.sum(axis=0), np.linspace(0, live.shape[1], parts + 1).astype(np.int64)
     spans = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     return np.array([a + int(total[a : max(b, a + 1)].argmax()) for a, b in spans], np.int64)
 
 
 def plain(text: str, most: int = 80) -> str:
-    """A name as it may be shown anywhere: without control signs, and not longer than `most`."""
+    """A name that is safe to show: without control characters, at most `most` long."""
     shown = "".join(c if c.isprintable() else "�" for c in text)
     return shown if len(shown) <= most else shown[: most - 1] + "…"

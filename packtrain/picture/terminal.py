@@ -1,6 +1,6 @@
-"""A plan as text for the terminal: the arena over time in half blocks, live bytes below, and the peak's owners.
+"""A plan as text for the terminal: the arena over time in half blocks, live bytes, and the largest buffers.
 
-Each column shows the fullest step of its stretch of time, so that the peak is always among them.
+Each column shows the fullest step of its time interval, so that the peak is always shown.
 """
 
 import textwrap
@@ -23,8 +23,8 @@ from packtrain.planning import Plan, size_text
 from packtrain.words import plural
 
 MARGIN = 11  # columns for the labels of the axis
-LINES = 14  # of the picture; each shows two heights
-SHADES = dict(zip(CATEGORIES, "▪█▓▒░▚", strict=True))  # where there is no colour
+LINES = 14  # of the picture; each shows two rows
+SHADES = dict(zip(CATEGORIES, "▪█▓▒░▚", strict=True))  # without colour
 BARS = " ▁▂▃▄▅▆▇█"
 FREE = -1
 
@@ -40,7 +40,7 @@ def terminal(
     measured: int | Samples | None = None,
     space: str = "host",
 ) -> str:
-    """Lines of at most `width` columns, or 40. The facts around the plan are those of `page`."""
+    """Lines of at most `width` columns, at least 40. The other arguments are those of `page`."""
     width = max(width, 40)
     scene = make_scene(
         plan, space, title=title, budget_nbytes=budget_nbytes, rows=rows, measured=measured
@@ -59,13 +59,13 @@ def terminal(
 
 
 def _facts(scene: Scene, width: int) -> list[str]:
-    """The summary, broken between facts only."""
+    """The summary, wrapped only between facts."""
     whole = scene.summary.replace(" ", "\u00a0").replace("·\u00a0", "· ")
     return [line.replace("\u00a0", " ") for line in textwrap.wrap(whole, width)]
 
 
 def _raster(scene: Scene, steps: np.ndarray) -> np.ndarray:
-    """Category at each height, from the bottom, and step: of the byte in the middle of that height."""
+    """Category of the byte in the middle of each row, from the bottom, at each step."""
     grid = np.full((2 * LINES, len(steps)), FREE)
     unit = scene.top / len(grid)
     for b in scene.buffers:
@@ -86,7 +86,7 @@ def _marks(scene: Scene) -> list[str]:
 
 
 def _cell(above: int, below: int, color: bool) -> str:
-    """One character for two heights. Without colour a mixed cell has the shade of its lower half."""
+    """One character for two rows. Without colour, a mixed cell has the shade of its lower half."""
     if above == below == FREE:
         return " "
     if FREE in (above, below):
@@ -105,7 +105,7 @@ def _legend(scene: Scene, width: int, color: bool) -> list[str]:
 
 
 def _code(kind: int) -> int:
-    """The nearest colour of a terminal's cube of 6 × 6 × 6."""
+    """The nearest colour of the terminal's 6 × 6 × 6 cube."""
     hexes = COLORS[CATEGORIES[kind]].removeprefix("#")
     red, green, blue = (round(int(hexes[k : k + 2], 16) / 51) for k in (0, 2, 4))
     return 16 + 36 * red + 6 * green + blue
@@ -118,7 +118,7 @@ def _bars(scene: Scene, steps: np.ndarray) -> str:
 
 
 def _axis(scene: Scene, steps: np.ndarray) -> str:
-    """The peak under its column, and the last step where there is room."""
+    """The peak under its column, and the last step if there is room."""
     at, width = scene.arena.peak_step, len(steps)
     peak, end = f"↑ peak, op {at:,}", f"{scene.last - 1:,}"
     column = int(np.searchsorted(steps, at))

@@ -17,7 +17,7 @@ Event = dict[str, Any]
 def trace(plan: Plan, ops: Sequence[str] = ()) -> str:
     """The trace of all spaces.
 
-    ops  the name of the op of each step, for a track of their own
+    ops  the op name of each step, shown as a separate track
     """
     events: list[Event] = []
     for process, arena in enumerate(plan.arenas, 1):
@@ -52,7 +52,7 @@ def _named(what: str, thread: int, name: str) -> Event:
 
 
 def _lanes(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """As few lanes as will do: in each, one buffer ends before the next begins, as slices of a thread must."""
+    """The fewest lanes in which no two buffers overlap, as slices of a thread must not."""
     lanes: list[list[Buffer]] = []
     ends: list[tuple[int, int]] = []  # a heap: last end of each lane, its number
     for b in sorted(buffers, key=lambda b: (b.start, -b.nbytes)):

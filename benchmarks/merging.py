@@ -18,7 +18,7 @@ from packtrain.training.job import Job
 from packtrain.training.measure import losses_of
 from packtrain.training.samples import SampleBatches
 from packtrain.training.settings import TuneSettings
-from packtrain.training.tune import decide
+from packtrain.training.tune import build_job
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--val-batches", type=int, default=4)
     given = parser.parse_args()
     settings = TuneSettings(model=given.base, data=given.data, val_batches=given.val_batches)
-    job = decide(settings, print)
+    job = build_job(settings, print)
     base = open_model(given.base)
     merge = Merge(base, read_scaled([given.adapter], base.gguf))
     before, beside = loss(job, base), loss(job, merge.adapted)

@@ -26,7 +26,7 @@ from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW
 from packtrain.training.engine import Engine
 from packtrain.training.fit import Fit
-from packtrain.training.job import Job, decide
+from packtrain.training.job import Job, build_job
 from packtrain.training.settings import TrainSettings
 from packtrain.watch import METRICS, Watch
 from packtrain.watch.metrics import read
@@ -79,7 +79,7 @@ SIDES = {"packtrain": ours, "torch": theirs}
 
 
 def loss_of(side: str, settings: TrainSettings) -> float:
-    return SIDES[side](decide(settings, say))
+    return SIDES[side](build_job(settings, say))
 
 
 def apart(work: Callable[..., float], *given: object) -> float:

@@ -28,7 +28,7 @@ from packtrain.tasks.merge import Merge
 from packtrain.tasks.quantize import Quantize, Written
 from packtrain.tasks.ready import Ready
 from packtrain.tasks.run import Kind, Trained
-from packtrain.tasks.speak import Written as Text
+from packtrain.tasks.speak import Generated
 from packtrain.training.settings import RunSettings, TrainSettings, TuneSettings
 
 S = TypeVar("S")
@@ -100,7 +100,7 @@ def evaluate(model: File, data: File, **settings: Any) -> Measured:
     return evaluating.evaluate(*settings_of(Evaluate, given))
 
 
-def generate(model: File, prompt: str = "", **settings: Any) -> Text:
+def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
     """Continue a prompt, as `packtrain generate`; pieces of the text go to `on_text` as they come.
 
     Raises InputError, DoesNotFit.

@@ -17,7 +17,7 @@ from packtrain.commands import evaluate
 from packtrain.errors import InputError, Interrupted
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.file import open_model, save_model
-from packtrain.tasks.evaluate import Evaluate, chosen
+from packtrain.tasks.evaluate import Evaluate, file_to_measure
 from packtrain.training.measure import Mean, losses_of
 from packtrain.training.windows import Windows, read_whole
 from packtrain.watch import progress
@@ -305,20 +305,23 @@ def test_which_part_of_the_data(tmp_path: Path) -> None:
     folder.mkdir()
     file.write_text("{}")
     (folder / "train.jsonl").write_text("{}")
-    assert chosen(folder, None) == (folder / "train.jsonl", "")
+    assert file_to_measure(folder, None) == (folder / "train.jsonl", "")
     for split in ("valid", "train"):
-        assert chosen(folder, split) == (folder / "train.jsonl", split)
+        assert file_to_measure(folder, split) == (folder / "train.jsonl", split)
     with pytest.raises(InputError, match=r"--split test: .*data has no test\.jsonl, test\.txt"):
-        chosen(folder, "test")
+        file_to_measure(folder, "test")
     for name in ("val", "test"):
         (folder / f"{name}.txt").write_text("a")
-        assert chosen(folder, None) == (folder / f"{name}.txt", "")
-    assert chosen(folder, "valid") == (folder / "val.txt", "")
-    assert chosen(folder, "train") == (folder / "train.jsonl", "")
-    assert chosen(file, None) == (file, "") and chosen(file, "valid") == (file, "valid")
+        assert file_to_measure(folder, None) == (folder / f"{name}.txt", "")
+    assert file_to_measure(folder, "valid") == (folder / "val.txt", "")
+    assert file_to_measure(folder, "train") == (folder / "train.jsonl", "")
+    assert file_to_measure(file, None) == (file, "") and file_to_measure(file, "valid") == (
+        file,
+        "valid",
+    )
     with pytest.raises(InputError, match=r"--split test: .*one\.jsonl is one file; give a folder"):
-        chosen(file, "test")
-    assert chosen(tmp_path, None) == (tmp_path, "")
+        file_to_measure(file, "test")
+    assert file_to_measure(tmp_path, None) == (tmp_path, "")
 
 
 def test_the_test_file_of_a_folder_is_measured(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packtrain.errors import InputError
-from packtrain.template import SOURCES, ChatTemplate, chosen, named
+from packtrain.template import SOURCES, ChatTemplate, choose_template, template_named
 from packtrain.template.families import MARKERS, family_of
 from packtrain.tokenizer import CONTROL, NORMAL
 
@@ -59,7 +59,7 @@ def test_a_vocabulary_tells_its_family(name: str):
     known = vocabulary("<unk>", *MARKERS[name])
     assert family_of(known) == name
     assert family_of(vocabulary(*MARKERS[name][1:])) in ("", "chatml", "mistral-v3")
-    taken = chosen(known, None)
+    taken = choose_template(known, None)
     assert (taken.source, taken.name) == (SOURCES[name], name)
     assert taken.note == (
         f"chat template: {name}, since the model has none and its vocabulary has {MARKERS[name][0]};"
@@ -82,12 +82,12 @@ def test_markers_that_a_text_is_not_searched_for_are_none():
 
 def test_what_is_asked_for_comes_first(tmp_path: Path):
     known = vocabulary(*MARKERS["gemma"])
-    assert chosen(known, "own").source == "own" and chosen(known, "own").why == ""
-    taken = chosen(known, "own", named("phi3"))
+    assert choose_template(known, "own").source == "own" and choose_template(known, "own").why == ""
+    taken = choose_template(known, "own", template_named("phi3"))
     assert taken.note == "chat template: phi3, from --chat-template, in place of the model's own"
     path = tmp_path / "mine.jinja"
     path.write_text("{{ messages[0].content }}")
-    taken = chosen(known, None, named(str(path)))
+    taken = choose_template(known, None, template_named(str(path)))
     assert (taken.source, taken.note) == (
         "{{ messages[0].content }}",
         "chat template: custom, from --chat-template",
@@ -95,12 +95,12 @@ def test_what_is_asked_for_comes_first(tmp_path: Path):
 
 
 def test_other_vocabularies_get_chatml():
-    with_end = chosen(vocabulary("<|im_end|>"), None)
+    with_end = choose_template(vocabulary("<|im_end|>"), None)
     assert with_end.source == SOURCES["chatml"]
     assert with_end.why.startswith(
         "since the model has none and its vocabulary has no known markers"
     )
-    without = chosen(vocabulary("</s>"), None)
+    without = choose_template(vocabulary("</s>"), None)
     assert "{{ eos_token }}" in without.source and "turns end with its EOS token" in without.why
 
 
@@ -108,8 +108,8 @@ def test_templates_that_are_not_there(tmp_path: Path):
     with pytest.raises(
         InputError, match=r"--chat-template: llama4 is no file, and no known templ.*chatml, gemma"
     ):
-        named("llama4")
+        template_named("llama4")
     path = tmp_path / "mine.jinja"
     path.write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"mine\.jinja is not UTF-8"):
-        named(str(path))
+        template_named(str(path))

@@ -18,7 +18,7 @@ from packtrain.models.adapter import read_adapter
 from packtrain.models.file import ModelFile
 from packtrain.quant import dequantize
 from packtrain.tasks import merged
-from packtrain.template import chosen
+from packtrain.template import choose_template
 from packtrain.training import probe, tune
 from packtrain.training.job import HEAD_NBYTES
 from packtrain.training.space import written
@@ -375,7 +375,7 @@ def test_what_learnt_from_conversations_carries_their_template(folder, tmp_path,
     assert tuned(folder, "f32", tmp_path / "a.gguf", "--iters", "1", *how) == 0
     template = GGUF(tmp_path / "a.gguf").metadata["tokenizer.chat_template"]
     assert (
-        template == chosen(GGUF(folder / "f32.gguf").metadata, None).source
+        template == choose_template(GGUF(folder / "f32.gguf").metadata, None).source
         and "eos_token" in template
     )
     (tmp_path / "text.txt").write_text(words(2000))

@@ -82,6 +82,7 @@ OUTSIDE = {
     "watch": {"numpy", "rich"},
 }
 LATE = {"kernels"}  # numba and llvmlite are loaded when first needed
+NUMBAS = {"_defns", "_locator_classes"}  # of numba, which has no public names for them
 SECONDS = 0.3  # of the thread that imports, so that a busy machine changes nothing
 
 
@@ -161,3 +162,47 @@ def test_importing_is_light():
         assert said[1:] == [], f"import packtrain loads {said[1:]}"
         seconds.append(float(said[0]))
     assert statistics.median(seconds) <= SECONDS
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines that use another module's underscore names: imports, and attributes that this file does not define."""
+    nodes = [*ast.walk(tree)]
+    outside = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node, name in imported(tree)
+        if not name.startswith("packtrain")
+        for alias in node.names
+    }
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and is_own(n.value)}
+    own |= {
+        n.target.id
+        for n in nodes
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+    for node, name in imported(tree):
+        private = [part for part in name.split(".")[1:] if part.startswith("_")]
+        if name.startswith("packtrain.") and any(not part.startswith("__") for part in private):
+            yield node.lineno, name
+    for n in nodes:
+        if isinstance(n, ast.Attribute) and n.attr.startswith("_") and not n.attr.startswith("__"):
+            root = ast.unparse(n).partition(".")[0]
+            if not is_own(n.value) and n.attr not in own | NUMBAS and root not in outside:
+                yield n.lineno, ast.unparse(n)
+
+
+def is_own(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_no_module_uses_another_s_private_names():
+    wrong = [
+        f"{path}:{n}: {what}" for _, path, tree in sources() for n, what in private_names(tree)
+    ]
+    assert wrong == []
+
+
+def test_private_names_are_seen():
+    code = "from packtrain.graph import _reachable\nimport packtrain.grad as g\ng._check\nobject._hidden\nself._own"
+    found = [what for _, what in private_names(ast.parse(code))]
+    assert found == ["packtrain.graph._reachable", "g._check", "object._hidden"]

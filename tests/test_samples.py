@@ -22,7 +22,7 @@ from packtrain.samples import Dataset, Recipe, Samples, build, prepare
 from packtrain.samples.cache import read_dataset
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.messages import Conversation
-from packtrain.template import chosen
+from packtrain.template import choose_template
 from packtrain.tokenizer import Tokenizer
 from packtrain.vocabulary import train_vocabulary
 
@@ -191,17 +191,17 @@ def test_memory_of_a_large_array(tmp_path: Path):
 
 
 def test_folders(tmp_path: Path):
-    def named() -> list[tuple[str, str]]:
+    def template_named() -> list[tuple[str, str]]:
         return [(s.path.name, s.part) for s in find_sources(tmp_path, SUFFIXES)]
 
     for name in ("b.txt", "a.json", "c.jsonl.gz", "d.md"):
         (tmp_path / name).write_text("x")
-    assert named() == [("a.json", ""), ("b.txt", ""), ("c.jsonl.gz", "")]
+    assert template_named() == [("a.json", ""), ("b.txt", ""), ("c.jsonl.gz", "")]
     (tmp_path / "train.jsonl").write_text("x")
-    assert named() == [("train.jsonl", "")]
+    assert template_named() == [("train.jsonl", "")]
     (tmp_path / "valid.json.gz").write_text("x")
     (tmp_path / "test.jsonl").write_text("x")
-    assert named() == [("train.jsonl", "train"), ("valid.json.gz", "valid")]
+    assert template_named() == [("train.jsonl", "train"), ("valid.json.gz", "valid")]
 
 
 @pytest.mark.parametrize("arguments", ["", " ", None, {}])
@@ -345,7 +345,7 @@ def test_a_model_without_a_template(tmp_path: Path, model: Path):
     )
     assert dataset.template is not None and "<|im_end|>" not in dataset.template
     assert "eos_token" in dataset.template
-    own = chosen(GGUF(model).metadata, TEMPLATE)
+    own = choose_template(GGUF(model).metadata, TEMPLATE)
     assert (own.source, own.why) == (TEMPLATE, "")
 
 

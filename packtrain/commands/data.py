@@ -14,7 +14,7 @@ from packtrain.gguf import GGUF
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.samples import TRUNCATE, Dataset, Recipe, Samples, prepare
 from packtrain.settings import option, positional, required, unescaped
-from packtrain.template import named
+from packtrain.template import template_named
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import TRAIN_ON, VAL_SPLIT, check_idle
 from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
@@ -83,7 +83,7 @@ def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
         settings.separator and unescaped(settings.separator),
         settings.val_split,
         settings.skip_bad,
-        settings.chat_template and named(settings.chat_template),
+        settings.chat_template and template_named(settings.chat_template),
     )
 
 

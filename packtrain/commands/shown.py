@@ -10,7 +10,7 @@ from packtrain.commands import say
 from packtrain.events import Counted, Events
 from packtrain.stop import stop_on_signals
 from packtrain.watch.count import Count
-from packtrain.watch.progress import Progress
+from packtrain.watch.progress import ProgressLine
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
@@ -26,7 +26,7 @@ class Shown(Events):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._progress: Progress | None = None
+        self._progress: ProgressLine | None = None
 
     def message(self, text: str) -> None:
         if self._progress is None:
@@ -45,7 +45,7 @@ class Shown(Events):
 
     @contextmanager
     def training(self, steps: int, planned_nbytes: int, report_every: int) -> Iterator[None]:
-        self._progress = Progress(self._stream, steps, planned_nbytes, report_every)
+        self._progress = ProgressLine(self._stream, steps, planned_nbytes, report_every)
         try:
             yield
         finally:

@@ -95,7 +95,7 @@ def _site(
         for expert in experts:
             moments = streams.moments(site, part, expert)
             parts = {
-                name: Part.of(arrays[name], changes[name], part, expert, site.experts)
+                name: Slice.of(arrays[name], changes[name], part, expert, site.experts)
                 for name in site.names
             }
             if expert is not None and moments.tokens < FEW_TOKENS:
@@ -109,7 +109,7 @@ def _site(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Slice:
     """Some rows and columns of a matrix: the quantized ones to write, and the wanted values."""
 
     packed: np.ndarray
@@ -120,7 +120,7 @@ class Part:
     @classmethod
     def of(
         cls, array: np.ndarray, changed: Rows, columns: slice, expert: int | None, experts: int
-    ) -> "Part":
+    ) -> "Slice":
         """These columns of all rows, or of the rows of one expert."""
         packed, block = array.reshape(-1, array.shape[-1]), dtype_of(array).block
         count = len(packed) if expert is None else len(packed) // experts

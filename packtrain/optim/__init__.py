@@ -27,9 +27,11 @@ OPTIMIZERS = {kind.name: kind for kind in KINDS}
 def leaner(optimizer: Optimizer) -> Iterator[Optimizer]:
     """The other optimizers with less state for each weight, the least first."""
     others = (kind(optimizer.lr) for kind in KINDS)
-    yield from sorted((o for o in others if kept(o) < kept(optimizer)), key=kept)
+    yield from sorted(
+        (o for o in others if state_nbytes(o) < state_nbytes(optimizer)), key=state_nbytes
+    )
 
 
-def kept(optimizer: Optimizer) -> int:
+def state_nbytes(optimizer: Optimizer) -> int:
     """Bytes of state for a matrix of a fixed size."""
     return sum(leaf.spec.nbytes for leaf in optimizer.states(weight("w", (64, 64))))

@@ -22,7 +22,7 @@ from packtrain.samples.mask import Masker, Sample, windows
 from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
 from packtrain.samples.store import SampleFile, write_samples
-from packtrain.template import ChatTemplate, Chosen, chosen, template_source
+from packtrain.template import ChatTemplate, Chosen, choose_template, template_source
 from packtrain.tokenizer import Tokenizer
 
 NOTES_FILE = "notes.json"
@@ -173,7 +173,7 @@ class Maker:
         """The renderer of the model's chat template, or of its template for tools; created on first use."""
         if tools not in self._chosen:
             own = template_source(self._metadata, tools)
-            self._chosen[tools] = chosen(self._metadata, own, self.recipe.template)
+            self._chosen[tools] = choose_template(self._metadata, own, self.recipe.template)
         one = self._chosen[tools]
         if one not in self._renderers:
             tokenizer = self.masker.tokenizer

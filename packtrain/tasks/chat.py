@@ -12,14 +12,14 @@ from packtrain.settings import option
 from packtrain.tasks.speak import (
     CONTEXT,
     MOST_SEED,
+    Generated,
     Speaking,
-    Written,
     cells,
     load_generator,
     opened,
     written,
 )
-from packtrain.template import ChatTemplate, chosen, named, template_source
+from packtrain.template import ChatTemplate, choose_template, template_named, template_source
 from packtrain.training.settings import CHAT_TEMPLATE
 
 
@@ -41,8 +41,8 @@ class Talk:
         model = opened(settings)
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
         metadata = model.gguf.metadata
-        asked = settings.chat_template and named(settings.chat_template)
-        taken = chosen(metadata, template_source(metadata), asked)
+        asked = settings.chat_template and template_named(settings.chat_template)
+        taken = choose_template(metadata, template_source(metadata), asked)
         if taken.why:
             events.message(taken.note)
         self._bos = self._text(self._tokenizer.bos)
@@ -69,7 +69,7 @@ class Talk:
                 return message["content"]
         return None
 
-    def answer(self, text: str) -> Written:
+    def answer(self, text: str) -> Generated:
         """The model's answer to a message, reported as it is generated. A message that fails is removed."""
         self.messages.append({"role": "user", "content": text})
         try:
@@ -95,7 +95,7 @@ class Talk:
             )
         return ids
 
-    def _reply(self, ids: list[int], limits: Limits) -> Written:
+    def _reply(self, ids: list[int], limits: Limits) -> Generated:
         seed = (self._seed + self._answers) % (MOST_SEED + 1)
         self._answers += 1
         sampling = self._settings.sampling

@@ -21,7 +21,7 @@ from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.file import ModelFile, open_model
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required, unescaped
-from packtrain.template import named
+from packtrain.template import template_named
 from packtrain.training.effects import VAL_SPLIT, check_idle
 from packtrain.training.measure import Mean, counted, losses_of
 from packtrain.training.samples import SampleBatches, row_length
@@ -146,7 +146,7 @@ def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
 
 
 def _prepared(settings: Evaluate, model: ModelFile, context: int, say: Say) -> Prepared:
-    path, part = chosen(settings.data, settings.split)
+    path, part = file_to_measure(settings.data, settings.split)
     text = not path.is_dir() and kind_of(path) not in RECORDS
     length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
     if length > context:
@@ -168,7 +168,7 @@ def _separator(settings: Evaluate) -> str | None:
     return settings.separator and unescaped(settings.separator)
 
 
-def chosen(data: Path, split: str | None) -> tuple[Path, str]:
+def file_to_measure(data: Path, split: str | None) -> tuple[Path, str]:
     """The file or folder of texts to measure, and which split of it, as finetune splits it; "" is all."""
     existing(data, "--data")
     if not data.is_dir():
@@ -220,7 +220,7 @@ def _samples(
         separator=_separator(settings),
         val_split=settings.val_split if part else 0.0,
         skip_bad=settings.skip_bad,
-        template=settings.chat_template and named(settings.chat_template),
+        template=settings.chat_template and template_named(settings.chat_template),
     )
     dataset = prepare(recipe, writable(cache_root() / "tokens"), say)
     for note in dataset.notes:

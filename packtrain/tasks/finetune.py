@@ -18,7 +18,7 @@ from packtrain.training.job import Batch
 from packtrain.training.probe import probe
 from packtrain.training.settings import TuneSettings
 from packtrain.training.state import Progress
-from packtrain.training.tune import Tuned, decide
+from packtrain.training.tune import Tuned, build_job
 
 
 def finetune(settings: TuneSettings, events: Events) -> Trained:
@@ -91,4 +91,4 @@ def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
     write_text(settings.folder / "Modelfile", "\n".join(lines))
 
 
-KIND = Kind("finetune", decide, _before, _after, note, space)
+KIND = Kind("finetune", build_job, _before, _after, note, space)

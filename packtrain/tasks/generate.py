@@ -8,7 +8,15 @@ from packtrain.events import Events
 from packtrain.files import existing
 from packtrain.generation import Limits, Reply
 from packtrain.settings import option
-from packtrain.tasks.speak import CONTEXT, Speaking, Written, cells, load_generator, opened, written
+from packtrain.tasks.speak import (
+    CONTEXT,
+    Generated,
+    Speaking,
+    cells,
+    load_generator,
+    opened,
+    written,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Generate(Speaking):
     display_prompt: bool = option(True, "print the prompt before the text")
 
 
-def generate(settings: Generate, events: Events) -> Written:
+def generate(settings: Generate, events: Events) -> Generated:
     """Continue the prompt. Raises InputError, DoesNotFit."""
     prompt = _prompt(settings)
     settings.check()

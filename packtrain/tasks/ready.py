@@ -70,14 +70,14 @@ class Ready:
 
 
 def ready(
-    settings: RunSettings, decide: Callable[[Any, Say], Job], say: Say, runs: bool = True
+    settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say, runs: bool = True
 ) -> Ready:
     """Build the job and plan it, or explain why it is refused; loads its kernels if it `runs`. Raises InputError."""
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     check_effects(settings)
     if settings.threads:
         _set_threads(settings.threads)
-    job = decide(settings, say)
+    job = build_job(settings, say)
     check_validation(settings, job.valid is not None)
     modules = needed(job.config.expert_count > 0, job.shape.base is not None, type(job.optimizer))
     kernels.prepare(modules, limit, private_nbytes())

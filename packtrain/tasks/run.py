@@ -44,16 +44,16 @@ SAMPLE_TOKENS = 64
 class Kind:
     """What train and finetune do differently.
 
-    command  its name, for the printed command that resumes a run
-    decide   settings to a job; takes a function that prints a message
-    before   called before step 1, when the weights have their values; takes a function that returns whether to stop
-    after    called when the steps are done and their memory is free
-    notes    lines printed with the plan
-    space    files written in addition to those of the subject: path, description, bytes
+    command    its name, for the printed command that resumes a run
+    build_job  settings to a job; takes a function that prints a message
+    before     called before step 1, when the weights have their values; takes a function that returns whether to stop
+    after      called when the steps are done and their memory is free
+    notes      lines printed with the plan
+    space      files written in addition to those of the subject: path, description, bytes
     """
 
     command: str
-    decide: Callable[[Any, Say], Job]
+    build_job: Callable[[Any, Say], Job]
     before: Callable[[Fit, Events, Callable[[], bool]], None] = lambda fit, events, stopped: None
     after: Callable[[Ready, Progress, Events], None] = lambda prepared, progress, events: None
     notes: Callable[[Ready], Iterable[str]] = lambda prepared: ()
@@ -64,7 +64,7 @@ class Kind:
 
         runs  also load the kernels
         """
-        prepared = ready(settings, self.decide, say, runs)
+        prepared = ready(settings, self.build_job, say, runs)
         return replace(
             prepared, notes=tuple(self.notes(prepared)) if prepared.refusal is None else ()
         )

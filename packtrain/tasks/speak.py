@@ -81,7 +81,7 @@ def opened(settings: Speaking) -> ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Generated:
     """Generated text and token ids, why it ended (see `Reply`), the seed, and the speeds."""
 
     text: str
@@ -95,14 +95,14 @@ class Written:
         return self.text
 
 
-def written(reply: Reply, seed: int, events: Events) -> Written:
+def written(reply: Reply, seed: int, events: Events) -> Generated:
     """Generate the reply, reporting each piece of text as it comes."""
     pieces = []
     for piece in reply:
         pieces.append(piece)
         events.text(piece)
     ids = tuple(reply.ids)
-    return Written("".join(pieces), ids, reply.ended, seed, reply.reading, reply.writing)
+    return Generated("".join(pieces), ids, reply.ended, seed, reply.reading, reply.writing)
 
 
 def cells(settings: Speaking, context: int, wanted: int, events: Events) -> int:

@@ -2,10 +2,10 @@
 
 from packtrain.events import Events
 from packtrain.tasks.run import Kind, Trained, carry_out
-from packtrain.training.job import decide
+from packtrain.training.job import build_job
 from packtrain.training.settings import TrainSettings
 
-KIND = Kind("train", decide)
+KIND = Kind("train", build_job)
 
 
 def train(settings: TrainSettings, events: Events) -> Trained:

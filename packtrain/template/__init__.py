@@ -5,7 +5,7 @@ A template comes from an untrusted file. It runs in Jinja's sandbox, in its own 
 """
 
 from packtrain.template.chat import ChatTemplate, TemplateError, template_source
-from packtrain.template.families import CHATML, SOURCES, Chosen, chosen, named
+from packtrain.template.families import CHATML, SOURCES, Chosen, choose_template, template_named
 
 __all__ = [
     "CHATML",
@@ -13,7 +13,7 @@ __all__ = [
     "ChatTemplate",
     "Chosen",
     "TemplateError",
-    "chosen",
-    "named",
+    "choose_template",
+    "template_named",
     "template_source",
 ]

@@ -131,7 +131,9 @@ class Chosen:
         return f"chat template: {self.name or 'custom'}, {self.why}"
 
 
-def chosen(metadata: Mapping[str, Any], own: str | None, asked: str | None = None) -> Chosen:
+def choose_template(
+    metadata: Mapping[str, Any], own: str | None, asked: str | None = None
+) -> Chosen:
     """The requested template (its text), else the model's own, else its family's, else ChatML."""
     if asked is not None:
         name = next((name for name in SOURCES if SOURCES[name] == asked), "")
@@ -169,7 +171,7 @@ def family_of(metadata: Mapping[str, Any]) -> str:
     return ""
 
 
-def named(given: str) -> str:
+def template_named(given: str) -> str:
     """The template with this name, or from this file. Raises InputError."""
     if given in SOURCES:
         return SOURCES[given]

@@ -12,8 +12,8 @@ from packtrain.tokenizer.table import (
     KEYS,
     NORMAL,
     USER_DEFINED,
-    Table,
     TokenizerError,
+    TokenTable,
     numbers,
     texts,
 )
@@ -45,7 +45,7 @@ class BytePairs:
         kinds = np.full(len(tokens), NORMAL)
         if f"{KEYS}token_type" in metadata:
             kinds = numbers(metadata, "token_type", len(tokens))
-        self.table = Table(metadata, tokens, kinds)
+        self.table = TokenTable(metadata, tokens, kinds)
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:

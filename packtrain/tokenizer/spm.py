@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from packtrain.tokenizer.merge import merge
-from packtrain.tokenizer.table import KEYS, Table, TokenizerError, flag, numbers, texts
+from packtrain.tokenizer.table import KEYS, TokenizerError, TokenTable, flag, numbers, texts
 
 SPACE = "\u2581"
 WORD = re.compile(r" *[^ \n]+|\n| +")
@@ -28,7 +28,7 @@ class SentencePieces:
         tokens = texts(metadata, "tokens")
         kinds = numbers(metadata, "token_type", len(tokens))
         self._scores = numbers(metadata, "scores", len(tokens))
-        self.table = Table(metadata, tokens, kinds, bos=1, eos=2, unk=0)
+        self.table = TokenTable(metadata, tokens, kinds, bos=1, eos=2, unk=0)
         self.space = flag(metadata, "add_space_prefix", True)
         self._cache: dict[str, list[int]] = {}
 

@@ -1,6 +1,6 @@
 """The tokens of a file: their texts and kinds, the special tokens, and which tokens end generation.
 
-Reads GGUF metadata into a Table, or raises a TokenizerError that names the key. Encodings only read it.
+Reads GGUF metadata into a TokenTable, or raises a TokenizerError that names the key. Encodings only read it.
 """
 
 import re
@@ -42,7 +42,7 @@ class TokenizerError(InputError):
     """A vocabulary that cannot be used, or text or ids that it does not accept; names the key or id."""
 
 
-class Table:
+class TokenTable:
     """The tokens of a file.
 
     tokens            texts by id, as in the file; empty ones are named [EMPTY_<id>]

@@ -14,8 +14,8 @@ from packtrain.tokenizer.table import (
     NORMAL,
     UNKNOWN,
     USER_DEFINED,
-    Table,
     TokenizerError,
+    TokenTable,
     flag,
     wanted,
 )
@@ -29,7 +29,7 @@ class Encoding(Protocol):
     bos, space  whether to add a BOS token, and a space before the text, by default
     """
 
-    table: Table
+    table: TokenTable
     bos: bool
     space: bool
 

@@ -182,7 +182,7 @@ class Fresh:
         return Tokenizer({key: value.value for key, value in self.vocabulary.items()})
 
 
-def decide(settings: TrainSettings, say: Callable[[str], None]) -> Job:
+def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     """Read and tokenize the data, and fill in what the settings leave open. Raises InputError."""
     if settings.data is None:
         raise InputError(

@@ -31,7 +31,7 @@ from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.samples import Dataset, Recipe, prepare
 from packtrain.settings import unescaped
-from packtrain.template import named
+from packtrain.template import template_named
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.job import HEAD_NBYTES, Job, View, check_split, optimizer_of, schedule_of
 from packtrain.training.samples import SampleBatches, row_length
@@ -162,7 +162,7 @@ def _unpack(array: np.ndarray, stored: np.ndarray) -> None:
 # ---- building the job ------------------------------------------------------------------------------------------------
 
 
-def decide(settings: TuneSettings, say: Callable[[str], None]) -> Job:
+def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     """Open the model, tokenize the data, and fill in what the settings leave open. Raises InputError."""
     for name, given in (("the model", settings.model), ("--data", settings.data)):
         if given is None:
@@ -249,7 +249,7 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
         settings.separator and unescaped(settings.separator),
         settings.val_split,
         settings.skip_bad,
-        settings.chat_template and named(settings.chat_template),
+        settings.chat_template and template_named(settings.chat_template),
     )
 
 

@@ -25,7 +25,7 @@ PLAIN_SECONDS = 10.0  # between progress lines where they cannot be redrawn
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
 
 
-class Progress:
+class ProgressLine:
     """Progress of a run of `steps` steps. Losses and speeds are means over the last `report_every` steps."""
 
     def __init__(self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int) -> None:

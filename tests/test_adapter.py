@@ -136,11 +136,11 @@ A, B = {"w.lora_a": normal(RANK, WIDTH)}, {"w.lora_b": normal(OUT, RANK)}
     ("said", "metadata", "tensors"),
     [
         (
-            "general.type is 'model'; of an adapter",
+            "general.type is 'model'; in an adapter",
             {"general.type": Value("string", "model")},
             A | B,
         ),
-        ("adapter.type is 'dora'; of an adapter", {"adapter.type": Value("string", "dora")}, A | B),
+        ("adapter.type is 'dora'; in an adapter", {"adapter.type": Value("string", "dora")}, A | B),
         (
             "lora.alpha is 'x'; it must be a number",
             {"adapter.lora.alpha": Value("string", "x")},
@@ -152,7 +152,7 @@ A, B = {"w.lora_a": normal(RANK, WIDTH)}, {"w.lora_b": normal(OUT, RANK)}
             A | B,
         ),
         (
-            "invocation_tokens is there",
+            "invocation_tokens is present",
             {"adapter.alora.invocation_tokens": Value("u32", [1])},
             A | B,
         ),

@@ -1,4 +1,4 @@
-"""Which element types there are: scalars and the block types of GGUF. What one is stands in its room in types/."""
+"""The list of element types: scalars and GGUF's block types. Each is defined in types/."""
 
 import numpy as np
 
@@ -18,10 +18,10 @@ BLOCK_TYPES = {t.name: t for t in BLOCKS}
 DTYPES = {name: t for name, t in KNOWN.items() if not t.quantized} | BLOCK_TYPES
 READABLE = tuple(t for t in DTYPES.values() if "unpack" in t.code)
 WRITABLE = tuple(t for t in DTYPES.values() if "pack" in t.code)
-TRAINABLE = (f32, bf16)  # what weights with a gradient can be; the gradient is f32
+TRAINABLE = (f32, bf16)  # types of weights with a gradient, which is f32
 NUMPY = {t.numpy: t for t in DTYPES.values()}
 
 
 def dtype_of(array: np.ndarray) -> Dtype:
-    """What a NumPy array holds. Raises KeyError for an element type that is none of DTYPES."""
+    """The element type of a NumPy array. Raises KeyError if it is not one of DTYPES."""
     return NUMPY[array.dtype]

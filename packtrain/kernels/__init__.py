@@ -1,6 +1,6 @@
 """Heavy loops as plain functions on arrays; they know no graph.
 
-`packtrain.kernels.norm` and its siblings load when first named, under the policy in `runtime`:
+`packtrain.kernels.norm` and its siblings load on first use, under the policy in `runtime`:
 importing this package loads neither numba nor torch.
 """
 
@@ -24,15 +24,15 @@ __all__ = [
     "torch",
 ]
 
-# the modules that models take: to write text, to learn, where they have experts, and to be written packed
+# kernel modules for generation, for training, for experts, and for writing quantized files
 WRITING = ("attention", "elementwise", "matmul", "norm", "packed", "rope", "rows")
-LEARNING = (*WRITING, "attention_back", "loss", "packing", "reduce")  # and those of the optimizer
+LEARNING = (*WRITING, "attention_back", "loss", "packing", "reduce")  # plus those of the optimizer
 EXPERTS = ("experts", "softmax")
 PACKING = ("quantize",)
 
 
 def torch() -> ModuleType:
-    """PyTorch, loaded when first asked for."""
+    """PyTorch, loaded on first use."""
     return importlib.import_module("torch")
 
 

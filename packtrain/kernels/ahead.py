@@ -1,7 +1,7 @@
-"""Kernels are compiled before they are needed, in children: what compiling takes is given back whole, and is bounded.
+"""Compiles kernels ahead of use in child processes, which bounds and frees all the memory of compiling.
 
-Modules are shared out as they become ready, so that two children end together. Under a limit there is one child, or
-one for each module, or a refusal that says what compiling needs.
+Modules are distributed as they become ready, so that two children finish together. Under a memory limit there is one
+child, or one for each module, or an error that names the memory that compiling needs.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from packtrain.kernels import store
 from packtrain.kernels.runtime import allowed_cpus, blas, say, start_threads
 
 MIB = 1 << 20
-LASTING_NBYTES = 320 * MIB  # private memory of a child that compiles module after module, at most
-SINGLE_NBYTES = 112 * MIB  # of one that ends after a module; 54 are numba and numpy
-CHILDREN = 2  # at most, at a time
-PAUSE = 5.0  # seconds between lines of progress where they cannot be written over
+LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
+SINGLE_NBYTES = 112 * MIB  # of a child that ends after one module; 54 are numba and numpy
+CHILDREN = 2  # most at a time
+PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How many children compile at a time, and whether they last or end after a module."""
+    """How many children compile at a time, and whether each compiles several modules or one."""
 
     children: int
     lasting: bool
@@ -45,7 +45,7 @@ WAYS = (Way(2, True), Way(2, False), Way(1, True), Way(1, False))  # the fastest
 
 
 def way(limit: int | None, used: int) -> Way:
-    """The fastest way to compile beside `used` bytes of this process within the limit. Raises DoesNotFit."""
+    """The fastest way to compile within the limit, given `used` bytes of this process. Raises DoesNotFit."""
     most = min(allowed_cpus(), CHILDREN)
     for one in WAYS:
         if one.children <= most and (limit is None or used + one.nbytes <= limit):
@@ -57,7 +57,7 @@ def way(limit: int | None, used: int) -> Way:
 
 
 def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> int:
-    """Compile what is missing of these modules; returns how many were.
+    """Compile those of these modules that are missing; returns how many.
 
     With a limit, all processes together stay within it; this one has `used` bytes. Raises DoesNotFit.
     """
@@ -73,7 +73,7 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
 
 
 def _compile(names: list[str], chosen: Way) -> None:
-    progress = Progress(len(names))
+    progress = CompileProgress(len(names))
     progress.begin()
     error = Compiling(names, progress.done).run(chosen)
     progress.end()
@@ -82,13 +82,13 @@ def _compile(names: list[str], chosen: Way) -> None:
 
 
 @dataclass(slots=True)
-class Progress:
-    """Says how many modules are compiled: on a terminal in one line, elsewhere now and then."""
+class CompileProgress:
+    """Prints how many modules are compiled: on a terminal in one line, elsewhere occasionally."""
 
     count: int
     finished: int = 0
     began: float = field(default_factory=time.perf_counter)
-    said: float = field(default_factory=time.perf_counter)
+    printed: float = field(default_factory=time.perf_counter)
 
     def begin(self) -> None:
         say(f"compiling {self.count} kernel modules, once for this machine …")
@@ -101,9 +101,9 @@ class Progress:
             end = "\n" if self.finished == self.count else ""
             with contextlib.suppress(OSError):
                 print(f"\rpacktrain: {line}", end=end, file=sys.stderr, flush=True)
-        elif now - self.said >= PAUSE and self.finished < self.count:
+        elif now - self.printed >= PAUSE and self.finished < self.count:
             say(line)
-            self.said = now
+            self.printed = now
 
     def end(self) -> None:
         if self.finished == self.count:
@@ -112,10 +112,10 @@ class Progress:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """One process after the other, so that those that start at once compile nothing twice."""
+    """Lock against other processes, so that several started at once compile nothing twice."""
     try:
         import fcntl
-    except ImportError:  # Windows: they do compile it twice
+    except ImportError:  # Windows: no lock, they compile it twice
         yield
         return
     with open(path, "w") as file:
@@ -123,13 +123,13 @@ def alone(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             say("another process is compiling kernels; waiting for it …")
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # file systems without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 class Compiling:
-    """Modules, shared out to children: one is ready once those that it needs are compiled."""
+    """Distributes modules to children; a module is ready once those that it needs are compiled."""
 
     def __init__(self, names: list[str], done: Callable[[], None]) -> None:
         self.waiting, self.done = list(names), done
@@ -139,7 +139,7 @@ class Compiling:
         self.changed = threading.Condition()
 
     def run(self, chosen: Way) -> str:
-        """Compile all of them; what went wrong, or nothing."""
+        """Compile all of them; returns the error message, or an empty text."""
         count = min(chosen.children, len(self.waiting))
         threads = [
             threading.Thread(target=self._work, args=(chosen.lasting,)) for _ in range(count)
@@ -181,7 +181,7 @@ class Compiling:
             self.changed.notify_all()
 
     def _work(self, lasting: bool) -> None:
-        """What a thread does: give modules to a child, or each to one of its own."""
+        """A thread: gives modules to one child, or each to a new child."""
         with tempfile.TemporaryFile("w+") as errors:
             try:
                 name = self._take()
@@ -194,8 +194,8 @@ class Compiling:
                     name = name or self._take()
             except (OSError, ChildProcessError) as error:
                 errors.seek(0)
-                said = errors.read().strip().splitlines()
-                self._stop(said[-1] if said else str(error))
+                lines = errors.read().strip().splitlines()
+                self._stop(lines[-1] if lines else str(error))
 
     @contextlib.contextmanager
     def _child(self, errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
@@ -217,7 +217,7 @@ class Compiling:
 
 
 def _ask(child: "subprocess.Popen[str]", name: str) -> None:
-    """Have a child compile a module. Raises OSError, ChildProcessError."""
+    """Let a child compile a module. Raises OSError, ChildProcessError."""
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(f"{name}\n")
     child.stdin.flush()
@@ -226,7 +226,7 @@ def _ask(child: "subprocess.Popen[str]", name: str) -> None:
 
 
 def compile_into(root: str) -> None:
-    """What the child does: modules by name from standard input, each named again when it is compiled."""
+    """The child: compiles modules named on standard input and prints each name when done."""
     store.given = Path(root)
     for line in sys.stdin:
         name = line.strip()
@@ -237,7 +237,7 @@ def compile_into(root: str) -> None:
 
 @cache
 def load(name: str) -> object:
-    """Import one kernel module, and before it what it needs, under the policy."""
+    """Import one kernel module, and first those that it needs, under the policy."""
     if store.given is None:
         prepare([name])
     start_threads()
@@ -256,7 +256,7 @@ def is_loaded(name: str) -> bool:
 
 
 def load_all(names: Collection[str] | None = None, limit: int | None = None, used: int = 0) -> None:
-    """Compile and load these modules, or all, so that what they take is there before memory is measured."""
+    """Compile and load these modules, or all, so that their memory is in use before it is measured."""
     names = store.modules() if names is None else names
     prepare(names, limit, used)
     for name in names:

@@ -1,8 +1,8 @@
 """Attention by blocks with an online softmax.
 
-Scores are held transposed, (keys, queries): a lane is a query, so maxima and sums run down the
-rows, positions compare lane by lane, and any head width is only a number of rows. Queries are packed
-as columns, times scale * log2(e): powers are of two. Blocks in which no query sees a key are skipped.
+Scores are transposed, (keys, queries): a lane is a query, so maxima and sums run down the rows, positions
+compare lane by lane, and the head width is only a number of rows. Queries are packed as columns, times
+scale * log2(e), for powers of two. Fully masked blocks are skipped.
 """
 
 from packtrain.kernels.attention_few import attend_few
@@ -59,7 +59,7 @@ from packtrain.kernels.visible import (
 
 @part(i64(i64))
 def packed_rows(width):
-    """Rows that `pack` writes."""
+    """The number of rows that `pack` writes."""
     return -(-width // LANES) * LANES
 
 
@@ -71,7 +71,7 @@ def queries_in_block(width):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, f32))
 def pack(columns, lanes, x, stride, rows, width, factor):
-    """columns (width, lanes) = factor * x transposed, x (rows, width); lanes behind the rows are 0."""
+    """columns (width, lanes) = factor * x transposed, x (rows, width); lanes beyond the rows are 0."""
     for d in range(0, width, LANES):
         for i in range(0, lanes, LANES):
             to, source = columns + 4 * (d * lanes + i), x + 4 * (i * stride + d)
@@ -82,14 +82,14 @@ def pack(columns, lanes, x, stride, rows, width, factor):
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
 def soften(scores, lanes, count, sums, columns, width):
-    """Powers of a block of scores, under a running maximum that all sums so far are brought under.
+    """Powers of a block of scores relative to the running maximum; rescales the sums so far.
 
     top = max(top, scores), scores = 2**(scores - top), fade = 2**(old top - top),
     sum = fade * sum + sum(scores), columns = fade * columns
 
         scores   (count, lanes)
         sums     (2, QUERIES)    top and sum
-        columns  (width, lanes)  the values mixed so far
+        columns  (width, lanes)  the weighted values so far
     """
     for i in range(0, lanes, LANES):
         old = load(sums, i)
@@ -116,14 +116,14 @@ def soften(scores, lanes, count, sums, columns, width):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64))
 def finish(y, stride, lse, rows, sums, columns, lanes, width):
-    """y = columns transposed / sum, lse = ln(2) * top + log(sum); both 0 where nothing was seen.
+    """y = columns transposed / sum, lse = ln(2) * top + log(sum); both 0 for a query without keys.
 
     y        (rows, width)
     lse      (rows,)
     columns  (width, lanes)
     """
     for i in range(0, lanes, LANES):
-        seen = load(sums, QUERIES + i)  # 0, or at least 1, or NaN
+        seen = load(sums, QUERIES + i)  # 0, at least 1, or NaN
         top = fma(load(sums, i), LN2, log(seen))
         store_part(lse, i, select_less(0.0, seen, top, seen), rows - i)
         by = select_less(0.0, seen, 1.0 / seen, seen)
@@ -177,7 +177,7 @@ def attend(y, lse, q, k, v, places_of, keys, rule, task):
 
 @kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
 def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
-    """A block of queries of one head; where queries are few, all of them for a kv head."""
+    """A block of queries of one head; if there are few queries, all of them for a kv head."""
     if q.shape[1] > FEW:
         attend(y, lse, q, k, v, places_of, keys, rule, task)
     else:
@@ -186,7 +186,7 @@ def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
 
 @kernel(i64(i64, ids1, i64))
 def extent(count, length, width):
-    """The keys that count; heads must fit the scratch."""
+    """The number of keys in use; checks that heads fit the scratch."""
     if width > WIDEST:
         raise ValueError("attention: heads are wider than 512")
     return max(min(count, i64(length[0])), 0) if length.size else count
@@ -196,10 +196,10 @@ def extent(count, length, width):
     void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32),
 )
 def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap):
-    """Each query mixes the values of the keys that it sees; query head h reads kv head h // (H // K).
+    """Each query averages the values of its visible keys; query head h reads kv head h // (H // K).
 
     y_i = sum_j p_ij v_j, p_ij = exp(z_ij - lse_i), lse_i = log(sum_j exp(z_ij)), z_ij = scale * q_i k_j
-    over keys j < length[0] with k_seq[j] = q_seq[i] and k_pos[j] <= q_pos[i]; of no key, y = lse = 0
+    over keys j < length[0] with k_seq[j] = q_seq[i] and k_pos[j] <= q_pos[i]; without keys, y = lse = 0
     window > 0: only keys with q_pos[i] - k_pos[j] < window; cap > 0: z = cap * tanh(z / cap)
 
         q, y          (B, T, H, D)  f32, D <= 512

@@ -1,4 +1,4 @@
-"""The backward of attention, by the same blocks: probabilities come again from the log-sum-exp.
+"""The backward pass of attention, by the same blocks; recomputes probabilities from the log-sum-exp.
 
 A task is all of one kv head of one batch, so that dk and dv are summed in a fixed order, without atomics.
 """
@@ -40,14 +40,14 @@ from packtrain.kernels.simd import (
 from packtrain.kernels.tile import columns_product, room, rows_product
 from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, ids2, place_queries, sight
 
-KEYS = 64  # keys in a block, where they fit
+KEYS = 64  # keys in a block, if they fit
 LESS_KEYS = 48  # four tiles of 12 rows
 ROOM = 15360  # f32 of packed queries and scores: 60 KiB, exceeded by heads wider than 192
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, f32))
 def prepare_back(state, dy, y, stride, lse, rows, lanes, width, scale):
-    """What the rows of a block need: lse in powers of two, and delta = scale * sum(dy * y).
+    """Compute for the rows of a block: lse in powers of two, and delta = scale * sum(dy * y).
 
     state  (2, QUERIES)   lse and delta
     dy, y  (rows, width)
@@ -151,13 +151,13 @@ def head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task):
 def attention_back(
     dq, dk, dv, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap
 ):
-    """Gradients of attention at (y, lse); a query that sees no key gives and gets none.
+    """Gradients of attention at (y, lse); zero for a query without keys.
 
     dv_j = sum_i p_ij dy_i, ds_ij = scale * p_ij (dy_i v_j - dy_i y_i), with a cap times 1 - (z_ij / cap)**2,
     dq_i = sum_j ds_ij k_j, dk_j = sum_i ds_ij q_i
 
         q, y, dy, dq  (B, T, H, D)  f32
-        k, v, dk, dv  (B, S, K, D)  f32, zeros where no query sees the key
+        k, v, dk, dv  (B, S, K, D)  f32, zeros if no query sees the key
         the rest as in attention; dq may be y
     """
     B, T, H, D = q.shape

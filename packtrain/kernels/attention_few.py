@@ -1,4 +1,4 @@
-"""Attention of few queries: one at a time, a group of heads that share a kv head, lanes along the head."""
+"""Attention of few queries: one at a time, a group of heads that share a kv head, lanes along the head width."""
 
 import math
 
@@ -66,7 +66,7 @@ from packtrain.kernels.visible import earliest, ids2
     )
 )
 def score_few(scores, group, q, width, key, line, factor, place, k_pos, k_seq, b, own):
-    """scores = factor * q k for a group of heads of one query that share a kv head; -inf where unseen.
+    """scores = factor * q k for a group of heads of one query that share a kv head; -inf where masked.
 
     scores  (group, KEYS)
     q       (group, width)

@@ -1,6 +1,6 @@
-"""Vectors of 16 i32 for kernels on packed data: bytes and halves in memory, f32x16 where values are computed.
+"""Vectors of 16 i32 for kernels on quantized data: bytes and f16 in memory, f32x16 for computing.
 
-`b >> 4`, `b & 15`, `a | b`, `b - 8` work by lane; numbers are spread. `byte_at(address, i)` is element i, counted in
+`b >> 4`, `b & 15`, `a | b`, `b - 8` work by lane; scalars are broadcast. `byte_at(address, i)` is element i, counted in
 bytes, `bytes_at` sixteen from it on; `put_byte` and `put_bytes` write them; halves are f16, shorts u16.
 """
 
@@ -108,7 +108,7 @@ def pick(typingctx, table, index):
     def codegen(context, builder, sig, args):
         values, numbers = args
         picked = ir.Constant(VECTOR, ir.Undefined)
-        for lane in map(I32, range(LANES)):  # LLVM makes one permutation of it
+        for lane in map(I32, range(LANES)):  # LLVM turns it into one permutation
             number = builder.and_(builder.extract_element(numbers, lane), I32(LANES - 1))
             picked = builder.insert_element(picked, builder.extract_element(values, number), lane)
         return picked

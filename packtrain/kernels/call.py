@@ -1,7 +1,7 @@
-"""How kernels are compiled, call one another, and run tasks on threads.
+"""Compiling kernels, calling them from each other, and running tasks on threads.
 
-A kernel is compiled once, for one signature, and callers reach it by the name of a symbol: numba would compile all that
-a function calls into it again. A `part` has no symbol: it is small, and compiled into its callers.
+A kernel is compiled once, for one signature, and called by symbol name: otherwise numba would compile all that a
+function calls into it again. A `part` is small, has no symbol, and is compiled into its callers.
 """
 
 import copy
@@ -17,7 +17,7 @@ i64, void = types.int64, types.void
 
 
 def part(signature, **options):
-    """Compile for exactly that signature, now or from the cache; it becomes a part of each kernel that calls it."""
+    """Compile for exactly that signature, or load from the cache; it is compiled into each kernel that calls it."""
     always = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     return njit(signature, **always, **{"forceinline": True, **options})
 
@@ -29,7 +29,7 @@ def kernel(signature, **options):
 
 
 def with_symbol(dispatcher):
-    """The same kernel, called by other kernels by its symbol, and no longer linked into them."""
+    """Let other kernels call this one by its symbol instead of linking it into themselves."""
     (found,) = dispatcher.overloads.values()
     outside = copy.copy(found.fndesc)
     outside.mangled_name = f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__name__}"
@@ -42,7 +42,7 @@ def with_symbol(dispatcher):
 
 
 def call(context, builder, function, args):
-    """Call a kernel from LLVM IR; that it raised is lost."""
+    """Call a kernel from LLVM IR; exceptions are lost."""
     outside = function.outside
     callee = context.declare_function(builder.module, outside)
     context.call_conv.call_function(builder, callee, outside.restype, outside.argtypes, args)
@@ -69,7 +69,7 @@ def on_threads(task, given, count):
 def task_code(context, builder, function, kinds, given_type, places):
     """A function of (address of the given values, number) that calls a kernel on them; its address.
 
-    places(builder, given, number) -> the values that follow the given ones
+    places(builder, given, number) -> the arguments after the given ones
     """
     form = ir.FunctionType(ir.VoidType(), [I64, I64])
     task = ir.Function(builder.module, form, builder.module.get_unique_name("task"))

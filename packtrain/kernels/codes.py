@@ -1,6 +1,6 @@
-"""How values become codes: the words with which rooms of types pack blocks.
+"""Turning values into codes: functions with which types/ packs blocks.
 
-A code is a whole number that stands for value = code * scale + offset. Addresses are those of f32 values.
+A code is an integer for value = code * scale + offset. Addresses are those of f32 values.
 """
 
 from numba import types
@@ -23,8 +23,8 @@ from packtrain.kernels.simd import (
 )
 
 i64, f32, void = types.int64, types.float32, types.void
-SMALLEST = 2.9387359e-39  # the reciprocal of what is smaller is infinite
-ROUND = 12582912.0  # 1.5 * 2**23: a sum with it has no digits behind the point
+SMALLEST = 2.9387359e-39  # the reciprocal of smaller values is infinite
+ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer
 floor = lanewise(named("floor"), 1)
 
 
@@ -35,7 +35,7 @@ def reciprocal(d):
 
 @part(types.UniTuple(f32, 2)(i64))
 def bounds(x):
-    """The least and the greatest of 32 values."""
+    """The minimum and maximum of 32 values."""
     a, b = load(x, 0), load(x, 16)
     return -largest(maximum(neg(a), neg(b))), largest(maximum(a, b))
 
@@ -56,7 +56,7 @@ def put_codes(y, x, low, inverse, offset, most):
 
 @part(void(i64, i64, f32))
 def put_rounded(y, x, inverse):
-    """16 values by `inverse` to the nearest, halves away from zero."""
+    """16 values times `inverse`, rounded to nearest, ties away from zero."""
     v = load(x, 0) * inverse
     size = absolute(v)
     whole = floor(size)
@@ -65,7 +65,7 @@ def put_rounded(y, x, inverse):
 
 @part(f32x16(f32x16, f32, f32))
 def rounded(v, low, high):
-    """To the nearest whole number, ties to even, within bounds."""
+    """Round to the nearest integer, ties to even, within bounds."""
     return (select_less(v, low, low, select_less(high, v, high, v)) + ROUND) - ROUND
 
 
@@ -77,7 +77,7 @@ def whole(v, high):
 
 @part(types.UniTuple(f32, 2)(f32, f32, f32, f32, f32))
 def line(weight, sum_x, sum_l, sum_ll, sum_lx):
-    """Scale and least value, at most 0, of the weighted line through codes l and values x; scale 0: there is none."""
+    """Scale and least value, at most 0, of the weighted line through codes l and values x; scale 0 if there is none."""
     determinant = weight * sum_ll - sum_l * sum_l
     if not determinant > 0:
         return f32(0), f32(0)
@@ -91,8 +91,8 @@ def line(weight, sum_x, sum_l, sum_ll, sum_lx):
 def fit(x, most, first, trials):
     """Scale and least value, at most 0, of 32 values as codes 0 .. most.
 
-    The span of the values gets `most` codes, then in trial i most + first + i / 10; a better trial's least value
-    counts for the next. An error weighs as much as its value and the average of all.
+    The range of the values gets `most` codes, then in trial i most + first + i / 10; the next trial uses the least
+    value of a better one. Errors are weighted by the value plus the average of all.
     """
     a, b = load(x, 0), load(x, 16)
     average = (total(a * a + b * b) / f32(32)) ** f32(0.5)
@@ -124,7 +124,7 @@ def fit(x, most, first, trials):
 
 @kernel(f32(i64, i64))
 def extreme(x, n):
-    """Of n values the one furthest from zero; the first of equals."""
+    """The value furthest from zero of n values; the first on ties."""
     found = peek(x, 0)
     for i in range(1, n):
         if abs(peek(x, i)) > abs(found):

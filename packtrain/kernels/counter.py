@@ -1,4 +1,4 @@
-"""Counter-based uniforms: value = f(seed, step, stream, index), in any order, on any thread.
+"""Counter-based uniform random numbers: value = f(seed, step, stream, index), in any order, on any thread.
 
 The NumPy twin of `elementwise.dropout`; loads no numba.
 """

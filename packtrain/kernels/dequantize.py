@@ -1,4 +1,4 @@
-"""Packed rows to f32: what `row` reads at an address, as the rooms of types say. Kinds are ggml's numbers of types."""
+"""Quantized rows to f32, with the functions of types/. Kinds are ggml's type numbers."""
 
 from numba import types
 

@@ -1,4 +1,4 @@
-"""Dot products of f32 with packed rows, unpacked in registers: what writing one token after the other spends."""
+"""Dot products of f32 with quantized rows, dequantized in registers: most of the time of generation."""
 
 from numba import types
 

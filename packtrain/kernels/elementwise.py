@@ -1,4 +1,4 @@
-"""Functions of each element alone, on flat arrays: a result may be exactly one of the inputs."""
+"""Element-wise functions on flat arrays; the result may be one of the inputs."""
 
 from llvmlite import ir
 from numba import types
@@ -36,7 +36,7 @@ from packtrain.kernels.simd import (
 )
 
 i64, f32, void = types.int64, types.float32, types.void
-SERIAL = 1 << 15  # elements that do not pay for a parallel region
+SERIAL = 1 << 15  # below this many elements a parallel region does not pay
 BLOCK = 1 << 13
 GELU_CUBE, GELU_FACTOR = 0.044715, 1.5957691216057308  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
 
@@ -230,7 +230,7 @@ flag = types.boolean
 
 @part(f32x16(flag, f32x16))
 def inner(gelu, x):
-    """What the sigmoid of silu or gelu is taken of."""
+    """The argument of the sigmoid in silu or gelu."""
     return fma(x * x, x * GELU_CUBE, x) * GELU_FACTOR if gelu else x
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing, sorting rows by expert, products of each run of rows with its expert's matrix.
+"""Mixture of experts: top-k, sorting rows by expert, products of each run of rows with its expert's matrix.
 
 `ids` that products take are ascending. Tasks are columns of all experts, so that routing cannot starve a thread.
 """
@@ -33,7 +33,7 @@ BLOCK = 1 << 13
 WIDE, HIGH = 128, 120  # columns of a product in a task, rows of an outer product
 
 
-# ---- choosing ------------------------------------------------------------------------------------------------
+# ---- top-k --------------------------------------------------------------------------------------------------
 
 
 @kernel(void(out_ids2, in2, i64, i64))
@@ -46,12 +46,12 @@ def largest_rows(ids, x, start, stop):
                 left = j == 0 or x[i, e] < x[i, before] or (x[i, e] == x[i, before] and e > before)
                 if left and (best < 0 or x[i, e] > x[i, best]):
                     best = e
-            ids[i, j] = max(best, 0)  # a NaN comes neither before nor after anything
+            ids[i, j] = max(best, 0)  # a NaN compares false with everything
 
 
 @kernel(void(out_ids2, in2))
 def top_k(ids, x):
-    """The indices of the k largest of each row, the largest first; of equal ones the lower index.
+    """The indices of the k largest of each row, the largest first; the lower index on ties.
 
     x    (N, E)  f32
     ids  (N, k)  i32
@@ -83,7 +83,7 @@ def take_back(dx, dy, ids):
 
 @kernel(void(out_ids1, out_ids1, out_ids2, ids2, out_ids1))
 def group_rows(row, group, place, ids, starts):
-    """Sort all ids, equal ones in their order: see the op. starts (groups,) is scratch."""
+    """Stable sort of all ids: see the op. starts (groups,) is scratch."""
     starts[:] = 0
     for i in range(ids.shape[0]):
         for j in range(ids.shape[1]):
@@ -103,7 +103,7 @@ def group_rows(row, group, place, ids, starts):
 
 @kernel(i64(ids1, i64))
 def first_of(ids, expert):
-    """Where the rows of an expert begin, or would."""
+    """Where the rows of an expert begin, or would begin."""
     low, high = 0, ids.size
     while low < high:
         middle = (low + high) // 2
@@ -156,7 +156,7 @@ def packed_matmul_id_task(y, x, kind, w, experts, ids, accumulate, task):
 
 @kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean))
 def packed_matmul_id(y, x, kind, w, experts, ids, accumulate):
-    """As matmul_id, with w (E * F, row bytes) packed."""
+    """Like matmul_id, with w (E * F, row bytes) quantized."""
     tasks = -(-(w.shape[0] // experts) // WIDE) * experts
     each(packed_matmul_id_task, (y, x, kind, w, experts, ids, accumulate), tasks)
 
@@ -177,7 +177,7 @@ def packed_matmul_id_back_task(dx, dy, step, kind, w, experts, ids, accumulate, 
 
 @kernel(void(out2, in2, i64, i64, packed2, i64, ids1, types.boolean))
 def packed_matmul_id_back(dx, dy, unit, kind, w, experts, ids, accumulate):
-    """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) packed by `unit` columns."""
+    """dx[i] = dy[i] @ w[ids[i]], or dx + that; w (E * F, row bytes) quantized in blocks of `unit` columns."""
     step = max(unit, WIDE)
     given = (dx, dy, step, kind, w, experts, ids, accumulate)
     each(packed_matmul_id_back_task, given, -(-dx.shape[1] // step) * experts)

@@ -1,4 +1,4 @@
-"""The own single-thread sgemm: register tiles of fused multiply-adds over packed panels of b.
+"""A single-threaded sgemm: register tiles of fused multiply-adds over packed panels of b.
 
 Every element of c is a sum over k in order, whatever the tile.
 """
@@ -28,7 +28,7 @@ ROWS, WIDE = (12, 2) if AVX512 else (6, 1)
 PANEL = WIDE * LANES
 DEPTH = 256
 STACK = DEPTH * PANEL
-CHUNK = 10 * ROWS  # columns of a transposed a that are packed at once
+CHUNK = 10 * ROWS  # columns of a transposed a packed at once
 TURNED = DEPTH * CHUNK
 i64, f32 = types.int64, types.float32
 SGEMM = types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, i64, f32, i64, i64)
@@ -171,7 +171,7 @@ def pack(panel, b, tb, ldb, depth, n):
 
 @kernel(types.void(i64, i64, i64, i64, i64))
 def pack_turned(block, a, lda, depth, m):
-    """`block` = m <= CHUNK columns of a in groups (depth, ROWS): a's own lie pages apart."""
+    """`block` = m <= CHUNK columns of a in groups (depth, ROWS): in a itself they are pages apart."""
     for k in range(depth):
         for i in range(0, m, ROWS):
             v = load_part(a, k * lda + i, min(m - i, ROWS))
@@ -200,7 +200,7 @@ def tiles(turned, m, a, row_step, step, panel, depth, alpha, beta, c, ldc, left)
 
 @kernel(SGEMM)
 def own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """As matmul.sgemm. A block of a stays in the second cache, a panel of b in the first.
+    """Like matmul.sgemm. A block of a stays in the L2 cache, a panel of b in L1.
 
     The packed block takes 120 KiB of stack, the panel 32.
     """

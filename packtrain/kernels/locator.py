@@ -1,7 +1,7 @@
-"""Where numba keeps the compiled functions of the module that is being loaded: one folder, whatever lies where.
+"""Tells numba the cache folder of the module that is being loaded, independent of the location of its source.
 
-Numba's own locators name folders after the path of the source, and need to write; a folder of `store` is named
-after all that its content depends on, so that copies of the package share it, and may be read-only.
+Numba's own locators name folders after the path of the source and need write access; a folder of `store` is named by a
+hash of everything its content depends on, so that copies of the package share it, and may be read-only.
 """
 
 from numba.core.caching import UserProvidedCacheLocator
@@ -13,7 +13,7 @@ class InFolder(UserProvidedCacheLocator):
     folder = ""
 
     def __init__(self, py_func, py_file):
-        # part of a file's name: in the room of a type what stands before a function is no part of its module
+        # part of a file's name: in types/ the code before a function does not belong to its module
         in_room = py_func.__module__.startswith("packtrain.types.")
         self._py_file, self._lineno = py_file, 0 if in_room else py_func.__code__.co_firstlineno
         self._cache_path = self.folder

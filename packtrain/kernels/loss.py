@@ -1,6 +1,6 @@
 """Cross-entropy over rows of logits, and the fused head: projection, softmax and all gradients by chunks.
 
-A target below zero leaves its row out. Losses are summed in float64 in the order of the rows.
+A row with a negative target is ignored. Losses are summed in float64 in the order of the rows.
 """
 
 import math
@@ -145,7 +145,7 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
 
 @kernel(void(a2, a2, i64, packed2, f32, i64, i64, i64, i64))
 def project(logits, x, kind, w, cap, first, rows, start, stop):
-    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T, squashed where there is a cap."""
+    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T, with soft-capping if there is a cap."""
     C, (V, nbytes) = x.shape[1], w.shape
     x_at, out = address(x, first * C), address(logits, start)
     w_at = w.ctypes.data + start * nbytes
@@ -171,7 +171,7 @@ def row_lse(losses, lse, logits, targets, first, i):
 
 @kernel(void(a2, a2, a2, i1, a1, i64, f32, i64, i64, i64, i64))
 def slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, start, stop):
-    """Columns start:stop of d_logits, over logits, and of them dw[start:stop] (+)= d_logits.T @ x."""
+    """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x."""
     C, V = x.shape[1], logits.shape[1]
     for i in range(rows):
         at, target, weight = address(logits, i * V), i64(targets[first + i]), weights[first + i]
@@ -205,7 +205,7 @@ def tile_back(dx, logits, kind, w, first, stop_row, tiles, across, task):
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
 def parts(size, most, least, unit):
-    """(count, width): an even number of equal parts of multiples of `unit`, as a function of the size."""
+    """(count, width): split into an even number of equal parts, multiples of `unit`, as a function of the size."""
     count = max(2 * -(-size // (2 * most)), min(8, size // least), 1)
     width = -(-size // (count * unit)) * unit
     return -(-size // max(width, 1)), width
@@ -213,7 +213,7 @@ def parts(size, most, least, unit):
 
 @kernel(void(a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32))
 def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets, weights, cap):
-    """The loss of the head and, where dx and dw are not of size 0, its gradients at d_loss = 1.
+    """The loss of the head and, if dx and dw are not empty, its gradients at d_loss = 1.
 
     losses = logsumexp(z) - z[target], loss = sum(weights * losses), z = x w^T, with a cap cap * tanh(z / cap)
 

@@ -30,8 +30,10 @@ foreign_sgemm = types.ExternalFunction(
         *(f32, i64, integer, i64, integer, f32, i64, integer),
     ),
 )
-FEW_ROWS = 4  # up to so many rows a product with a transposed b reads b once, by dot products
-SMALL = 1 << 19  # multiply-adds that do not pay for a parallel region
+FEW_ROWS = (
+    4  # up to this many rows a product with a transposed b uses dot products, which read b once
+)
+SMALL = 1 << 19  # below this many multiply-adds a parallel region does not pay
 TASK = 1 << 24  # multiply-adds of one task, unless that makes more than MOST_TASKS
 MOST_TASKS = 32
 SIDE = 128  # a longer side may be halved
@@ -54,7 +56,7 @@ def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
-    With AVX-512 the own kernel is 1.1 to 1.3 times as fast as OpenBLAS unless rows are few.
+    With AVX-512 gemm.py is 1.1 to 1.3 times as fast as OpenBLAS unless rows are few.
     """
     if m <= 0 or n <= 0:
         return
@@ -66,7 +68,7 @@ def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64))
 def dot_rows(y, a, b, accumulate, start, stop):
-    """y[:, start:stop] = a @ b where the columns of b are contiguous: every one is read once."""
+    """y[:, start:stop] = a @ b if the columns of b are contiguous: each is read once."""
     m, k = a.shape
     ldb = b.strides[1] // 4
     for j in range(start, stop):
@@ -158,7 +160,7 @@ def product(y, a, b, accumulate):
         b  (K, N)  f32, unit stride on either axis
         y  (M, N)  f32, unit stride on the last axis
 
-    Up to 4 rows against a transposed b go by dot products, bound by reading b once.
+    Up to 4 rows against a transposed b use dot products, bound by reading b once.
     """
     check(y, a, b)
     if y.size == 0:

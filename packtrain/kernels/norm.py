@@ -69,7 +69,7 @@ def rms_norm(y, x, w, eps):
 
 @kernel(f32(i64, i64, i64, i64))
 def gradient_dot(dy, x, w, width):
-    """sum(dy * w * x) of the rows at these addresses; no w is 0."""
+    """sum(dy * w * x) of the rows at these addresses; w = 0: no weight."""
     lanes = splat(0.0)
     for i in range(0, width, LANES):
         left = width - i

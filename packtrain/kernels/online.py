@@ -1,4 +1,4 @@
-"""What blocks of many and of few queries share: keys in blocks, powers of two, keys and values as f32."""
+"""Shared by attention for many and for few queries: keys in blocks, powers of two, keys and values as f32."""
 
 from numba import types
 
@@ -25,11 +25,11 @@ KEYS = 64  # keys in a block
 STATE = 2 * QUERIES
 WIDEST = 512  # the widest head
 SERIAL = 1 << 16  # products below which a parallel region costs more than it saves
-FEW = 3  # queries that are not worth lanes of their own
+FEW = 3  # up to this many queries, lanes run along the head width
 FEW_HEADS = 16  # heads of one query at a time
 FEW_SCORES = FEW_HEADS * KEYS
 FEW_STATE = 2 * FEW_HEADS
-LOWEST = -1e30  # the running maximum of a query that has seen no key
+LOWEST = -1e30  # initial running maximum
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
@@ -79,13 +79,13 @@ def clear(x, stride, rows, width):
 
 @part(i64(bytes4, i64))
 def spare_of(x, width):
-    """How many f32 `heads` needs to unpack a block."""
+    """Number of f32 that `heads` needs to convert a block."""
     return KEYS * width if x.shape[3] < 4 * width else 0
 
 
 @kernel(types.UniTuple(i64, 2)(bytes4, i64, i64, i64, i64))
 def heads(x, at, count, width, spare):
-    """Address and line of `count` heads from element `at` on, as f32: in place, or unpacked to `spare`."""
+    """Address and stride of `count` heads from element `at` on, as f32: in place, or converted into `spare`."""
     base, line = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
         return base + 4 * at, line

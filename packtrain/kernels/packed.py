@@ -1,4 +1,4 @@
-"""Products with packed weights: blocks become f32 by panels in a thread's own scratch, never a whole matrix.
+"""Products with quantized weights, dequantized panel by panel into per-thread scratch, never as a whole matrix.
 
 `multiply` and `multiply_back` work on addresses and one thread, for other kernels; `product` and `product_back`
 on arrays. Kinds are those of `dequantize`; w is u8 (N, row bytes). The partition into tasks is a function of the
@@ -28,11 +28,11 @@ from packtrain.kernels.simd import (
 )
 
 i64, f32, void = types.int64, types.float32, types.void
-ROWS = 512  # rows of x for which a panel is unpacked once
-FEW_ROWS, SUMS = 4, 64  # up to so many rows go by dot products
-LINE = 256 + PANEL  # scratch: the values of a long block, and room behind them
+ROWS = 512  # rows of x that share one dequantized panel
+FEW_ROWS, SUMS = 4, 64  # up to this many rows use dot products
+LINE = 256 + PANEL  # scratch: the values of a long block, and space after them
 WIDE = DEPTH * 256  # scratch of `multiply_back`: as many columns as a block can have
-UNPACKING = 16  # multiply-adds that unpacking a value is worth
+UNPACKING = 16  # dequantizing a value costs as much as this many multiply-adds
 TASK = 1 << 20  # multiply-adds of one task, unless that makes more than MOST_TASKS
 MOST_TASKS, LEAST_TASKS = 64, 6
 LEAST_ROWS, LEAST_COLUMNS = 128, 128  # of a task of `product_back`
@@ -90,7 +90,7 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx):
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
 def dots(y, x, kind, w, add, start, stop):
-    """y[:, start:stop] = x @ w[start:stop].T for up to 4 rows: every block is read and unpacked once."""
+    """y[:, start:stop] = x @ w[start:stop].T for up to 4 rows: every block is read and dequantized once."""
     m, k = x.shape
     nbytes, n = w.shape[1], y.shape[1]
     line, sums = scratch(LINE), scratch(SUMS)
@@ -142,7 +142,7 @@ def product(y, x, kind, w, add):
         w  (N, row bytes)  packed
         y  (M, N)          f32
 
-    Up to 4 rows go by dot products, bound by reading w once.
+    Up to 4 rows use dot products, bound by reading w once.
     """
     m, k = x.shape
     n = w.shape[0]

@@ -1,8 +1,9 @@
-"""Exact search for offsets below a height: depth first, each buffer where it can lie lowest.
+"""Exact search for offsets below a height: depth first, each buffer at the lowest possible offset.
 
 A key is 38 bits of the lowest offset still possible, 12 of rank, 12 of number: buffers not yet placed form a
-frame of the stack, sorted by key. The next to be placed is never lower than the one before (canonical order;
-Moffitt 2023, doi 10.1145/3623278.3624752). Where nothing crosses any more, the sides are searched apart.
+frame of the stack, sorted by key. The next buffer is never placed lower than the previous one (canonical
+order; Moffitt 2023, doi 10.1145/3623278.3624752). Where no unplaced buffer crosses, both sides are searched
+separately.
 """
 
 from numba import types
@@ -15,7 +16,7 @@ line, table = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 NONE, FOUND, STOPPED = 0, 1, 2
 BITS = 12
 NUMBER = (1 << BITS) - 1
-LOW = 2 * BITS  # where the offset begins
+LOW = 2 * BITS  # the first bit of the offset
 HIGHEST = (1 << 38) - 1
 FIRST, LAST, SIZE, RANK = 0, 1, 2, 3  # rows of buffers
 TOTAL, CROSSING, FILLED = (
@@ -27,7 +28,7 @@ TOTAL, CROSSING, FILLED = (
 
 @kernel(void(line, i64, i64))
 def sort(keys, start, stop):
-    """Shell's sort: short, in place, and fast for the few hundred keys of a frame."""
+    """Shellsort: short, in place, and fast for the few hundred keys of a frame."""
     gap = 1
     while 3 * gap + 1 < stop - start:
         gap = 3 * gap + 1
@@ -43,7 +44,7 @@ def sort(keys, start, stop):
 
 @kernel(boolean(table, line, i64, i64, i64))
 def lay(buffers, stack, top, count, c):
-    """Lay buffer c of the frame down: the others go behind the frame, on top of it where they meet it. Do any?"""
+    """Place buffer c of the frame; the others form the next frame, lifted if they overlap it. Returns if any do."""
     i = stack[top + c] & NUMBER
     floor = ((stack[top + c] >> LOW) + buffers[SIZE, i]) << LOW
     start, high = top + count, top + 2 * count
@@ -64,7 +65,7 @@ def lay(buffers, stack, top, count, c):
             end += 1
     sort(stack, high, raised)
     to = start + count - 2
-    while raised > high:  # merge the two from behind
+    while raised > high:  # merge the two from the end
         if end > start and stack[end - 1] > stack[raised - 1]:
             end -= 1
             stack[to] = stack[end]
@@ -77,7 +78,7 @@ def lay(buffers, stack, top, count, c):
 
 @part(boolean(table, table, i64, i64, i64), forceinline=False)
 def stays_under(buffers, sections, i, low, target):
-    """Add buffer i to its sections; whether all that lies at `low` or higher still ends below the target."""
+    """Add buffer i to its sections; returns whether everything at `low` or higher still ends below the target."""
     most = 0
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
         sections[FILLED, s] += buffers[SIZE, i]
@@ -89,8 +90,8 @@ def stays_under(buffers, sections, i, low, target):
 def fits(buffers, sections, stack, top, count, left, right, least, target):
     """Whether a frame may still end below the target, if none of it will be placed before key `least`.
 
-    In each section, what cannot lie lower than h takes its bytes above h, for every h. Buffers before `least`
-    will be lifted by one that lies on its offset or higher.
+    In each section, buffers that cannot be placed below h need their bytes above h, for every h. Buffers before
+    `least` will be lifted by one at its offset or higher.
     """
     for s in range(left, right):
         sections[FILLED, s] = 0
@@ -113,7 +114,7 @@ def fits(buffers, sections, stack, top, count, left, right, least, target):
 
 @kernel(i64(table, table, line, i64, i64, i64, i64, i64, line))
 def choose(buffers, sections, stack, top, count, to, left, right, lows):
-    """A frame of those between two edges, ranked anew: by RANK, then by the fullest of their sections, then number."""
+    """A frame of the buffers between two edges, ranked by RANK, then by the fullest of their sections, then number."""
     end = to
     for d in range(top, top + count):
         i = stack[d] & NUMBER
@@ -134,7 +135,7 @@ def choose(buffers, sections, stack, top, count, to, left, right, lows):
 
 @part(void(table, table, i64, i64), forceinline=False)
 def count_in(buffers, sections, i, sign):
-    """Add buffer i to what is not yet placed, or take it away."""
+    """Add buffer i to the unplaced ones, or remove it."""
     for s in range(buffers[FIRST, i], buffers[LAST, i]):
         sections[TOTAL, s] += sign * buffers[SIZE, i]
     for s in range(buffers[FIRST, i] + 1, buffers[LAST, i]):
@@ -143,7 +144,7 @@ def count_in(buffers, sections, i, sign):
 
 @part(i64(table, i64, i64), forceinline=False)
 def edge(sections, after, right):
-    """The next section that no buffer enters from its left; `right` if there is none before."""
+    """The next section that no buffer enters from its left; or `right`."""
     for s in range(after + 1, right):
         if sections[CROSSING, s] == 0:
             return s
@@ -152,7 +153,7 @@ def edge(sections, after, right):
 
 @part(boolean(table, line, i64, i64), forceinline=False)
 def has_twin(buffers, stack, top, c):
-    """Whether an equal buffer that can lie as low comes earlier in the frame: then that one goes first."""
+    """Whether an equal buffer that can be as low comes earlier in the frame, and so must be placed first."""
     i = stack[top + c] & NUMBER
     for d in range(top + c - 1, top - 1, -1):
         if stack[d] >> LOW != stack[top + c] >> LOW:
@@ -166,7 +167,7 @@ def has_twin(buffers, stack, top, c):
 
 @part(i64(table, line, i64, i64), forceinline=False)
 def lowest_top(buffers, stack, top, count):
-    """The lowest end that a buffer of the frame can have: another that began above would leave room for it."""
+    """The lowest end that a buffer of the frame can have: one that began above it would leave room for it."""
     lowest = HIGHEST
     for d in range(top, top + count):
         lowest = min(lowest, (stack[d] >> LOW) + buffers[SIZE, stack[d] & NUMBER])
@@ -175,7 +176,7 @@ def lowest_top(buffers, stack, top, count):
 
 @kernel(i64(table, table, line, i64, i64, i64, i64, i64, i64, table, line))
 def search(buffers, sections, stack, top, count, left, right, least, target, offsets, work):
-    """Place a frame, from key `least` on: FOUND with offsets[0] filled in, NONE, or STOPPED for want of work."""
+    """Place a frame, from key `least` on: FOUND with offsets[0] filled in, NONE, or STOPPED when `work` runs out."""
     roof = lowest_top(buffers, stack, top, count)
     behind = top + count
     for c in range(count):
@@ -213,13 +214,13 @@ def search(buffers, sections, stack, top, count, left, right, least, target, off
 
 @kernel(i64(table, i64, table, line, table, line))
 def pack(buffers, target, sections, stack, offsets, work):
-    """Offsets below a target height, in units: FOUND, or NONE if there are none, or STOPPED for want of work.
+    """Offsets below a target height, in units: FOUND, or NONE if there are none, or STOPPED when `work` runs out.
 
     buffers   (4, n)            first section, one past the last, size, rank; by number
     sections  (3, S)            zeros
     stack     (n * (n + 4),)    scratch
     offsets   (2, n)            the result and scratch
-    work      (1,)              buffers that may be looked at; what is left of it
+    work      (1,)              limit of visited buffers; decremented
     """
     n, count = buffers.shape[1], sections.shape[1]
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Rows of f32 to packed ones, as the rooms of types say. Values must be finite. Kinds are ggml's numbers of types."""
+"""Quantizes rows of f32, with the functions of types/. Values must be finite. Kinds are ggml's type numbers."""
 
 from numba import types
 

@@ -1,6 +1,6 @@
-"""What rooms of types say, compiled: a function for each type, and the choice between them by a type's number.
+"""Compiles the functions of types/, and dispatches between them by type number.
 
-The words that rooms use are explained by modules that know them; see types/words.py.
+The placeholders in types/words.py get their meaning here.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ MEANT[tuple[np.float32, np.float32]] = types.UniTuple(f32, 2)
 
 
 def explain(*modules):
-    """Let the words that rooms use mean what these modules call so."""
+    """Bind the placeholders of types/words.py to functions of these modules."""
     for name, word in ASKED.items():
         for module in modules:
             if hasattr(module, name):
@@ -37,13 +37,13 @@ def numba_type(value):
 
 
 def from_rooms(role, decorator):
-    """The functions of a role by their types, compiled for the module that asks, with all that they call."""
+    """The functions of a role by type, compiled for the calling module, with all that they call."""
     done = {}
     return {t: compiled(t.code[role], decorator, done) for t in DTYPES.values() if role in t.code}
 
 
 def compiled(code, decorator, done):
-    """A function of a room, and before it those of the room that it calls."""
+    """Compile a function of types/, and first those that it calls."""
     if code not in done:
         for other in map(code.function.__globals__.get, code.function.__code__.co_names):
             if isinstance(other, Code):

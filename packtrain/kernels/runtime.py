@@ -1,8 +1,7 @@
 """The policy of compiled code, set once, before the first kernel module loads.
 
-Threads from affinity, cgroup quota and the user's own variables; OpenMP bound to cores; one BLAS
-thread; kernels in a cache directory of their own, filled by a short-lived child. Importing this
-loads neither numba nor numpy.
+Number of threads from affinity, cgroup quota and environment variables; OpenMP bound to cores; one BLAS
+thread; a cache folder for kernels, filled by a short-lived child. Importing this loads neither numba nor numpy.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ class Blas:
 
 
 def allowed_cpus() -> int:
-    """The cores that affinity and the cgroup quota (v2, v1) leave to this process."""
+    """The number of cores that affinity and the cgroup quota (v2, v1) allow this process."""
     bound = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     count = len(bound) or os.cpu_count() or 1
     root = Path("/sys/fs/cgroup")
@@ -50,7 +49,7 @@ def allowed_cpus() -> int:
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Set variables the user has not set, and take them back afterwards."""
+    """Set environment variables the user has not set, and restore them afterwards."""
     ours = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -62,7 +61,7 @@ def environment(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def affinity_kept() -> Iterator[None]:
-    """Give the calling thread the cores back that it had."""
+    """Restore the CPU affinity of the calling thread afterwards."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -77,9 +76,9 @@ def affinity_kept() -> Iterator[None]:
 def start_threads() -> None:
     """Choose the thread pool: OpenMP bound to cores, else numba's workqueue.
 
-    Unbound, the first parallel region after 20 ms of idling cost 7 ms. Threads that wait spin for a
-    microsecond only: as fast alone, and twice as fast where another process has one of two cores.
-    Variables and binding of this thread are taken back once libgomp has loaded: else children
+    Unbound, the first parallel region after 20 ms of idling cost 7 ms. Waiting threads spin for only
+    a microsecond: as fast alone, and twice as fast if another process uses one of two cores.
+    Variables and binding of this thread are restored once libgomp has loaded: otherwise children
     inherit one core.
     """
     count = allowed_cpus()
@@ -121,7 +120,7 @@ def blas() -> Blas | None:
 
 @cache
 def platform_parts() -> tuple[str, ...]:
-    """What all compiled code depends on beside its source."""
+    """What all compiled code depends on in addition to its source."""
     import llvmlite
     import llvmlite.binding
     import numba
@@ -140,25 +139,25 @@ def platform_parts() -> tuple[str, ...]:
 
 
 def cache_root() -> Path:
-    """The user's cache folder by the rule of the platform."""
+    """The user's cache folder, by the platform's convention."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "packtrain"
     if platform.system() == "Windows" and os.environ.get("LOCALAPPDATA"):
         return Path(os.environ["LOCALAPPDATA"]) / "packtrain/cache"
     try:
         home = Path.home()
-    except RuntimeError:  # a user that the system does not know, as in some containers
+    except RuntimeError:  # a user unknown to the system, as in some containers
         return Path(tempfile.gettempdir()) / f"packtrain-{os.getuid()}"
     return home / ("Library/Caches" if platform.system() == "Darwin" else ".cache") / "packtrain"
 
 
 def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may be reading any more
+    with contextlib.suppress(OSError):  # stderr may be closed
         print(f"packtrain: {text}", file=sys.stderr, flush=True)
 
 
 def refusal(root: Path) -> str | None:
-    """Why no files can be made in this folder, which is made if it is not there; None if they can."""
+    """Why no files can be created in this folder (created if missing); None if they can."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -168,7 +167,7 @@ def refusal(root: Path) -> str | None:
 
 
 def writable(root: Path) -> Path:
-    """`root`, or a temporary folder that goes with the process, said in one line."""
+    """`root`, or with a message a temporary folder that is deleted at exit."""
     why = refusal(root)
     if why is None:
         return root
@@ -176,12 +175,12 @@ def writable(root: Path) -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="packtrain-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    say(f"cannot write {root} ({why}); it goes to {folder} this time")
+    say(f"cannot write {root} ({why}); using {folder} this time")
     return folder
 
 
 def threads() -> int:
-    """How many threads kernels use."""
+    """The number of threads that kernels use."""
     start_threads()
     import numba
 

@@ -29,7 +29,7 @@ RUN = 64 * LANES  # elements added in f32 lanes before they go to f64
 
 @part(f32x16(i64, i64, i64, i64, f32))
 def masked(x, mask, i, left, scale):
-    """scale * x + mask, -inf beyond `left` lanes; rows by address, since arrays would be counted."""
+    """scale * x + mask, -inf beyond `left` lanes; rows by address, because arrays would be reference-counted."""
     v = load_part(x, i, left) * scale
     if mask:
         v += load_part(mask, i, left)
@@ -71,7 +71,7 @@ def soft_max(y, x, mask, scale):
     x, y  (N, C)  f32
     mask  (M, C)  f32, N a multiple of M, row i takes mask[i % M]; or (0, 0) for none
 
-    A row masked as a whole (-inf) gives zeros.
+    A fully masked row (-inf) gives zeros.
     """
     n, width = x.shape
     if x.size <= SERIAL:

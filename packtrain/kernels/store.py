@@ -1,7 +1,7 @@
-"""Where compiled kernels are kept: a folder for each module, named after all that its code depends on.
+"""The cache of compiled kernels: a folder for each module, named by a hash of everything that its code depends on.
 
-Once the file COMPLETE is in a folder it is only read, whoever wrote it: a cache that an image or another user brings
-may be read-only. What is missing there goes to a folder of the user's own.
+A folder with the file COMPLETE is only read: a cache from a container image or another user may be read-only.
+Missing modules are compiled into the user's own folder.
 """
 
 import ast
@@ -20,7 +20,7 @@ from pathlib import Path
 from packtrain.kernels.runtime import cache_root, platform_parts, refusal, writable
 
 FOLDER = Path(__file__).parent
-# the kernel modules, with those that each imports, so that none is read to know; a test compares
+# the kernel modules with their imports, listed so that no file need be read; a test compares
 MADE_OF = {
     "attention": "attention_few call online simd tile visible",
     "attention_back": "attention call online simd tile visible",
@@ -52,15 +52,19 @@ MADE_OF = {
     "windows": "call simd",
 }
 TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
-ROLES = {"dequantize": "unpack", "dots": "dot", "quantize": "pack"}  # modules of what types do
+ROLES = {
+    "dequantize": "unpack",
+    "dots": "dot",
+    "quantize": "pack",
+}  # module -> function of a type that it compiles
 COMPLETE = "complete"
 DAYS_KEPT = 30
-given: Path | None = None  # in a compiling child: where its parent wants the results
+given: Path | None = None  # in a compiling child: the folder for results
 
 
 @cache
 def modules() -> list[str]:
-    """The kernel modules; those that most others are made of first, then the largest."""
+    """The kernel modules, those that most others import first, then the largest."""
     users = {name: sum(name in needed(other) for other in MADE_OF) for name in MADE_OF}
     sizes = {name: (FOLDER / f"{name}.py").stat().st_size for name in MADE_OF}
     return sorted(MADE_OF, key=lambda name: (-users[name], -sizes[name]))
@@ -68,12 +72,12 @@ def modules() -> list[str]:
 
 @cache
 def needed(name: str) -> frozenset[str]:
-    """The kernel modules that this one is made of: itself and all that it imports."""
+    """This kernel module and all that it imports."""
     return frozenset([name]).union(*map(needed, MADE_OF[name].split()))
 
 
 def fingerprint(name: str) -> str:
-    """Everything a module's code depends on: the platform and the text of the sources, not where they lie."""
+    """Hash of everything a module's code depends on: the platform and the sources, not their location."""
     parts = list(platform_parts())
     for one in sorted(needed(name)):
         parts += [one, (FOLDER / f"{one}.py").read_text(encoding="utf-8")]
@@ -83,7 +87,7 @@ def fingerprint(name: str) -> str:
 
 
 def of_role(file: Path, role: str) -> str:
-    """What a role's code in a room depends on: all but the functions of other roles, and those that only they call."""
+    """The source in a types/ file that a role depends on: all but functions used only by other roles."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.decorator_list]
     for_role = [
@@ -104,7 +108,7 @@ def folder_name(name: str) -> str:
 
 
 def own_folder(make: bool = False) -> list[Path]:
-    """A folder for this user's kernels among temporary files, where nobody else can put any; none if there is none."""
+    """A temporary folder for this user's kernels that nobody else can write; empty if there is none."""
     if not hasattr(os, "getuid"):
         return []
     folder = Path(tempfile.gettempdir()) / f"packtrain-{os.getuid()}"
@@ -123,13 +127,13 @@ def own_folder(make: bool = False) -> list[Path]:
 
 @cache
 def roots() -> list[Path]:
-    """Where compiled modules may be, the usual place first."""
+    """Folders that may have compiled modules, the usual one first."""
     return [given] if given else [cache_root() / "kernels", *own_folder()]
 
 
 @cache
 def target() -> Path:
-    """Where missing modules are compiled to: the usual place, or one that the next command finds, or neither."""
+    """Where to compile missing modules to: the usual folder, one that later commands find, or a temporary one."""
     if given:
         return given
     usual = cache_root() / "kernels"
@@ -141,7 +145,7 @@ def target() -> Path:
 
 
 def complete(name: str) -> Path | None:
-    """The folder with all of a module's compiled code, if there is one."""
+    """The folder with a module's complete compiled code, or None."""
     folders = (root / folder_name(name) for root in roots())
     return next((folder for folder in folders if (folder / COMPLETE).exists()), None)
 
@@ -152,7 +156,7 @@ def folder_of(name: str) -> Path:
 
 
 def missing(names: Collection[str]) -> list[str]:
-    """Those of these modules, and of all that they need, that are not compiled."""
+    """Those of these modules, and of the modules that they need, that are not compiled."""
     wanted = frozenset[str]().union(*(needed(name) for name in names))
     return [name for name in modules() if name in wanted and complete(name) is None]
 
@@ -168,7 +172,7 @@ def sweep(root: Path) -> None:
 
 @contextlib.contextmanager
 def numba_cache(folder: Path) -> Iterator[None]:
-    """Let numba keep what it compiles in `folder` meanwhile; the user's own numba code keeps its place."""
+    """Inside the block numba caches in `folder`; the user's own numba code keeps its cache."""
     caching = importlib.import_module("numba.core.caching")
     locator = importlib.import_module(f"{__package__}.locator").InFolder
     before, locator.folder = caching.CacheImpl._locator_classes, str(folder)

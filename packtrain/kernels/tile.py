@@ -1,6 +1,6 @@
 """Register tiles written as LLVM IR: small products and a transpose, on addresses.
 
-Rows are `ld` floats apart; columns behind the last full vector are read and written under a mask.
+Rows are `ld` floats apart; columns after the last full vector are read and written under a mask.
 """
 
 from llvmlite import ir
@@ -26,7 +26,7 @@ POINTER = ir.PointerType()
 PRODUCT = types.void(*[types.int64] * 9, types.boolean)
 TURN = types.void(*[types.int64] * 8)
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
-HEIGHTS = (12, 4, 1)  # rows of a tile: 24 sums, 2 columns and a spread fill 32 registers
+HEIGHTS = (12, 4, 1)  # rows of a tile: 24 sums, 2 columns and a broadcast value fill 32 registers
 
 
 def at(builder, base, row, stride, column):
@@ -149,7 +149,7 @@ def intrinsic_of(count, sig, codegen):
     return intrinsic(lambda typingctx, a, b, c, d, e, f, g, h, i, j: (sig, codegen))
 
 
-# functions on pointers within a kernel: from addresses LLVM makes slower loops, attention_back took twice as long
+# functions on pointers within a kernel: with addresses LLVM generates slower loops (attention_back: twice as slow)
 product_by_rows = compiled(
     "packtrain_rows_product",
     lambda builder, *args: emit_product(builder, False, *args),
@@ -171,7 +171,7 @@ def rows_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
 
 @kernel(PRODUCT)
 def columns_product(m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """The same where a lies by columns: a[i, k] at a + k * lda + i."""
+    """The same with a stored by columns: a[i, k] at a + k * lda + i."""
     product_by_columns(m, n, depth, c, ldc, a, lda, b, ldb, add)
 
 

@@ -1,6 +1,6 @@
 """Optimizer steps in one pass over weight, gradient and state.
 
-A weight comes as bytes: f32, or bf16, of which a part at a time is unpacked, stepped and rounded at random.
+A weight is passed as bytes: f32, or bf16, of which a part at a time is converted, updated and rounded stochastically.
 """
 
 import math
@@ -36,7 +36,7 @@ from packtrain.kernels.simd import (
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
 BLOCK = 1 << 13
-PART = 1 << 10  # elements of a bf16 weight that are f32 at a time
+PART = 1 << 10  # elements of a bf16 weight converted to f32 at a time
 
 bytes1 = types.Array(types.uint8, 1, "C")
 words_at = reading(sixteen(I32), i32x16, lambda builder, v: v)
@@ -45,10 +45,10 @@ put_shorts = writing(i32x16, lambda builder, v: builder.trunc(v, sixteen(I16)))
 
 @kernel(void(i64, i64, i64, i64, i64))
 def round_at_random(w, part, key, first, n):
-    """n f32 at the address `part`, elements `first` and on of a tensor, to bf16 at `w`; `part` is used up.
+    """n f32 at the address `part`, elements `first` and on of a tensor, to bf16 at `w`; overwrites `part`.
 
-    16 random bits are added to the 16 that go, and what carries is kept: up and down even out. There is no sum of
-    vectors of bits, so the random ones come negative.
+    Stochastic rounding: 16 random bits are added to the 16 that are dropped, and the carry is kept. Vectors of bits
+    have no addition, so the random ones are negated.
     """
     for i in range(0, n, LANES):
         less = to_bits(uniform(key, first + i) * -65536.0)
@@ -107,7 +107,7 @@ def adamw(kind, w, g, m, v, hyper, decay, gate, key):
     hyper       (7,)  f32: lr, b1, b2, eps, wd, c1 = 1 - b1**t, c2 = 1 - b2**t
     decay             f32: 0 or 1
     gate        (1,)  f32, or (0,) for 1; if it is not finite nothing changes
-    key               i64: of the random numbers by which a bf16 is rounded, see counter
+    key               i64: key of bf16's stochastic rounding, see counter
     """
     factor = gate[0] if gate.size else f32(1.0)
     if not math.isfinite(factor):
@@ -151,7 +151,7 @@ def sgd(kind, w, g, hyper, decay, gate, key):
     hyper  (2,)  f32: lr, wd
     decay        f32: 0 or 1
     gate   (1,)  f32, or (0,) for 1; if it is not finite nothing changes
-    key          i64: of the random numbers by which a bf16 is rounded, see counter
+    key          i64: key of bf16's stochastic rounding, see counter
     """
     factor = gate[0] if gate.size else f32(1.0)
     if not math.isfinite(factor):

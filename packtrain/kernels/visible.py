@@ -1,6 +1,6 @@
-"""Which keys the queries of a block see: by position, by sequence, by block and one by one.
+"""The attention mask: which keys the queries of a block see, by position and sequence, for blocks and single keys.
 
-A query sees keys of its own sequence up to its own position, as many as the window holds (0: all). Positions
+A query sees keys of its own sequence up to its own position, within the window (0: no window). Positions
 and sequences are int32 (batch, index); of size 0, positions are the indices and sequences are all equal.
 """
 
@@ -26,7 +26,7 @@ from packtrain.kernels.tile import POINTER, at
 QUERIES = 64  # queries in a block, at most
 PLACES = 3 * QUERIES
 EARLIEST, BEYOND = -(1 << 31), 1 << 31
-NO, SOME, ALL = 0, 1, 2  # what the queries of a block see of a block of keys
+NO, SOME, ALL = 0, 1, 2  # how much of a block of keys the queries of a block see
 
 i64 = types.int64
 ids2 = types.Array(types.int32, 2, "C", readonly=True)
@@ -48,7 +48,7 @@ def poke_int(typingctx, y, i, value):
 
 @intrinsic
 def shown(typingctx, score, places, i, key_position, key_sequence):
-    """Scores of queries i .. i + 15, -inf where a query does not see the key."""
+    """Scores of queries i .. i + 15, -inf where masked."""
 
     def codegen(context, builder, sig, args):
         score, places, i, *key = args
@@ -70,15 +70,15 @@ def shown(typingctx, score, places, i, key_position, key_sequence):
 
 @part(i64(i64, i64))
 def earliest(position, window):
-    """The first position that is seen from there."""
+    """The first position visible from `position`."""
     return max(position - window + 1, EARLIEST) if window else EARLIEST
 
 
 @kernel(span(i64, ids2, ids2, i64, i64, i64, i64))
 def place_queries(places, q_pos, q_seq, b, first, rows, window):
-    """Write positions, sequences and earliest positions of a block of queries; returns what they span.
+    """Write positions, sequences and earliest positions of a block of queries; returns their span.
 
-    places  (3, QUERIES)  i32; no key is visible from behind the rows
+    places  (3, QUERIES)  i32; lanes beyond the rows see no key
 
     The span: the least and largest position, the least and largest sequence, and the window.
     """
@@ -98,7 +98,7 @@ def place_queries(places, q_pos, q_seq, b, first, rows, window):
 
 @kernel(i64(span, ids2, ids2, i64, i64, i64))
 def sight(span, k_pos, k_seq, b, first, count):
-    """What the queries of that span can see of a block of keys."""
+    """How much of a block of keys the queries of that span can see."""
     low_pos, high_pos, low_seq, high_seq, window = span
     low, high, start, stop = first, first + count - 1, 0, 0
     if k_pos.size:
@@ -117,7 +117,7 @@ def sight(span, k_pos, k_seq, b, first, count):
 
 @kernel(types.void(i64, i64, i64, ids2, ids2, i64, i64, i64))
 def hide(scores, lanes, places, k_pos, k_seq, b, first, count):
-    """-inf in scores (count, lanes) where the query does not see the key."""
+    """Set scores (count, lanes) to -inf where masked."""
     for j in range(count):
         position = i64(k_pos[b, first + j]) if k_pos.size else first + j
         sequence = i64(k_seq[b, first + j]) if k_seq.size else 0

@@ -1,1 +1,1 @@
-"""Element types, a room for each family: what a type is stands there and nowhere else. `dtypes` lists them."""
+"""Element types, one module for each family, with everything about its types. `dtypes` lists them."""

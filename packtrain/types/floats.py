@@ -1,4 +1,4 @@
-"""Numbers with a point: f32, f64, f16 and bf16."""
+"""Floating-point types: f32, f64, f16 and bf16."""
 
 from packtrain.types.room import packed, scalar
 from packtrain.types.words import (
@@ -84,4 +84,6 @@ def dot_bf16(x, w, n):
 def pack_bf16(y, x, n):
     for i in range(n):
         word = word_at(x, i)
-        put_short(y, i, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)  # to the nearest, ties to even
+        put_short(
+            y, i, (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        )  # round to nearest, ties to even

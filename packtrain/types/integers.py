@@ -1,4 +1,4 @@
-"""Whole numbers: ids, masks and counts. Nothing is trained in them."""
+"""Integers: ids, masks and counts; never trained."""
 
 from packtrain.types.room import scalar
 

@@ -1,4 +1,4 @@
-"""The I types: codes choose from tables instead of counting steps. Formats: ggml-common.h."""
+"""The IQ types: codes index tables of values. Formats: ggml-common.h."""
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from packtrain.types.words import (
 )
 
 f32 = np.float32
-# the sixteen values that iq4_nl and iq4_xs choose from
+# the sixteen values of iq4_nl and iq4_xs
 NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], f32)
-# what the 512 indices of iq3_s stand for: four odd values from 1 to 15 each, of which the upper three bits are written
+# the values of iq3_s's 512 indices: four odd values from 1 to 15 each, of which the upper three bits are written
 BITS_S = np.unpackbits(np.frombuffer(bytes.fromhex(
     "000200400a00e00040240440840c40080280a806c0100500b00f003407401805803c09c0fc0008208408808048248a48"
     "088688e882c8ac8908388b885c8010210a10e10050650c50290a900d08d0510b10f103507501d07d0618258a58098498"

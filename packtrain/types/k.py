@@ -1,8 +1,8 @@
-"""The K types: blocks of 256 whose groups have scales of their own, which are packed, too.
+"""The K types: blocks of 256 values in groups, each with its own scale, which is quantized, too.
 
-q4_K, q5_K and q6_K are written, after ggml's published search: a group's scale (and offset) is the weighted
-least-squares fit to the codes that trial scales give, the best of about twenty. Then the scales are packed themselves,
-and codes chosen for what was kept of them. Formats: ggml-common.h.
+q4_K, q5_K and q6_K can be written, by ggml's search: a group's scale (and offset) is the weighted least-squares fit to
+the codes of trial scales, the best of about twenty. Then the scales are quantized, and codes are chosen for the
+quantized scales. Formats: ggml-common.h.
 """
 
 import numpy as np
@@ -39,11 +39,11 @@ from packtrain.types.words import (
 
 f32 = np.float32
 GROUPS = 8  # of 32 values; q6_K has twice as many of 16
-NOTHING = 1e-15  # q6_K: where no value is larger there are zeros
+NOTHING = 1e-15  # q6_K: a group without larger values is all zeros
 
 
 def scales_and_lows(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Of q4_K and q5_K: six bits each, of which the last four groups' upper two stand apart; lows are below 0."""
+    """Scales and lows of q4_K and q5_K: six bits each; the last four groups' upper bits are stored apart; lows <= 0."""
     first, second, rest = (raw[..., at : at + 4] for at in (4, 8, 12))
     d = np.concatenate((first & 63, (rest & 15) | (first >> 6 << 4)), axis=-1)
     m = np.concatenate((second & 63, (rest >> 4) | (second >> 6 << 4)), axis=-1)
@@ -104,7 +104,7 @@ def unpack_q3_K(y, x, n):
             )
             scale = ((low & 15) | ((high & 3) << 4)) - 32
             q = (bytes_at(at, 32 + i // 8 * 32 + i % 2 * 16) >> (i % 8 // 2 * 2)) & 3
-            top = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is taken off
+            top = (bytes_at(at, i % 2 * 16) >> (i // 2)) & 1  # set where nothing is subtracted
             store(y, out + i * 16, to_floats((q | (top << 2)) - 4) * (d * f32(scale)))
 
 
@@ -231,9 +231,9 @@ def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
 
 @part
 def codes(y: int, x: int, group: int, lane: int, most: f32) -> Ints:
-    """Of 16 values, from `lane` on in a group, whose scale has been packed."""
+    """Codes of 16 values, from `lane` on in a group whose scale is quantized."""
     d, least = scale_and_least(y, group)
-    d = d if d > 0 else f32(1)  # where it is 0 codes do not count
+    d = d if d > 0 else f32(1)  # with a scale of 0 codes do not matter
     return to_bits(rounded((load(x + group * 128, lane) + least) / d, f32(0), most))
 
 
@@ -266,7 +266,7 @@ def pack_q5_K(y, x, n):
 
 @code
 def fit_even(x: int) -> f32:
-    """Scale of 16 values as codes -32 .. 31: a trial gives the extreme one 31.1 .. 32.9; errors weigh as squares."""
+    """Scale of 16 values as codes -32 .. 31; trials map the extreme to 31.1 .. 32.9, errors weighted by squares."""
     furthest, scale, best = extreme(x, 16), f32(0), f32(0)
     if abs(furthest) < NOTHING:
         return f32(0)
@@ -284,7 +284,7 @@ def fit_even(x: int) -> f32:
 
 @code
 def put_even_scales(y: int, x: int) -> None:
-    """The last 18 bytes of a q6_K block: sixteen scales and what they count in."""
+    """The last 18 bytes of a q6_K block: sixteen scales and their unit."""
     scales, furthest = scratch(16), f32(0)
     for i in range(2 * GROUPS):
         poke(scales, i, fit_even(x + i * 64))
@@ -297,7 +297,7 @@ def put_even_scales(y: int, x: int) -> None:
 
 @code
 def even_codes(y: int, x: int, i: int) -> Ints:
-    """Of the i-th 16 values, whose scale has been packed; 32 stands for zero."""
+    """Codes of the i-th 16 values, whose scale is quantized; 32 means zero."""
     d = half_at(y, 104) * f32(char_at(y, 192 + i))
     d = d if d != 0 else f32(1)
     return to_bits(rounded(load(x + i * 64, 0) / d, f32(-32), f32(31)) + 32.0)

@@ -1,6 +1,6 @@
 """ggml's first types: blocks of 32 values with one scale, and an offset in q4_1 and q5_1.
 
-Packed bit for bit as ggml's reference packs them. Formats: ggml-common.h.
+Quantized bit for bit as ggml's reference. Formats: ggml-common.h.
 """
 
 import numpy as np

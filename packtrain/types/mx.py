@@ -1,4 +1,4 @@
-"""Blocks of four-bit floats with a shared exponent, as microscaling hardware has them. Formats: ggml-common.h."""
+"""MXFP4: blocks of four-bit floats with a shared exponent (microscaling). Format: ggml-common.h."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from packtrain.types.legacy import q5_0
 from packtrain.types.room import packed
 from packtrain.types.words import as_floats, byte_at, bytes_at, load, pick, spread_bits, store
 
-# the sixteen values of four bits, doubled
+# the sixteen values of a code, doubled
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 mxfp4, nvfp4 = packed("mxfp4", 39, 32, 17, instead=q5_0), packed("nvfp4", 40, 64, 36)
 

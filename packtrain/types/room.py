@@ -1,7 +1,7 @@
-"""What one element type is: its sizes, its numbers in files, and how its blocks are read and written.
+"""The definition of an element type: its sizes, its numbers in files, and how its blocks are read and written.
 
 A type packs `block` consecutive elements of a row into `block_nbytes` bytes; scalars have block 1. In NumPy a block is
-a record of one field named after its type, so an array of blocks knows what it holds. Sizes and numbers are ggml's.
+a record of one field named after its type, so an array of blocks knows its type. Sizes and numbers are ggml's.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ KNOWN: dict[str, "Dtype"] = {}  # all types by name
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a block keeps its codes and scales, in bytes: value = code * step + low, for merging with data.
+    """Byte offsets of a block's codes and scales: value = code * step + low, for calibrated merging.
 
     group   values that share a step and a low
-    levels  of codes; above 64 a code is a byte with a sign
-    low     what code 0 stands for, in steps; None where the block has offsets of its own
-    halves  places of its f16: what steps count in, and what lows count in
-    quads   place of the low four bits of each code, in so many runs: of a run, the low half-bytes come first
-    high    place of the bits above, in so many runs: of a run, the lowest bits of its bytes come first
-    scales  the whole numbers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: one
+    levels  number of codes; above 64 a code is a signed byte
+    low     value of code 0, in steps; None if the block has its own offsets
+    halves  places of its f16 values: the units of steps and of lows
+    quads   place of the low four bits of each code, and number of runs: of a run, the low nibbles come first
+    high    place of the bits above, and number of runs: of a run, the lowest bits of its bytes come first
+    scales  the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
     """
 
     group: int
@@ -42,10 +42,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mix under llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
+    """A mix by llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
 
-    first   what the first tensors of two kinds get instead
-    spread  what they get in the first and last eighth of the blocks, and every third between
+    first   type of the first tensors of two kinds
+    spread  their type in the first and last eighth of the blocks, and every third between
     """
 
     name: str
@@ -57,13 +57,13 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dtype:
-    """One element type. There is one of each, also for what was pickled: they compare by identity.
+    """One element type. Each is a singleton, also when unpickled: they compare by identity.
 
-    number   in files: ggml.h, enum ggml_type; None if files have none of it
-    smaller  what llama-quantize takes where rows are no whole blocks of it
-    richer   what it takes for matrices that serve much more than others
-    instead  what is written for it where it can only be read: the next larger one of the same block
-    mixes    what files of it are called, the usual one last
+    number   in files: ggml.h, enum ggml_type; None if files cannot have it
+    smaller  llama-quantize's substitute if rows are not whole blocks
+    richer   llama-quantize's choice for matrices that are used more than others
+    instead  the type to write if this one can only be read: the next larger one with the same block
+    mixes    mixes with this type, the usual one last
     code     its kernels: unpack, dot and pack
     """
 
@@ -89,17 +89,17 @@ class Dtype:
         self.mixes.append(Mix(name, number, self, **instead))
 
     def unpack(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """(y, x, n): n blocks at x become f32 at y; of scalars n is any number. Addresses all."""
+        """Declare (y, x, n): n blocks (scalars: n values) at x become f32 at y. x and y are addresses."""
         self.code["unpack"] = Code(function)
         return function
 
     def dot(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """(x, w, n): the product of n f32 at x with as many packed ones at w; n is a multiple of 32 and of a block."""
+        """Declare (x, w, n): dot product of n f32 at x and n packed at w; n is a multiple of 32 and of a block."""
         self.code["dot"] = Code(function)
         return function
 
     def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """(y, x, n): f32 at x become n blocks at y; values are finite. A scale too small for f16 makes zeros."""
+        """Declare (y, x, n): finite f32 at x become n blocks at y. If the scale is too small for f16, zeros."""
         self.code["pack"] = Code(function)
         return function
 
@@ -137,10 +137,10 @@ def named(name: str) -> Dtype:
 
 
 def scalar(name: str, number: int | None, numpy: str) -> Dtype:
-    """A type that NumPy has."""
+    """Define a type that NumPy has."""
     return Dtype(name, number, 1, np.dtype(numpy).itemsize, np.dtype(numpy))
 
 
 def packed(name: str, number: int, block: int, nbytes: int, **more: Any) -> Dtype:
-    """A type of blocks."""
+    """Define a block type."""
     return Dtype(name, number, block, nbytes, np.dtype([(name, f"V{nbytes}")]), **more)

@@ -1,4 +1,4 @@
-"""Types of three values and fewer."""
+"""Types of three values or fewer."""
 
 from packtrain.types.room import packed
 

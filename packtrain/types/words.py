@@ -1,7 +1,7 @@
-"""The words of compiled code, before it is compiled: `from packtrain.types.words import load, half_at`.
+"""Placeholders for functions of compiled code: `from packtrain.types.words import load, half_at`.
 
-A room writes functions for kernels with words that `kernels.simd`, `bits` and `codes` explain. Nothing here loads
-numba: a word is an empty object until kernels are compiled, and then tells numba what it means.
+Files in types/ write kernel functions with names that `kernels.simd`, `bits` and `codes` define. Nothing here loads
+numba: a Word is an empty object until kernels are compiled, and then tells numba what it means.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Word:
 
 
 class Code(Word):
-    """A function of a room, to be compiled; int is i64, np.float32 f32, and Ints are vectors of 16 i32.
+    """A function in types/, to be compiled; int is i64, np.float32 f32, and Ints are vectors of 16 i32.
 
     inlined  into its callers; else it is compiled once, and called
     """
@@ -32,16 +32,16 @@ class Ints:
     """The type of 16 i32 in one register."""
 
 
-ASKED: dict[str, Word] = {}  # what rooms use
+ASKED: dict[str, Word] = {}  # names used in types/
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """A small function, which is inlined into those that call it."""
+    """Mark a small function, which is inlined into its callers."""
     return Code(function, inlined=True)
 
 
 def code(function: Callable[..., Any]) -> Any:
-    """A function that is compiled once."""
+    """Mark a function that is compiled once."""
     return Code(function)
 
 

@@ -18,7 +18,8 @@ from packtrain import kernels
 
 Ints = npt.NDArray[np.int64]
 
-ORDERS = ("TWA", "WAT", "TAW")  # largest first: T most bytes alive, W life, A life times size
+# largest first, by W life and A life times size: before and after the most bytes alive, which the kernel knows
+ORDERS = (("", "WA"), ("WA", ""), ("", "AW"))
 MOST = 4_095  # most buffers of a part; the search numbers them with 12 bits,
 HIGHEST = 1 << 37  # and units of height with 38
 WORK = 15_000_000  # limit of the total work, if no time is given: a second or two
@@ -146,17 +147,17 @@ class _Part:
         return self.height <= target
 
     def _search_in_order(
-        self, order: str, target: int, limit: int, budget: _Budget
+        self, by: tuple[str, str], target: int, limit: int, budget: _Budget
     ) -> tuple[int, Ints]:
-        """Run the kernel; returns its status and offsets. Buffers are sorted by T, W or A, see kernels/packing.py."""
+        """Run the kernel on the buffers, ranked and numbered `by` columns; returns its status and offsets."""
         width = self.end - self.start
         columns = {"W": -width, "A": -width * self.size}
-        head, tail = order.split("T")
-        numbered = np.lexsort([columns[k] for k in tail[::-1]] or [np.arange(len(width))])
+        ranked, numbered = by
+        order = np.lexsort([columns[k] for k in reversed(numbered)] or [np.arange(len(width))])
         first, last = _sections(self.start, self.end)
-        rank = _dense([columns[k][numbered] for k in head], len(width))
-        buffers = np.stack((first[numbered], last[numbered], self.size[numbered], rank))
-        n = len(numbered)
+        rank = _dense([columns[k][order] for k in ranked], len(width))
+        buffers = np.stack((first[order], last[order], self.size[order], rank))
+        n = len(order)
         offsets, stack = np.zeros((2, n), np.int64), np.empty(n * (n + 4), np.int64)
         sections = np.zeros((3, int(last.max()) + 1), np.int64)
         work = np.array([min(limit, max(budget.left, 1))])
@@ -165,7 +166,7 @@ class _Part:
         found = _deep(lambda: kernel.pack(buffers, target, sections, stack, offsets, work))
         budget.done += given - int(work[0])
         result = np.empty(n, np.int64)
-        result[numbered] = offsets[0]
+        result[order] = offsets[0]
         return found, result
 
 

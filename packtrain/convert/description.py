@@ -163,7 +163,7 @@ def _rope(c: Given, architecture: Architecture) -> Keys:
 
 def _factors(c: Given, head_width: int) -> dict[str, np.ndarray]:
     """Divisors of the rope frequencies as tensors."""
-    found, made = c.full_rotation(), {}
+    found, factors = c.full_rotation(), {}
     if c.scaling() == "llama3":
         return {FACTORS: _llama3(c, found, head_width)}
     for name, tensor in (("long", LONG), ("short", SHORT)) if c.scaling() == "longrope" else ():
@@ -171,8 +171,8 @@ def _factors(c: Given, head_width: int) -> dict[str, np.ndarray]:
         if not isinstance(listed, list) or len(listed) != count:
             raise c.wrong(f"rope_scaling.{name}_factor", listed, f"a list of {count} numbers")
         numbers = [c.number(f"rope_scaling.{name}_factor", n) for n in listed]
-        made[tensor] = np.array(numbers, np.float32)
-    return made
+        factors[tensor] = np.array(numbers, np.float32)
+    return factors
 
 
 def _llama3(c: Given, given: Mapping[str, Any], width: int) -> np.ndarray:

@@ -26,14 +26,14 @@ def parsed(path: Path, text: str | bytes, what: str) -> dict[str, Any]:
     """An object from JSON text; escaped lone surrogates are refused."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        made = json.loads(text)
+        value = json.loads(text)
         if "\\u" in text:
-            json.dumps(made, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {what} is not JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(made, dict):
+    if not isinstance(value, dict):
         raise InputError(f"{path}: {what} must be a JSON object")
-    return made
+    return value
 
 
 def as_object(value: Any) -> dict[str, Any]:

@@ -89,18 +89,18 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
     """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
     found, width = _Found(checkpoint), config.embedding_length
     embedding = found.take("model.embed_tokens.weight", (config.vocab_size, width))
-    made = [Tensor("token_embd.weight", (embedding,))]
+    tensors = [Tensor("token_embd.weight", (embedding,))]
     for i in range(config.block_count):
-        made += _block(found, i, config, family)
+        tensors += _block(found, i, config, family)
     norm = found.take("model.norm.weight", (width,))
-    made.append(Tensor("output_norm.weight", (norm,), shift=family.norm_shift))
+    tensors.append(Tensor("output_norm.weight", (norm,), shift=family.norm_shift))
     if config.tied:
         found.tensors.pop("lm_head.weight", None)  # some folders repeat the embedding
     else:
         head = found.take("lm_head.weight", (config.vocab_size, width))
-        made.append(Tensor("output.weight", (head,)))
+        tensors.append(Tensor("output.weight", (head,)))
     found.check_empty()
-    return made
+    return tensors
 
 
 def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:

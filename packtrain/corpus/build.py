@@ -99,11 +99,11 @@ def _vocabulary(text: Text, found: Survey, pieces: Iterable[Piece]) -> tuple[dic
         raise InputError(
             f"--data: {text.data}: the part for training has no text; the data must be longer"
         )
-    made = train_vocabulary(chain([first], texts), text.vocab_size, text.auto, found.nbytes)
+    trained = train_vocabulary(chain([first], texts), text.vocab_size, text.auto, found.nbytes)
     why = "trained on this text"
-    if _size(made) < text.vocab_size:
+    if _size(trained) < text.vocab_size:
         why = f"as many as {found.nbytes / 1e6:,.2f} MB of text support, of {text.vocab_size:,} at most"
-    return made, f"vocabulary: {_size(made):,} tokens, {why}"
+    return trained, f"vocabulary: {_size(trained):,} tokens, {why}"
 
 
 def _size(vocabulary: dict[str, Value]) -> int:
@@ -111,10 +111,10 @@ def _size(vocabulary: dict[str, Value]) -> int:
 
 
 def _tokenizer(text: Text, vocabulary: dict[str, Value]) -> Tokenizer:
-    made = Tokenizer({key: value.value for key, value in vocabulary.items()})
-    if made.bos is None or made.eos is None:
+    tokenizer = Tokenizer({key: value.value for key, value in vocabulary.items()})
+    if tokenizer.bos is None or tokenizer.eos is None:
         raise InputError(f"{text.vocab}: documents need a bos and an eos token; one is missing")
-    return made
+    return tokenizer
 
 
 def _write(

@@ -102,9 +102,9 @@ def _site(
                 for one in parts.values():
                     one.round_plainly()
                 continue
-            made = [one.power(moments.squares) for one in parts.values()]
+            powers = [one.power(moments.squares) for one in parts.values()]
             back = feedback(moments.squares, moments.shift)
-            for (name, one), right in zip(parts.items(), made, strict=True):
+            for (name, one), right in zip(parts.items(), powers, strict=True):
                 yield name, np.array([one.round(back), right])
 
 

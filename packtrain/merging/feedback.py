@@ -129,6 +129,6 @@ def invert_lower(a: np.ndarray) -> None:
 def product(a: np.ndarray, b: np.ndarray, onto: np.ndarray | None = None) -> np.ndarray:
     """a @ b (+ onto), f32, on all cores."""
     compiled: Any = kernels
-    made = np.empty((a.shape[0], b.shape[1]), np.float32) if onto is None else onto
-    compiled.matmul.product(made, a, b, onto is not None)
-    return made
+    result = np.empty((a.shape[0], b.shape[1]), np.float32) if onto is None else onto
+    compiled.matmul.product(result, a, b, onto is not None)
+    return result

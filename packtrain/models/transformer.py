@@ -51,12 +51,12 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
 
 def block_shapes(config: Config) -> Shapes:
     """Shapes of the weights of a block by their names within it, each followed by its bias if there is one."""
-    made: Shapes = {}
+    shapes: Shapes = {}
     for name, shape in (_attention_shapes(config) | _feed_forward_shapes(config)).items():
-        made[f"{name}.weight"] = shape
+        shapes[f"{name}.weight"] = shape
         if f"{name}.bias" in config.optional:
-            made[f"{name}.bias"] = shape[:1]
-    return made
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
 
 
 def _attention_shapes(config: Config) -> Shapes:
@@ -127,8 +127,8 @@ class Block:
         leaf = self.w[f"blk.{self.number}.{whole}.{kind}"]
         return leaf if length is None else ops.narrow(leaf, axis=0, start=start, length=length)
 
-    def named(self, name: str, made: Tensor) -> Tensor:
-        return named(f"blk.{self.number}.{name}", made)
+    def named(self, name: str, tensor: Tensor) -> Tensor:
+        return named(f"blk.{self.number}.{name}", tensor)
 
     def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) (+ acc)."""
@@ -226,12 +226,12 @@ def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables
     length = "long" if context > original else "short"
     factors = w.get("rope_freqs.weight", w.get(f"rope_factors_{length}.weight"))
     ropes = dict.fromkeys(config.rope_of(i) for i in range(config.block_count))
-    made: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+    tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
     for rope in (rope for rope in ropes if rope is not None):
         for_k = rope_table(config, rope, pos, factors)
         warmer = rope_table(config, rope, pos, factors, growth=(rate, original)) if rate else for_k
-        made[rope] = warmer, for_k
-    return made
+        tables[rope] = warmer, for_k
+    return tables
 
 
 def rope_table(
@@ -241,11 +241,11 @@ def rope_table(
     factors: Tensor | None,
     growth: tuple[float, int] = (0.0, 1),
 ) -> Tensor:
-    made = ops.rope_table(
+    table = ops.rope_table(
         pos, factors, dims=config.rope_width, base=rope.base, divisor=rope.divisor, blend=rope.blend,
         magnitude=rope.magnitude, growth=growth,
     )  # fmt: skip
-    return named("rope_table", made)
+    return named("rope_table", table)
 
 
 def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
@@ -338,10 +338,10 @@ def loss(
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
     x, weights = output_norm(config, w, last), input("weights", counted)
-    made = ops.linear_cross_entropy(
+    results = ops.linear_cross_entropy(
         x, head(w), targets, weights, chunk=chunk, softcap=config.final_softcap
     )
-    return Loss(named("loss", made[0]), named("losses", made[1]), [*chain(*layers)])
+    return Loss(named("loss", results[0]), named("losses", results[1]), [*chain(*layers)])
 
 
 def in_parts(

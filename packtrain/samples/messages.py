@@ -79,9 +79,9 @@ def _message(turn: Any, at: str) -> Message:
         content, calls = "", _json(content, f"{at}: the call", CALL)
     kept = {name: turn[name] for name in sorted(KEPT_FIELDS & set(turn))}
     if role == "assistant" and calls:
-        made = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
+        parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
         words = _content(content, at) if content else ""
-        return {"role": role, "content": words, **kept, "tool_calls": made}
+        return {"role": role, "content": words, **kept, "tool_calls": parsed_calls}
     return new_message(role, content, at) | kept
 
 
@@ -115,8 +115,8 @@ def _call(call: Any, at: str) -> Message:
         raise InputError(f"{at}: a tool call needs a name")
     if isinstance(arguments, str):
         arguments = arguments.strip() and _json(arguments, f"{at}: arguments", '{"city": "Oslo"}')
-    made = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
-    return {"id": call["id"], **made} if "id" in call else made
+    tool_call = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    return {"id": call["id"], **tool_call} if "id" in call else tool_call
 
 
 def _name_calls(messages: list[Message]) -> None:
@@ -139,7 +139,7 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise InputError(f"{where}: tools must be a list of objects, each with name and parameters")
-    made = []
+    functions = []
     for i, tool in enumerate(tools):
         at = f"{where}: tools[{i}]"
         tool = an_object(tool, at)
@@ -148,8 +148,8 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
             raise InputError(f"{at} has no name; it must be an object with name and parameters")
         given = {"name": "", "description": "", "parameters": {}} | function
         function = {key: given[key] for key in ("name", "description", "parameters")}
-        made.append({"type": "function", "function": function})
-    return made
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def _json(text: Any, at: str, like: str) -> Any:

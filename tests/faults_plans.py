@@ -250,7 +250,7 @@ def a_plan_that_serves_any_graph(patch: MonkeyPatch) -> None:
 
 @fault("run", partial(plan_checks.check_session, [0, 1, 2]))
 def outputs_that_are_no_copies(patch: MonkeyPatch) -> None:
-    patch.setattr(Host, "download", lambda self, array: array)
+    patch.setattr(Host, "read", lambda self, array: array)
 
 
 @fault("verifier", partial(plan_checks.check_rejected, "a workspace over an input"))

@@ -23,7 +23,8 @@ SKIP_BAD = (
 )
 CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SOURCES)}, or a file"
 DEVICE = (
-    "what computes, and whose memory holds the model; numpy is the specification, exact and slow"
+    "what computes, and whose memory holds the model; numpy is the specification, slow and with memory"
+    " beside the plan"
 )
 WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 

@@ -7,7 +7,7 @@ from one document to the next. It knows no model and no optimizer.
 import numpy as np
 
 from packtrain.corpus import Tokens
-from packtrain.training.order import Order
+from packtrain.training.order import Keys, item_at, keys_of
 
 OFFSET = 1  # salt of the offset at which an epoch begins to read
 
@@ -54,17 +54,17 @@ class Batches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
-        order = Order.of(self.seed, epoch)
-        offset = order(0, self.size, salt=OFFSET) if self.random_offsets else 0
+        keys = keys_of(self.seed, epoch)
+        offset = item_at(0, self.size, keys, OFFSET) if self.random_offsets else 0
         places = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._row(*self._window(place, order, offset)) for place in places]
+        rows = [self._row(*self._window(place, keys, offset)) for place in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _window(self, place: int, order: Order, offset: int) -> tuple[int, int]:
+    def _window(self, place: int, keys: Keys, offset: int) -> tuple[int, int]:
         """Start in the stream, and number of targets, of the window at a place in the epoch."""
         if place >= self.windows:
             return 0, 0
-        window = order(place, self.windows) if self.shuffle else place
+        window = item_at(place, self.windows, keys) if self.shuffle else place
         stretch = int(np.searchsorted(self._first, window, side="right")) - 1
         skipped = (window - int(self._first[stretch])) * self.time
         count = min(self.time, int(self._targets[stretch]) - skipped)

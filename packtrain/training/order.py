@@ -4,36 +4,31 @@ A Feistel network over the next power of four, walked until it is inside. Black 
 Arbitrary Finite Domains"; the rounds mix as splitmix64 does.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 ROUNDS = 8
 WORD = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Permutations of any number of items, from one key; each `salt` gives a different one."""
+Keys = tuple[int, ...]  # of an epoch: permutations of any number of items
 
-    keys: tuple[int, ...]
 
-    @classmethod
-    def of(cls, seed: int, epoch: int) -> "Order":
-        drawn = np.random.SeedSequence([seed % (1 << 64), epoch])
-        return cls(tuple(drawn.generate_state(ROUNDS, np.uint64).tolist()))
+def keys_of(seed: int, epoch: int) -> Keys:
+    drawn = np.random.SeedSequence([seed % (1 << 64), epoch])
+    return tuple(drawn.generate_state(ROUNDS, np.uint64).tolist())
 
-    def __call__(self, place: int, count: int, salt: int = 0) -> int:
-        """Which of `count` items comes at a place, 0 ≤ place < count."""
-        half = (count - 1).bit_length() + 1 >> 1
-        mask = (1 << half) - 1
-        while True:
-            left, right = place >> half, place & mask
-            for key in self.keys:
-                left, right = right, left ^ mixed(key + right ^ salt) & mask
-            place = left << half | right
-            if place < count:
-                return place
+
+def item_at(place: int, count: int, keys: Keys, salt: int = 0) -> int:
+    """Which of `count` items comes at a place, 0 ≤ place < count; each `salt` gives another order."""
+    half = (count - 1).bit_length() + 1 >> 1
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for key in keys:
+            left, right = right, left ^ mixed(key + right ^ salt) & mask
+        place = left << half | right
+        if place < count:
+            return place
 
 
 def mixed(z: int) -> int:

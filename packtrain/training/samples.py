@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from packtrain.samples import Samples
-from packtrain.training.order import Order
+from packtrain.training.order import Keys, item_at, keys_of
 
 SHORTEST = 256  # the shortest row, even if all samples are shorter
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
@@ -61,26 +61,26 @@ class SampleBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
-        order = Order.of(self.seed, epoch)
+        keys = keys_of(self.seed, epoch)
         places = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._row(self._samples_at(place, order)) for place in places]
+        rows = [self._row(self._samples_at(place, keys)) for place in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _samples_at(self, place: int, order: Order) -> list[int]:
+    def _samples_at(self, place: int, keys: Keys) -> list[int]:
         """The samples of the row at a place in the epoch."""
         if place >= self.windows:
             return []
-        row = order(place, self.windows) if self.shuffle else place
+        row = item_at(place, self.windows, keys) if self.shuffle else place
         ranks = self._places[self._first[row] : self._first[row + 1]].tolist()
-        return [int(self._order[self._swapped(rank, order)]) for rank in ranks]
+        return [int(self._order[self._swapped(rank, keys)]) for rank in ranks]
 
-    def _swapped(self, rank: int, order: Order) -> int:
+    def _swapped(self, rank: int, keys: Keys) -> int:
         """The rank of the sample that takes this place in this epoch: one of the same length."""
         if not (self.pack and self.shuffle):
             return rank
         here = self._shortness[rank]
         first, end = (int(np.searchsorted(self._shortness, here, side)) for side in SIDES)
-        return first + order(rank - first, end - first, salt=-int(here))
+        return first + item_at(rank - first, end - first, keys, -int(here))
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
         """The samples one after the other; the rest of the row is padding, as a separate sample."""

@@ -8,9 +8,7 @@ import numpy as np
 
 ROUNDS = 8
 WORD = (1 << 64) - 1
-
-
-Keys = tuple[int, ...]  # of an epoch: permutations of any number of items
+Keys = tuple[int, ...]  # of an epoch: they permute any number of items
 
 
 def keys_of(seed: int, epoch: int) -> Keys:

@@ -23,34 +23,34 @@ from packtrain.tensor import Spec, Tensor, input, op, want
 
 
 @op(inplace=(0,))
-def softplus(x: Tensor) -> Spec:
+def toy_plus(x: Tensor) -> Spec:
     """y = log(1 + exp(x))."""
     want(x.dtype == f32, f"x is {x.spec}; it must be f32")
     return x.spec
 
 
-@softplus.vjp
-def softplus_vjp(dy, y, x):
+@toy_plus.vjp
+def toy_plus_vjp(dy, y, x):
     return (mul(dy, sigmoid(x)),)
 
 
-@softplus.kernel("numpy")
-def softplus_numpy(y, x):
+@toy_plus.kernel("numpy")
+def toy_plus_numpy(y, x):
     np.logaddexp(x, 0, out=y)
 
 
-@softplus.kernel("cpu")
-def softplus_cpu(y, x):
-    kernels.toy.softplus(flat(y), flat(x))
+@toy_plus.kernel("cpu")
+def toy_plus_cpu(y, x):
+    kernels.toy.toy_plus(flat(y), flat(x))
 
 
-softplus.cost(elementwise(2.0))
+toy_plus.cost(elementwise(2.0))
 
 
-@softplus.samples
-def softplus_samples():
+@toy_plus.samples
+def toy_plus_samples():
     for n in (1, 15, 40_000):
-        yield softplus(input("x", (n,)))
+        yield toy_plus(input("x", (n,)))
 '''
 KERNEL = '''"""A loop of a test."""
 
@@ -63,7 +63,7 @@ from packtrain.kernels.simd import in1, out1
 
 
 @kernel(types.void(out1, in1))
-def softplus(y, x):
+def toy_plus(y, x):
     for i in range(x.size):
         y[i] = max(x[i], types.float32(0)) + math.log1p(math.exp(-abs(x[i])))
 '''
@@ -73,11 +73,11 @@ import packtrain as pt
 from packtrain.cost import Rates, seconds
 
 x, w = pt.input("x", (5, 8)), pt.weight("w", (3, 8))
-y = pt.softplus(pt.matmul(x, w))
+y = pt.toy_plus(pt.matmul(x, w))
 loss = pt.sum(pt.sqr(y))
 (dw,) = pt.differentiate(loss, [w]).values()
 graph = pt.Graph({"y": y, "loss": loss, "dw": dw})
-assert "softplus(" in str(graph)
+assert "toy_plus(" in str(graph)
 placed = pt.place(graph)
 plan = pt.make_plan(placed)
 pt.verify(plan, placed)
@@ -94,7 +94,7 @@ for name in wanted:
 quick, slow = (Rates(1e9, 1e9, kinds={"exp": rate}) for rate in (1e9, 1.0))
 assert seconds(placed, slow) - seconds(placed, quick) > 2 * y.spec.size - 1
 from tests import bit_checks
-bit_checks.check_threads("softplus")
+bit_checks.check_threads("toy_plus")
 """
 LISTED = "tests/test_kernel_cache.py::test_the_list_of_modules_says_what_each_imports"
 VALUE, SLOPE = "test_the_value_is_the_specification", "test_the_gradient_is_the_slope"
@@ -109,14 +109,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def copy_with_op(folder: Path) -> Path:
     """The package with the op, and the tests: two files and their names."""
-    home, name = copy_package(folder), '"soft_max_back", '
-    (home / "ops/softplus.py").write_text(ROOM)
+    home, name = copy_package(folder), '"transpose", '
+    (home / "ops/toy.py").write_text(ROOM)
     (home / "kernels/toy.py").write_text(KERNEL)
     last = "from packtrain.ops.update import accumulate, clip_gate, sum_squares\n"
     edit(
         home / "ops/__init__.py",
-        (last, f"from packtrain.ops.softplus import softplus\n{last}"),
-        (name, f'{name}"softplus", '),
+        (last, f"from packtrain.ops.toy import toy_plus\n{last}"),
+        (name, f'"toy_plus", {name}'),
     )
     tile = '    "tile": "call simd",\n'
     edit(home / "kernels/store.py", (tile, f'{tile}    "toy": "call simd",\n'))
@@ -126,7 +126,7 @@ def copy_with_op(folder: Path) -> Path:
 
 def outcomes(folder: Path, cache: dict[str, str]) -> dict[str, str]:
     """What the tests of all ops say of the new one, by test."""
-    chosen = "softplus or listed or declared or exported or layer or imports or list_of_modules"
+    chosen = "toy_plus or listed or declared or exported or layer or imports or list_of_modules"
     tests = [*CHECKS, "-k", chosen, "-vv", "--tb=short", "-p", "no:cacheprovider"]
     done = python_in(folder, "-m", "pytest", *tests, **cache)
     found = re.findall(r"^tests/\S+::(\S+) (PASSED|FAILED|ERROR)", done.stdout, re.MULTILINE)
@@ -138,8 +138,8 @@ def test_one_room_and_its_name_are_an_op(tmp_path: Path, cache: dict[str, str]) 
     folder = copy_with_op(tmp_path)
     said = outcomes(folder, cache)
     assert set(said.values()) == {"PASSED"}, said
-    assert {name for name in said if name.endswith("[softplus]")} == {
-        f"{t}[softplus]" for t in TESTS
+    assert {name for name in said if name.endswith("[toy_plus]")} == {
+        f"{t}[toy_plus]" for t in TESTS
     }
     used = python_in(folder, "-c", USE, **cache, NUMBA_NUM_THREADS="4")
     assert used.returncode == 0, used.stderr
@@ -148,8 +148,8 @@ def test_one_room_and_its_name_are_an_op(tmp_path: Path, cache: dict[str, str]) 
 @pytest.mark.parametrize(
     ("file", "old", "new", "found"),
     [
-        ("ops/softplus.py", "sigmoid(x)", "sigmoid(y)", SLOPE),
-        ("ops/softplus.py", "in (1, 15, 40_000)", "in ()", VALUE),
+        ("ops/toy.py", "sigmoid(x)", "sigmoid(y)", SLOPE),
+        ("ops/toy.py", "in (1, 15, 40_000)", "in ()", VALUE),
         ("kernels/toy.py", "-abs(x[i])", "-x[i]", VALUE),
     ],
 )
@@ -158,4 +158,4 @@ def test_what_a_room_says_wrong_is_found(
 ) -> None:
     folder = copy_with_op(tmp_path)
     edit(folder / "packtrain" / file, (old, new))
-    assert outcomes(folder, cache)[f"{found}[softplus]"] == "FAILED"
+    assert outcomes(folder, cache)[f"{found}[toy_plus]"] == "FAILED"

@@ -1,4 +1,4 @@
-"""A plan bound to memory: its steps with their arrays. `run` makes it, `observe` looks at it."""
+"""A plan bound to memory: its steps with their arrays. `run` creates it, `observe` reads it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """`see(name, value)` is called when a step makes a tensor whose name matches the shell pattern."""
+    """`see(name, value)` is called when a step computes a tensor whose name matches the shell pattern."""
 
     pattern: str
     see: Callable[[str, np.ndarray], None]

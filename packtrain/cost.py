@@ -9,23 +9,23 @@ from packtrain.place import Placed, Step
 from packtrain.tensor import Call, Tensor
 
 CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6
-CACHE = 1 << 22  # bytes of a call that are still in a cache when it comes
-PARALLEL = 1 << 17  # bytes that pay for a parallel region
+CACHE = 1 << 22  # a call with fewer bytes finds them in a cache
+PARALLEL = 1 << 17  # bytes from which a parallel region pays
 MANY = 64  # tasks that keep all threads busy to the end
-# of the floating-point operations of a second: what a kind of work that was not measured is done in
+# rates of unmeasured kinds of work, as shares of the floating-point operations per second
 SHARES = {"multiply": 0.5, "attend": 0.4, "pack": 0.03, "unpack": 0.02, "exp": 0.02, "score": 0.02}
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What this machine does in a second, all threads together.
+    """Work per second of this machine, all threads together.
 
     flops    floating-point operations of a large matrix product
-    nbytes   bytes moved, of many; `near` of few, which are in a cache (0: as many)
-    kinds    other work, see `ops.costs.Cost`; what is missing gets a typical share of `flops`
-    threads  a task that is alone gets that part of a rate
-    call     seconds of a call beside its work, `region` more where its tasks go side by side
-    seen     part of what a causal mask lets through that attention looks at: a fact about data, see design.pace
+    nbytes   bytes moved from memory; `near`: from a cache (0: the same)
+    kinds    other work, see `ops.costs.Cost`; missing kinds get a typical share of `flops`
+    threads  number of threads; a single task gets one thread's share of a rate
+    call     overhead of a call in seconds, plus `region` for a parallel region
+    seen     share of the causally visible blocks that attention computes, which depends on data, see design.pace
     """
 
     flops: float
@@ -38,16 +38,16 @@ class Rates:
     seen: float = 1.0
 
     def of(self, kind: str) -> float:
-        """How much of a kind of work is done in a second."""
+        """The rate of a kind of work, per second."""
         known = self.kinds.get(kind)
         return SHARES[kind.split()[0]] * self.flops if known is None else known
 
     def times(self, threads: int) -> "Rates":
-        """What so many threads do if each does as much as all do now."""
+        """The rates of this many threads, if each is as fast as all are now."""
         return replace(self._more(threads), threads=threads * self.threads)
 
     def slower(self, by: float) -> "Rates":
-        """Everything takes so many times as long."""
+        """The rates if everything takes `by` times as long."""
         return replace(self._more(1 / by), call=by * self.call, region=by * self.region)
 
     def _more(self, by: float) -> "Rates":
@@ -67,9 +67,9 @@ def seconds(placed: Placed, rates: Rates) -> float:
 
 
 def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
-    """Expected time of one call: of its arithmetic or its bytes, whichever takes longer, and of calling it.
+    """Expected time of one call: the longer of arithmetic and memory traffic, plus overhead.
 
-    read  tensors that some step reads: optional results are made only if they are among them
+    read  tensors that some step reads: optional results are only computed if they are among them
     """
     cost = cost_of(call, read)
     work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
@@ -80,12 +80,12 @@ def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ())
 
 
 def idle(tasks: float, threads: int) -> float:
-    """How much longer so many equal tasks take than if they kept all threads busy to the end."""
+    """How much longer equal tasks take than if they kept all threads busy to the end."""
     return 1.0 if tasks >= MANY else math.ceil(tasks / threads) * threads / tasks
 
 
 def cost_of(call: Call | Step, read: Collection[Tensor] = ()) -> Cost:
-    """What the call's op declares of it; only that it moves its bytes where it declares nothing."""
+    """The cost that the call's op declares; by default only its memory traffic."""
     op, attrs = call.op, call.attrs if isinstance(call, Call) else call.call.attrs
     if op.cost_rule is None:
         return Cost(tasks=math.inf if moved(call, Cost()) > PARALLEL else 1)
@@ -96,7 +96,7 @@ def cost_of(call: Call | Step, read: Collection[Tensor] = ()) -> Cost:
 
 
 def moved(call: Call | Step, cost: Cost) -> float:
-    """Bytes that a call reads and makes, or what its cost says."""
+    """Bytes that a call reads and writes, or those of its cost."""
     if cost.nbytes is not None:
         return cost.nbytes
     return float(sum(t.spec.nbytes for t in (*call.results, *call.reads)))

@@ -1,7 +1,7 @@
-"""Text from a llama in a session: a prompt goes in by chunks, tokens come out one at a time, text as it is complete.
+"""Text generation: the prompt is processed in chunks, then tokens come one at a time, and text as it is complete.
 
-The session holds the weights; a trainer gives its own, so that samples need no second copy of them. Nothing here
-reads files or prints.
+The session holds the weights; a trainer passes its own, so that samples need no second copy of them. Nothing here
+prints.
 """
 
 import time
@@ -26,7 +26,7 @@ from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
 
 SEQUENCE = 0  # the only one there is
-CHUNKS = (512, 128, 32, 8, 1)  # tokens of a prompt that one run takes
+CHUNKS = (512, 128, 32, 8, 1)  # tokens of a prompt per run
 
 
 def placements(
@@ -39,9 +39,9 @@ def placements(
 ) -> dict[int, Placed]:
     """The graphs of a Generator with a cache of `cells` tokens, for each number of tokens one run can take.
 
-    chunks  those numbers, falling and ending with 1; a prompt is cut into them
+    chunks  those numbers, descending to 1; a prompt is split into them
     types   of weights that are not f32
-    cache   of keys and values, f32 or f16
+    cache   type of the KV cache, f32 or f16
     """
     placed = {}
     for size in (size for size in chunks if size <= cells):
@@ -52,7 +52,7 @@ def placements(
 
 
 class Generator:
-    """A model with a cache of `cells` tokens: feed it tokens, it gives the logits of the next one.
+    """A model with a KV cache of `cells` tokens: feed it tokens, it returns the logits of the next one.
 
     runs  executors of its placements, the largest first
     fed   the tokens in the cache, in order
@@ -66,11 +66,11 @@ class Generator:
     def of(
         cls, model: ModelFile, cells: int, cache: Dtype = f32, target: Target = CPU
     ) -> "Generator":
-        """A generator with the weights of a file, mapped, and a cache in a session of its own. Raises DoesNotFit."""
+        """A generator with the mapped weights of a file, and a cache in its own session. Raises DoesNotFit."""
         session = Session(target.limits)
         session.share(model.stored())
-        made = placements(model.config, cells, CHUNKS, model.types(), cache, target)
-        return cls(cells, {size: session.executor(placed) for size, placed in made.items()})
+        graphs = placements(model.config, cells, CHUNKS, model.types(), cache, target)
+        return cls(cells, {size: session.executor(placed) for size, placed in graphs.items()})
 
     @property
     def room(self) -> int:
@@ -78,26 +78,26 @@ class Generator:
         return len(self.cells.pos) - self.cells.length
 
     def forget(self, since: int = 0) -> None:
-        """Drop what was fed from place `since` on; the text goes on from there."""
+        """Drop the tokens from place `since` on; the text continues from there."""
         self.cells.drop(SEQUENCE, since)
         del self.fed[since:]
 
     def resume(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Keep what the cache has of the beginning of a text; the tokens that are to be fed, one at least."""
+        """Keep the longest prefix of a text that is cached; returns the tokens still to feed, at least one."""
         same = (a == b for a, b in zip(self.fed, tokens[:-1], strict=False))
         known = sum(takewhile(bool, same))
         self.forget(known)
         return tokens[known:]
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits (V,) after the last of these tokens, of which there must be one or more."""
+        """Logits (V,) after the last of these tokens, at least one."""
         logits, left = self.step(tokens)
         while left:
             logits, left = self.step(left)
         return logits
 
     def step(self, tokens: Sequence[int]) -> tuple[np.ndarray, Sequence[int]]:
-        """Feed as many of the tokens as one run takes: the logits (V,) after them, and the tokens that are left."""
+        """Feed as many tokens as one run takes; returns the logits (V,) after them, and the remaining tokens."""
         size = next(size for size in self._runs if size <= len(tokens))
         ids, seqs = np.array(tokens[:size], np.int32), np.full(size, SEQUENCE, np.int32)
         fed = self.cells.feed(ids, seqs, np.array([size - 1], np.int32))
@@ -108,7 +108,7 @@ class Generator:
 
 @dataclass(slots=True)
 class Speed:
-    """Tokens that went through the model and how long that took, choosing the next one included."""
+    """Number of tokens processed, and the time for it, including sampling."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -125,11 +125,11 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a reply ends, beside the vocabulary's end tokens.
+    """Where a reply ends, in addition to the vocabulary's end tokens.
 
-    count        after so many tokens; -1 sets no limit
+    count        after this many tokens; -1: no limit
     stops        before the first of these texts
-    interrupted  is asked between runs of the model, and ends the reply when it says so
+    interrupted  called between runs of the model; ends the reply if true
     """
 
     count: int = -1
@@ -138,10 +138,10 @@ class Limits:
 
 
 class Reply:
-    """What a model writes after a prompt; iterate over it for pieces of text as they are complete.
+    """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
 
-    Afterwards `ended` says why: end, stop, count, context or interrupted; `ids` are its tokens, `reading` and
-    `writing` say how fast prompt and reply were.
+    Afterwards `ended` is the reason: end, stop, count, context or interrupted; `ids` are its tokens, `reading` and
+    `writing` the speeds of prompt and reply.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Reply:
 
     def __iter__(self) -> Iterator[str]:
         text, stream = _Text(self._limits.stops), Stream(self._tokenizer)
-        for id in self.prompt:  # so that the space before the first word is text
+        for id in self.prompt:  # so that the space before the first word is part of the text
             stream.feed(id)
         for id in self._tokens():
             yield text.add(stream.feed(id))
@@ -179,7 +179,7 @@ class Reply:
         yield text.add(stream.flush()) + text.rest()
 
     def _tokens(self) -> Iterator[int]:
-        """Tokens until one of the ends but a stop text, which only the text shows."""
+        """Tokens until the reply ends for any reason but a stop text, which is found in the text."""
         waiting = self._generator.resume(self.prompt)
         while not self._over():
             speed = self.writing if self.ids else self.reading
@@ -195,7 +195,7 @@ class Reply:
             waiting = left or chosen
 
     def _over(self) -> bool:
-        """Whether nothing more shall be fed."""
+        """Whether the reply is over."""
         if self._limits.interrupted():
             self.ended = "interrupted"
         elif len(self.ids) == self._limits.count:
@@ -210,13 +210,13 @@ class Reply:
 
 
 class _Text:
-    """Text that is let out piece by piece, but for an end that could still become one of the stop texts."""
+    """Releases text piece by piece, holding back an end that could become a stop text."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops, self.stopped, self._held = stops, False, ""
 
     def add(self, piece: str) -> str:
-        """What can be let out now; up to the first stop text if there is one."""
+        """The text that can be released now, up to the first stop text."""
         text = self._held + piece
         found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:

@@ -1,6 +1,6 @@
 """The executable specification: run a Graph with `numpy` kernels on fresh arrays, in any float precision.
 
-No place, no plan, no reuse. Slow and plain; what the engine does must equal this.
+No placement, no plan, no reuse. Slow and simple; the engine must give equal results.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The slow way through a bound plan: the same kernels with someone looking. See debug for the flags."""
+"""The slow way to run a bound plan: the same kernels, with watchers and checks. See debug for the flags."""
 
 import fnmatch
 import sys
@@ -18,18 +18,20 @@ from packtrain.planning import Plan
 from packtrain.tensor import Spec, Tensor
 
 NAN = 255  # in each byte of a float
-TOLERANCE = 1e-4  # of the largest value: what a cpu kernel may differ from the f32 specification
+TOLERANCE = (
+    1e-4  # of the largest value: how much a cpu kernel may differ from the f32 specification
+)
 
 
 class Stopped(Exception):
-    """A run that was asked to stop between two steps."""
+    """A run was stopped between two steps."""
 
 
 def report(placed: Placed, plan: Plan) -> None:
-    """Print what the flags graph, place and plan ask for."""
-    for flag, made in (("graph", placed.graph), ("place", placed), ("plan", plan)):
+    """Print graph, placement and plan, as the flags say."""
+    for flag, stage in (("graph", placed.graph), ("place", placed), ("plan", plan)):
         if flag in flags():
-            print(made, file=sys.stderr)
+            print(stage, file=sys.stderr)
 
 
 class Observer:
@@ -89,7 +91,7 @@ class Observer:
     # ---- poison
 
     def _poison_fresh(self, bound: Bound) -> None:
-        """Fill results and workspace, but for a leaf that is updated or an input that the result may take over."""
+        """Poison results and workspace, except updated leaves and inputs that the result may overwrite."""
         step, backend = bound.step, bound.step.backend
         for i, array in enumerate(bound.results):
             own = [bound.inputs[k] for k in (*step.op.inplace.get(i, ()), *step.op.writes)]
@@ -101,7 +103,7 @@ class Observer:
             backend.fill(array, NAN)
 
     def _freed(self) -> dict[int, list[tuple[Backend, Any]]]:
-        """For each step the bytes of the buffers that nobody needs after it; outputs are read after the last."""
+        """For each step, the arrays of buffers that are not needed after it; outputs are read after the last."""
         freed: dict[int, list[tuple[Backend, Any]]] = {}
         outputs = [t.base for t in self.program.placed.graph.outputs.values()]
         read_later = {
@@ -142,7 +144,7 @@ class Observer:
         )
 
     def _compare(self, bound: Bound, before: list[Any]) -> None:
-        """Raise AssertionError if a result is further from the f64 specification than f32 explains."""
+        """Raise AssertionError if a result differs from the f64 specification by more than f32 rounding explains."""
         step = bound.step
         if step.op is not step.call.op:
             return
@@ -162,7 +164,7 @@ class Observer:
                 )
 
     def _specified(self, bound: Bound, before: list[Any], real: type) -> tuple[Any, ...]:
-        """What the numpy kernel makes of the inputs as they were, its floats computed as `real`."""
+        """The numpy kernel's results for the original inputs, with floats computed as `real`."""
 
         def wide(dtype: np.dtype) -> Any:
             return real if dtype == np.float32 else dtype

@@ -33,12 +33,12 @@ class Step:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """What its kernel gets beside arrays; a copy that was inserted has none."""
+        """Attributes for its kernel; an inserted copy has none."""
         return self.call.attrs if self.op is self.call.op else {}
 
     @property
     def workspaces(self) -> tuple[Spec, ...]:
-        """What its kernel needs while it runs, beside inputs and results."""
+        """Scratch that its kernel needs while it runs."""
         return self.backend.workspaces(self.op, self.inputs, self.attrs)
 
 
@@ -53,7 +53,7 @@ class Placed:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal graphs (see Graph) that were placed alike."""
+        """Equal for equal graphs (see Graph) with the same placement."""
         lines = [f"{self.names[leaf]} {self.home[leaf].space}" for leaf in self.graph.leaves]
         lines += [
             f"{self.names[s.results[0]]} {s.backend.name} {s.backend.space}" for s in self.steps
@@ -76,7 +76,7 @@ class Placed:
 def place(graph: Graph, target: Target = CPU) -> Placed:
     """Give every call a backend: where its leaves live, else where its inputs are, else the first that can.
 
-    The `numpy` specification stands in, with a warning, where none of the target's has a kernel.
+    Falls back to the `numpy` specification, with a warning, if no backend of the target has a kernel.
     """
     placing = _Placing(graph, target)
     for call in graph.calls:

@@ -27,7 +27,7 @@ _running = threading.Lock()
 
 
 class RunError(RuntimeError):
-    """A run that cannot start: what is missing or in the way."""
+    """A run that cannot start; the message names what is missing or wrong."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Leaf:
 
 
 class Values(Mapping[str, np.ndarray]):
-    """Leaves by name, each read when it is asked for, see Session.view."""
+    """Leaves by name, each read on access, see Session.view."""
 
     def __init__(self, session: "Session", names: Iterable[str]) -> None:
         self._session, self._names = session, tuple(names)
@@ -75,16 +75,16 @@ class Session:
         self._arenas: dict[str, tuple[int, Any]] = {}
 
     def share(self, values: Mapping[str, np.ndarray]) -> None:
-        """Let leaves be these arrays, as weights mapped from a file: copied only if they are not contiguous and
-        aligned, or where the backend cannot read them."""
+        """Use these arrays as leaves, such as weights mapped from a file: copied only if they are not contiguous and
+        aligned, or if the backend cannot read them."""
         for name in values.keys() & self._leaves.keys():
-            raise RunError(f"{name} has its memory already; share before executors are made")
+            raise RunError(f"{name} has its memory already; call share before creating executors")
         for name, value in values.items():
             self._shared[name] = np.require(value, requirements=["C", "A"]).view()
             self._shared[name].flags.writeable = False
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
-        """Bind a placed graph, by its plan (made here if none is given), to this session's memory."""
+        """Bind a placed graph, by its plan (planned here if none is given), to this session's memory."""
         plan = plan or make_plan(placed, reuse="noreuse" not in flags())
         plan.check_belongs(placed)
         if beyond := plan.beyond(self.limits):
@@ -105,9 +105,9 @@ class Session:
     def _adopt(self, leaf: Tensor, backend: Backend) -> None:
         if leaf.kind == "constant" and leaf not in self._constants:
             assert leaf.value is not None
-            made = _Leaf(leaf.spec, backend, backend.alloc(leaf.spec.nbytes), True)
-            backend.write(made.array, leaf.value)
-            self._constants[leaf] = made
+            constant = _Leaf(leaf.spec, backend, backend.alloc(leaf.spec.nbytes), True)
+            backend.write(constant.array, leaf.value)
+            self._constants[leaf] = constant
         if leaf.kind not in ("weight", "state"):
             return
         known = self._leaves.get(leaf.label)
@@ -136,7 +136,7 @@ class Session:
         return self._arenas[space][1]
 
     def set(self, values: Mapping[str, np.ndarray]) -> None:
-        """Give leaves their values by name; shapes must be the leaves' own. Setting all makes a dirty session clean."""
+        """Give leaves their values by name; shapes must be the leaves' own. Setting all cleans a dirty session."""
         for name, value in values.items():
             leaf = self._own(name)
             leaf.backend.write(leaf.array, _fitting(name, value, leaf.spec))
@@ -145,7 +145,7 @@ class Session:
             self.dirty = None
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
-        """Let `make` write a leaf's value where it lives; for values too large to be made elsewhere first."""
+        """Let `make` write a leaf's value in place; for values too large for a temporary copy."""
         leaf = self._own(name)
         there = leaf.backend.window(leaf.array)
         if there is not None:
@@ -163,7 +163,7 @@ class Session:
         return leaf.backend.read(leaf.array)
 
     def view(self, name: str) -> np.ndarray:
-        """A leaf's value where it lives, read-only, for saving without a copy; a copy where the host cannot see it.
+        """A read-only view of a leaf's value, for saving without a copy; a copy if the host cannot access it.
 
         Raises RunError as `get` does.
         """
@@ -180,7 +180,7 @@ class Session:
 
     def _own(self, name: str) -> _Leaf:
         if name in self._shared:
-            raise RunError(f"{name} is an array that was shared; it cannot be changed here")
+            raise RunError(f"{name} is a shared array; it cannot be changed here")
         return self._known(name)
 
     def _known(self, name: str) -> _Leaf:
@@ -191,7 +191,7 @@ class Session:
         return self._leaves[name]
 
     def unset(self, placed: Placed) -> list[str]:
-        """Weights of a graph that were never given a value."""
+        """Weights of a graph that never got a value."""
         weights = [leaf.label for leaf in placed.graph.leaves if leaf.kind == "weight"]
         return [name for name in weights if not self._leaves[name].given]
 
@@ -199,7 +199,7 @@ class Session:
 def _fitting(
     name: str, value: Any, spec: Spec, casting: Literal["no", "same_kind"] = "same_kind"
 ) -> np.ndarray:
-    """The value as an array that fits the spec: same shape, same kind of number, nothing cut off."""
+    """The value as an array of the spec: same shape, same kind of number, no overflow."""
     given, dtype = np.asarray(value), spec.dtype.numpy
     if given.shape != spec.dtype.array_shape(spec.shape):
         raise RunError(f"{name} is {spec}; a value of shape {list(given.shape)} does not fit")
@@ -267,7 +267,7 @@ class Executor:
         )
 
     def _array(self, t: Tensor) -> Any:
-        """The bytes of t, or of the leaf or storage that it shows."""
+        """The array of t, or of the leaf or storage that it is a view of."""
         if t.base.kind in ("weight", "state", "constant"):
             return self.session.array(t)
         backend = self.placed.home[t.base]
@@ -277,15 +277,15 @@ class Executor:
     # ---- running
 
     def watch(self, pattern: str, see: Callable[[str, np.ndarray], None]) -> None:
-        """Call `see(name, value)` whenever a step makes a tensor whose name matches the shell pattern."""
+        """Call `see(name, value)` whenever a step computes a tensor whose name matches the shell pattern."""
         self.program.watchers.append(Watcher(pattern, see))
 
     def __call__(
         self, inputs: Mapping[str, Any] | None = None, *, stop: Callable[[], bool] | None = None
     ) -> dict[str, np.ndarray]:
-        """Run once. Outputs are copies. `stop` is asked before each step and ends the run with Stopped.
+        """Run once. Outputs are copies. `stop()` is called before each step; if true, raises Stopped.
 
-        Raises RunError if inputs or weights are missing or another run is under way. A step that fails once
+        Raises RunError if inputs or weights are missing or another run is in progress. A step that fails after
         updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache are no
         update: they can be written again.
         """
@@ -332,7 +332,7 @@ class Executor:
             backend.write(array, _fitting(name, inputs[name], spec))
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
-        """Run again without updates and say which step first makes a value that is not finite, if any does."""
+        """Run again without updates; returns which step first computes a non-finite value, or None."""
         with _one_at_a_time(), np.errstate(all="ignore"):
             self._prepare(inputs)
             try:

@@ -1,9 +1,9 @@
-"""How fast this machine is: each kind of work, measured by a small call that is mostly that.
+"""Measures the speed of this machine: each kind of work, by a small call that does mostly that.
 
-What a call does beside is taken off at the rates that are known so far. Of several rounds the fastest counts.
-Alone and again and again a call finds its inputs in a cache and the other threads awake. In a step it does not:
-all rates are lowered by what two layers take longer than the sum of their calls.
-On a busy machine they are those of one thread by its processor time, of which the median counts.
+Other work of a call is subtracted at the rates known so far. The fastest of several rounds counts.
+A call that is repeated alone finds its inputs in a cache and the other threads awake. In a step it does not:
+all rates are lowered by how much longer two layers take than the sum of their calls.
+On a busy machine, rates come from one thread's processor time, by the median of rounds.
 """
 
 import statistics
@@ -24,16 +24,22 @@ from packtrain.place import Placed, Step, place
 from packtrain.run import Executor, Session
 from packtrain.tensor import Tensor, input, weight
 
-LEAST_ROUNDS, ROUNDS, SPENT = 3, 30, 0.04  # of a call, and seconds that take no more rounds
-WAITED = 0.15  # of the time, and another program ran where a thread had work
+LEAST_ROUNDS, ROUNDS, SPENT = (
+    3,
+    30,
+    0.04,
+)  # rounds of a call, and seconds after which there are no more
+WAITED = (
+    0.15  # share of the time for which another program delayed a thread: then the machine is busy
+)
 BEGIN = Rates(1e11, 1e10)
-PASSES = 8  # over the calls: each takes off what the last pass knew
-LEAST = 0.1  # of a call's time is left to the kind that it measures, whatever the others take
+PASSES = 8  # over the calls: each subtracts with the rates of the last pass
+LEAST = 0.1  # least share of a call's time that counts for the kind it measures
 MEMORY = "near", "far"
 
 
 def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
-    """A call for each kind of work, with few bytes in use at a time: the most are 48 MiB, more than caches hold."""
+    """A call for each kind of work, with at most 48 MiB in use, more than caches hold."""
     yield "call", ops.scale(input("x", (1,)), by=2.0)
     yield "region", ops.scale(input("x", ((1 << 15) + 1,)), by=2.0)
     yield "near", ops.scale(input("x", (1 << 17,)), by=2.0)
@@ -52,7 +58,7 @@ def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
 
 
 def layers() -> Tensor:
-    """Two layers one after the other, as a step has them: 13 MiB."""
+    """Two layers in sequence, as in a step: 13 MiB."""
     x = input("x", (256, 512))
     for i in range(2):
         gate, up = (weight(f"{name}.{i}", (1024, 512)) for name in ("gate", "up"))
@@ -64,12 +70,12 @@ def layers() -> Tensor:
 
 @dataclass
 class Timing:
-    """Calls with their times, and for how much of the time other programs had the processor.
+    """Timed calls, and how long other programs used the processor.
 
-    clock   of the wall, or of the processor: what others do only adds to the first, and moves the second both ways
-    choose  what counts of several rounds
+    clock   wall or processor time: other programs only add to the first, but change the second both ways
+    choose  which of several rounds counts
     target  where the calls run
-    step    all calls of `layers`, and their time together
+    step    all calls of `layers`, and their total time
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -81,7 +87,7 @@ class Timing:
     waited: float = 0.0
 
     def add(self, kind: str, y: Tensor) -> None:
-        """Time the call that makes y, without the bringing of its inputs."""
+        """Time the call that computes y, without computing its inputs."""
         run = ready(y, self.target)
         times = self.rounds([*run.calls[-1:], *run.syncs])
         self.calls.append((kind, run.placed.steps[-1], self.choose(times)))
@@ -91,7 +97,7 @@ class Timing:
         self.step = run.placed, statistics.median(self.rounds([*run.calls, *run.syncs]))
 
     def rounds(self, calls: Sequence[Callable[[], None]]) -> list[float]:
-        """The time of all calls in each of some rounds."""
+        """The total time of all calls, for each of several rounds."""
         times, before, start = list[float](), waited(), time.perf_counter()
         while len(times) < LEAST_ROUNDS or (len(times) < ROUNDS and sum(times) < SPENT):
             began = self.clock()
@@ -104,11 +110,11 @@ class Timing:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing else took the processor."""
+        """Whether no other program used the processor."""
         return self.waited < WAITED * self.wall
 
     def rates(self, threads: int, known: Rates = BEGIN) -> Rates:
-        """The rates at which all calls take the time they took; those of no call are `known`."""
+        """The rates that explain the times of all calls; rates without a call are taken from `known`."""
         rates = replace(known, threads=threads)
         for _ in range(PASSES):
             for kind, step, took in self.calls:
@@ -120,7 +126,7 @@ class Timing:
 
 
 def ready(y: Tensor, target: Target = CPU) -> Executor:
-    """What makes y, run once: with weights and inputs of zeros."""
+    """An executor that computes y from zeros, after one warm-up run."""
     session = Session()
     run = session.executor(place(Graph([y]), target))
     for leaf in run.placed.graph.leaves:
@@ -131,7 +137,7 @@ def ready(y: Tensor, target: Target = CPU) -> Executor:
 
 
 def solved(rates: Rates, kind: str, step: Step, took: float) -> Rates:
-    """The rates with another one for `kind`, such that the call takes as long as it took."""
+    """The rates with a new one for `kind` that explains the time of the call."""
     cost = cost_of(step, step.results)
     if kind == "call":
         return replace(rates, call=took)
@@ -153,10 +159,9 @@ def solved(rates: Rates, kind: str, step: Step, took: float) -> Rates:
 def measured(
     types: Collection[Dtype] = (), known: Rates = BEGIN, target: Target = CPU
 ) -> tuple[Rates, bool]:
-    """The rates now, in about a second, and whether nothing else ran.
+    """Measure the rates in about a second; also returns whether the machine was quiet.
 
-    On a busy machine they are those of one thread by its processor time, times the threads; of what works on its own
-    no processor time tells.
+    On a busy machine, one thread's processor time, times the threads; a backend apart from the processor has none.
     """
     threads = kernels.threads()
     timing = timed(Timing(target=target), types)
@@ -178,13 +183,13 @@ def timed(timing: Timing, types: Collection[Dtype]) -> Timing:
 
 
 def waited() -> float:
-    """Seconds so far for which threads of this process had work and another program had the processor.
+    """Seconds so far in which threads of this process waited for the processor.
 
     Linux counts that; elsewhere it is the time in which this thread did not run.
     """
     try:
         counts = [path.read_text().split() for path in Path("/proc/self/task").glob("*/schedstat")]
-    except OSError:  # a thread ended just now
+    except OSError:  # a thread has just ended
         return waited()
     if not counts:
         return time.perf_counter() - time.thread_time()

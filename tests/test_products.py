@@ -49,7 +49,7 @@ def test_a_shared_array_cannot_be_changed() -> None:
         lambda: session.fill("w", lambda array: array.fill(2)),
         lambda: session.executor(pt.place(written())),
     ):
-        with pytest.raises(RunError, match="w is an array that was shared"):
+        with pytest.raises(RunError, match="w is a shared array"):
             change()
 
 

@@ -1,6 +1,6 @@
-"""Which tokens a merge reads, and what it takes: decided before anything is trained, kept to afterwards.
+"""How many tokens a calibrated merge reads within a memory limit: decided before training starts.
 
-In go a model, the names of matrices and a number of bytes; out comes a Room, or none if the least does not fit.
+Returns a Room for a model, names of matrices and a number of bytes, or None if not even the minimum fits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,10 +18,10 @@ from packtrain.models.file import ModelFile
 from packtrain.place import place
 from packtrain.planning import make_plan
 
-TOKENS, LEAST = 6144, 1024  # read, if memory does not ask for fewer
-AT_ONCE = 1024  # of them that go through a block at a time
-NARROW = 512  # columns at least
-OTHER_NBYTES = 12 << 20  # graphs, what NumPy and the file's writer hold, measured
+TOKENS, LEAST = 6144, 1024  # tokens read at most, and at least
+AT_ONCE = 1024  # tokens that go through a block at a time
+NARROW = 512  # least number of columns
+OTHER_NBYTES = 12 << 20  # graphs, NumPy and the file writer, measured
 BUFFERS = 8  # of PART values, while rows are rounded
 
 
@@ -33,10 +33,10 @@ class Batched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How a merge is done in so many bytes.
+    """How a merge fits into a number of bytes.
 
-    rows    at a time, and `batches` of them
-    width   most columns whose errors are made good in one another
+    rows    at a time, in `batches` batches
+    width   most columns that compensate each other's errors
     target  where the streams run
     """
 
@@ -55,7 +55,7 @@ class Room:
         return self.batches * self.rows * self.time
 
     def read(self, data: Batched) -> list[Batch]:
-        """The first rows of the data, grouped as they are read."""
+        """The first rows of the data, in batches."""
         rows, wanted = [], self.rows * self.batches
         for row in _rows(data):
             rows.append(row)
@@ -67,7 +67,7 @@ class Room:
 
 
 def _rows(data: Batched) -> Iterator[Batch]:
-    """The rows of an epoch that hold something."""
+    """The non-empty rows of an epoch."""
     for index in range(len(data)):
         batch = data[index]
         for at in np.flatnonzero((~padding(batch)).any(-1)):
@@ -82,10 +82,10 @@ def room(
     limit: int | None = None,
     target: Target = CPU,
 ) -> Room | None:
-    """The most tokens, and columns at a time, that fit; None if not even the least do.
+    """The most tokens, and columns at a time, that fit; None if not even the minimum fits.
 
-    types  of the matrices that are calibrated
-    rows   that there are, of `time` tokens
+    types  of the calibrated matrices
+    rows   number of available rows of `time` tokens
     """
     at_once = min(max(1, AT_ONCE // time), rows)
     blocks = _kinds(adapted, types)
@@ -96,8 +96,8 @@ def room(
         sites = [{"x": site.x or site.z, "z": site.z} for site in block.sites]
         for outputs in (*sites, {"x": block.x, "z": block.z}):
             plan = make_plan(place(Graph(outputs), target))
-            made = 3 * sum(t.spec.nbytes for t in outputs.values()) // 2
-            arena = max(arena, plan.arena().nbytes + made)
+            outputs_nbytes = 3 * sum(t.spec.nbytes for t in outputs.values()) // 2
+            arena = max(arena, plan.arena().nbytes + outputs_nbytes)
             most_apart = max(most_apart, plan.arena(target.space).nbytes)
         widest = max([widest, *(site.z.shape[-1] for site in block.sites)])
     leaves = {t for weights in (graphs.x, graphs.z) for t in weights.values()}
@@ -115,7 +115,7 @@ def room(
 
 
 def _ladder(most: int, least: int, widest: int) -> Iterator[tuple[int, int]]:
-    """Numbers of batches and widths, the best first: fewer tokens first, then fewer columns."""
+    """Numbers of batches and widths to try, best first: fewer tokens, then fewer columns."""
     batches, width = most, widest
     yield batches, width
     while batches > least or width > NARROW:
@@ -127,7 +127,7 @@ def _ladder(most: int, least: int, widest: int) -> Iterator[tuple[int, int]]:
 
 
 def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:
-    """One block of each kind: those that differ in their windows or in how they turn."""
+    """One block of each kind: kinds differ in sliding windows or rope."""
     config = adapted.config
     found = {
         (config.window_of(i), config.rope_of(i)): i

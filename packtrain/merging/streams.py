@@ -1,7 +1,7 @@
-"""Two streams through a model in lockstep: with its adapter beside it, and merged as far as the merge has come.
+"""Two residual streams through a model in lockstep: with the unmerged adapter, and merged as far as the merge has come.
 
-For each block come the sites: what its matrices read, and which of them read the same. A site gives sums over the
-tokens of all batches. The graphs are the model's own; inputs of matrices are found in them.
+Each block has sites: inputs of its matrices, grouped by equal input. A site yields sums over the tokens of all
+batches. The graphs are the model's own; inputs of matrices are found in them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,17 @@ from packtrain.run import Session
 from packtrain.tensor import Tensor, input, weight
 
 Batch = Mapping[str, np.ndarray]
-MERGED = (
-    "merged/"  # before names of leaves that are the merged file's, which a session tells by name
-)
+MERGED = "merged/"  # prefix of leaves of the merged file, so that a session can tell them apart
 PRODUCTS = {ops.matmul, ops.matmul_id}
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What some matrices of a block read: x with the adapter, z as merged.
+    """The input of some matrices of a block: x with the adapter, z as merged.
 
-    expert  of inputs that are sorted by expert the expert and the token of each row; x is then None, for its rows
-            may be those of others
-    experts their number
+    expert  for inputs sorted by expert: expert and token of each row; x is then None, because its rows may be in a
+            different order
+    experts number of experts
     """
 
     names: tuple[str, ...]
@@ -46,7 +44,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums over tokens of what a site reads: squares ZᵀZ (n, n), shift (X - Z)ᵀZ (n, n), and the number of tokens."""
+    """Sums over tokens of a site's input: squares ZᵀZ (n, n), shift (X - Z)ᵀZ (n, n), and the number of tokens."""
 
     squares: np.ndarray
     shift: np.ndarray | None
@@ -55,7 +53,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block in both streams: sites in the order in which they are computed, and what it leaves."""
+    """A block in both streams: sites in computed order, and its outputs."""
 
     sites: list[Site]
     x: Tensor
@@ -63,10 +61,10 @@ class Block:
 
 
 class Streams:
-    """Both streams of some batches, at the border of a block.
+    """Both streams of some batches, between two blocks.
 
-    adapted  the base with the additions to its blocks
-    merged   matrices of the file that is being written, mapped: each is first read once it is as it will be
+    adapted  the base with the adapters of its blocks
+    merged   mapped matrices of the file that is being written: each is read only after its final values are there
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class Streams:
         return Moments(squares, shift, count)
 
     def pass_by(self, blocks: int) -> None:
-        """On through the first blocks, in which nothing is merged: both streams are one there."""
+        """Advance through the first blocks, in which nothing is merged: both streams are equal there."""
         for i in range(blocks):
             run = self._run(Graph({"x": self.block(i).x}))
             for at in range(len(self.batches)):
@@ -130,7 +128,7 @@ class Streams:
             z[...] = x
 
     def advance(self, block: Block) -> None:
-        """On through a block."""
+        """Advance through a block."""
         run = self._run(Graph({"x": block.x, "z": block.z}))
         for at in range(len(self.batches)):
             got = run(self._inputs(run, at))
@@ -142,7 +140,7 @@ class Streams:
 
 
 def padding(batch: Batch) -> np.ndarray:
-    """Where a row holds nothing, (B, T)."""
+    """Where rows are padding, (B, T)."""
     return np.asarray((batch["tokens"] == 0) & (batch["targets"] == 0))
 
 
@@ -153,7 +151,7 @@ def padding(batch: Batch) -> np.ndarray:
 class Graphs:
     """The graphs of both streams for batches of one shape; inputs `x` and `z` (B, T, C), `pos` and `seq`.
 
-    own  names of the leaves that only the merged stream has
+    own  names of leaves that only the merged stream has
     """
 
     adapted: ModelFile
@@ -166,7 +164,7 @@ class Graphs:
     def of(
         cls, adapted: ModelFile, merged: Mapping[str, Dtype], shape: tuple[int, ...]
     ) -> "Graphs":
-        """Graphs in which matrices of these names and types are the merged file's in one of the streams."""
+        """Graphs in which one of the streams reads these matrices from the merged file."""
         x = transformer.weights(adapted.config, adapted.types())
         bare = {name: leaf for name, leaf in x.items() if name not in adapted.added}
         changed = {n: weight(MERGED + n, x[n].shape, dtype) for n, dtype in merged.items()}
@@ -193,7 +191,7 @@ class Graphs:
 
 
 def _sites(x: Tensor, z: Tensor, own: Mapping[Tensor, str], experts: int) -> list[Site]:
-    """Where the merged stream's own matrices read, in order."""
+    """The inputs of the merged stream's own matrices, in order."""
     beside = {leaf.label: source for leaf, source, _ in _reads(x)}
     found: dict[Tensor, tuple[list[str], Tensor | None, tuple[Tensor, Tensor] | None]] = {}
     for leaf, source, expert in _reads(z):
@@ -201,10 +199,10 @@ def _sites(x: Tensor, z: Tensor, own: Mapping[Tensor, str], experts: int) -> lis
             continue
         name, its = own[leaf], None
         if expert is not None:
-            made = source.call
-            # rows of tokens: all tokens' do as well
-            if made is not None and made.op is ops.get_rows:
-                source = made.reads[0]
+            call = source.call
+            # rows by token: those of all tokens work as well
+            if call is not None and call.op is ops.get_rows:
+                source = call.reads[0]
                 other = beside[name].call
                 x_source = None if other is None else other.reads[0]
             else:
@@ -218,8 +216,8 @@ def _sites(x: Tensor, z: Tensor, own: Mapping[Tensor, str], experts: int) -> lis
 
 
 def _reads(end: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]]:
-    """Of each product with a stored matrix the matrix, what it reads, and for those of experts whose row is whose."""
-    made, tokens = [], None
+    """For each product with a stored matrix: the matrix, its input, and for experts whose row is whose."""
+    found, tokens = [], None
     for call in Graph({"end": end}).calls:
         if call.op is ops.group_rows:
             tokens = call.results[0]
@@ -228,5 +226,5 @@ def _reads(end: Tensor) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | No
             if call.op is ops.matmul_id:
                 assert tokens is not None
                 expert = call.reads[2], tokens
-            made.append((call.reads[1].base, call.reads[0], expert))
-    return made
+            found.append((call.reads[1].base, call.reads[0], expert))
+    return found

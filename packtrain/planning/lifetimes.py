@@ -1,4 +1,4 @@
-"""Which tensors share bytes, and from which step to which they are needed."""
+"""Lifetimes: which tensors share bytes, and during which steps they are needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from packtrain.tensor import Tensor
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Bytes that a chain of tensors uses in turn, needed during steps [start, end)."""
+    """Bytes that a chain of tensors uses one after another, needed during steps [start, end)."""
 
     name: str
     op: str
@@ -27,22 +27,22 @@ class Storage:
 def storages(placed: Placed, space: str | None = None, *, reuse: bool = True) -> list[Storage]:
     """The storages of an arena, or of all: inputs, results and workspaces. Weights, states, constants are elsewhere.
 
-    reuse  False: nothing is done in place
+    reuse  False: no in-place operations
     """
-    made = _storages(placed, reuse)
-    return made if space is None else [s for s in made if s.space == space]
+    found = _storages(placed, reuse)
+    return found if space is None else [s for s in found if s.space == space]
 
 
 def _storages(placed: Placed, reuse: bool) -> list[Storage]:
     last = _last_reads(placed)
     outputs = {t.base for t in placed.graph.outputs.values()}
     found: dict[Tensor, Storage] = {}
-    made = [_input(placed, leaf, last) for leaf in placed.graph.leaves if leaf.kind == "input"]
-    found.update((s.tensors[0], s) for s in made)
+    result = [_input(placed, leaf, last) for leaf in placed.graph.leaves if leaf.kind == "input"]
+    found.update((s.tensors[0], s) for s in result)
     for i, step in enumerate(placed.steps):
         for spec in step.workspaces:
             name = f"{placed.names[step.results[0]]} work"
-            made.append(
+            result.append(
                 Storage(name, step.op.name, "workspace", step.backend.space, spec.nbytes, i, i + 1)
             )
         taken: set[Storage] = set()
@@ -60,18 +60,18 @@ def _storages(placed: Placed, reuse: bool) -> list[Storage]:
                     i,
                     i + 1,
                 )
-                made.append(storage)
+                result.append(storage)
             taken.add(storage)
             storage.tensors.append(t)
             storage.end = max(last.get(t, i) + 1, i + 1)
             found[t] = storage
-    return made
+    return result
 
 
-def columns(made: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
+def columns(of: Sequence[Storage], alignment: int) -> tuple[npt.NDArray[np.int64], ...]:
     """Start, end and size of each storage; sizes are multiples of the alignment."""
-    sizes = [max(-(-s.nbytes // alignment), 1) * alignment for s in made]
-    rows = [s.start for s in made], [s.end for s in made], sizes
+    sizes = [max(-(-s.nbytes // alignment), 1) * alignment for s in of]
+    rows = [s.start for s in of], [s.end for s in of], sizes
     return tuple(np.array(row, np.int64) for row in rows)
 
 
@@ -98,7 +98,7 @@ def _category(step: Step, t: Tensor, outputs: set[Tensor]) -> str:
 def _dying(
     step: Step, index: int, i: int, found: dict[Tensor, Storage], taken: set[Storage]
 ) -> Storage | None:
-    """The storage of an input that result `index` may take over: last read here, once, whole and dense."""
+    """The storage of an input that result `index` may reuse: last read here, once, whole and dense."""
     result = step.results[index]
     reads = [t.base for t in step.reads]
     for candidate in step.op.inplace.get(index, ()):

@@ -32,7 +32,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One memory space: its bytes, the most bytes alive at once and when, and what lives outside the arena."""
+    """One memory space: its bytes, the most bytes alive at once and when, and the bytes outside the arena."""
 
     space: str
     nbytes: int
@@ -44,7 +44,7 @@ class Arena:
 
     @property
     def gap(self) -> float:
-        """Bytes lost to packing, as a fraction of the lower bound; 0 is proven best."""
+        """Bytes lost to packing, as a fraction of the lower bound; 0: proved optimal."""
         return self.nbytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
@@ -60,7 +60,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Offsets for all that lives inside one run of the placed graph with this fingerprint, and of no other."""
+    """Offsets of everything in a run of the placed graph with this fingerprint, and of no other graph."""
 
     fingerprint: str
     steps: int
@@ -68,25 +68,25 @@ class Plan:
     buffers: tuple[Buffer, ...]
 
     def arena(self, space: str = HOST) -> Arena:
-        """What the run has of a space; nothing of one that it does not use."""
+        """The arena of a space; empty if the run does not use it."""
         unused = Arena(space, 0, 0, 0, 0, 0, 0)
         return next((a for a in self.arenas if a.space == space), unused)
 
     def peak(self, space: str = HOST) -> list[Buffer]:
-        """Who owns the peak: buffers alive at the fullest step, largest first."""
+        """The buffers alive at the fullest step, largest first."""
         at = self.arena(space).peak_step
         alive = [b for b in self.buffers if b.space == space and b.start <= at < b.end]
         return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
 
     def check_belongs(self, placed: Placed) -> None:
-        """Raise GraphError unless this plan was made from a graph like this one, placed alike."""
+        """Raise GraphError unless this plan belongs to an equal graph, placed in the same way."""
         if placed.fingerprint != self.fingerprint:
             raise GraphError(
                 f"the plan is for graph {self.fingerprint}, not for this graph {placed.fingerprint}; plan it again"
             )
 
     def beyond(self, limits: Mapping[str, int]) -> str | None:
-        """Which space would have to hold more than it may, in a sentence."""
+        """A message about a space that would exceed its limit, or None."""
         for a in self.arenas:
             needed = a.nbytes + a.outside
             if needed > limits.get(a.space, needed):
@@ -138,15 +138,15 @@ def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> P
     """Offsets for every storage of the arena, one arena per memory space.
 
     packer  (start, end, size) -> offsets, see pack
-    reuse   False: nothing is done in place and no byte is used twice, to find out whether a wrong result is
-            the planner's fault
+    reuse   False: nothing in place and no byte used twice, to find out whether the planner causes a wrong
+            result
     """
     names = placed.names
     buffers: list[Buffer] = []
     arenas: list[Arena] = []
-    made = storages(placed, reuse=reuse)
+    found = storages(placed, reuse=reuse)
     for space, alignment in sorted({(b.space, b.alignment) for b in placed.home.values()}):
-        here = [s for s in made if s.space == space]
+        here = [s for s in found if s.space == space]
         start, end, size = columns(here, alignment)
         offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
         bound, at = lower_bound(start, end, size)

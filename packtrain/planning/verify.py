@@ -1,6 +1,6 @@
-"""Replays a plan step by step and keeps account of which tensor owns each byte.
+"""Replays a plan step by step and tracks which tensor owns each byte.
 
-It shares nothing with what made the plan: neither lifetimes nor offsets are taken on trust.
+It shares no code with the planner: neither lifetimes nor offsets are trusted.
 """
 
 import numpy as np
@@ -14,14 +14,14 @@ FREE, WORK = 0, 1
 
 
 class PlanError(AssertionError):
-    """A plan under which a run would read or overwrite bytes that are not its own."""
+    """A plan with which a run would read or overwrite wrong bytes."""
 
 
 def verify(plan: Plan, placed: Placed) -> None:
-    """Raise PlanError unless every read of a run meets the bytes that were written for it.
+    """Raise PlanError unless every read of a run sees the bytes that were written for it.
 
     Checked at each step: inputs are still whole; results and workspace lie inside the arena, aligned, apart from
-    each other and from the inputs, unless the op may overwrite that very input and nobody reads it later.
+    each other and from the inputs, unless the op may overwrite that input and it is not read later.
     """
     plan.check_belongs(placed)
     _Replay(plan, placed).run()
@@ -61,8 +61,8 @@ class _Replay:
     def _write(self, i: int, step: Step, read: set[Tensor]) -> None:
         who = f"step {i} {step.op.name}"
         taken: list[tuple[str, Extent]] = []
-        made = [t for t in step.results if self._is_made(step, t, read)]
-        for t in made:
+        stored = [t for t in step.results if self._is_stored(step, t, read)]
+        for t in stored:
             extent = self._extent(t)
             for k, x in enumerate(step.inputs):
                 if x is None or not _in_arena(x) or not _overlap(extent, self._extent(x.base)):
@@ -83,12 +83,12 @@ class _Replay:
             self._check_apart(who, "workspace", extent, taken)
             self._use(b, i)
             self.owner[extent[0]][extent[1] : extent[2]] = WORK
-        for t in made:
+        for t in stored:
             self._own(t)
             self._use(self._buffer(t), i)
 
-    def _is_made(self, step: Step, t: Tensor, read: set[Tensor]) -> bool:
-        """Whether a result needs bytes of the arena: no leaf's handle, nor an optional one that nobody reads."""
+    def _is_stored(self, step: Step, t: Tensor, read: set[Tensor]) -> bool:
+        """Whether a result needs bytes of the arena: not a leaf's handle, nor an optional one that is not read."""
         left_out = (
             t.index in step.op.optional and t not in read and self.placed.names[t] not in self.where
         )
@@ -135,7 +135,7 @@ class _Replay:
         self.used[b] = min(first, i), max(end, i + 1)
 
     def _check_certificate(self) -> None:
-        """What the plan says of itself: lifetimes, arena sizes and lower bounds, from this replay's own account."""
+        """Check the plan's lifetimes, arena sizes and lower bounds against this replay."""
         for b in self.plan.buffers:
             if self.used.get(b) != (b.start, b.end):
                 raise PlanError(

@@ -17,7 +17,7 @@ Batch = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step did: mean loss of its tokens, norm of the gradient before clipping; `bad` says why it was skipped."""
+    """Result of a step: mean loss of its tokens, gradient norm before clipping; `bad` is why it was skipped."""
 
     loss: float
     norm: float
@@ -35,7 +35,7 @@ class Evaluated:
 
 
 class Turn:
-    """One step of the engine, for an optimizer to drive, see `optim.Turn`."""
+    """One step of the engine, which an optimizer drives, see `optim.optimizer.Turn`."""
 
     def __init__(
         self, run: Mapping[Name, Executor], shares: Sequence[Batch], rounding: Batch
@@ -69,7 +69,7 @@ class Turn:
         return [run(one) for run, one in self.fed]
 
     def diagnose(self) -> str | None:
-        """The op that first makes a value that is not finite when what was evaluated last runs again."""
+        """The op that first computes a non-finite value when the last evaluation is repeated, or None."""
         found = (run.diagnose(inputs) for run, inputs in self.fed)
         return next(filter(None, found), None)
 
@@ -77,8 +77,8 @@ class Turn:
 class Engine:
     """The session of a run with an executor for each of its plans.
 
-    shared  leaves that are read where they are, and never change
-    seed    of dropout, and of the rounding of bf16 weights
+    shared  frozen leaves that are read in place
+    seed    of dropout and stochastic rounding
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Engine:
         return Stepped(float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad)
 
     def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
-        """What each run of a graph gets, with weights that add up to 1 over the step."""
+        """The inputs of each run of a graph, with weights that add up to 1 over the step."""
         shares = [{**b, "weights": b["weights"] / np.float32(tokens or 1)} for b in batches]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
@@ -118,7 +118,7 @@ class Engine:
         return [*shares]
 
     def _rounding(self, number: int) -> Batch:
-        """Seed and step, where weights are rounded at random."""
+        """Seed and step, if weights are rounded stochastically."""
         wanted = any(ROUNDING in run.inputs for run in self.run.values())
         return {ROUNDING: np.array([self.seed, number], np.int64)} if wanted else {}
 

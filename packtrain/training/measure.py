@@ -1,4 +1,4 @@
-"""The loss of a model in a file, measured where its weights are: what eval prints, and the end of a tuning run."""
+"""The loss of a model in a file, with mapped weights: for eval, and for the end of a fine-tuning run."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from packtrain.place import place
 from packtrain.planning import make_plan, size_text
 from packtrain.run import Executor, Session
 
-HUGE = 700.0  # e to the power of more is beyond a float
+HUGE = 700.0  # e to a larger power overflows a float
 
 
 def losses_of(
@@ -27,11 +27,11 @@ def losses_of(
     skipped: int = 0,
     target: Target = CPU,
 ) -> Executor:
-    """An executor that gives `losses` of batches, see transformer.loss, in a session with the mapped weights."""
+    """An executor that returns `losses` of batches, see transformer.loss, with the mapped weights."""
     leaves, session = transformer.weights(model.config, model.types()), Session(target.limits)
     session.share(model.stored())
-    made = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
-    placed = place(Graph({"losses": made.losses}), target)
+    loss = transformer.loss(model.config, leaves, rows, time, chunk=chunk, skipped=skipped)
+    placed = place(Graph({"losses": loss.losses}), target)
     plan, there = make_plan(placed), total_nbytes()
     if plan.arena().nbytes > there:
         raise DoesNotFit(
@@ -49,7 +49,7 @@ def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean and its standard error, as llama-perplexity computes it: values count as independent."""
+    """A mean and its standard error, as in llama-perplexity: values count as independent."""
 
     value: float
     error: float
@@ -62,7 +62,7 @@ class Mean:
 
     @property
     def exponential(self) -> "Mean":
-        """Perplexity, where this is a loss."""
+        """Perplexity, if this is a loss."""
         value = math.exp(self.value) if self.value < HUGE else math.inf
         return Mean(value, value * self.error)
 

@@ -1,7 +1,7 @@
-"""The promise of `--memory`: the fastest way to train that fits into so many bytes, or a refusal that helps.
+"""Keeps to `--memory`: finds the fastest plan that fits into the limit, or a refusal with advice.
 
-In go a Shape as asked for, a limit, and what this machine can do; out come Plans. What was chosen changes no result
-but for the order of additions, which is printed. The search runs in a child, so that its memory is gone afterwards.
+Returns Plans for a requested Shape, a limit and the rates of this machine. The choice changes results only by the
+order of floating-point additions, which is printed. The search runs in a child, so that its memory is freed.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,20 +21,20 @@ from packtrain.planning import size_text
 Say = Callable[[str], None]
 OWNERS = 10
 MIB = 1 << 20
-MARGIN_NBYTES = 1 << 20  # how much kernels differ from what they took of another process
-ASIDE_NBYTES = 3 << 19  # how much estimate and process differ: a second search is rare
-SPARE_NBYTES = 3 << 20  # how much it differs from the next one
-SEARCH_NBYTES = 48 << 20  # of a child that searches, measured
-BLOCK_NBYTES = 900_000  # more for each block
+MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
+ASIDE_NBYTES = 3 << 19  # by how much estimate and process differ, so that a second search is rare
+SPARE_NBYTES = 3 << 20  # by how much a process differs from the next one
+SEARCH_NBYTES = 48 << 20  # of a searching child, measured
+BLOCK_NBYTES = 900_000  # in addition for each block
 NO_KERNELS = Loaded(0)
-ROUNDS = 3  # searches, each for less than the one before, until what is found fits a process
+ROUNDS = 3  # searches, each with a lower limit, until the result fits the process
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Plans, and the bytes of this process with them. With a `refusal` they are the smallest, and too large.
+    """Plans, and the bytes of this process with them. With a `refusal` they are the smallest ones, and too large.
 
-    searching  bytes of this process and of the child that searched, at their peak
+    searching  peak bytes of this process and the searching child together
     """
 
     plans: Plans
@@ -44,18 +44,18 @@ class Planned:
 
     @classmethod
     def here(cls, plans: Plans, searching: int = 0, more: int = 0) -> "Planned":
-        """Plans that this process has just made, which will hold so many bytes more before the run."""
+        """Plans computed in this process, which will grow by `more` bytes before the run."""
         settle()
         return cls(plans, private_nbytes() + more, searching)
 
     @property
     def total(self) -> int:
-        """Bytes that the run takes at the most."""
+        """The most bytes that the run takes."""
         return self.baseline + self.plans.nbytes
 
     @property
     def held(self) -> int:
-        """Bytes of the space of the arena, with what kernels may take more of the process."""
+        """Bytes of the arena's space, with a margin for kernels if that is the process."""
         target = self.plans.target
         if target.apart:
             return self.plans.nbytes_in(target.space)
@@ -63,22 +63,22 @@ class Planned:
 
     @property
     def needed(self) -> int:
-        """The same, or of the search before it."""
+        """The same, or the bytes of the search if that needed more."""
         return max(self.total, self.searching)
 
     @property
     def minimum(self) -> int:
-        """Bytes that are enough, whatever the next process is like."""
+        """A limit that is enough for any process."""
         return self.needed + SPARE_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes of the process that may be taken, None for any number, and what will take some of them.
+    """The byte limit of the process, None for no limit, and its conditions.
 
-    fixed    nothing may be chosen that changes the order of additions: a run is resumed
+    fixed    the order of additions must not change: the run is resumed
     kernels  of the run; their bytes are part of the baseline of a setting
-    runs     the kernels are loaded; otherwise what they take is taken on trust
+    runs     load the kernels; otherwise their expected memory is trusted
     """
 
     nbytes: int | None
@@ -94,30 +94,30 @@ def planned(
     within: "Limit",
     say: Say = print,
 ) -> Planned:
-    """Plans within the limit, or a refusal with all that helps. The search comes before the kernels are loaded."""
+    """Plans within the limit, or a refusal with advice. The search runs before the kernels are loaded."""
     target, taken = setting.target, within.kernels
     limit = target.limit if target.apart else within.nbytes
     most, change = within.nbytes, ""
     if limit is None:
         if within.runs:
             taken.load()
-        made = planned_here(setting, as_asked(shape, recompute, setting), taken)
+        result = planned_here(setting, as_asked(shape, recompute, setting), taken)
     else:
-        made, change = searched(shape, recompute, setting, replace(within, nbytes=limit), say)
-        fits = most is None or made.needed - taken.unsure <= most
+        result, change = searched(shape, recompute, setting, replace(within, nbytes=limit), say)
+        fits = most is None or result.needed - taken.unsure <= most
         if fits and (within.runs or taken.unsure):
             taken.load()
-            made = Planned.here(made.plans, made.searching)
-    said = full(made, target.limits, change)
-    if said is None and most is not None and made.needed > most:
-        said = refusal(made, change or "a little more would do", most)
-    return made if said is None else replace(made, refusal=said)
+            result = Planned.here(result.plans, result.searching)
+    refused = full(result, target.limits, change)
+    if refused is None and most is not None and result.needed > most:
+        refused = refusal(result, change or "a little more would do", most)
+    return result if refused is None else replace(result, refusal=refused)
 
 
 def searched(
     shape: Shape, recompute: str, setting: Setting, within: "Limit", say: Say
 ) -> tuple[Planned, str]:
-    """Plans by a search within a number of bytes of the arena's space; and if none fit, a change that would."""
+    """Search plans within a number of bytes of the arena's space; if none fit, also returns a change that would."""
     limit, fixed, taken = within.nbytes, within.fixed, within.kernels
     assert limit is not None
 
@@ -130,34 +130,34 @@ def searched(
     for _ in range(ROUNDS):
         searching = max(searching, private_nbytes() + searching_nbytes(shape))
         answer = ask(late, search, shape, recompute, asked, limit, fixed)
-        made = planned_here(setting, answer.shape, taken, searching)
-        over = made.held - limit
+        result = planned_here(setting, answer.shape, taken, searching)
+        over = result.held - limit
         if not answer.fits or over <= 0:
-            return made, answer.change
+            return result, answer.change
         asked = replace(asked, baseline=asked.baseline + over)
     least = ask(late, smallest, shape, recompute, setting, fixed)
     return planned_here(setting, least, taken, searching), ""
 
 
 def planned_here(setting: Setting, shape: Shape, taken: Loaded, searching: int = 0) -> Planned:
-    """Plans that this process makes. Where packing them needs kernels, the others are loaded, too."""
+    """Plans computed in this process. If packing loads kernels, loads the others, too."""
     plans = setting.plans(shape)
     taken.load_rest()
     return Planned.here(plans, searching, taken.to_come)
 
 
 def searching_nbytes(shape: Shape) -> int:
-    """Of a child that searches."""
+    """Bytes of a searching child."""
     return SEARCH_NBYTES + BLOCK_NBYTES * shape.config.block_count
 
 
 def minimum(
     shape: Shape, recompute: str, setting: Setting, fixed: bool, taken: Loaded, say: Say
 ) -> int:
-    """The smallest budget that would do."""
+    """The smallest budget that fits."""
 
     def late() -> None:
-        say("looking for the smallest way …")
+        say("searching the smallest plan …")
 
     least = ask(late, smallest, shape, recompute, setting, fixed)
     return planned_here(setting, least, taken).minimum
@@ -166,9 +166,9 @@ def minimum(
 # ---- refusal
 
 
-def full(made: Planned, limits: Mapping[str, int], change: str) -> str | None:
-    """A refusal where a memory that is not the process's own would have to hold more than it can."""
-    plans = made.plans
+def full(result: Planned, limits: Mapping[str, int], change: str) -> str | None:
+    """A refusal if a memory other than the process's own would exceed its capacity."""
+    plans = result.plans
     for space in plans.spaces:
         nbytes = plans.nbytes_in(space)
         if nbytes > limits.get(space, nbytes):
@@ -176,27 +176,29 @@ def full(made: Planned, limits: Mapping[str, int], change: str) -> str | None:
             lines = [
                 f"this does not fit into the memory of {space}: it has {has}, {size_text(nbytes)} are needed",
                 f"  {_described(plans)}",
-                *rows(plans, made.baseline),
+                *rows(plans, result.baseline),
                 *_owners(plans, space),
             ]
             return "\n".join([*lines, f"  {change or 'a little more would do'}"])
     return None
 
 
-def refusal(made: Planned, change: str, limit: int) -> str:
-    """One screen: asked, the smallest that would do, who owns its peak, and the cheapest change that fits."""
-    plans = made.plans
+def refusal(result: Planned, change: str, limit: int) -> str:
+    """The message: the limit, the smallest one that fits, the largest buffers at its peak, and the cheapest change."""
+    plans = result.plans
     lines = [
-        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(made.minimum)}",
+        f"this does not fit into {size_text(limit)}; the smallest --memory that would do is {mib(result.minimum)}",
         f"  {_described(plans)}",
-        *rows(plans, made.baseline, -(-made.minimum // MIB) * MIB - made.baseline - plans.nbytes),
+        *rows(
+            plans, result.baseline, -(-result.minimum // MIB) * MIB - result.baseline - plans.nbytes
+        ),
         *_owners(plans, HOST),
     ]
     return "\n".join([*lines, f"  {change}"])
 
 
 def _owners(plans: Plans, space: str) -> list[str]:
-    """Who has the most of an arena at its peak."""
+    """The largest buffers at the peak of an arena."""
     plan = plans.largest_in(space)
     if not plan.arena(space).nbytes:
         return []
@@ -210,7 +212,7 @@ def _owners(plans: Plans, space: str) -> list[str]:
 
 
 def mib(nbytes: int) -> str:
-    """A number of bytes as --memory takes it, rounded up."""
+    """A number of bytes in the format of --memory, rounded up."""
     return f"{-(-nbytes // MIB)}MiB"
 
 

@@ -1,6 +1,6 @@
-"""The same run with fewer blocks: what shorter graphs stand for the whole one.
+"""The same run with fewer blocks, to estimate the whole one from shorter graphs.
 
-A Shape goes in, out comes one whose blocks are trained as its are, each block alike.
+Returns for a Shape one with fewer blocks, in which the same tensors are trained, the same in every block.
 """
 
 from dataclasses import replace
@@ -14,19 +14,19 @@ Kinds = frozenset[str]  # names of tensors within a block
 
 
 def reached(shape: Shape) -> int:
-    """Blocks that the backward pass goes through."""
+    """Number of blocks that the backward pass reaches."""
     return shape.config.block_count - passed_over(shape.config, shape.base)
 
 
 def even(shape: Shape) -> bool:
-    """Whether in each block that the backward pass reaches the same tensors are trained."""
+    """Whether the same tensors are trained in every block that the backward pass reaches."""
     return len(set(_trained(shape.config, shape.base)[-reached(shape) :])) <= 1
 
 
 def with_blocks(shape: Shape, count: int, below: int = 0) -> Shape:
     """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
 
-    Where blocks differ, what is trained in any of them is trained in all; if no block is trained, everything is.
+    If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is.
     """
     config, base, whole = shape.config, shape.base, below + count
     pattern = config.window_pattern
@@ -42,7 +42,7 @@ def with_blocks(shape: Shape, count: int, below: int = 0) -> Shape:
 
 @cache
 def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
-    """The base of the shorter model: block by block the types of the longer, frozen what is frozen there."""
+    """The base of the shorter model, with the types and frozen tensors of the longer one, block by block."""
     first, types = passed_over(config, base), dict(base.types)
     trained = frozenset[str]().union(*_trained(config, base))
     found, frozen = [], []
@@ -63,7 +63,7 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
 
 @cache
 def _trained(config: Config, base: Base | None) -> tuple[Kinds, ...]:
-    """What is trained in each block."""
+    """The trained tensors of each block."""
     kinds: list[set[str]] = [set() for _ in range(config.block_count)]
     for name, leaf in transformer.weights(config).items():
         at, kind = _place(name)
@@ -73,7 +73,7 @@ def _trained(config: Config, base: Base | None) -> tuple[Kinds, ...]:
 
 
 def _place(name: str) -> tuple[int | None, str]:
-    """Of a tensor the number of its block, if it is in one, and its name there."""
+    """The block number of a tensor (None outside of blocks), and its name within the block."""
     if not name.startswith("blk."):
         return None, name
     _, number, kind = name.split(".", 2)

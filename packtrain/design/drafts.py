@@ -1,6 +1,6 @@
-"""What ways to train take, bytes and seconds, from graphs of a few blocks; nothing is packed for it.
+"""Estimates bytes and seconds of shapes from graphs of a few blocks, without packing anything.
 
-In go Shapes under one Setting; out come Sizes, Chains for recomputation to choose from, and Drafts.
+Returns for Shapes under one Setting their Sizes, Chains (for choosing recomputation), and Drafts.
 """
 
 from dataclasses import dataclass, replace
@@ -36,12 +36,12 @@ from packtrain.optim import Optimizer
 from packtrain.place import place
 from packtrain.recompute import Built, Chain
 
-SAMPLED = 3  # blocks of the larger chain that others are judged by
+SAMPLED = 3  # blocks of the larger chain from which others are extrapolated
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A shape with the bytes of the process at its peak and the seconds of a step, as far as known before packing."""
+    """A shape with estimates before packing: peak bytes of the process, and seconds of a step."""
 
     shape: Shape
     nbytes: int
@@ -49,7 +49,7 @@ class Draft:
 
 
 class Drafts:
-    """What shapes take under one setting; remembers what it has measured."""
+    """Estimates of shapes under one setting; caches measurements."""
 
     def __init__(self, setting: Setting, recompute: str) -> None:
         self.setting, self.recompute = setting, recompute
@@ -65,7 +65,7 @@ class Drafts:
         return self._known[shape]
 
     def _by_few_blocks(self, shape: Shape) -> Sizes:
-        """By chains of two and three blocks, since everything grows evenly from there on."""
+        """Extrapolate from chains of two and three blocks: growth is linear from there on."""
         more = reached(shape) - SAMPLED
         if more <= 0 or not even(shape):
             return self._sizes(shape)
@@ -98,7 +98,7 @@ class Drafts:
         return self._parts[key][shape.chunk]
 
     def _build(self, name: str, shape: Shape, optimizer: Optimizer) -> Built:
-        """A graph; the short one that a chain looks at is a part, too."""
+        """A graph; the short one of a chain is also used as a part."""
         config, key = shape.config, (name, _what_matters(name, shape))
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
             return build(name, shape, optimizer)
@@ -114,7 +114,7 @@ class Drafts:
         return self._samples[config]
 
     def chain(self, shape: Shape) -> Chain:
-        """The blocks of the training graph that decides about memory, for recomputation to choose from."""
+        """The blocks of the training graph that determines memory, for choosing recomputation."""
         shape = replace(shape, keep=None)
         if shape not in self._chains:
             first = replace(shape, chunk=CHUNK)
@@ -138,7 +138,7 @@ class Drafts:
         return Draft(shape, self._nbytes(shape, sizes, again) + arena, seconds)
 
     def _nbytes(self, shape: Shape, sizes: Sizes, again: int) -> int:
-        """All but the arena, with so many calls again."""
+        """Bytes of everything but the arena, with `again` recomputed calls."""
         calls = int(sizes.calls) + again
         kept = self.setting.baseline + int(sizes.leaves)
         if self.setting.target.apart:
@@ -147,12 +147,12 @@ class Drafts:
 
 
 def repeats(shape: Shape) -> int:
-    """How often a step computes again what its blocks do not keep."""
+    """How often a step recomputes what its blocks do not keep."""
     return runs(shape)[MICRO] if blocks_in(shape) == MICRO else passes(shape)
 
 
 def _what_matters(name: str, shape: Shape) -> Shape:
-    """The shape less what makes no difference to a graph that keeps everything: equal graphs, equal keys."""
+    """The shape without what does not affect a graph that keeps everything, as a cache key."""
     if name == UPDATE:
         return Shape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
     if name == EVALUATE:

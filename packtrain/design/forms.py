@@ -1,4 +1,4 @@
-"""Forms of a training step: shapes that compute the same as one that was asked for, but for the order of additions."""
+"""Forms of a training step: shapes that compute the same as the requested one, except for the order of additions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,12 +29,12 @@ def candidates(shape: Shape, fixed: bool = False) -> Iterator[Shape]:
 
 
 def divisors(count: int) -> list[int]:
-    """The largest first."""
+    """Divisors of count, the largest first."""
     return [n for n in range(count, 0, -1) if count % n == 0]
 
 
 def extremes(shape: Shape, fixed: bool = False) -> list[Shape]:
-    """Where the least memory can be: all rows at once, or as few as possible."""
+    """Candidates for the least memory: all rows at once, or as few as possible."""
     found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
     ends = found[0].rows, found[-1].rows
     return [one for one in found if one.rows in ends]

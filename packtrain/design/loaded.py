@@ -1,6 +1,6 @@
-"""What kernels take of a process, known before they are loaded: measured by a child once, kept in the user's cache.
+"""The memory of kernels, known before they are loaded: measured once by a child, kept in the user's cache.
 
-So a run is planned while its process is still small, and the processes that search stand beside little.
+So a run is planned while its process is still small, which leaves memory for the search.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
 from packtrain.optim import Optimizer
 
-GUESSED_NBYTES = 56 << 20  # where there is no room for the child; 46 to 53 were measured
-UNSURE_NBYTES = 16 << 20  # by which the guess may be too high
-CHILD_NBYTES = 96 << 20  # 86 to 92 were measured
+GUESSED_NBYTES = 56 << 20  # if there is no room for the child; 46 to 53 MiB were measured
+UNSURE_NBYTES = 16 << 20  # by how much the guess may be too high
+CHILD_NBYTES = 96 << 20  # 86 to 92 MiB were measured
 
 
 class Loaded(NamedTuple):
-    """Bytes that kernels take, by how much that may be too high, and their modules."""
+    """Bytes of the kernels, by how much that may be too high, and their modules."""
 
     nbytes: int
     unsure: int = 0
@@ -31,20 +31,20 @@ class Loaded(NamedTuple):
 
     @property
     def to_come(self) -> int:
-        """Bytes by which this process will grow."""
+        """Bytes by which this process will still grow."""
         return 0 if self.names and all(map(kernels.is_loaded, self.names)) else self.nbytes
 
     def load(self) -> None:
         kernels.load_all(self.names)
 
     def load_rest(self) -> None:
-        """Load them if some are loaded, for what the others take is not known."""
+        """Load all if some are loaded, because the memory of the rest alone is unknown."""
         if any(map(kernels.is_loaded, self.names)):
             self.load()
 
 
 def needed(experts: bool, packed: bool, optimizer: type[Optimizer]) -> tuple[str, ...]:
-    """The kernel modules that a run calls: of a model with experts, and with matrices that are packed when written."""
+    """The kernel modules that a run calls, for a model with experts, and one written with quantized matrices."""
     return (
         *kernels.LEARNING,
         *optimizer.kernels,
@@ -54,14 +54,14 @@ def needed(experts: bool, packed: bool, optimizer: type[Optimizer]) -> tuple[str
 
 
 def loaded(names: tuple[str, ...], room: float) -> Loaded:
-    """Bytes by which a process grows that loads these kernel modules, which are compiled.
+    """Bytes by which a process grows when it loads these compiled kernel modules.
 
-    room  bytes that a child may take; where there are none, the run is refused, and its minimum shall be right
+    room  bytes that a child may take; without any, the run is refused, but its minimum should be right
     """
     path = _kept(names)
     try:
         return Loaded(int(json.loads(path.read_text())), 0, names)
-    except (OSError, ValueError, TypeError):  # not yet, or not whole
+    except (OSError, ValueError, TypeError):  # missing or incomplete
         if 0 <= room < CHILD_NBYTES:
             return Loaded(GUESSED_NBYTES, UNSURE_NBYTES, names)
         found = ask(lambda: None, _load_in_child, kernels.threads(), names)

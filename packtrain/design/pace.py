@@ -1,4 +1,4 @@
-"""What the data of a run means for its time, and whether its steps take as long as was expected."""
+"""How data affects the time of a run, and whether its steps take as long as expected."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,14 +9,17 @@ import numpy as np
 from packtrain.speed import waited
 from packtrain.watch.progress import clock
 
-BLOCK = 64  # positions that attention looks at together, as queries and as keys
-STEPS = 5  # that are compared; the first of a run is not: it touches its memory first
-OFF, WORTH = 0.2, 10.0  # of the expected time, and seconds until the end: less is not worth a word
-WAITED = 0.2  # of the time, and other programs had the processor
+BLOCK = 64  # positions per block of queries and of keys in attention
+STEPS = 5  # steps compared; not the first of a run, which touches its memory first
+OFF, WORTH = (
+    0.2,
+    10.0,
+)  # share of the expected time, and seconds until the end, below which no message is printed
+WAITED = 0.2  # share of the time for which other programs had the processor
 
 
 def seen(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
-    """What part of the blocks that a causal mask lets through attention has to look at: documents hide the rest."""
+    """The share of causally visible blocks that attention must compute: document borders mask the rest."""
     looked, causal = 0, 0
     for batch in batches:
         (low_seq, high_seq), (low, high) = _ends(batch["seq"]), _ends(batch["pos"])
@@ -32,13 +35,13 @@ def seen(batches: Iterable[Mapping[str, np.ndarray]]) -> float:
 
 
 def _ends(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the largest of each block of a row, (rows, blocks)."""
+    """Minimum and maximum of each block of a row, (rows, blocks)."""
     starts = np.arange(0, ids.shape[1], BLOCK)
     return np.minimum.reduceat(ids, starts, axis=1), np.maximum.reduceat(ids, starts, axis=1)
 
 
 def learnt(batches: Sequence[Mapping[str, np.ndarray]], positions: int) -> int:
-    """Tokens that a step of so many positions learns from, if all its batches are like these."""
+    """Tokens that a step of `positions` positions trains on, if all its batches are like these."""
     weights = sum(batch["weights"].size for batch in batches)
     counted = sum(int((batch["weights"] > 0).sum()) for batch in batches)
     return round(positions * counted / weights) if weights else positions
@@ -46,9 +49,9 @@ def learnt(batches: Sequence[Mapping[str, np.ndarray]], positions: int) -> int:
 
 @dataclass
 class Pace:
-    """The first steps of a run beside what was expected of them.
+    """Compares the first steps of a run with the expected time.
 
-    correct  called with measured over expected when they differ and no other program is to blame
+    correct  called with measured over expected if they differ and no other program is the cause
     """
 
     expected: float
@@ -57,7 +60,7 @@ class Pace:
     waited: float = field(default_factory=waited)
 
     def step(self, seconds: float, left: int) -> str | None:
-        """Note the time of a step with so many left; after some of them a sentence, if they are off."""
+        """Record the time of a step with `left` steps left; after STEPS of them returns a message if they are off."""
         self.times.append(seconds)
         if len(self.times) == 1:
             self.waited = waited()

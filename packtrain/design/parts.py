@@ -1,6 +1,6 @@
-"""What the graphs of a run take, measured without packing: bytes, seconds, calls, leaves.
+"""Measures the graphs of a run without packing: bytes, seconds, calls, leaves.
 
-A Shape goes in, out come its Sizes, by graphs of a few blocks, from which those of many follow.
+Returns the Sizes of a Shape, by extrapolation from graphs of a few blocks.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,15 +33,15 @@ from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
 from packtrain.tensor import Spec, Tensor
 
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
-TOGETHER = 32  # ways to run a block that are measured in one graph
+TOGETHER = 32  # ways to run a block measured in one graph
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What plans are made for beside the shape.
+    """What plans depend on in addition to the shape.
 
-    cells     of a cache for samples during the run; 0 for none
-    baseline  bytes of the arena's space that are taken before anything is planned: those of the process, or none
+    cells     of a KV cache for samples during the run; 0 for none
+    baseline  bytes of the arena's space in use before planning: those of the process, or none
     """
 
     optimizer: Optimizer
@@ -51,7 +51,7 @@ class Setting:
     target: Target = CPU
 
     def samples(self, shape: Shape) -> dict[Name, Placed]:
-        """The graphs that write samples, by how many tokens they take at a time."""
+        """The graphs that generate samples, by number of tokens per run."""
         if not self.cells:
             return {}
         types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
@@ -63,18 +63,18 @@ class Setting:
 
     @property
     def call_nbytes(self) -> int:
-        """Of the arena's space for each call of a planned graph."""
+        """Bytes of the arena's space for each call of a planned graph."""
         return 0 if self.target.apart else CALL_NBYTES
 
     def total(self, plans: Plans) -> int:
-        """What the arena's space will hold at its peak, by estimate."""
+        """Estimated peak bytes of the arena's space."""
         calls = self.call_nbytes * plans.calls
         return self.baseline + calls + plans.nbytes_in(self.target.space)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a graph takes: bytes of an arena at the lower bound, seconds of a run, its calls, its lasting leaves."""
+    """Measurements of a graph: lower bound of its arena, seconds of a run, its calls, its weights and states."""
 
     arena: int
     seconds: float
@@ -83,7 +83,7 @@ class Part:
 
 
 class Sizes(NamedTuple):
-    """What a shape takes with everything kept: leaves, the arena of the graph with its blocks, calls, time of a step.
+    """Measurements of a shape that keeps everything: leaves, the arena of the graph with its blocks, calls, step time.
 
     beside   the largest arena of its other graphs
     calls    of all graphs; `inside`: of the one with its blocks
@@ -98,16 +98,18 @@ class Sizes(NamedTuple):
 
 
 def measured(placed: Placed, setting: Setting) -> Part:
-    """What a graph takes that has no loss head."""
+    """Measure a graph without a loss head."""
     return by_chunk(placed, setting, (0,))[0]
 
 
 def by_chunk(placed: Placed, setting: Setting, chunks: Iterable[int]) -> dict[int, Part]:
-    """What the graph takes with so many tokens of its loss head at a time."""
-    rates, made = setting.rates, storages(placed, setting.target.space)
+    """Measure the graph for several chunk sizes of its loss head."""
+    rates, stored = setting.rates, storages(placed, setting.target.space)
     read = {t for step in placed.steps for t in step.reads}
-    start, end, size = columns(made, ALIGNMENT)
-    work = [at for at, one in enumerate(made) if (one.op, one.category) == (HEAD.name, "workspace")]
+    start, end, size = columns(stored, ALIGNMENT)
+    work = [
+        at for at, one in enumerate(stored) if (one.op, one.category) == (HEAD.name, "workspace")
+    ]
     heads = [step for step in placed.steps if step.op is HEAD]
     others = (step for step in placed.steps if step.op is not HEAD)
     seconds = sum(cost.call_seconds(step, rates, read) for step in others)
@@ -122,7 +124,7 @@ def by_chunk(placed: Placed, setting: Setting, chunks: Iterable[int]) -> dict[in
 
 
 def with_chunk(placed: Placed, chunk: int) -> Placed:
-    """The graph with so many tokens of its loss head at a time, which no tensor depends on: for measuring alone."""
+    """The graph with another chunk of its loss head, on which no tensor depends: only for measuring."""
     steps = [_with_chunk(s, chunk) if s.op is HEAD else s for s in placed.steps]
     return replace(placed, steps=tuple(steps))
 
@@ -143,13 +145,13 @@ def chain(
     calls: int | None = None,
     make: Callable[[str, Shape, Optimizer], Built] = build,
 ) -> Chain:
-    """The blocks of the training graph that decides about memory; `like` has the same and has measured them.
+    """The blocks of the training graph that determines memory; `like` has the same blocks, measured.
 
-    calls  of that graph if it keeps everything, where that is known
+    calls  of that graph if it keeps everything, if known
     """
     name, whole = blocks_in(shape), reached(shape)
 
-    def made(count: int, choice: Choice | None) -> Built:
+    def graph(count: int, choice: Choice | None) -> Built:
         one = shape if count == whole else with_blocks(shape, count)
         return make(name, replace(one, keep=choice), setting.optimizer)
 
@@ -157,21 +159,21 @@ def chain(
     reserved = _gradients(shape) if waiting else (0, 0)
     per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape) if setting.call_nbytes else 0
     if calls is None:
-        calls = len(made(whole, None).graph.calls)
+        calls = len(graph(whole, None).graph.calls)
 
     def chunked(placed: Placed) -> Placed:
         return with_chunk(placed, shape.chunk)
 
     same = None if like is None else Like(like, chunked)
     given = reserved, per_call, calls, same, TOGETHER, setting.target
-    return Chain(made, whole, setting.rates, *given)
+    return Chain(graph, whole, setting.rates, *given)
 
 
 def _gradients(shape: Shape) -> tuple[int, int]:
-    """Bytes of the gradients of a block and of all that is in no block."""
+    """Bytes of the gradients of a block, and of everything outside of blocks."""
     block = head = 0
     for leaf in leaves(with_blocks(shape, 1))[1]:
-        nbytes = aligned(Spec(leaf.shape))  # f32, whatever the leaf is
+        nbytes = aligned(Spec(leaf.shape))  # f32, whatever the type of the leaf
         if leaf.label.startswith("blk."):
             block += nbytes
         else:

@@ -1,6 +1,6 @@
-"""What a training run will do, before it does it: its graphs, their plans, and where every byte goes.
+"""The plans of a training run: its graphs, and an offset for every byte.
 
-Sizes and settings go in; nothing is allocated. All plans share the leaves, by name, and one arena.
+Nothing is allocated here. All plans share the leaves, by name, and one arena.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,28 +22,28 @@ from packtrain.planning import Plan, make_plan
 from packtrain.recompute import Built, Choice
 from packtrain.tensor import GraphError, Role, Tensor
 
-CHUNK = 256  # tokens of the loss head at a time, where memory does not ask for fewer
+CHUNK = 256  # default number of tokens of the loss head at a time
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
 PASSING = (
     2  # leaves of a memory that the process cannot see, on their way into a file or out of one
 )
-BOUND_NBYTES = 800  # of an executor for each call, measured
-SAMPLING_NBYTES = 24  # for each token of the vocabulary: logits in f32 and f64, some copies
+BOUND_NBYTES = 800  # bytes of an executor for each call, measured
+SAMPLING_NBYTES = 24  # bytes per token of the vocabulary: logits in f32 and f64, some copies
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 INF = float("inf")
-Name = str | int  # of a graph; of those that write samples: how many tokens they take at a time
+Name = str | int  # of a graph; a number for graphs that generate samples: tokens per run
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model in a file that a run begins with. What is not trained is read where it is in the file.
+    """The model file that a run starts from. Frozen tensors are read in place from the file.
 
-    types   of the file's matrices by name, for those that are not trained
-    masters of the matrices that are trained; vectors and low-rank additions are f32
-    frozen  patterns of names of tensors that are not trained; of a model with low-rank additions nothing else is
-    last    only so many blocks are trained, from the last one, and nothing beside them; 0 sets no limit
-    strict  the memory counts what is read from the file, too
+    types   of the file's matrices by name, for frozen ones
+    masters type of trained matrices; vectors and LoRA adapters are f32
+    frozen  name patterns of frozen tensors; with LoRA, only the adapters are trained
+    last    train only the last N blocks and nothing else; 0: no limit
+    strict  --memory also counts bytes mapped from the file
     """
 
     types: tuple[tuple[str, Dtype], ...]
@@ -66,14 +66,14 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the plans depend on: rows × time tokens in each of `micros` micro-batches of a step.
+    """What a step computes: rows × time tokens in each of `micros` micro-batches.
 
     chunk       tokens of the loss head at a time
-    keep        what the backward pass finds of the forward pass; None is everything
-    two_passes  clip by global norm with a first pass that only measures it, so that no two gradients wait
-    layered     the micro-batches go through each block in turn, so that no gradient waits for the next of them
-    evaluations of loss and gradient in a step, as the optimizer says; with more than one the update is a graph apart
-    base        the model in a file that is tuned; None trains all of a new one
+    keep        activations kept for the backward pass; None: everything
+    two_passes  clip by global norm with a first pass that only measures it, so that no two gradients are stored
+    layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
+    evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
+    base        the model file that is tuned; None: train a new model
     """
 
     config: Config
@@ -91,7 +91,7 @@ class Shape:
 
     @property
     def positions(self) -> int:
-        """Of a step, padding among them."""
+        """Positions of a step, including padding."""
         return self.rows * self.time * self.micros
 
 
@@ -111,7 +111,7 @@ class Plans:
 
     @cached_property
     def kept(self) -> dict[str, Tensor]:
-        """The same without those that are read where they are in a file."""
+        """The same without those that are mapped from a file."""
         found = self.leaves.items()
         return {name: leaf for name, leaf in found if not is_mapped(self.shape, leaf)}
 
@@ -139,17 +139,17 @@ class Plans:
 
     @property
     def spaces(self) -> list[str]:
-        """All that are used beside the process's own."""
+        """All memory spaces in use other than the process's own."""
         return sorted({a.space for plan in self.plans.values() for a in plan.arenas} - {HOST})
 
     def nbytes_of(self, *roles: Role, space: str | None = None) -> int:
-        """Of the leaves that are kept, in one space or in all."""
+        """Bytes of allocated leaves with these roles, in one space or in all."""
         found = (leaf for leaf in self.kept.values() if leaf.role in roles)
         return nbytes_of(leaf for leaf in found if space in (None, self.target.home(leaf).space))
 
     @property
     def state_nbytes(self) -> int:
-        """Moments of the optimizer and cache of generation."""
+        """Moments of the optimizer, and the KV cache for samples."""
         return self.nbytes_of("moment", "cache")
 
     @property
@@ -179,11 +179,11 @@ class Plans:
 
     @property
     def nbytes(self) -> int:
-        """All that a run takes of the process's own memory, on top of what that has before."""
+        """Bytes that a run adds to the process's own memory."""
         return self.nbytes_in(HOST)
 
     def nbytes_in(self, space: str) -> int:
-        """All that a run takes of a memory space."""
+        """Bytes that a run takes of a memory space."""
         leaves = counted(self.shape, self.leaves.values(), self.target, space)
         constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         beside = self.loop_nbytes if space == HOST else constants
@@ -212,7 +212,7 @@ def nbytes_of(leaves: Iterable[Tensor]) -> int:
 
 
 def is_mapped(shape: Shape, leaf: Tensor) -> bool:
-    """Whether a weight or state is read where it is in the file of the base."""
+    """Whether a leaf is mapped from the file of the base."""
     if shape.base is None or leaf.kind != "weight":
         return False
     return not shape.base.trains(shape.config, leaf)
@@ -224,14 +224,14 @@ def packed_types(shape: Shape) -> set[Dtype]:
 
 
 def counted(shape: Shape, leaves: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
-    """Bytes of these leaves in a memory space; what stays in its file is counted where it had to be copied."""
+    """Bytes of these leaves in a memory space; mapped ones count only if they had to be copied."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
     here = (leaf for leaf in leaves if target.home(leaf).space == space)
     return nbytes_of(leaf for leaf in here if strict or not is_mapped(shape, leaf))
 
 
 def loop_nbytes(shape: Shape, calls: int, samples: bool) -> int:
-    """What the training loop holds beside the session: executors, batches, files, logits of a sample."""
+    """Bytes of the training loop outside the session: executors, batches, files, logits of a sample."""
     batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
     times = 3 if shape.layered else 2  # as they come, with their share of the loss, and together
     sampling = SAMPLING_NBYTES * shape.config.vocab_size if samples else 0
@@ -244,18 +244,18 @@ def make_plans(
     others: Mapping[Name, Placed] | None = None,
     target: Target = CPU,
 ) -> Plans:
-    """Plans of training, of evaluation if wanted, and of other graphs on the same leaves."""
+    """Plans for training, optionally for evaluation, and for other graphs on the same leaves."""
     own = ((name, place(build(name, shape, optimizer).graph, target)) for name in names(shape))
     placed = dict[Name, Placed](own) | dict(others or {})
-    made = Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()}, target)
-    unknown = target.homes.keys() - made.leaves.keys() - {*get_args(Role)}
+    plans = Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()}, target)
+    unknown = target.homes.keys() - plans.leaves.keys() - {*get_args(Role)}
     if unknown:
         raise GraphError(f"homes names {sorted(unknown)}, which are no leaves")
-    return made
+    return plans
 
 
 def names(shape: Shape) -> tuple[str, ...]:
-    """The graphs of a run, first those of a step in their order."""
+    """Names of a run's graphs, first those of a step in order."""
     return (*_of_a_step(shape), EVALUATE) if shape.evaluate else _of_a_step(shape)
 
 
@@ -272,7 +272,7 @@ def _of_a_step(shape: Shape) -> tuple[str, ...]:
 
 
 def blocks_in(shape: Shape) -> str:
-    """The graph of a step whose blocks are computed again where memory is short; the first pass does likewise."""
+    """The graph of a step whose blocks are recomputed to save memory; the first pass does the same."""
     return next(name for name in (MICRO, APPLY, STEP) if name in _of_a_step(shape))
 
 
@@ -284,12 +284,12 @@ def build(name: str, shape: Shape, optimizer: Optimizer) -> Built:
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     rows = shape.rows * parts
     config = still(shape.config) if name == EVALUATE else shape.config
-    made = transformer.loss(config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
-    outputs = {"loss": made.loss}
+    loss = transformer.loss(config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
+    outputs = {"loss": loss.loss}
     if name == EVALUATE:
-        return Built(Graph(outputs | {"losses": made.losses}), made.blocks, {})
+        return Built(Graph(outputs | {"losses": loss.losses}), loss.blocks, {})
     stream, inner = (
-        made.blocks[passed_over(shape.config, shape.base) * parts :],
+        loss.blocks[passed_over(shape.config, shape.base) * parts :],
         dict[Tensor, Tensor](),
     )
     keep = None if shape.keep is None else shape.keep.ranks(stream)
@@ -308,7 +308,7 @@ def build(name: str, shape: Shape, optimizer: Optimizer) -> Built:
 
 @cache
 def passed_over(config: Config, base: Base | None) -> int:
-    """How many blocks come before the first one that the backward pass reaches."""
+    """Number of blocks before the first one that the backward pass reaches."""
     every = transformer.weights(config).items()
     names = (name for name, leaf in every if base is None or base.trains(config, leaf))
     trained = [n for n in names if n.startswith(("blk.", EMBEDDING))]
@@ -334,5 +334,5 @@ def leaves(shape: Shape) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def still(config: Config) -> Config:
-    """The config without dropout, which belongs to training alone."""
+    """The config without dropout, which is only for training."""
     return replace(config, lora=config.lora and replace(config.lora, dropout=0.0))

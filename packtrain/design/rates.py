@@ -1,4 +1,4 @@
-"""What this machine does in a second: measured once, kept in the user's cache, so that two runs choose the same."""
+"""The rates of this machine: measured once and kept in the user's cache, so that runs make the same choices."""
 
 import hashlib
 import json
@@ -18,15 +18,15 @@ from packtrain.ops.costs import laying
 from packtrain.speed import BEGIN, measured
 from packtrain.version import __version__
 
-MEASURING_NBYTES = 136 << 20  # of a child that measures
-FORMAT = 2  # of the file; another is measured again
+MEASURING_NBYTES = 136 << 20  # of a measuring child
+FORMAT = 2  # of the file; with another format, rates are measured again
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Rates in a file. Those of a busy machine (`quiet` is false) serve one run, and the next measures again.
+    """Rates in a file. Rates of a busy machine (`quiet` is false) are used for one run, then measured again.
 
-    off  times as long as these rates say did steps of the last run take that was off
+    off  correction factor of step times, from the last run whose steps took longer or shorter than expected
     """
 
     rates: Rates
@@ -38,7 +38,7 @@ class Kept:
         return self.rates.slower(self.off)
 
     def serves(self, types: Collection[Dtype]) -> bool:
-        """Whether nothing has to be measured for a run that reads matrices of these types packed."""
+        """Whether the rates are complete for a run with quantized matrices of these types."""
         return self.quiet and all(laying(t) in self.rates.kinds for t in types)
 
 
@@ -48,9 +48,9 @@ def rates(
     types: Collection[Dtype] = (),
     target: Target = CPU,
 ) -> Rates:
-    """The kept rates of this backend with so many threads; measured if they are missing, or if `again`.
+    """The cached rates of this backend and number of threads; measured if missing, or if `again`.
 
-    types  of the matrices that a run reads packed; each has a rate of its own
+    types  of quantized matrices that a run reads; each has its own rate
     """
     path = kept(kernels.threads(), target)
     before = None if again else read(path)
@@ -78,9 +78,9 @@ def rates_apart(
     room: float = math.inf,
     target: Target = CPU,
 ) -> Rates:
-    """The same, but measured by a child: this process loads no kernels for it.
+    """The same, measured by a child, so that this process loads no kernels for it.
 
-    room  bytes that the child may take; where they are too few, what is known must do
+    room  bytes that the child may take; if too few, uses the rates known so far
     """
     threads = kernels.threads()
     before = None if again else read(kept(threads, target))
@@ -88,8 +88,8 @@ def rates_apart(
         return before.expected
     if room < MEASURING_NBYTES:
         return BEGIN if before is None else before.expected
-    found, said = ask(lambda: None, _in_child, threads, again, [str(t) for t in types], target)
-    for sentence in said:
+    found, messages = ask(lambda: None, _in_child, threads, again, [str(t) for t in types], target)
+    for sentence in messages:
         say(sentence)
     return found
 
@@ -97,13 +97,13 @@ def rates_apart(
 def _in_child(
     threads: int, again: bool, types: Collection[str], target: Target
 ) -> tuple[Rates, list[str]]:
-    said = list[str]()
+    messages = list[str]()
     kernels.set_threads(threads)
-    return rates(again, said.append, [DTYPES[name] for name in types], target), said
+    return rates(again, messages.append, [DTYPES[name] for name in types], target), messages
 
 
 def faster(a: Rates, b: Rates) -> Rates:
-    """Of each rate the faster: what else runs only takes time."""
+    """The faster of each rate: other programs can only slow it down."""
     kinds = {k: max(a.kinds.get(k, 0.0), b.kinds.get(k, 0.0)) for k in {**a.kinds, **b.kinds}}
     most = {name: max(getattr(a, name), getattr(b, name)) for name in ("flops", "nbytes", "near")}
     least = {name: min(getattr(a, name), getattr(b, name)) for name in ("call", "region")}
@@ -111,7 +111,7 @@ def faster(a: Rates, b: Rates) -> Rates:
 
 
 def kept(threads: int, target: Target = CPU) -> Path:
-    """Where the rates are."""
+    """The file of the rates."""
     name = target.backends[0].name
     parts = __version__, str(threads), *platform_parts(), *([] if name == "cpu" else [name])
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -119,7 +119,7 @@ def kept(threads: int, target: Target = CPU) -> Path:
 
 
 def read(path: Path) -> Kept | None:
-    """What was kept; None if nothing was, or nothing whole."""
+    """The cached rates; None if missing or incomplete."""
     try:
         found = json.loads(path.read_text())
         if found["format"] != FORMAT:
@@ -130,7 +130,7 @@ def read(path: Path) -> Kept | None:
 
 
 def correct(by: float, target: Target = CPU) -> None:
-    """Let the next run expect that everything takes so many times as long: a run was off."""
+    """Correct the expected times of the next run by a factor."""
     path = kept(kernels.threads(), target)
     before = read(path)
     if before is not None:
@@ -138,7 +138,7 @@ def correct(by: float, target: Target = CPU) -> None:
 
 
 def keep(path: Path, what: Kept) -> str:
-    """Write them where that is possible, and tell where."""
+    """Write the rates if possible; returns where, for a message."""
     if refusal(path.parent) is not None:
         return "not kept"
     plain = {"format": FORMAT, "quiet": what.quiet, "off": what.off, "rates": asdict(what.rates)}

@@ -1,7 +1,7 @@
-"""The fastest way to train within so many bytes: every way that computes the same, measured without packing anything.
+"""Searches the fastest shape within a number of bytes, among all that compute the same, without packing anything.
 
-In go a Shape as asked for, a limit, and what this machine can do; out comes an Answer. Micro-batches and how they go
-through the blocks, recomputation, the chunks of the loss head and the way of clipping are chosen by predicted time.
+Returns an Answer for a requested Shape, a limit and the rates of this machine. Chooses the micro-batch and its order
+through the blocks, recomputation, chunk of the loss head and two-pass clipping, by predicted time.
 """
 
 import math
@@ -31,15 +31,15 @@ from packtrain.recompute import (
 )
 
 ROUNDS = 3
-SLACK = 0.03  # how far estimates may be off
-CLOSE = 0.01  # where they are no farther apart, both are built
-WORTH = 0.02  # of the room: less is no reason for a smaller chunk
+SLACK = 0.03  # relative error of estimates
+CLOSE = 0.01  # if two estimates are this close, both are built
+WORTH = 0.02  # share of the room that a smaller chunk must save
 SAME = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The fastest shape that fits; or the smallest one, which does not, and a change to the run that would."""
+    """The fastest shape that fits; or the smallest one, which does not, and a change of settings that would fit."""
 
     shape: Shape
     fits: bool
@@ -49,9 +49,9 @@ class Answer:
 def search(
     shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool = False
 ) -> Answer:
-    """The fastest shape of at most `limit` bytes, the process included; else the smallest.
+    """The fastest shape of at most `limit` bytes, including the process; else the smallest.
 
-    fixed  nothing may be chosen that changes the order of additions: a run is resumed
+    fixed  the order of additions must not change: the run is resumed
     """
     looking = Search(setting, recompute)
     best = looking.best(shape, limit, fixed)
@@ -60,22 +60,22 @@ def search(
 
 
 def smallest(shape: Shape, recompute: str, setting: Setting, fixed: bool = False) -> Shape:
-    """The shape that takes the least bytes."""
+    """The shape with the least bytes."""
     return Search(setting, recompute).least_of(extremes(shape, fixed)).shape
 
 
 class Search(Drafts):
-    """Ways to train under one setting; remembers what it has measured."""
+    """Searches shapes under one setting; caches measurements."""
 
     # ---- within a limit
 
     def best(self, shape: Shape, limit: int, fixed: bool = False) -> Draft:
-        """The fastest shape of at most so many bytes; the smallest where no other was found."""
+        """The fastest shape of at most `limit` bytes; the smallest if none was found."""
         found = self.fastest(shape, limit, fixed)
         return self.least_of(extremes(shape, fixed)) if found is None else found
 
     def fastest(self, shape: Shape, limit: int, fixed: bool) -> Draft | None:
-        """The fastest shape of at most so many bytes; None if none was found."""
+        """The fastest shape of at most `limit` bytes; None if none was found."""
         best = self._whole(shape, limit)
         if best is not None and best.shape == shape:
             return best
@@ -95,7 +95,7 @@ class Search(Drafts):
         return best
 
     def _could(self, form: Shape, limit: int) -> float:
-        """Infinite where the form cannot fit; else the seconds that two passes take at least, by what one takes."""
+        """Infinite if the form cannot fit; else the least seconds of two passes, estimated from one."""
         if self._at_least(replace(form, chunk=min(CHUNKS))) > limit * (1 + SLACK):
             return math.inf
         if not form.two_passes:
@@ -105,7 +105,7 @@ class Search(Drafts):
         return self.sizes(one).seconds + 2 * forward
 
     def _takes(self, form: Shape, limit: int) -> float:
-        """Seconds that a step of the form takes at least within the limit; no number is infinite where nothing fits."""
+        """The least seconds of a step of the form within the limit; infinite if nothing fits."""
         sizes, least = self.sizes(form), replace(form, chunk=min(CHUNKS))
         beside = self.sizes(least).beside  # graphs without gradients have a loss head, too
         if self._nbytes(form, sizes, 0) + beside * (1 - SLACK) > limit:
@@ -116,7 +116,7 @@ class Search(Drafts):
         return sizes.seconds + repeats(form) * self.chain(form).least_seconds(over)
 
     def _takes_by_ways(self, form: Shape, limit: int) -> float:
-        """The same by ways to run the blocks; 0 where that need not be known."""
+        """The same from the ways to run the blocks; 0 if not needed."""
         if self.recompute != "auto":
             return 0.0
         return min(self._takes_with(replace(form, chunk=chunk), limit) for chunk in CHUNKS)
@@ -144,9 +144,9 @@ class Search(Drafts):
         return best
 
     def fitted(self, shape: Shape, limit: int, below: float) -> Draft | None:
-        """The shape within the limit, by recomputation if that may be chosen; None if nothing was found.
+        """The shape within the limit, with recomputation if allowed; None if nothing was found.
 
-        below  seconds of a step that are known to be possible
+        below  seconds of a step already known to be possible
         """
         seconds, whole = self.sizes(shape).seconds, self._whole(shape, limit)
         if whole is not None or self.recompute != "auto" or seconds >= below:
@@ -163,14 +163,14 @@ class Search(Drafts):
         return None
 
     def _whole(self, shape: Shape, limit: int) -> Draft | None:
-        """The shape with recomputation as the setting says, if it is within the limit."""
+        """The shape with the recomputation of the setting, if it is within the limit."""
         if self.recompute == "auto" and self.rough(shape).nbytes > limit * (1 + WORTH):
             return None
         draft = self.draft(self.as_asked(shape))
         return draft if draft.nbytes <= limit else None
 
     def _room(self, shape: Shape, limit: int) -> int:
-        """What the limit leaves for the arena of the graph with the blocks and for its calls; 0 for another's arena."""
+        """Bytes left for arena and calls of the graph with the blocks; 0 if another arena is larger."""
         sizes = self.sizes(shape)
         room = limit - self._nbytes(shape, sizes, 0)
         if room < sizes.beside:
@@ -178,7 +178,7 @@ class Search(Drafts):
         return room + int(self.chain(shape).call_nbytes * sizes.inside)
 
     def as_asked(self, shape: Shape) -> Shape:
-        """Recomputation as the setting says; `auto` without a limit has no reason for any."""
+        """The shape with the recomputation of the setting; `auto` without a limit recomputes nothing."""
         count = reached(shape)
         keep = None
         if self.recompute == "blocks":
@@ -190,7 +190,7 @@ class Search(Drafts):
     # ---- the least
 
     def least_of(self, shapes: Iterable[Shape]) -> Draft:
-        """The one that takes the least bytes; only those are estimated, and built, that could."""
+        """The shape with the least bytes; estimates and builds only those that could be."""
         found: Draft | None = None
         waiting = [(self._at_least(one), False, at, one) for at, one in enumerate(shapes)]
         heapify(waiting)
@@ -208,13 +208,13 @@ class Search(Drafts):
         return found
 
     def _at_least(self, shape: Shape) -> int:
-        """Bytes that the shape takes whatever is computed again, two passes by what one takes."""
+        """Bytes that the shape takes with any recomputation; two passes are estimated from one."""
         one = replace(shape, two_passes=False)
         sizes, arena = self.sizes(one), self.chain(one).floor(waiting=not shape.two_passes)
         return self._nbytes(one, sizes, 0) + max(arena, int(sizes.beside))
 
     def _estimates(self, shape: Shape) -> list[tuple[int, Shape]]:
-        """The shape as asked for, and with the recomputation that takes the least, with their bytes by estimate."""
+        """The requested shape, and the one with the recomputation of least memory, with estimated bytes."""
         if self.recompute != "auto":
             asked = self.draft(self.as_asked(shape))
             return [(asked.nbytes, asked.shape)]
@@ -224,11 +224,11 @@ class Search(Drafts):
         return [(self.rough(shape).nbytes, shape), (least, replace(shape, keep=smallest.choice))]
 
     def change(self, shape: Shape, limit: int) -> str:
-        """The first of a few changes to the run that fits."""
+        """The first of a few changes of settings that fits."""
         shape = replace(shape, keep=None)
         contexts = [n for n in (shape.time // 2, shape.time // 4, shape.time // 8) if n > 1]
         if self._nbytes(replace(shape, time=2), self.sizes(shape), 0) > limit:
-            contexts = []  # which change what is in the arena
+            contexts = []  # because these change the arena
         at = bisect_left(
             contexts, True, key=lambda n: self._could_fit(replace(shape, time=n), limit)
         )
@@ -241,7 +241,7 @@ class Search(Drafts):
         return f"no shorter context fits either: {_smaller(shape)}"
 
     def _with(self, optimizer: Optimizer) -> "Search":
-        """Another search, which knows of this one what does not depend on the optimizer."""
+        """Another search, which shares measurements that do not depend on the optimizer."""
         plain = Search(replace(self.setting, optimizer=optimizer), self.recompute)
         plain._samples = self._samples
         plain._parts = {key: found for key, found in self._parts.items() if key[0] in SAME}
@@ -251,7 +251,7 @@ class Search(Drafts):
         return plain
 
     def _could_fit(self, shape: Shape, limit: int) -> bool:
-        """Whether the shape fits, by recomputation if that may be chosen; it is built only where that is not clear."""
+        """Whether the shape fits, with recomputation if allowed; builds it only if the estimates do not decide."""
         if self._at_least(shape) > limit * (1 + SLACK):
             return False
         least = min(nbytes for nbytes, _ in self._estimates(shape))
@@ -261,12 +261,12 @@ class Search(Drafts):
 
 
 def _smaller(shape: Shape) -> str:
-    """What to change where nothing else helps."""
+    """Advice if nothing else helps."""
     if shape.base is None:
-        return "take a smaller model (--preset, --layers, --dim, --vocab-size)"
+        return "use a smaller model (--preset, --layers, --dim, --vocab-size)"
     if shape.config.lora is None:
-        return "take a smaller base model, or leave out --full: a LoRA adapter trains fewer weights"
-    return "take a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
+        return "use a smaller base model, or leave out --full: a LoRA adapter trains fewer weights"
+    return "use a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
 
 
 def as_asked(shape: Shape, recompute: str, setting: Setting) -> Shape:

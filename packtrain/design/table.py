@@ -1,4 +1,4 @@
-"""Plans as a table for people, as rows of a picture, and as plain data."""
+"""Plans as a printed table, as rows of a picture, and as plain data."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def as_data(
     budget: int | None = None,
     minimum: int | None = None,
 ) -> dict[str, Any]:
-    """The plan as plain data for JSON; sizes in bytes, null where no budget was given or no minimum looked for."""
+    """The plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest.arena(plans.target.space)
     total = baseline + plans.nbytes
     found = {
@@ -44,7 +44,7 @@ def as_data(
 
 
 def _parameters(plans: Plans) -> str:
-    """How many are trained, in which types."""
+    """Number and types of trained parameters."""
     counts = Counter[str]()
     for leaf in leaves(plans.shape)[1]:
         counts[str(leaf.dtype)] += leaf.spec.size
@@ -53,7 +53,7 @@ def _parameters(plans: Plans) -> str:
 
 
 def parts(plans: Plans, baseline: int, space: str = HOST) -> list[tuple[str, int, str]]:
-    """What takes how many bytes of a memory space beside the arena, and why."""
+    """Memory of a space outside the arena: what, bytes, why."""
     kept = nbytes_of(n for n in plans.kept.values() if plans.target.home(n).space == space)
     mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - kept
     found = [
@@ -75,7 +75,7 @@ def parts(plans: Plans, baseline: int, space: str = HOST) -> list[tuple[str, int
 
 
 def rows(plans: Plans, baseline: int, spare: int = 0) -> list[str]:
-    """A table of what takes how many bytes; with some to spare, its total is a budget that is enough."""
+    """The table of bytes; with `spare`, its total is a sufficient budget."""
     lines = [line for space in plans.spaces for line in _rows_apart(plans, space)]
     *found, loop, process = parts(plans, baseline)
     found += [*_arena(plans, HOST), loop, process]
@@ -88,7 +88,7 @@ def rows(plans: Plans, baseline: int, spare: int = 0) -> list[str]:
 
 
 def _rows_apart(plans: Plans, space: str) -> Iterator[str]:
-    """The table of another memory than that of the process."""
+    """The table of a memory other than the process's."""
     limit = plans.target.limits.get(space)
     yield f"in the memory of {space}" + ("" if limit is None else f", which has {size_text(limit)}")
     yield from map(_line, [*parts(plans, 0, space), *_arena(plans, space)])
@@ -96,7 +96,7 @@ def _rows_apart(plans: Plans, space: str) -> Iterator[str]:
 
 
 def _arena(plans: Plans, space: str) -> Iterator[tuple[str, int, str]]:
-    """Its row, where there is an arena."""
+    """The row of the arena, if there is one."""
     arena = plans.largest_in(space).arena(space)
     bound = "at its lower bound" if arena.gap == 0 else f"{arena.gap:.1%} over its lower bound"
     if arena.nbytes or space == plans.target.space:
@@ -109,22 +109,22 @@ def _line(row: tuple[str, int, str]) -> str:
 
 
 def choices(plans: Plans) -> list[str]:
-    """What is done to need less memory, in words."""
+    """The choices that save memory, as texts."""
     shape = plans.shape
     again = sum(
         call.phase == "recomputed" and not call.op.view
         for placed in plans.placed.values()
         for call in placed.graph.calls
     )
-    found = [f"{plural(again, 'operation')} computed again"] if again else []
-    found += ["a first pass measures the gradient"] if shape.two_passes else []
+    found = [f"{plural(again, 'operation')} recomputed"] if again else []
+    found += ["a first pass measures the gradient norm"] if shape.two_passes else []
     found += ["micro-batches go through each block in turn"] if shape.layered else []
     found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
     return found
 
 
 def text(plans: Plans, baseline: int, seconds: float, steps: int, learnt: int) -> str:
-    """The plan as a table for people; `learnt` are the tokens that a step learns from."""
+    """The plan as a printed table; `learnt` is the number of tokens that a step trains on."""
     shape, positions = plans.shape, plans.shape.positions
     times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
     alike = same_speed(positions, learnt)

@@ -1,4 +1,4 @@
-"""What to keep of the forward pass, for least extra time within a number of bytes: choices, chains, a table."""
+"""Activation checkpointing: what to keep of the forward pass, for least extra time within a number of bytes."""
 
 from packtrain.recompute.chain import Chain, Found, Like, spacing
 from packtrain.recompute.choice import ALIGNMENT, Built, Choice, aligned, keep_all, spaced, uniform

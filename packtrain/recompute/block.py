@@ -1,7 +1,7 @@
-"""What each block of a chain can do: the ways to run it, with what they keep, and what they take.
+"""The ways to run a block of a chain: what each keeps, and its bytes and seconds.
 
-In go a way to build the training graph for a number of equal blocks; out come Options. What a way takes is bounded
-from below by a short chain that keeps everything, and measured by the real lifetimes where that is asked for.
+Returns Options, given a function that builds the training graph for a number of equal blocks. Bytes of a way have a
+lower bound from a short chain that keeps everything, and are measured by real lifetimes on request.
 """
 
 from bisect import bisect_left
@@ -30,16 +30,16 @@ from packtrain.recompute.choice import (
 from packtrain.recompute.front import Kept, front, least_again
 from packtrain.tensor import Call, Tensor
 
-SAMPLED = 3  # blocks of the chain that ways are looked at on; the middle one counts
+SAMPLED = 3  # blocks of the chain on which ways are measured; the middle one counts
 
 Build = Callable[[int, Choice | None], Built]
 
 
 class Block:
-    """A block of a training graph whose middle is equal blocks; remembers what it has measured.
+    """A block of a training graph with a chain of equal blocks; caches measurements.
 
-    reserved  bytes that stay once the backward pass of a block, or of the head, is done
-    together  how many ways may be measured in one chain; 1 where not all blocks are alike
+    reserved  bytes that stay after the backward pass of a block, or of the head
+    together  how many ways may be measured in one chain; 1 if not all blocks are alike
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class Block:
 
     @cached_property
     def parts(self) -> int:
-        """In how many parts a block takes its rows; the stream has as many values for each block."""
+        """Number of parts in which a block processes its rows; the stream has as many values for each block."""
         return len(self._short.stream) // (SAMPLED + 1)
 
     @cached_property
-    def _made(self) -> list[list[Call]]:
-        """The calls of each part of each block, and first those of none."""
+    def _split(self) -> list[list[Call]]:
+        """The calls of each part of each block; first those before any block."""
         return stretches(self._short.stream)
 
     @cached_property
     def _calls(self) -> list[Call]:
-        """Of the first part."""
-        return self._made[2 * self.parts]
+        """The calls of the first part."""
+        return self._split[2 * self.parts]
 
     @property
     def _ends(self) -> tuple[Tensor, Tensor]:
-        """What these calls begin with, and what they lead to."""
+        """The input and the output of these calls."""
         return self._short.stream[self.parts], self._short.stream[2 * self.parts]
 
     @cached_property
@@ -97,19 +97,19 @@ class Block:
 
     @cached_property
     def values(self) -> list[Tensor]:
-        """What the first part could keep."""
+        """Values that the first part could keep."""
         return inner_values(self._calls)
 
     @cached_property
     def _read(self) -> set[Tensor]:
-        """What the backward pass reads of it."""
+        """Values of it that the backward pass reads."""
         inside, (_, end) = set(self._calls), self._ends
         backward = (call for call in self._short.graph.calls if call.phase == "backward")
         return {t.base for call in backward for t in call.reads if t.base.call in inside} - {end}
 
     @cached_property
     def _cuts(self) -> list[int]:
-        """Places of values that every way through the block passes."""
+        """Places of values on every path through the block."""
         inside, (start, end) = set(self._calls), self._ends
         return [
             i
@@ -121,26 +121,26 @@ class Block:
 
     @cached_property
     def _front(self) -> list[Kept]:
-        """What the first part can keep."""
+        """Sets of values that the first part can keep."""
         return front(self._calls, self.values, self._ends[0], self._read, self._cuts, self.seconds)
 
     @cached_property
     def ways(self) -> list[Inner]:
-        """Those on the Pareto front over bytes kept and seconds added, in all their forms."""
+        """The ways on the Pareto front of bytes kept and seconds added, in all their forms."""
         return [way for kept in self._front for way in self._forms(kept.places)]
 
     def _forms(self, keep: tuple[int, ...]) -> list[Inner]:
-        """Where a cut of the block is not kept, another form computes it again first, and then each side."""
+        """If a cut of the block is not kept, another form recomputes it first, and then each side."""
         plain = tuple((place, 0) for place in keep)
         return [plain, *((*plain, (cut, 1)) for cut in self._cuts if cut not in keep)]
 
     def saved(self, way: Inner) -> int:
-        """Bytes that it keeps."""
+        """Bytes that a way keeps."""
         return self.parts * sum(aligned(self.values[at].spec) for at in _kept(way))
 
     @property
     def options(self) -> list[Option]:
-        """All ways: as measured, or by what they take at least."""
+        """All ways, measured or with lower bounds."""
         return [self._known.get(way) or self._bounds[way] for way in self.ways]
 
     @property
@@ -150,17 +150,17 @@ class Block:
         return [self._known[way] for way in self._forms(())]
 
     def least_again(self, nbytes: float) -> float:
-        """Seconds to compute again, at least, for keeping so many bytes less than all."""
+        """Least seconds of recomputation for keeping `nbytes` less than everything."""
         whole = sum(aligned(t.spec) for t in self._read)
         if nbytes > whole * self.parts:
             return np.inf
         return self.parts * least_again(self._front, whole - nbytes / self.parts)
 
-    # ---- what they take at least
+    # ---- lower bounds
 
     @cached_property
     def _bounds(self) -> dict[Inner, Option]:
-        """Each way as if what is computed again were there just while it is read."""
+        """Lower bounds: as if recomputed values were alive only while they are read."""
         needed_nbytes, kept_nbytes = self._alive
         bounds = dict[Inner, Option]()
         for kept in self._front:
@@ -173,7 +173,7 @@ class Block:
 
     @property
     def least_work(self) -> int:
-        """Bytes of its backward pass, whatever it keeps."""
+        """Least bytes of its backward pass, whatever it keeps."""
         return int(self._alive[0].max())
 
     def _calls_again(self, places: tuple[int, ...]) -> int:
@@ -183,21 +183,21 @@ class Block:
 
     @cached_property
     def _alive(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes at each step of the backward pass whatever is kept, and more by place if the value there is.
+        """Bytes alive at each step of the backward pass whatever is kept, and additional bytes by kept value.
 
-        What a step reads or makes is there, kept or not; what waits for later or is kept of other blocks is left out.
+        Counts what a step reads or writes; not values for later steps, or those that other blocks keep.
         """
         placed, parts = place(self._short.graph, self.target), self.parts
         first, last = backward_steps(placed, self._short, parts)[1]
-        steps, made = placed.steps[first : last + 1], storages(placed, self.target.space)
-        blocks = [inner_values(calls) for calls in self._made[2 * parts : 3 * parts]]
+        steps, stored = placed.steps[first : last + 1], storages(placed, self.target.space)
+        blocks = [inner_values(calls) for calls in self._split[2 * parts : 3 * parts]]
         own = {t: at for values in blocks for at, t in enumerate(values)}
-        inside = {t for calls in self._made[parts:] for call in calls for t in call.results}
+        inside = {t for calls in self._split[parts:] for call in calls for t in call.results}
         inside.update(self._short.stream)
         begun = {t: i for i, step in enumerate(placed.steps) for t in step.results}
         touched = [{t.base for t in (*step.reads, *step.results)} for step in steps]
         always, kept = np.zeros(len(steps), int), np.zeros((len(self.values), len(steps)), int)
-        for storage, start, end, nbytes in zip(made, *columns(made, ALIGNMENT), strict=True):
+        for storage, start, end, nbytes in zip(stored, *columns(stored, ALIGNMENT), strict=True):
             values = [t for t in storage.tensors if t in inside]
             others = (begun[t] for t in storage.tensors if t not in inside and t in begun)
             taken = min(others, default=end) if values else start
@@ -209,10 +209,10 @@ class Block:
                 (kept[at] if touched[i].isdisjoint(values) else always)[i] += nbytes
         return always - self.head_reserve - (SAMPLED - 2) * self.reserve, kept
 
-    # ---- what they take
+    # ---- measurements
 
     def measure(self, ways: Iterable[Inner]) -> bool:
-        """Measure those that are not known, in all their forms, together in one chain; whether there were any."""
+        """Measure unknown ways, in all their forms, together in one chain; returns whether there were any."""
         wanted = {_kept(way) for way in ways if way not in self._known}
         asked = [way for way in self.ways if way not in self._known and _kept(way) in wanted]
         for at in range(0, len(asked), self.together):
@@ -220,7 +220,7 @@ class Block:
         return bool(asked)
 
     def _measure(self, ways: Sequence[Inner]) -> None:
-        """The bytes of each are without what earlier blocks keep and what later ones leave."""
+        """Bytes exclude what earlier blocks keep and what later ones leave."""
         inner = (ways[0], *ways, ways[-1])
         built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
         placed = place(built.graph, self.target)
@@ -244,7 +244,7 @@ def _kept(way: Inner) -> tuple[int, ...]:
 
 
 def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Call]:
-    """The calls inside a block that lead from what is kept to what is wanted."""
+    """The calls inside a block that compute `wanted` from `kept`."""
     calls: set[Call] = set()
     stack = list(wanted)
     while stack:
@@ -257,23 +257,23 @@ def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Cal
 
 
 def backward_steps(placed: Placed, built: Built, parts: int) -> dict[int, tuple[int, int]]:
-    """Of each block the first step with a gradient of its end, and the last that makes one of its beginning.
+    """For each block, the first step with a gradient of its output, and the last that computes one of its input.
 
-    All parts of a block come before those of the block below. The first block has none where nothing before it is
+    All parts of a block come before those of the block below. The first block has none if nothing before it is
     trained.
     """
     serials = [step.call.serial for step in placed.steps]
     ends = list[list[int]]()
     for at in range(0, len(built.stream), parts):
         found = (built.gradients.get(t) for t in built.stream[at : at + parts])
-        made = (d.call.serial for d in found if d is not None and d.call is not None)
-        ends.append(sorted(bisect_left(serials, serial) for serial in made))
+        writers = (d.call.serial for d in found if d is not None and d.call is not None)
+        ends.append(sorted(bisect_left(serials, serial) for serial in writers))
     pairs = enumerate(pairwise(ends))
     return {i: (end[-1], beginning[-1]) for i, (beginning, end) in pairs if beginning and end}
 
 
 class Alive:
-    """Bytes of a space alive over the steps of a placed graph."""
+    """Bytes of a space that are alive at the steps of a placed graph."""
 
     def __init__(self, placed: Placed, space: str) -> None:
         self._times, self._nbytes = alive(*columns(storages(placed, space), ALIGNMENT))

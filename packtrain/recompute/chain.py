@@ -1,7 +1,7 @@
 """What to keep of the forward pass of a chain of equal blocks, for least extra time within a number of bytes.
 
-In go a way to build the training graph for a number of blocks and a Choice; out come Choices. A dynamic programme over
-the chain combines ways to run a block, and measures those that it would take; the real planner has the last word.
+Returns Choices, given a function that builds the training graph for a number of blocks and a Choice. Dynamic
+programming over the chain combines ways to run a block and measures those it would choose; the real planner decides.
 Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the chain.
 """
 
@@ -22,20 +22,20 @@ from packtrain.recompute.choice import ALIGNMENT, Choice, aligned, uniform
 from packtrain.recompute.table import Solved, Table
 
 ROUNDS = 4
-HEADED = 2  # blocks of the chain that the head is measured on
-SLACK = 0.03  # how far estimates may be off
-CLOSE = 0.01  # of what was built, others are not farther
-SPARE = 500  # a share of the room that is left where estimates were too low again
-AIMS = 12  # sizes at which the least one is looked for
-FEW = 4  # ways to run a block that are measured in one graph, at least, where a chain has fewer blocks
+HEADED = 2  # blocks of the chain on which the head is measured
+SLACK = 0.03  # relative error of estimates
+CLOSE = 0.01  # relative distance to a choice that was built, within which others are built, too
+SPARE = 500  # 1 / share of the room left free if estimates were too low again
+AIMS = 12  # sizes at which the smallest choice is searched
+FEW = 4  # least number of ways measured in one graph, if a chain has fewer blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A choice that was built: bytes that must be alive at once, bytes with those of its calls, what it adds.
+    """A choice that was built: bytes of its arena, bytes including its calls, what it adds.
 
-    arena    lower bound of its arena, which the planner reaches but for rare cases
-    seconds  of what is computed again, and how many calls that are
+    arena    lower bound of its arena, which the planner nearly always reaches
+    seconds  of recomputation, and its number of calls
     """
 
     choice: Choice | None
@@ -46,14 +46,14 @@ class Found:
 
 
 class Chain:
-    """A training graph whose middle is `count` equal blocks; remembers what it has measured.
+    """A training graph with a chain of `count` equal blocks; caches measurements.
 
-    reserved     bytes that stay once a block's, or the head's, backward is done: gradients that wait for clipping
-    call_nbytes  what each call of the graph takes of the process, beside the arena
-    calls        how many a graph has that keeps everything
-    like         a chain with the same blocks, which has measured them
+    reserved     bytes that stay after the backward pass of a block, or of the head: gradients waiting for clipping
+    call_nbytes  bytes of the process for each call of the graph, outside the arena
+    calls        number of calls of a graph that keeps everything
+    like         a chain with the same blocks, already measured
     together     how many ways to run a block may be measured in one chain
-    target       where it runs; bytes are those of the space of its arena
+    target       where it runs; bytes are those of its arena's space
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Chain:
 
     @cached_property
     def head_work(self) -> int:
-        """Most bytes from the last block's end to the beginning of its backward, without what blocks keep."""
+        """Most bytes between the last block's forward and backward pass, without what blocks keep."""
         placed, first = self._head if self.like is None else self.like.chain._head
         if self.like is not None:
             placed = self.like.headed(placed)
@@ -86,14 +86,14 @@ class Chain:
 
     @cached_property
     def _head(self) -> tuple[Placed, int]:
-        """A chain that keeps its stream alone, and the step at which the backward pass reaches the last block."""
+        """A chain that keeps only its stream, and the step at which the backward pass reaches the last block."""
         built = self.build(HEADED, uniform(HEADED, ()))
         placed = place(built.graph, self.target)
         first, _ = backward_steps(placed, built, self.block.parts)[HEADED - 1]
         return placed, first
 
     def least_seconds(self, nbytes: int) -> float:
-        """Seconds that must be added, at least, for so many bytes less than what everything takes."""
+        """Least added seconds for `nbytes` less than keeping everything."""
         wanted = nbytes / self.count - self.block.stream_nbytes if self.count else 0.0
         return self.count * self.block.least_again(wanted) if wanted > 0 else 0.0
 
@@ -103,8 +103,8 @@ class Chain:
         """The choice in the whole chain, measured; None keeps everything."""
         if choice not in self.found:
             graph = self.build(self.count, choice).graph
-            made = storages(place(graph, self.target), self.target.space)
-            arena, _ = lower_bound(*columns(made, ALIGNMENT))
+            stored = storages(place(graph, self.target), self.target.space)
+            arena, _ = lower_bound(*columns(stored, ALIGNMENT))
             again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
             seconds = sum(map(self.block.seconds, again))
@@ -113,18 +113,18 @@ class Chain:
 
     @property
     def _calls_nbytes(self) -> int:
-        """Of the process, for the calls of a whole chain that keeps everything."""
+        """Bytes of the process for the calls of a whole chain that keeps everything."""
         return self.call_nbytes * self.calls
 
     def bound(self, nbytes: int) -> float:
-        """Seconds that a choice of so many bytes adds, at least; what is known of ways must do."""
+        """Least seconds that a choice of `nbytes` adds, from the ways measured so far."""
         solved = self._solved(Table(self, self.block.options, nbytes), nbytes)
         return math.inf if solved is None else solved.seconds
 
     def within(self, nbytes: int, below: float = math.inf) -> Found | None:
-        """The fastest known choice that takes at most so many bytes; None if none does.
+        """The fastest known choice of at most `nbytes`; None if there is none.
 
-        below  seconds that it may add, by estimate; nothing is built that should add more
+        below  limit of the estimated added seconds; choices that should add more are not built
         """
         aim = nbytes
         for at in range(ROUNDS):
@@ -141,16 +141,16 @@ class Chain:
         return min(fitting, key=lambda found: (found.seconds, found.nbytes), default=None)
 
     def _may_fit(self, nbytes: int, below: float) -> bool:
-        """Whether the choice that takes the least bytes is worth building."""
+        """Whether the choice with the least bytes is worth building."""
         most = nbytes * (1 + SLACK)
         if self.floor() > most or self.smallest.nbytes > most:
             return False
         return self.smallest.seconds < below
 
     def _measured(self, nbytes: int, aim: int, below: float) -> Solved | None:
-        """The fastest choice that takes at most `aim` bytes, by a table for `nbytes`, of ways that are all measured.
+        """The fastest choice of at most `aim` bytes, by a table for `nbytes`, in which all ways are measured.
 
-        Ways that are not count as what they take at least, so no other choice is faster.
+        Unmeasured ways count with their lower bounds, so no other choice is faster.
         """
         while True:
             solved = self._solved(Table(self, self.block.options, nbytes), aim)
@@ -158,9 +158,9 @@ class Chain:
                 return solved
 
     def _plan_around(self, choice: Choice, nbytes: int) -> None:
-        """The choice; if it takes about so many bytes, also others whose last block keeps a little more.
+        """Plan the choice; if it takes about `nbytes`, also others whose last block keeps a little more.
 
-        Its backward pass comes first and often has room.
+        The last block's backward pass comes first and often has room.
         """
         if self.plan(choice).nbytes > nbytes * (1 + CLOSE):
             return
@@ -179,9 +179,9 @@ class Chain:
         return solved
 
     def floor(self, waiting: bool = True) -> int:
-        """Bytes that the arena takes at least: those of the backward pass of the second block.
+        """Least bytes of the arena: those of the backward pass of the second block.
 
-        waiting  gradients of blocks and head wait for clipping
+        waiting  gradients of blocks and head are kept for clipping
         """
         if self.count < 2:
             return 0
@@ -191,7 +191,7 @@ class Chain:
 
     @cached_property
     def smallest(self) -> "Smallest":
-        """By estimate."""
+        """The choice with the least estimated bytes."""
         block, options = self.block, self.block.bare
         high = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
         high += block.head_reserve + 2 * max(option.work for option in options)
@@ -206,7 +206,7 @@ class Chain:
         return min(found, key=lambda one: one.nbytes)
 
     def least(self) -> Found:
-        """The choice that takes the least bytes, calls included."""
+        """The choice with the least bytes, including calls."""
         self.plan(self.smallest.choice)
         self.plan(uniform(self.count, ()))
         return min(self.found.values(), key=lambda found: (found.nbytes, found.seconds))
@@ -214,7 +214,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """A chain of the same blocks, and what makes a graph of its head into one of the other's."""
+    """A chain of the same blocks, and how to turn a graph with its head into one with the other's."""
 
     chain: Chain
     headed: Callable[[Placed], Placed]
@@ -222,7 +222,7 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """The choice that should take the least bytes, calls included: how many, and the seconds that it adds."""
+    """The choice with the least estimated bytes, including calls: its bytes and added seconds."""
 
     nbytes: int
     seconds: float

@@ -10,7 +10,7 @@ from packtrain.graph import Graph
 from packtrain.tensor import Call, Spec, Tensor
 
 ALIGNMENT = 64
-Inner = tuple[tuple[int, int], ...]  # of a block: places and ranks, see Choice
+Inner = tuple[tuple[int, int], ...]  # (place, rank) pairs of a block, see Choice
 
 
 class Built(NamedTuple):
@@ -23,7 +23,7 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Ranks, as `differentiate` takes them, by place in the chain: of each stream value and of inner values by block.
+    """Ranks for `differentiate` by place in the chain: of stream values, and of inner values by block.
 
     inner  (place among the block's results, rank) pairs
     """
@@ -32,16 +32,16 @@ class Choice:
     inner: tuple[Inner, ...]
 
     def ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
-        """For the stream of a graph that was built just now; what comes before the first block is kept.
+        """Ranks of tensors for the stream of a new graph; values before the first block are kept.
 
-        Where blocks take their rows in parts, the stream has as many values for each block, and all parts keep alike.
+        If blocks process their rows in parts, the stream has as many values per block, and all parts keep the same.
         """
         parts = len(stream) // len(self.stream)
-        made = stretches(stream)
-        ranks = {t: 0 for calls in made[:parts] for call in calls for t in call.results}
+        split = stretches(stream)
+        ranks = {t: 0 for calls in split[:parts] for call in calls for t in call.results}
         for at, t in enumerate(stream):
             ranks[t] = self.stream[at // parts]
-        for at, values in enumerate(by_place([inner_values(calls) for calls in made[parts:]])):
+        for at, values in enumerate(by_place([inner_values(calls) for calls in split[parts:]])):
             for place, rank in self.inner[at // parts]:
                 t = values[place]
                 ranks[t] = min(rank, ranks.get(t, rank))
@@ -49,24 +49,24 @@ class Choice:
 
 
 def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
-    """The calls that lead to each value of the stream, as written; first those of no block, such as the embedding."""
+    """The calls that lead to each value of the stream, as written; first those before any block."""
     ends = [t.call.serial for t in stream if t.call is not None]
-    made: list[list[Call]] = [[] for _ in stream]
+    split: list[list[Call]] = [[] for _ in stream]
     for call in Graph({str(at): t for at, t in enumerate(stream)}).calls:
-        made[bisect_left(ends, call.serial)].append(call)
-    return made
+        split[bisect_left(ends, call.serial)].append(call)
+    return split
 
 
 def inner_values(calls: Sequence[Call]) -> list[Tensor]:
-    """What a block makes on its way and could keep: results that have bytes, but the last, the next stream value."""
-    made = [t for call in calls if not call.op.view for t in call.results]
-    return made[:-1]
+    """Values that a block could keep: results with bytes, except the last, which is the next stream value."""
+    values = [t for call in calls if not call.op.view for t in call.results]
+    return values[:-1]
 
 
 def by_place(blocks: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-    """Inner values of blocks, so that a place means the same in each.
+    """Inner values of blocks, aligned so that a place means the same in each.
 
-    Where a block leaves out what others do, as SmolLM3's without rope, what this is made from stands in its place.
+    If a block lacks an op of others, such as rope in some of SmolLM3's, the input of that op takes its place.
     """
     longest = max(blocks, key=len, default=[])
     return [_placed_like(values, longest) for values in blocks]
@@ -97,7 +97,7 @@ def _call(t: Tensor) -> Call:
 class Option:
     """One way to run a block: inner values it keeps, their bytes, extra seconds and calls, bytes of its backward.
 
-    keep  (place, rank) pairs; rank 0 stays from the forward pass, rank 1 is computed again first and on its own
+    keep  (place, rank) pairs; rank 0 is kept from the forward pass, rank 1 is recomputed first
     """
 
     keep: Inner
@@ -123,6 +123,6 @@ def keep_all(count: int, inner: int) -> Choice:
 
 
 def spaced(count: int, spacing: int) -> Choice:
-    """Every so many stream values are kept and nothing else."""
+    """Keep every `spacing`-th stream value and nothing else."""
     stream = [0 if i % spacing == 0 or i == count else 1 for i in range(count + 1)]
     return Choice(tuple(stream), ((),) * count)

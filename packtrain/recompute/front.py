@@ -1,4 +1,4 @@
-"""What a block can keep: every set of its values, and those sets that no other beats in bytes and in seconds."""
+"""What a block can keep: sets of its values on the Pareto front of bytes and seconds."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -8,12 +8,12 @@ import numpy as np
 from packtrain.recompute.choice import aligned
 from packtrain.tensor import Call, Tensor
 
-PLACES = 16  # of a block, the largest, that sets to keep are made of
-OPTIONS = 12  # of a block, spread over each of its Pareto fronts
+PLACES = 16  # values of a block, the largest, from which sets are formed
+OPTIONS = 12  # sets of a block, spread over each Pareto front
 
 
 class Kept(NamedTuple):
-    """Bytes that a block keeps, seconds to compute again what it lacks, places of what it keeps."""
+    """Bytes that a block keeps, seconds to recompute the rest, places of the kept values."""
 
     saved: int
     again: float
@@ -28,12 +28,12 @@ def front(
     cuts: Collection[int],
     seconds: Callable[[Call], float],
 ) -> list[Kept]:
-    """Sets of values of a block that no other with the same cuts beats.
+    """Sets of values of a block on the Pareto front of sets with the same cuts.
 
     calls   of the block, from `start` on, and the time that each takes
-    wanted  what the backward pass reads
-    cuts    places of values that every way through the block passes: one that is kept makes the working set smaller,
-            which neither bytes nor seconds tell
+    wanted  values that the backward pass reads
+    cuts    places of values on every path through the block: keeping one makes the working set smaller, which
+            neither bytes nor seconds show
     """
     places = [i for i, t in enumerate(values) if t in wanted]
     places = sorted(sorted(places, key=lambda i: -aligned(values[i].spec))[:PLACES])
@@ -61,7 +61,7 @@ def _again(
     kept: Mapping[Tensor, np.ndarray],
     seconds: Callable[[Call], float],
 ) -> np.ndarray:
-    """Seconds to compute `wanted` again, for each of many sets; kept[t] says which of them keep t."""
+    """Seconds to recompute `wanted`, for each of many sets; kept[t]: which of them keep t."""
     absent = {t: ~there for t, there in kept.items()} | {start: np.False_}
     asked: dict[Tensor, np.ndarray | np.bool_] = dict.fromkeys(wanted, np.True_)
     total = np.zeros(len(next(iter(kept.values()), (0,))))
@@ -76,7 +76,7 @@ def _again(
 
 
 def _pareto(sets: np.ndarray, saved: np.ndarray, again: np.ndarray) -> list[int]:
-    """Sets that no other beats in both, thinned to OPTIONS: the ends, and what lies farthest below its neighbours."""
+    """The Pareto front, thinned to OPTIONS: the ends, and the points farthest below their neighbours."""
     order = sets[np.lexsort((again[sets], saved[sets]))]
     least = np.minimum.accumulate(again[order])
     better = np.append(True, least[1:] < least[:-1] - 1e-12)
@@ -92,7 +92,7 @@ def _pareto(sets: np.ndarray, saved: np.ndarray, again: np.ndarray) -> list[int]
 
 
 def least_again(points: Sequence[Kept], saved: float) -> float:
-    """The least seconds that blocks add which keep so many bytes on average: the convex line below their points."""
+    """The least added seconds for saving this many bytes on average: the lower convex hull of the points."""
     line: list[tuple[float, float]] = []
     for point in sorted((one.saved, one.again) for one in points):
         while len(line) > 1 and _above(line[-1], line[-2], point):

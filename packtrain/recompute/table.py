@@ -1,6 +1,6 @@
-"""The dynamic programme over a chain: which option for which block, and what to pass over, for least extra time.
+"""Dynamic programming over a chain: which option for which block, and what to recompute, for least extra time.
 
-In go measured options and a number of bytes, out comes a Choice. Beaumont et al. 2021 (rotor), Chen et al. 2016.
+Returns a Choice for measured options and a number of bytes. Beaumont et al. 2021 (rotor), Chen et al. 2016.
 """
 
 import math
@@ -12,12 +12,12 @@ import numpy as np
 
 from packtrain.recompute.choice import Choice, Inner, Option
 
-SLOTS = 4_000  # memory is counted in so many parts of the budget, rounded up
+SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
 Rows = list[np.ndarray]  # by number of blocks: seconds by slots
 
 
 class Block(Protocol):
-    """What is known of each block, in bytes and seconds."""
+    """Measurements of a block, in bytes and seconds."""
 
     reserve: int
     head_reserve: int
@@ -31,7 +31,7 @@ class Block(Protocol):
 
 
 class Measured(Protocol):
-    """What is known of a chain of `count` equal blocks."""
+    """Measurements of a chain of `count` equal blocks."""
 
     count: int
 
@@ -43,7 +43,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A choice, the ways to run a block in it, and the seconds and calls that it should add."""
+    """A choice, the ways to run a block in it, and the seconds and calls that it adds by estimate."""
 
     choice: Choice
     ways: frozenset[Inner]
@@ -52,9 +52,9 @@ class Solved:
 
 
 class Way(NamedTuple):
-    """A move: option k as k, a split before block j as -j. With how many slots at least, and its seconds from there on.
+    """A move: option k as k, a split before block j as -j; its least slots, and its seconds for more slots.
 
-    seconds  of its own; those of each row of `rest` come on top
+    seconds  of its own; those of each row of `rest` are added
     """
 
     move: int
@@ -67,8 +67,8 @@ class Table:
     """Least extra seconds for n blocks in m slots of memory.
 
     A run of blocks is processed either by an option for its first block, which then keeps its output for the
-    next, or by a split: forward to a later block, which alone is kept, all of that block's part, then this part again.
-    inner   runs whose end gradient is there, by number of blocks; outer: runs that end with the head
+    next, or by a split: forward to a later block, keeping only that, all of the later part, then this part again.
+    inner   runs whose output gradient is known, by number of blocks; outer: runs that end with the head
     """
 
     def __init__(self, chain: Measured, options: Sequence[Option], nbytes: int) -> None:
@@ -95,7 +95,7 @@ class Table:
         return math.ceil(nbytes / self.unit)
 
     def _ways(self, n: int, rows: Rows) -> Iterator[Way]:
-        """What can be done with the first of n blocks, and what that leaves to the others."""
+        """The possible moves for the first of n blocks, and what they leave to the others."""
         waiting = self.head_reserve if rows is self.outer else 0
         for k, (option, (kept, work)) in enumerate(zip(self.options, self.sizes, strict=True)):
             least = max(kept, work + waiting + (n - 1) * self.reserve)
@@ -114,7 +114,7 @@ class Table:
                 yield Way(-j, least, j * self.block.forward_seconds, rest)
 
     def choice(self, nbytes: int) -> Solved | None:
-        """What is best with so many bytes, of those that the table is for; None where nothing fits."""
+        """The best choice within `nbytes` of the table's bytes; None if nothing fits."""
         count = self.chain.count
         slots = min(int(nbytes / self.unit), self.slots) - self.passed
         if slots < 0 or not np.isfinite(self.outer[count][slots]):
@@ -146,7 +146,7 @@ class Table:
         return Solved(Choice(tuple(stream), tuple(inner)), frozenset(ways), seconds, calls)
 
     def _best(self, n: int, m: int, rows: Rows) -> int:
-        """What is done with the first of n blocks in m slots."""
+        """The best move for the first of n blocks in m slots."""
         ways = (way for way in self._ways(n, rows) if way.least <= m)
         return min(
             ways, key=lambda way: way.seconds + sum(row[m - way.least] for row in way.rest)
@@ -154,14 +154,14 @@ class Table:
 
     @property
     def least(self) -> int:
-        """The fewest bytes with which something fits; all where nothing does."""
+        """The fewest bytes with which something fits; the table's bytes if nothing does."""
         fitting = np.flatnonzero(np.isfinite(self.outer[self.chain.count]))
         slots = int(fitting[0]) + self.passed if len(fitting) else self.slots
         return min(math.ceil((slots + 0.5) * self.unit), self.nbytes)
 
 
 def undominated(options: Sequence[Option]) -> list[Option]:
-    """Those that no other beats, or equals, in all that they take."""
+    """The options that no other beats or equals in every cost."""
     found = list[Option]()
     for one in sorted(options, key=lambda one: (one.seconds, one.saved, one.work)):
         if all(one.saved < other.saved or one.work < other.work for other in found):

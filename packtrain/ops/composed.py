@@ -1,4 +1,4 @@
-"""Functions made of other ops, with the gradients of those: means, norms, losses, larger pictures."""
+"""Functions composed of other ops, whose gradients follow: means, norms, losses, upscaling."""
 
 import math
 
@@ -40,7 +40,7 @@ def norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: fl
 
 
 def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
-    """Each group of channels of each picture with mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494.
+    """Each group of channels of each image with mean 0 and variance 1. ggml_group_norm; arXiv 1803.08494.
 
     x (N, C, ...) f32, C a multiple of groups
     """

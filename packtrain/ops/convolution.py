@@ -1,4 +1,4 @@
-"""Convolution and pooling of pictures (N, C, H, W): windows laid out as rows, and the products and means of those."""
+"""Convolution and pooling of images (N, C, H, W): windows laid out as rows, and the products and means of those."""
 
 from itertools import product
 
@@ -58,7 +58,7 @@ def im2col(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
 ) -> Spec:
-    """The windows of pictures as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
+    """The windows of images as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
     h, w = _check(x, window, stride, padding, dilation)
     return Spec((x.shape[0], h, w, x.shape[1] * window[0] * window[1]))
 
@@ -133,7 +133,7 @@ def im2col_back_samples():
 def conv_2d(
     x: Tensor, w: Tensor, *, stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1)
 ) -> Tensor:
-    """Cross-correlation of pictures with filters. ggml_conv_2d.
+    """Cross-correlation of images with filters. ggml_conv_2d.
 
     x  (N, C, H, W)    f32
     w  (O, C, KH, KW)  f32

@@ -15,7 +15,7 @@ import numpy as np
 from packtrain import cost, kernels
 from packtrain.design.budget import planned
 from packtrain.design.parts import Setting
-from packtrain.design.plans import Shape, make_plans
+from packtrain.design.plans import StepShape, make_plans
 from packtrain.design.search import search
 from packtrain.design.table import choices
 from packtrain.memory import Peak, private_nbytes, settle
@@ -36,7 +36,7 @@ LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
 
 
 def decide(name: str, rates: cost.Rates) -> None:
-    shape, setting = Shape(SHAPES[name], 1, TIME, evaluate=False), Setting(AdamW(), rates, 0)
+    shape, setting = StepShape(SHAPES[name], 1, TIME, evaluate=False), Setting(AdamW(), rates, 0)
     began = time.perf_counter()
     whole = make_plans(shape, setting.optimizer)
     planning = time.perf_counter() - began
@@ -55,7 +55,7 @@ def run(name: str, rates: cost.Rates) -> None:
     config, optimizer = SHAPES[name], AdamW()
     settle()
     setting = Setting(optimizer, rates, private_nbytes())
-    shape = Shape(config, 1, TIME, max_norm=max_norm, evaluate=False)
+    shape = StepShape(config, 1, TIME, max_norm=max_norm, evaluate=False)
     made = planned(shape, "auto", setting, int(limit * GIB))
     plans, baseline = made.plans, made.baseline
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, TIME + 1), np.int32)

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.torch_llama import Trained, Tuned, optimizer
 from packtrain import kernels
 from packtrain.design.parts import Setting
-from packtrain.design.plans import Base, Shape, make_plans
+from packtrain.design.plans import Base, StepShape, make_plans
 from packtrain.design.search import Search
 from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.gguf import GGUF, Deferred, write
@@ -42,13 +42,15 @@ RANK, ROWS, TIME, STEPS = 16, 1, 512, 3
 SIDES = ("q8_0", "q4_K", "torch")
 
 
-def shape_of(config: Config, dtype: Dtype, rank: int, rows: int, time: int, strict: bool) -> Shape:
+def shape_of(
+    config: Config, dtype: Dtype, rank: int, rows: int, time: int, strict: bool
+) -> StepShape:
     """Low-rank additions to every matrix of the blocks; all matrices stored as `dtype`."""
     ranks = tuple((f"blk.*.{part}.weight", rank) for part in PARTS)
     stored = (name for name, leaf in transformer.weights(config).items() if len(leaf.shape) > 1)
     base = Base(tuple((name, dtype) for name in stored), strict=strict)
     tuned = replace(config, lora=Lora(ranks, alpha=2.0 * rank))
-    return Shape(tuned, rows, time, max_norm=1.0, evaluate=False, base=base)
+    return StepShape(tuned, rows, time, max_norm=1.0, evaluate=False, base=base)
 
 
 def plan() -> None:

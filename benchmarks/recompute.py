@@ -19,7 +19,7 @@ import numpy as np
 
 from packtrain import cost
 from packtrain.design.parts import Setting, chain
-from packtrain.design.plans import Shape
+from packtrain.design.plans import StepShape
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import SGD
@@ -58,7 +58,7 @@ def ratio(run: Executor, whole: Executor, inputs: dict[str, np.ndarray], turn: i
 
 def measure(name: str, time_: int, rounds: int) -> None:
     config = replace(SHAPES[name], context_length=time_)
-    optimizer, shape = SGD(lr=0.0), Shape(config, 1, time_)
+    optimizer, shape = SGD(lr=0.0), StepShape(config, 1, time_)
     setting = Setting(optimizer, measured()[0], 0)
     blocks = chain(shape, setting)
 

@@ -2,24 +2,24 @@
 
 from packtrain.cost import Rates
 from packtrain.design.parts import Setting, chain
-from packtrain.design.plans import Shape
+from packtrain.design.plans import StepShape
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
 from packtrain.recompute import Chain
 
 CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
-SHAPE = Shape(CONFIG, 1, 128, 1, 1.0)
+SHAPE = StepShape(CONFIG, 1, 128, 1, 1.0)
 SETTING = Setting(AdamW(), Rates(1e11, 1e10), 0)
 
 
-def fresh(form: Shape) -> Chain:
+def fresh(form: StepShape) -> Chain:
     """A chain that knows nothing yet, whose calls take no memory, for that is more than these tensors take."""
     found = chain(form, SETTING)
     found.call_nbytes = 0
     return found
 
 
-def check_alone(form: Shape) -> None:
+def check_alone(form: StepShape) -> None:
     """Ways to run a block that are measured in one chain take what each takes in a chain of its own."""
     together, alone = fresh(form).block, fresh(form).block
     alone.together = 1

@@ -376,13 +376,13 @@ assert main(["generate", "q.gguf", "--device", "fra"]) == 2
 
 def test_a_graph_over_both_gives_what_one_gives(folder: Path) -> None:
     script = """
-from packtrain.design.plans import Shape, make_plans
+from packtrain.design.plans import StepShape, make_plans
 from packtrain.models.config import Config
 from packtrain.models import transformer
 from packtrain.optim import AdamW
 from packtrain.training.engine import Engine
 
-shape = Shape(Config(64, 16, 32, 3, 64, 2, 2), 2, 16, max_norm=1.0)
+shape = StepShape(Config(64, 16, 32, 3, 64, 2, 2), 2, 16, max_norm=1.0)
 there = {name: far.BACKENDS["far"] for name in transformer.weights(shape.config) if name.startswith("blk.1.")}
 there |= {f"{kind}/{name}": home for name, home in there.items() for kind in "mv"}
 random = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from packtrain.cost import Rates
 from packtrain.design import loaded
 from packtrain.design.budget import Limit, planned
 from packtrain.design.parts import Setting, chain
-from packtrain.design.plans import APPLY, MEASURE, Shape, make_plans
+from packtrain.design.plans import APPLY, MEASURE, StepShape, make_plans
 from packtrain.design.search import Search, search, smallest
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
@@ -35,15 +35,15 @@ ADAMW = AdamW()
 ROWS, TIME = 4, 16
 
 
-def deep(blocks: int, rows: int = ROWS, **given) -> Shape:
-    return Shape(replace(CONFIG, block_count=blocks), rows, TIME, **given)
+def deep(blocks: int, rows: int = ROWS, **given) -> StepShape:
+    return StepShape(replace(CONFIG, block_count=blocks), rows, TIME, **given)
 
 
 def setting(baseline: int = 0) -> Setting:
     return Setting(AdamW(), RATES, baseline)
 
 
-def trained(shape: Shape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.ndarray]:
+def trained(shape: StepShape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.ndarray]:
     made = Engine(make_plans(shape, optimizer), optimizer)
     made.session.set(values(shape.config))
     found, rows = {}, shape.rows
@@ -75,7 +75,7 @@ def test_two_passes_and_any_choice_give_the_same_bits():
 def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_norm):
     """The same gradients but for the order of additions; where that is the same, the same bits."""
     config = replace(CONFIG, block_count=3, tied=False)
-    summed = Shape(config, 1, TIME, ROWS, max_norm)
+    summed = StepShape(config, 1, TIME, ROWS, max_norm)
     layered = replace(summed, layered=True)
     expected, got = (trained(one, 1, SGD()) for one in (summed, layered))
     for name, value in expected.items():
@@ -94,7 +94,7 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
 def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():
     """So a search finds them, where matrices are large and tokens more than they are wide."""
     config = Config(320, 512, 512, 4, 2048, 8, 8)
-    summed = Shape(config, 1, 512, 4)
+    summed = StepShape(config, 1, 512, 4)
     layered = replace(summed, layered=True, keep=uniform(4, ()))
     together = replace(summed, rows=4, micros=1, keep=uniform(4, ()))
     least = make_plans(layered, AdamW()).nbytes
@@ -138,7 +138,7 @@ def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
 
 
 def test_two_blocks_are_as_good_as_exhaustive_search():
-    shape = Shape(replace(CONFIG, block_count=2), ROWS, TIME)
+    shape = StepShape(replace(CONFIG, block_count=2), ROWS, TIME)
     blocks = chain(shape, setting())
     blocks.call_nbytes = 0
     sides = blocks.block.ways[::2]
@@ -192,7 +192,7 @@ def test_less_memory_down_to_the_least_which_fits_and_no_less():
 def test_a_loss_head_that_is_too_large_for_validation_is_cut_before_blocks_are():
     """Validation has a loss head, too, without blocks that could be computed again."""
     config = Config(32_000, 64, 64, 4, 128, 4, 4)
-    shape, looking = Shape(config, 4, 64, evaluate=True), Search(setting(), "auto")
+    shape, looking = StepShape(config, 4, 64, evaluate=True), Search(setting(), "auto")
     known = looking.draft(replace(shape, chunk=64))
     found = looking.fastest(shape, known.nbytes, fixed=False)
     assert looking.sizes(shape).beside > 2 * looking.sizes(known.shape).beside
@@ -208,7 +208,7 @@ def test_the_child_finds_the_same():
 def test_more_budget_is_never_slower():
     """Every budget is asked by itself, with nothing remembered; tensors are large enough to matter beside calls."""
     config = Config(320, 128, 256, 3, 768, 8, 8)
-    shape, process = Shape(config, 2, 128), setting()
+    shape, process = StepShape(config, 2, 128), setting()
     whole = process.total(make_plans(shape, AdamW()))
     least = process.total(process.plans(smallest(shape, "auto", process)))
     seconds = []

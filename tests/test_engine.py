@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, Shape, make_plans
+from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, StepShape, make_plans
 from packtrain.models import transformer
 from packtrain.optim import AdamW
 from packtrain.recompute import uniform
@@ -15,7 +15,7 @@ ROWS, TIME = 4, 16
 
 
 def engine(rows: int, micros: int, **given) -> Engine:
-    made = Engine(make_plans(Shape(CONFIG, rows, TIME, micros, **given), AdamW()), AdamW())
+    made = Engine(make_plans(StepShape(CONFIG, rows, TIME, micros, **given), AdamW()), AdamW())
     made.session.set(values(CONFIG))
     return made
 
@@ -80,7 +80,7 @@ def test_evaluation_is_the_mean_over_tokens_with_its_error_over_windows():
 
 
 def test_a_plan_counts_every_leaf_once_and_one_arena():
-    plans = make_plans(Shape(CONFIG, 2, TIME, 3), AdamW())
+    plans = make_plans(StepShape(CONFIG, 2, TIME, 3), AdamW())
     parameters = sum(leaf.spec.nbytes for leaf in transformer.weights(CONFIG).values())
     assert plans.weight_nbytes == parameters == plans.gradient_nbytes
     assert plans.state_nbytes == 2 * parameters

@@ -9,7 +9,7 @@ import pytest
 import packtrain as pt
 from packtrain import Graph, GraphError, debug, differentiate, make_plan, ops, place
 from packtrain.backends import Target
-from packtrain.design.plans import Shape, make_plans
+from packtrain.design.plans import StepShape, make_plans
 from packtrain.dtypes import i32
 from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW
@@ -173,7 +173,7 @@ def test_a_loss_that_does_not_depend_on_a_weight():
 def test_homes_of_unknown_leaves():
     homes = {"moment": pt.backends.cpu, "v": pt.backends.cpu}
     with pytest.raises(GraphError, match=r"homes names \['v'\], which are no leaves"):
-        make_plans(Shape(PRESETS["1m"], 1, 8), AdamW(), target=Target(homes=homes))
+        make_plans(StepShape(PRESETS["1m"], 1, 8), AdamW(), target=Target(homes=homes))
 
 
 def test_a_target_of_nothing():

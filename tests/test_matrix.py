@@ -11,7 +11,7 @@ import pytest
 from packtrain.cost import Rates
 from packtrain.design.depth import even, reached, with_blocks
 from packtrain.design.parts import Setting
-from packtrain.design.plans import STEP, Base, Shape, build, leaves
+from packtrain.design.plans import STEP, Base, StepShape, build, leaves
 from packtrain.design.search import Search, search
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW
@@ -31,11 +31,11 @@ BASES: Mapping[str, Base] = {
 }
 
 
-def shape_of(name: str, kind: str) -> Shape:
+def shape_of(name: str, kind: str) -> StepShape:
     config, base = CONFIGS[name], BASES.get(kind, Base(()))
     if kind.startswith("lora"):
         config = replace(config, lora=replace(LORA, last=int(kind == "lora last")))
-    return Shape(config, 2, 32, 1, 1.0, base=base)
+    return StepShape(config, 2, 32, 1, 1.0, base=base)
 
 
 @pytest.mark.parametrize("kind", ["full", "frozen", "last", "lora", "lora last"])
@@ -100,7 +100,7 @@ WAYS = {
 class Rows(NamedTuple):
     """What the budgets of one form and way have in common: bytes with everything kept, and the fewest."""
 
-    shape: Shape
+    shape: StepShape
     looking: Search
     whole: int
     least: int

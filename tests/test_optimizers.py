@@ -11,7 +11,7 @@ import pytest
 
 from packtrain import ops
 from packtrain.design.forms import candidates
-from packtrain.design.plans import MICRO, UPDATE, Base, Shape, make_plans, runs
+from packtrain.design.plans import MICRO, UPDATE, Base, StepShape, make_plans, runs
 from packtrain.dtypes import bf16
 from packtrain.gguf import GGUF
 from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Optimizer, Turn, leaner, moment
@@ -147,7 +147,7 @@ class Momentum(SGD):
 
 def test_a_moment_counts_whatever_it_is_called() -> None:
     """Of a base of which one block is trained, what is not trained is mapped; moments are not."""
-    shape = Shape(CONFIG, 2, TIME, base=Base((), last=1))
+    shape = StepShape(CONFIG, 2, TIME, base=Base((), last=1))
     plain, made = (make_plans(shape, optimizer) for optimizer in (SGD(), Momentum()))
     assert set(made.trained) == set(plain.trained) and made.mapped_nbytes == plain.mapped_nbytes > 0
     assert made.state_nbytes == plain.weight_nbytes == made.weight_nbytes
@@ -158,7 +158,7 @@ def test_a_moment_counts_whatever_it_is_called() -> None:
 
 
 def test_sums_and_caches_begin_anew() -> None:
-    made = make_plans(Shape(CONFIG, 1, TIME, 2), AdamW())
+    made = make_plans(StepShape(CONFIG, 1, TIME, 2), AdamW())
     assert {leaf.role for leaf in made.kept.values()} == {"weight", "moment", "sum"}
     assert {leaf.role for leaf in made.saved.values()} == {"weight", "moment"}
     assert state("x", (2,)).role == "moment" and weight("w", (2,), bf16).role == "weight"
@@ -203,7 +203,7 @@ class Careful(SGD):
 
 
 def trained(
-    optimizer: Optimizer, shape: Shape, rates: list[float]
+    optimizer: Optimizer, shape: StepShape, rates: list[float]
 ) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of a step at each rate on one batch, and the weights after them."""
     engine = Engine(make_plans(shape, optimizer), optimizer)
@@ -217,7 +217,7 @@ def trained(
 
 @pytest.mark.parametrize("micros", [1, 2])
 def test_an_optimizer_may_evaluate_several_times_in_a_step(micros: int) -> None:
-    shape = Shape(CONFIG, 4 // micros, TIME, micros, max_norm=1.0)
+    shape = StepShape(CONFIG, 4 // micros, TIME, micros, max_norm=1.0)
     apart = replace(shape, evaluations=2)
     assert runs(apart) == {MICRO: 2 * micros, UPDATE: 2}
     losses, wanted = trained(SGD(), shape, [1e-2, 1e-2])
@@ -229,5 +229,5 @@ def test_an_optimizer_may_evaluate_several_times_in_a_step(micros: int) -> None:
 
 
 def test_forms_of_several_evaluations_sum_their_gradients() -> None:
-    found = [*candidates(Shape(CONFIG, 4, TIME, 2, max_norm=1.0, evaluations=2))]
+    found = [*candidates(StepShape(CONFIG, 4, TIME, 2, max_norm=1.0, evaluations=2))]
     assert len(found) == 3 and not any(one.layered or one.two_passes for one in found)

@@ -5,7 +5,7 @@ import pytest
 
 from packtrain.design import pace
 from packtrain.design.pace import STEPS, Pace, learnt, seen
-from packtrain.design.plans import Shape, make_plans
+from packtrain.design.plans import StepShape, make_plans
 from packtrain.design.table import text
 from packtrain.optim import SGD
 from tests.models import CONFIG
@@ -87,7 +87,7 @@ def test_one_slow_step_is_no_reason(processor):
 
 
 def test_a_plan_tells_positions_from_learnt_tokens():
-    plans = make_plans(Shape(CONFIG, 4, 16, evaluate=False), SGD())
+    plans = make_plans(StepShape(CONFIG, 4, 16, evaluate=False), SGD())
     first, *_, last = text(plans, 0, 2.0, 10, learnt=20).splitlines()
     assert "4 × 16 = 64 positions, 20 learnt" in first
     assert "32 positions/s, 10 learnt tokens/s" in last

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from packtrain.corpus import Tokens
-from packtrain.design.plans import Shape, make_plans
+from packtrain.design.plans import StepShape, make_plans
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
@@ -37,7 +37,9 @@ def test_steps_and_validation_are_those_of_the_twin(tokens: Tokens, micros: int)
     train = Batches(tokens, ROWS, TIME, seed=3)
     valid = Batches(tokens, ROWS, TIME, shuffle=False)
     optimizer, schedule = AdamW(lr=5e-3), Schedule("cosine", 5e-3, 5e-4, 2, STEPS)
-    engine = Engine(make_plans(Shape(CONFIG, ROWS, TIME, micros, MAX_NORM), optimizer), optimizer)
+    engine = Engine(
+        make_plans(StepShape(CONFIG, ROWS, TIME, micros, MAX_NORM), optimizer), optimizer
+    )
     engine.session.set(transformer.initial(CONFIG, 5))
     model = torch_llama.Llama(CONFIG, transformer.initial(CONFIG, 5))
     twin = torch_llama.Trained(model, torch_llama.optimizer(model, 5e-3), MAX_NORM)

@@ -1,6 +1,6 @@
 """Keeps to `--memory`: finds the fastest plan that fits into the limit, or a refusal with advice.
 
-Returns Plans for a requested Shape, a limit and the rates of this machine. The choice changes results only by the
+Returns Plans for a requested StepShape, a limit and the rates of this machine. The choice changes results only by the
 order of floating-point additions, which is printed. The search runs in a child, so that its memory is freed.
 """
 
@@ -12,7 +12,7 @@ from packtrain.backends import HOST
 from packtrain.child import ask
 from packtrain.design.loaded import Loaded
 from packtrain.design.parts import Setting
-from packtrain.design.plans import Plans, Shape
+from packtrain.design.plans import Plans, StepShape
 from packtrain.design.search import as_asked, search, smallest
 from packtrain.design.table import choices, rows
 from packtrain.memory import private_nbytes, settle
@@ -88,7 +88,7 @@ class Limit:
 
 
 def planned(
-    shape: Shape,
+    shape: StepShape,
     recompute: str,
     setting: Setting,
     within: "Limit",
@@ -115,7 +115,7 @@ def planned(
 
 
 def searched(
-    shape: Shape, recompute: str, setting: Setting, within: "Limit", say: Say
+    shape: StepShape, recompute: str, setting: Setting, within: "Limit", say: Say
 ) -> tuple[Planned, str]:
     """Search plans within a number of bytes of the arena's space; if none fit, also returns a change that would."""
     limit, fixed, taken = within.nbytes, within.fixed, within.kernels
@@ -139,20 +139,20 @@ def searched(
     return planned_here(setting, least, taken, searching), ""
 
 
-def planned_here(setting: Setting, shape: Shape, taken: Loaded, searching: int = 0) -> Planned:
+def planned_here(setting: Setting, shape: StepShape, taken: Loaded, searching: int = 0) -> Planned:
     """Plans computed in this process. If packing loads kernels, loads the others, too."""
     plans = setting.plans(shape)
     taken.load_rest()
     return Planned.here(plans, searching, taken.to_come)
 
 
-def searching_nbytes(shape: Shape) -> int:
+def searching_nbytes(shape: StepShape) -> int:
     """Bytes of a searching child."""
     return SEARCH_NBYTES + BLOCK_NBYTES * shape.config.block_count
 
 
 def minimum(
-    shape: Shape, recompute: str, setting: Setting, fixed: bool, taken: Loaded, say: Say
+    shape: StepShape, recompute: str, setting: Setting, fixed: bool, taken: Loaded, say: Say
 ) -> int:
     """The smallest budget that fits."""
 

@@ -1,29 +1,29 @@
 """The same run with fewer blocks, to estimate the whole one from shorter graphs.
 
-Returns for a Shape one with fewer blocks, in which the same tensors are trained, the same in every block.
+Returns for a StepShape one with fewer blocks, in which the same tensors are trained, the same in every block.
 """
 
 from dataclasses import replace
 from functools import cache
 
-from packtrain.design.plans import Base, Shape, passed_over
+from packtrain.design.plans import Base, StepShape, passed_over
 from packtrain.models import transformer
 from packtrain.models.config import Config
 
 Kinds = frozenset[str]  # names of tensors within a block
 
 
-def reached(shape: Shape) -> int:
+def reached(shape: StepShape) -> int:
     """Number of blocks that the backward pass reaches."""
     return shape.config.block_count - passed_over(shape.config, shape.base)
 
 
-def even(shape: Shape) -> bool:
+def even(shape: StepShape) -> bool:
     """Whether the same tensors are trained in every block that the backward pass reaches."""
     return len(set(_trained(shape.config, shape.base)[-reached(shape) :])) <= 1
 
 
-def with_blocks(shape: Shape, count: int, below: int = 0) -> Shape:
+def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
 
     If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is.

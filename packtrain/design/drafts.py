@@ -22,7 +22,7 @@ from packtrain.design.plans import (
     EVALUATE,
     MICRO,
     UPDATE,
-    Shape,
+    StepShape,
     blocks_in,
     build,
     counted,
@@ -43,7 +43,7 @@ SAMPLED = 3  # blocks of the larger chain from which others are extrapolated
 class Draft:
     """A shape with estimates before packing: peak bytes of the process, and seconds of a step."""
 
-    shape: Shape
+    shape: StepShape
     nbytes: int
     seconds: float
 
@@ -53,18 +53,18 @@ class Drafts:
 
     def __init__(self, setting: Setting, recompute: str) -> None:
         self.setting, self.recompute = setting, recompute
-        self._parts: dict[tuple[str, Shape], dict[int, Part]] = {}
+        self._parts: dict[tuple[str, StepShape], dict[int, Part]] = {}
         self._samples: dict[Config, list[Part]] = {}
-        self._known: dict[Shape, Sizes] = {}
-        self._chains: dict[Shape, Chain] = {}
-        self._short: dict[tuple[str, Shape], Built] = {}
+        self._known: dict[StepShape, Sizes] = {}
+        self._chains: dict[StepShape, Chain] = {}
+        self._short: dict[tuple[str, StepShape], Built] = {}
 
-    def sizes(self, shape: Shape) -> Sizes:
+    def sizes(self, shape: StepShape) -> Sizes:
         if shape not in self._known:
             self._known[shape] = self._by_few_blocks(shape)
         return self._known[shape]
 
-    def _by_few_blocks(self, shape: Shape) -> Sizes:
+    def _by_few_blocks(self, shape: StepShape) -> Sizes:
         """Extrapolate from chains of two and three blocks: growth is linear from there on."""
         more = reached(shape) - SAMPLED
         if more <= 0 or not even(shape):
@@ -75,7 +75,7 @@ class Drafts:
         each = zip(two, three, under, strict=True)
         return Sizes(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
 
-    def _sizes(self, shape: Shape) -> Sizes:
+    def _sizes(self, shape: StepShape) -> Sizes:
         parts = {name: self._part(name, shape) for name in names(shape)}
         every = [*parts.values(), *self._of_samples(shape)]
         leaves = {name: leaf for part in every for name, leaf in part.leaves.items()}
@@ -89,7 +89,7 @@ class Drafts:
             sum(count * parts[name].seconds for name, count in runs(shape).items()),
         )
 
-    def _part(self, name: str, shape: Shape) -> Part:
+    def _part(self, name: str, shape: StepShape) -> Part:
         key = name, _what_matters(name, shape)
         if key not in self._parts:
             graph = self._build(*key, self.setting.optimizer).graph
@@ -97,7 +97,7 @@ class Drafts:
             self._parts[key] = by_chunk(placed, self.setting, {shape.chunk, *CHUNKS})
         return self._parts[key][shape.chunk]
 
-    def _build(self, name: str, shape: Shape, optimizer: Optimizer) -> Built:
+    def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> Built:
         """A graph; the short one of a chain is also used as a part."""
         config, key = shape.config, (name, _what_matters(name, shape))
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
@@ -106,14 +106,14 @@ class Drafts:
             self._short[key] = build(*key, optimizer)
         return self._short[key]
 
-    def _of_samples(self, shape: Shape) -> list[Part]:
+    def _of_samples(self, shape: StepShape) -> list[Part]:
         config = shape.config
         if config not in self._samples:
             found = self.setting.samples(shape).values()
             self._samples[config] = [measured(placed, self.setting) for placed in found]
         return self._samples[config]
 
-    def chain(self, shape: Shape) -> Chain:
+    def chain(self, shape: StepShape) -> Chain:
         """The blocks of the training graph that determines memory, for choosing recomputation."""
         shape = replace(shape, keep=None)
         if shape not in self._chains:
@@ -123,13 +123,13 @@ class Drafts:
             self._chains[shape] = chain(shape, self.setting, like, calls, self._build)
         return self._chains[shape]
 
-    def rough(self, shape: Shape) -> Draft:
+    def rough(self, shape: StepShape) -> Draft:
         """The shape with everything kept, without building it."""
         sizes = self.sizes(shape)
         arena = max(sizes.arena, sizes.beside)
         return Draft(shape, self._nbytes(shape, sizes, 0) + int(arena), sizes.seconds)
 
-    def draft(self, shape: Shape) -> Draft:
+    def draft(self, shape: StepShape) -> Draft:
         """The shape with its recomputation, its blocks built."""
         sizes, found = self.sizes(shape), self.chain(shape).plan(shape.keep)
         seconds = sizes.seconds + repeats(shape) * found.seconds
@@ -137,7 +137,7 @@ class Drafts:
         again = passes(shape) * found.calls
         return Draft(shape, self._nbytes(shape, sizes, again) + arena, seconds)
 
-    def _nbytes(self, shape: Shape, sizes: Sizes, again: int) -> int:
+    def _nbytes(self, shape: StepShape, sizes: Sizes, again: int) -> int:
         """Bytes of everything but the arena, with `again` recomputed calls."""
         calls = int(sizes.calls) + again
         kept = self.setting.baseline + int(sizes.leaves)
@@ -146,15 +146,15 @@ class Drafts:
         return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls, bool(self.setting.cells))
 
 
-def repeats(shape: Shape) -> int:
+def repeats(shape: StepShape) -> int:
     """How often a step recomputes what its blocks do not keep."""
     return runs(shape)[MICRO] if blocks_in(shape) == MICRO else passes(shape)
 
 
-def _what_matters(name: str, shape: Shape) -> Shape:
+def _what_matters(name: str, shape: StepShape) -> StepShape:
     """The shape without what does not affect a graph that keeps everything, as a cache key."""
     if name == UPDATE:
-        return Shape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
+        return StepShape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
     if name == EVALUATE:
-        return Shape(shape.config, shape.rows, shape.time, base=shape.base)
+        return StepShape(shape.config, shape.rows, shape.time, base=shape.base)
     return replace(shape, keep=None, evaluate=False, chunk=CHUNK)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packtrain.design.plans import CHUNK, Shape
+from packtrain.design.plans import CHUNK, StepShape
 
 CHUNKS = (CHUNK, 64, 16)
 PARTS, BLOCKS = (
@@ -12,7 +12,7 @@ PARTS, BLOCKS = (
 )  # most micro-batches of a graph, and blocks counted for each: building it takes time
 
 
-def candidates(shape: Shape, fixed: bool = False) -> Iterator[Shape]:
+def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
     """Shapes that compute the same as this one, whatever its chunk; bit for bit the same if `fixed`."""
     one_pass, blocks = shape.evaluations == 1, shape.config.block_count
     clips = shape.max_norm is not None and one_pass
@@ -33,7 +33,7 @@ def divisors(count: int) -> list[int]:
     return [n for n in range(count, 0, -1) if count % n == 0]
 
 
-def extremes(shape: Shape, fixed: bool = False) -> list[Shape]:
+def extremes(shape: StepShape, fixed: bool = False) -> list[StepShape]:
     """Candidates for the least memory: all rows at once, or as few as possible."""
     found = list(candidates(shape if fixed else replace(shape, chunk=CHUNKS[-1]), fixed))
     ends = found[0].rows, found[-1].rows

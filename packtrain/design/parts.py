@@ -1,6 +1,6 @@
 """Measures the graphs of a run without packing: bytes, seconds, calls, leaves.
 
-Returns the Sizes of a Shape, by extrapolation from graphs of a few blocks.
+Returns the Sizes of a StepShape, by extrapolation from graphs of a few blocks.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from packtrain.design.plans import (
     STEP,
     Name,
     Plans,
-    Shape,
+    StepShape,
     blocks_in,
     build,
     lasting,
@@ -50,7 +50,7 @@ class Setting:
     cells: int = 0
     target: Target = CPU
 
-    def samples(self, shape: Shape) -> dict[Name, Placed]:
+    def samples(self, shape: StepShape) -> dict[Name, Placed]:
         """The graphs that generate samples, by number of tokens per run."""
         if not self.cells:
             return {}
@@ -58,7 +58,7 @@ class Setting:
         found = placements(still(shape.config), self.cells, types=types, target=self.target)
         return dict[Name, Placed](found.items())
 
-    def plans(self, shape: Shape) -> Plans:
+    def plans(self, shape: StepShape) -> Plans:
         return make_plans(shape, self.optimizer, self.samples(shape), self.target)
 
     @property
@@ -133,17 +133,17 @@ def _with_chunk(step: Step, chunk: int) -> Step:
     return replace(step, call=replace(step.call, attrs=step.call.attrs | {"chunk": chunk}))
 
 
-def passes(shape: Shape) -> int:
+def passes(shape: StepShape) -> int:
     """Graphs with the blocks and their gradients."""
     return 2 if shape.two_passes else 1
 
 
 def chain(
-    shape: Shape,
+    shape: StepShape,
     setting: Setting,
     like: Chain | None = None,
     calls: int | None = None,
-    make: Callable[[str, Shape, Optimizer], Built] = build,
+    make: Callable[[str, StepShape, Optimizer], Built] = build,
 ) -> Chain:
     """The blocks of the training graph that determines memory; `like` has the same blocks, measured.
 
@@ -169,7 +169,7 @@ def chain(
     return Chain(graph, whole, setting.rates, *given)
 
 
-def _gradients(shape: Shape) -> tuple[int, int]:
+def _gradients(shape: StepShape) -> tuple[int, int]:
     """Bytes of the gradients of a block, and of everything outside of blocks."""
     block = head = 0
     for leaf in leaves(with_blocks(shape, 1))[1]:

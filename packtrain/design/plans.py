@@ -65,7 +65,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """What a step computes: rows × time tokens in each of `micros` micro-batches.
 
     chunk       tokens of the loss head at a time
@@ -99,7 +99,7 @@ class Shape:
 class Plans:
     """A placed graph and a plan for each thing that a run does, by name."""
 
-    shape: Shape
+    shape: StepShape
     placed: Mapping[Name, Placed]
     plans: Mapping[Name, Plan]
     target: Target = CPU
@@ -211,26 +211,28 @@ def nbytes_of(leaves: Iterable[Tensor]) -> int:
     return sum(leaf.spec.nbytes for leaf in leaves)
 
 
-def is_mapped(shape: Shape, leaf: Tensor) -> bool:
+def is_mapped(shape: StepShape, leaf: Tensor) -> bool:
     """Whether a leaf is mapped from the file of the base."""
     if shape.base is None or leaf.kind != "weight":
         return False
     return not shape.base.trains(shape.config, leaf)
 
 
-def packed_types(shape: Shape) -> set[Dtype]:
+def packed_types(shape: StepShape) -> set[Dtype]:
     """The types of its weights that are not f32."""
     return {leaf.dtype for leaf in leaves(shape)[0].values()} - {f32}
 
 
-def counted(shape: Shape, leaves: Iterable[Tensor], target: Target = CPU, space: str = HOST) -> int:
+def counted(
+    shape: StepShape, leaves: Iterable[Tensor], target: Target = CPU, space: str = HOST
+) -> int:
     """Bytes of these leaves in a memory space; mapped ones count only if they had to be copied."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
     here = (leaf for leaf in leaves if target.home(leaf).space == space)
     return nbytes_of(leaf for leaf in here if strict or not is_mapped(shape, leaf))
 
 
-def loop_nbytes(shape: Shape, calls: int, samples: bool) -> int:
+def loop_nbytes(shape: StepShape, calls: int, samples: bool) -> int:
     """Bytes of the training loop outside the session: executors, batches, files, logits of a sample."""
     batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
     times = 3 if shape.layered else 2  # as they come, with their share of the loss, and together
@@ -239,7 +241,7 @@ def loop_nbytes(shape: Shape, calls: int, samples: bool) -> int:
 
 
 def make_plans(
-    shape: Shape,
+    shape: StepShape,
     optimizer: Optimizer,
     others: Mapping[Name, Placed] | None = None,
     target: Target = CPU,
@@ -254,29 +256,29 @@ def make_plans(
     return plans
 
 
-def names(shape: Shape) -> tuple[str, ...]:
+def names(shape: StepShape) -> tuple[str, ...]:
     """Names of a run's graphs, first those of a step in order."""
     return (*_of_a_step(shape), EVALUATE) if shape.evaluate else _of_a_step(shape)
 
 
-def runs(shape: Shape) -> dict[str, int]:
+def runs(shape: StepShape) -> dict[str, int]:
     """How often each graph runs in a step."""
     times = {MICRO: shape.micros * shape.evaluations, UPDATE: shape.evaluations}
     return {name: times.get(name, 1) for name in _of_a_step(shape)}
 
 
-def _of_a_step(shape: Shape) -> tuple[str, ...]:
+def _of_a_step(shape: StepShape) -> tuple[str, ...]:
     if shape.evaluations > 1 or (shape.micros > 1 and not shape.layered):
         return MICRO, UPDATE
     return (MEASURE, APPLY) if shape.two_passes else (STEP,)
 
 
-def blocks_in(shape: Shape) -> str:
+def blocks_in(shape: StepShape) -> str:
     """The graph of a step whose blocks are recomputed to save memory; the first pass does the same."""
     return next(name for name in (MICRO, APPLY, STEP) if name in _of_a_step(shape))
 
 
-def build(name: str, shape: Shape, optimizer: Optimizer) -> Built:
+def build(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     """A graph of a run, with the stream through the blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     if name == UPDATE:
@@ -317,7 +319,7 @@ def passed_over(config: Config, base: Base | None) -> int:
     return min((int(name.split(".")[1]) for name in trained), default=config.block_count)
 
 
-def leaves(shape: Shape) -> tuple[dict[str, Tensor], list[Tensor]]:
+def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The weights of the model by name, and those that are trained."""
     if shape.base is None:
         weights = transformer.weights(shape.config)

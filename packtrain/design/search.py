@@ -1,6 +1,6 @@
 """Searches the fastest shape within a number of bytes, among all that compute the same, without packing anything.
 
-Returns an Answer for a requested Shape, a limit and the rates of this machine. Chooses the micro-batch and its order
+Returns an Answer for a requested StepShape, a limit and this machine's rates. Chooses the micro-batch and its order
 through the blocks, recomputation, chunk of the loss head and two-pass clipping, by predicted time.
 """
 
@@ -20,7 +20,7 @@ from packtrain.design.plans import (
     EVALUATE,
     MEASURE,
     MICRO,
-    Shape,
+    StepShape,
     blocks_in,
 )
 from packtrain.optim import Optimizer, leaner
@@ -41,13 +41,13 @@ SAME = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
 class Answer:
     """The fastest shape that fits; or the smallest one, which does not, and a change of settings that would fit."""
 
-    shape: Shape
+    shape: StepShape
     fits: bool
     change: str = ""
 
 
 def search(
-    shape: Shape, recompute: str, setting: Setting, limit: int, fixed: bool = False
+    shape: StepShape, recompute: str, setting: Setting, limit: int, fixed: bool = False
 ) -> Answer:
     """The fastest shape of at most `limit` bytes, including the process; else the smallest.
 
@@ -59,7 +59,7 @@ def search(
     return Answer(best.shape, fits, "" if fits else looking.change(best.shape, limit))
 
 
-def smallest(shape: Shape, recompute: str, setting: Setting, fixed: bool = False) -> Shape:
+def smallest(shape: StepShape, recompute: str, setting: Setting, fixed: bool = False) -> StepShape:
     """The shape with the least bytes."""
     return Search(setting, recompute).least_of(extremes(shape, fixed)).shape
 
@@ -69,12 +69,12 @@ class Search(Drafts):
 
     # ---- within a limit
 
-    def best(self, shape: Shape, limit: int, fixed: bool = False) -> Draft:
+    def best(self, shape: StepShape, limit: int, fixed: bool = False) -> Draft:
         """The fastest shape of at most `limit` bytes; the smallest if none was found."""
         found = self.fastest(shape, limit, fixed)
         return self.least_of(extremes(shape, fixed)) if found is None else found
 
-    def fastest(self, shape: Shape, limit: int, fixed: bool) -> Draft | None:
+    def fastest(self, shape: StepShape, limit: int, fixed: bool) -> Draft | None:
         """The fastest shape of at most `limit` bytes; None if none was found."""
         best = self._whole(shape, limit)
         if best is not None and best.shape == shape:
@@ -94,7 +94,7 @@ class Search(Drafts):
                 best = self._best_chunk(forms[at], limit, below, fixed) or best
         return best
 
-    def _could(self, form: Shape, limit: int) -> float:
+    def _could(self, form: StepShape, limit: int) -> float:
         """Infinite if the form cannot fit; else the least seconds of two passes, estimated from one."""
         if self._at_least(replace(form, chunk=min(CHUNKS))) > limit * (1 + SLACK):
             return math.inf
@@ -104,7 +104,7 @@ class Search(Drafts):
         forward = reached(form) * self.chain(one).block.forward_seconds
         return self.sizes(one).seconds + 2 * forward
 
-    def _takes(self, form: Shape, limit: int) -> float:
+    def _takes(self, form: StepShape, limit: int) -> float:
         """The least seconds of a step of the form within the limit; infinite if nothing fits."""
         sizes, least = self.sizes(form), replace(form, chunk=min(CHUNKS))
         beside = self.sizes(least).beside  # graphs without gradients have a loss head, too
@@ -115,20 +115,20 @@ class Search(Drafts):
         over = self.rough(least).nbytes - limit
         return sizes.seconds + repeats(form) * self.chain(form).least_seconds(over)
 
-    def _takes_by_ways(self, form: Shape, limit: int) -> float:
+    def _takes_by_ways(self, form: StepShape, limit: int) -> float:
         """The same from the ways to run the blocks; 0 if not needed."""
         if self.recompute != "auto":
             return 0.0
         return min(self._takes_with(replace(form, chunk=chunk), limit) for chunk in CHUNKS)
 
-    def _takes_with(self, shape: Shape, limit: int) -> float:
+    def _takes_with(self, shape: StepShape, limit: int) -> float:
         seconds = self.sizes(shape).seconds
         if self.rough(shape).nbytes <= limit * (1 + WORTH):
             return seconds
         room = int(self._room(shape, limit) * (1 + SLACK))
         return seconds + repeats(shape) * self.chain(shape).bound(room)
 
-    def _best_chunk(self, form: Shape, limit: int, below: float, fixed: bool) -> Draft | None:
+    def _best_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> Draft | None:
         """The fastest of the form's chunks, if it takes less than `below` seconds."""
         best, head = None, math.inf
         for chunk in (form.chunk,) if fixed else CHUNKS:
@@ -143,7 +143,7 @@ class Search(Drafts):
                 break
         return best
 
-    def fitted(self, shape: Shape, limit: int, below: float) -> Draft | None:
+    def fitted(self, shape: StepShape, limit: int, below: float) -> Draft | None:
         """The shape within the limit, with recomputation if allowed; None if nothing was found.
 
         below  seconds of a step already known to be possible
@@ -162,14 +162,14 @@ class Search(Drafts):
             room -= draft.nbytes - limit
         return None
 
-    def _whole(self, shape: Shape, limit: int) -> Draft | None:
+    def _whole(self, shape: StepShape, limit: int) -> Draft | None:
         """The shape with the recomputation of the setting, if it is within the limit."""
         if self.recompute == "auto" and self.rough(shape).nbytes > limit * (1 + WORTH):
             return None
         draft = self.draft(self.as_asked(shape))
         return draft if draft.nbytes <= limit else None
 
-    def _room(self, shape: Shape, limit: int) -> int:
+    def _room(self, shape: StepShape, limit: int) -> int:
         """Bytes left for arena and calls of the graph with the blocks; 0 if another arena is larger."""
         sizes = self.sizes(shape)
         room = limit - self._nbytes(shape, sizes, 0)
@@ -177,7 +177,7 @@ class Search(Drafts):
             return 0
         return room + int(self.chain(shape).call_nbytes * sizes.inside)
 
-    def as_asked(self, shape: Shape) -> Shape:
+    def as_asked(self, shape: StepShape) -> StepShape:
         """The shape with the recomputation of the setting; `auto` without a limit recomputes nothing."""
         count = reached(shape)
         keep = None
@@ -189,7 +189,7 @@ class Search(Drafts):
 
     # ---- the least
 
-    def least_of(self, shapes: Iterable[Shape]) -> Draft:
+    def least_of(self, shapes: Iterable[StepShape]) -> Draft:
         """The shape with the least bytes; estimates and builds only those that could be."""
         found: Draft | None = None
         waiting = [(self._at_least(one), False, at, one) for at, one in enumerate(shapes)]
@@ -207,13 +207,13 @@ class Search(Drafts):
         assert found is not None
         return found
 
-    def _at_least(self, shape: Shape) -> int:
+    def _at_least(self, shape: StepShape) -> int:
         """Bytes that the shape takes with any recomputation; two passes are estimated from one."""
         one = replace(shape, two_passes=False)
         sizes, arena = self.sizes(one), self.chain(one).floor(waiting=not shape.two_passes)
         return self._nbytes(one, sizes, 0) + max(arena, int(sizes.beside))
 
-    def _estimates(self, shape: Shape) -> list[tuple[int, Shape]]:
+    def _estimates(self, shape: StepShape) -> list[tuple[int, StepShape]]:
         """The requested shape, and the one with the recomputation of least memory, with estimated bytes."""
         if self.recompute != "auto":
             asked = self.draft(self.as_asked(shape))
@@ -223,7 +223,7 @@ class Search(Drafts):
         least = self._nbytes(shape, sizes, 0) + max(inside, int(sizes.beside))
         return [(self.rough(shape).nbytes, shape), (least, replace(shape, keep=smallest.choice))]
 
-    def change(self, shape: Shape, limit: int) -> str:
+    def change(self, shape: StepShape, limit: int) -> str:
         """The first of a few changes of settings that fits."""
         shape = replace(shape, keep=None)
         contexts = [n for n in (shape.time // 2, shape.time // 4, shape.time // 8) if n > 1]
@@ -250,7 +250,7 @@ class Search(Drafts):
         }
         return plain
 
-    def _could_fit(self, shape: Shape, limit: int) -> bool:
+    def _could_fit(self, shape: StepShape, limit: int) -> bool:
         """Whether the shape fits, with recomputation if allowed; builds it only if the estimates do not decide."""
         if self._at_least(shape) > limit * (1 + SLACK):
             return False
@@ -260,7 +260,7 @@ class Search(Drafts):
         return self.least_of([shape]).nbytes <= limit
 
 
-def _smaller(shape: Shape) -> str:
+def _smaller(shape: StepShape) -> str:
     """Advice if nothing else helps."""
     if shape.base is None:
         return "use a smaller model (--preset, --layers, --dim, --vocab-size)"
@@ -269,6 +269,6 @@ def _smaller(shape: Shape) -> str:
     return "use a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
 
 
-def as_asked(shape: Shape, recompute: str, setting: Setting) -> Shape:
+def as_asked(shape: StepShape, recompute: str, setting: Setting) -> StepShape:
     """The shape without a limit."""
     return Search(setting, recompute).as_asked(shape)

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from packtrain.design.plans import Shape, still
+from packtrain.design.plans import StepShape, still
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.events import Events
 from packtrain.memory import private_nbytes, settle
@@ -69,7 +69,7 @@ class End:
     """A fine-tuning run after its last step."""
 
     job: Job
-    shape: Shape
+    shape: StepShape
     progress: Progress
     budget: int | None
     events: Events

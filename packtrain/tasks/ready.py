@@ -11,7 +11,7 @@ from packtrain.design.budget import Limit, Say, minimum, planned
 from packtrain.design.loaded import loaded, needed
 from packtrain.design.pace import learnt, seen
 from packtrain.design.parts import Setting
-from packtrain.design.plans import Plans, Shape, packed_types
+from packtrain.design.plans import Plans, StepShape, packed_types
 from packtrain.design.rates import rates_apart
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
@@ -120,7 +120,7 @@ def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
     return found
 
 
-def resumed(shape: Shape, begun: Mapping[str, Any]) -> Shape:
+def resumed(shape: StepShape, begun: Mapping[str, Any]) -> StepShape:
     """The shape with the micro-batch and chunk of the checkpoint, which fix the order of floating-point additions."""
     rows, chunk = int(begun.get("rows", shape.rows)), int(begun.get("chunk", shape.chunk))
     if (shape.rows * shape.micros) % rows:

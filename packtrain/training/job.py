@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.corpus import Text, prepare
-from packtrain.design.plans import Shape
+from packtrain.design.plans import StepShape
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import Value
@@ -73,7 +73,7 @@ class Job:
     title: str
     subject: Subject
     fingerprint: str
-    shape: Shape
+    shape: StepShape
     optimizer: Optimizer
     schedule: Schedule
     train: Batched
@@ -193,7 +193,7 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
         say(note)
     size = settings.batch_size, config.context_length
-    shape = Shape(
+    shape = StepShape(
         config,
         *size,
         settings.grad_accumulation_steps,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.design.plans import Base, Shape
+from packtrain.design.plans import Base, StepShape
 from packtrain.dtypes import DTYPES, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
@@ -179,7 +179,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     if not subject.trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, config, say)
-    shape = Shape(
+    shape = StepShape(
         config,
         train.rows,
         train.time,

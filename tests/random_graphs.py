@@ -84,7 +84,11 @@ def elementwise(g: Writer, x: Tensor) -> list[Tensor]:
         lambda: ops.silu(x), lambda: ops.tanh(x), lambda: ops.sigmoid(x), lambda: ops.neg(x),
         lambda: ops.relu(x), lambda: ops.scale(x, by=-0.7, bias=0.1), lambda: ops.sqrt(one),
         lambda: ops.log(one), lambda: ops.exp(ops.tanh(x)), lambda: ops.div(x, one), lambda: ops.sqr(ops.tanh(x)),
-        lambda: ops.add(x, x), lambda: ops.mul(x, ops.step(x)),
+        lambda: ops.add(x, x), lambda: ops.mul(x, ops.step(x)), lambda: ops.abs(x), lambda: ops.sin(x),
+        lambda: ops.cos(x), lambda: ops.elu(x), lambda: ops.erf(x), lambda: ops.gelu(x), lambda: ops.gelu_quick(x),
+        lambda: ops.leaky_relu(x, slope=0.1), lambda: ops.softplus(x), lambda: ops.clamp(x, low=-0.5),
+        lambda: ops.mul(x, ops.sgn(x)), lambda: ops.scale(ops.cumsum(x), by=1 / x.shape[-1]),
+        lambda: ops.log_soft_max(x), lambda: ops.cast(x),
     ]  # fmt: skip
     return [made[g.number(0, len(made))]()]
 
@@ -164,6 +168,32 @@ def _square(x: Tensor) -> Tensor:
     return ops.add(ops.transpose(ops.tanh(square)), ops.scale(square, by=0.1))
 
 
+def regions(g: Writer, x: Tensor) -> list[Tensor]:
+    """Every other column of a matrix, added to another place and put there."""
+    t, c = x.shape
+    shape, half = (t, c // 2), {"start": (0, c % 2), "step": (1, 2)}
+    part = ops.slice(x, start=(0, 0), shape=shape, step=(1, 2))
+    return [
+        ops.tanh(ops.acc(part, x, size=x.shape, **half)),
+        ops.set(x, ops.tanh(part), shape=shape, **half),
+    ]
+
+
+def diagonals(g: Writer, x: Tensor) -> list[Tensor]:
+    square = ops.scale(ops.matmul(ops.tanh(x), ops.tanh(x)), by=1 / x.shape[1])
+    seen = ops.soft_max(ops.diag_mask_inf(square))
+    return [seen, ops.diag_mask_zero(square), ops.diag(ops.cont(ops.diagonal(square)))]
+
+
+def windows(g: Writer, x: Tensor) -> list[Tensor]:
+    t, c = x.shape
+    picture = ops.reshape(x if x.dense else ops.cont(x), shape=(1, 1, t, c))
+    columns = ops.im2col(picture, window=(1, 3), padding=(0, 1))
+    largest = bool(g.number(0, 2))
+    pooled = ops.pool_2d(picture, largest=largest, window=(1, 2))
+    return [ops.reshape(columns, shape=(t, 3 * c)), ops.reshape(pooled, shape=(t, c // 2))]
+
+
 def reduce(g: Writer, x: Tensor) -> list[Tensor]:
     rows = ops.scale(ops.sum_rows(x), by=1 / x.shape[1])
     columns = ops.scale(ops.sum_to(x, shape=x.shape[1:]), by=1 / x.shape[0])
@@ -193,7 +223,7 @@ def drop(g: Writer, x: Tensor) -> list[Tensor]:
 
 MOVES = (
     elementwise, elementwise, elementwise, binary, binary, product, batched, norm, gated, attend, mixture, see, see,
-    reduce, pick, remember, drop, drop,
+    reduce, pick, remember, drop, drop, regions, diagonals, windows,
 )  # fmt: skip
 
 

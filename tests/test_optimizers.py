@@ -14,11 +14,14 @@ from packtrain.design.forms import candidates
 from packtrain.design.plans import MICRO, UPDATE, Base, StepShape, make_plans, runs
 from packtrain.dtypes import bf16
 from packtrain.gguf import GGUF
-from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Optimizer, Turn, leaner, moment
+from packtrain.graph import Graph
+from packtrain.interpret import interpret
+from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Muon, Optimizer, Turn, leaner, moment
+from packtrain.optim.muon import orthogonal
 from packtrain.optim.optimizer import Values
 from packtrain.optim.sgd import opt_step_sgd
 from packtrain.settings import TRAINING
-from packtrain.tensor import Tensor, state, weight
+from packtrain.tensor import Tensor, input, state, weight
 from packtrain.training.engine import Engine
 from packtrain.training.settings import with_those_of_optimizers
 from tests.copied import copy_package, edit, packtrain_in
@@ -89,7 +92,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "toy.py").write_text(TOY)
     edit(
         home / "__init__.py",
-        ("(AdamW, SGD)", "(AdamW, SGD, Toy)"),
+        ("(AdamW, SGD, Muon)", "(AdamW, SGD, Muon, Toy)"),
         ("\n\n__all__", "\nfrom packtrain.optim.toy import Toy\n\n__all__"),
     )
     (folder / "text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
@@ -142,7 +145,8 @@ class Momentum(SGD):
     def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
         fresh = ops.scale(given.gate, by=0.0)
         (total,) = (ops.accumulate(*states, g, fresh),)
-        return total, *opt_step_sgd(w, total, given.hyper, given.gate, decay=True)
+        hyper = ops.narrow(given.hyper, axis=0, start=0, length=2)
+        return total, *opt_step_sgd(w, total, hyper, given.gate, decay=True)
 
 
 def test_a_moment_counts_whatever_it_is_called() -> None:
@@ -165,7 +169,7 @@ def test_sums_and_caches_begin_anew() -> None:
 
 
 def test_others_that_keep_less_are_proposed() -> None:
-    assert [other.name for other in leaner(AdamW())] == ["sgd"]
+    assert [other.name for other in leaner(AdamW())] == ["sgd", "muon"]
     assert [*leaner(SGD())] == []
     assert all(name == kind.name for name, kind in OPTIMIZERS.items())
 
@@ -231,3 +235,50 @@ def test_an_optimizer_may_evaluate_several_times_in_a_step(micros: int) -> None:
 def test_forms_of_several_evaluations_sum_their_gradients() -> None:
     found = [*candidates(StepShape(CONFIG, 4, TIME, 2, max_norm=1.0, evaluations=2))]
     assert len(found) == 3 and not any(one.layered or one.two_passes for one in found)
+
+
+# ---- momentum, and steps that are orthogonal ------------------------------------------------------------------
+
+
+def test_a_step_of_muon_is_nearly_orthogonal() -> None:
+    """Wide and tall alike: singular values near 1, and in the directions of the gradient's."""
+    for shape in ((8, 24), (24, 8), (16, 16)):
+        x = np.random.default_rng(1).standard_normal(shape)
+        y = interpret(Graph({"y": orthogonal(input("x", shape))}), {"x": x})["y"]
+        u, _, v = np.linalg.svd(x, full_matrices=False)
+        inner = u.T @ y @ v.T
+        assert np.diag(inner).min() > 0.5 and np.diag(inner).max() < 1.3
+        np.testing.assert_allclose(inner, np.diag(np.diag(inner)), atol=1e-9)
+
+
+def test_momentum_is_the_sum_that_it_says() -> None:
+    """Against the rule in NumPy, with and without Nesterov; a plan of one step serves all."""
+    rates = [0.05, 0.02, 0.03]
+    shape = Shape(CONFIG, 4, TIME)
+    for nesterov in (False, True):
+        optimizer = SGD(momentum=0.9, nesterov=nesterov)
+        _, found = trained(optimizer, shape, rates)
+        wanted, sums = values(CONFIG), dict[str, np.ndarray]()
+        for rate in rates:
+            for name, g in gradients_at(wanted).items():
+                sums[name] = 0.9 * sums.get(name, 0) + g
+                wanted[name] = wanted[name] - rate * (
+                    g + 0.9 * sums[name] if nesterov else sums[name]
+                )
+        for name, w in wanted.items():
+            np.testing.assert_allclose(found[name], w, atol=1e-5)
+
+
+def gradients_at(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of the batch that `trained` takes."""
+    engine = Engine(make_plans(Shape(CONFIG, 4, TIME), SGD()), SGD())
+    engine.session.set(weights)
+    whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    engine.step([whole], 1, 1.0)
+    return {name: w - engine.session.get(name) for name, w in weights.items()}
+
+
+@pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), Muon()], ids=["sgd", "muon"])
+def test_the_loss_falls(optimizer: Optimizer) -> None:
+    losses, _ = trained(optimizer, Shape(CONFIG, 4, TIME), [0.03] * 8)
+    assert losses[-1] < 0.9 * losses[0]

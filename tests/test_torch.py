@@ -239,6 +239,7 @@ def pool_2d(x, *, largest, window, stride, padding):
 
 PEERS: dict[str, Callable[..., Any]] = {
     "accumulate": lambda total, g, fresh: g if fresh else total + g,
+    "opt_momentum": lambda b, g, by, gate: by * b + g * gate if gate.isfinite() else b,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,

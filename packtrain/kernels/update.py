@@ -161,3 +161,24 @@ def sgd(kind, w, g, hyper, decay, gate, key):
         sgd_part(kind, w, g, hyper, decay, factor, key, 0, n)
         return
     spans(sgd_part, (kind, w, g, hyper, decay, factor, key), n, BLOCK)
+
+
+@kernel(void(out1, in1, f32, f32, i64, i64))
+def momentum_span(b, g, momentum, gate, start, stop):
+    kept, factor = splat(momentum), splat(gate)
+    for i in range(start, stop, LANES):
+        left = stop - i
+        store_part(b, i, fma(load_part(b, i, left), kept, load_part(g, i, left) * factor), left)
+
+
+@kernel(void(out1, in1, f32, f32))
+def momentum(b, g, momentum, gate):
+    """b = momentum * b + gate * g, in place.
+
+    b, g  (N,)  f32
+    """
+    n = g.size
+    if n <= SERIAL:
+        momentum_span(b, g, momentum, gate, 0, n)
+        return
+    spans(momentum_span, (b, g, momentum, gate), n, BLOCK)

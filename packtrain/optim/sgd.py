@@ -1,35 +1,53 @@
-"""Plain gradient descent, without optimizer state."""
+"""Stochastic gradient descent, with momentum on request."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import kernels, ops
 from packtrain.ops.arrays import flat, floats
-from packtrain.optim.optimizer import Given, Optimizer
+from packtrain.optim.momentum import number_of, opt_momentum
+from packtrain.optim.optimizer import Given, Optimizer, moment
 from packtrain.optim.weights import decays, sampled, stored, stream_of, want_weight, write
+from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """Gradient descent with decoupled decay, for tensors of two or more axes only; it has no state."""
+    """Gradient descent with decoupled decay, for tensors of two or more axes only; without momentum it has no state.
+
+    With a momentum of u it steps along b = u b + g, or with Nesterov's along g + u b, as torch.optim.SGD.
+    """
 
     name: ClassVar[str] = "sgd"
     note: ClassVar[str] = "keeps no moments and needs less memory"
-    hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
-    kernels: ClassVar[tuple[str, ...]] = ("update",)
+    hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
+    kernels: ClassVar[tuple[str, ...]] = ("elementwise", "update")
 
     lr: float = 1e-1
     weight_decay: float = 0.0
+    momentum: float = TRAINING(0.0, "SGD: momentum", least=0, most=0.9999)
+    nesterov: bool = TRAINING(False, "SGD: Nesterov momentum")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
-        return lr, self.weight_decay
+        return lr, self.weight_decay, self.momentum
+
+    def states(self, w: Tensor) -> tuple[Tensor, ...]:
+        return (moment("b", w),) if self.momentum else ()
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
-        read = w, g, given.hyper, given.gate, given.key(w)
-        return opt_step_sgd(*read, decay=decays(w), stream=stream_of(w))
+        gate, handles = given.gate, tuple[Tensor, ...]()
+        for b in states:
+            share = number_of(given.hyper, 2)
+            handles = opt_momentum(b, g, share, gate)
+            (along,) = handles
+            g = ops.add(ops.mul(g, gate), ops.mul(along, share)) if self.nesterov else along
+            gate = ops.div(gate, gate)  # 1, or NaN
+        numbers = ops.narrow(given.hyper, axis=0, start=0, length=2)
+        read = w, g, numbers, gate, given.key(w)
+        return *handles, *opt_step_sgd(*read, decay=decays(w), stream=stream_of(w))
 
     def bare(self) -> Optimizer:
         return replace(self, weight_decay=0.0)

@@ -43,6 +43,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
             ("epochs", lambda s: s.iters is not None, "with --iters, which sets the length"),
             ("lr_min lr_cycles", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
             *of_optimizers(),
+            ("nesterov", lambda s: not s.momentum, "without --momentum"),
             ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
             ("overwrite", lambda s: s.resume, "with --resume"),
             (

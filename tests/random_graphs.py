@@ -189,9 +189,9 @@ def windows(g: Writer, x: Tensor) -> list[Tensor]:
     t, c = x.shape
     picture = ops.reshape(x if x.dense else ops.cont(x), shape=(1, 1, t, c))
     columns = ops.im2col(picture, window=(1, 3), padding=(0, 1))
-    largest = bool(g.number(0, 2))
-    pooled = ops.pool_2d(picture, largest=largest, window=(1, 2))
-    return [ops.reshape(columns, shape=(t, 3 * c)), ops.reshape(pooled, shape=(t, c // 2))]
+    largest, wide = bool(g.number(0, 2)), min(2, c)
+    pooled = ops.pool_2d(picture, largest=largest, window=(1, wide))
+    return [ops.reshape(columns, shape=(t, 3 * c)), ops.reshape(pooled, shape=(t, c // wide))]
 
 
 def reduce(g: Writer, x: Tensor) -> list[Tensor]:

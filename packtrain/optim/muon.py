@@ -29,9 +29,7 @@ class Muon(AdamW):
     hyper: ClassVar[tuple[str, ...]] = (*HYPER, "momentum")
     kernels: ClassVar[tuple[str, ...]] = ("elementwise", "matmul", "reduce", "update")
 
-    muon_momentum: float = TRAINING(
-        0.95, "Muon: momentum", least=0, most=0.9999
-    )
+    muon_momentum: float = TRAINING(0.95, "Muon: momentum", least=0, most=0.9999)
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         return *AdamW.numbers(self, t, lr), self.muon_momentum

@@ -83,7 +83,7 @@ OUTSIDE = {
 }
 LATE = {"kernels"}  # numba and llvmlite are loaded when first needed
 NUMBAS = {"_defns", "_locator_classes"}  # of numba, which has no public names for them
-SECONDS = 0.3  # of the thread that imports, so that a busy machine changes nothing
+TIMES_NUMPY = 3  # importing packtrain beside NumPy: 1.5 to 2.2 were measured
 
 
 def sources() -> Iterator[tuple[str, str, ast.Module]]:
@@ -146,11 +146,12 @@ def test_nothing_is_imported_late():
 
 
 def test_importing_is_light():
+    """Neither numba nor torch, and at most three times what NumPy takes, in the same process."""
     code = (
-        "import time; began = time.thread_time(); import packtrain, sys; "
-        "print(time.thread_time() - began, *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
+        "import time; began = time.thread_time(); import numpy; there = time.thread_time(); import packtrain, sys; "
+        "print((time.thread_time() - there) / (there - began), *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
     )
-    seconds = []
+    ratios = []
     for _ in range(5):
         said = subprocess.run(
             [sys.executable, "-c", code],
@@ -160,8 +161,8 @@ def test_importing_is_light():
             check=True,
         ).stdout.split()
         assert said[1:] == [], f"import packtrain loads {said[1:]}"
-        seconds.append(float(said[0]))
-    assert statistics.median(seconds) <= SECONDS
+        ratios.append(float(said[0]))
+    assert statistics.median(ratios) <= TIMES_NUMPY
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -254,7 +254,7 @@ def test_a_step_of_muon_is_nearly_orthogonal() -> None:
 def test_momentum_is_the_sum_that_it_says() -> None:
     """Against the rule in NumPy, with and without Nesterov; a plan of one step serves all."""
     rates = [0.05, 0.02, 0.03]
-    shape = Shape(CONFIG, 4, TIME)
+    shape = StepShape(CONFIG, 4, TIME)
     for nesterov in (False, True):
         optimizer = SGD(momentum=0.9, nesterov=nesterov)
         _, found = trained(optimizer, shape, rates)
@@ -271,7 +271,7 @@ def test_momentum_is_the_sum_that_it_says() -> None:
 
 def gradients_at(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Of the batch that `trained` takes."""
-    engine = Engine(make_plans(Shape(CONFIG, 4, TIME), SGD()), SGD())
+    engine = Engine(make_plans(StepShape(CONFIG, 4, TIME), SGD()), SGD())
     engine.session.set(weights)
     whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
     engine.step([whole], 1, 1.0)
@@ -280,5 +280,5 @@ def gradients_at(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), Muon()], ids=["sgd", "muon"])
 def test_the_loss_falls(optimizer: Optimizer) -> None:
-    losses, _ = trained(optimizer, Shape(CONFIG, 4, TIME), [0.03] * 8)
+    losses, _ = trained(optimizer, StepShape(CONFIG, 4, TIME), [0.03] * 8)
     assert losses[-1] < 0.9 * losses[0]

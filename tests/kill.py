@@ -114,7 +114,7 @@ def survive(folder: Path, kills: int, seed: int, made: Kind = KINDS["train"]) ->
             wait_for_more(seen, life)
             time.sleep(rng.uniform(0, 0.4))
         assert not ended(life)
-    steps = metrics.read(seen)[-1]["step"] + 10
+    steps = max((record["step"] for record in metrics.read(seen)), default=0) + 10
     for name in ("killed", "alone"):
         run(made.command(folder, name, steps))
     same(folder, made.results)

@@ -42,7 +42,7 @@ WRONG = {
     "train notes.txt": "unexpected argument notes.txt; see packtrain train --help",
     "generate": "the following arguments are required: MODEL; see packtrain generate --help",
     "train --preset 15": "--preset is 15; it must be one of 1m, 15m, 110m; did you mean 15m?",
-    "train --optimizer adam": "one of adamw, sgd; did you mean adamw?",
+    "train --optimizer adam": "one of adamw, sgd, muon; did you mean adamw?",
     "train --iters 1e3": "--iters is '1e3'; it must be a whole number",
     "train --iters -1": "--iters is -1; it must be from 1 to 1000000000000",
     "train --lr fast": "--lr is 'fast'; it must be a number",
@@ -72,7 +72,7 @@ def test_settings_files_are_held_apart_from_flags(tmp_path, capsys):
         ("lorra_rank: 4", [], f"{path}: there is no setting lorra_rank; did you mean lora_rank?"),
         ("lr: fast", [], f"{path}: lr is 'fast'; it must be a number"),
         ("lr: 1e-3", ["--iters", "0"], "error: --iters is 0; it must be from 1 to 1000000000000"),
-        ("optimizer: sdg", [], f"{path}: optimizer is sdg; it must be one of adamw, sgd; did you"),
+        ("optimizer: sdg", [], f"{path}: optimizer is sdg; it must be one of adamw, sgd, muon; did you"),
         ("lora_rank: [3]\niters: '7'", [], "the model must be given"),  # both are taken
     ):
         path.write_text(text)

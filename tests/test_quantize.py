@@ -190,7 +190,7 @@ def test_weights_that_are_too_large_for_a_type_are_refused(
     settings: Quantize, mix: str, dtype: str
 ):
     large = with_value(settings.model, settings.model.with_name("large.gguf"), MATRIX, 1e9)
-    with pytest.raises(InputError, match=rf"{MATRIX} has values too large for {dtype}; take"):
+    with pytest.raises(InputError, match=rf"{MATRIX} has values too large for {dtype}; use"):
         quantize.run(replace(settings, model=large, type=mix))
     quantize.run(replace(settings, model=large, type="BF16"))
 

@@ -72,7 +72,11 @@ def test_settings_files_are_held_apart_from_flags(tmp_path, capsys):
         ("lorra_rank: 4", [], f"{path}: there is no setting lorra_rank; did you mean lora_rank?"),
         ("lr: fast", [], f"{path}: lr is 'fast'; it must be a number"),
         ("lr: 1e-3", ["--iters", "0"], "error: --iters is 0; it must be from 1 to 1000000000000"),
-        ("optimizer: sdg", [], f"{path}: optimizer is sdg; it must be one of adamw, sgd, muon; did you"),
+        (
+            "optimizer: sdg",
+            [],
+            f"{path}: optimizer is sdg; it must be one of adamw, sgd, muon; did you",
+        ),
         ("lora_rank: [3]\niters: '7'", [], "the model must be given"),  # both are taken
     ):
         path.write_text(text)

@@ -282,3 +282,41 @@ def gradients_at(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_the_loss_falls(optimizer: Optimizer) -> None:
     losses, _ = trained(optimizer, StepShape(CONFIG, 4, TIME), [0.03] * 8)
     assert losses[-1] < 0.9 * losses[0]
+
+
+# ---- clipping ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_values_are_clipped_after_the_norm(max_norm: float | None) -> None:
+    """As the rule says in NumPy, and alike in one pass, in two and from sums of micro-batches."""
+    most = 2e-3
+    shape = StepShape(CONFIG, 4, TIME, max_norm=max_norm, max_value=most)
+    start, raw = values(CONFIG), gradients_at(values(CONFIG))
+    norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in raw.values()))
+    gate = 1.0 if max_norm is None else min(1.0, max_norm / norm)
+    _, found = trained(SGD(), shape, [1.0])
+    clipped = 0
+    for name, g in raw.items():
+        wanted = np.clip(gate * g, -most, most)
+        clipped += int((np.abs(wanted) == most).sum())
+        np.testing.assert_allclose(start[name] - found[name], wanted, atol=2e-7, err_msg=name)
+    assert norm > 0.5 and clipped > 100
+    rates = [1e-2, 1e-2]
+    _, one = trained(AdamW(), shape, rates)
+    twice = replace(shape, max_norm=max_norm or float("inf"), two_passes=True)
+    assert same_bits(trained(AdamW(), twice, rates)[1], one)
+    _, summed = trained(AdamW(), replace(shape, evaluations=2), rates)
+    for name, w in one.items():
+        np.testing.assert_allclose(summed[name], w, atol=1e-6 if max_norm else 0, err_msg=name)
+
+
+def test_a_gradient_that_is_not_finite_is_not_clipped_to_one_that_is() -> None:
+    shape = StepShape(CONFIG, 4, TIME, max_value=1e-3)
+    for form in (replace(shape, max_norm=1.0), replace(shape, evaluations=2)):
+        engine = Engine(make_plans(form, AdamW()), AdamW())
+        given = values(CONFIG) | {"output_norm.weight": np.full(CONFIG.embedding_length, 3e38, "f")}
+        engine.session.set(given)
+        whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+        assert engine.step([whole], 1, 1e-2).bad is not None
+        assert same_bits({name: engine.session.get(name) for name in given}, given)

@@ -154,7 +154,8 @@ def repeats(shape: StepShape) -> int:
 def _what_matters(name: str, shape: StepShape) -> StepShape:
     """The shape without what does not affect a graph that keeps everything, as a cache key."""
     if name == UPDATE:
-        return StepShape(shape.config, 1, 1, 2, max_norm=shape.max_norm, base=shape.base)
+        same = replace(shape, keep=None, evaluate=False, chunk=CHUNK, two_passes=False)
+        return replace(same, rows=1, time=1, micros=2, layered=False, evaluations=1)
     if name == EVALUATE:
         return StepShape(shape.config, shape.rows, shape.time, base=shape.base)
     return replace(shape, keep=None, evaluate=False, chunk=CHUNK)

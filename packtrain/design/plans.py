@@ -31,7 +31,6 @@ BOUND_NBYTES = 800  # bytes of an executor for each call, measured
 SAMPLING_NBYTES = 24  # bytes per token of the vocabulary: logits in f32 and f64, some copies
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
-INF = float("inf")
 Name = str | int  # of a graph; a number for graphs that generate samples: tokens per run
 
 
@@ -74,6 +73,7 @@ class StepShape:
     layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
     base        the model file that is tuned; None: train a new model
+    max_norm    clip gradients to this global norm, and then each of their values to `max_value`
     """
 
     config: Config
@@ -88,6 +88,11 @@ class StepShape:
     layered: bool = False
     evaluations: int = 1
     base: Base | None = None
+    max_value: float | None = None
+
+    @property
+    def clipping(self) -> dict[str, float | None]:
+        return {"max_norm": self.max_norm, "max_value": self.max_value}
 
     @property
     def positions(self) -> int:
@@ -282,7 +287,7 @@ def build(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     """A graph of a run, with the stream through the blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     if name == UPDATE:
-        return Built(updating(trained, optimizer, max_norm=shape.max_norm), [], {})
+        return Built(updating(trained, optimizer, **shape.clipping), [], {})
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     rows = shape.rows * parts
     config = still(shape.config) if name == EVALUATE else shape.config
@@ -300,11 +305,9 @@ def build(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     elif name == MEASURE:
         graph = measuring(outputs, trained, keep=keep, inner=inner)
     elif name == APPLY:
-        most = shape.max_norm or INF
-        graph = applying(outputs, trained, optimizer, keep=keep, max_norm=most, inner=inner)
+        graph = applying(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
     else:
-        norm = shape.max_norm
-        graph = training(outputs, trained, optimizer, keep=keep, max_norm=norm, inner=inner)
+        graph = training(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
     return Built(graph, stream, inner)
 
 

@@ -25,6 +25,7 @@ def training(
     *,
     keep: Keep = None,
     max_norm: float | None = None,
+    max_value: float | None = None,
     inner: Inner = None,
 ) -> Graph:
     """The graph of one step: forward, backward and update of outputs["loss"]; it also outputs `squares`.
@@ -34,9 +35,10 @@ def training(
     max_norm a number clips gradients by global norm, for which all must be complete first; None applies each
              gradient as soon as it is complete, so that no two need memory at once. A step whose loss or gradient
              is not finite changes nothing; without max_norm only from the first such gradient on.
+    max_value a number then clips each value of a gradient to it
     inner    filled with gradients of forward values, see differentiate
     """
-    loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm)
+    loss, update = outputs["loss"], _Update(optimizer, outputs["loss"], max_norm, max_value)
     _check(trained)
     if max_norm is None:
         differentiate(loss, list(trained), keep, update.measure_and_apply, inner)
@@ -70,12 +72,13 @@ def applying(
     optimizer: Optimizer,
     *,
     keep: Keep = None,
-    max_norm: float,
+    max_norm: float | None = None,
+    max_value: float | None = None,
     inner: Inner = None,
 ) -> Graph:
     """The second pass: the same gradients, each applied at once; input `squares` () is from the first pass."""
     _check(trained)
-    update = _Update(optimizer, outputs["loss"], max_norm)
+    update = _Update(optimizer, outputs["loss"], max_norm, max_value)
     update.squares.append(input("squares", ()))
     differentiate(outputs["loss"], list(trained), keep, update.apply, inner)
     return Graph(outputs, update.handles)
@@ -103,11 +106,15 @@ def accumulating(
 
 
 def updating(
-    trained: Collection[Tensor], optimizer: Optimizer, *, max_norm: float | None = None
+    trained: Collection[Tensor],
+    optimizer: Optimizer,
+    *,
+    max_norm: float | None = None,
+    max_value: float | None = None,
 ) -> Graph:
     """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss."""
     _check(trained)
-    update = _Update(optimizer, input("loss", ()), float("inf") if max_norm is None else max_norm)
+    update = _Update(optimizer, input("loss", ()), max_norm, max_value)
     sums = [(w, _sum_of(w)) for w in trained]
     for w, g in sums:
         update.measure(w, g)
@@ -132,8 +139,12 @@ def _check(trained: Collection[Tensor]) -> None:
 class _Update:
     """Builds the end of a step: the global gradient norm, the clipping gate computed from it, and the updates."""
 
-    def __init__(self, optimizer: Optimizer, loss: Tensor, max_norm: float | None) -> None:
-        self.optimizer, self.loss, self.max_norm = optimizer, loss, max_norm
+    def __init__(
+        self, optimizer: Optimizer, loss: Tensor, max_norm: float | None, max_value: float | None
+    ) -> None:
+        self.optimizer, self.loss = optimizer, loss
+        self.max_norm = float("inf") if max_norm is None else max_norm
+        self.max_value = max_value
         self.hyper, self.rounding = optimizer.leaf(), input(ROUNDING, (2,), i64)
         self.squares: list[Tensor] = []
         self.handles: list[Tensor] = []
@@ -154,10 +165,13 @@ class _Update:
         self._update([(w, g)], self._gate())
 
     def _update(self, pairs: Iterable[Pair], gate: Tensor) -> None:
+        if self.max_value is not None:
+            most, factor = self.max_value, gate
+            pairs = ((w, ops.clamp(ops.mul(g, factor), low=-most, high=most)) for w, g in pairs)
+            gate = ops.div(gate, gate)  # 1, or NaN
         given = Given(self.hyper, gate, self.rounding)
         self.handles.extend(self.optimizer.updates(pairs, given))
 
     def _gate(self) -> Tensor:
         finite = ops.add(self.squares[-1], ops.scale(self.loss, by=0.0))
-        norm = float("inf") if self.max_norm is None else self.max_norm
-        return ops.clip_gate(finite, max_norm=norm)
+        return ops.clip_gate(finite, max_norm=self.max_norm)

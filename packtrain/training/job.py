@@ -200,6 +200,7 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         settings.max_grad_norm or None,
         corpus.valid is not None,
         evaluations=OPTIMIZERS[settings.optimizer].evaluations,
+        max_value=settings.max_grad_value or None,
     )
     train = Batches(
         corpus.train,

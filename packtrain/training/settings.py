@@ -107,6 +107,9 @@ class RunSettings:
     max_grad_norm: float = TRAINING(
         1.0, "clip gradients to this global norm; 0 turns clipping off", least=0
     )
+    max_grad_value: float = TRAINING(
+        0.0, "clip each value of a gradient to this, after its norm; 0: off", least=0
+    )
     memory: str | None = MEMORY(
         None,
         "limit on the private memory of the process: 2GiB, 800MiB or 80%; a run that does not fit is refused",

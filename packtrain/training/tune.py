@@ -187,6 +187,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         settings.max_grad_norm or None,
         valid is not None,
         evaluations=OPTIMIZERS[settings.optimizer].evaluations,
+        max_value=settings.max_grad_value or None,
         base=base,
     )
     return Job(

@@ -100,3 +100,10 @@ def test_schedules():
     assert cycles.rate(50) < 0.01 and cycles.rate(51) == pytest.approx(1.0)
     assert cycles.rate(101) == pytest.approx(0.0, abs=1e-9)
     assert Schedule("cosine", 1.0, 0.0, 1, 1).rate(1) == 1.0
+    growing = Schedule("linear", 1.0, 0.0, 0, 71, cycles=3, growth=2.0)  # of 10, 20 and 40 steps
+    assert [s for s in range(1, 71) if growing.rate(s) == 1.0] == [1, 11, 31]
+    assert growing.rate(21) == pytest.approx(0.5) and growing.rate(71) == 0.0
+    warm = Schedule("constant", 1.0, 0.0, 4, 9, start=0.2)
+    assert [warm.rate(s) for s in (1, 3, 4, 5)] == pytest.approx([0.4, 0.8, 1.0, 1.0])
+    halving = Schedule("halving", 1.0, 0.2, 1, 99, every=3)
+    assert [halving.rate(s) for s in (1, 2, 4, 5, 7, 8, 99)] == [1, 1, 1, 0.5, 0.5, 0.25, 0.2]

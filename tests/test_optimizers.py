@@ -320,3 +320,34 @@ def test_a_gradient_that_is_not_finite_is_not_clipped_to_one_that_is() -> None:
         whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
         assert engine.step([whole], 1, 1e-2).bad is not None
         assert same_bits({name: engine.session.get(name) for name in given}, given)
+
+
+# ---- numbers are inputs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (AdamW(), AdamW(beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.4)),
+        (SGD(momentum=0.9), SGD(momentum=0.3, weight_decay=0.2)),
+        (Muon(), Muon(muon_momentum=0.5, weight_decay=0.3)),
+    ],
+    ids=["adamw", "sgd", "muon"],
+)
+def test_numbers_change_between_steps_without_a_new_plan(first: Optimizer, then: Optimizer) -> None:
+    """The same bits as an engine that was planned for them, from the same state."""
+    shape = StepShape(CONFIG, 4, TIME)
+    whole = batch(CONFIG, 4, TIME) | {"weights": np.ones((4, TIME), np.float32)}
+    engine, other, same = (Engine(make_plans(shape, kind), kind) for kind in (first, then, first))
+    for made in (engine, same):
+        made.session.set(values(CONFIG))
+        made.step([whole], 1, 1e-2)
+    other.session.set({name: engine.session.get(name) for name in engine.plans.saved})
+    engine.optimizer = then
+    for made in (engine, other, same):
+        made.step([whole], 2, 3e-2)
+    found, wanted, unlike = (
+        {name: made.session.get(name) for name in made.plans.saved}
+        for made in (engine, other, same)
+    )
+    assert same_bits(found, wanted) and not same_bits(found, unlike)

@@ -41,7 +41,19 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
         RunSettings,
         (
             ("epochs", lambda s: s.iters is not None, "with --iters, which sets the length"),
-            ("lr_min lr_cycles", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
+            ("lr_min", lambda s: s.lr_scheduler == "constant", "with a constant rate"),
+            (
+                "lr_cycles",
+                lambda s: s.lr_scheduler not in ("cosine", "linear"),
+                "without --lr-scheduler cosine or linear",
+            ),
+            ("lr_cycle_growth", lambda s: s.lr_cycles == 1, "without --lr-cycles"),
+            (
+                "lr_half_every",
+                lambda s: s.lr_scheduler != "halving",
+                "without --lr-scheduler halving",
+            ),
+            ("warmup_lr", lambda s: not s.warmup_ratio, "without warm-up"),
             *of_optimizers(),
             ("nesterov", lambda s: not s.momentum, "without --momentum"),
             ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
@@ -89,11 +101,13 @@ def check_effects(settings: RunSettings) -> None:
             check_idle(settings, rules)
     if settings.learning_rate == 0:
         raise InputError("--lr 0 trains nothing; it must be more than 0")
-    if settings.lr_min is not None and settings.lr_min > settings.learning_rate:
-        raise InputError(
-            f"--lr-min {settings.lr_min:g} is more than the peak, --lr {settings.learning_rate:g};"
-            " it must be less"
-        )
+    for name in ("lr_min", "warmup_lr"):
+        given = getattr(settings, name)
+        if given is not None and given > settings.learning_rate:
+            raise InputError(
+                f"{flag(name)} {given:g} is more than the peak, --lr {settings.learning_rate:g};"
+                " it must be less"
+            )
 
 
 def check_validation(settings: RunSettings, validates: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.corpus import Text, prepare
-from packtrain.design.plans import StepShape
+from packtrain.design.plans import Base, StepShape
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import Value
@@ -193,15 +193,7 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
         say(note)
     size = settings.batch_size, config.context_length
-    shape = StepShape(
-        config,
-        *size,
-        settings.grad_accumulation_steps,
-        settings.max_grad_norm or None,
-        corpus.valid is not None,
-        evaluations=OPTIMIZERS[settings.optimizer].evaluations,
-        max_value=settings.max_grad_value or None,
-    )
+    shape = shape_of(settings, config, *size, corpus.valid is not None)
     train = Batches(
         corpus.train,
         *size,
@@ -233,6 +225,28 @@ def _longer(preset: str, ctx: int) -> Iterator[str]:
             f"--ctx {ctx:,} is more than the context of {preset}, {plural(usual, 'token')}: the model is trained on"
             " the longer one, with more time and memory for each step"
         )
+
+
+def shape_of(
+    settings: RunSettings,
+    config: Config,
+    rows: int,
+    time: int,
+    evaluate: bool,
+    base: Base | None = None,
+) -> StepShape:
+    """What a step of the settings computes."""
+    return StepShape(
+        config,
+        rows,
+        time,
+        settings.grad_accumulation_steps,
+        settings.max_grad_norm or None,
+        evaluate,
+        evaluations=OPTIMIZERS[settings.optimizer].evaluations,
+        base=base,
+        max_value=settings.max_grad_value or None,
+    )
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:
@@ -268,7 +282,16 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     """The schedule for --iters steps, or for the steps of --epochs."""
     epochs = 1.0 if settings.epochs is None else settings.epochs
     steps = settings.iters or max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
-    rate = settings.learning_rate
-    least = rate / 10 if settings.lr_min is None else settings.lr_min
-    warmup = math.ceil(settings.warmup_ratio * steps)
-    return Schedule(settings.lr_scheduler, rate, least, warmup, steps, settings.lr_cycles)
+    rate, kind = settings.learning_rate, settings.lr_scheduler
+    least = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
+    return Schedule(
+        kind,
+        rate,
+        least,
+        math.ceil(settings.warmup_ratio * steps),
+        steps,
+        settings.lr_cycles,
+        settings.lr_cycle_growth,
+        settings.warmup_lr,
+        settings.lr_half_every or math.ceil(batches / settings.grad_accumulation_steps),
+    )

@@ -89,15 +89,22 @@ class RunSettings:
         least=0,
     )
     lr_min: float | None = TRAINING(
-        None, "learning rate of the last step (default: a tenth of --lr)", least=0
+        None, "lowest learning rate of the decay (default: a tenth of --lr; halving: 0)", least=0
     )
     lr_scheduler: str = TRAINING(
         "cosine", "decay of the learning rate after warm-up", choices=KINDS
     )
-    lr_cycles: int = TRAINING(1, "decay cycles in the run; each starts at --lr", least=1)
+    lr_cycles: int = TRAINING(1, "decay cycles in the run; each starts at --lr", least=1, most=100)
+    lr_cycle_growth: float = TRAINING(
+        1.0, "length of a decay cycle over that of the one before", least=0.1, most=10
+    )
+    lr_half_every: int | None = TRAINING(
+        None, "halving: steps until the learning rate is halved (default: one epoch)", least=1
+    )
     warmup_ratio: float = TRAINING(
         0.05, "share of the steps used for learning-rate warm-up", least=0, most=1
     )
+    warmup_lr: float = TRAINING(0.0, "learning rate from which the warm-up starts", least=0)
     optimizer: str = TRAINING(
         next(iter(OPTIMIZERS)),
         "; ".join(["update rule", *(f"{o.name} {o.note}" for o in OPTIMIZERS.values() if o.note)]),

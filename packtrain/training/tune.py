@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.design.plans import Base, StepShape
+from packtrain.design.plans import Base
 from packtrain.dtypes import DTYPES, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
@@ -26,14 +26,21 @@ from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
-from packtrain.optim import OPTIMIZERS
 from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.samples import Dataset, Recipe, prepare
 from packtrain.settings import unescaped
 from packtrain.template import template_named
 from packtrain.tokenizer import Tokenizer
-from packtrain.training.job import HEAD_NBYTES, Job, View, check_split, optimizer_of, schedule_of
+from packtrain.training.job import (
+    HEAD_NBYTES,
+    Job,
+    View,
+    check_split,
+    optimizer_of,
+    schedule_of,
+    shape_of,
+)
 from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.settings import TuneSettings
 from packtrain.words import long_context, plural
@@ -179,17 +186,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     if not subject.trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, config, say)
-    shape = StepShape(
-        config,
-        train.rows,
-        train.time,
-        settings.grad_accumulation_steps,
-        settings.max_grad_norm or None,
-        valid is not None,
-        evaluations=OPTIMIZERS[settings.optimizer].evaluations,
-        max_value=settings.max_grad_value or None,
-        base=base,
-    )
+    shape = shape_of(settings, config, train.rows, train.time, valid is not None, base)
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",

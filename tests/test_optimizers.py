@@ -351,3 +351,27 @@ def test_numbers_change_between_steps_without_a_new_plan(first: Optimizer, then:
         for made in (engine, other, same)
     )
     assert same_bits(found, wanted) and not same_bits(found, unlike)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Muon])
+def test_decay_is_of_tensors_with_so_many_axes(kind: type[AdamW | SGD]) -> None:
+    shape, start, rate, share = StepShape(CONFIG, 4, TIME), values(CONFIG), 1e-2, 0.5
+
+    def after(**given: float) -> dict[str, np.ndarray]:
+        return trained(kind(**given), shape, [rate])[1]
+
+    still = after(weight_decay=0.0)
+    for axes in (1, 2, 3):
+        found = after(weight_decay=share, decay_axes=axes)
+        for name, w in start.items():
+            less = rate * share * w if w.ndim >= axes else 0.0 * w
+            np.testing.assert_allclose(found[name] + less, still[name], atol=1e-6, err_msg=name)
+
+
+def test_the_eps_of_adamw_is_added_to_the_root() -> None:
+    """At step 1 both moments are those of the gradient itself: w = w - lr g / (|g| + eps)."""
+    start, raw = values(CONFIG), gradients_at(values(CONFIG))
+    _, found = trained(AdamW(eps=0.1, weight_decay=0.0), StepShape(CONFIG, 4, TIME), [1e-2])
+    for name, g in raw.items():
+        wanted = start[name] - 1e-2 * g / (np.abs(g) + 0.1)
+        np.testing.assert_allclose(found[name], wanted, atol=1e-6, err_msg=name)

@@ -35,6 +35,8 @@ IDLE = {
         "--warmup-lr": {"warmup_lr": 1e-5, "warmup_ratio": 0.0},
         "--beta1": {"beta1": 0.8, "optimizer": "sgd"},
         "--beta2": {"beta2": 0.8, "optimizer": "sgd"},
+        "--eps": {"eps": 1e-6, "optimizer": "sgd"},
+        "--decay-axes": {"decay_axes": 1, "weight_decay": 0.0},
         "--momentum": {"momentum": 0.8},
         "--nesterov": {"nesterov": True, "optimizer": "sgd"},
         "--muon-momentum": {"muon_momentum": 0.8},

@@ -10,7 +10,7 @@ from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat, floats
 from packtrain.ops.costs import Cost
 from packtrain.optim.optimizer import Given, Optimizer, moment
-from packtrain.optim.weights import decays, sampled, stored, stream_of, want_weight, write
+from packtrain.optim.weights import decay_axes, sampled, stored, stream_of, want_weight, write
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
@@ -19,7 +19,7 @@ HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "1 - beta1**t", "1 - bet
 
 @dataclass(frozen=True, slots=True)
 class AdamW(Optimizer):
-    """AdamW with decoupled decay, for tensors of two or more axes only. Loshchilov & Hutter, arXiv 1711.05101."""
+    """AdamW with decoupled decay of tensors with some axes. Loshchilov & Hutter, arXiv 1711.05101."""
 
     name: ClassVar[str] = "adamw"
     hyper: ClassVar[tuple[str, ...]] = HYPER
@@ -28,8 +28,11 @@ class AdamW(Optimizer):
     lr: float = 1e-3
     beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", least=0, most=0.9999)
     beta2: float = TRAINING(0.95, "AdamW: decay of the second moment", least=0, most=0.99999)
-    eps: float = 1e-8
+    eps: float = TRAINING(
+        1e-8, "AdamW: added to the root of the second moment", least=1e-16, most=1
+    )
     weight_decay: float = 0.1
+    decay_axes: int = decay_axes()
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         corrections = 1 - self.beta1**t, 1 - self.beta2**t
@@ -41,7 +44,7 @@ class AdamW(Optimizer):
     def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
         m, v = states
         read = w, g, m, v, given.hyper, given.gate, given.key(w)
-        return opt_step_adamw(*read, decay=decays(w), stream=stream_of(w))
+        return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
 
     def bare(self) -> Optimizer:
         return replace(self, weight_decay=0.0)

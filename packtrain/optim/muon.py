@@ -47,7 +47,7 @@ class Muon(AdamW):
         step = ops.scale(orthogonal(along), by=LIKE_ADAMW * max(w.shape) ** 0.5)
         numbers = ops.slice(given.hyper, start=(0,), shape=(2,), step=(4,))  # lr and weight_decay
         read = w, step, numbers, ops.div(given.gate, given.gate), given.key(w)
-        return b, *opt_step_sgd(*read, decay=True, stream=stream_of(w))
+        return b, *opt_step_sgd(*read, decay=self.decay_axes <= 2, stream=stream_of(w))
 
 
 def orthogonal(x: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ from packtrain import kernels, ops
 from packtrain.ops.arrays import flat, floats
 from packtrain.optim.momentum import number_of, opt_momentum
 from packtrain.optim.optimizer import Given, Optimizer, moment
-from packtrain.optim.weights import decays, sampled, stored, stream_of, want_weight, write
+from packtrain.optim.weights import decay_axes, sampled, stored, stream_of, want_weight, write
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """Gradient descent with decoupled decay, for tensors of two or more axes only; without momentum it has no state.
+    """Gradient descent with decoupled decay of tensors with some axes; without momentum it has no state.
 
     With a momentum of u it steps along b = u b + g, or with Nesterov's along g + u b, as torch.optim.SGD.
     """
@@ -28,6 +28,7 @@ class SGD(Optimizer):
 
     lr: float = 1e-1
     weight_decay: float = 0.0
+    decay_axes: int = decay_axes()
     momentum: float = TRAINING(0.0, "SGD: momentum", least=0, most=0.9999)
     nesterov: bool = TRAINING(False, "SGD: Nesterov momentum")
 
@@ -47,7 +48,9 @@ class SGD(Optimizer):
             gate = ops.div(gate, gate)  # 1, or NaN
         numbers = ops.narrow(given.hyper, axis=0, start=0, length=2)
         read = w, g, numbers, gate, given.key(w)
-        return *handles, *opt_step_sgd(*read, decay=decays(w), stream=stream_of(w))
+        return *handles, *opt_step_sgd(
+            *read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w)
+        )
 
     def bare(self) -> Optimizer:
         return replace(self, weight_decay=0.0)

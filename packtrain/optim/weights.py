@@ -1,11 +1,14 @@
 """What optimizer steps share: weights of several types, stochastic rounding, and samples."""
 
+from typing import Any
+
 import numpy as np
 
 from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
 from packtrain.kernels.counter import key as mixed
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import flat, noise
+from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, want, weight
 
 
@@ -59,6 +62,6 @@ def stream_of(w: Tensor) -> int:
     return 0 if w.dtype == f32 else noise(w.label)
 
 
-def decays(w: Tensor) -> bool:
-    """Whether weight decay applies: to weights of two or more axes."""
-    return len(w.shape) > 1
+def decay_axes() -> Any:
+    """The setting `decay_axes` of optimizers with weight decay: of tensors with at least so many axes."""
+    return TRAINING(2, "weight decay of tensors with at least N axes only", least=0, most=4)

@@ -55,6 +55,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
             ),
             ("warmup_lr", lambda s: not s.warmup_ratio, "without warm-up"),
             *of_optimizers(),
+            ("decay_axes", lambda s: not s.weight_decay, "without --weight-decay"),
             ("nesterov", lambda s: not s.momentum, "without --momentum"),
             ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
             ("overwrite", lambda s: s.resume, "with --resume"),

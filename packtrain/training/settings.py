@@ -110,7 +110,7 @@ class RunSettings:
         "; ".join(["update rule", *(f"{o.name} {o.note}" for o in OPTIMIZERS.values() if o.note)]),
         choices=tuple(OPTIMIZERS),
     )
-    weight_decay: float = TRAINING(0.1, "weight decay of matrices", least=0)
+    weight_decay: float = TRAINING(0.1, "weight decay", least=0)
     max_grad_norm: float = TRAINING(
         1.0, "clip gradients to this global norm; 0 turns clipping off", least=0
     )
@@ -307,7 +307,7 @@ class TuneSettings(RunSettings):
     warmup_ratio: float = TRAINING(
         0.03, "share of the steps used for learning-rate warm-up", least=0, most=1
     )
-    weight_decay: float = TRAINING(0.01, "weight decay of matrices", least=0)
+    weight_decay: float = TRAINING(0.01, "weight decay", least=0)
 
     @property
     def learning_rate(self) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.commands.shown import Shown
 from packtrain.design.plans import make_plans
-from packtrain.memory import Peak
+from packtrain.memory import private_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW
@@ -43,8 +43,8 @@ def ours(job: Job) -> float:
     """Validation loss after the last step of `packtrain train`."""
     plans = make_plans(job.shape, job.optimizer)
     kernels.load_all()  # not part of what is planned
-    with tempfile.TemporaryDirectory() as name, Peak() as peak:
-        folder, planned = Path(name), peak.baseline + plans.nbytes
+    with tempfile.TemporaryDirectory() as name:
+        folder, planned = Path(name), private_nbytes() + plans.nbytes
         shown = Shown()
         fit = Fit(job, Engine(plans, job.optimizer), folder, events=shown)
         fit.begin(None)
@@ -52,7 +52,7 @@ def ours(job: Job) -> float:
             shown.training(job.steps, planned, REPORT_EVERY),
             Watch(folder, shown, tensorboard=False) as watch,
         ):
-            fit.go(watch, lambda: False, lambda: peak.nbytes)
+            fit.go(watch, lambda: False)
         return float(read(folder / METRICS)[-1]["val_loss"])
 
 

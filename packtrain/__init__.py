@@ -14,11 +14,10 @@ from packtrain.errors import DoesNotFit, InputError
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
 from packtrain.interpret import interpret
-from packtrain.observe import Stopped
 from packtrain.ops import *  # noqa: F403
 from packtrain.place import Placed, place
 from packtrain.planning import Plan, PlanError, make_plan, verify
-from packtrain.run import Executor, RunError, Session
+from packtrain.run import Executor, RunError, Session, Stopped
 from packtrain.tensor import (
     GraphError,
     Op,

@@ -26,8 +26,8 @@ from packtrain.tasks.evaluate import Evaluate, Measured
 from packtrain.tasks.generate import Generate
 from packtrain.tasks.merge import Merge
 from packtrain.tasks.quantize import Quantize, Written
-from packtrain.tasks.ready import Ready
-from packtrain.tasks.run import Kind, Trained
+from packtrain.tasks.ready import Prepare, Ready
+from packtrain.tasks.run import Trained
 from packtrain.tasks.speak import Generated
 from packtrain.training.settings import RunSettings, TrainSettings, TuneSettings
 
@@ -85,10 +85,10 @@ def plan(task: Callable[..., Trained], *given: Any, **settings: Any) -> Ready:
     `str()` is the table that the command prints. If no plan fits, returns the smallest, with the reason in `refusal`.
     Raises InputError.
     """
-    cls, kind = KINDS[task]
+    cls, prepare = PREPARES[task]
     names = dict(zip(inspect.signature(task).parameters, given, strict=False))
     asked: tuple[RunSettings, Callbacks] = settings_of(cls, settings | names)
-    return kind.ready(asked[0], asked[1].message)
+    return prepare(asked[0], asked[1].message)
 
 
 def evaluate(model: File, data: File, **settings: Any) -> Measured:
@@ -167,9 +167,9 @@ def start(task: Callable[..., R], *given: Any, **settings: Any) -> Run[R]:
     return Run(task, given, settings)
 
 
-KINDS: dict[Any, tuple[type[RunSettings], Kind]] = {
-    train: (TrainSettings, training.KIND),
-    finetune: (TuneSettings, tuning.KIND),
+PREPARES: dict[Any, tuple[type[RunSettings], Prepare]] = {
+    train: (TrainSettings, training.prepare),
+    finetune: (TuneSettings, tuning.prepare),
 }
 for _cls, _function in (
     (TrainSettings, train),

@@ -4,27 +4,38 @@ import fnmatch
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from packtrain.backends import Backend
-from packtrain.bound import Bound, Program
 from packtrain.debug import flags
 from packtrain.dtypes import u8
-from packtrain.place import Placed
+from packtrain.place import Placed, Step
 from packtrain.planning import Plan
 from packtrain.tensor import Spec, Tensor
 
+CHECKS = frozenset({"time", "nan", "poison", "compare"})  # the flags that need an Observer
 NAN = 255  # in each byte of a float
 TOLERANCE = (
     1e-4  # of the largest value: how much a cpu kernel may differ from the f32 specification
 )
 
+See = Callable[[str, np.ndarray], None]
 
-class Stopped(Exception):
-    """A run was stopped between two steps."""
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A step with its arrays, and the call that runs it."""
+
+    step: Step
+    results: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    work: tuple[Any, ...]
+    run: Callable[[], None]
 
 
 def report(placed: Placed, plan: Plan) -> None:
@@ -35,33 +46,35 @@ def report(placed: Placed, plan: Plan) -> None:
 
 
 class Observer:
-    """Runs an executor's steps one by one with watchers and checks."""
+    """Bound steps as calls with watchers and checks.
+
+    arenas    by space
+    watchers  a shell pattern of tensor names, and what is called with name and value
+    on        flags of `debug`
+    """
 
     def __init__(
         self,
-        program: Program,
+        placed: Placed,
+        plan: Plan,
+        steps: Sequence[Bound],
+        arenas: Mapping[str, Any],
+        watchers: Sequence[tuple[str, See]],
         on: frozenset[str],
-        stop: Callable[[], bool] | None,
-        *,
-        updates: bool = True,
     ) -> None:
-        self.program, self.on, self.stop, self.updates = program, on, stop, updates
-        self.names = program.placed.names
+        self.placed, self.plan, self.steps = placed, plan, steps
+        self.arenas, self.watchers, self.on = arenas, watchers, on
+        self.names = placed.names
         self.seconds: dict[str, float] = defaultdict(float)
         self.freed = self._freed() if "poison" in on else {}
 
-    @staticmethod
-    def wanted(program: Program, stop: Callable[[], bool] | None) -> "Observer | None":
-        on = flags() & {"time", "nan", "poison", "compare"}
-        return Observer(program, on, stop) if on or stop or program.watchers else None
+    def calls(self, *, updates: bool = True) -> list[Callable[[], None]]:
+        """The steps as calls; without those that write leaves if not `updates`."""
+        steps = enumerate(self.steps)
+        return [partial(self._step, i, s) for i, s in steps if updates or not s.step.op.writes]
 
-    def run(self) -> None:
-        for at, bound in enumerate(self.program.steps):
-            if self.stop is not None and self.stop():
-                raise Stopped(f"stopped before {bound.step.op.name}")
-            self.program.at = at
-            if self.updates or not bound.step.op.writes:
-                self._step(at, bound)
+    def report(self) -> None:
+        """Print the time of each op, if asked."""
         if "time" in self.on:
             total = sum(self.seconds.values())
             for name, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
@@ -81,10 +94,10 @@ class Observer:
             self._check_finite(bound, before)
         if "compare" in self.on:
             self._compare(bound, before)
-        for watcher in self.program.watchers:
+        for pattern, see in self.watchers:
             for t, array in zip(bound.step.results, bound.results, strict=True):
-                if array is not None and fnmatch.fnmatchcase(self.names[t], watcher.pattern):
-                    watcher.see(self.names[t], backend.read(array))
+                if array is not None and fnmatch.fnmatchcase(self.names[t], pattern):
+                    see(self.names[t], backend.read(array))
         for freed_by, array in self.freed.get(i, ()):
             freed_by.fill(array, NAN)
 
@@ -105,14 +118,13 @@ class Observer:
     def _freed(self) -> dict[int, list[tuple[Backend, Any]]]:
         """For each step, the arrays of buffers that are not needed after it; outputs are read after the last."""
         freed: dict[int, list[tuple[Backend, Any]]] = {}
-        outputs = [t.base for t in self.program.placed.graph.outputs.values()]
-        read_later = {
-            self.program.where[self.names[t]] for t in outputs if t.kind in (None, "input")
-        }
-        for b in set(self.program.plan.buffers) - read_later:
-            backend, arena = self.program.backends[b.space], self.program.arenas[b.space]
-            array = backend.view(arena, b.offset, Spec((b.nbytes,), u8), (1,))
-            freed.setdefault(b.end - 1, []).append((backend, array))
+        outputs = {self.names[t.base] for t in self.placed.graph.outputs.values()}
+        backends = {b.space: b for b in self.placed.home.values()}
+        for b in self.plan.buffers:
+            if outputs.isdisjoint(b.tensors):
+                bytes_ = Spec((b.nbytes,), u8)
+                array = backends[b.space].view(self.arenas[b.space], b.offset, bytes_, (1,))
+                freed.setdefault(b.end - 1, []).append((backends[b.space], array))
         return freed
 
     # ---- checks

@@ -15,12 +15,11 @@ from typing import Any, Literal
 import numpy as np
 
 from packtrain.backends import Backend
-from packtrain.bound import Bound, Program, Watcher
 from packtrain.debug import flags
 from packtrain.errors import DoesNotFit
-from packtrain.observe import Observer, report
+from packtrain.observe import CHECKS, Bound, Observer, See, report
 from packtrain.place import Placed, Step
-from packtrain.planning import Buffer, Plan, make_plan
+from packtrain.planning import Plan, make_plan
 from packtrain.tensor import Spec, Tensor
 
 _running = threading.Lock()
@@ -28,6 +27,10 @@ _running = threading.Lock()
 
 class RunError(RuntimeError):
     """A run that cannot start; the message names what is missing or wrong."""
+
+
+class Stopped(Exception):
+    """A run was stopped between two steps."""
 
 
 @dataclass(slots=True)
@@ -213,18 +216,21 @@ def _fitting(
 
 
 class Executor:
-    """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`."""
+    """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`.
+
+    at  the step that runs, or ran last
+    """
 
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
         self.session, self.placed, self.plan = session, placed, plan
-        self.where = {name: b for b in plan.buffers for name in b.tensors}
-        used = {b.space: b for b in (*placed.home.values(), *(s.backend for s in placed.steps))}
-        self.program = Program(placed, plan, self.where, [], used)
-        self.syncs = [backend.sync for backend in used.values()]
-        self.works: dict[int, list[Buffer]] = {}
+        self.at, self.watchers = -1, list[tuple[str, See]]()
+        self.offsets = {name: b.offset for b in plan.buffers for name in b.tensors}
+        self.works: dict[int, list[int]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
-                self.works.setdefault(b.start, []).append(b)
+                self.works.setdefault(b.start, []).append(b.offset)
+        used = {b.space: b for b in (*placed.home.values(), *(s.backend for s in placed.steps))}
+        self.syncs = [backend.sync for backend in used.values()]
         updates = (i for i, s in enumerate(placed.steps) if s.op.writes and not s.op.repeatable)
         self.first_update = next(updates, len(placed.steps))
         self._bind()
@@ -233,18 +239,19 @@ class Executor:
 
     def _bind(self) -> None:
         self.generation = self.session.generation
-        self.program.arenas = {a.space: self.session.buffer(a.space) for a in self.plan.arenas}
-        self.program.steps = [self._bind_step(i, step) for i, step in enumerate(self.placed.steps)]
-        self.calls = [bound.run for bound in self.program.steps]
+        self.calls = [bound.run for bound in self._bound()]
         inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
         self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
         outputs = self.placed.graph.outputs.items()
         self.outputs = {name: (self.placed.home[t.base], self._array(t)) for name, t in outputs}
 
+    def _bound(self) -> Iterator[Bound]:
+        return (self._bind_step(i, step) for i, step in enumerate(self.placed.steps))
+
     def _bind_step(self, i: int, step: Step) -> Bound:
         names = self.placed.names
         results = tuple(
-            None if names[t] not in self.where and not t.base.kind else self._array(t)
+            None if names[t] not in self.offsets and not t.base.kind else self._array(t)
             for t in step.results
         )
         inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
@@ -259,11 +266,10 @@ class Executor:
         specs = step.workspaces
         if not specs:
             return ()
-        buffers = self.works[i]
         space = self.session.buffer(step.backend.space)
         return tuple(
-            step.backend.view(space, b.offset, s, s.strides)
-            for s, b in zip(specs, buffers, strict=True)
+            step.backend.view(space, offset, s, s.strides)
+            for s, offset in zip(specs, self.works[i], strict=True)
         )
 
     def _array(self, t: Tensor) -> Any:
@@ -271,14 +277,14 @@ class Executor:
         if t.base.kind in ("weight", "state", "constant"):
             return self.session.array(t)
         backend = self.placed.home[t.base]
-        offset = self.where[self.placed.names[t.base]].offset + t.offset
+        offset = self.offsets[self.placed.names[t.base]] + t.offset
         return backend.view(self.session.buffer(backend.space), offset, t.spec, t.strides)
 
     # ---- running
 
-    def watch(self, pattern: str, see: Callable[[str, np.ndarray], None]) -> None:
+    def watch(self, pattern: str, see: See) -> None:
         """Call `see(name, value)` whenever a step computes a tensor whose name matches the shell pattern."""
-        self.program.watchers.append(Watcher(pattern, see))
+        self.watchers.append((pattern, see))
 
     def __call__(
         self, inputs: Mapping[str, Any] | None = None, *, stop: Callable[[], bool] | None = None
@@ -291,32 +297,45 @@ class Executor:
         """
         with _one_at_a_time(), np.errstate(all="ignore"):
             self._prepare(inputs or {})
-            observer = Observer.wanted(self.program, stop)
-            self._guarded(observer.run if observer else self._run)
+            on = flags() & CHECKS
+            if on or self.watchers:
+                observer = self._observer(on)
+                self._guarded(observer.calls(), stop)
+                observer.report()
+            else:
+                self._guarded(self.calls, stop)
             return {name: backend.read(array) for name, (backend, array) in self.outputs.items()}
 
-    def _run(self) -> None:
-        program = self.program
-        for at, call in enumerate(self.calls):
-            program.at = at
+    def _observer(self, on: frozenset[str]) -> Observer:
+        arenas = {a.space: self.session.buffer(a.space) for a in self.plan.arenas}
+        return Observer(self.placed, self.plan, [*self._bound()], arenas, self.watchers, on)
+
+    def _run(self, calls: Iterable[Callable[[], None]], stop: Callable[[], bool] | None) -> None:
+        for at, call in enumerate(calls):
+            if stop is not None and stop():
+                raise Stopped(f"stopped before {self.placed.steps[at].op.name}")
+            self.at = at
             call()
         for sync in self.syncs:
             sync()
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _guarded(
+        self, calls: Iterable[Callable[[], None]], stop: Callable[[], bool] | None
+    ) -> None:
         try:
-            run()
+            self._run(calls, stop)
         except BaseException as error:
-            if self.program.at >= self.first_update:
-                self.session.dirty = f"{self.placed.steps[self.program.at].op.name} failed during the update: {error!r}"
+            if self.at >= self.first_update:
+                name = self.placed.steps[self.at].op.name
+                self.session.dirty = f"{name} failed during the update: {error!r}"
             if isinstance(error, IndexError):
-                call = self.placed.steps[self.program.at].call
+                call = self.placed.steps[self.at].call
                 lines = [f"    {t.line(self.placed.names)}" for t in call.reads]
                 raise IndexError("\n".join([f"{error}", f"  at {call.where}", *lines])) from None
             raise
 
     def _prepare(self, inputs: Mapping[str, Any]) -> None:
-        self.program.at = -1
+        self.at = -1
         if self.generation != self.session.generation:
             self._bind()
         if self.session.dirty:
@@ -336,7 +355,8 @@ class Executor:
         with _one_at_a_time(), np.errstate(all="ignore"):
             self._prepare(inputs)
             try:
-                Observer(self.program, frozenset(["nan"]), None, updates=False).run()
+                for call in self._observer(frozenset(["nan"])).calls(updates=False):
+                    call()
             except FloatingPointError as error:
                 return str(error)
         return None

@@ -4,16 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import packtrain as pt
+from packtrain.design.plans import StepShape, make_plans
 from packtrain.optim import AdamW, training
 from packtrain.stop import stop_on_signals
-from packtrain.training.finite import FiniteGuard, NotFinite
+from packtrain.training.engine import IN_A_ROW, Engine, NotFinite
+from tests.models import CONFIG, batch, values
 
 ROOT = Path(pt.__file__).parents[1]
 
@@ -54,22 +55,27 @@ def step_of_one_weight():
 def test_a_bad_step_changes_nothing_and_is_named():
     session, run, hyper = step_of_one_weight()
     bad = hyper | {"x": np.array([1.0, -1.0, 1.0])}
-    got = run(bad)
-    guard = FiniteGuard()
-    what = guard.check(got, lambda: run.diagnose(bad))
+    run(bad)
+    what = run.diagnose(bad)
     assert what is not None and what.startswith("log: log is nan at [1]\n  at test_failure.py:")
     for name in ("w", "m/w", "v/w"):
         assert (session.get(name) == (name == "w")).all()
 
 
 def test_good_steps_reset_the_count_and_three_bad_ones_raise():
-    _, run, hyper = step_of_one_weight()
-    good, bad = hyper | {"x": np.ones(3)}, hyper | {"x": -np.ones(3)}
-    guard = FiniteGuard()
-    for inputs in (bad, bad, good, bad, bad):
-        guard.check(run(inputs), partial(run.diagnose, inputs))
+    engine = Engine(make_plans(StepShape(CONFIG, 2, 16, max_norm=1.0), AdamW()), AdamW())
+    engine.session.set(values(CONFIG))
+    good = values(CONFIG)
+    huge = {"output_norm.weight": np.full_like(good["output_norm.weight"], 3e38)}
+
+    def is_bad(weights: dict[str, np.ndarray]) -> bool:
+        engine.session.set(weights)
+        return engine.step([batch(CONFIG, 2, 16)], 1, 1e-3).bad is not None
+
+    assert [*map(is_bad, (huge, huge, good, huge, huge))] == [True, True, False, True, True]
+    assert engine.bad == IN_A_ROW - 1
     with pytest.raises(NotFinite, match="3 steps in a row"):
-        guard.check(run(bad), lambda: run.diagnose(bad))
+        is_bad(huge)
 
 
 def test_ctrl_c_during_imports_leaves_quietly(tmp_path: Path) -> None:

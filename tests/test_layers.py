@@ -46,9 +46,8 @@ LAYERS = {
     "packing": "kernels",
     "planning": "backends dtypes tensor packing place words",
     "picture": "planning words",
-    "bound": "dtypes tensor backends place planning",
-    "observe": "backends dtypes tensor debug place planning bound",
-    "run": "errors backends dtypes tensor debug place planning bound observe",
+    "observe": "backends dtypes tensor debug place planning",
+    "run": "errors backends dtypes tensor debug place planning observe",
     "cost": "tensor ops place",
     "speed": "backends dtypes tensor graph kernels ops place run cost",
     "recompute": "backends graph place packing planning tensor cost",
@@ -63,8 +62,8 @@ LAYERS = {
     " recompute models generation watch version backends",
     "training": "child errors events words files settings dtypes tensor graph optim place planning run memory stop"
     " kernels quant gguf tokenizer template corpus samples speed models watch design backends",
-    "tasks": "errors events words files settings types dtypes graph place planning picture run memory kernels quant"
-    " gguf tokenizer corpus samples models merging sample generation template watch design training backends",
+    "tasks": "errors events words files settings types dtypes graph place cost planning picture run memory kernels"
+    " quant gguf tokenizer corpus samples models merging sample generation template watch design training backends",
     "library": "events settings tasks design training",
     "commands": "errors events words files settings dtypes tensor graph place planning picture run memory stop kernels"
     " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim design"

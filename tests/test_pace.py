@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from packtrain.design import pace
-from packtrain.design.pace import STEPS, Pace, learnt, seen
+from packtrain.design.pace import STEPS, learnt, seen
 from packtrain.design.plans import StepShape, make_plans
 from packtrain.design.table import text
 from packtrain.optim import SGD
@@ -48,11 +48,11 @@ def processor(monkeypatch):
 def run(expected: float, took: float, processor: list[float], share: float = 1.0, left: int = 1000):
     """What is said in some steps of so many seconds, and by what the rates were corrected."""
     corrections = list[float]()
-    found = Pace(expected, corrections.append)
+    found = pace.pace(expected, corrections.append)
     said = []
     for i in range(3 * STEPS):
         processor[0] += took * (1 - share)
-        said.append(found.step(took * (10 if i == 0 else 1), left - i))
+        said.append(found(took * (10 if i == 0 else 1), left - i))
     return [text for text in said if text], corrections
 
 
@@ -81,8 +81,8 @@ def test_the_end_of_a_short_run_is_not_worth_a_word(processor):
 
 
 def test_one_slow_step_is_no_reason(processor):
-    found = Pace(1.0, lambda _: pytest.fail("corrected"))
-    assert not any(found.step(t, 1000) for t in (1.0, 1.0, 9.0, 1.0, 1.1, 1.0, 1.0))
+    found = pace.pace(1.0, lambda _: pytest.fail("corrected"))
+    assert not any(found(t, 1000) for t in (1.0, 1.0, 9.0, 1.0, 1.1, 1.0, 1.0))
     assert pace.STEPS >= 3
 
 

@@ -33,8 +33,8 @@ def signal_after(step: int, number: int = signal.SIGINT):
     """As if someone pressed Ctrl-C while this step was recorded."""
     before = Watch.step
 
-    def record(watch, record, peak_nbytes):
-        before(watch, record, peak_nbytes)
+    def record(watch, record):
+        before(watch, record)
         if record["step"] == step:
             os.kill(os.getpid(), number)
 

@@ -20,6 +20,7 @@ import pytest
 
 from packtrain.commands.shown import Shown
 from packtrain.errors import InputError
+from packtrain.memory import Peak
 from packtrain.watch import Watch
 from packtrain.watch.curve import BINS, Curve, round_ticks, running_mean
 from packtrain.watch.metrics import read
@@ -39,12 +40,14 @@ def watching(folder: Path, stream: io.StringIO | None = None, **more: Any) -> It
     tensorboard = settings.pop("tensorboard", True)
     shown = Shown(stream or io.StringIO())
     with shown.training(**settings), Watch(folder, shown, tensorboard=tensorboard) as watch:
+        watch.peak = Peak()  # one that measures nothing
+        watch.peak.nbytes = 131 * MIB
         yield watch
 
 
 def run(watch: Watch, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        watch.step(record(step), 131 * MIB)
+        watch.step(record(step))
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------------------
@@ -54,7 +57,7 @@ def test_metrics_read_back_equal_in_fixed_order(tmp_path: Path) -> None:
     given = [record(1), record(2, val_loss=math.pi, val_error=1e-300), record(3, loss=5e-324)]
     with watching(tmp_path) as watch:
         for one in given:
-            watch.step(one, 0)
+            watch.step(one)
         watch.end({"planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1})
     got = read(tmp_path / "metrics.jsonl")
     end = {"event": "end", "planned_bytes": 3, "peak_bytes": 2, "baseline_bytes": 1}
@@ -65,13 +68,13 @@ def test_metrics_read_back_equal_in_fixed_order(tmp_path: Path) -> None:
 
 def test_a_line_is_there_as_soon_as_its_step_is(tmp_path: Path) -> None:
     with watching(tmp_path) as watch:
-        watch.step(record(1), 0)
+        watch.step(record(1))
         assert read(tmp_path / "metrics.jsonl") == [record(1)]
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     with watching(tmp_path) as watch:
-        watch.step(record(1, loss=math.nan, grad_norm=math.inf), 0)
+        watch.step(record(1, loss=math.nan, grad_norm=math.inf))
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -212,7 +215,7 @@ def test_events_hold_the_scalars(tmp_path: Path) -> None:
     before = time.time()
     with watching(tmp_path, steps=300) as watch:
         run(watch, 1, 299)
-        watch.step(record(300, val_loss=2.5, loss=math.nan), 0)
+        watch.step(record(300, val_loss=2.5, loss=math.nan))
         watch.end({"peak_bytes": 1})
     first, *others = events(event_files(tmp_path)[0])
     assert first[3] == b"brain.Event:2"
@@ -229,7 +232,7 @@ def test_events_of_a_resumed_run_drop_what_is_later(tmp_path: Path) -> None:
     for begin in (10, 12):
         with watching(tmp_path) as watch:
             watch.resume(begin)
-            watch.step(record(begin + 1, loss=float(begin)), 0)
+            watch.step(record(begin + 1, loss=float(begin)))
     losses = scalars(tmp_path)["loss"]
     assert len(event_files(tmp_path)) == 3
     assert list(losses) == [*range(1, 12), 13]  # nobody recorded step 12 again
@@ -343,7 +346,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream, steps=25) as watch:
         run(watch, 1, 14)
-        watch.step(record(15, val_loss=3.2), 131 * MIB)
+        watch.step(record(15, val_loss=3.2))
         watch.events.message("a line")
         run(watch, 16, 25)
     lines = stream.getvalue().splitlines()
@@ -360,8 +363,8 @@ def test_plain_lines(tmp_path: Path) -> None:
 def test_positions_and_learnt_tokens_are_told_apart(tmp_path: Path) -> None:
     stream = io.StringIO()
     with watching(tmp_path, stream, steps=3, report_every=1) as watch:
-        watch.step({**record(1), "positions_per_second": 50_000.0}, MIB)
-        watch.step({**record(3), "positions_per_second": 33_400.0}, MIB)
+        watch.step({**record(1), "positions_per_second": 50_000.0})
+        watch.step({**record(3), "positions_per_second": 33_400.0})
     first, last = stream.getvalue().splitlines()
     assert "  50,000 positions/s, 33,333 learnt tokens/s  " in first
     assert "  33,400 tokens/s  " in last
@@ -405,7 +408,7 @@ def on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: st
     ):
         run(watch, 1, 15)
         watch.events.message("said [bold]as it is[/bold]")
-        watch.step(record(16, val_loss=3.2), 131 * MIB)
+        watch.step(record(16, val_loss=3.2))
         run(watch, 17, 30)
     reader.join()
     return b"".join(got).decode()

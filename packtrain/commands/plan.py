@@ -50,8 +50,10 @@ def run(settings: PlanTrain | PlanTune) -> int:
         if path is not None:
             check_writable(path, f"--{name}")
             _check_not_read(path, f"--{name}", settings)
-    kind = finetune.KIND if isinstance(settings, TuneSettings) else train.KIND
-    ready = kind.ready(settings, say, runs=False)
+    if isinstance(settings, TuneSettings):
+        ready = finetune.prepare(settings, say, runs=False)
+    else:
+        ready = train.prepare(settings, say, runs=False)
     if ready.refusal is None:
         print("\n".join([str(ready), *ready.notes]))
     about, plan = facts(ready, _measured(settings.folder)), ready.plans.largest

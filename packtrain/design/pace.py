@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,33 +46,32 @@ def learnt(batches: Sequence[Mapping[str, np.ndarray]], positions: int) -> int:
     return round(positions * counted / weights) if weights else positions
 
 
-@dataclass
-class Pace:
-    """Compares the first steps of a run with the expected time.
+def pace(expected: float, correct: Callable[[float], None]) -> Callable[[float, int], str | None]:
+    """A function to call with the seconds of each step, and the steps left.
+
+    After STEPS of them it returns a message if they take longer or shorter than expected.
 
     correct  called with measured over expected if they differ and no other program is the cause
     """
+    times, before = list[float](), 0.0
 
-    expected: float
-    correct: Callable[[float], None]
-    times: list[float] = field(default_factory=list)
-    waited: float = field(default_factory=waited)
-
-    def step(self, seconds: float, left: int) -> str | None:
-        """Record the time of a step with `left` steps left; after STEPS of them returns a message if they are off."""
-        self.times.append(seconds)
-        if len(self.times) == 1:
-            self.waited = waited()
-        if len(self.times) != STEPS + 1:
+    def step(seconds: float, left: int) -> str | None:
+        nonlocal before
+        times.append(seconds)
+        if len(times) == 1:
+            before = waited()
+        if len(times) != STEPS + 1:
             return None
-        counted = self.times[1:]
-        took, lost = statistics.median(counted), waited() - self.waited
-        off = abs(took - self.expected)
-        if off <= OFF * self.expected or off * left < WORTH:
+        counted = times[1:]
+        took, lost = statistics.median(counted), waited() - before
+        off = abs(took - expected)
+        if off <= OFF * expected or off * left < WORTH:
             return None
-        text = f"a step takes {took:.3g} s, not the {self.expected:.3g} s expected: "
+        text = f"a step takes {took:.3g} s, not the {expected:.3g} s expected: "
         text += f"{clock(took * left)} for the {left:,} steps left"
-        if took > self.expected and lost > WAITED * sum(counted):
+        if took > expected and lost > WAITED * sum(counted):
             return f"{text}; other programs are using the processor"
-        self.correct(took / self.expected)
+        correct(took / expected)
         return f"{text}; the next run expects that"
+
+    return step

@@ -5,14 +5,15 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import cast
 
+from packtrain.design.budget import Say
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import check_writable, write_text
 from packtrain.gguf import GGUF
 from packtrain.models.file import ModelFile
 from packtrain.tasks.merged import End, note, space
-from packtrain.tasks.ready import Ready
-from packtrain.tasks.run import Kind, Trained, carry_out
+from packtrain.tasks.ready import Ready, ready
+from packtrain.tasks.run import Trained, carry_out
 from packtrain.training.fit import Fit
 from packtrain.training.job import Batch
 from packtrain.training.probe import probe
@@ -24,7 +25,15 @@ from packtrain.training.tune import Tuned, build_job
 def finetune(settings: TuneSettings, events: Events) -> Trained:
     """Tune, merge and measure. Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError."""
     _check(settings)
-    return carry_out(settings, KIND, events)
+    return carry_out(settings, prepare, events, _before, _after)
+
+
+def prepare(settings: TuneSettings, say: Say, runs: bool = True) -> Ready:
+    """The run with its plan, see `ready`, and with what its merge needs. Raises InputError."""
+    prepared = ready("finetune", settings, build_job, say, runs)
+    if prepared.refusal is not None:
+        return prepared
+    return replace(prepared, notes=tuple(note(prepared)), files=tuple(space(prepared.job)))
 
 
 def _check(settings: TuneSettings) -> None:
@@ -89,6 +98,3 @@ def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
     stops = [f'PARAMETER stop "{end}"' for end in ends if end and '"' not in end]
     lines = [f"FROM ../{settings.output.name}", *stops, ""]
     write_text(settings.folder / "Modelfile", "\n".join(lines))
-
-
-KIND = Kind("finetune", build_job, _before, _after, note, space)

@@ -2,11 +2,14 @@
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from packtrain import kernels
+from packtrain.cost import Rates
 from packtrain.design.budget import Limit, Say, minimum, planned
 from packtrain.design.loaded import loaded, needed
 from packtrain.design.pace import learnt, seen
@@ -23,6 +26,8 @@ from packtrain.training.job import Job
 from packtrain.training.settings import RunSettings
 from packtrain.training.state import Checkpoint, Progress, load
 from packtrain.words import plural
+
+Prepare = Callable[[Any, Say], "Ready"]  # settings, and where messages go
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,9 @@ class Ready:
     found: Checkpoint | None  # to resume from
     refusal: str | None  # why the plans, the smallest possible, do not fit
     minimum: Callable[[], int]  # searches the smallest budget that fits
+    command: str
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
+    files: tuple[tuple[Path, str, int], ...] = ()  # written beside the job's: path, what, bytes
 
     def json(self, minimum: int | None = None) -> str:
         """The plan as plain data."""
@@ -61,6 +68,11 @@ class Ready:
         )
 
     @property
+    def resume(self) -> str:
+        """The command that continues the run."""
+        return f"packtrain {self.command} -o {shlex.quote(str(self.job.settings.output))} --resume"
+
+    @property
     def planned_nbytes(self) -> int:
         """Private memory of the process at its peak."""
         return self.baseline + self.plans.nbytes
@@ -70,22 +82,22 @@ class Ready:
 
 
 def ready(
-    settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say, runs: bool = True
+    command: str,
+    settings: RunSettings,
+    build_job: Callable[[Any, Say], Job],
+    say: Say,
+    runs: bool = True,
 ) -> Ready:
-    """Build the job and plan it, or explain why it is refused; loads its kernels if it `runs`. Raises InputError."""
+    """Build the job and plan it, or explain why it is refused; loads its kernels if it `runs`. Raises InputError.
+
+    command  of the command line that does the same
+    """
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    check_effects(settings)
-    if settings.threads:
-        _set_threads(settings.threads)
-    job = build_job(settings, say)
-    check_validation(settings, job.valid is not None)
+    job = _job(settings, build_job, say)
     modules = needed(job.config.expert_count > 0, job.shape.base is not None, type(job.optimizer))
     kernels.prepare(modules, limit, private_nbytes())
     room = math.inf if limit is None else limit - private_nbytes()
-    types = packed_types(job.shape)
-    speed = rates_apart(settings.measure_speed, say, types, room, settings.target)
-    data, positions = job.glimpse(), job.shape.positions
-    speed, learning = replace(speed, seen=seen(data)), learnt(data, positions)
+    speed, learning = _speed(job, say, room)
     settle()
     found = _found(settings, say)
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job
@@ -107,7 +119,26 @@ def ready(
         found,
         chosen.refusal,
         lambda: chosen.minimum if chosen.refusal else minimum(*asked, fixed, taken, say),
+        command,
     )
+
+
+def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) -> Job:
+    """The checked job of the settings. Raises InputError."""
+    check_effects(settings)
+    if settings.threads:
+        _set_threads(settings.threads)
+    job = build_job(settings, say)
+    check_validation(settings, job.valid is not None)
+    return job
+
+
+def _speed(job: Job, say: Say, room: float) -> tuple[Rates, int]:
+    """The rates of this machine for the job's data, and the tokens that its first step trains on."""
+    again, target = job.settings.measure_speed, job.settings.target
+    rates = rates_apart(again, say, packed_types(job.shape), room, target)
+    data = job.glimpse()
+    return replace(rates, seen=seen(data)), learnt(data, job.shape.positions)
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:

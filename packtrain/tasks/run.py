@@ -1,29 +1,27 @@
 """A training run from its settings to its result: planned, run, stopped, resumed.
 
-`tasks.train` and `tasks.finetune` describe their differences in a `Kind`. Progress is reported to `Events`.
+`tasks.train` and `tasks.finetune` give what they do differently as functions. Progress is reported to `Events`.
 """
 
 import math
-import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packtrain.design.budget import Say
-from packtrain.design.pace import Pace
+from packtrain.design.pace import pace
 from packtrain.design.rates import correct
 from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import check_writable, locked, write_text
 from packtrain.generation import Generator, Limits, Reply
-from packtrain.memory import Peak, settle, total_nbytes
+from packtrain.memory import settle, total_nbytes
 from packtrain.picture import page
 from packtrain.planning import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import to_yaml
-from packtrain.tasks.ready import Ready, facts, ready
+from packtrain.tasks.ready import Prepare, Ready, facts
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.compatible import check_compatible
 from packtrain.training.engine import Engine
@@ -38,36 +36,6 @@ from packtrain.watch.progress import clock
 from packtrain.words import plural
 
 SAMPLE_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What train and finetune do differently.
-
-    command    its name, for the printed command that resumes a run
-    build_job  settings to a job; takes a function that prints a message
-    before     called before step 1, when the weights have their values; takes a function that returns whether to stop
-    after      called when the steps are done and their memory is free
-    notes      lines printed with the plan
-    space      files written in addition to those of the subject: path, description, bytes
-    """
-
-    command: str
-    build_job: Callable[[Any, Say], Job]
-    before: Callable[[Fit, Events, Callable[[], bool]], None] = lambda fit, events, stopped: None
-    after: Callable[[Ready, Progress, Events], None] = lambda prepared, progress, events: None
-    notes: Callable[[Ready], Iterable[str]] = lambda prepared: ()
-    space: Callable[[Job], Iterable[tuple[Path, str, int]]] = lambda job: ()
-
-    def ready(self, settings: RunSettings, say: Say, runs: bool = True) -> Ready:
-        """The run with its plan, or the smallest plan and why it is refused. Raises InputError.
-
-        runs  also load the kernels
-        """
-        prepared = ready(settings, self.build_job, say, runs)
-        return replace(
-            prepared, notes=tuple(self.notes(prepared)) if prepared.refusal is None else ()
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +62,45 @@ class Trained:
         return [r["loss"] for r in read(self.folder / METRICS) if "loss" in r]
 
 
-def carry_out(settings: RunSettings, kind: Kind, events: Events) -> Trained:
-    """A run from its settings to its end. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
+def carry_out(
+    settings: RunSettings,
+    prepare: Prepare,
+    events: Events,
+    before: Callable[[Fit, Events, Callable[[], bool]], None] = lambda fit, events, stopped: None,
+    after: Callable[[Ready, Progress, Events], None] = lambda prepared, progress, events: None,
+) -> Trained:
+    """A run from its settings to its end. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite.
+
+    before  called before step 1, when the weights have their values; takes a function that returns whether to stop
+    after   called when the steps are done and their memory is free
+    """
     _check(settings)
-    prepared = kind.ready(settings, events.message)
+    prepared = prepare(settings, events.message)
+    _begin(prepared, events)
+    folder, resume = settings.folder, prepared.resume
+    folder.mkdir(exist_ok=True)
+    with (
+        locked(folder / "lock", f"--output: {folder}"),
+        resumable(folder / CHECKPOINT, resume),
+    ):
+        result = _train(settings, prepared, before, events)
+        if result.stopped:
+            return result
+        settle()
+        drawn = facts(prepared, result.peak_nbytes)
+        write_text(folder / "plan.html", page(prepared.plans.largest, **drawn))
+        for line in _report(result):
+            events.message(line)
+        try:
+            after(prepared, result.progress, events)
+        except (KeyboardInterrupt, Interrupted):
+            events.message(f"stopped after the last step, which is saved; finish with: {resume}")
+            return replace(result, stopped=True)
+    return result
+
+
+def _begin(prepared: Ready, events: Events) -> None:
+    """Report the plan, or raise why the run cannot start."""
     if prepared.refusal is not None:
         raise DoesNotFit(prepared.refusal)
     events.plan(prepared)
@@ -109,68 +112,41 @@ def carry_out(settings: RunSettings, kind: Kind, events: Events) -> Trained:
         )
     if prepared.found is not None:
         check_compatible(prepared.job, prepared.found, events.message)
-    check_space(prepared.job, prepared.plans, kind.space(prepared.job))
-    folder, resume = settings.folder, _resume(kind, settings)
-    folder.mkdir(exist_ok=True)
-    with (
-        locked(folder / "lock", f"--output: {folder}"),
-        resumable(folder / CHECKPOINT, resume),
-    ):
-        progress, peak, stopped = _train(settings, prepared, kind, events)
-        result = Trained(settings.output, folder, prepared, progress, peak, stopped)
-        if stopped:
-            return result
-        settle()
-        write_text(folder / "plan.html", page(prepared.plans.largest, **facts(prepared, peak)))
-        for line in _report(result):
-            events.message(line)
-        try:
-            kind.after(prepared, progress, events)
-        except (KeyboardInterrupt, Interrupted):
-            events.message(f"stopped after the last step, which is saved; finish with: {resume}")
-            return replace(result, stopped=True)
-    return result
-
-
-def _resume(kind: Kind, settings: RunSettings) -> str:
-    return f"packtrain {kind.command} -o {shlex.quote(str(settings.output))} --resume"
+    check_space(prepared.job, prepared.plans, prepared.files)
 
 
 def _train(
-    settings: RunSettings, prepared: Ready, kind: Kind, events: Events
-) -> tuple[Progress, int, bool]:
-    """Progress, peak memory, and whether it was stopped."""
+    settings: RunSettings,
+    prepared: Ready,
+    before: Callable[[Fit, Events, Callable[[], bool]], None],
+    events: Events,
+) -> Trained:
+    """All steps, up to the last or a stop."""
     folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
     _begin_folder(settings, prepared)
     with (
         events.stopping() as stopped,
-        Peak() as peak,
-        events.training(job.steps, total, settings.steps_per_report),
         Watch(folder, events, tensorboard=settings.tensorboard) as watch,
+        events.training(job.steps, total, settings.steps_per_report),
     ):
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
-        fit = Fit(
-            job,
-            engine,
-            folder,
-            Pace(prepared.seconds, partial(correct, target=settings.target)),
-            events=events,
-        )
+        timed = pace(prepared.seconds, partial(correct, target=settings.target))
+        fit = Fit(job, engine, folder, timed, events=events)
         fit.begin(prepared.found)
         watch.resume(fit.progress.step)
         if prepared.tokenizer is not None:
             fit.sample = partial(_sample, job, engine, prepared.tokenizer)
         try:
             if prepared.found is None:
-                kind.before(fit, events, stopped)
+                before(fit, events, stopped)
             settle()  # drawing a large plan and filling the weights took megabytes
-            fit.go(watch, stopped, lambda: peak.nbytes)
+            fit.go(watch, stopped)
         except Interrupted as error:
-            events.message(f"{error}; continue with: {_resume(kind, settings)}")
-            return fit.progress, peak.nbytes, True
+            events.message(f"{error}; continue with: {prepared.resume}")
+            return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, True)
         fit.finish()
-        watch.end(_end(fit, total, peak))
-        return fit.progress, peak.nbytes, False
+        watch.end(_end(fit, total, watch))
+        return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, False)
 
 
 def _check(settings: RunSettings) -> None:
@@ -230,12 +206,12 @@ def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     return f"sample: {job.settings.sample_prompt}{''.join(reply)}"
 
 
-def _end(fit: Fit, planned: int, peak: Peak) -> dict[str, float]:
+def _end(fit: Fit, planned: int, watch: Watch) -> dict[str, float]:
     return {
         "step": fit.progress.step,
         "planned_bytes": planned,
-        "peak_bytes": peak.nbytes,
-        "baseline_bytes": peak.baseline,
+        "peak_bytes": watch.peak.nbytes,
+        "baseline_bytes": watch.peak.baseline,
     }
 
 

@@ -1,13 +1,18 @@
 """Train a new model on text, in a planned amount of memory."""
 
+from packtrain.design.budget import Say
 from packtrain.events import Events
-from packtrain.tasks.run import Kind, Trained, carry_out
+from packtrain.tasks.ready import Ready, ready
+from packtrain.tasks.run import Trained, carry_out
 from packtrain.training.job import build_job
 from packtrain.training.settings import TrainSettings
-
-KIND = Kind("train", build_job)
 
 
 def train(settings: TrainSettings, events: Events) -> Trained:
     """Train until the last step or a stop. Raises InputError, DoesNotFit, DiskFull, OSError, NotFinite."""
-    return carry_out(settings, KIND, events)
+    return carry_out(settings, prepare, events)
+
+
+def prepare(settings: TrainSettings, say: Say, runs: bool = True) -> Ready:
+    """The run with its plan, see `ready`. Raises InputError."""
+    return ready("train", settings, build_job, say, runs)

@@ -10,9 +10,13 @@ from packtrain.design.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE
 from packtrain.models.lora import KEY
 from packtrain.optim import ROUNDING, Optimizer
 from packtrain.run import Executor, Session
-from packtrain.training.finite import FiniteGuard
 
 Batch = Mapping[str, np.ndarray]
+IN_A_ROW = 3  # bad steps that end a run
+
+
+class NotFinite(ArithmeticError):
+    """Several steps in a row had no finite loss or gradient; names the op that produced the first such value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Engine:
 
     shared  frozen leaves that are read in place
     seed    of dropout and stochastic rounding
+    bad     steps in a row whose loss or gradient was not finite
     """
 
     def __init__(
@@ -91,19 +96,35 @@ class Engine:
         self.plans, self.optimizer, self.seed = plans, optimizer, seed
         self.session = Session()
         self.session.share(shared)
-        self.guard = FiniteGuard()
+        self.bad = 0
         self.run = {
             name: self.session.executor(placed, plans.plans[name])
             for name, placed in plans.placed.items()
         }
 
     def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
-        """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite, see FiniteGuard."""
+        """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
         tokens = float(sum(batch["weights"].sum() for batch in batches))
         turn = Turn(self.run, self._shares(batches, tokens, number), self._rounding(number))
         got = self.optimizer.drive(turn, number, rate)
-        bad = self.guard.check(got, turn.diagnose)
+        bad = self._judged(got, turn)
         return Stepped(float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad)
+
+    def _judged(self, got: Batch, turn: Turn) -> str | None:
+        """None for a good step; else the op, tensor and source line that produced the bad value.
+
+        The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed
+        nothing, and repeating it gives the same values; without, it may have changed tensors before the first bad
+        gradient, and the repetition can differ.
+        """
+        if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
+            self.bad = 0
+            return None
+        self.bad += 1
+        what = turn.diagnose() or "it is finite when run again"
+        if self.bad == IN_A_ROW:
+            raise NotFinite(f"{IN_A_ROW} steps in a row without a finite loss and gradient; {what}")
+        return what
 
     def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
         """The inputs of each run of a graph, with weights that add up to 1 over the step."""

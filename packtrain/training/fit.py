@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from packtrain.design.pace import Pace
 from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.gguf import GGUF
@@ -29,7 +28,7 @@ class Fit:
     job: Job
     engine: Engine
     folder: Path
-    pace: Pace | None = None
+    pace: Callable[[float, int], str | None] | None = None  # see design.pace
     sample: Callable[[], str] | None = None
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
@@ -58,7 +57,7 @@ class Fit:
 
     # ---- training
 
-    def go(self, watch: Watch, stopped: Callable[[], bool], peak: Callable[[], int]) -> None:
+    def go(self, watch: Watch, stopped: Callable[[], bool]) -> None:
         """Train until the last step, or until early stopping.
 
         Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
@@ -67,22 +66,21 @@ class Fit:
             if stopped():
                 self.save(watch)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
-            record = self._step(watch)
-            watch.step(record, peak())
+            watch.step(self._step())
             if self._due(self.job.settings.sample_every, last=False) and self.sample:
                 self.events.sample(self.sample())
             if self._due(self.job.settings.save_every, last=False):
                 self.save(watch)
         self.save(watch)
 
-    def _step(self, watch: Watch) -> dict[str, Any]:
+    def _step(self) -> dict[str, Any]:
         """One step, and the validation if it is due, as a metrics record."""
         began, number = time.perf_counter(), self.progress.step + 1
         rate = self.job.schedule.rate(number)
         did = self.engine.step(self.job.batches(number), number, rate)
         seconds = time.perf_counter() - began
         self.progress = self.progress.after(did.tokens, seconds)
-        off = self.pace and self.pace.step(seconds, self.job.steps - number)
+        off = self.pace and self.pace(seconds, self.job.steps - number)
         if off:
             self.events.message(off)
         if did.bad:

@@ -12,7 +12,6 @@ import numpy as np
 
 from packtrain.models.lora import B
 from packtrain.training.engine import Engine
-from packtrain.training.finite import FiniteGuard
 from packtrain.training.job import Job
 from packtrain.words import plural
 
@@ -47,7 +46,7 @@ def probe(job: Job, engine: Engine, say: Callable[[str], None]) -> None:
     for name in engine.plans.kept.keys() - set(names):
         session.fill(name, lambda array: array.fill(0))
     job.subject.begin(session)
-    engine.optimizer, engine.guard = optimizer, FiniteGuard()
+    engine.optimizer = optimizer
 
 
 def _small(array: np.ndarray, draw: np.random.Generator) -> None:

@@ -1,14 +1,16 @@
 """Records of a run: metrics.jsonl, TensorBoard events and the loss curve in its folder; drawing progress.
 
-Input: a record of numbers per step, and peak private memory. It knows nothing of models or training.
+Input: a record of numbers per step. It measures peak private memory, and knows nothing of models or training.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from packtrain.events import Events
 from packtrain.files import write_text
+from packtrain.memory import Peak
 from packtrain.watch.curve import Curve
 from packtrain.watch.events import EventFile
 from packtrain.watch.metrics import Metrics, records
@@ -21,12 +23,14 @@ METRICS, PICTURE = "metrics.jsonl", "loss.svg"
 class Watch:
     """Records what a training loop reports: `with Watch(...) as watch:`, `step` after each step, `end` at the end.
 
+    peak  private memory since then
     The first step of a run replaces the files in `folder`, unless `resume` has been called.
     """
 
     def __init__(self, folder: Path, events: Events, *, tensorboard: bool = True) -> None:
         self.folder, self.events, self.tensorboard = folder, events, tensorboard
-        self.curve = Curve()
+        self.curve, self.peak = Curve(), Peak()
+        self._measuring = ExitStack()
         self.files: list[Metrics | EventFile] = []
 
     def resume(self, step: int) -> None:
@@ -45,14 +49,14 @@ class Watch:
             self._open(None)
         return self.files
 
-    def step(self, record: Mapping[str, float], peak_nbytes: int) -> None:
+    def step(self, record: Mapping[str, float]) -> None:
         """Record and report a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
         `tokens_per_second` counts trained tokens; `positions_per_second`, where given, all computed positions.
         A step with a validation after it has `val_loss` and `val_error` too, so it is reported after that.
         """
         for part in (*self._opened(), self.curve):
             part.add(record)
-        self.events.step(record, peak_nbytes)
+        self.events.step(record, self.peak.nbytes)
 
     def save(self) -> None:
         """At a checkpoint: sync all records to the disk and draw the curve."""
@@ -67,6 +71,7 @@ class Watch:
         self.save()
 
     def __enter__(self) -> "Watch":
+        self._measuring.enter_context(self.peak)
         return self
 
     def __exit__(
@@ -75,5 +80,6 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._measuring.close()
         for file in self.files:
             file.close()

@@ -92,7 +92,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "toy.py").write_text(TOY)
     edit(
         home / "__init__.py",
-        ("(AdamW, SGD, Muon)", "(AdamW, SGD, Muon, Toy)"),
+        ("(AdamW, SGD, Muon, LBFGS)", "(AdamW, SGD, Muon, LBFGS, Toy)"),
         ("\n\n__all__", "\nfrom packtrain.optim.toy import Toy\n\n__all__"),
     )
     (folder / "text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)

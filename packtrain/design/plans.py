@@ -240,7 +240,8 @@ def counted(
 def loop_nbytes(shape: StepShape, calls: int, samples: bool) -> int:
     """Bytes of the training loop outside the session: executors, batches, files, logits of a sample."""
     batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
-    times = 3 if shape.layered else 2  # as they come, with their share of the loss, and together
+    # as they come, with their share of the loss, and together, or those of the step before
+    times = 3 if shape.layered or shape.evaluations > 1 else 2
     sampling = SAMPLING_NBYTES * shape.config.vocab_size if samples else 0
     return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros + sampling
 

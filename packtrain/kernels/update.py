@@ -17,25 +17,29 @@ from packtrain.kernels.bits import (
     to_bits,
     writing,
 )
-from packtrain.kernels.call import kernel, spans
+from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import F32, row
 from packtrain.kernels.elementwise import uniform
 from packtrain.kernels.simd import (
     I32,
     LANES,
+    address,
     fma,
     in1,
+    in2,
     load_part,
     out1,
     scratch,
     splat,
     sqrt,
     store_part,
+    total,
 )
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 SERIAL = 1 << 13
 BLOCK = 1 << 13
+RUN = 8 * LANES  # products added in f32 lanes before they go to f64
 PART = 1 << 10  # elements of a bf16 weight converted to f32 at a time
 
 bytes1 = types.Array(types.uint8, 1, "C")
@@ -182,3 +186,80 @@ def momentum(b, g, momentum, gate):
         momentum_span(b, g, momentum, gate, 0, n)
         return
     spans(momentum_span, (b, g, momentum, gate), n, BLOCK)
+
+
+@kernel(void(out1, in1, in2, in2, in1, i64, i64))
+def combine_span(p, g, s, y, c, start, stop):
+    m, n = s.shape
+    for i in range(start, stop, LANES):
+        left = stop - i
+        along = load_part(g, i, left) * splat(c[0])
+        for k in range(m):
+            along = fma(load_part(address(s, k * n), i, left), splat(c[1 + k]), along)
+            along = fma(load_part(address(y, k * n), i, left), splat(c[1 + m + k]), along)
+        store_part(p, i, along, left)
+
+
+@kernel(void(out1, in1, in2, in2, in1))
+def combine(p, g, s, y, c):
+    """p = c[0] g + sum over k of c[1 + k] s[k] + c[1 + M + k] y[k].
+
+    p, g  (N,)        f32
+    s, y  (M, N)      f32
+    c     (1 + 2 M,)  f32
+    """
+    n = g.size
+    if n <= SERIAL:
+        combine_span(p, g, s, y, c, 0, n)
+        return
+    spans(combine_span, (p, g, s, y, c), n, BLOCK)
+
+
+@kernel(f64(i64, i64, i64))
+def dot(a, b, n):
+    """Of n f32 at two addresses: short runs in f32 lanes, everything longer in f64."""
+    result = f64(0.0)
+    for run in range(0, n, RUN):
+        lanes = splat(0.0)
+        for i in range(run, min(run + RUN, n), LANES):
+            lanes = fma(load_part(a, i, n - i), load_part(b, i, n - i), lanes)
+        result += f64(total(lanes))
+    return result
+
+
+@kernel(void(out1, in1, in1))
+def product(y, a, b):
+    """y[0] += a · b.
+
+    a, b  (N,)  f32
+    """
+    y[0] = f32(y[0] + dot(address(a, 0), address(b, 0), a.size))
+
+
+@kernel(void(out1, in1, in2, in2, i64))
+def products_at(z, g, s, y, at):
+    m, n = s.shape
+    row, column = at // (m + 1), at % (m + 1)
+    other = address(g, 0) if column == 0 else address(y, (column - 1) * n)
+    if row == 0:
+        one = address(g, 0)
+    elif row <= m:
+        one = address(s, (row - 1) * n)
+    else:
+        one = address(y, (row - 1 - m) * n)
+    z[at] = f32(z[at] + dot(one, other, n))
+
+
+@kernel(void(out1, in1, in2, in2))
+def products(z, g, s, y):
+    """z[i, j] += u_i · v_j, where u is g, s[0] …, y[0] …, and v is g, y[0] ….
+
+    z     ((2 M + 1) (M + 1),)  f32
+    g     (N,)    f32
+    s, y  (M, N)  f32
+    """
+    if g.size <= SERIAL:
+        for at in range(z.size):
+            products_at(z, g, s, y, at)
+        return
+    each(products_at, (z, g, s, y), z.size)

@@ -11,17 +11,18 @@ from packtrain.optim.graphs import (
     training,
     updating,
 )
+from packtrain.optim.lbfgs import LBFGS
 from packtrain.optim.muon import Muon
 from packtrain.optim.optimizer import Given, Optimizer, Turn, moment
 from packtrain.optim.sgd import SGD
 from packtrain.tensor import weight
 
 __all__ = [
-    "OPTIMIZERS", "ROUNDING", "SGD", "AdamW", "Given", "Muon", "Optimizer", "Turn", "accumulating", "applying",
+    "LBFGS", "OPTIMIZERS", "ROUNDING", "SGD", "AdamW", "Given", "Muon", "Optimizer", "Turn", "accumulating", "applying",
     "leaner", "measuring", "moment", "training", "updating",
 ]  # fmt: skip
 
-KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon)  # the first one is the default
+KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS)  # the first one is the default
 OPTIMIZERS = {kind.name: kind for kind in KINDS}
 
 

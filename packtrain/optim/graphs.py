@@ -118,8 +118,8 @@ def updating(
     sums = [(w, _sum_of(w)) for w in trained]
     for w, g in sums:
         update.measure(w, g)
-    update.apply_all(sums)
-    return Graph({"squares": named("squares", update.squares[-1])}, update.handles)
+    more, handles = update.measured(sums)
+    return Graph({"squares": named("squares", update.squares[-1]), **more}, handles)
 
 
 def _sum_of(w: Tensor) -> Tensor:
@@ -153,8 +153,8 @@ class _Update:
     def measure(self, w: Tensor, g: Tensor) -> None:
         _measure(self.squares, g)
 
-    def apply_all(self, pairs: Iterable[Pair]) -> None:
-        self._update(pairs, self._gate())
+    def measured(self, pairs: Iterable[Pair]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        return self.optimizer.measured(*self._clipped(pairs, self._gate()))
 
     def apply(self, w: Tensor, g: Tensor) -> None:
         self.clip = self.clip or self._gate()
@@ -165,12 +165,14 @@ class _Update:
         self._update([(w, g)], self._gate())
 
     def _update(self, pairs: Iterable[Pair], gate: Tensor) -> None:
+        self.handles.extend(self.optimizer.updates(*self._clipped(pairs, gate)))
+
+    def _clipped(self, pairs: Iterable[Pair], gate: Tensor) -> tuple[Iterable[Pair], Given]:
         if self.max_value is not None:
             most, factor = self.max_value, gate
             pairs = ((w, ops.clamp(ops.mul(g, factor), low=-most, high=most)) for w, g in pairs)
             gate = ops.div(gate, gate)  # 1, or NaN
-        given = Given(self.hyper, gate, self.rounding)
-        self.handles.extend(self.optimizer.updates(pairs, given))
+        return pairs, Given(self.hyper, gate, self.rounding)
 
     def _gate(self) -> Tensor:
         finite = ops.add(self.squares[-1], ops.scale(self.loss, by=0.0))

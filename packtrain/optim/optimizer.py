@@ -32,7 +32,13 @@ class Given:
 
 
 class Turn(Protocol):
-    """A step of a run: its batch, and the graphs on its session. All methods return `loss` or `squares`, or both."""
+    """A step of a run: its batch, and the graphs on its session. Graphs return `loss` or `squares`, or both.
+
+    last  the last evaluation of the step before, if that was of the same batch: an optimizer that uses it leaves the
+          weights where it last evaluated
+    """
+
+    last: Values | None
 
     def whole(self, hyper: Values) -> Values:
         """Evaluate once and update with these numbers."""
@@ -41,7 +47,11 @@ class Turn(Protocol):
         """Sum gradients at the current weights; for optimizers with several evaluations per step."""
 
     def update(self, hyper: Values) -> Values:
-        """Update with these numbers and the gradients of the last evaluation, which are kept."""
+        """Run the update graph with these numbers and the gradients of the last evaluation, which are kept; it
+        also returns what the optimizer has `measured`."""
+
+    def say(self, note: str) -> None:
+        """Report what the user should know about this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class Optimizer:
     kernels      kernel modules that its op calls
     evaluations  of loss and gradient per step, approximately; with more than one, gradients are summed in leaves
                  and the update is a separate graph, which `drive` runs
+    first_length the rate without --lr of an optimizer that finds the lengths of its steps itself: gradients are not
+                 clipped, and the rate has no schedule
     """
 
     name: ClassVar[str]
@@ -61,6 +73,7 @@ class Optimizer:
     hyper: ClassVar[tuple[str, ...]] = ("lr",)
     kernels: ClassVar[tuple[str, ...]] = ()
     evaluations: ClassVar[int] = 1
+    first_length: ClassVar[float | None] = None
     lr: float
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
@@ -79,6 +92,12 @@ class Optimizer:
         """The same for pairs of weight and gradient, each as soon as it is complete."""
         for w, g in pairs:
             yield from self.update(w, g, *self.states(w), given=given)
+
+    def measured(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], given: Given
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """More outputs of a separate update graph, for `drive`, and its updates."""
+        return {}, list(self.updates(pairs, given))
 
     def drive(self, turn: Turn, t: int, lr: float) -> Values:
         """Run step t; returns `loss` and `squares` of its first evaluation."""

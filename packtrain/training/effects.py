@@ -55,6 +55,11 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
             ),
             ("warmup_lr", lambda s: not s.warmup_ratio, "without warm-up"),
             *of_optimizers(),
+            (
+                "lr_scheduler lr_min lr_cycles warmup_ratio warmup_lr max_grad_norm max_grad_value",
+                lambda s: OPTIMIZERS[s.optimizer].first_length is not None,
+                "with --optimizer lbfgs, which searches for the length of each step",
+            ),
             ("decay_axes", lambda s: not s.weight_decay, "without --weight-decay"),
             ("nesterov", lambda s: not s.momentum, "without --momentum"),
             ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
@@ -102,6 +107,8 @@ def check_effects(settings: RunSettings) -> None:
             check_idle(settings, rules)
     if settings.learning_rate == 0:
         raise InputError("--lr 0 trains nothing; it must be more than 0")
+    if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
+        raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
     for name in ("lr_min", "warmup_lr"):
         given = getattr(settings, name)
         if given is not None and given > settings.learning_rate:

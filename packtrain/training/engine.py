@@ -21,12 +21,16 @@ class NotFinite(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Result of a step: mean loss of its tokens, gradient norm before clipping; `bad` is why it was skipped."""
+    """Result of a step: mean loss of its tokens, gradient norm before clipping; `bad` is why it was skipped.
+
+    note  what the optimizer reports
+    """
 
     loss: float
     norm: float
     tokens: int
     bad: str | None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,18 @@ class Turn:
     """One step of the engine, which an optimizer drives, see `optim.optimizer.Turn`."""
 
     def __init__(
-        self, run: Mapping[Name, Executor], shares: Sequence[Batch], rounding: Batch
+        self,
+        run: Mapping[Name, Executor],
+        shares: Sequence[Batch],
+        rounding: Batch,
+        before: "Turn | None" = None,
     ) -> None:
         self.run, self.shares, self.rounding = run, shares, rounding
         self.loss = np.zeros((), np.float32)
         self.fed: list[tuple[Executor, Batch]] = []
+        same = before is not None and _same(before.shares, shares)
+        self.last: Batch | None = {"loss": before.loss} if before and same else None
+        self.evaluations, self.note = 0, ""
 
     def whole(self, hyper: Batch) -> Batch:
         if STEP in self.run:
@@ -63,10 +74,15 @@ class Turn:
         each = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
         losses = [got["loss"] for got in self._fed(MICRO, each)]
         self.loss = np.array(sum(losses), np.float32)
+        self.evaluations += 1
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
-        return self.run[UPDATE]({**hyper, **self.rounding, "loss": self.loss})
+        run, given = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
+        return run({name: given[name] for name in given.keys() & run.inputs.keys()})
+
+    def say(self, note: str) -> None:
+        self.note = note
 
     def _fed(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
         self.fed = [(self.run[name], one) for one in inputs]
@@ -97,6 +113,7 @@ class Engine:
         self.session = Session()
         self.session.share(shared)
         self.bad = 0
+        self.before: Turn | None = None  # the last step, if its gradients are still there
         self.run = {
             name: self.session.executor(placed, plans.plans[name])
             for name, placed in plans.placed.items()
@@ -105,10 +122,13 @@ class Engine:
     def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
         tokens = float(sum(batch["weights"].sum() for batch in batches))
-        turn = Turn(self.run, self._shares(batches, tokens, number), self._rounding(number))
+        shares = self._shares(batches, tokens, number)
+        turn = Turn(self.run, shares, self._rounding(number), self.before)
+        self.before = None
         got = self.optimizer.drive(turn, number, rate)
-        bad = self._judged(got, turn)
-        return Stepped(float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad)
+        self.before = turn if self.optimizer.evaluations > 1 else None
+        norm, bad = float(got["squares"]) ** 0.5, self._judged(got, turn)
+        return Stepped(float(got["loss"]), norm, int(tokens), bad, turn.note)
 
     def _judged(self, got: Batch, turn: Turn) -> str | None:
         """None for a good step; else the op, tensor and source line that produced the bad value.
@@ -145,6 +165,12 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
         return evaluate(self.run[EVALUATE], batches)
+
+
+def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
+    pairs = zip(one, other, strict=False)
+    same = (np.array_equal(a[name], b[name]) for a, b in pairs for name in b)
+    return len(one) == len(other) and all(same)
 
 
 def evaluate(run: Executor, batches: Iterable[Batch]) -> Evaluated:

@@ -87,6 +87,8 @@ class Fit:
             self.events.message(
                 f"step {number} skipped, its loss or gradient is not finite: {did.bad}"
             )
+        if did.note:
+            self.events.message(f"step {number}: {did.note}")
         record: dict[str, Any] = {
             "step": number,
             "tokens": self.progress.tokens,

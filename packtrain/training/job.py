@@ -90,7 +90,9 @@ class Job:
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of a step, counted from 1; the windows of a step do not depend on the micro-batch size."""
         asked = self.settings.grad_accumulation_steps
-        first = (step - 1) * asked
+        # an epoch in one step is the same one each time, if the optimizer can use what it knows of it
+        same = self.shape.evaluations > 1 and len(self.train) <= asked
+        first = 0 if same else (step - 1) * asked
         return [part for i in range(asked) for part in self._parts(self.train[first + i])]
 
     def glimpse(self) -> list[Batch]:
@@ -236,16 +238,20 @@ def shape_of(
     base: Base | None = None,
 ) -> StepShape:
     """What a step of the settings computes."""
+    optimizer = OPTIMIZERS[settings.optimizer]
+    norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
+    if optimizer.first_length is not None:
+        norm = value = None
     return StepShape(
         config,
         rows,
         time,
         settings.grad_accumulation_steps,
-        settings.max_grad_norm or None,
+        norm,
         evaluate,
-        evaluations=OPTIMIZERS[settings.optimizer].evaluations,
+        evaluations=optimizer.evaluations,
         base=base,
-        max_value=settings.max_grad_value or None,
+        max_value=value,
     )
 
 
@@ -283,6 +289,8 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
     epochs = 1.0 if settings.epochs is None else settings.epochs
     steps = settings.iters or max(math.ceil(batches * epochs / settings.grad_accumulation_steps), 1)
     rate, kind = settings.learning_rate, settings.lr_scheduler
+    if OPTIMIZERS[settings.optimizer].first_length is not None:
+        return Schedule("constant", rate, rate, 0, steps)
     least = (0 if kind == "halving" else rate / 10) if settings.lr_min is None else settings.lr_min
     return Schedule(
         kind,

@@ -46,7 +46,7 @@ def probe(job: Job, engine: Engine, say: Callable[[str], None]) -> None:
     for name in engine.plans.kept.keys() - set(names):
         session.fill(name, lambda array: array.fill(0))
     job.subject.begin(session)
-    engine.optimizer = optimizer
+    engine.optimizer, engine.before = optimizer, None
 
 
 def _small(array: np.ndarray, draw: np.random.Generator) -> None:

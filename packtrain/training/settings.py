@@ -84,7 +84,7 @@ class RunSettings:
     )
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m, 6e-4 for 110m)",
+        "peak learning rate (default: 2e-3 for 1m, 1e-3 for 15m, 6e-4 for 110m, 1 with lbfgs)",
         flags="--learning-rate -lr",
         least=0,
     )
@@ -167,6 +167,13 @@ class RunSettings:
 
     @property
     def learning_rate(self) -> float:
+        first = OPTIMIZERS[self.optimizer].first_length
+        usual = self.usual_rate if first is None else first
+        return usual if self.lr is None else self.lr
+
+    @property
+    def usual_rate(self) -> float:
+        """The learning rate without --lr of optimizers with a schedule."""
         raise NotImplementedError
 
 
@@ -199,8 +206,8 @@ class TrainSettings(RunSettings):
     )
 
     @property
-    def learning_rate(self) -> float:
-        return RATES[self.preset] if self.lr is None else self.lr
+    def usual_rate(self) -> float:
+        return RATES[self.preset]
 
     def config(self, vocab_size: int) -> Config:
         """The model's sizes for a vocabulary. Raises InputError if they do not go together."""
@@ -300,7 +307,7 @@ class TuneSettings(RunSettings):
     val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-4, with --full 1e-5)",
+        "peak learning rate (default: 2e-4, with --full 1e-5, with lbfgs 1)",
         flags="--learning-rate -lr",
         least=0,
     )
@@ -310,8 +317,8 @@ class TuneSettings(RunSettings):
     weight_decay: float = TRAINING(0.01, "weight decay", least=0)
 
     @property
-    def learning_rate(self) -> float:
-        return (FULL_RATE if self.full else LORA_RATE) if self.lr is None else self.lr
+    def usual_rate(self) -> float:
+        return FULL_RATE if self.full else LORA_RATE
 
 
 def run_folder(output: Path) -> Path:

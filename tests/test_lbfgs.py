@@ -1,0 +1,397 @@
+"""L-BFGS: its path against the rule in NumPy, its minima, its line searches, and runs that stop and resume."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import ops
+from packtrain.cli import main
+from packtrain.design.plans import MICRO, UPDATE, StepShape, make_plans
+from packtrain.errors import InputError
+from packtrain.gguf import GGUF
+from packtrain.optim import LBFGS, AdamW, accumulating, updating
+from packtrain.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
+from packtrain.tensor import GraphError, Tensor, weight
+from packtrain.training.effects import check_effects
+from packtrain.training.engine import Engine, Turn
+from packtrain.training.settings import TuneSettings
+from tests.architectures import random_model
+from tests.kill import chats
+from tests.models import CONFIG, batch, same_bits, values
+
+LINE_SEARCHES = [c for c in CONDITIONS if c != NONE]
+Function = Callable[[np.ndarray], tuple[float, np.ndarray]]
+
+
+class Descent:
+    """A run of L-BFGS on a function of weights x and y, written as a graph."""
+
+    def __init__(self, loss: Tensor, start: dict[str, np.ndarray], **settings) -> None:
+        self.optimizer = LBFGS(**settings)
+        self.session = pt.Session()
+        weights = {t.label: t for t in pt.Graph([loss]).leaves if t.kind == "weight"}
+        trained = [weights[name] for name in start]
+        graphs = {
+            MICRO: accumulating({"loss": loss}, trained),
+            UPDATE: updating(trained, self.optimizer),
+        }
+        self.run = {name: self.session.executor(pt.place(g)) for name, g in graphs.items()}
+        self.session.set(start)
+        self.before: Turn | None = None
+        self.losses, self.notes, self.number, self.evaluations = [], [], 0, 0
+
+    def step(self, lr: float = 1.0) -> np.ndarray:
+        turn = Turn(self.run, [{}], {}, self.before)
+        self.number += 1
+        got = self.optimizer.drive(turn, self.number, lr)
+        self.losses.append(float(got["loss"]))
+        self.notes.append(turn.note)
+        self.evaluations += turn.evaluations
+        self.before = turn
+        return self.x
+
+    @property
+    def x(self) -> np.ndarray:
+        return np.concatenate(
+            [
+                self.session.get(n).ravel()
+                for n in self.run[UPDATE].placed.graph.names.values()
+                if n in ("x", "y")
+            ]
+        )
+
+
+def quadratic() -> tuple[Tensor, dict[str, np.ndarray], Function]:
+    """Half of the squares of two matrices' rows, each with its own weight from 1 to 100; the least is at 1."""
+    sizes = {"x": (4, 5), "y": (7,)}
+    scales = np.geomspace(1, 100, 27)
+    start = np.random.default_rng(5).standard_normal(27).astype(np.float32)
+    at, parts, begin = 0, [], {}
+    for name, shape in sizes.items():
+        n = int(np.prod(shape))
+        off = ops.scale(weight(name, shape), by=1.0, bias=-1.0)
+        scale = pt.constant(f"of {name}", scales[at : at + n].reshape(shape))
+        parts.append(ops.sum(ops.mul(scale, ops.sqr(off))))
+        begin[name] = start[at : at + n].reshape(shape)
+        at += n
+
+    def value(x: np.ndarray) -> tuple[float, np.ndarray]:
+        return 0.5 * float(scales @ (x - 1) ** 2), scales * (x - 1)
+
+    return ops.scale(ops.add(*parts), by=0.5), begin, value
+
+
+def rosenbrock() -> tuple[Tensor, dict[str, np.ndarray], Function]:
+    """(1 - x)^2 + 100 (y - x^2)^2, from the usual start."""
+    x, y = weight("x", (1,)), weight("y", (1,))
+    first = ops.sqr(ops.scale(x, by=-1.0, bias=1.0))
+    second = ops.scale(ops.sqr(ops.sub(y, ops.sqr(x))), by=100.0)
+
+    def value(at: np.ndarray) -> tuple[float, np.ndarray]:
+        a, b = at
+        slope = [-2 * (1 - a) - 400 * a * (b - a * a), 200 * (b - a * a)]
+        return float((1 - a) ** 2 + 100 * (b - a * a) ** 2), np.array(slope)
+
+    begin = {"x": np.array([-1.2], "f"), "y": np.array([1.0], "f")}
+    return ops.sum(ops.add(first, second)), begin, value
+
+
+FUNCTIONS = {"quadratic": quadratic, "rosenbrock": rosenbrock}
+
+
+def reference(
+    value: Function, x: np.ndarray, steps: int, history: int, search: Search
+) -> list[np.ndarray]:
+    """The path in float64, by the two loops over vectors as the book has them."""
+    pairs, path = [], []
+    for _ in range(steps):
+        loss, g = value(x)
+        q, shares = g.copy(), []
+        for s, y in reversed(pairs):
+            shares.append(s @ q / (s @ y))
+            q -= shares[-1] * y
+        if pairs:
+            s, y = pairs[-1]
+            q *= s @ y / (y @ y)
+        for (s, y), share in zip(pairs, reversed(shares), strict=True):
+            q += (share - y @ q / (s @ y)) * s
+        first = 1.0 if pairs else min(1.0, 1 / float(np.linalg.norm(g)))
+
+        def at(length: float, x=x, q=q) -> Point:
+            loss, slope = value(x - length * q)
+            return Point(length, loss, float(-slope @ q))
+
+        point, why = search.along(Point(0.0, loss, float(-g @ q)), first, at)
+        assert why is None
+        then = x - point.length * q
+        pairs = [*pairs, (then - x, value(then)[1] - g)][-history:]
+        x = then
+        path.append(x)
+    return path
+
+
+# ---- the path ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("condition", LINE_SEARCHES)
+def test_the_path_is_the_rule(name: str, condition: str) -> None:
+    """The first steps, more than the history holds, against vectors and two loops in float64."""
+    loss, start, value = FUNCTIONS[name]()
+    made = Descent(loss, start, history=3, line_search=condition)
+    x = np.concatenate([v.ravel() for v in start.values()]).astype(np.float64)
+    assert np.array_equal(made.x, x)
+    for wanted in reference(value, x, 8, 3, Search(condition)):
+        np.testing.assert_allclose(made.step(), wanted, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("condition", LINE_SEARCHES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_finds_the_minimum(name: str, condition: str) -> None:
+    loss, start, value = FUNCTIONS[name]()
+    made = Descent(loss, start, line_search=condition)
+    for _ in range(60):
+        made.step()
+    np.testing.assert_allclose(made.x, np.ones_like(made.x), atol=2e-3)
+    assert value(made.x.astype(np.float64))[0] < 1e-7 * made.losses[0]
+    going = [a > b for a, b in zip(made.losses, made.losses[1:], strict=False) if b > 1e-6]
+    assert len(going) > 8 and all(going)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_pytorch_finds_the_same_with_as_many_evaluations(name: str) -> None:
+    import torch
+
+    loss, start, value = FUNCTIONS[name]()
+    x = torch.tensor(np.concatenate([v.ravel() for v in start.values()]), dtype=torch.float64)
+    x.requires_grad_()
+    count = 0
+
+    def closure() -> float:
+        nonlocal count
+        count += 1
+        found, slope = value(x.detach().numpy())
+        x.grad = torch.tensor(slope)
+        return found
+
+    torch.optim.LBFGS([x], max_iter=60, history_size=6, line_search_fn="strong_wolfe").step(closure)
+    made = Descent(loss, start)
+    while value(made.x.astype(np.float64))[0] > 1e-6 and made.number < 60:
+        made.step()
+    np.testing.assert_allclose(made.x, x.detach().numpy(), atol=2e-3)
+    assert made.evaluations <= count
+
+
+def test_products_alone_give_the_direction() -> None:
+    """From inner products, against the same two loops over the vectors."""
+    rng = np.random.default_rng(2)
+    m, n, order = 4, 30, [2, 1, 0, 3]
+    g, s = rng.standard_normal(n), rng.standard_normal((m, n))
+    curved = np.diag(rng.uniform(1, 9, n))
+    y = s @ curved
+    y[1] *= -1  # a pair without curvature does not count
+    every = np.concatenate([g[None], s, y])
+    found = direction(every @ np.concatenate([g[None], y]).T, order) @ every
+    q, shares = g.copy(), {}
+    for i in (2, 0, 3):
+        shares[i] = s[i] @ q / (s[i] @ y[i])
+        q -= shares[i] * y[i]
+    q *= s[2] @ y[2] / (y[2] @ y[2])
+    for i in (3, 0, 2):
+        q += (shares[i] - y[i] @ q / (s[i] @ y[i])) * s[i]
+    np.testing.assert_allclose(found, -q, rtol=1e-9, atol=1e-12)
+
+
+# ---- line searches -----------------------------------------------------------------------------------------------
+
+
+def lines() -> dict[str, Callable[[float], tuple[float, float]]]:
+    """Functions of a length and their derivatives, all falling at 0."""
+    return {
+        "parabola": lambda t: ((t - 3) ** 2, 2 * (t - 3)),
+        "steep": lambda t: ((t - 1e-3) ** 2 * 1e4, 2e4 * (t - 1e-3)),
+        "far": lambda t: ((t / 1e4 - 1) ** 2, 2 * (t / 1e4 - 1) / 1e4),
+        "waves": lambda t: (0.1 * t * t - np.sin(5 * t), 0.2 * t - 5 * np.cos(5 * t)),
+        "wall": lambda t: (t * t - t, 2 * t - 1) if t < 0.7 else (np.nan, np.nan),
+    }
+
+
+@pytest.mark.parametrize("condition", LINE_SEARCHES)
+@pytest.mark.parametrize("name", lines())
+@pytest.mark.parametrize("first", [1e-4, 1.0, 1e3])
+def test_an_accepted_point_fulfils_the_condition(name: str, condition: str, first: float) -> None:
+    line, tried = lines()[name], []
+    armijo, wolfe = 1e-3, 0.4
+
+    def at(length: float) -> Point:
+        tried.append(Point(length, *line(length)))
+        return tried[-1]
+
+    start = Point(0.0, *line(0.0))
+    found, why = Search(condition, armijo, wolfe, trials=40).along(start, first, at)
+    assert why is None and found is tried[-1] and len(tried) <= 20
+    assert found.loss <= start.loss + armijo * found.length * start.slope < start.loss
+    if condition != "armijo":
+        assert found.slope >= wolfe * start.slope
+    if condition == STRONG:
+        assert abs(found.slope) <= wolfe * abs(start.slope)
+
+
+def test_a_search_that_fails_returns_the_best_point_and_says_why() -> None:
+    start = Point(0.0, 1.0, -1.0)
+    found, why = Search(STRONG, trials=5).along(start, 1.0, lambda t: Point(t, 1.0 + t, 1.0))
+    assert found is start and why and "none of 5 lengths" in why and "flat enough" in why
+    falling = Search(STRONG, trials=5, most=50.0).along(start, 1.0, lambda t: Point(t, 1 - t, -1.0))
+    assert falling[0].length == 10.0 and falling[1] and "is left" in falling[1]
+    shrinking = Search("armijo", trials=99, least=1e-3).along(
+        start, 1.0, lambda t: Point(t, 2.0, 1.0)
+    )
+    assert shrinking[0] is start and shrinking[1] and "is left" in shrinking[1]
+
+
+def test_after_a_search_that_failed_the_weights_are_at_the_best_point() -> None:
+    """One trial is too few for a Wolfe condition this strict; and where no trial is better, they are at the start."""
+    loss, start, value = rosenbrock()
+    made = Descent(loss, start, trials=2, wolfe=0.1)
+    x = made.x
+    for _ in range(8):
+        then = made.step()
+        assert value(then.astype(np.float64))[0] <= value(x.astype(np.float64))[0] * (1 + 1e-6)
+        x = then
+    failed = [note for note in made.notes if note]
+    assert failed and all("the weights are at the best one" in note for note in failed)
+    wall = ops.sum(ops.log(weight("x", (1,))))  # not finite beyond 0
+    there = Descent(wall, {"x": np.array([1e-3], "f")}, trials=1)
+    assert there.step(1.0) == np.float32(1e-3) and "none of 1 lengths" in there.notes[0]
+    assert not there.session.get("s/x").any() and not there.session.get("y/x").any()
+
+
+def test_at_the_minimum_nothing_moves() -> None:
+    loss, _, _ = rosenbrock()
+    made = Descent(loss, {"x": np.array([1.0], "f"), "y": np.array([1.0], "f")})
+    assert made.step().tolist() == [1.0, 1.0] and made.evaluations == 1
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def engine(micros: int = 1, **settings) -> tuple[Engine, list[dict[str, np.ndarray]]]:
+    optimizer = LBFGS(**settings)
+    made = Engine(
+        make_plans(StepShape(CONFIG, 4 // micros, 16, micros, evaluations=2), optimizer), optimizer
+    )
+    made.session.set(values(CONFIG))
+    whole = batch(CONFIG, 4, 16) | {"weights": np.ones((4, 16), np.float32)}
+    parts = range(0, 4, 4 // micros)
+    return made, [{n: x[at : at + 4 // micros] for n, x in whole.items()} for at in parts]
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_a_start_that_is_known_is_not_evaluated_again(micros: int) -> None:
+    """With the same bits as when it is; a batch that differs is evaluated at its start."""
+    (made, micro), (again, _) = engine(micros), engine(micros)
+    counts = []
+    for t in range(1, 5):
+        made.step(micro, t, 1.0)
+        counts.append(made.before.evaluations)
+        again.before = None
+        again.step(micro, t, 1.0)
+        assert again.before.evaluations == counts[-1] + (t > 1)
+    names = made.plans.leaves
+    found, wanted = ({n: e.session.get(n) for n in names} for e in (made, again))
+    assert same_bits(found, wanted) and min(counts) == 1
+    other = [{**one, "tokens": one["tokens"][::-1].copy()} for one in micro]
+    made.step(other, 5, 1.0)
+    assert made.before.last is None
+
+
+def test_its_state_is_counted_saved_and_enough_to_go_on() -> None:
+    made, micro = engine(history=4)
+    plain = make_plans(StepShape(CONFIG, 4, 16), AdamW())
+    assert made.plans.state_nbytes == 4 * plain.state_nbytes
+    assert made.plans.gradient_nbytes == 2 * plain.weight_nbytes  # sums, and the direction
+    for t in range(1, 8):
+        made.step(micro, t, 1.0)
+    resumed, _ = engine(history=4)
+    resumed.session.set({n: made.session.get(n) for n in made.plans.saved})
+    for one in (made, resumed):
+        one.step(micro, 8, 1.0)
+    names = made.plans.saved
+    assert same_bits(*({n: e.session.get(n) for n in names} for e in (made, resumed)))
+
+
+def test_a_bad_start_is_skipped_and_its_pairs_forgotten() -> None:
+    made, micro = engine()
+    for t in (1, 2):
+        made.step(micro, t, 1.0)
+    good = {n: made.session.get(n) for n in made.plans.trained}
+    huge = good | {"output_norm.weight": np.full(CONFIG.embedding_length, 3e38, np.float32)}
+    made.session.set(huge)
+    made.before = None
+    assert made.step(micro, 3, 1.0).bad is not None
+    assert same_bits({n: made.session.get(n) for n in huge}, huge)
+    assert not any(made.session.get(f"s/{n}").any() for n in huge)
+    made.session.set(good)
+    made.before = None
+    assert made.step(micro, 4, 1.0).bad is None and made.step(micro, 5, 1.0).bad is None
+
+
+def test_it_is_no_part_of_a_graph_of_one_pass() -> None:
+    with pytest.raises(GraphError, match="a graph of its own"):
+        make_plans(StepShape(CONFIG, 4, 16), LBFGS())
+
+
+def test_train_resumes_bit_for_bit(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Within a budget, with micro-batches; batches change from step to step."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
+    small = "train --data text.txt --dim 32 --layers 2 --heads 2 --ffn 64 --ctx 32 --batch-size 4"
+    small += " --vocab-size 290 --grad-accumulation-steps 2 --memory 400MiB --history 3"
+    small += " --optimizer lbfgs --no-tensorboard --steps-per-eval 0"
+    for name, steps in (("whole", "6"), ("parts", "4"), ("parts", "6 --resume")):
+        assert main([*small.split(), "-o", f"{name}.gguf", "--iters", *steps.split()]) == 0, (
+            capsys.readouterr()
+        )
+    saved = [GGUF(Path(f"{name}.run/checkpoint.gguf")) for name in ("whole", "parts")]
+    assert [*saved[0].entries] == [*saved[1].entries]
+    for name in saved[0].entries:
+        assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
+    records = [
+        json.loads(line) for line in Path("whole.run/metrics.jsonl").read_text().splitlines()
+    ]
+    losses = [r["loss"] for r in records if "loss" in r]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_finetune_resumes_bit_for_bit(kind: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    """All of the data in each step, so that a start is known; in one life and in two."""
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text(chats(12))
+    random_model(Path("base.gguf"), "llama tied")
+    flags = (
+        "finetune base.gguf --data chats.jsonl --batch-size 2 --grad-accumulation-steps 9 --ctx 64"
+    )
+    flags += " --optimizer lbfgs --val-split 0 --no-tensorboard --memory 500MiB"
+    flags += " --full" if kind == "full" else " --lora-rank 4"
+    for name, steps in (("whole", "5"), ("parts", "2"), ("parts", "5 --resume")):
+        assert main([*flags.split(), "-o", f"{name}.gguf", "--iters", *steps.split()]) == 0, (
+            capsys.readouterr()
+        )
+    saved = [GGUF(Path(f"{name}.run/checkpoint.gguf")) for name in ("whole", "parts")]
+    for name in saved[0].entries:
+        assert saved[0].array(name).tobytes() == saved[1].array(name).tobytes(), name
+    records = Path("whole.run/metrics.jsonl").read_text().splitlines()
+    losses = [found["loss"] for found in map(json.loads, records) if "loss" in found]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True)
+
+
+def test_masters_of_bf16_are_refused() -> None:
+    with pytest.raises(InputError, match="bf16 is too coarse for the line search"):
+        check_effects(TuneSettings(full=True, masters="bf16", optimizer="lbfgs"))
+    check_effects(TuneSettings(full=True, optimizer="lbfgs"))

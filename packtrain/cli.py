@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from packtrain.commands import (
     chat,
+    check,
     compile,
     convert,
     data,
@@ -56,6 +57,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "data": (data.Data, data.run),
     "inspect": (inspect.Inspect, inspect.run),
     "quantize": (Quantize, quantize.run),
+    "check": (check.Check, check.run),
     "convert": (convert.Convert, convert.run),
     "compile": (compile.Compile, compile.run),
 }

@@ -92,7 +92,7 @@ def _add_flag(home: argparse._ActionsContainer, field: "dataclasses.Field[Any]",
     rule: dict[str, Any] = {"help": _help(field), "default": argparse.SUPPRESS}
     if about.get("positional"):
         given = field.default is dataclasses.MISSING
-        nargs = "+" if many else None if given else "?"
+        nargs = ("+" if given else "*") if many else None if given else "?"
         home.add_argument(field.name, metavar=field.name.upper(), nargs=nargs, **rule)
         return
     if kind is bool:

@@ -8,24 +8,20 @@ import numpy as np
 
 import packtrain as pt
 from packtrain import backends, kernels, ops
-from packtrain.tensor import OPS, Call, Tensor
-from tests.checks import (
-    NO_GRADIENT,
+from packtrain.checking.gradients import dense, gradients
+from packtrain.checking.running import run
+from packtrain.checking.samples import (
     Values,
-    all_close,
-    close,
     constants,
-    dense,
     free,
     given_leaves,
-    gradients,
     graph_of,
     rewritten,
-    run,
-    same_bits,
     samples,
     values,
 )
+from packtrain.tensor import OPS, Call, Tensor
+from tests.checks import NO_GRADIENT, all_close, close, same_bits
 
 OWN_ORDER = {
     "matmul",
@@ -38,7 +34,7 @@ OWN_ORDER = {
 def check_optional(name: str) -> None:
     """Leaving out results that nobody reads changes no bit of the others."""
     for k, call in enumerate(samples(name)):
-        graph = graph_of(call)
+        graph = graph_of(call.results)
         given = values(graph)
         for backend in (backends.cpu, backends.numpy):
             whole = run(graph, given, (backend,))
@@ -148,9 +144,9 @@ def check_strided(name: str) -> set[str]:
     refused = set()
     for k, original in enumerate(samples(name)):
         call = rewritten(original, free)
-        given = values(graph_of(call)) | constants(original)
+        given = values(graph_of(call.results)) | constants(original)
         written = {call.inputs[i] for i in call.op.writes}
-        for leaf in given_leaves(graph_of(call)):
+        for leaf in given_leaves(graph_of(call.results)):
             if leaf.dtype != pt.f32 or leaf in written:
                 continue
             for view in (permuted, narrowed, repeated):
@@ -171,8 +167,8 @@ def _strided(
     except pt.GraphError as error:
         assert "use cont" in str(error), error
         return {f"{view.__name__} {leaf.name}"}
-    want = run(graph_of(call), given)
-    got = run(graph_of(other), {**given, leaf.label: made[1]})
+    want = run(graph_of(call.results), given)
+    got = run(graph_of(other.results), {**given, leaf.label: made[1]})
     what = f"{what} with {leaf.name} {view.__name__}"
     if call.op.name in OWN_ORDER:
         all_close(got, want, what)
@@ -187,8 +183,8 @@ def _strided_gradient(
     what: str, call: Call, leaf: Tensor, given: Values, other: Call, t: Tensor, stored: np.ndarray
 ) -> None:
     """The gradient for a view is the gradient for the dense tensor it equals."""
-    graph, _ = gradients(call, dense, [leaf])
-    through, _ = gradients(other, dense, [t])
+    graph, _ = gradients(call.results[0], dense, [leaf])
+    through, _ = gradients(other.results[0], dense, [t])
     want = pt.interpret(graph, given)[f"d/{leaf.label}"]
     got = pt.interpret(through, {**given, leaf.label: stored})[f"d/{t.label}"]
     close(got, want, f"{what}, gradient")
@@ -200,7 +196,7 @@ def _strided_gradient(
 def check_threads(name: str, counts: tuple[int, ...] = (1, 2, 4)) -> None:
     """Results are the same bits for any number of threads, also for more threads than rows."""
     for k, call in enumerate(samples(name)):
-        graph = graph_of(call)
+        graph = graph_of(call.results)
         given = values(graph)
         made = []
         for count in counts:

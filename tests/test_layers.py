@@ -51,6 +51,7 @@ LAYERS = {
     "cost": "tensor ops place",
     "speed": "backends dtypes tensor graph kernels ops place run cost",
     "recompute": "backends graph place packing planning tensor cost",
+    "checking": "backends dtypes tensor graph kernels quant ops grad optim interpret place run words",
     "models": "types dtypes errors tensor ops gguf quant tokenizer",
     "convert": "dtypes errors files gguf tokenizer quant models",
     "merging": "backends types dtypes errors files tensor graph ops place planning run kernels quant gguf models",
@@ -67,7 +68,7 @@ LAYERS = {
     "library": "events settings tasks design training",
     "commands": "errors events words files settings dtypes tensor graph place planning picture run memory stop kernels"
     " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim design"
-    " training tasks",
+    " training tasks backends checking",
     "cli": "errors words settings debug commands tasks design training version",
     "__main__": "cli",
 }

@@ -11,12 +11,12 @@ import pytest
 
 import packtrain as pt
 from packtrain import ops
+from packtrain.checking.samples import samples
 from packtrain.tensor import OPS
 from tests import bit_checks, checks
 
 NAMES = sorted(OPS)
-INFINITE = {"diag_mask_inf"}  # its slope is seen behind a softmax
-TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT | INFINITE]
+TRAINED = [n for n in NAMES if n not in checks.NO_GRADIENT]
 # views that exist only of some layouts; everything else takes any view
 REFUSED = {"reshape": {"permuted x", "narrowed x", "repeated x"}}
 
@@ -48,17 +48,6 @@ def test_results_can_be_left_out(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_gradient_is_the_slope(name: str) -> None:
     checks.check_gradient(name)
-
-
-def test_the_gradient_of_a_mask_is_the_slope_behind_a_softmax() -> None:
-    y = ops.soft_max(ops.diag_mask_inf(pt.input("x", (2, 5, 7)), past=1))
-    assert y.call is not None
-    graph, _ = checks.gradients(y.call, checks.dense)
-    given = {"x": np.random.default_rng(3).standard_normal((2, 5, 7))}
-    way = {"x": np.random.default_rng(4).standard_normal((2, 5, 7))}
-    made = pt.interpret(graph, given)
-    measured = checks.slope(pt.Graph({"loss": graph.outputs["loss"]}), given, way)
-    checks.is_slope(measured, {"x": made["d/x"] * way["x"]}, "diag_mask_inf")
 
 
 def test_ops_without_gradient_are_listed() -> None:
@@ -133,7 +122,13 @@ def test_views_are_numpys() -> None:
     """Views have no kernel, so no specification either; NumPy's own functions stand in."""
     assert set(VIEWS) == {name for name in NAMES if OPS[name].view}
     for name, view in VIEWS.items():
-        for call in checks.samples(name):
+        for call in samples(name):
             graph = pt.Graph({"x": call.reads[0], "y": call.results[0]})
             made = checks.run(graph, checks.values(graph))
             np.testing.assert_array_equal(made["y"], view(made["x"], **call.attrs))
+
+
+def test_slopes_of_alibi_are_those_of_the_paper() -> None:
+    np.testing.assert_allclose(ops.alibi_slopes(8), [2.0**-i for i in range(1, 9)])
+    first = ops.alibi_slopes(16)
+    np.testing.assert_allclose(ops.alibi_slopes(12), [*ops.alibi_slopes(8), *first[:8:2]])

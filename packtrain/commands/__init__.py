@@ -3,7 +3,7 @@
 import sys
 from contextlib import suppress
 
-DONE, INTERRUPTED = 0, 130
+DONE, FAILED, INTERRUPTED = 0, 1, 130
 
 
 def say(text: str) -> None:

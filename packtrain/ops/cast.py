@@ -42,7 +42,7 @@ cast.kernel("cpu")(cast_numpy)
 @cast.samples
 def cast_samples():
     for dtype in FLOATS:
-        yield cast(input("x", (3, 32)), dtype=dtype)
+        yield cast(input("x", (3, 256)), dtype=dtype)
     upper = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32).view(np.uint16)
     yield cast(constant("w", np.ascontiguousarray(upper[:, 1::2]).view(bf16.numpy), bf16))
     blocks = np.arange(4 * 2 * 34, dtype=np.uint8).reshape(4, 2, 34)

@@ -94,6 +94,7 @@ def im2col_back(
     dy: Tensor, *, shape: tuple[int, ...], window: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Spec:
     """Gradient of im2col: each value of dy added to where it came from in x of this shape. ggml_im2col_back."""
+    want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
     return Spec(tuple(shape))
 
 
@@ -218,6 +219,7 @@ def pool_2d_back(
     dy: Tensor, x: Tensor, *, largest: bool, window: Pair, stride: Pair | None, padding: Pair
 ) -> Spec:
     """Gradient of pool_2d: to the first of the largest values of a window, or to all alike. ggml_pool_2d_back."""
+    want(dy.dtype == x.dtype == f32, f"dy is {dy.spec} and x is {x.spec}; both must be f32")
     return x.spec
 
 

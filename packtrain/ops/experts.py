@@ -149,7 +149,12 @@ def matmul_id_cost(y, x, w, ids, acc):
 
 @matmul_id.samples
 def matmul_id_samples():
-    for counts, f, k in (((1,), 1, 1), ((0, 3, 0, 20), 15, 33), ((17, 1, 30), 250, 64)):
+    for counts, f, k in (
+        ((1,), 1, 1),
+        ((0, 3, 0, 20), 15, 33),
+        ((17, 1, 30), 250, 64),
+        ((3, 2), 5, 256),
+    ):
         w, ids = input("w", (len(counts), f, k)), _ascending(counts)
         yield matmul_id(input("x", (sum(counts), k)), w, ids)
         yield matmul_id(input("x", (sum(counts), k)), w, ids, input("acc", (sum(counts), f)))
@@ -174,7 +179,8 @@ def matmul_id_back(dy: Tensor, w: Tensor, ids: Tensor, acc: Tensor | None = None
 
 @matmul_id_back.vjp
 def matmul_id_back_vjp(ddx, dx, dy, w, ids, acc):
-    return matmul_id(ddx, w, ids), None, None, (None if acc is None else ddx)
+    dw = out_prod_id(dy, ddx, ids, count=w.shape[0]) if w.dtype in TRAINABLE else None
+    return matmul_id(ddx, w, ids), dw, None, (None if acc is None else ddx)
 
 
 @matmul_id_back.kernel("numpy")
@@ -201,6 +207,7 @@ def matmul_id_back_cost(dx, dy, w, ids, acc):
 
 @matmul_id_back.samples
 def matmul_id_back_samples():
+    yield matmul_id_back(input("dy", (5, 7)), input("w", (2, 7, 256)), _ascending((3, 2)))
     for w in _packed_stacks():
         yield matmul_id_back(input("dy", (13, w.shape[1])), w, _ascending((9, 0, 4)))
     yield matmul_id_back(input("dy", (5, 150)), w, _ascending((0, 0, 5)), input("acc", (5, 64)))
@@ -324,8 +331,8 @@ def weighted_rows_samples():
 def weighted_rows_back(dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Spec, ...]:
     """Gradients of weighted_rows: dx[ids[..., j]] = weights[..., j] * dy, dweights[..., j] = dy . x[ids[..., j]]."""
     want(
-        dy.spec == Spec((*ids.shape[:-1], x.shape[1])),
-        f"dy is {dy.spec}; it must be f32{[*ids.shape[:-1], x.shape[1]]}",
+        dy.spec == Spec((*ids.shape[:-1], x.shape[1])) and x.dtype == weights.dtype == f32,
+        f"dy is {dy.spec} and x is {x.spec}; all must be f32, dy f32{[*ids.shape[:-1], x.shape[1]]}",
     )
     return x.spec, weights.spec
 

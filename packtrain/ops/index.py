@@ -66,7 +66,7 @@ def get_rows_cost(y, w, ids):
 
 @get_rows.samples
 def get_rows_samples():
-    for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65), (3, 2, 64)):
+    for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65), (3, 2, 256)):
         yield get_rows(input("w", (v, c)), _ids(n, v))
     ids = constant("ids", np.array([[0, 5, 5], [-1, 2, 1]]), i32)
     yield get_rows(input("w", (6, 2, 4)), ids)
@@ -81,8 +81,8 @@ def get_rows_back(
 ) -> Spec:
     """Add rows of dy into zeros (or acc) by index, in order: dw[ids[i]] += dy[i]. ggml_get_rows_back."""
     want(
-        dy.shape == ids.shape + shape[1:],
-        f"dy is {dy.spec}; for ids {ids.spec} it must be {ids.shape + shape[1:]}",
+        dy.spec == Spec(ids.shape + shape[1:]),
+        f"dy is {dy.spec}; for ids {ids.spec} it must be {Spec(ids.shape + shape[1:])}",
     )
     want(
         acc is None or acc.spec == Spec(shape),
@@ -175,7 +175,10 @@ def set_rows_samples():
 @op(inplace=(0,))
 def zero_rows(x: Tensor, ids: Tensor) -> Spec:
     """y = x with the rows at ids set to zero: the gradient of set_rows for the overwritten leaf."""
-    want(ids.dtype == i32, f"ids is {ids.spec}; it must be i32")
+    want(
+        ids.dtype == i32 and x.dtype == f32,
+        f"x is {x.spec} and ids is {ids.spec}; they must be f32 and i32",
+    )
     return x.spec
 
 

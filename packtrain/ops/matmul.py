@@ -112,7 +112,7 @@ def matmul_samples():
         (130, 1100, 129),
         (1, 65, 17),
         (2, 700, 65),
-        (4, 17, 64),
+        (4, 17, 256),
     ):
         yield matmul(input("x", (m, k)), input("w", (n, k)))
     yield matmul(input("x", (2, 3, 16)), transpose(input("w", (16, 8))))
@@ -158,7 +158,8 @@ def matmul_back(dy: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
 
 @matmul_back.vjp
 def matmul_back_vjp(ddx, dx, dy, w, acc):
-    return matmul(ddx, w), None, (None if acc is None else ddx)
+    dw = out_prod(dy, ddx) if w.dtype in TRAINABLE else None
+    return matmul(ddx, w), dw, (None if acc is None else ddx)
 
 
 @matmul_back.kernel("numpy")
@@ -182,6 +183,7 @@ def matmul_back_cost(dx, dy, w, acc):
 
 @matmul_back.samples
 def matmul_back_samples():
+    yield matmul_back(input("dy", (3, 5)), input("w", (5, 256)))
     for w in _packed_weights():
         yield matmul_back(input("dy", (2, 3, w.shape[0])), w)
     yield matmul_back(input("dy", (300, 40)), w, input("acc", (300, 64)))

@@ -28,11 +28,13 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float) -> Spec:
         x.dtype == f32 and len(x.shape) > 0,
         f"x is {x.spec}; rms_norm computes in f32 over a last axis",
     )
-    want(
-        w is None or w.spec == Spec(x.shape[-1:]),
-        f"w is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}",
-    )
+    _check_weight(x, w)
     return x.spec
+
+
+def _check_weight(x: Tensor, w: Tensor | None) -> None:
+    fits = w is None or w.spec == Spec(x.shape[-1:])
+    want(fits, f"w is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}")
 
 
 @rms_norm.vjp
@@ -70,6 +72,7 @@ def rms_norm_back(
     dx = r * (g - u * mean(g * u)) (+ acc),  dw = sum over rows of dy * u.
     """
     want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
+    _check_weight(x, w)
     want(acc is None or acc.spec == x.spec, f"acc is {acc and acc.spec}; it must be {x.spec}")
     return x.spec, Spec(x.shape[-1:])
 

@@ -152,6 +152,7 @@ def cont_samples():
 @op(inplace=(1,), acc=1)
 def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int, size: int) -> Spec:
     """Zeros of the given size along one axis, or acc, and dy added at `start`: the gradient of narrow."""
+    want(dy.dtype.numpy.kind in "fi", f"dy is {dy.spec}; it must be of numbers that can be added")
     end = start + dy.shape[axis]
     want(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
     dx = Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)

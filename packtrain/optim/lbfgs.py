@@ -185,6 +185,7 @@ def lbfgs_dots(
         f"s {s.spec}, y {y.spec}, p {p.spec} and g {g.spec} must be f32",
     )
     want(g.spec.size == n, f"g is {g.spec}; it must have the {n} values of a row of s")
+    want(numbers.dtype == f32, f"numbers is {numbers.spec}; it must be f32")
     dots = Spec((2 * m + 1, m + 1))
     want(acc is None or acc.spec == dots, f"acc is {acc and acc.spec}; it must be {dots}")
     return dots

@@ -15,7 +15,10 @@ def opt_momentum(b: Tensor, g: Tensor, momentum: Tensor, gate: Tensor) -> tuple[
     b, g            (...)  f32
     momentum, gate  ()     f32
     """
-    want(b.spec == Spec(g.shape), f"b is {b.spec} and g is {g.spec}; they must be equal f32")
+    want(
+        b.spec == g.spec == Spec(g.shape),
+        f"b is {b.spec} and g is {g.spec}; they must be equal f32",
+    )
     want(momentum.spec == gate.spec == Spec(()), f"momentum is {momentum.spec}; it must be f32[]")
     return (b.spec,)
 

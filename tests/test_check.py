@@ -1,0 +1,121 @@
+"""packtrain check: what it prints and writes, and what it says of a wrong op; docs/ops.md lists the registry."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain import ops
+from packtrain.backends import cpu, numpy
+from packtrain.checking import cases, table
+from packtrain.checking.functions import FUNCTIONS
+from packtrain.cli import main
+from packtrain.ops import __all__ as every
+from packtrain.tensor import OPS
+from tests import checks
+from tests.faults import kernel
+
+PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
+COLUMNS = 6  # that the registry says; the others are figures, and PyTorch's
+
+PLANTED: list[tuple[str, Callable[..., Any], str]] = []
+
+
+def test_functions_are_checked_as_ops_are() -> None:
+    left = {*every} - OPS.keys() - FUNCTIONS.keys()
+    assert left == {"alibi_slopes", "experts"}  # numbers; and test_experts checks the whole block
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_and_their_gradients(name: str) -> None:
+    checks.passed(cases.checked_values(name, (cpu, numpy)))
+    checks.passed(cases.checked_slopes(name))
+
+
+def test_every_type_that_an_op_takes_is_checked() -> None:
+    found = [one.dtype for one in cases.checked_values("matmul", (cpu,))]
+    assert {"f32", "f16", "bf16", "q8_0", "q4_K", "iq4_xs", "mxfp4"} <= {*found}
+
+
+def test_the_table_and_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "figures.json"
+    assert main(["check", "neg", "norm", "--device", "cpu", "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^neg +f32 +cpu +10 +0\.0e\+00", shown, re.MULTILINE)
+    assert re.search(r"^norm +f32 +float64 ", shown, re.MULTILINE)
+    made = json.loads(file.read_text())
+    count = sum(row["cases"] for row in made["rows"])
+    assert f"{made['cases']} cases of 2 ops and functions in" in shown and count == made["cases"]
+    assert made["failed"] == []
+    monkeypatch.setattr(table, "has_torch", lambda: False)
+    assert main(["check", "neg"]) == 0
+    assert "PyTorch is not installed, so nothing was compared with it" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_off(real: Callable[..., None]) -> Callable[..., None]:
+        def run(y: Any, x: Any) -> None:
+            real(y, x)
+            y += 1e-3
+
+        return run
+
+    kernel(monkeypatch, "neg", one_off)
+    assert main(["check", "neg", "abs"]) == 1
+    said = capsys.readouterr().err
+    assert "beyond tolerance: neg sample 0 times 1, f32 on cpu: value off by 0.001" in said
+    assert "abs sample" not in said and "on numpy" not in said
+
+
+def test_a_wrong_gradient_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OPS["sqr"], "vjp_rule", lambda dy, y, x: (ops.mul(dy, x),))
+    assert main(["check", "sqr"]) == 1
+    assert "sqr sample 0, result dense, f32 on float64: gradient off by" in capsys.readouterr().err
+
+
+def test_a_kernel_that_fails_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: Any) -> None:
+        raise TypeError("no such array")
+
+    real = OPS["neg"].kernels["cpu"]
+    monkeypatch.setitem(OPS["neg"].kernels, "cpu", replace(real, run=broken))
+    assert main(["check", "neg", "abs"]) == 1
+    shown = capsys.readouterr()
+    assert "beyond tolerance: neg" in shown.err and "TypeError: no such array" in shown.err
+    assert re.search("^abs ", shown.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["matml"], "OPS: there is no op matml; did you mean matmul?"),
+        (["conv2d"], "OPS: there is no op conv2d; did you mean conv_2d?"),
+        (["neg", "--device", "cuda"], "--device is cuda; it must be one of cpu, numpy"),
+        (["neg", "--markdown", "ops.md"], "--markdown writes a page about all ops; give no names"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *given]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_the_page_lists_the_registry_as_it_is() -> None:
+    listed = [line[2:].split(" | ") for line in PAGE.read_text().splitlines() if line[:3] == "| `"]
+    assert PAGE.read_text().startswith(table.PAGE)
+    made = [table.about(name) for name in cases.names()]
+    assert [row[:COLUMNS] for row in listed] == made, "write it again: packtrain check --markdown"

@@ -50,6 +50,7 @@ IDLE = {
         "--momentum": {"momentum": 0.8},
         "--nesterov": {"nesterov": True, "optimizer": "sgd"},
         "--muon-momentum": {"muon_momentum": 0.8},
+        "--delta": {"delta": 1e-3},
         "--sample-prompt": {"sample_prompt": "Once"},
         "--overwrite": {"overwrite": True, "resume": True},
         "--patience": {"patience": 2, "steps_per_eval": 0},

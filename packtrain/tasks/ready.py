@@ -21,6 +21,7 @@ from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import check_effects, check_validation
+from packtrain.training.ending import why_ended
 from packtrain.training.fit import CHECKPOINT
 from packtrain.training.job import Job
 from packtrain.training.settings import RunSettings
@@ -62,10 +63,9 @@ class Ready:
         rest = f"; finishing {settings.output}"
         if progress.step >= self.job.steps:
             return f"{plural(progress.step, 'step')} done, none left{rest}"
-        early = settings.patience and progress.stale >= settings.patience
-        return (
-            f"early stopping has ended training after step {progress.step:,}{rest}" if early else ""
-        )
+        if why_ended(settings, progress):
+            return f"early stopping has ended training after step {progress.step:,}{rest}"
+        return ""
 
     @property
     def resume(self) -> str:

@@ -62,6 +62,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
             ),
             ("decay_axes", lambda s: not s.weight_decay, "without --weight-decay"),
             ("nesterov", lambda s: not s.momentum, "without --momentum"),
+            ("delta", lambda s: not s.past, "without --past"),
             ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
             ("overwrite", lambda s: s.resume, "with --resume"),
             (

@@ -12,11 +12,11 @@ from packtrain.events import Events
 from packtrain.gguf import GGUF
 from packtrain.run import Values
 from packtrain.training import state
+from packtrain.training.ending import why_ended
 from packtrain.training.engine import Engine
 from packtrain.training.job import Job
 from packtrain.training.state import Progress
 from packtrain.watch import Watch
-from packtrain.words import plural
 
 BEST, CHECKPOINT = "best.gguf", "checkpoint.gguf"
 
@@ -62,7 +62,7 @@ class Fit:
 
         Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
         """
-        while self.progress.step < self.job.steps and not self._stale():
+        while self.progress.step < self.job.steps and not self._ended():
             if stopped():
                 self.save(watch)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
@@ -87,6 +87,9 @@ class Fit:
             self.events.message(
                 f"step {number} skipped, its loss or gradient is not finite: {did.bad}"
             )
+        else:
+            past = self.job.settings.past
+            self.progress = self.progress.learnt(did.loss, did.norm, past)
         if did.note:
             self.events.message(f"step {number}: {did.note}")
         record: dict[str, Any] = {
@@ -99,7 +102,8 @@ class Fit:
             "positions_per_second": self.job.shape.positions / seconds,
             "seconds": self.progress.seconds,
         }
-        if self.job.valid is not None and self._due(self.job.settings.steps_per_eval, last=True):
+        due = self._due(self.job.settings.steps_per_eval, last=True)
+        if self.job.valid is not None and (due or why_ended(self.job.settings, self.progress)):
             record |= self._validate()
         return record
 
@@ -115,15 +119,11 @@ class Fit:
         at_end = last and self.progress.step == self.job.steps
         return at_end or bool(every and self.progress.step % every == 0)
 
-    def _stale(self) -> bool:
-        patience = self.job.settings.patience
-        if not patience or self.progress.stale < patience:
-            return False
-        self.events.message(
-            f"stopped early: no better validation loss than {self.progress.best:.4f} in"
-            f" {plural(patience, 'validation')}"
-        )
-        return True
+    def _ended(self) -> bool:
+        why = why_ended(self.job.settings, self.progress)
+        if why:
+            self.events.message(f"stopped early: {why}")
+        return why is not None
 
     # ---- saving
 

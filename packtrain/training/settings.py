@@ -143,6 +143,19 @@ class RunSettings:
         "early stopping: end after N validations without improvement and keep the best weights; 0: off",
         least=0,
     )
+    past: int = TRAINING(
+        0,
+        "end if the loss has changed by less than --delta in N steps; 0: off",
+        least=0,
+        most=10**5,
+    )
+    delta: float = TRAINING(1e-5, "change of the loss that ends it, over the loss", least=0)
+    max_no_improvement: int = TRAINING(
+        0, "end after N steps without a lower training loss; 0: off", least=0
+    )
+    grad_tol: float = TRAINING(
+        0.0, "end at a step whose gradients' norm is at most this; 0: off", least=0
+    )
     steps_per_report: int = OUTPUT(
         10, "print a line every N steps if there is no terminal", least=1
     )
@@ -345,6 +358,7 @@ FREE = frozenset(
             "threads",
         ),
         *("steps_per_eval", "val_batches", "patience", "steps_per_report", "save_every"),
+        *("past", "delta", "max_no_improvement", "grad_tol"),
         *(
             "sample_every",
             "sample_prompt",

@@ -29,6 +29,8 @@ class Progress:
 
     step      steps done          tokens   trained on so far      seconds  spent training
     best      lowest validation loss, after step `best_step`, and `stale`, validations since then
+    recent    training losses of the last good steps, as many as --past needs, and the gradient norm of the last one
+    lowest    lowest training loss, and `unimproved`, steps since then
     last      validation loss of the last validation; `base` that before step 1, both over `batches` batches
     """
 
@@ -41,11 +43,22 @@ class Progress:
     last: float = float("inf")
     base: float = float("inf")
     batches: int = 0
+    recent: tuple[float, ...] = ()
+    norm: float = float("inf")
+    lowest: float = float("inf")
+    unimproved: int = 0
 
     def after(self, tokens: int, seconds: float) -> "Progress":
         return replace(
             self, step=self.step + 1, tokens=self.tokens + tokens, seconds=self.seconds + seconds
         )
+
+    def learnt(self, loss: float, norm: float, past: int) -> "Progress":
+        """After a good step; `past` more losses are kept."""
+        recent = (*self.recent, loss)[-1 - past :]
+        better = loss < self.lowest
+        lowest, unimproved = (loss, 0) if better else (self.lowest, self.unimproved + 1)
+        return replace(self, recent=recent, norm=norm, lowest=lowest, unimproved=unimproved)
 
     def validated(self, loss: float) -> "Progress":
         if loss < self.best:
@@ -160,6 +173,7 @@ def _load(path: Path) -> Checkpoint:
         raise GGUFError(f"{path}: its description of the run is not JSON") from None
     if not _is_progress(progress) or not isinstance(about, dict) or "steps" not in about:
         raise GGUFError(f"{path}: its description of the run is not one that packtrain writes")
+    progress["recent"] = tuple(progress.get("recent", ()))
     return Checkpoint(path, Progress(**progress), about, gguf)
 
 
@@ -167,10 +181,13 @@ def _is_progress(value: Any) -> bool:
     """Whether plain data has the fields of Progress, of the right types and not negative; old files lack `later`."""
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
     later = {"best_step": int, "last": float, "base": float, "batches": int}
+    later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int}
+    signed = {"recent", "lowest"}
     return (
         isinstance(value, dict)
         and kinds.keys() <= value.keys() <= kinds.keys() | later.keys()
         and all(type(given) is (kinds | later)[name] for name, given in value.items())
-        and all(given >= 0 for given in value.values())
+        and all(given >= 0 for name, given in value.items() if name not in signed)
+        and all(type(loss) is float for loss in value.get("recent", ()))
         and value["step"] < 1 << 63
     )

@@ -1,10 +1,12 @@
 """packtrain: a static-graph engine for training language models that live in GGUF files.
 
 `import packtrain as pt`: the nouns (Tensor, Op, Graph), the verbs (differentiate, place, make_plan, run), every op by
-name; and the commands as functions (train, finetune, plan, evaluate, generate, chat, quantize, merge), loaded on first
-use. Importing this loads neither numba nor torch.
+name; the training of any model (fit, Model, Dataset, Trainer, save, load) with the optimizers; and the commands as
+functions (train, finetune, plan, evaluate, generate, chat, quantize, merge). The last two are loaded on first use.
+Importing this loads neither numba nor torch.
 """
 
+import importlib
 import typing
 
 from packtrain import backends, dtypes, ops
@@ -33,6 +35,18 @@ from packtrain.tensor import (
 from packtrain.version import __version__
 
 if typing.TYPE_CHECKING:
+    from packtrain.fitting import (
+        Callbacks,
+        Dataset,
+        Fitted,
+        Model,
+        Result,
+        Trainer,
+        epoch,
+        fit,
+        load,
+        save,
+    )
     from packtrain.library import (
         chat,
         evaluate,
@@ -44,23 +58,30 @@ if typing.TYPE_CHECKING:
         start,
         train,
     )
+    from packtrain.optim import SGD, AdamW, Muon
 
-_TASKS = ("chat", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start", "train")
+_LATE = {
+    "library": ("chat", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start", "train"),
+    "fitting": (
+        "Callbacks", "Dataset", "Fitted", "Model", "Result", "Trainer", "epoch", "fit", "load", "save",
+    ),
+    "optim": ("SGD", "AdamW", "Muon"),
+}  # fmt: skip
 
 __all__ = [
-    "DoesNotFit", "Executor", "Graph", "GraphError", "InputError", "Op", "Placed", "Plan", "PlanError", "RunError",
-    "Session", "Spec", "Stopped", "Tensor", "__version__", "backends", "bf16", "chat", "constant", "debug",
-    "differentiate", "dtypes", "evaluate", "f16", "f32", "f64", "finetune", "generate", "i32", "i64", "input",
-    "interpret", "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "start", "state", "train",
-    "u8", "verify", "weight",
+    "SGD", "AdamW", "Callbacks", "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph", "GraphError", "InputError",
+    "Model", "Muon", "Op", "Placed", "Plan", "PlanError", "Result", "RunError", "Session", "Spec", "Stopped",
+    "Tensor", "Trainer", "__version__", "backends", "bf16", "chat", "constant", "debug", "differentiate", "dtypes",
+    "epoch", "evaluate", "f16", "f32", "f64", "finetune", "fit", "generate", "i32", "i64", "input", "interpret",
+    "load", "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "save", "start", "state",
+    "train", "u8", "verify", "weight",
     *ops.__all__,
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> typing.Any:
-    """The functions of `packtrain.library`, loaded on first use."""
-    if name not in _TASKS:
-        raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
-    from packtrain import library
-
-    return getattr(library, name)
+    """What is loaded on first use."""
+    for module, names in _LATE.items():
+        if name in names:
+            return getattr(importlib.import_module(f"packtrain.{module}"), name)
+    raise AttributeError(f"module 'packtrain' has no attribute {name!r}")

@@ -148,10 +148,10 @@ def ended(life: "subprocess.Popen[str]") -> bool:
 
 
 def wait_for_more(path: Path, life: "subprocess.Popen[str]") -> None:
-    """Return once a file has grown or been begun anew, or the process is gone."""
-    before = path.stat() if path.exists() else None
+    """Return once a file has been written and is not empty, or the process is gone."""
+    before = path.stat().st_mtime_ns if path.exists() else None
     while life.poll() is None:
-        if path.exists() and (before is None or path.stat().st_mtime_ns != before.st_mtime_ns):
+        if path.exists() and path.stat().st_size and path.stat().st_mtime_ns != before:
             return
         time.sleep(0.001)
 

@@ -63,6 +63,8 @@ LAYERS = {
     " recompute models generation watch version backends",
     "training": "child errors events words files settings dtypes tensor graph optim place planning run memory stop"
     " kernels quant gguf tokenizer template corpus samples speed models watch design backends",
+    "fitting": "errors events words files dtypes tensor graph ops optim backends place planning picture run memory"
+    " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph place cost planning picture run memory kernels"
     " quant gguf tokenizer corpus samples models merging sample generation template watch design training backends",
     "library": "events settings tasks design training",

@@ -58,6 +58,7 @@ class Turn:
         same = before is not None and _same(before.shares, shares)
         self.last: Batch | None = {"loss": before.loss} if before and same else None
         self.evaluations, self.note = 0, ""
+        self.outputs: list[Batch] = []  # of the first evaluation
 
     def whole(self, hyper: Batch) -> Batch:
         if STEP in self.run:
@@ -86,7 +87,9 @@ class Turn:
 
     def _fed(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
         self.fed = [(self.run[name], one) for one in inputs]
-        return [run(one) for run, one in self.fed]
+        got: list[Batch] = [run(one) for run, one in self.fed]
+        self.outputs = self.outputs or got
+        return got
 
     def diagnose(self) -> str | None:
         """The op that first computes a non-finite value when the last evaluation is repeated, or None."""

@@ -1,0 +1,129 @@
+"""Epochs over a dataset: training and evaluation, with callbacks around every batch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packtrain.fitting.dataset import Dataset
+from packtrain.fitting.forms import WHOLE
+from packtrain.fitting.result import Result
+from packtrain.fitting.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch, as callbacks see it: before it runs and after it. They may change `trainer.lr` and `trainer.change`.
+
+    train          a step; otherwise a physical batch of an evaluation
+    number, count  of this batch from 1, and of all in the epoch
+    result         of the epoch so far
+    """
+
+    trainer: Trainer
+    train: bool
+    epoch: int
+    number: int
+    count: int
+    result: Result
+
+
+Callback = Callable[[Batch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """Functions that are called before and after every training step, and every batch of an evaluation."""
+
+    before: Callback | None = None
+    after: Callback | None = None
+    before_evaluation: Callback | None = None
+    after_evaluation: Callback | None = None
+
+    def __call__(self, batch: Batch, *, after: bool) -> None:
+        if batch.train:
+            called = self.after if after else self.before
+        else:
+            called = self.after_evaluation if after else self.before_evaluation
+        if called is not None:
+            called(batch)
+
+
+NONE = Callbacks()
+
+
+def epoch(
+    trainer: Trainer,
+    data: Dataset,
+    split: int | None = None,
+    *,
+    order: np.ndarray | None = None,
+    callbacks: Callbacks = NONE,
+    number: int = 1,
+    keep: bool = False,
+) -> tuple[Result, Result]:
+    """Train on the first `split` datapoints (None: all) and evaluate on the rest; the results of both.
+
+    order   positions of the datapoints; None: as they are
+    keep    keep predictions
+    Incomplete batches are left out: `split` and the rest should be multiples of the logical and physical batch.
+    """
+    places = np.arange(len(data)) if order is None else order
+    at = len(places) if split is None else split
+    mean = trainer.model.mean
+    learnt, tested = Result(mean, keep), Result(mean, keep)
+    if at:
+        for _ in steps(trainer, data, places[:at], learnt, callbacks, number):
+            pass
+    if at < len(places):
+        evaluate(trainer, data, places[at:], tested, callbacks, number)
+    return learnt, tested
+
+
+def steps(
+    trainer: Trainer,
+    data: Dataset,
+    order: np.ndarray,
+    result: Result,
+    callbacks: Callbacks = NONE,
+    number: int = 1,
+) -> Iterator[float]:
+    """Train on the datapoints in this order; yields the gradient norm after each step. Raises NotFinite."""
+    count = len(order) // trainer.batch
+    for at, values in enumerate(trainer.batches(data, trainer.batch, order), 1):
+        seen = Batch(trainer, True, number, at, count, result)
+        callbacks(seen, after=False)
+        done = trainer.step(values)
+        for outputs in done.outputs:
+            _add(result, trainer, outputs)
+        callbacks(seen, after=True)
+        yield done.norm
+
+
+def evaluate(
+    trainer: Trainer,
+    data: Dataset,
+    order: np.ndarray | None = None,
+    result: Result | None = None,
+    callbacks: Callbacks = NONE,
+    number: int = 1,
+) -> Result:
+    """Loss, accuracy and predictions over a dataset, by the forward graph alone."""
+    result = result or Result(trainer.model.mean)
+    count = len(data if order is None else order) // trainer.rows
+    for at, values in enumerate(trainer.batches(data, trainer.rows, order), 1):
+        seen = Batch(trainer, False, number, at, count, result)
+        callbacks(seen, after=False)
+        _add(result, trainer, trainer.forward(values))
+        callbacks(seen, after=True)
+    return result
+
+
+def _add(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
+    """Add a physical batch's outputs."""
+    correct = outputs.get("correct")
+    loss = float(outputs.get(WHOLE, outputs["loss"]))
+    result.add(
+        trainer.rows, loss, None if correct is None else int(correct), outputs.get("predictions")
+    )

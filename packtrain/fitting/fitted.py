@@ -1,0 +1,243 @@
+"""`fit`: epochs of training and validation, with the files of a run if asked."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain.errors import InputError
+from packtrain.fitting.dataset import Dataset
+from packtrain.fitting.epochs import NONE, Batch, Callbacks, evaluate, steps
+from packtrain.fitting.forms import Build
+from packtrain.fitting.model import Model
+from packtrain.fitting.record import Record
+from packtrain.fitting.result import Result
+from packtrain.fitting.trainer import Trainer
+from packtrain.memory import Peak
+from packtrain.optim import AdamW, Optimizer
+from packtrain.planning import size_text
+from packtrain.tensor import Tensor
+from packtrain.words import plural
+
+Say = Callable[[str], None]
+ORDERS_NBYTES = 4 * 8  # positions of a datapoint, while an epoch is shuffled
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """An epoch's results and seconds; `validated` has no data where nothing is held out."""
+
+    number: int
+    trained: Result
+    validated: Result
+    seconds: float
+
+    def __str__(self) -> str:
+        valid = f"; validation {self.validated}" if self.validated.ndata else ""
+        return f"epoch {self.number}: {self.trained}{valid}; {self.seconds:.2f} s"
+
+
+@dataclass(slots=True)
+class Fitted:
+    """What `fit` returns. `stopped`: it was asked to stop; the same call with resume=True goes on.
+
+    peak_nbytes  private memory of the process at its peak; compare trainer.planned_nbytes
+    """
+
+    trainer: Trainer
+    epochs: list[Epoch] = field(default_factory=list)
+    peak_nbytes: int = 0
+    stopped: bool = False
+
+    @property
+    def weights(self) -> Mapping[str, np.ndarray]:
+        """Weights by name, as `save` takes them."""
+        return self.trainer.weights
+
+
+def fit(
+    model: "Model | Tensor | Build",
+    data: "Dataset | Mapping[str, Any]",
+    optimizer: Optimizer | None = None,
+    *,
+    epochs: int = 1,
+    batch: int | None = None,
+    val_split: float = 0.0,
+    valid: "Dataset | Mapping[str, Any] | None" = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    schedule: Callable[[int], float] | None = None,
+    callbacks: Callbacks = NONE,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    on_message: Say = lambda text: None,
+    **trainer: Any,
+) -> Fitted:
+    """Train a model on a dataset for some epochs.
+
+        done = pt.fit(net, {"x": images, "y": labels}, pt.AdamW(lr=1e-3), epochs=30, batch=1000, val_split=0.05)
+
+    model      see Trainer
+    batch      datapoints per step; of these, `physical` at a time
+    val_split  share of the data held out for validation, drawn by `seed`; or give `valid`, which is never trained on
+    schedule   learning rate by the number of the step; default: the optimizer's
+    folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues from there
+    stop       asked after each step whether to save and stop
+    on_message called with what was chosen, and a line per epoch: `print` shows them
+    trainer    more arguments of Trainer: physical, memory, max_norm, device, values, evaluated, inputs
+    """
+    learnt = data if isinstance(data, Dataset) else Dataset(data)
+    own = {"seed": seed, "beside": ORDERS_NBYTES * len(learnt), "on_message": on_message}
+    runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer | own)
+    course = _course(runs, learnt, valid, val_split, seed if shuffle else None, on_message)
+    course.callbacks = _scheduled(callbacks, schedule)
+    record = Record(folder, runs, course.about, resume, on_message)
+    return _run(course, epochs, record, stop, on_message)
+
+
+def _run(
+    course: "Course", epochs: int, record: Record, stop: Callable[[], bool], say: Say
+) -> Fitted:
+    runs = course.trainer
+    say(f"{runs.form}; memory: {size_text(runs.planned_nbytes)} planned")
+    fitted = Fitted(runs)
+    with Peak() as peak, record:
+        while runs.done < epochs * course.steps and not fitted.stopped:
+            done = course.epoch(record, lambda: peak.nbytes, stop)
+            fitted.stopped = done is None
+            if done is not None:
+                fitted.epochs.append(done)
+                say(str(done))
+        record.save()
+    fitted.peak_nbytes = peak.nbytes
+    return fitted
+
+
+@dataclass(slots=True)
+class Course:
+    """The data of a run and its order: positions for training and for validation.
+
+    seed   of the order of each epoch; None: as the data is
+    """
+
+    trainer: Trainer
+    data: Dataset
+    train: np.ndarray
+    held: Dataset
+    valid: np.ndarray
+    seed: int | None
+    callbacks: Callbacks = NONE
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return len(self.train) // self.trainer.batch
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What must be equal to resume."""
+        batch, seed = self.trainer.batch, self.seed
+        return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
+
+    def epoch(
+        self, record: Record, peak: Callable[[], int], stop: Callable[[], bool]
+    ) -> Epoch | None:
+        """The rest of the current epoch, with validation; None if it was stopped."""
+        trainer, began = self.trainer, time.perf_counter()
+        number, before = divmod(trainer.done, self.steps)
+        number += 1
+        order = self.train
+        if self.seed is not None:
+            order = self.data.shuffled(order, self.seed, number)
+        learnt = Result(trainer.model.mean)
+        order = order[before * trainer.batch :]
+        for norm in steps(trainer, self.data, order, learnt, self.callbacks, number):
+            record.step(learnt, norm, peak())
+            if trainer.done % self.steps and stop():
+                return None
+        tested = Result(trainer.model.mean)
+        if len(self.valid):
+            evaluate(trainer, self.held, self.valid, tested, self.callbacks, number)
+        record.epoch(tested, peak())
+        return Epoch(number, learnt, tested, time.perf_counter() - began)
+
+
+def _course(
+    trainer: Trainer,
+    learnt: Dataset,
+    valid: "Dataset | Mapping[str, Any] | None",
+    val_split: float,
+    seed: int | None,
+    say: Say,
+) -> Course:
+    """The datasets, checked against the model, in whole batches. Raises InputError."""
+    check(trainer, learnt)
+    order = np.arange(len(learnt))
+    if seed is not None:
+        order = learnt.shuffled(order, seed, 0)
+    if not 0 <= val_split < 1:
+        raise InputError(f"val_split={val_split} must be at least 0 and less than 1")
+    if valid is not None:
+        held = valid if isinstance(valid, Dataset) else Dataset(valid)
+        check(trainer, held)
+        split, rest = len(order), np.arange(len(held))
+    else:
+        held = learnt
+        split = round(len(order) * (1 - val_split)) // trainer.batch * trainer.batch
+        rest = order[split:] if val_split else order[:0]
+    used = split // trainer.batch * trainer.batch
+    if not used:
+        raise InputError(
+            f"batch={trainer.batch} is more than the {plural(split or len(order), 'datapoint')} to train on"
+        )
+    if trainer.batch % learnt.shard:
+        raise InputError(f"batch={trainer.batch} must be a multiple of shard={learnt.shard}")
+    for what, left in (
+        ("training", (split if rest.size else len(order)) - used),
+        ("validation", rest.size % trainer.rows),
+    ):
+        if left:
+            say(f"{plural(left, 'datapoint')} of {what} make no whole batch and are left out")
+    return Course(trainer, learnt, order[:used], held, rest, seed)
+
+
+def check(trainer: Trainer, data: Dataset) -> None:
+    """Raise InputError unless the columns fit the model's inputs."""
+    inputs, others = trainer.model.inputs, trainer.inputs(0)
+    for name, values in data.columns.items():
+        if name not in inputs:
+            raise InputError(
+                f"the dataset has {name}, which is no input of the model; it has {', '.join(inputs)}"
+            )
+        spec = inputs[name].spec
+        shape = spec.dtype.array_shape(spec.shape)
+        if values.shape[1:] != shape[1:] or not np.can_cast(
+            values.dtype, spec.dtype.numpy, "same_kind"
+        ):
+            raise InputError(
+                f"{name} is {spec} in the model; datapoints of shape {list(values.shape[1:])} and type"
+                f" {values.dtype} do not fit"
+            )
+    missing = [name for name in inputs if name not in data.columns and name not in others]
+    if missing:
+        raise InputError(f"the dataset has no {missing[0]}, an input of the model")
+    if len(data) < trainer.rows:
+        rows, count = trainer.rows, plural(len(data), "datapoint")
+        raise InputError(f"a batch of {rows:,} is more than the {count} of the dataset")
+
+
+def _scheduled(callbacks: Callbacks, schedule: Callable[[int], float] | None) -> Callbacks:
+    """The callbacks, of which the first sets the rate of its step."""
+    if schedule is None:
+        return callbacks
+
+    def before(batch: Batch) -> None:
+        batch.trainer.lr = schedule(batch.trainer.done + 1)
+        if callbacks.before is not None:
+            callbacks.before(batch)
+
+    return replace(callbacks, before=before)

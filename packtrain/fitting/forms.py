@@ -1,0 +1,207 @@
+"""The ways to run a step of a model, with their plans: how much at a time, and what is kept for the backward pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from packtrain import ops
+from packtrain.backends import HOST, Target
+from packtrain.design.plans import BOUND_NBYTES, EVALUATE, MICRO, STEP, UPDATE, Name
+from packtrain.errors import DoesNotFit, InputError
+from packtrain.fitting.model import Model
+from packtrain.graph import Graph
+from packtrain.optim import Optimizer, accumulating, training, updating
+from packtrain.place import Placed, place
+from packtrain.planning import Plan, make_plan, size_text
+from packtrain.tensor import GraphError, Tensor
+from packtrain.words import plural
+
+Build = Callable[[int], "Model | Tensor"]
+WHOLE = "whole"  # the loss of a physical batch, where `loss` is its share of a step
+LOOP_NBYTES = 2 << 20  # files, curve and results of the loop
+
+
+@dataclass(frozen=True)
+class Form:
+    """Plans of a step: `micros` physical batches of `rows` datapoints.
+
+    recomputed  which forward values the backward pass computes again; empty: none
+    """
+
+    model: Model
+    rows: int
+    micros: int
+    recomputed: str
+    placed: dict[Name, Placed]
+    plans: dict[Name, Plan]
+
+    @property
+    def largest(self) -> Plan:
+        """The plan with the largest arena, which all share."""
+        return max(self.plans.values(), key=lambda plan: plan.arena().nbytes)
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Weights and states of all graphs by name."""
+        found = (leaf for placed in self.placed.values() for leaf in placed.graph.leaves)
+        return {leaf.label: leaf for leaf in found if leaf.role}
+
+    @property
+    def arena_nbytes(self) -> int:
+        return max(plan.arena(HOST).nbytes for plan in self.plans.values())
+
+    @property
+    def loop_nbytes(self) -> int:
+        """Bytes outside the session: a step's data, two copies of its outputs, executors, files."""
+        outputs, inputs = self.model.outputs.values(), self.model.inputs.values()
+        calls = sum(len(placed.graph.calls) for placed in self.placed.values())
+        data = sum(t.spec.nbytes for t in (*inputs, *outputs, *outputs))
+        return LOOP_NBYTES + BOUND_NBYTES * calls + self.micros * data
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes that a run adds to the process, by what they are for."""
+        by_role = dict.fromkeys(("weight", "table", "moment", "sum"), 0)
+        for leaf in self.leaves.values():
+            by_role[leaf.role or ""] += leaf.spec.nbytes
+        constants = sum(plan.arena(HOST).constant_nbytes for plan in self.plans.values())
+        return {
+            "weights": by_role["weight"] + by_role["table"],
+            "optimizer state": by_role["moment"],
+            "sums of gradients": by_role["sum"],
+            "constants": constants,
+            "arena": self.arena_nbytes,
+            "data and loop": self.loop_nbytes,
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a run adds to the process."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        how = f", {self.recomputed} recomputed" if self.recomputed else ""
+        return f"{self.micros} × {plural(self.rows, 'datapoint')} per step{how}"
+
+
+def choose(
+    asked: "Asked", optimizer: Optimizer | None, target: Target, limit: float, baseline: int
+) -> Form:
+    """The fastest form within a limit of bytes of the process. Raises DoesNotFit with the least limit."""
+    least: Form | None = None
+    for rows in asked.sizes():
+        for recomputed in ("", "all but products", "all but some products"):
+            form = build(asked, rows, recomputed, optimizer, target)
+            if form is None:
+                continue
+            if baseline + form.nbytes <= limit:
+                return form
+            if least is None or form.nbytes < least.nbytes:
+                least = form
+    assert least is not None
+    needed = -(-(baseline + least.nbytes) >> 20)
+    parts = [f"  {size_text(nbytes):>10}  {what}" for what, nbytes in least.parts.items() if nbytes]
+    raise DoesNotFit(
+        "\n".join(
+            [
+                f"this does not fit into {size_text(int(limit))}; the smallest memory that would do is {needed}MiB",
+                f"  that is with {least}",
+                f"  {size_text(baseline):>10}  the process before it",
+                *parts,
+            ]
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller asks for: a model of one size, or a function from a number of datapoints to the model."""
+
+    model: "Model | Tensor | Build"
+    evaluated: "Model | Build | None" = None
+    batch: int | None = None
+    physical: int | None = None
+    max_norm: float | None = None
+
+    def sizes(self) -> list[int]:
+        """Possible numbers of datapoints at a time, largest first. Raises InputError."""
+        if isinstance(self.model, Model | Tensor):
+            sizes = [self._own_size()]
+        elif self.physical is not None:
+            sizes = [self.physical]
+        elif self.batch is None:
+            raise InputError("batch must be given: the number of datapoints per step")
+        else:
+            sizes = [n for n in range(self.batch, 0, -1) if self.batch % n == 0]
+        wrong = [n for n in sizes if n < 1 or (self.batch or n) % n]
+        if wrong:
+            raise InputError(
+                f"batch={self.batch} must be a multiple of the physical batch, {wrong[0]}"
+            )
+        return sizes
+
+    def _own_size(self) -> int:
+        inputs = self.at(0).inputs
+        sizes = {name: leaf.shape[0] for name, leaf in inputs.items() if leaf.shape}
+        rows = next(iter(sizes.values()), 0)
+        if self.physical not in (None, rows):
+            raise InputError(
+                f"physical={self.physical}, but the model is built for {plural(rows, 'datapoint')};"
+                " give a function from their number to the model"
+            )
+        if not rows:
+            raise InputError("the model has no inputs with an axis of datapoints")
+        return rows
+
+    def at(self, rows: int, evaluated: bool = False) -> Model:
+        """The model for so many datapoints at a time."""
+        asked = self.evaluated if evaluated and self.evaluated is not None else self.model
+        found = asked if isinstance(asked, Model | Tensor) else asked(rows)
+        return Model(found) if isinstance(found, Tensor) else found
+
+
+def build(
+    asked: Asked, rows: int, recomputed: str, optimizer: Optimizer | None, target: Target
+) -> Form | None:
+    """The form with its plans; None if nothing would be recomputed though it is asked for."""
+    model, micros = asked.at(rows), (asked.batch or rows) // rows
+    graphs = {EVALUATE: Graph(asked.at(rows, evaluated=True).outputs)}
+    if optimizer is not None:
+        keep = _kept(model, recomputed)
+        if recomputed and not keep:
+            return None
+        graphs |= _training(model, optimizer, micros, keep, asked.max_norm)
+    elif recomputed:
+        return None
+    placed: dict[Name, Placed] = {name: place(graph, target) for name, graph in graphs.items()}
+    plans = {name: make_plan(p) for name, p in placed.items()}
+    return Form(model, rows, micros, recomputed, placed, plans)
+
+
+def _training(
+    model: Model, optimizer: Optimizer, micros: int, keep: list[Tensor] | None, norm: float | None
+) -> dict[str, Graph]:
+    trained = model.trained
+    if not trained:
+        raise GraphError("the loss depends on no weight that can be trained")
+    outputs = model.outputs
+    if micros == 1 and optimizer.evaluations == 1:
+        return {STEP: training(outputs, trained, optimizer, keep=keep, max_norm=norm)}
+    by = 1 / micros if model.mean else 1.0
+    shared = outputs | {"loss": ops.scale(model.loss, by=by), WHOLE: model.loss}
+    return {
+        MICRO: accumulating(shared, trained, keep=keep),
+        UPDATE: updating(trained, optimizer, max_norm=norm),
+    }
+
+
+def _kept(model: Model, recomputed: str) -> list[Tensor] | None:
+    """The forward values to keep: those that a weight of two or more axes went into, or every second of them."""
+    if not recomputed:
+        return None
+    calls = Graph([model.loss]).calls
+    products = [
+        call.results[0]
+        for call in calls
+        if any(t.base.kind == "weight" and len(t.shape) > 1 for t in call.reads)
+    ]
+    return products if recomputed == "all but products" else products[::2][:-1]

@@ -1,0 +1,76 @@
+"""What epochs report: loss and accuracy with their uncertainty, and predictions."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class Result:
+    """Collected over physical batches, see ggml_opt_result.
+
+    mean         losses are means over their batches, and so is the result's; else they are sums, which add up
+    keep         keep predictions, too
+    """
+
+    mean: bool = True
+    keep: bool = False
+    ndata: int = 0
+    losses: list[float] = field(default_factory=list)
+    correct: int | None = None
+    kept: list[np.ndarray] = field(default_factory=list)
+
+    def add(
+        self, ndata: int, loss: float, correct: int | None, predictions: np.ndarray | None
+    ) -> None:
+        """Add a physical batch."""
+        self.ndata += ndata
+        self.losses.append(loss)
+        if correct is not None:
+            self.correct = (self.correct or 0) + correct
+        if self.keep and predictions is not None:
+            self.kept.append(predictions)
+
+    @property
+    def loss(self) -> float:
+        """Mean or sum of the batches' losses; 0 before any."""
+        total = math.fsum(self.losses)
+        return total / max(len(self.losses), 1) if self.mean else total
+
+    @property
+    def loss_error(self) -> float:
+        """Standard error of a mean, or sample standard deviation of the summands of a sum; NaN below two batches."""
+        n = len(self.losses)
+        if n < 2:
+            return math.nan
+        middle = math.fsum(self.losses) / n
+        variance = math.fsum((x - middle) ** 2 for x in self.losses) / (n - 1)
+        return math.sqrt(variance / n if self.mean else variance)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of datapoints whose class was predicted; NaN for models without classes."""
+        return math.nan if self.correct is None else self.correct / self.ndata
+
+    @property
+    def accuracy_error(self) -> float:
+        """Standard error of the accuracy; NaN below two datapoints."""
+        if self.correct is None or self.ndata < 2:
+            return math.nan
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / (self.ndata - 1))
+
+    @property
+    def predictions(self) -> np.ndarray:
+        """Predictions of all datapoints in the order in which they came, if they are kept."""
+        return np.concatenate(self.kept) if self.kept else np.empty(0, np.float32)
+
+    def __str__(self) -> str:
+        """`loss 0.0712 ± 0.0004, accuracy 97.90 ± 0.14 %`, or `no data`."""
+        if not self.ndata:
+            return "no data"
+        error = "" if math.isnan(self.loss_error) else f" ± {self.loss_error:.4f}"
+        if self.correct is None:
+            return f"loss {self.loss:.4f}{error}"
+        percent = f"{100 * self.accuracy:.2f} ± {100 * self.accuracy_error:.2f} %"
+        return f"loss {self.loss:.4f}{error}, accuracy {percent}"

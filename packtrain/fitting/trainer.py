@@ -1,0 +1,204 @@
+"""A model with its plans bound to memory: forward, gradient and update graphs on one session."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.backends import target as target_of
+from packtrain.design.plans import EVALUATE, MICRO, STEP
+from packtrain.dtypes import bf16, f32
+from packtrain.errors import InputError
+from packtrain.fitting.dataset import Dataset
+from packtrain.fitting.forms import Asked, Build, Form, choose
+from packtrain.fitting.model import Model, initial
+from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.optim import ROUNDING, Optimizer, updating
+from packtrain.quant import quantize
+from packtrain.run import Session, Values
+from packtrain.tensor import Tensor
+from packtrain.training.engine import Turn
+from packtrain.training.finite import FiniteGuard, NotFinite
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step: the outputs of each physical batch, and the gradient norm before clipping."""
+
+    outputs: tuple[Arrays, ...]
+    norm: float
+
+
+class Trainer:
+    """Steps and evaluations of a model, in memory that is planned and reserved here.
+
+    model      a Model, a scalar loss, or a function from a number of datapoints to either
+    optimizer  None: the model is only evaluated
+    evaluated  the model as it is evaluated, if that differs, such as without dropout
+    batch      datapoints per step (the logical batch); None: a physical batch
+    physical   datapoints at a time; None: as many as memory allows, if `model` is a function
+    values     weights by name; the others are drawn by `seed`, see `initial`
+    inputs     values of inputs that are not data, by the number of the step; 0 in an evaluation
+    memory     limit on the private memory of the process, such as "64MiB"
+    beside     bytes that the caller will take beside it
+    Raises DoesNotFit with the least limit that would do; InputError, GraphError.
+    """
+
+    def __init__(
+        self,
+        model: "Model | Tensor | Build",
+        optimizer: Optimizer | None = None,
+        *,
+        evaluated: "Model | Build | None" = None,
+        batch: int | None = None,
+        physical: int | None = None,
+        values: Arrays | None = None,
+        max_norm: float | None = None,
+        memory: str | None = None,
+        device: str = "cpu",
+        seed: int = 0,
+        inputs: Callable[[int], Arrays] = lambda step: {},
+        beside: int = 0,
+        on_message: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        asked = Asked(model, evaluated, batch, physical, max_norm)
+        limit = math.inf if memory is None else parse_size(memory, "memory")
+        own = optimizer.kernels if optimizer else ()
+        kernels.load_all((*kernels.LEARNING, *kernels.EXPERTS, *kernels.WINDOWS, *own))
+        settle()  # now the memory of kernels is part of the baseline
+        self.baseline = private_nbytes() + beside
+        self.form: Form = choose(asked, optimizer, target_of(device), limit, self.baseline)
+        self.seed, self.inputs, self.say, self.done = seed, inputs, on_message, 0
+        self._guard = FiniteGuard()
+        self._columns, self._space = dict[str, Any](), dict[str, np.ndarray]()
+        self.optimizer, self.lr = optimizer, optimizer.lr if optimizer else 0.0
+        self.session = Session()
+        self.run = {
+            name: self.session.executor(placed, self.form.plans[name])
+            for name, placed in self.form.placed.items()
+        }
+        self._begin(values or {})
+
+    def _begin(self, values: Arrays) -> None:
+        weights = {n: t for n, t in self.form.leaves.items() if t.kind == "weight"}
+        unknown = sorted(values.keys() - weights.keys())
+        if unknown:
+            raise InputError(
+                f"values has {unknown[0]}, which is no weight of the model; it has {', '.join(weights)}"
+            )
+        for name, leaf in weights.items():
+            if name in values:
+                value = np.asarray(values[name])
+            elif leaf.dtype in (f32, bf16):
+                value = initial(leaf, self.seed)
+            else:
+                raise InputError(f"values must have {name}: weights of {leaf.dtype} are not drawn")
+            if leaf.dtype == bf16 and value.dtype == np.float32:
+                value = quantize(value, bf16)
+            self.session.set({name: value})
+
+    @property
+    def model(self) -> Model:
+        return self.form.model
+
+    @property
+    def rows(self) -> int:
+        """Datapoints at a time: the physical batch."""
+        return self.form.rows
+
+    @property
+    def batch(self) -> int:
+        """Datapoints per step: the logical batch."""
+        return self.form.rows * self.form.micros
+
+    def batches(self, data: Dataset, size: int, order: np.ndarray | None) -> Iterator[Arrays]:
+        """Batches of a dataset, in memory that the next one overwrites."""
+        columns = {name: (v.shape[1:], v.dtype) for name, v in data.columns.items()}
+        if columns != self._columns:
+            self._columns, self._space = columns, data.space(self.batch)
+        return data.batches(size, order, self._space)
+
+    @property
+    def planned_nbytes(self) -> int:
+        """The most private memory of the process."""
+        return self.baseline + self.form.nbytes
+
+    # ---- values
+
+    @property
+    def weights(self) -> Values:
+        """Weights by name, read on access; they change as the trainer runs."""
+        return Values(self.session, [n for n, t in self.form.leaves.items() if t.kind == "weight"])
+
+    @property
+    def saved(self) -> Values:
+        """Weights and moments: what a checkpoint holds."""
+        roles = "weight", "table", "moment"
+        return Values(self.session, [n for n, t in self.form.leaves.items() if t.role in roles])
+
+    @property
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Sums of gradients since the last `fresh` physical batch, by weight; see add_gradients."""
+        trained = (w.label for w in self.model.trained)
+        return {name: self.session.get(f"g/{name}") for name in trained}
+
+    # ---- running
+
+    def forward(self, batch: Arrays) -> Arrays:
+        """Outputs of a physical batch, by the forward graph: `loss`, `predictions`, `correct`."""
+        return self.run[EVALUATE](self._given(EVALUATE, batch, 0))
+
+    def add_gradients(self, batch: Arrays, fresh: bool) -> Arrays:
+        """Add the gradients of a physical batch to their sums, which a `fresh` one resets; returns its outputs.
+
+        Only where a step has several physical batches or evaluations; a mean is formed as they come.
+        """
+        if MICRO not in self.run:
+            raise InputError("gradients are summed only if batch is larger than the physical batch")
+        flag = np.array(float(fresh), np.float32)
+        return self.run[MICRO]({**self._given(MICRO, batch, self.done + 1), "fresh": flag})
+
+    def step(self, batch: Arrays) -> Stepped:
+        """Train on a logical batch. Raises NotFinite for the third bad step in a row."""
+        if self.optimizer is None:
+            raise InputError("this trainer has no optimizer")
+        number = self.done + 1
+        first = STEP if STEP in self.run else MICRO
+        parts = [
+            self._given(first, {n: v[at : at + self.rows] for n, v in batch.items()}, number)
+            for at in range(0, self.batch, self.rows)
+        ]
+        rounding = np.array([self.seed, number], np.int64)
+        wanted = any(ROUNDING in run.inputs for run in self.run.values())
+        turn = Turn(self.run, parts, {ROUNDING: rounding} if wanted else {})
+        got = self.optimizer.drive(turn, number, self.lr)
+        self.done = number
+        try:
+            bad = self._guard.check(got, turn.diagnose)
+        except NotFinite as error:
+            raise NotFinite(f"step {number}: {error}") from None
+        if bad:
+            self.say(f"step {number} skipped, its loss or gradient is not finite: {bad}")
+        return Stepped(tuple(turn.outputs), float(got["squares"]) ** 0.5)
+
+    def _given(self, graph: str, batch: Arrays, number: int) -> dict[str, Any]:
+        """The inputs of a graph: those columns that it reads, and what is not data."""
+        wanted = self.run[graph].inputs
+        given = {**batch, **self.inputs(number)}
+        return {name: value for name, value in given.items() if name in wanted}
+
+    def change(self, optimizer: Optimizer) -> None:
+        """Go on with other numbers, such as another weight decay. Raises InputError if that needs another plan."""
+        now = self.optimizer
+        trained = self.model.trained
+        if (
+            now is None
+            or updating(trained, now).fingerprint != updating(trained, optimizer).fingerprint
+        ):
+            raise InputError(f"{optimizer} needs another plan than {now}; create another trainer")
+        self.optimizer, self.lr = optimizer, optimizer.lr

@@ -10,7 +10,7 @@ import pytest
 import packtrain as pt
 from packtrain.fitting import Batch
 from packtrain.optim import Optimizer
-from packtrain.training.finite import NotFinite
+from packtrain.training.engine import NotFinite
 
 EXACT = 1e-10
 ADAMW = pt.AdamW(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)

@@ -51,7 +51,8 @@ class Form:
 
     @property
     def loop_nbytes(self) -> int:
-        """Bytes outside the session: a step's data, two copies of its outputs, executors, files."""
+        """Bytes outside the session: a step's data (thrice if it is kept for the next step), two copies of its
+        outputs, executors, files."""
         outputs, inputs = self.model.outputs.values(), self.model.inputs.values()
         calls = sum(len(placed.graph.calls) for placed in self.placed.values())
         data = sum(t.spec.nbytes for t in (*inputs, *outputs, *outputs))

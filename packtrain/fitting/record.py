@@ -110,7 +110,7 @@ class Record:
 
     def _write(self, peak: int) -> None:
         if self.watch is not None and self.last:
-            self.watch.step(self.last, peak)
+            self.watch.step(self.last)
         self.last = {}
 
     def save(self) -> None:

@@ -20,8 +20,7 @@ from packtrain.optim import ROUNDING, Optimizer, updating
 from packtrain.quant import quantize
 from packtrain.run import Session, Values
 from packtrain.tensor import Tensor
-from packtrain.training.engine import Turn
-from packtrain.training.finite import FiniteGuard, NotFinite
+from packtrain.training.engine import NotFinite, Turn, judged
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -74,7 +73,8 @@ class Trainer:
         self.baseline = private_nbytes() + beside
         self.form: Form = choose(asked, optimizer, target_of(device), limit, self.baseline)
         self.seed, self.inputs, self.say, self.done = seed, inputs, on_message, 0
-        self._guard = FiniteGuard()
+        self._bad = 0
+        self._before: Turn | None = None  # the last step, if its gradients are still there
         self._columns, self._space = dict[str, Any](), dict[str, np.ndarray]()
         self.optimizer, self.lr = optimizer, optimizer.lr if optimizer else 0.0
         self.session = Session()
@@ -169,19 +169,25 @@ class Trainer:
             raise InputError("this trainer has no optimizer")
         number = self.done + 1
         first = STEP if STEP in self.run else MICRO
+        if self.optimizer.evaluations > 1:  # the next step compares its batch with this one
+            batch = {name: values.copy() for name, values in batch.items()}
         parts = [
             self._given(first, {n: v[at : at + self.rows] for n, v in batch.items()}, number)
             for at in range(0, self.batch, self.rows)
         ]
         rounding = np.array([self.seed, number], np.int64)
         wanted = any(ROUNDING in run.inputs for run in self.run.values())
-        turn = Turn(self.run, parts, {ROUNDING: rounding} if wanted else {})
+        turn = Turn(self.run, parts, {ROUNDING: rounding} if wanted else {}, self._before)
+        self._before = None
         got = self.optimizer.drive(turn, number, self.lr)
+        self._before = turn if self.optimizer.evaluations > 1 else None
         self.done = number
         try:
-            bad = self._guard.check(got, turn.diagnose)
+            self._bad, bad = judged(got, turn, self._bad)
         except NotFinite as error:
             raise NotFinite(f"step {number}: {error}") from None
+        if turn.note:
+            self.say(f"step {number}: {turn.note}")
         if bad:
             self.say(f"step {number} skipped, its loss or gradient is not finite: {bad}")
         return Stepped(tuple(turn.outputs), float(got["squares"]) ** 0.5)

@@ -130,24 +130,10 @@ class Engine:
         self.before = None
         got = self.optimizer.drive(turn, number, rate)
         self.before = turn if self.optimizer.evaluations > 1 else None
-        norm, bad = float(got["squares"]) ** 0.5, self._judged(got, turn)
-        return Stepped(float(got["loss"]), norm, int(tokens), bad, turn.note)
-
-    def _judged(self, got: Batch, turn: Turn) -> str | None:
-        """None for a good step; else the op, tensor and source line that produced the bad value.
-
-        The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed
-        nothing, and repeating it gives the same values; without, it may have changed tensors before the first bad
-        gradient, and the repetition can differ.
-        """
-        if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
-            self.bad = 0
-            return None
-        self.bad += 1
-        what = turn.diagnose() or "it is finite when run again"
-        if self.bad == IN_A_ROW:
-            raise NotFinite(f"{IN_A_ROW} steps in a row without a finite loss and gradient; {what}")
-        return what
+        self.bad, bad = judged(got, turn, self.bad)
+        return Stepped(
+            float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad, turn.note
+        )
 
     def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
         """The inputs of each run of a graph, with weights that add up to 1 over the step."""
@@ -174,6 +160,22 @@ def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
     pairs = zip(one, other, strict=False)
     same = (np.array_equal(a[name], b[name]) for a, b in pairs for name in b)
     return len(one) == len(other) and all(same)
+
+
+def judged(got: Batch, turn: Turn, before: int) -> tuple[int, str | None]:
+    """Bad steps in a row, of which there were so many `before`; and the op, tensor and source line that made this one
+    bad, or None.
+
+    The gate in the graph has already skipped the update. With clipping by global norm, the bad step changed nothing,
+    and repeating it gives the same values; without, it may have changed tensors before the first bad gradient, and the
+    repetition can differ. Raises NotFinite for IN_A_ROW bad steps.
+    """
+    if np.isfinite(got["loss"]) and np.isfinite(got["squares"]):
+        return 0, None
+    what = turn.diagnose() or "it is finite when run again"
+    if before + 1 == IN_A_ROW:
+        raise NotFinite(f"{IN_A_ROW} steps in a row without a finite loss and gradient; {what}")
+    return before + 1, what
 
 
 def evaluate(run: Executor, batches: Iterable[Batch]) -> Evaluated:

@@ -58,18 +58,18 @@ if typing.TYPE_CHECKING:
         start,
         train,
     )
-    from packtrain.optim import SGD, AdamW, Muon
+    from packtrain.optim import LBFGS, SGD, AdamW, Muon
 
 _LATE = {
     "library": ("chat", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start", "train"),
     "fitting": (
         "Callbacks", "Dataset", "Fitted", "Model", "Result", "Trainer", "epoch", "fit", "load", "save",
     ),
-    "optim": ("SGD", "AdamW", "Muon"),
+    "optim": ("LBFGS", "SGD", "AdamW", "Muon"),
 }  # fmt: skip
 
 __all__ = [
-    "SGD", "AdamW", "Callbacks", "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph", "GraphError", "InputError",
+    "LBFGS", "SGD", "AdamW", "Callbacks", "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph", "GraphError", "InputError",
     "Model", "Muon", "Op", "Placed", "Plan", "PlanError", "Result", "RunError", "Session", "Spec", "Stopped",
     "Tensor", "Trainer", "__version__", "backends", "bf16", "chat", "constant", "debug", "differentiate", "dtypes",
     "epoch", "evaluate", "f16", "f32", "f64", "finetune", "fit", "generate", "i32", "i64", "input", "interpret",

@@ -195,6 +195,24 @@ def test_regression_by_sgd():
     near(float(done.weights["b"][0]), 3.4, 0.41)
 
 
+def test_regression_by_lbfgs_needs_few_steps():
+    start = {"a": np.array([1.0]), "b": np.array([3.0])}
+    done = pt.fit(line, noisy(), pt.LBFGS(), epochs=10, batch=201, values=start)
+    near(float(done.weights["a"][0]), 1.2, 0.01)
+    near(float(done.weights["b"][0]), 3.4, 0.01)
+
+
+def test_lbfgs_sees_that_the_next_batch_is_another():
+    data = pt.Dataset(noisy())
+    start = {"a": np.array([1.0]), "b": np.array([3.0])}
+    by_epoch, by_step = (pt.Trainer(line, pt.LBFGS(), batch=67, values=start) for _ in range(2))
+    pt.epoch(by_epoch, data)
+    for at in (0, 67, 134):
+        by_step.step({name: values[at : at + 67].copy() for name, values in data.columns.items()})
+    for name in start:
+        assert by_epoch.weights[name].tobytes() == by_step.weights[name].tobytes()
+
+
 # ---- classification ------------------------------------------------------------------------------------------
 
 

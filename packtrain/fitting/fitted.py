@@ -107,7 +107,7 @@ def _run(
     fitted = Fitted(runs)
     with Peak() as peak, record:
         while runs.done < epochs * course.steps and not fitted.stopped:
-            done = course.epoch(record, lambda: peak.nbytes, stop)
+            done = course.epoch(record, stop)
             fitted.stopped = done is None
             if done is not None:
                 fitted.epochs.append(done)
@@ -143,9 +143,7 @@ class Course:
         batch, seed = self.trainer.batch, self.seed
         return {"datapoints": len(self.train), "batch": batch, "seed": seed, "steps": self.steps}
 
-    def epoch(
-        self, record: Record, peak: Callable[[], int], stop: Callable[[], bool]
-    ) -> Epoch | None:
+    def epoch(self, record: Record, stop: Callable[[], bool]) -> Epoch | None:
         """The rest of the current epoch, with validation; None if it was stopped."""
         trainer, began = self.trainer, time.perf_counter()
         number, before = divmod(trainer.done, self.steps)
@@ -156,13 +154,13 @@ class Course:
         learnt = Result(trainer.model.mean)
         order = order[before * trainer.batch :]
         for norm in steps(trainer, self.data, order, learnt, self.callbacks, number):
-            record.step(learnt, norm, peak())
+            record.step(learnt, norm)
             if trainer.done % self.steps and stop():
                 return None
         tested = Result(trainer.model.mean)
         if len(self.valid):
             evaluate(trainer, self.held, self.valid, tested, self.callbacks, number)
-        record.epoch(tested, peak())
+        record.epoch(tested)
         return Epoch(number, learnt, tested, time.perf_counter() - began)
 
 

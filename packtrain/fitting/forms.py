@@ -24,6 +24,7 @@ LOOP_NBYTES = 2 << 20  # files, curve and results of the loop
 class Form:
     """Plans of a step: `micros` physical batches of `rows` datapoints.
 
+    copies      of a step's data: more than one if it is compared with the next step's
     recomputed  which forward values the backward pass computes again; empty: none
     """
 
@@ -31,6 +32,7 @@ class Form:
     rows: int
     micros: int
     recomputed: str
+    copies: int
     placed: dict[Name, Placed]
     plans: dict[Name, Plan]
 
@@ -51,11 +53,10 @@ class Form:
 
     @property
     def loop_nbytes(self) -> int:
-        """Bytes outside the session: a step's data (thrice if it is kept for the next step), two copies of its
-        outputs, executors, files."""
-        outputs, inputs = self.model.outputs.values(), self.model.inputs.values()
+        """Bytes outside the session: copies of a step's data and of its outputs, executors, files."""
+        outputs, inputs = self.model.outputs.values(), list(self.model.inputs.values())
         calls = sum(len(placed.graph.calls) for placed in self.placed.values())
-        data = sum(t.spec.nbytes for t in (*inputs, *outputs, *outputs))
+        data = sum(t.spec.nbytes for t in (*inputs * self.copies, *outputs, *outputs))
         return LOOP_NBYTES + BOUND_NBYTES * calls + self.micros * data
 
     @property
@@ -175,7 +176,8 @@ def build(
         return None
     placed: dict[Name, Placed] = {name: place(graph, target) for name, graph in graphs.items()}
     plans = {name: make_plan(p) for name, p in placed.items()}
-    return Form(model, rows, micros, recomputed, placed, plans)
+    copies = 3 if optimizer is not None and optimizer.evaluations > 1 else 1
+    return Form(model, rows, micros, recomputed, copies, placed, plans)
 
 
 def _training(

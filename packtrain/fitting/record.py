@@ -83,9 +83,9 @@ class Record:
             self.trainer.session.set({name: found.array(name)})
         self.progress, self.trainer.done = found.progress, found.progress.step
 
-    def step(self, result: Result, norm: float, peak: int) -> None:
+    def step(self, result: Result, norm: float) -> None:
         """Record a step, whose losses came last."""
-        self._write(peak)
+        self._write()
         seconds, now = time.perf_counter() - self.at, time.perf_counter()
         self.at, batch = now, self.trainer.batch
         self.progress = replace(self.progress.after(batch, seconds), step=self.trainer.done)
@@ -100,15 +100,15 @@ class Record:
             "seconds": self.progress.seconds,
         }
 
-    def epoch(self, tested: Result, peak: int) -> None:
+    def epoch(self, tested: Result) -> None:
         """Record an epoch's validation with its last step, and save."""
         if tested.ndata:
             self.last |= {"val_loss": tested.loss, "val_error": tested.loss_error}
             self.progress = self.progress.validated(tested.loss)
-        self._write(peak)
+        self._write()
         self.save()
 
-    def _write(self, peak: int) -> None:
+    def _write(self) -> None:
         if self.watch is not None and self.last:
             self.watch.step(self.last)
         self.last = {}
@@ -117,7 +117,7 @@ class Record:
         """Write a checkpoint."""
         if self.watch is None or self.folder is None:
             return
-        self._write(0)
+        self._write()
         self.watch.save()
         state.save(self.folder / CHECKPOINT, self.progress, self.about, self.trainer.saved)
         self.at = time.perf_counter()

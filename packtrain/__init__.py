@@ -69,7 +69,8 @@ _LATE = {
 }  # fmt: skip
 
 __all__ = [
-    "LBFGS", "SGD", "AdamW", "Callbacks", "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph", "GraphError", "InputError",
+    "LBFGS", "SGD", "AdamW", "Callbacks", "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph", "GraphError",
+    "InputError",
     "Model", "Muon", "Op", "Placed", "Plan", "PlanError", "Result", "RunError", "Session", "Spec", "Stopped",
     "Tensor", "Trainer", "__version__", "backends", "bf16", "chat", "constant", "debug", "differentiate", "dtypes",
     "epoch", "evaluate", "f16", "f32", "f64", "finetune", "fit", "generate", "i32", "i64", "input", "interpret",

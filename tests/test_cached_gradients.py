@@ -1,0 +1,100 @@
+"""Gradients through keys and values that earlier chunks of a text left, and of several texts at once, in one graph."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from packtrain import ops
+from packtrain.dtypes import i32
+from packtrain.grad import differentiate
+from packtrain.graph import Graph
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.models.lora import Lora
+from packtrain.tensor import Tensor, input
+from tests.models import CONFIG, batch, bind, gradients, values
+
+ROWS, TIME = 2, 12
+LOW = replace(CONFIG, lora=Lora((("blk.*.attn_q.weight", 2), ("blk.*.ffn_down.weight", 3)), 0, 4.0))
+
+
+def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
+    """As tests.models.gradients, but chunk by chunk: each attends to what those before left, and to itself."""
+    w = transformer.weights(config)
+    named = {name: input(name, (ROWS, TIME), i32) for name in ("tokens", "targets", "pos", "seq")}
+    weights = input("weights", (ROWS, TIME))
+    kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    seen: list[tuple[Tensor, Tensor]] = []
+    ends = list[Tensor]()
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else ops.concat(parts, axis=1)
+
+    at = 0
+    for size in sizes:
+        tokens, pos, seq = (
+            ops.narrow(named[name], axis=1, start=at, length=size)
+            for name in ("tokens", "pos", "seq")
+        )
+        seen.append((pos, seq))
+        all_pos, all_seq = (joined([*found]) for found in zip(*seen, strict=True))
+
+        def attend(
+            i: int, q: Tensor, k: Tensor, v: Tensor, where=(pos, all_pos, seq, all_seq)
+        ) -> Tensor:
+            kept.setdefault(i, []).append((k, v))
+            keys, held = (joined([*found]) for found in zip(*kept[i], strict=True))
+            return transformer.mixed(config, i, q, keys, held, *where)
+
+        *_, h = transformer.stream(config, w, tokens, pos, attend, TIME)
+        ends.append(h)
+        at += size
+    x = transformer.output_norm(config, w, joined(ends))
+    given = transformer.head(w), named["targets"], weights
+    loss, losses = ops.linear_cross_entropy(x, *given, chunk=16, softcap=0.0)[:2]
+    found = differentiate(loss, list(w.values()))
+    return Graph({"loss": loss, "losses": losses, **{f"d/{t.name}": d for t, d in found.items()}})
+
+
+def data(config: Config) -> dict[str, np.ndarray]:
+    return batch(config, ROWS, TIME) | {
+        "weights": np.full((ROWS, TIME), 1 / (ROWS * TIME), np.float32)
+    }
+
+
+def close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert np.abs(value).max() > 0, name
+        np.testing.assert_allclose(
+            found[name], value, atol=2e-5 * max(1e-2, np.abs(value).max()), err_msg=name
+        )
+
+
+@pytest.mark.parametrize("sizes", [(6, 6), (1, 7, 4), (12,)])
+@pytest.mark.parametrize("config", [CONFIG, LOW], ids=["all", "low rank"])
+def test_chunks_give_the_gradients_of_the_whole(config: Config, sizes: tuple[int, ...]) -> None:
+    """A later chunk's loss reaches the weights through the keys and values of the earlier ones."""
+    start = values(config)
+    given = data(config)
+    wanted = bind(gradients(config, ROWS, TIME), start)(given)
+    close(bind(in_chunks(config, sizes), start)(given), wanted)
+
+
+def test_several_texts_in_one_row_give_the_sum_of_each() -> None:
+    """Two texts of unlike length, one after the other in the row, do not see each other; nor do their gradients."""
+    start, whole = values(CONFIG), data(CONFIG)
+    lengths = 5, 7
+    row = {name: value[:1].copy() for name, value in whole.items()}
+    row["pos"][0] = np.concatenate([np.arange(n) for n in lengths])
+    row["seq"][0] = np.repeat([0, 1], lengths)
+    found = bind(gradients(CONFIG, 1, TIME), start)(row)
+    parts, at = [], 0
+    for n in lengths:
+        part = {name: value[:, at : at + n] for name, value in row.items()}
+        parts.append(bind(gradients(CONFIG, 1, n), start)(part))
+        at += n
+    losses = np.concatenate([part.pop("losses") for part in parts], axis=1)
+    np.testing.assert_allclose(found.pop("losses"), losses, atol=1e-5)
+    close(found, {name: parts[0][name] + parts[1][name] for name in parts[0]})

@@ -13,12 +13,13 @@ CACHE = 1 << 22  # a call with fewer bytes finds them in a cache
 PARALLEL = 1 << 17  # bytes from which a parallel region pays
 MANY = 64  # tasks that keep all threads busy to the end
 # rates of unmeasured kinds of work, as shares of the floating-point operations per second
-SHARES = {"multiply": 0.5, "attend": 0.4, "pack": 0.03, "unpack": 0.02, "exp": 0.02, "score": 0.02}
+SHARES = {"multiply": 0.5, "attend": 0.4, "attend back": 0.4, "pack": 0.03}
+SHARE = 0.02  # of all others
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Work per second of this machine, all threads together.
+    """Work per second of a backend, on this machine with all threads together.
 
     flops    floating-point operations of a large matrix product
     nbytes   bytes moved from memory; `near`: from a cache (0: the same)
@@ -26,6 +27,7 @@ class Rates:
     threads  number of threads; a single task gets one thread's share of a rate
     call     overhead of a call in seconds, plus `region` for a parallel region
     seen     share of the causally visible blocks that attention computes, which depends on data, see design.pace
+    others   rates of other backends by name; those without any have the same
     """
 
     flops: float
@@ -36,11 +38,21 @@ class Rates:
     call: float = CALL_SECONDS
     region: float = REGION_SECONDS
     seen: float = 1.0
+    others: Mapping[str, "Rates"] = field(default_factory=dict)
 
     def of(self, kind: str) -> float:
         """The rate of a kind of work, per second."""
         known = self.kinds.get(kind)
-        return SHARES[kind.split()[0]] * self.flops if known is None else known
+        return SHARES.get(kind, SHARE) * self.flops if known is None else known
+
+    def on(self, backend: str) -> "Rates":
+        """The rates of a backend."""
+        return self.others.get(backend, self)
+
+    def seeing(self, share: float) -> "Rates":
+        """The rates, of all backends, if attention computes this share of the visible blocks."""
+        others = {name: rates.seeing(share) for name, rates in self.others.items()}
+        return replace(self, seen=share, others=others)
 
     def times(self, threads: int) -> "Rates":
         """The rates of this many threads, if each is as fast as all are now."""
@@ -67,10 +79,12 @@ def seconds(placed: Placed, rates: Rates) -> float:
 
 
 def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
-    """Expected time of one call: the longer of arithmetic and memory traffic, plus overhead.
+    """Expected time of one call on its backend: the longer of arithmetic and memory traffic, plus overhead.
 
     read  tensors that some step reads: optional results are only computed if they are among them
     """
+    if isinstance(call, Step):
+        rates = rates.on(call.backend.name)
     cost = cost_of(call, read)
     work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
     if cost.masked:

@@ -1,20 +1,21 @@
 """What must hold of a chain's blocks, for tests and for planted faults."""
 
 from packtrain.cost import Rates
-from packtrain.design.parts import Setting, chain
+from packtrain.design.estimate import chain
 from packtrain.design.plans import StepShape
+from packtrain.design.request import Request
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
 from packtrain.recompute import Chain
 
 CONFIG = Config(320, 128, 256, 6, 768, 8, 8)
 SHAPE = StepShape(CONFIG, 1, 128, 1, 1.0)
-SETTING = Setting(AdamW(), Rates(1e11, 1e10), 0)
+REQUEST = Request(AdamW(), Rates(1e11, 1e10))
 
 
 def fresh(form: StepShape) -> Chain:
     """A chain that knows nothing yet, whose calls take no memory, for that is more than these tensors take."""
-    found = chain(form, SETTING)
+    found = chain(form, REQUEST)
     found.call_nbytes = 0
     return found
 

@@ -288,6 +288,50 @@ else:
     run(folder, little)
 
 
+def test_a_second_memory_steers_the_search(folder: Path) -> None:
+    """Weights and activations live in far, whose limit the search keeps, and so does the first space."""
+    script = """
+from dataclasses import replace
+from packtrain import cost
+from packtrain.cost import Rates
+from packtrain.backends import HOST
+from packtrain.design.budget import planned
+from packtrain.design.plans import StepShape
+from packtrain.design.request import Request
+from packtrain.design.search import search
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.optim import AdamW
+
+shape = StepShape(Config(64, 32, 64, 4, 128, 2, 2), 4, 64, max_norm=1.0)
+roles = dict.fromkeys(("weight", "moment", "sum"), far.BACKENDS["far"])
+weights = [name for name in transformer.weights(shape.config) if name.startswith(("blk.1.", "blk.2."))]
+one = dict.fromkeys([f"{kind}{name}" for name in weights for kind in ("", "m/", "v/")], far.BACKENDS["far"])
+for homes in (roles, one):
+    on = Target(CPU.backends, homes=homes)
+    fast, slow = Rates(1e11, 1e10), Rates(1e10, 1e9)
+    request = Request(AdamW(), replace(fast, others={"far": slow}), target=on)
+    whole = request.plans(shape)
+    assert whole.spaces == ["far"]
+    most = {s: request.total(whole, s) + (1 << 20) * (s == HOST) for s in (HOST, "far")}  # recomputed calls take some
+    limits = {HOST: most[HOST], "far": most["far"] - whole.largest_in("far").arena("far").nbytes // 5}
+    answer = search(shape, replace(request, limits=limits))
+    assert answer.fits and answer.shape != shape, (homes, answer)
+    plans = request.plans(answer.shape)
+    assert all(request.total(plans, s) <= limits[s] * 1.001 for s in limits), (limits, plans.nbytes_in("far"))
+    assert search(shape, replace(request, limits=most)).shape == shape
+    refused = search(shape, replace(request, limits={HOST: most[HOST], "far": 40_000}))
+    assert not refused.fits and refused.change
+    steps = [s for name in ("step", ) for s in whole.placed[name].steps]
+    read = {t for step in steps for t in step.reads}
+    each = [cost.call_seconds(s, slow if s.backend.name == "far" else fast, read) for s in steps]
+    assert whole.seconds(request.rates) == sum(each) > whole.seconds(fast)
+made = planned(shape, replace(request, limits={"far": 40_000}))
+assert "does not fit into the memory of far" in made.refusal, made.refusal
+"""
+    run(folder, script)
+
+
 def test_it_is_watched_as_the_cpu_is(folder: Path) -> None:
     script = """
 with pt.debug("nan,poison,compare,time"):

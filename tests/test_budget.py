@@ -14,9 +14,10 @@ import pytest
 from packtrain.cli import main
 from packtrain.cost import Rates
 from packtrain.design import loaded
-from packtrain.design.budget import Limit, planned
-from packtrain.design.parts import Setting, chain
+from packtrain.design.budget import planned
+from packtrain.design.estimate import chain
 from packtrain.design.plans import APPLY, MEASURE, StepShape, make_plans
+from packtrain.design.request import Request
 from packtrain.design.search import Search, search, smallest
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, private_nbytes_of, total_nbytes
@@ -39,8 +40,8 @@ def deep(blocks: int, rows: int = ROWS, **given) -> StepShape:
     return StepShape(replace(CONFIG, block_count=blocks), rows, TIME, **given)
 
 
-def setting(baseline: int = 0) -> Setting:
-    return Setting(AdamW(), RATES, baseline)
+def request(baseline: int = 0) -> Request:
+    return Request(AdamW(), RATES, baseline)
 
 
 def trained(shape: StepShape, steps: int = 3, optimizer=ADAMW) -> dict[str, np.ndarray]:
@@ -64,7 +65,7 @@ def test_two_passes_and_any_choice_give_the_same_bits():
     for other in (
         replace(shape, two_passes=True),
         replace(shape, keep=uniform(4, ()), two_passes=True),
-        replace(shape, keep=chain(shape, setting()).least().choice),
+        replace(shape, keep=chain(shape, request()).least().choice),
         replace(shape, keep=spaced(4, 2)),
     ):
         assert same_bits(trained(other), expected)
@@ -85,7 +86,7 @@ def test_micro_batches_that_go_through_each_block_in_turn_give_their_sum(max_nor
     if max_norm is None:
         exact = [name for name in got if name.startswith("blk.") and got[name].ndim == 2]
         assert exact and same_bits({n: got[n] for n in exact}, {n: expected[n] for n in exact})
-    for keep in (uniform(3, ()), chain(layered, setting()).least().choice):
+    for keep in (uniform(3, ()), chain(layered, request()).least().choice):
         assert same_bits(trained(replace(layered, keep=keep), 1, SGD()), got)
     if max_norm is not None:
         assert same_bits(trained(replace(layered, two_passes=True), 1, SGD()), got)
@@ -100,13 +101,13 @@ def test_micro_batches_in_turn_need_less_than_sums_or_than_all_rows_at_once():
     least = make_plans(layered, AdamW()).nbytes
     assert least < make_plans(replace(summed, keep=uniform(4, ())), AdamW()).nbytes
     assert least < make_plans(together, AdamW()).nbytes
-    limit = setting().total(make_plans(layered, AdamW()))
-    answer = search(summed, "auto", setting(), limit)
+    limit = request().total(make_plans(layered, AdamW()))
+    answer = search(summed, request().within(limit))
     assert answer.fits and answer.shape.layered and answer.shape.micros == 4
 
 
 def test_the_smallest_arena_is_nested_and_gives_the_same_bits():
-    shape, blocks = deep(8), chain(deep(8), setting())
+    shape, blocks = deep(8), chain(deep(8), request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
     small = blocks.least().choice
     assert max(small.stream) > 1
@@ -123,7 +124,7 @@ def test_two_passes_need_no_memory_for_waiting_gradients():
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
-    blocks = chain(deep(6, max_norm=max_norm), setting())
+    blocks = chain(deep(6, max_norm=max_norm), request())
     blocks.call_nbytes = 0  # which is more than these small tensors are worth
     everything = blocks.plan(keep_all(6, len(blocks.block.values)))
     least = blocks.least()
@@ -139,7 +140,7 @@ def test_more_memory_is_never_slower_and_every_plan_fits(max_norm):
 
 def test_two_blocks_are_as_good_as_exhaustive_search():
     shape = StepShape(replace(CONFIG, block_count=2), ROWS, TIME)
-    blocks = chain(shape, setting())
+    blocks = chain(shape, request())
     blocks.call_nbytes = 0
     sides = blocks.block.ways[::2]
     every = [
@@ -150,7 +151,7 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
     ]
     low, high = min(f.nbytes for f in every), max(f.nbytes for f in every)
     for budget in np.linspace(low, high, 8).astype(int):
-        fresh = chain(shape, setting())
+        fresh = chain(shape, request())
         fresh.call_nbytes = 0
         got = fresh.within(int(budget))
         best = min(f.seconds for f in every if f.nbytes <= budget)
@@ -162,7 +163,7 @@ def test_two_blocks_are_as_good_as_exhaustive_search():
 
 
 def test_the_spacing_of_sqrt():
-    blocks = chain(deep(6), setting())
+    blocks = chain(deep(6), request())
     inside = sum(-(-t.spec.nbytes // 64) * 64 for t in blocks.block.values)
     assert spacing(blocks) == max(round((6 * blocks.block.stream_nbytes / inside) ** 0.5), 1)
 
@@ -172,27 +173,27 @@ def test_the_spacing_of_sqrt():
 
 def test_what_fits_as_it_is_stays_as_it_is():
     shape = deep(3, max_norm=1.0)
-    assert search(shape, "auto", setting(), 1 << 40).shape == shape
+    assert search(shape, request().within(1 << 40)).shape == shape
 
 
 def test_less_memory_down_to_the_least_which_fits_and_no_less():
-    shape, process = deep(3, max_norm=1.0), setting()
+    shape, process = deep(3, max_norm=1.0), request()
     whole = process.total(make_plans(shape, AdamW()))
-    refused = search(shape, "auto", process, MIB)
+    refused = search(shape, process.within(MIB))
     assert not refused.fits
     least = process.total(process.plans(refused.shape))
     assert least < whole
     for limit in np.linspace(least, whole, 6).astype(int):
-        answer = search(shape, "auto", process, int(limit))
+        answer = search(shape, process.within(int(limit)))
         assert answer.fits and process.total(process.plans(answer.shape)) <= limit
         assert answer.shape.rows * answer.shape.micros == ROWS
-    assert not search(shape, "auto", process, int(least * 0.97)).fits
+    assert not search(shape, process.within(int(least * 0.97))).fits
 
 
 def test_a_loss_head_that_is_too_large_for_validation_is_cut_before_blocks_are():
     """Validation has a loss head, too, without blocks that could be computed again."""
     config = Config(32_000, 64, 64, 4, 128, 4, 4)
-    shape, looking = StepShape(config, 4, 64, evaluate=True), Search(setting(), "auto")
+    shape, looking = StepShape(config, 4, 64, evaluate=True), Search(request())
     known = looking.draft(replace(shape, chunk=64))
     found = looking.fastest(shape, known.nbytes, fixed=False)
     assert looking.sizes(shape).beside > 2 * looking.sizes(known.shape).beside
@@ -201,19 +202,19 @@ def test_a_loss_head_that_is_too_large_for_validation_is_cut_before_blocks_are()
 
 def test_the_child_finds_the_same():
     shape = deep(2)
-    made = planned(shape, "auto", setting(), Limit(1 << 40))
-    assert made.plans.shape == shape and made.baseline > 10 * MIB and made.refusal is None
+    made = planned(shape, request().within(1 << 40))
+    assert made.shape == shape and made.baseline > 10 * MIB and made.refusal is None
 
 
 def test_more_budget_is_never_slower():
     """Every budget is asked by itself, with nothing remembered; tensors are large enough to matter beside calls."""
     config = Config(320, 128, 256, 3, 768, 8, 8)
-    shape, process = StepShape(config, 2, 128), setting()
+    shape, process = StepShape(config, 2, 128), request()
     whole = process.total(make_plans(shape, AdamW()))
-    least = process.total(process.plans(smallest(shape, "auto", process)))
+    least = process.total(process.plans(smallest(shape, process)))
     seconds = []
     for limit in np.linspace(least, whole, 20).astype(int):
-        answer = search(shape, "auto", process, int(limit))
+        answer = search(shape, process.within(int(limit)))
         plans = process.plans(answer.shape)
         assert answer.fits and process.total(plans) <= limit
         seconds.append(plans.seconds(RATES))
@@ -332,7 +333,7 @@ def test_sizes():
 # ---- kernels that are not loaded yet
 
 
-def test_what_kernels_take_is_measured_once_and_guessed_without_room(monkeypatch, tmp_path):
+def test_what_kernels_take_is_measured_once_and_guessed_without_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(loaded, "_kept", lambda names: tmp_path / "loaded.json")
     guess = loaded.loaded(("norm",), 10 * MIB)
     assert guess.unsure and not list(tmp_path.iterdir())
@@ -345,10 +346,10 @@ def test_what_kernels_take_is_measured_once_and_guessed_without_room(monkeypatch
 
 def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
     guess = loaded.Loaded(80 * MIB, 24 * MIB)
-    here = setting(private_nbytes() + guess.nbytes)
-    least = here.total(here.plans(smallest(deep(2), "auto", here)))
+    here = request(private_nbytes() + guess.nbytes)
+    least = here.total(here.plans(smallest(deep(2), here)))
     found = [
-        planned(deep(2), "auto", here, Limit(limit, kernels=one))
+        planned(deep(2), replace(here, kernels=one).within(limit))
         for limit, one in (
             (least - 12 * MIB, guess),
             (least - 12 * MIB, guess._replace(unsure=0)),

@@ -10,8 +10,8 @@ import pytest
 
 from packtrain.cost import Rates
 from packtrain.design.depth import even, reached, with_blocks
-from packtrain.design.parts import Setting
-from packtrain.design.plans import STEP, Base, StepShape, build, leaves
+from packtrain.design.plans import STEP, Base, StepShape, build_graph, leaves
+from packtrain.design.request import Request
 from packtrain.design.search import Search, search
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW
@@ -21,7 +21,7 @@ from packtrain.recompute import uniform
 from packtrain.recompute.block import backward_steps
 from tests.architectures import CONFIGS
 
-SETTING = Setting(AdamW(), Rates(1e11, 1e10), 0)
+REQUEST = Request(AdamW(), Rates(1e11, 1e10))
 LORA = Lora((("blk.*.attn_*.weight", 4), ("blk.*.ffn_up.weight", 4)), 0, 8.0)
 BASES: Mapping[str, Base] = {
     "full": Base(()),
@@ -43,7 +43,7 @@ def shape_of(name: str, kind: str) -> StepShape:
 def test_every_block_that_is_reached_has_its_backward_steps_in_turn(name, kind):
     shape = shape_of(name, kind)
     count = reached(shape)
-    built = build(STEP, replace(shape, keep=uniform(count, ())), AdamW())
+    built = build_graph(STEP, replace(shape, keep=uniform(count, ())), AdamW())
     assert len(built.stream) == count + 1
     spans = backward_steps(place(built.graph), built, 1)
     assert set(range(count)) - set(spans) <= {0}
@@ -68,13 +68,13 @@ def test_a_shorter_model_trains_what_the_longer_does():
 def test_blocks_with_norms_behind_them_are_computed_again(kind):
     """Their stream values have no name, and with a part frozen some have no gradient."""
     shape = shape_of("gemma3", kind)
-    whole = SETTING.total(SETTING.plans(shape))
-    refused = search(shape, "auto", SETTING, 1 << 20)
-    least = SETTING.total(SETTING.plans(refused.shape))
+    whole = REQUEST.total(REQUEST.plans(shape))
+    refused = search(shape, REQUEST.within(1 << 20))
+    least = REQUEST.total(REQUEST.plans(refused.shape))
     assert not refused.fits and least <= whole
     for limit in ((whole + least) // 2, least):
-        answer = search(shape, "auto", SETTING, limit)
-        assert answer.fits and SETTING.total(SETTING.plans(answer.shape)) <= limit
+        answer = search(shape, REQUEST.within(limit))
+        assert answer.fits and REQUEST.total(REQUEST.plans(answer.shape)) <= limit
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -82,7 +82,7 @@ def test_a_pattern_for_each_of_a_few_blocks_goes_on_in_the_longer_chains_that_ar
     shape = shape_of("gemma3 linear", "full")
     few = replace(shape.config, block_count=blocks, window_pattern=(True, False)[:blocks])
     shape = replace(shape, config=few)
-    assert not search(shape, "auto", SETTING, 1 << 20).fits
+    assert not search(shape, REQUEST.within(1 << 20)).fits
     assert with_blocks(shape, 5).config.window_pattern == ((True, False)[:blocks] * 5)[:5]
 
 
@@ -111,9 +111,9 @@ def rows_of(name: str, kind: str) -> Rows:
     shape = shape_of(name, kind)
     config = replace(shape.config, block_count=3)
     shape = replace(shape, config=config, rows=1, time=128, max_norm=None)
-    looking = Search(SETTING, "auto")
+    looking = Search(REQUEST)
     least = looking.best(shape, 1 << 20)
-    return Rows(shape, looking, SETTING.total(SETTING.plans(shape)), least.nbytes)
+    return Rows(shape, looking, REQUEST.total(REQUEST.plans(shape)), least.nbytes)
 
 
 @pytest.mark.parametrize("budget", ["none", "tight", "smallest", "too small"])
@@ -126,24 +126,24 @@ def test_every_architecture_in_every_way_within_every_budget(name, kind, budget)
     limits = {"none": whole, "tight": (whole + least) // 2, "smallest": least}
     limit = limits.get(budget, int(0.95 * least))
     best = looking.best(shape, limit)
-    plans = SETTING.plans(best.shape)
+    plans = REQUEST.plans(best.shape)
     for plan, placed in zip(plans.plans.values(), plans.placed.values(), strict=True):
         verify(plan, placed)
-    assert SETTING.total(plans) <= best.nbytes * 1.01
+    assert REQUEST.total(plans) <= best.nbytes * 1.01
     assert (best.shape == shape) == (budget == "none")
-    assert (SETTING.total(plans) <= limit) == (budget != "too small")
+    assert (REQUEST.total(plans) <= limit) == (budget != "too small")
 
 
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_refusal_of_every_way_says_what_would_do(kind):
-    refused = search(shape_of("phi3", kind), "auto", SETTING, 1 << 20)
+    refused = search(shape_of("phi3", kind), REQUEST.within(1 << 20))
     assert not refused.fits and WAYS[kind] in refused.change
 
 
 def test_blocks_without_rope_keep_in_its_place_what_rope_would_have_turned():
     shape = replace(shape_of("smollm3", "full"), rows=1, time=128, max_norm=None)
-    whole, looking = SETTING.total(SETTING.plans(shape)), Search(SETTING, "auto")
+    whole, looking = REQUEST.total(REQUEST.plans(shape)), Search(REQUEST)
     limit = (whole + looking.best(shape, 1 << 20).nbytes) // 2
     best = looking.best(shape, limit)
     assert best.shape.keep is not None and any(best.shape.keep.inner)
-    assert SETTING.total(SETTING.plans(best.shape)) <= limit
+    assert REQUEST.total(REQUEST.plans(best.shape)) <= limit

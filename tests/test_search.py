@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from packtrain.design.search import SLACK, Search
-from tests.search_checks import SETTING, SHAPE, check_alone, fresh
+from tests.search_checks import REQUEST, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]
 FORMS += [replace(form, two_passes=True) for form in (FORMS[0], FORMS[2])]
@@ -56,7 +56,7 @@ def test_a_bound_lets_nothing_be_built_that_is_too_slow():
 
 
 def test_two_passes_take_at_least_what_one_takes_without_its_gradients():
-    looking = Search(SETTING, "auto")
+    looking = Search(REQUEST)
     for form in FORMS:
         least = looking.least_of([form])
         assert looking._at_least(form) <= least.nbytes

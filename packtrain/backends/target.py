@@ -30,6 +30,11 @@ class Target:
         return cls((backend,), limits={} if limit is None else {backend.space: limit})
 
     @property
+    def every(self) -> list[Backend]:
+        """All its backends, in order."""
+        return list({b.name: b for b in (*self.backends, *self.homes.values())}.values())
+
+    @property
     def space(self) -> str:
         """The space of the arena that counts."""
         return self.backends[0].space
@@ -43,6 +48,11 @@ class Target:
     def limit(self) -> int | None:
         """Most bytes of that space, where it is not the process's own."""
         return self.limits.get(self.space) if self.apart else None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all leaves live on the first backend."""
+        return not self.homes
 
     def home(self, leaf: Tensor) -> Backend:
         """Where a leaf lives."""

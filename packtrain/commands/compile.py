@@ -26,10 +26,10 @@ def run(settings: Compile) -> int:
     began = time.perf_counter()
     names = store.modules()
     count = kernels.prepare(names, limit, private_nbytes())
-    room = math.inf if limit is None else limit - private_nbytes()
+    free = math.inf if limit is None else limit - private_nbytes()
     wanted = product((False, True), (False, True), OPTIMIZERS.values())
     for modules in dict.fromkeys(needed(*one) for one in wanted):
-        loaded(modules, room)  # measured, so that a tight budget can be planned
+        loaded(modules, free)  # measured, so that a tight budget can be planned
     seconds = time.perf_counter() - began
     folders = sorted({str(store.folder_of(name).parent) for name in names})
     print(

@@ -1,22 +1,21 @@
 """Estimates bytes and seconds of shapes from graphs of a few blocks, without packing anything.
 
-Returns for Shapes under one Setting their Sizes, Chains (for choosing recomputation), and Drafts.
+Returns for Shapes under one Request their StepEstimates, Chains (for choosing recomputation), and Drafts.
 """
 
 from dataclasses import dataclass, replace
 
+from packtrain.backends import HOST
 from packtrain.design.depth import even, reached, with_blocks
-from packtrain.design.forms import CHUNKS
-from packtrain.design.parts import (
-    CALL_NBYTES,
-    Part,
-    Setting,
-    Sizes,
+from packtrain.design.estimate import (
+    GraphEstimate,
+    StepEstimate,
     by_chunk,
     chain,
-    measured,
+    estimated,
     passes,
 )
+from packtrain.design.forms import CHUNKS
 from packtrain.design.plans import (
     CHUNK,
     EVALUATE,
@@ -24,13 +23,17 @@ from packtrain.design.plans import (
     UPDATE,
     StepShape,
     blocks_in,
-    build,
+    build_graph,
     counted,
+    is_mapped,
+    leaves,
     loop_nbytes,
     names,
     passed_over,
+    passing_nbytes,
     runs,
 )
+from packtrain.design.request import CALL_NBYTES, Request
 from packtrain.models.config import Config
 from packtrain.optim import Optimizer
 from packtrain.place import place
@@ -41,7 +44,7 @@ SAMPLED = 3  # blocks of the larger chain from which others are extrapolated
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A shape with estimates before packing: peak bytes of the process, and seconds of a step."""
+    """A shape with estimates before packing: peak bytes of a memory space, and seconds of a step."""
 
     shape: StepShape
     nbytes: int
@@ -49,39 +52,42 @@ class Draft:
 
 
 class Drafts:
-    """Estimates of shapes under one setting; caches measurements."""
+    """Estimates of shapes under one request, in the bytes of one space (by default the arena's); caches them."""
 
-    def __init__(self, setting: Setting, recompute: str) -> None:
-        self.setting, self.recompute = setting, recompute
-        self._parts: dict[tuple[str, StepShape], dict[int, Part]] = {}
-        self._samples: dict[Config, list[Part]] = {}
-        self._known: dict[StepShape, Sizes] = {}
+    def __init__(self, request: Request, space: str | None = None) -> None:
+        self.request, self.space = request, space or request.target.space
+        self._graphs: dict[tuple[str, StepShape], dict[int, GraphEstimate]] = {}
+        self._samples: dict[Config, list[GraphEstimate]] = {}
+        self._known: dict[StepShape, StepEstimate] = {}
         self._chains: dict[StepShape, Chain] = {}
         self._short: dict[tuple[str, StepShape], Built] = {}
 
-    def sizes(self, shape: StepShape) -> Sizes:
+    def sizes(self, shape: StepShape) -> StepEstimate:
         if shape not in self._known:
             self._known[shape] = self._by_few_blocks(shape)
         return self._known[shape]
 
-    def _by_few_blocks(self, shape: StepShape) -> Sizes:
+    def _by_few_blocks(self, shape: StepShape) -> StepEstimate:
         """Extrapolate from chains of two and three blocks: growth is linear from there on."""
         more = reached(shape) - SAMPLED
-        if more <= 0 or not even(shape):
+        if more <= 0 or not even(shape) or not self.request.target.uniform:
             return self._sizes(shape)
         below = passed_over(shape.config, shape.base)
         two, three = (self._sizes(with_blocks(shape, n)) for n in (SAMPLED - 1, SAMPLED))
         under = self._sizes(with_blocks(shape, SAMPLED, 1)) if below else three
         each = zip(two, three, under, strict=True)
-        return Sizes(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
+        return StepEstimate(*(b + more * (b - a) + below * (c - b) for a, b, c in each))
 
-    def _sizes(self, shape: StepShape) -> Sizes:
-        parts = {name: self._part(name, shape) for name in names(shape)}
+    def _sizes(self, shape: StepShape) -> StepEstimate:
+        parts = {name: self._graph(name, shape) for name in names(shape)}
         every = [*parts.values(), *self._of_samples(shape)]
-        leaves = {name: leaf for part in every for name, leaf in part.leaves.items()}
-        inside, target = parts[blocks_in(shape)], self.setting.target
-        return Sizes(
-            counted(shape, leaves.values(), target, target.space),
+        found = {name: leaf for part in every for name, leaf in part.leaves.items()}.values()
+        inside, target = parts[blocks_in(shape)], self.request.target
+        nbytes = counted(shape, found, target, self.space)
+        if self.space == HOST:
+            nbytes += passing_nbytes((t for t in found if not is_mapped(shape, t)), target)
+        return StepEstimate(
+            nbytes,
             inside.arena,
             max((part.arena for part in every if part is not inside), default=0),
             sum(part.calls for part in every),
@@ -89,28 +95,29 @@ class Drafts:
             sum(count * parts[name].seconds for name, count in runs(shape).items()),
         )
 
-    def _part(self, name: str, shape: StepShape) -> Part:
+    def _graph(self, name: str, shape: StepShape) -> GraphEstimate:
         key = name, _what_matters(name, shape)
-        if key not in self._parts:
-            graph = self._build(*key, self.setting.optimizer).graph
-            placed = place(graph, self.setting.target)
-            self._parts[key] = by_chunk(placed, self.setting, {shape.chunk, *CHUNKS})
-        return self._parts[key][shape.chunk]
+        if key not in self._graphs:
+            graph = self._build(*key, self.request.optimizer).graph
+            placed = place(graph, self.request.target)
+            chunks = {shape.chunk, *CHUNKS}
+            self._graphs[key] = by_chunk(placed, self.request.rates, self.space, chunks)
+        return self._graphs[key][shape.chunk]
 
     def _build(self, name: str, shape: StepShape, optimizer: Optimizer) -> Built:
         """A graph; the short one of a chain is also used as a part."""
         config, key = shape.config, (name, _what_matters(name, shape))
         if shape.keep is not None or config.block_count != SAMPLED or name != blocks_in(shape):
-            return build(name, shape, optimizer)
+            return build_graph(name, shape, optimizer)
         if key not in self._short:
-            self._short[key] = build(*key, optimizer)
+            self._short[key] = build_graph(*key, optimizer)
         return self._short[key]
 
-    def _of_samples(self, shape: StepShape) -> list[Part]:
+    def _of_samples(self, shape: StepShape) -> list[GraphEstimate]:
         config = shape.config
         if config not in self._samples:
-            found = self.setting.samples(shape).values()
-            self._samples[config] = [measured(placed, self.setting) for placed in found]
+            found, rates = self.request.samples(shape).values(), self.request.rates
+            self._samples[config] = [estimated(placed, rates, self.space) for placed in found]
         return self._samples[config]
 
     def chain(self, shape: StepShape) -> Chain:
@@ -120,8 +127,20 @@ class Drafts:
             first = replace(shape, chunk=CHUNK)
             like = None if first == shape else self.chain(first)
             calls = int(self.sizes(shape).inside)
-            self._chains[shape] = chain(shape, self.setting, like, calls, self._build)
+            self._chains[shape] = chain(shape, self.request, self.space, like, calls, self._build)
         return self._chains[shape]
+
+    def inside(self, shape: StepShape) -> bool:
+        """Whether blocks compute in this space."""
+        target = self.request.target
+        if target.uniform:
+            return self.space == target.space
+        blocks = (leaf for name, leaf in leaves(shape)[0].items() if name.startswith("blk."))
+        return any(target.home(leaf).space == self.space for leaf in blocks)
+
+    def recomputes(self, shape: StepShape) -> bool:
+        """Whether recomputation may be chosen, and saves bytes of this space."""
+        return self.request.recompute == "auto" and self.inside(shape)
 
     def rough(self, shape: StepShape) -> Draft:
         """The shape with everything kept, without building it."""
@@ -137,13 +156,13 @@ class Drafts:
         again = passes(shape) * found.calls
         return Draft(shape, self._nbytes(shape, sizes, again) + arena, seconds)
 
-    def _nbytes(self, shape: StepShape, sizes: Sizes, again: int) -> int:
+    def _nbytes(self, shape: StepShape, sizes: StepEstimate, again: int) -> int:
         """Bytes of everything but the arena, with `again` recomputed calls."""
         calls = int(sizes.calls) + again
-        kept = self.setting.baseline + int(sizes.leaves)
-        if self.setting.target.apart:
+        kept = self.request.before(self.space) + int(sizes.leaves)
+        if self.space != HOST:
             return kept
-        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls, bool(self.setting.cells))
+        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls, bool(self.request.cells))
 
 
 def repeats(shape: StepShape) -> int:

@@ -17,7 +17,7 @@ from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
 from packtrain.optim import Optimizer
 
-GUESSED_NBYTES = 56 << 20  # if there is no room for the child; 46 to 53 MiB were measured
+GUESSED_NBYTES = 56 << 20  # if there is no memory for the child; 46 to 53 MiB were measured
 UNSURE_NBYTES = 16 << 20  # by how much the guess may be too high
 CHILD_NBYTES = 96 << 20  # 86 to 92 MiB were measured
 
@@ -53,16 +53,16 @@ def needed(experts: bool, packed: bool, optimizer: type[Optimizer]) -> tuple[str
     )
 
 
-def loaded(names: tuple[str, ...], room: float) -> Loaded:
+def loaded(names: tuple[str, ...], free: float) -> Loaded:
     """Bytes by which a process grows when it loads these compiled kernel modules.
 
-    room  bytes that a child may take; without any, the run is refused, but its minimum should be right
+    free  bytes that a child may take; without any, the run is refused, but its minimum should be right
     """
     path = _kept(names)
     try:
         return Loaded(int(json.loads(path.read_text())), 0, names)
     except (OSError, ValueError, TypeError):  # missing or incomplete
-        if 0 <= room < CHILD_NBYTES:
+        if 0 <= free < CHILD_NBYTES:
             return Loaded(GUESSED_NBYTES, UNSURE_NBYTES, names)
         found = ask(lambda: None, _load_in_child, kernels.threads(), names)
         if refusal(path.parent) is None:

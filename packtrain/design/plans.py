@@ -24,9 +24,7 @@ from packtrain.tensor import GraphError, Role, Tensor
 
 CHUNK = 256  # default number of tokens of the loss head at a time
 LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
-PASSING = (
-    2  # leaves of a memory that the process cannot see, on their way into a file or out of one
-)
+PASSING = 2  # such leaves at a time
 BOUND_NBYTES = 800  # bytes of an executor for each call, measured
 SAMPLING_NBYTES = 24  # bytes per token of the vocabulary: logits in f32 and f64, some copies
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
@@ -102,12 +100,20 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Plans:
-    """A placed graph and a plan for each thing that a run does, by name."""
+    """A placed graph and a plan for each thing that a run does, by name.
+
+    baseline   bytes of the process before any of it is reserved
+    searching  peak bytes of this process and the searching child together
+    refusal    why these plans, the smallest possible, do not fit
+    """
 
     shape: StepShape
     placed: Mapping[Name, Placed]
     plans: Mapping[Name, Plan]
     target: Target = CPU
+    baseline: int = 0
+    searching: int = 0
+    refusal: str | None = None
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
@@ -178,14 +184,23 @@ class Plans:
     @property
     def loop_nbytes(self) -> int:
         samples = any(isinstance(name, int) for name in self.placed)
-        away = (n.spec.nbytes for n in self.kept.values() if self.target.home(n).space != HOST)
-        passing = PASSING * max(away, default=0)
+        passing = passing_nbytes(self.kept.values(), self.target)
         return loop_nbytes(self.shape, self.calls, samples) + passing
 
     @property
     def nbytes(self) -> int:
         """Bytes that a run adds to the process's own memory."""
         return self.nbytes_in(HOST)
+
+    @property
+    def total_nbytes(self) -> int:
+        """The most bytes that the process takes."""
+        return self.baseline + self.nbytes
+
+    @property
+    def needed_nbytes(self) -> int:
+        """The same, or the bytes of the search if that needed more."""
+        return max(self.total_nbytes, self.searching)
 
     def nbytes_in(self, space: str) -> int:
         """Bytes that a run takes of a memory space."""
@@ -237,6 +252,12 @@ def counted(
     return nbytes_of(leaf for leaf in here if strict or not is_mapped(shape, leaf))
 
 
+def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
+    """Bytes of this process for leaves of a memory that it cannot see, on their way into a file or out of one."""
+    away = (leaf.spec.nbytes for leaf in leaves if target.home(leaf).space != HOST)
+    return PASSING * max(away, default=0)
+
+
 def loop_nbytes(shape: StepShape, calls: int, samples: bool) -> int:
     """Bytes of the training loop outside the session: executors, batches, files, logits of a sample."""
     batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
@@ -253,7 +274,9 @@ def make_plans(
     target: Target = CPU,
 ) -> Plans:
     """Plans for training, optionally for evaluation, and for other graphs on the same leaves."""
-    own = ((name, place(build(name, shape, optimizer).graph, target)) for name in names(shape))
+    own = (
+        (name, place(build_graph(name, shape, optimizer).graph, target)) for name in names(shape)
+    )
     placed = dict[Name, Placed](own) | dict(others or {})
     plans = Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()}, target)
     unknown = target.homes.keys() - plans.leaves.keys() - {*get_args(Role)}
@@ -284,7 +307,7 @@ def blocks_in(shape: StepShape) -> str:
     return next(name for name in (MICRO, APPLY, STEP) if name in _of_a_step(shape))
 
 
-def build(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
+def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     """A graph of a run, with the stream through the blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     if name == UPDATE:

@@ -75,23 +75,29 @@ def rates_apart(
     again: bool,
     say: Callable[[str], None],
     types: Collection[Dtype] = (),
-    room: float = math.inf,
+    free: float = math.inf,
     target: Target = CPU,
 ) -> Rates:
-    """The same, measured by a child, so that this process loads no kernels for it.
+    """The same of all backends of the target, measured by children, so that this process loads no kernels for it.
 
-    room  bytes that the child may take; if too few, uses the rates known so far
+    free  bytes that a child may take; if too few, uses the rates known so far
     """
     threads = kernels.threads()
-    before = None if again else read(kept(threads, target))
-    if before is not None and before.serves(types):
-        return before.expected
-    if room < MEASURING_NBYTES:
-        return BEGIN if before is None else before.expected
-    found, messages = ask(lambda: None, _in_child, threads, again, [str(t) for t in types], target)
-    for sentence in messages:
-        say(sentence)
-    return found
+    found = dict[str, Rates]()
+    for backend in target.every:
+        one = Target.of(backend)
+        before = None if again else read(kept(threads, one))
+        if before is not None and (before.serves(types) or free < MEASURING_NBYTES):
+            found[backend.name] = before.expected
+        elif free < MEASURING_NBYTES:
+            found[backend.name] = BEGIN
+        else:
+            names = [str(t) for t in types]
+            found[backend.name], told = ask(lambda: None, _in_child, threads, again, names, one)
+            for sentence in told:
+                say(sentence)
+    first, *others = found
+    return replace(found[first], others={name: found[name] for name in others})
 
 
 def _in_child(
@@ -131,10 +137,11 @@ def read(path: Path) -> Kept | None:
 
 def correct(by: float, target: Target = CPU) -> None:
     """Correct the expected times of the next run by a factor."""
-    path = kept(kernels.threads(), target)
-    before = read(path)
-    if before is not None:
-        keep(path, replace(before, off=by * before.off))
+    for backend in target.every:
+        path = kept(kernels.threads(), Target.of(backend))
+        before = read(path)
+        if before is not None:
+            keep(path, replace(before, off=by * before.off))
 
 
 def keep(path: Path, what: Kept) -> str:

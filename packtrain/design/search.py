@@ -1,6 +1,6 @@
 """Searches the fastest shape within a number of bytes, among all that compute the same, without packing anything.
 
-Returns an Answer for a requested StepShape, a limit and this machine's rates. Chooses the micro-batch and its order
+Returns an Answer for a requested StepShape and a Request with limits. Chooses the micro-batch and its order
 through the blocks, recomputation, chunk of the loss head and two-pass clipping, by predicted time.
 """
 
@@ -13,9 +13,6 @@ from heapq import heapify, heappop, heappush
 from packtrain.design.depth import reached
 from packtrain.design.drafts import Draft, Drafts, repeats
 from packtrain.design.forms import CHUNKS, candidates, extremes
-from packtrain.design.parts import (
-    Setting,
-)
 from packtrain.design.plans import (
     EVALUATE,
     MEASURE,
@@ -23,6 +20,7 @@ from packtrain.design.plans import (
     StepShape,
     blocks_in,
 )
+from packtrain.design.request import Request
 from packtrain.optim import Optimizer, leaner
 from packtrain.recompute import (
     spaced,
@@ -30,10 +28,10 @@ from packtrain.recompute import (
     uniform,
 )
 
-ROUNDS = 3
+ROUNDS, MORE_ROUNDS = 3, 6  # choices built for a shape; more where another space must hold it, too
 SLACK = 0.03  # relative error of estimates
 CLOSE = 0.01  # if two estimates are this close, both are built
-WORTH = 0.02  # share of the room that a smaller chunk must save
+WORTH = 0.02  # share of the bytes that a smaller chunk must save
 SAME = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
 
 
@@ -46,26 +44,44 @@ class Answer:
     change: str = ""
 
 
-def search(
-    shape: StepShape, recompute: str, setting: Setting, limit: int, fixed: bool = False
-) -> Answer:
-    """The fastest shape of at most `limit` bytes, including the process; else the smallest.
+def search(shape: StepShape, request: Request) -> Answer:
+    """The fastest shape within all limits of the request, the process included; else the smallest."""
+    spaces = sorted(request.limits, key=lambda space: space != request.target.space)
+    looking = [Search(request, space) for space in spaces]
+    for one in looking:
+        one.others = [other for other in looking if other is not one]
+    best: Draft | None = None
+    for one in looking:
+        found = one.fastest(shape, one.limit, request.fixed)
+        if found is not None and (best is None or found.seconds < best.seconds):
+            best = found
+        if best is not None and best.shape == shape:
+            break
+    if best is not None:
+        return Answer(best.shape, True)
+    least = looking[0].least_of(extremes(shape, request.fixed)).shape
+    full = (one for one in looking if one.draft(least).nbytes > one.limit)
+    return Answer(least, False, next(full, looking[0]).change(least))
 
-    fixed  the order of additions must not change: the run is resumed
-    """
-    looking = Search(setting, recompute)
-    best = looking.best(shape, limit, fixed)
-    fits = best.nbytes <= limit
-    return Answer(best.shape, fits, "" if fits else looking.change(best.shape, limit))
 
-
-def smallest(shape: StepShape, recompute: str, setting: Setting, fixed: bool = False) -> StepShape:
+def smallest(shape: StepShape, request: Request) -> StepShape:
     """The shape with the least bytes."""
-    return Search(setting, recompute).least_of(extremes(shape, fixed)).shape
+    return Search(request).least_of(extremes(shape, request.fixed)).shape
 
 
 class Search(Drafts):
-    """Searches shapes under one setting; caches measurements."""
+    """Searches shapes under one request; caches measurements.
+
+    others  searches in the other limited spaces, whose limits count, too
+    """
+
+    def __init__(self, request: Request, space: str | None = None) -> None:
+        super().__init__(request, space)
+        self.others: list[Search] = []
+
+    @property
+    def limit(self) -> int:
+        return self.request.limits[self.space]
 
     # ---- within a limit
 
@@ -110,14 +126,14 @@ class Search(Drafts):
         beside = self.sizes(least).beside  # graphs without gradients have a loss head, too
         if self._nbytes(form, sizes, 0) + beside * (1 - SLACK) > limit:
             return math.inf
-        if self.recompute != "auto":
+        if not self.recomputes(form):
             return sizes.seconds
         over = self.rough(least).nbytes - limit
         return sizes.seconds + repeats(form) * self.chain(form).least_seconds(over)
 
     def _takes_by_ways(self, form: StepShape, limit: int) -> float:
         """The same from the ways to run the blocks; 0 if not needed."""
-        if self.recompute != "auto":
+        if not self.recomputes(form):
             return 0.0
         return min(self._takes_with(replace(form, chunk=chunk), limit) for chunk in CHUNKS)
 
@@ -125,16 +141,16 @@ class Search(Drafts):
         seconds = self.sizes(shape).seconds
         if self.rough(shape).nbytes <= limit * (1 + WORTH):
             return seconds
-        room = int(self._room(shape, limit) * (1 + SLACK))
-        return seconds + repeats(shape) * self.chain(shape).bound(room)
+        left = int(self._left(shape, limit) * (1 + SLACK))
+        return seconds + repeats(shape) * self.chain(shape).bound(left)
 
     def _best_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> Draft | None:
         """The fastest of the form's chunks, if it takes less than `below` seconds."""
         best, head = None, math.inf
         for chunk in (form.chunk,) if fixed else CHUNKS:
             one = replace(form, chunk=chunk)
-            work = self.chain(one).head_work
-            if work > head - WORTH * (limit - self.setting.baseline):
+            work = self.chain(one).head_work if self.inside(one) else int(self.sizes(one).arena)
+            if work > head - WORTH * (limit - self.request.before(self.space)):
                 continue
             head, found = work, self.fitted(one, limit, below)
             if found is not None and found.seconds < below:
@@ -149,41 +165,47 @@ class Search(Drafts):
         below  seconds of a step already known to be possible
         """
         seconds, whole = self.sizes(shape).seconds, self._whole(shape, limit)
-        if whole is not None or self.recompute != "auto" or seconds >= below:
+        if whole is not None or not self.recomputes(shape) or seconds >= below:
             return whole
-        room = self._room(shape, limit)
-        for _ in range(ROUNDS):
-            found = self.chain(shape).within(room, (below - seconds) / repeats(shape))
+        left = self._left(shape, limit)
+        for _ in range(ROUNDS + len(self.others) * MORE_ROUNDS):
+            found = self.chain(shape).within(left, (below - seconds) / repeats(shape))
             if found is None:
                 return None
             draft = self.draft(replace(shape, keep=found.choice))
-            if draft.nbytes <= limit:
+            if self._fits(draft, limit):
                 return draft
-            room -= draft.nbytes - limit
+            over = draft.nbytes - limit
+            left = left - over if over > 0 else min(left, found.nbytes) * 7 // 8
         return None
 
+    def _fits(self, draft: Draft, limit: int) -> bool:
+        """Whether a draft is within the limit, and within those of other spaces."""
+        others = ((one.draft(draft.shape).nbytes, one.limit) for one in self.others)
+        return draft.nbytes <= limit and all(nbytes <= most for nbytes, most in others)
+
     def _whole(self, shape: StepShape, limit: int) -> Draft | None:
-        """The shape with the recomputation of the setting, if it is within the limit."""
-        if self.recompute == "auto" and self.rough(shape).nbytes > limit * (1 + WORTH):
+        """The shape with the requested recomputation, if it is within the limit."""
+        if self.request.recompute == "auto" and self.rough(shape).nbytes > limit * (1 + WORTH):
             return None
         draft = self.draft(self.as_asked(shape))
-        return draft if draft.nbytes <= limit else None
+        return draft if self._fits(draft, limit) else None
 
-    def _room(self, shape: StepShape, limit: int) -> int:
+    def _left(self, shape: StepShape, limit: int) -> int:
         """Bytes left for arena and calls of the graph with the blocks; 0 if another arena is larger."""
         sizes = self.sizes(shape)
-        room = limit - self._nbytes(shape, sizes, 0)
-        if room < sizes.beside:
+        left = limit - self._nbytes(shape, sizes, 0)
+        if left < sizes.beside:
             return 0
-        return room + int(self.chain(shape).call_nbytes * sizes.inside)
+        return left + int(self.chain(shape).call_nbytes * sizes.inside)
 
     def as_asked(self, shape: StepShape) -> StepShape:
-        """The shape with the recomputation of the setting; `auto` without a limit recomputes nothing."""
+        """The shape with the requested recomputation; `auto` without a limit recomputes nothing."""
         count = reached(shape)
         keep = None
-        if self.recompute == "blocks":
+        if self.request.recompute == "blocks":
             keep = uniform(count, ())
-        elif self.recompute == "sqrt":
+        elif self.request.recompute == "sqrt":
             keep = spaced(count, spacing(self.chain(shape)))
         return replace(shape, keep=keep)
 
@@ -210,12 +232,14 @@ class Search(Drafts):
     def _at_least(self, shape: StepShape) -> int:
         """Bytes that the shape takes with any recomputation; two passes are estimated from one."""
         one = replace(shape, two_passes=False)
-        sizes, arena = self.sizes(one), self.chain(one).floor(waiting=not shape.two_passes)
+        sizes, arena = self.sizes(one), 0
+        if self.inside(one):
+            arena = self.chain(one).floor(waiting=not shape.two_passes)
         return self._nbytes(one, sizes, 0) + max(arena, int(sizes.beside))
 
     def _estimates(self, shape: StepShape) -> list[tuple[int, StepShape]]:
         """The requested shape, and the one with the recomputation of least memory, with estimated bytes."""
-        if self.recompute != "auto":
+        if not self.recomputes(shape):
             asked = self.draft(self.as_asked(shape))
             return [(asked.nbytes, asked.shape)]
         sizes, smallest = self.sizes(shape), self.chain(shape).smallest
@@ -223,9 +247,9 @@ class Search(Drafts):
         least = self._nbytes(shape, sizes, 0) + max(inside, int(sizes.beside))
         return [(self.rough(shape).nbytes, shape), (least, replace(shape, keep=smallest.choice))]
 
-    def change(self, shape: StepShape, limit: int) -> str:
+    def change(self, shape: StepShape) -> str:
         """The first of a few changes of settings that fits."""
-        shape = replace(shape, keep=None)
+        shape, limit = replace(shape, keep=None), self.limit
         contexts = [n for n in (shape.time // 2, shape.time // 4, shape.time // 8) if n > 1]
         if self._nbytes(replace(shape, time=2), self.sizes(shape), 0) > limit:
             contexts = []  # because these change the arena
@@ -234,7 +258,7 @@ class Search(Drafts):
         )
         if at < len(contexts):
             return f"it would fit with --ctx {contexts[at]}"
-        for other in leaner(self.setting.optimizer):
+        for other in leaner(self.request.optimizer):
             apart = replace(shape, evaluations=other.evaluations)
             if self._with(other)._could_fit(apart, limit):
                 return f"it would fit with --optimizer {other.name}, which {other.note}"
@@ -242,9 +266,9 @@ class Search(Drafts):
 
     def _with(self, optimizer: Optimizer) -> "Search":
         """Another search, which shares measurements that do not depend on the optimizer."""
-        plain = Search(replace(self.setting, optimizer=optimizer), self.recompute)
+        plain = Search(replace(self.request, optimizer=optimizer), self.space)
         plain._samples = self._samples
-        plain._parts = {key: found for key, found in self._parts.items() if key[0] in SAME}
+        plain._graphs = {key: found for key, found in self._graphs.items() if key[0] in SAME}
         plain._chains = {
             one: found for one, found in self._chains.items() if blocks_in(one) in SAME
         }
@@ -269,6 +293,6 @@ def _smaller(shape: StepShape) -> str:
     return "use a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
 
 
-def as_asked(shape: StepShape, recompute: str, setting: Setting) -> StepShape:
+def as_asked(shape: StepShape, request: Request) -> StepShape:
     """The shape without a limit."""
-    return Search(setting, recompute).as_asked(shape)
+    return Search(request).as_asked(shape)

@@ -14,14 +14,13 @@ from packtrain.words import plural
 
 def as_data(
     plans: Plans,
-    baseline: int,
     seconds: float,
     budget: int | None = None,
     minimum: int | None = None,
 ) -> dict[str, Any]:
     """The plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest.arena(plans.target.space)
-    total = baseline + plans.nbytes
+    total = plans.total_nbytes
     found = {
         "weights_bytes": plans.weight_nbytes,
         "mapped_bytes": plans.mapped_nbytes,
@@ -30,7 +29,7 @@ def as_data(
         "arena_bytes": arena.nbytes,
         "lower_bound_bytes": arena.lower_bound,
         "loop_bytes": plans.loop_nbytes,
-        "baseline_bytes": baseline,
+        "baseline_bytes": plans.baseline,
         "total_bytes": total,
         "minimum_bytes": minimum,
         "budget_bytes": budget,
@@ -52,7 +51,7 @@ def _parameters(plans: Plans) -> str:
     return ", ".join([first.format("parameters "), *(other.format("") for other in others)])
 
 
-def parts(plans: Plans, baseline: int, space: str = HOST) -> list[tuple[str, int, str]]:
+def parts(plans: Plans, space: str = HOST) -> list[tuple[str, int, str]]:
     """Memory of a space outside the arena: what, bytes, why."""
     kept = nbytes_of(n for n in plans.kept.values() if plans.target.home(n).space == space)
     mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - kept
@@ -69,18 +68,18 @@ def parts(plans: Plans, baseline: int, space: str = HOST) -> list[tuple[str, int
     if space == HOST:
         found += [
             ("loop", plans.loop_nbytes, "executors, batches, files, progress"),
-            ("process", baseline, "interpreter, kernels, threads, as measured"),
+            ("process", plans.baseline, "interpreter, kernels, threads, as measured"),
         ]
     return [part for part in found if part[1]]
 
 
-def rows(plans: Plans, baseline: int, spare: int = 0) -> list[str]:
+def rows(plans: Plans, spare: int = 0) -> list[str]:
     """The table of bytes; with `spare`, its total is a sufficient budget."""
     lines = [line for space in plans.spaces for line in _rows_apart(plans, space)]
-    *found, loop, process = parts(plans, baseline)
+    *found, loop, process = parts(plans)
     found += [*_arena(plans, HOST), loop, process]
     found += [("spare", spare, "by which a process differs from the next")] if spare else []
-    found.append(("total", baseline + plans.nbytes + spare, ""))
+    found.append(("total", plans.total_nbytes + spare, ""))
     base = plans.shape.base
     if base is not None and not base.strict and not plans.target.apart:
         found.append(("base", plans.mapped_nbytes, "mapped from its file, not in the total"))
@@ -91,7 +90,7 @@ def _rows_apart(plans: Plans, space: str) -> Iterator[str]:
     """The table of a memory other than the process's."""
     limit = plans.target.limits.get(space)
     yield f"in the memory of {space}" + ("" if limit is None else f", which has {size_text(limit)}")
-    yield from map(_line, [*parts(plans, 0, space), *_arena(plans, space)])
+    yield from map(_line, [*parts(plans, space), *_arena(plans, space)])
     yield _line(("total", plans.nbytes_in(space), ""))
 
 
@@ -123,7 +122,7 @@ def choices(plans: Plans) -> list[str]:
     return found
 
 
-def text(plans: Plans, baseline: int, seconds: float, steps: int, learnt: int) -> str:
+def text(plans: Plans, seconds: float, steps: int, learnt: int) -> str:
     """The plan as a printed table; `learnt` is the number of tokens that a step trains on."""
     shape, positions = plans.shape, plans.shape.positions
     times = f" × {shape.micros} micro-batches" if shape.micros > 1 else ""
@@ -133,7 +132,7 @@ def text(plans: Plans, baseline: int, seconds: float, steps: int, learnt: int) -
     return "\n".join(
         [
             "; ".join([first, *choices(plans)]),
-            *rows(plans, baseline),
+            *rows(plans),
             f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds, learnt / seconds)}, "
             f"{clock(seconds * steps)} for {plural(steps, 'step')}",
         ]

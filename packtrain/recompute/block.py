@@ -35,11 +35,12 @@ SAMPLED = 3  # blocks of the chain on which ways are measured; the middle one co
 Build = Callable[[int, Choice | None], Built]
 
 
-class Block:
+class BlockCosts:
     """A block of a training graph with a chain of equal blocks; caches measurements.
 
     reserved  bytes that stay after the backward pass of a block, or of the head
     together  how many ways may be measured in one chain; 1 if not all blocks are alike
+    space     whose bytes count; by default the arena's
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Block:
         reserved: tuple[int, int] = (0, 0),
         together: int = 1,
         target: Target = CPU,
+        space: str | None = None,
     ) -> None:
         self.build, self.rates, self.together, self.target = build, rates, together, target
+        self.space = space or target.space
         self.reserve, self.head_reserve = reserved
         self._known: dict[Inner, Option] = {}
 
@@ -189,7 +192,7 @@ class Block:
         """
         placed, parts = place(self._short.graph, self.target), self.parts
         first, last = backward_steps(placed, self._short, parts)[1]
-        steps, stored = placed.steps[first : last + 1], storages(placed, self.target.space)
+        steps, stored = placed.steps[first : last + 1], storages(placed, self.space)
         blocks = [inner_values(calls) for calls in self._split[2 * parts : 3 * parts]]
         own = {t: at for values in blocks for at, t in enumerate(values)}
         inside = {t for calls in self._split[parts:] for call in calls for t in call.results}
@@ -224,7 +227,7 @@ class Block:
         inner = (ways[0], *ways, ways[-1])
         built = self.build(len(inner), Choice((0,) * (len(inner) + 1), inner))
         placed = place(built.graph, self.target)
-        curve, spans = Alive(placed, self.target.space), backward_steps(placed, built, self.parts)
+        curve, spans = Alive(placed, self.space), backward_steps(placed, built, self.parts)
         before = 0
         for i, way in enumerate(inner):
             saved = self.saved(way)
@@ -234,7 +237,7 @@ class Block:
             first, last = spans[i]
             again = [s.call for s in placed.steps[first : last + 1] if s.call.phase == "recomputed"]
             later = self.head_reserve + (len(inner) - 1 - i) * self.reserve
-            work = curve.most(first, last) - (before - saved) - later
+            work = max(curve.most(first, last) - (before - saved) - later, 0)
             seconds = sum(map(self.seconds, again))
             self._known[way] = Option(way, saved, seconds, len(again), work)
 
@@ -281,4 +284,4 @@ class Alive:
     def most(self, first: int, last: int) -> int:
         """Most bytes at any step from the first to the last."""
         begin, end = np.searchsorted(self._times, (first, last), side="right")
-        return int(self._nbytes[max(begin - 1, 0) : end].max())
+        return int(self._nbytes[max(begin - 1, 0) : end].max(initial=0))

@@ -6,7 +6,7 @@ Beaumont et al. 2021 (rotor) and Chen et al. 2016 (arXiv 1604.06174) for the cha
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,15 +17,15 @@ from packtrain.cost import Rates
 from packtrain.packing import lower_bound
 from packtrain.place import Placed, place
 from packtrain.planning.lifetimes import columns, storages
-from packtrain.recompute.block import Alive, Block, Build, backward_steps
-from packtrain.recompute.choice import ALIGNMENT, Choice, aligned, uniform
-from packtrain.recompute.table import Solved, Table
+from packtrain.recompute.block import Alive, BlockCosts, Build, backward_steps
+from packtrain.recompute.choice import ALIGNMENT, Choice, Option, aligned, uniform
+from packtrain.recompute.solver import ChainSolver, Solved
 
 ROUNDS = 4
 HEADED = 2  # blocks of the chain on which the head is measured
 SLACK = 0.03  # relative error of estimates
 CLOSE = 0.01  # relative distance to a choice that was built, within which others are built, too
-SPARE = 500  # 1 / share of the room left free if estimates were too low again
+SPARE = 500  # 1 / share of the bytes left free if estimates were too low again
 AIMS = 12  # sizes at which the smallest choice is searched
 FEW = 4  # least number of ways measured in one graph, if a chain has fewer blocks
 
@@ -53,7 +53,8 @@ class Chain:
     calls        number of calls of a graph that keeps everything
     like         a chain with the same blocks, already measured
     together     how many ways to run a block may be measured in one chain
-    target       where it runs; bytes are those of its arena's space
+    target       where it runs
+    space        whose bytes count; by default the arena's
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Chain:
         like: "Like | None" = None,
         together: int = 1,
         target: Target = CPU,
+        space: str | None = None,
     ) -> None:
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
+        self.space = space or target.space
         self.build, self.count, self.like = build, count, like
         together = max(min(count - 2, together), FEW)
-        own = Block(build, rates, reserved, together, target)
-        self.block: Block = own if like is None else like.chain.block
+        own = BlockCosts(build, rates, reserved, together, target, space)
+        self.block: BlockCosts = own if like is None else like.chain.block
         self.found: dict[Choice | None, Found] = {}
 
     @cached_property
@@ -81,7 +84,7 @@ class Chain:
         placed, first = self._head if self.like is None else self.like.chain._head
         if self.like is not None:
             placed = self.like.headed(placed)
-        most = Alive(placed, self.target.space).most(0, first - 1)
+        most = Alive(placed, self.space).most(0, first - 1)
         return most - (HEADED + 1) * self.block.stream_nbytes
 
     @cached_property
@@ -103,7 +106,7 @@ class Chain:
         """The choice in the whole chain, measured; None keeps everything."""
         if choice not in self.found:
             graph = self.build(self.count, choice).graph
-            stored = storages(place(graph, self.target), self.target.space)
+            stored = storages(place(graph, self.target), self.space)
             arena, _ = lower_bound(*columns(stored, ALIGNMENT))
             again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
@@ -118,7 +121,7 @@ class Chain:
 
     def bound(self, nbytes: int) -> float:
         """Least seconds that a choice of `nbytes` adds, from the ways measured so far."""
-        solved = self._solved(Table(self, self.block.options, nbytes), nbytes)
+        solved = self._solved(self._solver(self.block.options, nbytes), nbytes)
         return math.inf if solved is None else solved.seconds
 
     def within(self, nbytes: int, below: float = math.inf) -> Found | None:
@@ -148,19 +151,19 @@ class Chain:
         return self.smallest.seconds < below
 
     def _measured(self, nbytes: int, aim: int, below: float) -> Solved | None:
-        """The fastest choice of at most `aim` bytes, by a table for `nbytes`, in which all ways are measured.
+        """The fastest choice of at most `aim` bytes, by a solver for `nbytes`, in which all ways are measured.
 
         Unmeasured ways count with their lower bounds, so no other choice is faster.
         """
         while True:
-            solved = self._solved(Table(self, self.block.options, nbytes), aim)
+            solved = self._solved(self._solver(self.block.options, nbytes), aim)
             if solved is None or solved.seconds >= below or not self.block.measure(solved.ways):
                 return solved
 
     def _plan_around(self, choice: Choice, nbytes: int) -> None:
         """Plan the choice; if it takes about `nbytes`, also others whose last block keeps a little more.
 
-        The last block's backward pass comes first and often has room.
+        The last block's backward pass comes first and often has bytes to spare.
         """
         if self.plan(choice).nbytes > nbytes * (1 + CLOSE):
             return
@@ -168,15 +171,18 @@ class Chain:
             if 0 < self.block.saved(way) <= self.block.stream_nbytes:
                 self.plan(replace(choice, inner=(*choice.inner[:-1], way)))
 
-    def _solved(self, table: Table, nbytes: int) -> Solved | None:
-        """The fastest choice by the table that leaves room for its own calls."""
+    def _solved(self, solver: ChainSolver, nbytes: int) -> Solved | None:
+        """The fastest choice by the solver that leaves bytes for its own calls."""
         aim = nbytes - self._calls_nbytes
-        while (solved := table.choice(aim)) is not None:
+        while (solved := solver.choice(aim)) is not None:
             over = aim + self._calls_nbytes + self.call_nbytes * solved.calls - nbytes
             if over <= 0:
                 break
             aim -= over
         return solved
+
+    def _solver(self, options: Sequence[Option], nbytes: int) -> ChainSolver:
+        return ChainSolver(self.block, self.count, self.head_work, options, nbytes)
 
     def floor(self, waiting: bool = True) -> int:
         """Least bytes of the arena: those of the backward pass of the second block.
@@ -195,8 +201,8 @@ class Chain:
         block, options = self.block, self.block.bare
         high = 2 * self.head_work + (self.count + 1) * (block.stream_nbytes + block.reserve)
         high += block.head_reserve + 2 * max(option.work for option in options)
-        coarse = Table(self, options, high)
-        fine = Table(self, options, coarse.least + coarse.least // 20)
+        coarse = self._solver(options, high)
+        fine = self._solver(options, coarse.least + coarse.least // 20)
         found = []
         for aim in (fine.least, *np.geomspace(fine.nbytes, high, AIMS).astype(int).tolist()):
             solved = (fine if aim <= fine.nbytes else coarse).choice(aim)

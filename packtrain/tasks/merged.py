@@ -203,7 +203,7 @@ def note(ready: Ready) -> Iterator[str]:
     merge = merge_of(cast(Tuned, ready.job.subject), adapter, settings.tensor_type)
     if not merge.calibrated or not calibrates(settings):
         return
-    limit = None if ready.budget is None else ready.budget - ready.baseline
+    limit = None if ready.budget is None else ready.budget - ready.plans.baseline
     found = room_of(ready.job, merge, limit)
     if found is None:
         yield f"{NO_ROOM}: plain rounding will keep less of what is learned"

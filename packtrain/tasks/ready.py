@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from packtrain import kernels
+from packtrain.backends import HOST
 from packtrain.cost import Rates
-from packtrain.design.budget import Limit, Say, minimum, planned
+from packtrain.design.budget import Say, enough, minimum, planned
 from packtrain.design.loaded import loaded, needed
 from packtrain.design.pace import learnt, seen
-from packtrain.design.parts import Setting
 from packtrain.design.plans import Plans, StepShape, packed_types
 from packtrain.design.rates import rates_apart
+from packtrain.design.request import Request
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
@@ -33,20 +34,15 @@ Prepare = Callable[[Any, Say], "Ready"]  # settings, and where messages go
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A job with its plans, the memory of the process before any of it is reserved, and the expected time.
-
-    `str()` is the printed table; `plans.nbytes + baseline` are the bytes that the run will take.
-    """
+    """A job with its plans, and the expected time of a step. `str()` is the printed table."""
 
     job: Job
     plans: Plans
-    baseline: int
     seconds: float
     learnt: int  # tokens that the first step trains on
     budget: int | None
     tokenizer: Tokenizer | None  # for samples; created before the baseline is measured
     found: Checkpoint | None  # to resume from
-    refusal: str | None  # why the plans, the smallest possible, do not fit
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
@@ -54,7 +50,7 @@ class Ready:
 
     def json(self, minimum: int | None = None) -> str:
         """The plan as plain data."""
-        return json.dumps(as_data(self.plans, self.baseline, self.seconds, self.budget, minimum))
+        return json.dumps(as_data(self.plans, self.seconds, self.budget, minimum))
 
     @property
     def ended(self) -> str:
@@ -73,12 +69,17 @@ class Ready:
         return f"packtrain {self.command} -o {shlex.quote(str(self.job.settings.output))} --resume"
 
     @property
+    def refusal(self) -> str | None:
+        """Why the plans, the smallest possible, do not fit."""
+        return self.plans.refusal
+
+    @property
     def planned_nbytes(self) -> int:
         """Private memory of the process at its peak."""
-        return self.baseline + self.plans.nbytes
+        return self.plans.total_nbytes
 
     def __str__(self) -> str:
-        return text(self.plans, self.baseline, self.seconds, self.job.steps, self.learnt)
+        return text(self.plans, self.seconds, self.job.steps, self.learnt)
 
 
 def ready(
@@ -96,31 +97,32 @@ def ready(
     job = _job(settings, build_job, say)
     modules = needed(job.config.expert_count > 0, job.shape.base is not None, type(job.optimizer))
     kernels.prepare(modules, limit, private_nbytes())
-    room = math.inf if limit is None else limit - private_nbytes()
-    speed, learning = _speed(job, say, room)
+    free = math.inf if limit is None else limit - private_nbytes()
+    speed, learning = _speed(job, say, free)
     settle()
-    found = _found(settings, say)
+    found, sampled = _found(settings, say), settings.sample_every > 0
     job = replace(job, shape=resumed(job.shape, found.about)) if found else job
-    tokenizer = job.subject.tokenizer() if settings.sample_every else None
-    cells = job.config.context_length if settings.sample_every else 0
-    taken = loaded(modules, room)
-    before = 0 if settings.target.apart else private_nbytes() + taken.to_come
-    setting = Setting(job.optimizer, speed, before, cells, settings.target)
-    asked, fixed = (job.shape, settings.recompute, setting), found is not None
-    chosen = planned(*asked, Limit(limit, fixed, taken, runs), say)
-    return Ready(
-        replace(job, shape=chosen.plans.shape),
-        chosen.plans,
-        chosen.baseline,
-        chosen.plans.seconds(speed),
-        learning,
-        limit,
-        tokenizer,
-        found,
-        chosen.refusal,
-        lambda: chosen.minimum if chosen.refusal else minimum(*asked, fixed, taken, say),
-        command,
+    tokenizer = job.subject.tokenizer() if sampled else None
+    taken = loaded(modules, free)
+    request = Request(
+        job.optimizer,
+        speed,
+        private_nbytes() + taken.to_come,
+        job.config.context_length if sampled else 0,
+        settings.target,
+        settings.recompute,
+        {**settings.target.limits, **({} if limit is None else {HOST: limit})},
+        found is not None,
+        taken,
+        runs,
     )
+    shape, plans = job.shape, planned(job.shape, request, say)
+    job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
+
+    def least() -> int:
+        return enough(plans) if plans.refusal else minimum(shape, request, say)
+
+    return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command)
 
 
 def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) -> Job:
@@ -133,12 +135,12 @@ def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) 
     return job
 
 
-def _speed(job: Job, say: Say, room: float) -> tuple[Rates, int]:
+def _speed(job: Job, say: Say, free: float) -> tuple[Rates, int]:
     """The rates of this machine for the job's data, and the tokens that its first step trains on."""
     again, target = job.settings.measure_speed, job.settings.target
-    rates = rates_apart(again, say, packed_types(job.shape), room, target)
+    rates = rates_apart(again, say, packed_types(job.shape), free, target)
     data = job.glimpse()
-    return replace(rates, seen=seen(data)), learnt(data, job.shape.positions)
+    return rates.seeing(seen(data)), learnt(data, job.shape.positions)
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
@@ -166,7 +168,7 @@ def facts(ready: Ready, measured: int | None = None) -> dict[str, Any]:
     return {
         "title": ready.job.title,
         "budget_nbytes": target.limit if target.apart else ready.budget,
-        "rows": parts(ready.plans, ready.baseline, target.space),
+        "rows": parts(ready.plans, target.space),
         "measured": None if target.apart else measured,
         "space": target.space,
     }

@@ -1,6 +1,6 @@
 """Measures the graphs of a run without packing: bytes, seconds, calls, leaves.
 
-Returns the Sizes of a StepShape, by extrapolation from graphs of a few blocks.
+Numbers of bytes are those of one memory space.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -8,22 +8,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from packtrain import cost
-from packtrain.backends import CPU, Target
+from packtrain.backends import HOST
+from packtrain.cost import Rates
 from packtrain.design.depth import reached, with_blocks
 from packtrain.design.plans import (
     BOUND_NBYTES,
     STEP,
-    Name,
-    Plans,
     StepShape,
     blocks_in,
-    build,
+    build_graph,
     lasting,
     leaves,
-    make_plans,
-    still,
 )
-from packtrain.generation import placements
+from packtrain.design.request import CALL_NBYTES, Request
 from packtrain.ops import linear_cross_entropy as HEAD
 from packtrain.optim import Optimizer
 from packtrain.packing import lower_bound
@@ -32,48 +29,11 @@ from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
 from packtrain.tensor import Spec, Tensor
 
-CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
 TOGETHER = 32  # ways to run a block measured in one graph
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What plans depend on in addition to the shape.
-
-    cells     of a KV cache for samples during the run; 0 for none
-    baseline  bytes of the arena's space in use before planning: those of the process, or none
-    """
-
-    optimizer: Optimizer
-    rates: cost.Rates
-    baseline: int
-    cells: int = 0
-    target: Target = CPU
-
-    def samples(self, shape: StepShape) -> dict[Name, Placed]:
-        """The graphs that generate samples, by number of tokens per run."""
-        if not self.cells:
-            return {}
-        types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
-        found = placements(still(shape.config), self.cells, types=types, target=self.target)
-        return dict[Name, Placed](found.items())
-
-    def plans(self, shape: StepShape) -> Plans:
-        return make_plans(shape, self.optimizer, self.samples(shape), self.target)
-
-    @property
-    def call_nbytes(self) -> int:
-        """Bytes of the arena's space for each call of a planned graph."""
-        return 0 if self.target.apart else CALL_NBYTES
-
-    def total(self, plans: Plans) -> int:
-        """Estimated peak bytes of the arena's space."""
-        calls = self.call_nbytes * plans.calls
-        return self.baseline + calls + plans.nbytes_in(self.target.space)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
+class GraphEstimate:
     """Measurements of a graph: lower bound of its arena, seconds of a run, its calls, its weights and states."""
 
     arena: int
@@ -82,7 +42,7 @@ class Part:
     leaves: Mapping[str, Tensor]
 
 
-class Sizes(NamedTuple):
+class StepEstimate(NamedTuple):
     """Measurements of a shape that keeps everything: leaves, the arena of the graph with its blocks, calls, step time.
 
     beside   the largest arena of its other graphs
@@ -97,14 +57,16 @@ class Sizes(NamedTuple):
     seconds: float
 
 
-def measured(placed: Placed, setting: Setting) -> Part:
-    """Measure a graph without a loss head."""
-    return by_chunk(placed, setting, (0,))[0]
+def estimated(placed: Placed, rates: Rates, space: str) -> GraphEstimate:
+    """The estimate of a graph without a loss head."""
+    return by_chunk(placed, rates, space, (0,))[0]
 
 
-def by_chunk(placed: Placed, setting: Setting, chunks: Iterable[int]) -> dict[int, Part]:
-    """Measure the graph for several chunk sizes of its loss head."""
-    rates, stored = setting.rates, storages(placed, setting.target.space)
+def by_chunk(
+    placed: Placed, rates: Rates, space: str, chunks: Iterable[int]
+) -> dict[int, GraphEstimate]:
+    """Estimates of the graph for several chunk sizes of its loss head."""
+    stored = storages(placed, space)
     read = {t for step in placed.steps for t in step.reads}
     start, end, size = columns(stored, ALIGNMENT)
     work = [
@@ -113,13 +75,14 @@ def by_chunk(placed: Placed, setting: Setting, chunks: Iterable[int]) -> dict[in
     heads = [step for step in placed.steps if step.op is HEAD]
     others = (step for step in placed.steps if step.op is not HEAD)
     seconds = sum(cost.call_seconds(step, rates, read) for step in others)
-    found = dict[int, Part]()
+    found = dict[int, GraphEstimate]()
     for chunk in chunks:
         cut = [_with_chunk(step, chunk) for step in heads]
-        size[work] = [aligned(spec) for step in cut for spec in step.workspaces]
+        if work:
+            size[work] = [aligned(spec) for step in cut for spec in step.workspaces]
         arena, _ = lower_bound(start, end, size)
         whole = seconds + sum(cost.call_seconds(step, rates, read) for step in cut)
-        found[chunk] = Part(arena, whole, len(placed.graph.calls), lasting(placed))
+        found[chunk] = GraphEstimate(arena, whole, len(placed.graph.calls), lasting(placed))
     return found
 
 
@@ -140,24 +103,27 @@ def passes(shape: StepShape) -> int:
 
 def chain(
     shape: StepShape,
-    setting: Setting,
+    request: Request,
+    space: str | None = None,
     like: Chain | None = None,
     calls: int | None = None,
-    make: Callable[[str, StepShape, Optimizer], Built] = build,
+    make: Callable[[str, StepShape, Optimizer], Built] = build_graph,
 ) -> Chain:
     """The blocks of the training graph that determines memory; `like` has the same blocks, measured.
 
+    space  whose bytes count; by default the arena's
     calls  of that graph if it keeps everything, if known
     """
     name, whole = blocks_in(shape), reached(shape)
+    space = space or request.target.space
 
     def graph(count: int, choice: Choice | None) -> Built:
         one = shape if count == whole else with_blocks(shape, count)
-        return make(name, replace(one, keep=choice), setting.optimizer)
+        return make(name, replace(one, keep=choice), request.optimizer)
 
     waiting = name == STEP and shape.max_norm is not None
     reserved = _gradients(shape) if waiting else (0, 0)
-    per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape) if setting.call_nbytes else 0
+    per_call = (CALL_NBYTES + BOUND_NBYTES) * passes(shape) if space == HOST else 0
     if calls is None:
         calls = len(graph(whole, None).graph.calls)
 
@@ -165,8 +131,8 @@ def chain(
         return with_chunk(placed, shape.chunk)
 
     same = None if like is None else Like(like, chunked)
-    given = reserved, per_call, calls, same, TOGETHER, setting.target
-    return Chain(graph, whole, setting.rates, *given)
+    given = reserved, per_call, calls, same, TOGETHER, request.target, space
+    return Chain(graph, whole, request.rates, *given)
 
 
 def _gradients(shape: StepShape) -> tuple[int, int]:

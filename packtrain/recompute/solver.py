@@ -6,39 +6,15 @@ Returns a Choice for measured options and a number of bytes. Beaumont et al. 202
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from packtrain.recompute.block import BlockCosts
 from packtrain.recompute.choice import Choice, Inner, Option
 
 SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
 Rows = list[np.ndarray]  # by number of blocks: seconds by slots
-
-
-class Block(Protocol):
-    """Measurements of a block, in bytes and seconds."""
-
-    reserve: int
-    head_reserve: int
-
-    @property
-    def stream_nbytes(self) -> int: ...
-    @property
-    def forward_seconds(self) -> float: ...
-    @property
-    def forward_calls(self) -> int: ...
-
-
-class Measured(Protocol):
-    """Measurements of a chain of `count` equal blocks."""
-
-    count: int
-
-    @property
-    def block(self) -> Block: ...
-    @property
-    def head_work(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +39,35 @@ class Way(NamedTuple):
     rest: list[np.ndarray]
 
 
-class Table:
-    """Least extra seconds for n blocks in m slots of memory.
+class ChainSolver:
+    """Least extra seconds for n of `count` equal blocks in m slots of memory.
 
     A run of blocks is processed either by an option for its first block, which then keeps its output for the
     next, or by a split: forward to a later block, keeping only that, all of the later part, then this part again.
     inner   runs whose output gradient is known, by number of blocks; outer: runs that end with the head
     """
 
-    def __init__(self, chain: Measured, options: Sequence[Option], nbytes: int) -> None:
-        self.chain, self.block = chain, chain.block
+    def __init__(
+        self,
+        block: BlockCosts,
+        count: int,
+        head_work: int,
+        options: Sequence[Option],
+        nbytes: int,
+    ) -> None:
+        self.block, self.count = block, count
         self.nbytes, self.unit = nbytes, max(nbytes / SLOTS, 1.0)
         self.slots = int(nbytes / self.unit)
         self.passed, self.reserve, head = map(
-            self._slots, (self.block.stream_nbytes, self.block.reserve, chain.head_work)
+            self._slots, (block.stream_nbytes, block.reserve, head_work)
         )
-        self.head_reserve = self._slots(self.block.head_reserve)
+        self.head_reserve = self._slots(block.head_reserve)
         self.options = undominated(options)
         sizes = [(self._slots(one.saved), self._slots(one.work)) for one in self.options]
         self.sizes = [(saved + self.passed, work) for saved, work in sizes]
         self.inner = [np.zeros(self.slots + 1)]
         self.outer = [np.where(np.arange(self.slots + 1) >= head, 0.0, np.inf)]
-        for n in range(1, chain.count + 1):
+        for n in range(1, count + 1):
             for rows in self.inner, self.outer:
                 row = np.full(self.slots + 1, np.inf)
                 for way in self._ways(n, rows):
@@ -114,8 +97,8 @@ class Table:
                 yield Way(-j, least, j * self.block.forward_seconds, rest)
 
     def choice(self, nbytes: int) -> Solved | None:
-        """The best choice within `nbytes` of the table's bytes; None if nothing fits."""
-        count = self.chain.count
+        """The best choice within `nbytes` of the solver's bytes; None if nothing fits."""
+        count = self.count
         slots = min(int(nbytes / self.unit), self.slots) - self.passed
         if slots < 0 or not np.isfinite(self.outer[count][slots]):
             return None
@@ -154,8 +137,8 @@ class Table:
 
     @property
     def least(self) -> int:
-        """The fewest bytes with which something fits; the table's bytes if nothing does."""
-        fitting = np.flatnonzero(np.isfinite(self.outer[self.chain.count]))
+        """The fewest bytes with which something fits; the solver's bytes if nothing does."""
+        fitting = np.flatnonzero(np.isfinite(self.outer[self.count]))
         slots = int(fitting[0]) + self.passed if len(fitting) else self.slots
         return min(math.ceil((slots + 0.5) * self.unit), self.nbytes)
 

@@ -118,8 +118,8 @@ def rows(server: str, vocabularies: Path) -> Iterator[tuple[bool, str]]:
             save(path, vocabularies / f"ggml-vocab-{vocabulary}.gguf", chat.source)
             tokenizer = Tokenizer(GGUF(path).metadata)
             masker = Masker(tokenizer)
-            texts = [tokenizer.piece(id or 0).decode() for id in (tokenizer.bos, tokenizer.eos)]
-            renderer = Renderer(ChatTemplate(chat.source, *texts), masker.ends)
+            bos, eos = (tokenizer.piece(id or 0).decode() for id in (tokenizer.bos, tokenizer.eos))
+            renderer = Renderer(ChatTemplate(chat.source, bos, eos), masker.ends)
             asked = [r for r in RECORDS.values() if renderer.takes_calls or "tools" not in r]
             found = [conversation(record, Path(folder)) for record in asked]
             with served(server, path) as address:

@@ -39,7 +39,8 @@ LIMITS = {
     "Q4_K_M": math.inf,
 }  # of |difference of logarithms of probabilities|
 TOKENS, TEXTS = 48, 1000
-Values, Arrays = dict[str, Value], dict[str, np.ndarray]
+Values = dict[str, Value]
+Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)

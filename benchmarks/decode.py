@@ -77,7 +77,7 @@ class Ours:
 
 def theirs(bench: Path, path: Path, prompt: int, count: int) -> Speeds:
     sizes = ["-p", str(prompt), "-n", str(count), "-t", str(kernels.threads()), "-r", "1"]
-    command = [bench, "-m", path, *sizes, "-o", "json"]
+    command = [str(bench), "-m", str(path), *sizes, "-o", "json"]
     said = subprocess.run(command, capture_output=True, check=True).stdout
     read, written = (float(test["avg_ts"]) for test in json.loads(said))
     return read, written

@@ -8,6 +8,7 @@ Ratios are medians of several rounds in one process.
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,8 @@ def region() -> None:
     """What two threads cost: a kernel on n elements in parallel, less the same kernel serially on n / 2."""
     n = 1 << 16
     a, y = np.ones(n, np.float32), np.ones(n, np.float32)
-    run = kernels.elementwise.scale
+    elementwise: Any = kernels.elementwise
+    run = elementwise.scale
 
     def whole() -> None:
         run(y, a, 2.0, 0.0)

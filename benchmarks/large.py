@@ -14,8 +14,8 @@ import numpy as np
 
 from packtrain import cost, kernels
 from packtrain.design.budget import planned
-from packtrain.design.parts import Setting
 from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.request import Request
 from packtrain.design.search import search
 from packtrain.design.table import choices
 from packtrain.memory import Peak, private_nbytes, settle
@@ -36,16 +36,16 @@ LIMITS = {"110m": (2.2, 1.0), "1b": (17.0, None)}
 
 
 def decide(name: str, rates: cost.Rates) -> None:
-    shape, setting = StepShape(SHAPES[name], 1, TIME, evaluate=False), Setting(AdamW(), rates, 0)
+    shape, request = StepShape(SHAPES[name], 1, TIME, evaluate=False), Request(AdamW(), rates)
     began = time.perf_counter()
-    whole = make_plans(shape, setting.optimizer)
+    whole = make_plans(shape, request.optimizer)
     planning = time.perf_counter() - began
-    limit = setting.total(whole) - int(0.4 * whole.arena_nbytes)
+    limit = request.total(whole) - int(0.4 * whole.arena_nbytes)
     began = time.perf_counter()
-    answer = search(shape, "auto", setting, limit)
+    answer = search(shape, request.within(limit))
     took = time.perf_counter() - began
     print(
-        f"{name}: {setting.total(whole) / GIB:.2f} GiB keeping everything (planned in {planning:.2f} s); "
+        f"{name}: {request.total(whole) / GIB:.2f} GiB keeping everything (planned in {planning:.2f} s); "
         f"{limit / GIB:.2f} GiB {'fits' if answer.fits else 'does not fit'}, decided in {took:.2f} s"
     )
 
@@ -54,10 +54,9 @@ def run(name: str, rates: cost.Rates) -> None:
     limit, max_norm = LIMITS[name]
     config, optimizer = SHAPES[name], AdamW()
     settle()
-    setting = Setting(optimizer, rates, private_nbytes())
+    request = Request(optimizer, rates, private_nbytes()).within(int(limit * GIB))
     shape = StepShape(config, 1, TIME, max_norm=max_norm, evaluate=False)
-    made = planned(shape, "auto", setting, int(limit * GIB))
-    plans, baseline = made.plans, made.baseline
+    plans = planned(shape, request)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, TIME + 1), np.int32)
     batch = {
         "tokens": ids[:, :-1],
@@ -75,7 +74,7 @@ def run(name: str, rates: cost.Rates) -> None:
             losses.append(engine.step([batch], number, 1e-3).loss)
             seconds.append(time.perf_counter() - began)
     print(
-        f"{name}: {'; '.join(['one step', *choices(plans)])}: planned {(baseline + plans.nbytes) / GIB:.2f} GiB, peak "
+        f"{name}: {'; '.join(['one step', *choices(plans)])}: planned {plans.total_nbytes / GIB:.2f} GiB, peak "
         f"{peak.nbytes / GIB:.2f} GiB of {limit} GiB; loss {losses[0]:.3f}, {losses[1]:.3f}; "
         f"{min(seconds):.1f} s a step"
     )

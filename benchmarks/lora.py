@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.torch_llama import Trained, Tuned, optimizer
 from packtrain import kernels
-from packtrain.design.parts import Setting
 from packtrain.design.plans import Base, StepShape, make_plans
+from packtrain.design.request import Request
 from packtrain.design.search import Search
 from packtrain.dtypes import BLOCK_TYPES, Dtype
 from packtrain.gguf import GGUF, Deferred, write
@@ -55,13 +55,13 @@ def shape_of(
 
 def plan() -> None:
     shape = shape_of(LLAMA_8B, BLOCK_TYPES["q4_K"], 8, 1, 2048, strict=True)
-    looking = Search(Setting(AdamW(), measured()[0], 150 * MIB), "auto")
-    found = looking.least(replace(shape, chunk=16))
-    plans = looking.setting.plans(found.shape)
-    total = looking.setting.total(plans)
+    request = Request(AdamW(), measured()[0], 150 * MIB)
+    found = Search(request).least_of([replace(shape, chunk=16)])
+    plans = request.plans(found.shape)
+    total = request.total(plans)
     print(
         f"8B in Q4_K, rank 8, 1 × 2,048 tokens: {total / GIB:.2f} GiB with its base of {plans.mapped_nbytes / GIB:.2f}"
-        f" GiB; arena {plans.arena_nbytes / GIB:.2f} GiB, expected {plans.seconds(looking.setting.rates):.0f} s a step"
+        f" GiB; arena {plans.arena_nbytes / GIB:.2f} GiB, expected {plans.seconds(request.rates):.0f} s a step"
     )
 
 

@@ -53,7 +53,17 @@ class Found:
 
 def theirs(tool: Path, model: Path, text: Path, context: int) -> Found:
     """What llama-perplexity says, with its defaults but for the number of threads."""
-    command = [tool, "-m", model, "-f", text, "-c", str(context), "-t", str(kernels.threads())]
+    command = [
+        str(tool),
+        "-m",
+        str(model),
+        "-f",
+        str(text),
+        "-c",
+        str(context),
+        "-t",
+        str(kernels.threads()),
+    ]
     for _ in range(TRIALS):
         began = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -69,7 +79,8 @@ def theirs(tool: Path, model: Path, text: Path, context: int) -> Found:
 
 
 def ours(model: Path, text: Path, context: int) -> Found:
-    command = [sys.executable, "-m", "packtrain", "eval", model, "--data", text, "-c", str(context)]
+    given = [str(model), "--data", str(text), "-c", str(context)]
+    command = [sys.executable, "-m", "packtrain", "eval", *given]
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = OURS.search(done.stdout)

@@ -268,8 +268,8 @@ def tutorial(setup: Setup) -> Iterator[Row]:
         if done.code:
             yield failed(f"quantize {kind}", done)
             continue
-        flags = "--memory 600MiB --lr 2e-3 --iters 60"
-        for row in tuned(base, setup, f"tutorial/{kind}", flags):
+        more = "--memory 600MiB --lr 2e-3 --iters 60"
+        for row in tuned(base, setup, f"tutorial/{kind}", more):
             yield Row(f"{kind}: {row.what}", row.found, row.wanted, row.good)
 
 

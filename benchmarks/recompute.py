@@ -18,8 +18,9 @@ from itertools import pairwise
 import numpy as np
 
 from packtrain import cost
-from packtrain.design.parts import Setting, chain
+from packtrain.design.estimate import chain
 from packtrain.design.plans import StepShape
+from packtrain.design.request import Request
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import SGD
@@ -59,8 +60,8 @@ def ratio(run: Executor, whole: Executor, inputs: dict[str, np.ndarray], turn: i
 def measure(name: str, time_: int, rounds: int) -> None:
     config = replace(SHAPES[name], context_length=time_)
     optimizer, shape = SGD(lr=0.0), StepShape(config, 1, time_)
-    setting = Setting(optimizer, measured()[0], 0)
-    blocks = chain(shape, setting)
+    request = Request(optimizer, measured()[0])
+    blocks = chain(shape, request)
 
     def planned(choice: Choice | None) -> tuple[Placed, Plan]:
         placed = place(blocks.build(config.block_count, choice).graph)
@@ -82,7 +83,7 @@ def measure(name: str, time_: int, rounds: int) -> None:
     whole = session.executor(everything, plan)
     transformer.initialise(config, 0, session.fill)
     expected = whole(inputs)
-    step_seconds = cost.seconds(everything, setting.rates)
+    step_seconds = cost.seconds(everything, request.rates)
     base = min(seconds(whole, inputs) for _ in range(3))
     print(f"{name}, 1 × {time_}: keeps everything in {keeping / MIB:.1f} MiB, of which activations "
           f"{activations / MIB:.1f} MiB; {base:.3f} s a step")  # fmt: skip

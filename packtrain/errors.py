@@ -11,12 +11,15 @@ def printable(text: str) -> str:
 class InputError(ValueError):
     """Bad input. The message names the file, the field and what is expected. Exit code 2.
 
+    fact    what is wrong, and where
+    advice  what is expected, or what to do; the message has both
     It may quote untrusted text of a file: control characters and line ends are escaped, and the middle of a very
     long message is cut out.
     """
 
-    def __init__(self, message: str) -> None:
-        text = printable(message)
+    def __init__(self, fact: str, advice: str = "") -> None:
+        self.fact, self.advice = printable(fact), advice
+        text = printable(f"{fact}; {advice}" if advice else fact)
         super().__init__(
             text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-200:]}"
         )

@@ -183,7 +183,7 @@ def _texts(report: Report) -> Iterator[str]:
 
 def _text_of(found: Any, where: str) -> str:
     if not isinstance(found, dict) or "text" not in found:
-        raise InputError(f"{where} has no field text; {WANTED}{_advice(found)}")
+        raise InputError(f"{where} has no field text", WANTED + _advice(found))
     return sound(found["text"], f"{where}: text", WANTED)
 
 
@@ -197,11 +197,11 @@ def _advice(found: Any) -> str:
 def sound(text: Any, where: str, wanted: str) -> str:
     """Check that this is a string that UTF-8 can encode. Raises InputError."""
     if not isinstance(text, str):
-        raise InputError(f"{where} is {type(text).__name__}, not a string; {wanted}")
+        raise InputError(f"{where} is {type(text).__name__}, not a string", wanted)
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where} has half a surrogate pair; it needs both halves") from None
+        raise InputError(f"{where} has half a surrogate pair", "it needs both halves") from None
     return text
 
 

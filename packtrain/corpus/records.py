@@ -54,9 +54,9 @@ def _lines(wanted: str, report: Report) -> Iterator[tuple[str, Any]]:
             try:
                 value = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                report.reject(InputError(f"{where} is not UTF-8; {as_utf_8(path)}"))
+                report.reject(InputError(f"{where} is not UTF-8", as_utf_8(path)))
             except (ValueError, RecursionError):
-                report.reject(InputError(f"{where} is not JSON; {wanted}"))
+                report.reject(InputError(f"{where} is not JSON", wanted))
             else:
                 yield where, value
 

@@ -48,10 +48,10 @@ class Report:
     def reject(self, error: InputError) -> None:
         """Count a bad record, or raise the error, which names --skip-bad."""
         if not self.skip:
-            raise InputError(f"{error}; --skip-bad skips bad records") from None
+            raise InputError(str(error), "--skip-bad skips bad records") from None
         self.bad += 1
-        if len(self.reasons) < FEW:  # after the first semicolon comes advice
-            self.reasons.append(str(error).removeprefix(f"{self.path}: ").partition("; ")[0])
+        if len(self.reasons) < FEW:
+            self.reasons.append(error.fact.removeprefix(f"{self.path}: "))
 
     @property
     def notes(self) -> list[str]:

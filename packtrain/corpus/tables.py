@@ -40,8 +40,8 @@ def table_rows(report: Report) -> Iterator[tuple[str, dict[str, str]]]:
         found, wanted = plural(len(cells), "cell"), plural(len(names), "column")
         report.reject(
             InputError(
-                f"{where} has {found} where the header has {wanted}; a cell that contains the delimiter or a line"
-                " break must be in double quotes"
+                f"{where} has {found} where the header has {wanted}",
+                "a cell that contains the delimiter or a line break must be in double quotes",
             )
         )
 
@@ -59,13 +59,14 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
             break
     csv.field_size_limit(LONGEST_CELL)
     delimiter = delimiter or _delimiter(first, kind_of(path))
-    reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+    fed = Fed(chain([first], lines))
+    reader = csv.reader(fed, delimiter=delimiter, strict=True)
     while True:
-        where = f"{path}: line {passed + reader.line_num}"
+        where, fed.characters = f"{path}: line {passed + reader.line_num}", 0
         try:
             cells = next(reader, None)
-        except csv.Error as error:
-            report.reject(InputError(f"{where}: {_reason(error)}"))
+        except csv.Error:
+            report.reject(InputError(f"{where}: {fed.fact}", fed.advice))
             continue
         if cells is None:
             return
@@ -73,13 +74,38 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
             yield where, cells
 
 
-def _reason(error: csv.Error) -> str:
-    text = str(error)
-    if "end of data" in text:
-        return "a quoted cell begins here and never ends; its last quote is missing"
-    if "field limit" in text:
-        return f"a cell has more than {LONGEST_CELL:,} characters; a quote may be missing"
-    return "text follows a quoted cell; a quote within quotes must be doubled"
+class Fed:
+    """Lines on their way to csv.
+
+    characters  since the last row
+    ended       whether the last line has been read
+    """
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self.lines, self.characters, self.ended = lines, 0, False
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self.lines:
+            self.characters += len(line)
+            yield line
+        self.ended = True
+
+    @property
+    def fact(self) -> str:
+        """What is wrong with a row that csv refuses."""
+        if self.ended:
+            return "a quoted cell begins here and never ends"
+        if self.characters > LONGEST_CELL:
+            return f"a cell has more than {LONGEST_CELL:,} characters"
+        return "text follows a quoted cell"
+
+    @property
+    def advice(self) -> str:
+        if self.ended:
+            return "its last quote is missing"
+        if self.characters > LONGEST_CELL:
+            return "a quote may be missing"
+        return "a quote within quotes must be doubled"
 
 
 def _delimiter(first: str, kind: str) -> str:

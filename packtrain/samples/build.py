@@ -229,4 +229,4 @@ def _placed(samples: Iterator[Sample], where: str) -> Iterator[Sample]:
     try:
         yield from samples
     except InputError as error:
-        raise InputError(str(error) if where in str(error) else f"{where}: {error}") from None
+        raise InputError(f"{where}: {error.fact}", error.advice) from None

@@ -101,8 +101,8 @@ class Reader:
         missing = [name for name in form.needed if name not in record]
         if missing:
             raise InputError(
-                f"{where} has no field {missing[0]}; all records of a file must be like its first, with"
-                f" {' and '.join(form.needed)}"
+                f"{where} has no field {missing[0]}",
+                f"all records of a file must be like its first, with {' and '.join(form.needed)}",
             )
         self.unused |= set(record) - {*form.needed, *form.allowed}
         for message in listed(record.get("messages", record.get("conversations"))):
@@ -153,7 +153,7 @@ def _form_of(record: Mapping[str, Any], where: str, header: str) -> Form:
         wanted = f"it must name {', '.join(forms)}, or {last}"
         raise InputError(f"{header}: {header_names(record)}; {wanted}")
     fields = f"the fields {shortlist(record)}" if record else "no fields"
-    raise InputError(f"{where} has {fields}; {WANTED}")
+    raise InputError(f"{where} has {fields}", WANTED)
 
 
 def _messages(record: Mapping[str, Any], where: str) -> Conversation:

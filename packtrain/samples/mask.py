@@ -133,8 +133,8 @@ def _place(tokenizer: Tokenizer, id: int, text: bytes, at: int) -> tuple[int, in
     if id == tokenizer.unk and (found := CHARACTER.match(text, at)):
         return at, found.end()
     raise InputError(
-        f"token {id}, {piece!r}, is not at byte {at} of the text that was tokenized; with this vocabulary the"
-        " assistant's tokens cannot be found"
+        f"token {id}, {piece!r}, is not at byte {at} of the text that was tokenized",
+        "with this vocabulary the assistant's tokens cannot be found",
     )
 
 

@@ -48,7 +48,9 @@ def conversation(where: str, messages: list[Message], tools: Any) -> Conversatio
     if not turns:
         raise InputError(f"{where} has no answer of the assistant to train on")
     if turns[0]["role"] != "user":
-        raise InputError(f"{where}: the first to speak is {turns[0]['role']}; it must be the user")
+        raise InputError(
+            f"{where}: the first to speak is {turns[0]['role']}", "it must be the user"
+        )
     opened = len(turns) < len(messages) - start
     messages = messages[:start] + turns
     _name_calls(messages)
@@ -63,7 +65,7 @@ def parsed(given: Any, at: str) -> Any:
 def read_messages(turns: Any, where: str, name: str) -> list[Message]:
     turns = parsed(turns, f"{where}: {name}")
     if not isinstance(turns, list) or not turns:
-        raise InputError(f"{where}: {name} must be a list of messages; {WANTED}")
+        raise InputError(f"{where}: {name} must be a list of messages", WANTED)
     return [_message(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(turns)]
 
 
@@ -72,7 +74,7 @@ def _message(turn: Any, at: str) -> Message:
     given = turn.get("role", turn.get("from"))
     role = ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
-        raise InputError(f"{at}: role is {given!r}; it must be system, user, assistant or tool")
+        raise InputError(f"{at}: role is {given!r}", "it must be system, user, assistant or tool")
     content = turn.get("content", turn.get("value"))
     calls: Any = turn.get("tool_calls")
     if given == "function_call":
@@ -89,7 +91,7 @@ def new_message(role: str, content: Any, at: str) -> Message:
     """A message; only a tool's may be empty."""
     text = _content(content, at)
     if role != "tool" and not text.strip():
-        raise InputError(f"{at}: the {role}'s content is empty; it must have words")
+        raise InputError(f"{at}: the {role}'s content is empty", "it must have words")
     return {"role": role, "content": text}
 
 
@@ -99,7 +101,7 @@ def _content(content: Any, at: str) -> str:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise InputError(
-                    f"{at}: content has a part that is not text; only text is supported"
+                    f"{at}: content has a part that is not text", "only text is supported"
                 )
         content = "".join(sound(part.get("text"), f"{at}: text", WANTED) for part in content)
     return sound(content, f"{at}: content", WANTED)
@@ -145,7 +147,7 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
         tool = an_object(tool, at)
         function = an_object(tool.get("function", tool), at)
         if not isinstance(function.get("name"), str):
-            raise InputError(f"{at} has no name; it must be an object with name and parameters")
+            raise InputError(f"{at} has no name", "it must be an object with name and parameters")
         given = {"name": "", "description": "", "parameters": {}} | function
         function = {key: given[key] for key in ("name", "description", "parameters")}
         functions.append({"type": "function", "function": function})
@@ -156,19 +158,19 @@ def _json(text: Any, at: str, like: str) -> Any:
     try:
         return json.loads(sound(text, at, WANTED))
     except (ValueError, RecursionError):
-        raise InputError(f"{at} is not JSON; it must be like {like}") from None
+        raise InputError(f"{at} is not JSON", f"it must be like {like}") from None
 
 
 def worded(given: Any, at: str) -> str:
     text = sound(given, at, WANTED)
     if not text.strip():
-        raise InputError(f"{at} is empty; it must have words")
+        raise InputError(f"{at} is empty", "it must have words")
     return text
 
 
 def an_object(found: Any, at: str) -> Message:
     if not isinstance(found, dict):
-        raise InputError(f"{at} is {type(found).__name__}, not an object; {WANTED}")
+        raise InputError(f"{at} is {type(found).__name__}, not an object", WANTED)
     return found
 
 

@@ -78,10 +78,7 @@ class Renderer:
         """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
         messages, tools = self._fitted(conversation)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        try:
-            alone = [self._turn(messages, i, tools) for i in turns[-1 if self.last_only else 0 :]]
-        except InputError as error:
-            raise InputError(f"{conversation.where}: {error}") from None
+        alone = [self._turn(messages, i, tools) for i in turns[-1 if self.last_only else 0 :]]
         whole = alone[-1].text
         if all(whole.startswith(one.text[: one.spans[0][1]]) for one in alone):
             return [Rendered(whole, [span for one in alone for span in one.spans])]

@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def ready(
     command  of the command line that does the same
     """
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
+    own = {} if limit is None else {HOST: limit}
     job = _job(settings, build_job, say)
     modules = needed(job.config.expert_count > 0, job.shape.base is not None, type(job.optimizer))
     kernels.prepare(modules, limit, private_nbytes())
@@ -111,18 +113,19 @@ def ready(
         job.config.context_length if sampled else 0,
         settings.target,
         settings.recompute,
-        {**settings.target.limits, **({} if limit is None else {HOST: limit})},
+        {**settings.target.limits, **own},
         found is not None,
         taken,
         runs,
     )
-    shape, plans = job.shape, planned(job.shape, request, say)
+    plans = planned(job.shape, request, say)
+    least = partial(_least, plans, job.shape, request, say)
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
-
-    def least() -> int:
-        return enough(plans) if plans.refusal else minimum(shape, request, say)
-
     return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command)
+
+
+def _least(plans: Plans, shape: StepShape, request: Request, say: Say) -> int:
+    return enough(plans) if plans.refusal else minimum(shape, request, say)
 
 
 def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) -> Job:

@@ -29,7 +29,7 @@ class Case:
 
 @dataclass
 class Writer:
-    """A graph being written: `pool` are values to go on from, `pure` those that may be recomputed."""
+    """A graph being written: `pool` are values to go on from, `before` what leaves held before a write, to be kept."""
 
     rng: np.random.Generator
     prefix: str
@@ -37,6 +37,7 @@ class Writer:
     weights: list[Tensor] = field(default_factory=list)
     handles: list[Tensor] = field(default_factory=list)
     pool: list[Tensor] = field(default_factory=list)
+    before: list[Tensor] = field(default_factory=list)
 
     def number(self, low: int, high: int) -> int:
         return int(self.rng.integers(low, high))
@@ -189,9 +190,15 @@ def windows(g: Writer, x: Tensor) -> list[Tensor]:
     t, c = x.shape
     picture = ops.reshape(x if x.dense else ops.cont(x), shape=(1, 1, t, c))
     columns = ops.im2col(picture, window=(1, 3), padding=(0, 1))
+    folded = ops.conv_2d(picture, g.weight(2, 1, 3, 3), padding=(1, 1))
     largest, wide = bool(g.number(0, 2)), min(2, c)
     pooled = ops.pool_2d(picture, largest=largest, window=(1, wide))
-    return [ops.reshape(columns, shape=(t, 3 * c)), ops.reshape(pooled, shape=(t, c // wide))]
+    mixed = ops.silu(ops.reshape(folded, shape=(2 * t, c)))
+    return [
+        mixed,
+        ops.reshape(columns, shape=(t, 3 * c)),
+        ops.reshape(pooled, shape=(t, c // wide)),
+    ]
 
 
 def reduce(g: Writer, x: Tensor) -> list[Tensor]:
@@ -209,6 +216,7 @@ def remember(g: Writer, x: Tensor) -> list[Tensor]:
     count = x.shape[0] + 2
     cache = g.leaf(pt.state, (count, x.shape[1]))
     before = ops.cont(cache) if g.rng.random() < 0.3 else x
+    g.before += [before] if before is not x else []
     (handle,) = ops.set_rows(cache, x, g.ids(x.shape[0], count, distinct=True))
     g.handles.append(handle)
     return [handle, before]
@@ -247,7 +255,7 @@ def random_case(
     for _ in range(g.number(3, 13)):
         g.pool += MOVES[g.number(0, len(MOVES))](g, g.matrix())
     loss = _loss(g)
-    kept = [t for t in g.pool if g.rng.random() < 0.25]
+    kept = [*(t for t in g.pool if g.rng.random() < 0.25), *g.before]
     recompute = g.rng.random() < 0.8
     outputs = {"loss": loss} | {f"value {i}": t for i, t in enumerate(g.pool) if g.rng.random() < 0.15}  # fmt: skip
     keeping = kept if keep and recompute else None

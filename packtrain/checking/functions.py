@@ -26,7 +26,6 @@ def _concat(*parts: Tensor, axis: int) -> Tensor:
     return ops.concat(parts, axis=axis)
 
 
-IMAGE, FILTERS = (2, 3, 7, 6), (4, 3, 3, 2)
 FUNCTIONS = {
     "add_cast": Function(ops.add_cast, ((((4, 9), (4, 9)), {}), (((4, 9), (9,)), {}))),
     "alibi": Function(ops.alibi, ((((2, 3, 5, 7), (3,), (5, 7)), {}),)),
@@ -36,13 +35,6 @@ FUNCTIONS = {
     "concat": Function(_concat, ((((3, 2), (3, 5), (3, 1)), {"axis": 1}),)),
     "conv_1d": Function(
         ops.conv_1d, ((((2, 3, 11), (4, 3, 3)), {"stride": 2, "padding": 1, "dilation": 2}),)
-    ),
-    "conv_2d": Function(
-        ops.conv_2d,
-        (
-            ((IMAGE, FILTERS), {}),
-            ((IMAGE, FILTERS), {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}),
-        ),
     ),
     "gelu_erf": Function(ops.gelu_erf, ((((4, 9),), {}),)),
     "group_norm": Function(ops.group_norm, ((((2, 6, 4, 5),), {"groups": 3, "eps": 1e-5}),)),

@@ -311,6 +311,16 @@ def conv_2d(x, w, **how):
     return torch.nn.functional.conv2d(x, w, **how)
 
 
+def conv_2d_back(dy, w, *, size, **how):
+    shape = (dy.shape[0], w.shape[1], *size)
+    return torch.nn.grad.conv2d_input(shape, w, dy, **how)
+
+
+def conv_2d_back_w(dy, x, *, window, **how):
+    shape = (dy.shape[1], x.shape[1], *window)
+    return torch.nn.grad.conv2d_weight(x, shape, dy, **how)
+
+
 def conv_1d(x, w, **how):
     return torch.nn.functional.conv1d(x, w, **how)
 
@@ -332,6 +342,7 @@ PEERS |= {
     "transpose": lambda x: x.mT,
     "alibi": lambda x, slopes, distance: x + slopes[:, None, None] * distance,
     **{f.__name__: f for f in (
-        soft_max_sinks, attention_to_all, pad, norm, pool_1d, conv_2d, conv_1d, soft_cross_entropy,
+        soft_max_sinks, attention_to_all, pad, norm, pool_1d, conv_2d, conv_2d_back, conv_2d_back_w, conv_1d,
+        soft_cross_entropy,
     )},
 }  # fmt: skip

@@ -28,6 +28,7 @@ MADE_OF = {
     "bits": "simd",
     "call": "",
     "codes": "bits call simd",
+    "convolution": "call gemm matmul simd",
     "dequantize": "bits call rooms simd",
     "dots": "bits call rooms simd",
     "elementwise": "call simd",

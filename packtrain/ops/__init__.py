@@ -16,15 +16,7 @@ from packtrain.ops.composed import (
     soft_max_sinks,
     upscale,
 )
-from packtrain.ops.convolution import (
-    conv_1d,
-    conv_2d,
-    im2col,
-    im2col_back,
-    pool_1d,
-    pool_2d,
-    pool_2d_back,
-)
+from packtrain.ops.convolution import conv_1d, conv_2d, conv_2d_back, conv_2d_back_w
 from packtrain.ops.diagonal import diag, diag_mask_inf, diag_mask_zero, diagonal
 from packtrain.ops.elementwise import (
     add,
@@ -70,6 +62,7 @@ from packtrain.ops.index import get_rows, get_rows_back, set_rows, zero_rows
 from packtrain.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
 from packtrain.ops.matmul import matmul, matmul_back, out_prod
 from packtrain.ops.norm import rms_norm, rms_norm_back
+from packtrain.ops.pooling import pool_1d, pool_2d, pool_2d_back
 from packtrain.ops.ranking import argmax, argsort, count_equal
 from packtrain.ops.reduce import broadcast_to, cumsum, sum, sum_rows, sum_to
 from packtrain.ops.region import acc, pad, set, slice
@@ -79,18 +72,20 @@ from packtrain.ops.shape import concat, cont, narrow, narrow_back, permute, resh
 from packtrain.ops.soft_targets import log_soft_max, soft_cross_entropy
 from packtrain.ops.softmax import soft_max, soft_max_back
 from packtrain.ops.update import accumulate, clip_gate, sum_squares
+from packtrain.ops.windows import im2col, im2col_back
 
 __all__ = [
     "abs", "acc", "accumulate", "add", "add_cast", "alibi", "alibi_slopes", "argmax", "argsort", "attention",
     "attention_back", "attention_to_all", "broadcast_to", "cast", "clamp", "clip_gate", "concat", "cont", "conv_1d",
-    "conv_2d", "cos", "count_equal", "cross_entropy", "cross_entropy_back", "cumsum", "diag", "diag_mask_inf",
-    "diag_mask_zero", "diagonal", "div", "dropout", "elu", "erf", "exp", "experts", "geglu", "geglu_back", "gelu",
-    "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm", "group_rows", "im2col", "im2col_back",
-    "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max", "matmul", "matmul_back", "matmul_id",
-    "matmul_id_back", "mean", "mean_rows", "mean_squared_error", "mul", "narrow", "narrow_back", "neg", "norm",
-    "out_prod", "out_prod_id", "pad", "permute", "pool_1d", "pool_2d", "pool_2d_back", "relu", "reshape",
-    "rms_norm", "rms_norm_back", "rope", "rope_table", "scale", "set", "set_rows", "sgn", "sigmoid", "silu",
-    "silu_back", "sin", "slice", "soft_cross_entropy", "soft_max", "soft_max_back", "soft_max_sinks", "softplus",
-    "sqr", "sqrt", "step", "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take",
-    "take_back", "tanh", "top_k", "transpose", "upscale", "weighted_rows", "weighted_rows_back", "zero_rows",
+    "conv_2d", "conv_2d_back", "conv_2d_back_w", "cos", "count_equal", "cross_entropy", "cross_entropy_back",
+    "cumsum", "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "dropout", "elu", "erf", "exp",
+    "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
+    "group_rows", "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
+    "matmul", "matmul_back", "matmul_id", "matmul_id_back", "mean", "mean_rows", "mean_squared_error", "mul",
+    "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "pad", "permute", "pool_1d", "pool_2d",
+    "pool_2d_back", "relu", "reshape", "rms_norm", "rms_norm_back", "rope", "rope_table", "scale", "set",
+    "set_rows", "sgn", "sigmoid", "silu", "silu_back", "sin", "slice", "soft_cross_entropy", "soft_max",
+    "soft_max_back", "soft_max_sinks", "softplus", "sqr", "sqrt", "step", "sub", "sum", "sum_rows", "sum_squares",
+    "sum_to", "swiglu", "swiglu_back", "take", "take_back", "tanh", "top_k", "transpose", "upscale",
+    "weighted_rows", "weighted_rows_back", "zero_rows",
 ]  # fmt: skip

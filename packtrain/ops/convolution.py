@@ -1,155 +1,189 @@
-"""Convolution and pooling of images (N, C, H, W): windows laid out as rows, and the products and means of those."""
+"""Convolution of images (N, C, H, W) with filters (O, C, KH, KW), as products of windows that never all exist."""
 
+import math
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
+from packtrain.ops import costs
 from packtrain.ops.arrays import flat
-from packtrain.ops.matmul import matmul
-from packtrain.ops.shape import cont, permute, reshape
-from packtrain.tensor import GraphError, Spec, Tensor, constant, input, op, want
+from packtrain.ops.shape import reshape
+from packtrain.ops.windows import Pair, check, sizes_of, windows
+from packtrain.tensor import GraphError, Spec, Tensor, input, op, want
 
-Pair = tuple[int, int]
-
-
-def _out(n: int, k: int, step: int, pad: int, apart: int = 1) -> int:
-    return (n + 2 * pad - apart * (k - 1) - 1) // step + 1
+SHARES, MOST = 16, 1 << 22  # partial sums of the gradient of filters, and values of them
 
 
-def _check(x: Tensor, window: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1)) -> Pair:
-    """Height and width of the result."""
-    want(x.dtype == f32 and len(x.shape) == 4, f"x is {x.spec}; it must be f32[N, C, H, W]")
-    for name, pair, least in (
-        ("window", window, 1), ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0),
-    ):  # fmt: skip
-        want(
-            len(pair) == 2 and min(pair) >= least,
-            f"{name} is {pair}; it must be two numbers of at least {least}",
-        )
-    h, w = (_out(*one) for one in zip(x.shape[2:], window, stride, padding, dilation, strict=True))
-    want(min(h, w) > 0, f"the window {window} does not fit into x {x.spec} with padding {padding}")
-    return h, w
+def _counts(y, w):
+    """Pictures, channels and filters."""
+    return len(y), w.shape[1], w.shape[0]
 
 
-def _sizes(shape, out, window, stride, padding, dilation=(1, 1)):
-    return np.array([*shape[2:], *window, *out, *stride, *padding, *dilation], np.int32)
+def _work(y: Tensor, w: Tensor) -> costs.Cost:
+    n, o, *out = y.shape
+    return costs.product(o, n * math.prod(out), math.prod(w.shape[1:]))
 
 
-def _windows(x, window, stride, padding, dilation=(1, 1), fill=0.0):
-    """All windows of x, (N, C, OH, OW, KH, KW), in a copy with its edges filled."""
-    edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
-    whole = np.pad(x, edges, constant_values=fill)
-    spans = tuple(d * (k - 1) + 1 for k, d in zip(window, dilation, strict=True))
-    seen = np.lib.stride_tricks.sliding_window_view(whole, spans, (2, 3))
-    return seen[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
-
-
-# ---- windows as rows -----------------------------------------------------------------------------------------
+def _cases() -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+    """Images, filters and attributes: edges, steps, and more than a panel of channels or filters."""
+    apart = {"stride": (3, 2), "padding": (2, 3), "dilation": (2, 1)}
+    for image, filters, how in (
+        ((2, 3, 5, 6), (4, 3, 3, 2), {}),
+        ((2, 2, 9, 11), (3, 2, 3, 4), apart),
+        ((3, 1, 28, 28), (8, 1, 3, 3), {"padding": (1, 1)}),
+        ((1, 33, 5, 6), (17, 33, 3, 3), {"padding": (1, 1)}),
+        ((1, 2, 4, 5), (260, 2, 2, 2), {}),
+        ((1, 1, 18, 19), (2, 1, 17, 16), {}),
+    ):
+        yield input("x", image), input("w", filters), how
 
 
 @op()
-def im2col(
-    x: Tensor,
-    *,
-    window: Pair,
-    stride: Pair = (1, 1),
-    padding: Pair = (0, 0),
-    dilation: Pair = (1, 1),
-) -> Spec:
-    """The windows of images as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
-    h, w = _check(x, window, stride, padding, dilation)
-    return Spec((x.shape[0], h, w, x.shape[1] * window[0] * window[1]))
-
-
-@im2col.vjp
-def im2col_vjp(dy, y, x, **how):
-    return (im2col_back(dy, shape=x.shape, **how),)
-
-
-@im2col.kernel("numpy")
-def im2col_numpy(y, x, *, window, stride, padding, dilation):
-    seen = _windows(x, window, stride, padding, dilation)
-    y[...] = seen.transpose(0, 2, 3, 1, 4, 5).reshape(y.shape)
-
-
-@im2col.kernel("cpu")
-def im2col_cpu(y, x, *, window, stride, padding, dilation):
-    sizes = _sizes(x.shape, y.shape[1:3], window, stride, padding, dilation)
-    kernels.windows.unfold(flat(y), flat(x), *x.shape[:2], sizes)
-
-
-@im2col.samples
-def im2col_samples():
-    yield im2col(input("x", (2, 3, 5, 6)), window=(3, 2))
-    yield im2col(
-        input("x", (3, 2, 7, 8)), window=(3, 3), stride=(2, 1), padding=(1, 2), dilation=(1, 2)
-    )
-    yield im2col(input("x", (5, 1, 28, 28)), window=(3, 3), padding=(1, 1))
-
-
-@op()
-def im2col_back(
-    dy: Tensor, *, shape: tuple[int, ...], window: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Spec:
-    """Gradient of im2col: each value of dy added to where it came from in x of this shape. ggml_im2col_back."""
-    want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
-    return Spec(tuple(shape))
-
-
-@im2col_back.vjp
-def im2col_back_vjp(ddx, dx, dy, *, shape, **how):
-    return (im2col(ddx, **how),)
-
-
-@im2col_back.kernel("numpy")
-def im2col_back_numpy(dx, dy, *, shape, window, stride, padding, dilation):
-    n, c, h, w = shape
-    rows = dy.reshape(n, *dy.shape[1:3], c, *window).transpose(0, 3, 1, 2, 4, 5)
-    whole = np.zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]), dx.dtype)
-    for a, b in product(*map(range, window)):
-        down, across = (
-            slice(k * d, k * d + s * (m - 1) + 1, s)
-            for k, d, s, m in zip((a, b), dilation, stride, dy.shape[1:3], strict=True)
-        )
-        whole[:, :, down, across] += rows[..., a, b]
-    dx[...] = whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
-
-
-@im2col_back.kernel("cpu")
-def im2col_back_cpu(dx, dy, *, shape, window, stride, padding, dilation):
-    sizes = _sizes(shape, dy.shape[1:3], window, stride, padding, dilation)
-    kernels.windows.fold(flat(dx), flat(dy), *shape[:2], sizes)
-
-
-@im2col_back.samples
-def im2col_back_samples():
-    plain = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
-    yield im2col_back(input("dy", (2, 3, 5, 18)), shape=(2, 3, 5, 6), window=(3, 2), **plain)
-    how = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
-    yield im2col_back(input("dy", (3, 4, 8, 18)), shape=(3, 2, 7, 8), window=(3, 3), **how)
-
-
 def conv_2d(
     x: Tensor, w: Tensor, *, stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1)
-) -> Tensor:
-    """Cross-correlation of images with filters. ggml_conv_2d.
+) -> Spec:
+    """Cross-correlation of images with filters. ggml_conv_2d, ggml_conv_2d_direct.
 
     x  (N, C, H, W)    f32
     w  (O, C, KH, KW)  f32
     y  (N, O, OH, OW)  f32, OH = (H + 2 padding - dilation (KH - 1) - 1) // stride + 1
     """
-    if len(w.shape) != 4 or len(x.shape) != 4 or w.shape[1] != x.shape[1]:
-        raise GraphError(
-            f"conv_2d: x is {x.spec} and w is {w.spec}; they must be [N, C, H, W] and [O, C, KH, KW]"
-        )
-    filters, _, *window = w.shape
-    columns = im2col(
-        x, window=(window[0], window[1]), stride=stride, padding=padding, dilation=dilation
+    fits = w.dtype == f32 and len(w.shape) == 4 and x.shape[1:2] == w.shape[1:2]
+    want(
+        fits, f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, H, W] and f32[O, C, KH, KW]"
     )
-    y = matmul(columns, reshape(w, shape=(filters, columns.shape[-1])))
-    return cont(permute(y, axes=(0, 3, 1, 2)))
+    out = check(x, w.shape[2:], stride, padding, dilation)
+    return Spec((x.shape[0], w.shape[0], *out))
+
+
+@conv_2d.vjp
+def conv_2d_vjp(dy, y, x, w, **how):
+    dw = conv_2d_back_w(dy, x, window=w.shape[2:], **how)
+    return conv_2d_back(dy, w, size=x.shape[2:], **how), dw
+
+
+@conv_2d.kernel("numpy")
+def conv_2d_numpy(y, x, w, **how):
+    seen = windows(x, w.shape[2:], **how)
+    y[...] = np.einsum("nchwab,ocab->nohw", seen, w, optimize=True)
+
+
+@conv_2d.kernel("cpu")
+def conv_2d_cpu(y, x, w, **how):
+    sizes = sizes_of(x.shape, y.shape[2:], w.shape[2:], **how)
+    kernels.convolution.conv(flat(y), flat(x), flat(w), *_counts(y, w), sizes)
+
+
+@conv_2d.cost
+def conv_2d_cost(y, x, w, **how):
+    return _work(y, w)
+
+
+@conv_2d.samples
+def conv_2d_samples():
+    for x, w, how in _cases():
+        yield conv_2d(x, w, **how)
+
+
+@op()
+def conv_2d_back(
+    dy: Tensor, w: Tensor, *, size: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Spec:
+    """Gradient of conv_2d for images of this height and width; also the transposed convolution of dy.
+
+    dy  (N, O, OH, OW)  f32
+    w   (O, C, KH, KW)  f32
+    dx  (N, C, H, W)    f32
+    ggml_conv_transpose_2d_p0.
+    """
+    fits = w.dtype == f32 and len(w.shape) == len(dy.shape) == 4
+    want(fits, f"dy is {dy.spec} and w is {w.spec}; they must be f32 with four axes")
+    dx = Spec((dy.shape[0], w.shape[1], *size))
+    y = Spec((dy.shape[0], w.shape[0], *check(dx, w.shape[2:], stride, padding, dilation)))
+    want(dy.spec == y, f"dy is {dy.spec}; for w {w.spec} and size {size} it must be {y}")
+    return dx
+
+
+@conv_2d_back.vjp
+def conv_2d_back_vjp(ddx, dx, dy, w, *, size, **how):
+    return conv_2d(ddx, w, **how), conv_2d_back_w(dy, ddx, window=w.shape[2:], **how)
+
+
+@conv_2d_back.kernel("numpy")
+def conv_2d_back_numpy(dx, dy, w, *, size, stride, padding, dilation):
+    (h, ph), (width, pw) = zip(size, padding, strict=True)
+    whole = np.zeros((*dx.shape[:2], h + 2 * ph, width + 2 * pw), dx.dtype)
+    seen = windows(whole, w.shape[2:], stride, (0, 0), dilation, writeable=True)
+    for a, b in product(*map(range, w.shape[2:])):
+        seen[..., a, b] += np.einsum("nohw,oc->nchw", dy, w[:, :, a, b], optimize=True)
+    dx[...] = whole[:, :, ph : ph + h, pw : pw + width]
+
+
+@conv_2d_back.kernel("cpu")
+def conv_2d_back_cpu(dx, dy, w, *, size, **how):
+    sizes = sizes_of(dx.shape, dy.shape[2:], w.shape[2:], **how)
+    kernels.convolution.conv_back(flat(dx), flat(dy), flat(w), *_counts(dy, w), sizes)
+
+
+@conv_2d_back.cost
+def conv_2d_back_cost(dx, dy, w, **how):
+    return _work(dy, w)
+
+
+@conv_2d_back.samples
+def conv_2d_back_samples():
+    for x, w, how in _cases():
+        y = conv_2d(x, w, **how)
+        yield conv_2d_back(input("dy", y.shape), w, size=x.shape[2:], **y.call.attrs)
+
+
+@op()
+def conv_2d_back_w(
+    dy: Tensor, x: Tensor, *, window: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Spec:
+    """Gradient of conv_2d for filters of this height and width: dy as y, dw (O, C, KH, KW) f32."""
+    y = Spec((x.shape[0], *dy.shape[1:2], *check(x, window, stride, padding, dilation)))
+    want(dy.spec == y, f"dy is {dy.spec}; for x {x.spec} and window {window} it must be {y}")
+    return Spec((dy.shape[1], x.shape[1], *window))
+
+
+@conv_2d_back_w.vjp
+def conv_2d_back_w_vjp(ddw, dw, dy, x, *, window, **how):
+    return conv_2d(x, ddw, **how), conv_2d_back(dy, ddw, size=x.shape[2:], **how)
+
+
+@conv_2d_back_w.workspace("cpu")
+def conv_2d_back_w_work(dy, x, *, window, **how):
+    size = dy.shape[1] * x.shape[1] * math.prod(window)
+    return (Spec((max(1, min(SHARES, x.shape[0], MOST // max(size, 1))), size)),)
+
+
+@conv_2d_back_w.kernel("numpy")
+def conv_2d_back_w_numpy(dw, dy, x, *, window, **how):
+    dw[...] = np.einsum("nohw,nchwab->ocab", dy, windows(x, window, **how), optimize=True)
+
+
+@conv_2d_back_w.kernel("cpu")
+def conv_2d_back_w_cpu(dw, dy, x, *, window, work, **how):
+    sizes = sizes_of(x.shape, dy.shape[2:], window, **how)
+    given = flat(dw), flat(work[0]), flat(dy), flat(x)
+    kernels.convolution.conv_back_w(*given, *_counts(dy, dw), sizes)
+
+
+@conv_2d_back_w.cost
+def conv_2d_back_w_cost(dw, dy, x, **how):
+    return _work(dy, dw)
+
+
+@conv_2d_back_w.samples
+def conv_2d_back_w_samples():
+    for x, w, how in _cases():
+        y = conv_2d(x, w, **how)
+        yield conv_2d_back_w(input("dy", y.shape), x, window=w.shape[2:], **y.call.attrs)
 
 
 def conv_1d(
@@ -163,106 +197,3 @@ def conv_1d(
     wide, filters = (reshape(t, shape=(*t.shape[:2], 1, t.shape[2])) for t in (x, w))
     y = conv_2d(wide, filters, stride=(1, stride), padding=(0, padding), dilation=(1, dilation))
     return reshape(y, shape=(*y.shape[:2], y.shape[3]))
-
-
-# ---- pooling -------------------------------------------------------------------------------------------------
-
-
-@op()
-def pool_2d(
-    x: Tensor, *, largest: bool, window: Pair, stride: Pair | None = None, padding: Pair = (0, 0)
-) -> Spec:
-    """The largest value of each window, or its mean, edges counted as zeros. ggml_pool_2d.
-
-    x  (N, C, H, W)    f32
-    y  (N, C, OH, OW)  f32; windows are their own size apart unless `stride` says otherwise
-    """
-    fits = all(p < k for p, k in zip(padding, window, strict=True))
-    want(fits, f"padding is {padding}; it must be below the window {window}")
-    return Spec((*x.shape[:2], *_check(x, window, stride or window, padding)))
-
-
-@pool_2d.vjp
-def pool_2d_vjp(dy, y, x, **how):
-    return (pool_2d_back(dy, x, **how),)
-
-
-@pool_2d.kernel("numpy")
-def pool_2d_numpy(y, x, *, largest, window, stride, padding):
-    seen = _windows(x, window, stride or window, padding, fill=-np.inf if largest else 0.0)
-    y[...] = seen.max((4, 5)) if largest else seen.mean((4, 5))
-
-
-@pool_2d.kernel("cpu")
-def pool_2d_cpu(y, x, *, largest, window, stride, padding):
-    sizes = _sizes(x.shape, y.shape[2:], window, stride or window, padding)
-    kernels.windows.pool(largest, flat(y), flat(x), x.shape[0] * x.shape[1], sizes)
-
-
-def _pools(make):
-    def samples():
-        x = constant(
-            "x", np.random.default_rng(5).permutation(2 * 3 * 7 * 8).reshape(2, 3, 7, 8) / 50
-        )
-        for largest in (True, False):
-            yield make(x, largest=largest, window=(2, 2))
-            yield make(x, largest=largest, window=(3, 2), stride=(2, 1), padding=(1, 0))
-
-    return samples
-
-
-pool_2d.samples(_pools(pool_2d))
-
-
-@op()
-def pool_2d_back(
-    dy: Tensor, x: Tensor, *, largest: bool, window: Pair, stride: Pair | None, padding: Pair
-) -> Spec:
-    """Gradient of pool_2d: to the first of the largest values of a window, or to all alike. ggml_pool_2d_back."""
-    want(dy.dtype == x.dtype == f32, f"dy is {dy.spec} and x is {x.spec}; both must be f32")
-    return x.spec
-
-
-@pool_2d_back.kernel("numpy")
-def pool_2d_back_numpy(dx, dy, x, *, largest, window, stride, padding):
-    apart, (kh, kw) = stride or window, window
-    edges = [(0, 0), (0, 0), *((p, p) for p in padding)]
-    whole = np.zeros_like(np.pad(x, edges))
-    seen = _windows(x, window, apart, padding, fill=-np.inf)
-    first = seen.reshape(*seen.shape[:4], -1).argmax(-1)
-    for a, b in product(range(kh), range(kw)):
-        down, across = (
-            slice(k, k + s * (m - 1) + 1, s)
-            for k, s, m in zip((a, b), apart, dy.shape[2:], strict=True)
-        )
-        whole[:, :, down, across] += dy * (first == a * kw + b if largest else 1 / (kh * kw))
-    h, w = x.shape[2:]
-    dx[...] = whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
-
-
-@pool_2d_back.kernel("cpu")
-def pool_2d_back_cpu(dx, dy, x, *, largest, window, stride, padding):
-    sizes = _sizes(x.shape, dy.shape[2:], window, stride or window, padding)
-    planes = x.shape[0] * x.shape[1]
-    kernels.windows.pool_back(largest, flat(dx), flat(dy), flat(x), planes, sizes)
-
-
-def _pool_back(x, *, stride=None, **how):
-    y = pool_2d(x, stride=stride, **how)
-    return pool_2d_back(input("dy", y.shape), x, stride=stride, **{"padding": (0, 0)} | how)
-
-
-pool_2d_back.samples(_pools(_pool_back))
-
-
-def pool_1d(x: Tensor, *, largest: bool, window: int, stride: int = 0, padding: int = 0) -> Tensor:
-    """pool_2d along one axis: x (N, C, L), y (N, C, OL), f32. ggml_pool_1d."""
-    wide = reshape(x, shape=(*x.shape[:2], 1, x.shape[-1]))
-    y = pool_2d(
-        wide,
-        largest=largest,
-        window=(1, window),
-        stride=(1, stride or window),
-        padding=(0, padding),
-    )
-    return reshape(y, shape=(*x.shape[:2], y.shape[-1]))

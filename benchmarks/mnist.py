@@ -3,8 +3,8 @@
     python -m benchmarks.mnist FOLDER [--net fc] [--physical 500] [--rounds 9]
 
 FOLDER has the files of MNIST, see examples/mnist.py, whose nets these are: 57,000 images, batches of 1,000 in parts of
---physical. Both run in processes of their own, which take turns epoch by epoch; medians of the seconds, their ratio, and
-the peak of private memory (USS), sampled from outside.
+--physical. Both run in processes of their own, which take turns epoch by epoch; medians of the seconds, their ratio,
+and the peak of private memory (USS), sampled from outside.
 """
 
 import argparse

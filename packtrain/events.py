@@ -26,6 +26,7 @@ class Step:
     seconds               of all steps so far
     peak_nbytes           private memory of the process at its peak so far
     val_loss, val_error   mean and standard error in nats
+    val_accuracy          share of tokens that were the likeliest one, with its standard error
     """
 
     step: int
@@ -40,6 +41,8 @@ class Step:
     peak_nbytes: int
     val_loss: float | None = None
     val_error: float | None = None
+    val_accuracy: float | None = None
+    val_accuracy_error: float | None = None
 
 
 class Events:

@@ -249,12 +249,12 @@ def linear_cross_entropy_that_replaces_dw_by_the_last_chunk(patch: MonkeyPatch) 
     def wrong(run):
         def last_only(out, x, w, targets, weights, *, chunk, **how):
             run(out, x, w, targets, weights, chunk=chunk, **how)
-            if out[3] is not None:
+            if out[4] is not None:
                 first = (targets.size - 1) // chunk * chunk
                 late = np.where(np.arange(targets.size) < first, 0, weights.ravel())
                 spare = [np.empty_like(t) for t in out]
                 run(spare, x, w, targets, late.reshape(weights.shape), chunk=chunk, **how)
-                out[3][...] = spare[3]
+                out[4][...] = spare[4]
 
         return last_only
 
@@ -266,8 +266,8 @@ def linear_cross_entropy_that_needs_dx_for_dw(patch: MonkeyPatch) -> None:
     def wrong(run):
         def needs(out, *given, **named):
             run(out, *given, **named)
-            if out[2] is None and out[3] is not None:
-                out[3][...] = 0
+            if out[3] is None and out[4] is not None:
+                out[4][...] = 0
 
         return needs
 

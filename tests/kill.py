@@ -26,6 +26,7 @@ TINY = [
 ]
 TIMES = ("tokens_per_second", "positions_per_second", "seconds")
 ENDLESS = 1_000_000
+VALIDATED = "val_loss", "val_error", "val_accuracy", "val_accuracy_error"
 
 
 def words(count: int = 12_000) -> str:
@@ -129,7 +130,7 @@ def survive(folder: Path, kills: int, seed: int, made: Kind = KINDS["train"]) ->
         new = [folder / f"{name}.gguf" for name in ("killed", "alone")]
         assert (not finished and now == earlier) or equal(*new)
     run(made.command(folder, "killed", steps))
-    same(folder, made.results, but=("val_loss", "val_error"))  # measured where a run has its end
+    same(folder, made.results, but=VALIDATED)  # measured where a run has its end
     assert all(path.read_bytes() == before for path, before in given.items())
     return int(steps)
 

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, StepShape, make_plans
+from packtrain.graph import Graph
 from packtrain.models import transformer
+from packtrain.models.cache import Cells
 from packtrain.optim import AdamW
+from packtrain.place import place
 from packtrain.recompute import uniform
 from packtrain.training.engine import Engine
 from packtrain.training.schedule import Schedule
@@ -107,3 +110,20 @@ def test_schedules():
     assert [warm.rate(s) for s in (1, 3, 4, 5)] == pytest.approx([0.4, 0.8, 1.0, 1.0])
     halving = Schedule("halving", 1.0, 0.2, 1, 99, every=3)
     assert [halving.rate(s) for s in (1, 2, 4, 5, 7, 8, 99)] == [1, 1, 1, 0.5, 0.5, 0.25, 0.2]
+
+
+def test_accuracy_counts_the_targets_that_were_likeliest():
+    made, given = engine(ROWS, 1), windows(5)
+    logits, handles = transformer.generation(
+        CONFIG, transformer.weights(CONFIG), TIME, TIME, wanted=TIME
+    )
+    run = made.session.executor(place(Graph({"logits": logits}, handles)))
+    likeliest = []
+    for row in range(ROWS):
+        fed = Cells(TIME).feed(given["tokens"][row], given["seq"][row], np.arange(TIME))
+        likeliest.append(run(fed)["logits"].argmax(-1))
+    given["targets"][:, ::2] = np.array(likeliest)[:, ::2]
+    right = (np.array(likeliest) == given["targets"]) * given["weights"]
+    got, share = made.evaluate([given]), right.sum() / given["weights"].sum()
+    assert got.accuracy == pytest.approx(share) and 0.3 < share < 1
+    assert got.accuracy_error == pytest.approx((share * (1 - share) / (got.tokens - 1)) ** 0.5)

@@ -96,7 +96,7 @@ NOTHING = {
     "rope": lambda: ops.rope(none(0, 2, 4), ops.rope_table(NO_IDS, dims=4, base=1e4)),
     "attention": lambda: ops.attention(*[none(0, 3, 2, 8)] * 3, scale=1.0)[0],
     "cross_entropy": lambda: ops.cross_entropy(none(0, 5), NO_IDS, none(0))[0],
-    "linear_cross_entropy": lambda: ops.linear_cross_entropy(none(0, 5), none(7, 5), NO_IDS, none(0))[3],
+    "linear_cross_entropy": lambda: ops.linear_cross_entropy(none(0, 5), none(7, 5), NO_IDS, none(0))[4],
     "swiglu": lambda: ops.swiglu(none(0, 5), none(0, 5)),
     "cont": lambda: ops.cont(ops.narrow(none(3, 5), axis=0, start=1, length=0)),
     "narrow_back": lambda: ops.narrow_back(none(0, 5), axis=0, start=1, size=3),

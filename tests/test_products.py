@@ -129,7 +129,9 @@ def graphs(dtype: Dtype, m: int, n: int, k: int) -> pt.Graph:
     w, x = pt.weight("w", (n, k), dtype), pt.input("x", (m, k))
     ids = pt.constant("ids", np.arange(m) * 7 % n, pt.i32)
     y = ops.matmul(x, w)
-    loss, losses, dx, *_ = ops.linear_cross_entropy(x, w, ids, pt.input("weights", (m,)), chunk=300)
+    loss, losses, _, dx, *_ = ops.linear_cross_entropy(
+        x, w, ids, pt.input("weights", (m,)), chunk=300
+    )
     made = {"y": y, "rows": ops.get_rows(w, ids), "loss": loss, "losses": losses, "dx": dx}
     back = ops.matmul_back if dtype != pt.f32 else lambda y, w: ops.matmul(y, ops.transpose(w))
     return pt.Graph(made | {"back": back(y, w), "added": ops.matmul(x, w, y)})

@@ -72,6 +72,7 @@ def test_a_run_leaves_a_model_and_all_about_it(data, tmp_path, capsys):
     records = metrics.read(folder / "metrics.jsonl")
     assert [r["step"] for r in records[:-1]] == list(range(1, 13))
     assert [r["step"] for r in records if "val_loss" in r] == [5, 10, 12]
+    assert all(0 < r["val_accuracy"] < 1 for r in records if "val_loss" in r)
     assert list(records[0])[:8] == list(metrics.FIRST_KEYS)
     assert records[11]["loss"] < records[0]["loss"]
     end = records[-1]

@@ -318,7 +318,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     loss = transformer.loss(config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
     outputs = {"loss": loss.loss}
     if name == EVALUATE:
-        return Built(Graph(outputs | {"losses": loss.losses}), loss.blocks, {})
+        return Built(Graph(outputs | {"losses": loss.losses, "right": loss.right}), loss.blocks, {})
     stream, inner = (
         loss.blocks[passed_over(shape.config, shape.base) * parts :],
         dict[Tensor, Tensor](),

@@ -104,6 +104,9 @@ class Record:
         """Record an epoch's validation with its last step, and save."""
         if tested.ndata:
             self.last |= {"val_loss": tested.loss, "val_error": tested.loss_error}
+            if tested.correct is not None:
+                error = tested.accuracy_error
+                self.last |= {"val_accuracy": tested.accuracy, "val_accuracy_error": error}
             self.progress = self.progress.validated(tested.loss)
         self._write()
         self.save()

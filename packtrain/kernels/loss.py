@@ -41,13 +41,19 @@ a2, a1, i1 = f32[:, ::1], f32[::1], types.int32[::1]
 
 
 @kernel(f32(i64, i64))
-def log_sum_exp(row, count):
-    """log(sum(exp(row))) of `count` f32 at an address."""
+def highest(row, count):
+    """The largest of `count` f32 at an address."""
     top = splat(-INFINITY)
     for i in range(0, count, LANES):
         v = load_part(row, i, count - i)
         top = maximum(keep_first(v, count - i, splat(-INFINITY)), top)
-    high = largest(top)
+    return largest(top)
+
+
+@kernel(f32(i64, i64))
+def log_sum_exp(row, count):
+    """log(sum(exp(row))) of `count` f32 at an address."""
+    high = highest(row, count)
     if high == -INFINITY or high == INFINITY:
         return high
     a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
@@ -143,9 +149,9 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
         each(row_loss_back, (d_logits, d_loss[0], logits, targets, weights), N)
 
 
-@kernel(void(a2, a2, i64, packed2, f32, i64, i64, i64, i64))
-def project(logits, x, kind, w, cap, first, rows, start, stop):
-    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T, with soft-capping if there is a cap."""
+@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
+def project(logits, x, kind, w, first, rows, start, stop):
+    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T."""
     C, (V, nbytes) = x.shape[1], w.shape
     x_at, out = address(x, first * C), address(logits, start)
     w_at = w.ctypes.data + start * nbytes
@@ -153,17 +159,22 @@ def project(logits, x, kind, w, cap, first, rows, start, stop):
         sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
     else:
         multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V)
-    if cap > 0:
-        for i in range(rows):
-            squash(address(out, i * V), stop - start, cap)
 
 
-@kernel(void(a1, i64, a2, i1, i64, i64))
-def row_lse(losses, lse, logits, targets, first, i):
-    """The loss of row first + i, and its log-sum-exp to lse[i]."""
+@kernel(void(a1, a1, i64, a2, i1, f32, i64, i64))
+def row_lse(losses, right, lse, logits, targets, cap, first, i):
+    """The loss of row first + i, whether its target has the largest logit, and its log-sum-exp to lse[i].
+
+    With a cap, the row is capped here, after its largest value was found: very large logits become equal.
+    """
     target, V = i64(targets[first + i]), logits.shape[1]
     losses[first + i] = 0.0
+    if right.size:
+        likeliest = target >= 0 and logits[i, target] >= highest(address(logits, i * V), V)
+        right[first + i] = f32(likeliest)
     if target >= 0:
+        if cap > 0:
+            squash(address(logits, i * V), V, cap)
         value = log_sum_exp(address(logits, i * V), V)
         poke(lse, i, value)
         losses[first + i] = value - logits[i, target]
@@ -211,13 +222,15 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@kernel(void(a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32))
-def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets, weights, cap):
-    """The loss of the head and, if dx and dw are not empty, its gradients at d_loss = 1.
+@kernel(void(a1, a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32))
+def linear_cross_entropy(
+    loss, losses, right, dx, dw, logits, x, unit, kind, w, targets, weights, cap
+):
+    """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
     losses = logsumexp(z) - z[target], loss = sum(weights * losses), z = x w^T, with a cap cap * tanh(z / cap)
 
-        x, dx (N, C), w, dw (V, C), losses, targets int32, weights (N,), loss (1,), logits (chunk, V) workspace
+        x, dx (N, C), w, dw (V, C), losses, right, targets int32, weights (N,), loss (1,), logits (chunk, V) workspace
         w u8 (V, row bytes), of a kind of `dequantize` with `unit` elements in a block
     """
     N, C, V = x.shape[0], x.shape[1], w.shape[0]
@@ -228,8 +241,8 @@ def linear_cross_entropy(loss, losses, dx, dw, logits, x, unit, kind, w, targets
         fill_zero(address(dw, 0), dw.size)
     for first in range(0, N, chunk):
         rows = min(chunk, N - first)
-        spans(project, (logits, x, kind, w, cap, first, rows), V, width)
-        each(row_lse, (losses, lse, logits, targets, first), rows)
+        spans(project, (logits, x, kind, w, first, rows), V, width)
+        each(row_lse, (losses, right, lse, logits, targets, cap, first), rows)
         if dx.size + dw.size == 0:
             continue
         spans(slice_back, (dw, logits, x, targets, weights, lse, cap, first, rows), V, width)

@@ -303,13 +303,15 @@ def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """loss () is sum of weights * losses; losses (B, T); blocks: the residual stream, to keep when recomputing.
+    """loss () is sum of weights * losses; losses (B, T); right (B, T): 1 where the target is the likeliest token;
+    blocks: the residual stream, to keep when recomputing.
 
     The stream has one tensor for each part of the batch, in the order written.
     """
 
     loss: Tensor
     losses: Tensor
+    right: Tensor
     blocks: list[Tensor]
 
 
@@ -341,7 +343,8 @@ def loss(
     results = ops.linear_cross_entropy(
         x, head(w), targets, weights, chunk=chunk, softcap=config.final_softcap
     )
-    return Loss(named("loss", results[0]), named("losses", results[1]), [*chain(*layers)])
+    loss, losses, right = map(named, ("loss", "losses", "right"), results)
+    return Loss(loss, losses, right, [*chain(*layers)])
 
 
 def in_parts(

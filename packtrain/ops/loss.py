@@ -5,7 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops import costs
-from packtrain.ops.arrays import flat, floats, packed, rows, rows_or_absent
+from packtrain.ops.arrays import flat, flat_or_absent, floats, packed, rows, rows_or_absent
 from packtrain.ops.costs import Cost, elementwise
 from packtrain.ops.elementwise import mul
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -144,7 +144,7 @@ def cross_entropy_back_samples():
         yield cross_entropy_back(input("dloss", ()), input("logits", (n, v)), *_targets((n,), v))
 
 
-@op(optional=(2, 3))
+@op(optional=(2, 3, 4))
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -165,6 +165,7 @@ def linear_cross_entropy(
         weights  (...)     f32
         loss     ()        f32
         losses   (...)     f32, by row, not weighted
+        right    (...)     f32, 1 where no logit is larger than the target's, else 0
         dx, dw             f32, as x and w; no dw if w is neither f32 nor bf16
     Exact; the idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
@@ -179,14 +180,14 @@ def linear_cross_entropy(
     )
     _check_targets(targets, weights, x.shape[:-1])
     dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
-    return Spec(()), weights.spec, x.spec, *dw
+    return Spec(()), weights.spec, weights.spec, x.spec, *dw
 
 
 @linear_cross_entropy.vjp
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, **how):
     dloss, *others = dy
     want(not any(others), "only the loss has a gradient, not the losses by row or the gradients")
-    _, losses, dx, *dw = y
+    _, losses, _, dx, *dw = y
     return _times(dloss, dx), (_times(dloss, *dw) if dw else None), None, _times(dloss, losses)
 
 
@@ -202,9 +203,13 @@ def linear_cross_entropy_work(x, w, targets, weights, *, chunk, softcap):
 @linear_cross_entropy.kernel("numpy")
 def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
     _check_ids("linear_cross_entropy", targets, len(w))
-    loss, losses, dx, dw = (*out, None)[:4]
+    loss, losses, right, dx, dw = (*out, None)[:5]
     w = floats(w)
-    logits, slope = _capped(x @ w.T, softcap)
+    logits = x @ w.T
+    if right is not None:
+        at = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
+        right[...] = (at >= logits.max(-1, keepdims=True))[..., 0] & (targets >= 0)
+    logits, slope = _capped(logits, softcap)
     losses[...], p = _losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
     d = _dlogits(p, targets, weights) * slope
@@ -217,15 +222,16 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
 @linear_cross_entropy.kernel("cpu")
 def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, work):
     _check_ids("linear_cross_entropy", targets, len(w))
-    loss, losses, dx, dw = (*out, None)[:4]
-    arrays = flat(loss), flat(losses), rows_or_absent(dx), rows_or_absent(dw), work[0]
+    loss, losses, right, dx, dw = (*out, None)[:5]
+    by_row = flat(loss), flat(losses), flat_or_absent(right)
+    arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), work[0]
     given = rows(x), dtype_of(w).block, *packed(w), flat(targets), flat(weights)
     kernels.loss.linear_cross_entropy(*arrays, *given, softcap)
 
 
 @linear_cross_entropy.cost
 def linear_cross_entropy_cost(out, x, w, targets, weights, *, chunk, softcap):
-    return costs.head(x, w, *(*out, None)[2:4], chunk)
+    return costs.head(x, w, *(*out, None)[3:5], chunk)
 
 
 @linear_cross_entropy.samples

@@ -74,7 +74,9 @@ def _before(fit: Fit, events: Events, stopped: Callable[[], bool]) -> None:
         with events.counting("validation of the base", "batch") as count:
             found = fit.engine.evaluate(_until(stopped, fit.job.counted(count)))
         fit.progress = replace(fit.progress, base=found.loss, batches=fit.job.validated)
-        events.message(f"validation loss of the base: {found.loss:.4f}")
+        events.message(
+            f"validation loss of the base: {found.loss:.4f}, accuracy {100 * found.accuracy:.1f} %"
+        )
 
 
 def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:

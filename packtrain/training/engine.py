@@ -1,5 +1,6 @@
 """Plans bound to memory: steps of training and of evaluation on one session. It knows no files and no schedule."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -35,11 +36,20 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Mean loss of `tokens` tokens, and the standard error of that mean over windows."""
+    """Mean loss of `tokens` tokens, and the standard error of that mean over windows.
+
+    accuracy  share of them that were the likeliest token, NaN if unknown
+    """
 
     loss: float
     error: float
     tokens: int
+    accuracy: float = math.nan
+
+    @property
+    def accuracy_error(self) -> float:
+        """Standard error of the accuracy."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(self.tokens - 1, 1))
 
 
 class Turn:
@@ -179,15 +189,19 @@ def judged(got: Batch, turn: Turn, before: int) -> tuple[int, str | None]:
 
 
 def evaluate(run: Executor, batches: Iterable[Batch]) -> Evaluated:
-    """Mean loss over batches by a plan with the output `losses`; tokens count by their `weights`."""
-    sums, counts = list[float](), list[float]()
+    """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`."""
+    sums, counts, right = list[float](), list[float](), 0.0
     for batch in batches:
-        losses = run(batch)["losses"].astype(np.float64)
+        got = run(batch)
+        losses = got["losses"].astype(np.float64)
         sums += (losses * batch["weights"]).sum(-1).tolist()
+        hits = got.get("right", np.float64(math.nan))
+        right += float((hits * batch["weights"]).sum(dtype=np.float64))
         counts += batch["weights"].sum(-1, dtype=np.float64).tolist()
     total, weight = np.array(sums), np.array(counts)
     used = weight > 0
     total, weight, count = total[used], weight[used], int(used.sum())
     mean = float(total.sum() / weight.sum())
     spread = float(np.square(total - mean * weight).sum()) * count / max(count - 1, 1)
-    return Evaluated(mean, spread**0.5 / float(weight.sum()), int(weight.sum()))
+    tokens = float(weight.sum())
+    return Evaluated(mean, spread**0.5 / tokens, int(tokens), right / tokens)

@@ -112,7 +112,12 @@ class Fit:
         self.progress = self.progress.validated(got.loss)
         if self.job.settings.patience and not self.progress.stale:
             self.job.subject.keep(self.folder / BEST, self.engine.session.view)
-        return {"val_loss": got.loss, "val_error": got.error}
+        return {
+            "val_loss": got.loss,
+            "val_error": got.error,
+            "val_accuracy": got.accuracy,
+            "val_accuracy_error": got.accuracy_error,
+        }
 
     def _due(self, every: int, last: bool) -> bool:
         """Whether something done `every` steps (0: never) is due; with `last`, also at the last step."""

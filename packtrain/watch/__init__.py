@@ -52,7 +52,7 @@ class Watch:
     def step(self, record: Mapping[str, float]) -> None:
         """Record and report a step: `step, tokens, loss, lr, grad_norm, tokens_per_second, seconds`.
         `tokens_per_second` counts trained tokens; `positions_per_second`, where given, all computed positions.
-        A step with a validation after it has `val_loss` and `val_error` too, so it is reported after that.
+        A step with a validation after it is reported after that: it has `val_loss`, `val_accuracy` and their errors.
         """
         for part in (*self._opened(), self.curve):
             part.add(record)

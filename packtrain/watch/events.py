@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SCALARS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second")
+SCALARS = ("loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens_per_second")
 NAME = "events.out.tfevents."
 START = 1  # event.proto, SessionLog.SessionStatus
 

@@ -34,7 +34,7 @@ class ProgressLine:
         self.bar = Bar(stream, steps) if redraws(stream) else None
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
         self.began: tuple[int, float] | None = None  # the first step shown, and when it ended
-        self.val_loss: float | None = None
+        self.val = ""
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
         """Show this step if it is due: the first, the last, or after `report_every` steps or REDRAW_SECONDS."""
@@ -42,7 +42,8 @@ class ProgressLine:
         outermost = self.began is None or step >= self.steps
         self.began = self.began or (step, now)
         self.recent.append(record)
-        self.val_loss = record.get("val_loss", self.val_loss)
+        if "val_loss" in record:
+            self.val = validation_text(record)
         if self.bar is not None:
             if outermost or now >= self.bar.due:
                 parts = self._parts(step, now, peak_nbytes)
@@ -65,7 +66,7 @@ class ProgressLine:
         return {
             "step": f"{step}/{self.steps}",
             "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
-            "val": "" if self.val_loss is None else f"val {self.val_loss:.4f}",
+            "val": self.val,
             "lr": f"lr {last['lr']:.1e}",
             "norm": f"norm {last['grad_norm']:.3g}",
             "speed": speed,
@@ -92,6 +93,14 @@ class ProgressLine:
         if self.bar is not None:
             with self._lasting():
                 self.bar.close()
+
+
+def validation_text(record: Mapping[str, Any]) -> str:
+    """`val 4.6393, accuracy 24.1 ± 0.3 %`."""
+    if "val_accuracy" not in record:
+        return f"val {record['val_loss']:.4f}"
+    accuracy, error = 100 * record["val_accuracy"], 100 * record["val_accuracy_error"]
+    return f"val {record['val_loss']:.4f}, accuracy {accuracy:.1f} ± {error:.1f} %"
 
 
 class Work:

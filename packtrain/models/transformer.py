@@ -303,10 +303,9 @@ def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """loss () is sum of weights * losses; losses (B, T); right (B, T): 1 where the target is the likeliest token;
-    blocks: the residual stream, to keep when recomputing.
+    """loss () is sum of weights * losses; losses (B, T); right (B, T) is 1 where the target is the likeliest token.
 
-    The stream has one tensor for each part of the batch, in the order written.
+    blocks  the residual stream, to keep when recomputing: one tensor for each part of the batch, in the order written
     """
 
     loss: Tensor

@@ -35,6 +35,11 @@ def _losses(logits, targets):
     return np.where(targets < 0, 0, losses), e / total
 
 
+def _is_largest(logits, targets):
+    at = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
+    return (at >= logits.max(-1, keepdims=True))[..., 0] & (targets >= 0)
+
+
 def _dlogits(p, targets, weights):
     d = p * np.where(targets < 0, 0, weights)[..., None]
     np.put_along_axis(d, np.maximum(targets, 0)[..., None], _at_target(d, targets, weights), -1)
@@ -144,6 +149,16 @@ def cross_entropy_back_samples():
         yield cross_entropy_back(input("dloss", ()), input("logits", (n, v)), *_targets((n,), v))
 
 
+def _check_head(x: Tensor, w: Tensor, chunk: int, softcap: float) -> None:
+    want(
+        x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE,
+        f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
+    )
+    want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
+    positive = chunk > 0 <= softcap
+    want(positive, f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more")
+
+
 @op(optional=(2, 3, 4))
 def linear_cross_entropy(
     x: Tensor,
@@ -169,15 +184,7 @@ def linear_cross_entropy(
         dx, dw             f32, as x and w; no dw if w is neither f32 nor bf16
     Exact; the idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
-    want(
-        x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE,
-        f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
-    )
-    want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
-    want(
-        chunk > 0 <= softcap,
-        f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more",
-    )
+    _check_head(x, w, chunk, softcap)
     _check_targets(targets, weights, x.shape[:-1])
     dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
     return Spec(()), weights.spec, weights.spec, x.spec, *dw
@@ -207,8 +214,7 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
     w = floats(w)
     logits = x @ w.T
     if right is not None:
-        at = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)
-        right[...] = (at >= logits.max(-1, keepdims=True))[..., 0] & (targets >= 0)
+        right[...] = _is_largest(logits, targets)
     logits, slope = _capped(logits, softcap)
     losses[...], p = _losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
@@ -239,10 +245,10 @@ def linear_cross_entropy_samples():
     for n, c, v, chunk in ((1, 1, 1, 4), (17, 256, 64, 8), (65, 16, 130, 64), (64, 33, 1000, 64)):
         x, w = input("x", (n, c)), input("w", (v, c))
         yield linear_cross_entropy(x, w, *_targets((n,), v), chunk=chunk)[0]
-    x, w = input("x", (2, 3, 8)), input("w", (7, 8))
-    yield linear_cross_entropy(x, w, *_targets((2, 3), 7), chunk=4)[0]
-    x, w = input("x", (70, 9)), input("w", (150, 9))
-    yield linear_cross_entropy(x, w, *_targets((70,), 150), chunk=32, softcap=2.5)[0]
+    folded = input("x", (2, 3, 8)), input("w", (7, 8)), *_targets((2, 3), 7)
+    yield linear_cross_entropy(*folded, chunk=4)[0]
+    capped = input("x", (70, 9)), input("w", (150, 9)), *_targets((70,), 150)
+    yield linear_cross_entropy(*capped, chunk=32, softcap=2.5)[0]
     halves = np.random.default_rng(1).standard_normal((150, 33)).astype(np.float16)
     x, w = input("x", (70, 33)), constant("w", halves, f16)
     yield linear_cross_entropy(x, w, *_targets((70,), 150), chunk=64)[0]

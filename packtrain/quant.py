@@ -21,12 +21,17 @@ def dequantize(array: np.ndarray) -> np.ndarray:
     if dtype not in READABLE:
         raise ValueError(f"{dtype} cannot be read; supported are {', '.join(map(str, READABLE))}")
     values = np.empty(dtype.tensor_shape(array.shape), np.float32)
+    unpack(values, array)
+    return values
+
+
+def unpack(values: np.ndarray, array: np.ndarray) -> None:
+    """Write the values of an array of one of READABLE to a dense f32 array of its shape."""
     if array.size:
         packed = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         rows = values.reshape(-1, values.shape[-1] if array.ndim else 1)
         compiled: Any = kernels.dequantize
-        compiled.rows(dtype.number, rows, packed.reshape(len(rows), -1))
-    return values
+        compiled.rows(dtype_of(array).number, rows, packed.reshape(len(rows), -1))
 
 
 def quantize(values: np.ndarray, dtype: Dtype) -> np.ndarray:

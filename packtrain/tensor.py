@@ -340,7 +340,7 @@ class Op(Generic[P, R]):
                     raise Unmet(f"input {i} is {t!r}; only tensors are inputs")
             ruled = self.rule(*inputs, **attrs)
         except Unmet as unmet:
-            raise GraphError(_refusal(self, str(unmet), origin, inputs)) from None
+            raise GraphError(refusal(self.name, str(unmet), inputs, origin)) from None
         specs = ruled if isinstance(ruled, tuple) else (ruled,)
         reads, phase = (
             tuple(t for t in inputs if t is not None),
@@ -362,7 +362,7 @@ class Op(Generic[P, R]):
             shared = sum(t.base is leaf.base for t in call.reads) > 1
             if leaf.base.kind not in ("weight", "state") or leaf.handle is not leaf or shared:
                 fact = f"{leaf.label} is written, so it must be a whole weight or state leaf, and read once"
-                raise GraphError(_refusal(self, fact, call.origin, call.inputs))
+                raise GraphError(refusal(self.name, fact, call.inputs, call.origin))
             return Tensor(spec, spec.strides, call=call, index=index, shared=leaf.base)
         return Tensor(spec, spec.strides, call=call, index=index)
 
@@ -392,7 +392,9 @@ class Declare:
 op = Declare
 
 
-def _refusal(op: Op[..., Any], fact: str, origin: tuple[str, int], inputs: Iterable[Any]) -> str:
+def refusal(name: str, fact: str, inputs: Iterable[Any], at: tuple[str, int] | None = None) -> str:
+    """What the error says: op, fact, call site and inputs."""
+    file, line = at or caller()
     tensors = dict.fromkeys(t for t in inputs if isinstance(t, Tensor))
-    lines = [f"{op.name}: {fact}", f"  at {origin[0].rpartition('/')[2]}:{origin[1]}"]
+    lines = [f"{name}: {fact}", f"  at {file.rpartition('/')[2]}:{line}"]
     return "\n".join(lines + [f"    {t}" for t in tensors])

@@ -99,6 +99,24 @@ NOTHING = {
     "linear_cross_entropy": lambda: ops.linear_cross_entropy(none(0, 5), none(7, 5), NO_IDS, none(0))[4],
     "swiglu": lambda: ops.swiglu(none(0, 5), none(0, 5)),
     "cont": lambda: ops.cont(ops.narrow(none(3, 5), axis=0, start=1, length=0)),
+    "conv_2d of no pictures": lambda: ops.conv_2d(none(0, 3, 5, 5), none(4, 3, 3, 3)),
+    "conv_2d of no channels": lambda: ops.conv_2d(none(2, 0, 5, 5), none(4, 0, 3, 3)),
+    "conv_2d_back of no filters": lambda: ops.conv_2d_back(
+        none(2, 0, 3, 3), none(0, 3, 3, 3), size=(5, 5), stride=(1, 1), padding=(0, 0), dilation=(1, 1)
+    ),
+    "conv_2d_back_w of no pictures": lambda: ops.conv_2d_back_w(
+        none(0, 4, 3, 3), none(0, 3, 5, 5), window=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1)
+    ),
+    "pool_2d": lambda: ops.pool_2d(none(2, 0, 4, 4), largest=True, window=(2, 2)),
+    "im2col": lambda: ops.im2col(none(0, 3, 5, 5), window=(3, 3)),
+    "cumsum": lambda: ops.cumsum(none(3, 0)),
+    "log_soft_max": lambda: ops.log_soft_max(none(3, 0)),
+    "norm": lambda: ops.norm(none(3, 0), eps=1e-5),
+    "clamp": lambda: ops.clamp(none(0, 3), low=0.0),
+    "add": lambda: ops.add(none(0, 5), none(5)),
+    "argsort": lambda: ops.argsort(none(3, 0)),
+    "concat": lambda: ops.concat([none(3, 0), none(3, 2)], axis=1),
+    "repeat": lambda: ops.repeat(none(0, 3), shape=(0, 6)),
     "narrow_back": lambda: ops.narrow_back(none(0, 5), axis=0, start=1, size=3),
 }  # fmt: skip
 

@@ -45,12 +45,21 @@ FUNCTIONS = {
     "norm": Function(
         ops.norm, ((((4, 9), (9,), (9,)), {"eps": 1e-5}), (((2, 3, 16),), {"eps": 1e-5}))
     ),
+    "outer": Function(
+        ops.outer, ((((2, 1, 7, 3), (4, 7, 5)), {}), (((7, 3), (7, 5)), {}))
+    ),
     "pad": Function(ops.pad, ((((4, 5),), {"before": (1, 0), "after": (2, 3)}),)),
     "pool_1d": Function(
         ops.pool_1d, ((((2, 3, 11),), {"largest": False, "window": 3, "stride": 2, "padding": 1}),)
     ),
+    "repeat": Function(
+        ops.repeat, ((((3, 1),), {"shape": (2, 3, 4)}), (((2, 3),), {"shape": (5, 4, 9)}))
+    ),
     "soft_cross_entropy": Function(ops.soft_cross_entropy, ((((4, 9), (4, 9), (4,)), {}),)),
-    "soft_max_sinks": Function(ops.soft_max_sinks, ((((2, 3, 5, 7), (3,)), {}),)),
+    "soft_max_sinks": Function(
+        ops.soft_max_sinks,
+        ((((2, 3, 5, 7), (3,)), {}), (((2, 3, 5, 7), (3,), (2, 1, 5, 7)), {"scale": 0.5})),
+    ),
     "transpose": Function(ops.transpose, ((((2, 3, 5),), {}),)),
     "upscale": Function(ops.upscale, ((((2, 3, 4, 5),), {"factor": 3}),)),
 }  # fmt: skip

@@ -282,7 +282,8 @@ PEERS: dict[str, Any] = {
 # ---- functions composed of ops -------------------------------------------------------------------------------
 
 
-def soft_max_sinks(x, sinks):
+def soft_max_sinks(x, sinks, mask=None, *, scale=1.0):
+    x = scale * x + (0 if mask is None else mask)
     column = sinks[None, :, None, None].expand(*x.shape[:3], 1)
     return torch.cat([x, column], -1).softmax(-1)[..., :-1]
 
@@ -291,6 +292,11 @@ def attention_to_all(q, k, v, *, scale):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
     return y.transpose(1, 2)
+
+
+def repeat(x, *, shape):
+    own = (1,) * (len(shape) - x.ndim) + x.shape
+    return x.repeat(*(s // n for n, s in zip(own, shape, strict=True)))
 
 
 def pad(x, *, before, after):
@@ -330,6 +336,7 @@ def soft_cross_entropy(x, t, w):
 
 
 PEERS |= {
+    "outer": lambda a, b: a.mT @ b,
     "mean": lambda x: x.mean(),
     "mean_rows": lambda x: x.mean(-1, keepdim=True),
     "mean_squared_error": torch.nn.functional.mse_loss,
@@ -342,7 +349,7 @@ PEERS |= {
     "transpose": lambda x: x.mT,
     "alibi": lambda x, slopes, distance: x + slopes[:, None, None] * distance,
     **{f.__name__: f for f in (
-        soft_max_sinks, attention_to_all, pad, norm, pool_1d, conv_2d, conv_2d_back, conv_2d_back_w, conv_1d,
+        soft_max_sinks, attention_to_all, repeat, pad, norm, pool_1d, conv_2d, conv_2d_back, conv_2d_back_w, conv_1d,
         soft_cross_entropy,
     )},
 }  # fmt: skip

@@ -225,6 +225,28 @@ def scale(y, x, by, bias):
     spans(scale_span, (y, x, by, bias), n, BLOCK)
 
 
+@kernel(void(out1, in1, f32, f32, f32, i64, i64))
+def bounded_span(y, x, slope, low, high, start, stop):
+    for i in range(start, stop, LANES):
+        left = stop - i
+        v = load_part(x, i, left)
+        v = maximum(maximum(v, v * slope), low)
+        store_part(y, i, select_less(high, v, high, v), left)
+
+
+@kernel(void(out1, in1, f32, f32, f32))
+def bounded(y, x, slope, low, high):
+    """y = max(x, slope * x), at least low and at most high; y may be x.
+
+    x, y  (N,)  f32
+    """
+    n = x.size
+    if n <= SERIAL:
+        bounded_span(y, x, slope, low, high, 0, n)
+        return
+    spans(bounded_span, (y, x, slope, low, high), n, BLOCK)
+
+
 flag = types.boolean
 
 

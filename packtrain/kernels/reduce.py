@@ -10,6 +10,7 @@ from packtrain.kernels.simd import (
     in2,
     load_part,
     out1,
+    out2,
     peek,
     poke,
     scratch,
@@ -142,3 +143,27 @@ def sum_cols(y, x):
         columns_sum(y, x, 0, width)
         return
     spans(columns_sum, (y, x), width, COLUMNS)
+
+
+@kernel(void(out2, in2, types.boolean, i64, i64))
+def running_rows(y, x, reverse, start, stop):
+    width = x.shape[1]
+    for row in range(start, stop):
+        result = f64(0.0)
+        for i in range(width):
+            at = row * width + (width - 1 - i if reverse else i)
+            result += f64(peek(x, at))
+            poke(y, at, f32(result))
+
+
+@kernel(void(out2, in2, types.boolean))
+def running(y, x, reverse):
+    """Running sums of each row, from its end if `reverse`; y may be x.
+
+    x, y  (N, C)  f32
+    """
+    n, width = x.shape
+    if x.size <= SERIAL:
+        running_rows(y, x, reverse, 0, n)
+        return
+    spans(running_rows, (y, x, reverse), n, max(1, SERIAL // max(1, 4 * width)))

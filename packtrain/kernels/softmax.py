@@ -1,5 +1,7 @@
 """Softmax of rows with a scale and an additive mask, and its gradient."""
 
+import math
+
 from numba import types
 
 from packtrain.kernels.call import kernel, part, spans
@@ -62,6 +64,40 @@ def soft_max_rows(y, x, mask, scale, start, stop):
         for i in range(0, width, LANES):
             at = row * width + i
             store_part(y, at, load_part(y, at, width - i) * share, width - i)
+
+
+@kernel(void(out2, in2, i64, i64))
+def log_soft_max_rows(y, x, start, stop):
+    width = x.shape[1]
+    for row in range(start, stop):
+        source = address(x, row * width)
+        lanes = splat(-INFINITY)
+        for i in range(0, width, LANES):
+            lanes = maximum(masked(source, 0, i, width - i, f32(1.0)), lanes)
+        top = largest(lanes)
+        weight = f64(0.0)
+        for run in range(0, width, RUN):
+            lanes = splat(0.0)
+            for i in range(run, min(run + RUN, width), LANES):
+                lanes += exp(masked(source, 0, i, width - i, f32(1.0)) - top)
+            weight += f64(total(lanes))
+        less = splat(f32(math.log(weight)))
+        for i in range(0, width, LANES):
+            at = row * width + i
+            store_part(y, at, load_part(x, at, width - i) - top - less, width - i)
+
+
+@kernel(void(out2, in2))
+def log_soft_max(y, x):
+    """y = x - log-sum-exp(x) of each row; y may be x.
+
+    x, y  (N, C)  f32
+    """
+    n, width = x.shape
+    if x.size <= SERIAL:
+        log_soft_max_rows(y, x, 0, n)
+        return
+    spans(log_soft_max_rows, (y, x), n, max(1, BLOCK // max(1, width)))
 
 
 @kernel(void(out2, in2, in2, f32))

@@ -60,11 +60,11 @@ from packtrain.ops.functions import (
 )
 from packtrain.ops.index import get_rows, get_rows_back, set_rows, zero_rows
 from packtrain.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
-from packtrain.ops.matmul import matmul, matmul_back, out_prod
+from packtrain.ops.matmul import matmul, matmul_back, out_prod, outer
 from packtrain.ops.norm import rms_norm, rms_norm_back
 from packtrain.ops.pooling import pool_1d, pool_2d, pool_2d_back
 from packtrain.ops.ranking import argmax, argsort, count_equal
-from packtrain.ops.reduce import broadcast_to, cumsum, sum, sum_rows, sum_to
+from packtrain.ops.reduce import broadcast_to, cumsum, repeat, sum, sum_rows, sum_to
 from packtrain.ops.region import acc, pad, set, slice
 from packtrain.ops.rope import rope, rope_table
 from packtrain.ops.routing import group_rows, take, take_back, top_k
@@ -82,8 +82,8 @@ __all__ = [
     "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
     "group_rows", "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
     "matmul", "matmul_back", "matmul_id", "matmul_id_back", "mean", "mean_rows", "mean_squared_error", "mul",
-    "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "pad", "permute", "pool_1d", "pool_2d",
-    "pool_2d_back", "relu", "reshape", "rms_norm", "rms_norm_back", "rope", "rope_table", "scale", "set",
+    "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "outer", "pad", "permute", "pool_1d", "pool_2d",
+    "pool_2d_back", "relu", "repeat", "reshape", "rms_norm", "rms_norm_back", "rope", "rope_table", "scale", "set",
     "set_rows", "sgn", "sigmoid", "silu", "silu_back", "sin", "slice", "soft_cross_entropy", "soft_max",
     "soft_max_back", "soft_max_sinks", "softplus", "sqr", "sqrt", "step", "sub", "sum", "sum_rows", "sum_squares",
     "sum_to", "swiglu", "swiglu_back", "take", "take_back", "tanh", "top_k", "transpose", "upscale",

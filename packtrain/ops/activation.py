@@ -46,7 +46,7 @@ def _samples(gated, *names):
 
 @op(inplace=(0, 1))
 def swiglu(gate: Tensor, up: Tensor) -> Spec:
-    """y = silu(gate) * up; all (..., F) f32. Shazeer 2020, arXiv 2002.05202."""
+    """y = silu(gate) * up; all (..., F) f32. Shazeer 2020, arXiv 2002.05202; ggml_swiglu_split."""
     return _same(gate, up)
 
 
@@ -89,7 +89,7 @@ swiglu_back.cost(elementwise(1.3))
 
 @op(inplace=(0, 1))
 def geglu(gate: Tensor, up: Tensor) -> Spec:
-    """y = gelu(gate) * up, gelu in its tanh form; all (..., F) f32. Shazeer 2020, arXiv 2002.05202."""
+    """y = gelu(gate) * up, gelu in its tanh form; all (..., F) f32. ggml_geglu_split; arXiv 2002.05202."""
     return _same(gate, up)
 
 

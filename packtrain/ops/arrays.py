@@ -1,4 +1,4 @@
-"""Helpers of ops that call kernels: flattened shapes of arrays, and streams of random numbers."""
+"""Helpers of ops: requirements of composed functions, flattened shapes of arrays, streams of random numbers."""
 
 import math
 import zlib
@@ -7,6 +7,7 @@ import numpy as np
 
 from packtrain import quant
 from packtrain.dtypes import dtype_of
+from packtrain.tensor import GraphError, Tensor, refusal
 
 ABSENT = np.empty(0, np.float32)
 ABSENT_IDS = np.empty(0, np.int32)
@@ -55,3 +56,9 @@ def start_with(y, acc):
 def noise(name: str) -> int:
     """The stream of random numbers of this tensor, for LoRA dropout or stochastic rounding."""
     return zlib.crc32(name.encode())
+
+
+def demand(function: str, holds: bool, fact: str, *inputs: Tensor) -> None:
+    """State a requirement of a function that is composed of ops, as `want` does in a shape rule."""
+    if not holds:
+        raise GraphError(refusal(function, fact, inputs))

@@ -5,14 +5,16 @@ import math
 import numpy as np
 
 from packtrain.dtypes import i32
+from packtrain.ops.arrays import demand
 from packtrain.ops.attention import attention
 from packtrain.ops.elementwise import add, div, mul, scale, sqr, sqrt, sub
+from packtrain.ops.elementwise import scale as scaled
 from packtrain.ops.functions import clamp
 from packtrain.ops.norm import rms_norm
 from packtrain.ops.reduce import broadcast_to, sum, sum_rows
 from packtrain.ops.shape import concat, cont, narrow, reshape
 from packtrain.ops.softmax import soft_max
-from packtrain.tensor import GraphError, Tensor, constant
+from packtrain.tensor import Tensor, constant
 
 
 def mean(x: Tensor) -> Tensor:
@@ -44,10 +46,9 @@ def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:
 
     x (N, C, ...) f32, C a multiple of groups
     """
-    if len(x.shape) < 2 or groups < 1 or x.shape[1] % groups:
-        raise GraphError(
-            f"group_norm: x is {x.spec}; its second axis must be groups of equal size, {groups} of them"
-        )
+    fits = len(x.shape) > 1 <= groups and x.shape[1] % groups == 0
+    fact = f"x is {x.spec}; its second axis must be groups of equal size, {groups} of them"
+    demand("group_norm", fits, fact, x)
     width = x.spec.size // max(x.shape[0] * groups, 1)
     y = norm(reshape(x, shape=(x.shape[0], groups, width)), eps=eps)
     return reshape(y, shape=x.shape)
@@ -59,7 +60,9 @@ def l2_norm(x: Tensor, *, eps: float) -> Tensor:
 
 
 def upscale(x: Tensor, *, factor: int) -> Tensor:
-    """Each element of the last two axes repeated `factor` times in both: x (..., H, W). ggml_upscale, nearest."""
+    """Each element of the last two axes `factor` times in both: x (..., H, W). ggml_upscale, ggml_interpolate."""
+    fact = f"x is {x.spec}, factor {factor}; x needs two axes, factor 1 or more"
+    demand("upscale", len(x.shape) > 1 <= factor, fact, x)
     *lead, h, w = x.shape
     many = broadcast_to(reshape(x, shape=(*lead, h, 1, w, 1)), shape=(*lead, h, factor, w, factor))
     return reshape(cont(many), shape=(*lead, h * factor, w * factor))
@@ -75,11 +78,21 @@ def attention_to_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor
     return attention(q, k, v, *places, scale=scale)[0]
 
 
-def soft_max_sinks(x: Tensor, sinks: Tensor) -> Tensor:
-    """Softmax of x (B, H, T, S) with one more column, a logit of each head (H,), that is then left out.
+def soft_max_sinks(
+    x: Tensor, sinks: Tensor, mask: Tensor | None = None, *, scale: float = 1.0
+) -> Tensor:
+    """Softmax of scale * x + mask with one more column, a logit of each head, that is then left out.
 
+    x      (B, H, T, S)  f32
+    sinks  (H,)          f32
+    mask   broadcasts to x
     Attention sinks, arXiv 2309.17453; ggml_soft_max_add_sinks.
     """
+    fits = len(x.shape) == 4 and sinks.shape == x.shape[1:2]
+    fact = f"x is {x.spec} and sinks {sinks.spec}; they must be [B, H, T, S] and [H]"
+    demand("soft_max_sinks", fits, fact, x, sinks)
+    x = x if scale == 1 else scaled(x, by=scale)
+    x = x if mask is None else add(x, mask)
     column = broadcast_to(reshape(sinks, shape=(*sinks.shape, 1, 1)), shape=(*x.shape[:3], 1))
     y = soft_max(concat([x, column], axis=3))
     return narrow(y, axis=3, start=0, length=x.shape[3])
@@ -92,6 +105,7 @@ def alibi(x: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:
 
 def alibi_slopes(heads: int, *, largest: float = 8.0) -> list[float]:
     """The slope of each head, as ggml_soft_max_ext finds them from max_bias = `largest`."""
+    demand("alibi_slopes", heads > 0, f"heads is {heads}; it must be at least 1")
     near = 2 ** math.floor(math.log2(heads))
     first, second = 2 ** (-largest / near), 2 ** (-largest / 2 / near)
     return [first ** (h + 1) if h < near else second ** (2 * (h - near) + 1) for h in range(heads)]

@@ -10,10 +10,10 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops import costs
-from packtrain.ops.arrays import flat
+from packtrain.ops.arrays import demand, flat
 from packtrain.ops.shape import reshape
 from packtrain.ops.windows import Pair, check, sizes_of, windows
-from packtrain.tensor import GraphError, Spec, Tensor, input, op, want
+from packtrain.tensor import Spec, Tensor, input, op, want
 
 SHARES, MOST = 16, 1 << 22  # partial sums of the gradient of filters, and values of them
 
@@ -56,7 +56,7 @@ def conv_2d(
     want(
         fits, f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, H, W] and f32[O, C, KH, KW]"
     )
-    out = check(x, w.shape[2:], stride, padding, dilation)
+    out = check(x.spec, w.shape[2:], stride, padding, dilation)
     return Spec((x.shape[0], w.shape[0], *out))
 
 
@@ -75,6 +75,9 @@ def conv_2d_numpy(y, x, w, **how):
 @conv_2d.kernel("cpu")
 def conv_2d_cpu(y, x, w, **how):
     sizes = sizes_of(x.shape, y.shape[2:], w.shape[2:], **how)
+    if not w.size:
+        y[...] = 0
+        return
     kernels.convolution.conv(flat(y), flat(x), flat(w), *_counts(y, w), sizes)
 
 
@@ -125,6 +128,9 @@ def conv_2d_back_numpy(dx, dy, w, *, size, stride, padding, dilation):
 
 @conv_2d_back.kernel("cpu")
 def conv_2d_back_cpu(dx, dy, w, *, size, **how):
+    if not w.size:
+        dx[...] = 0
+        return
     sizes = sizes_of(dx.shape, dy.shape[2:], w.shape[2:], **how)
     kernels.convolution.conv_back(flat(dx), flat(dy), flat(w), *_counts(dy, w), sizes)
 
@@ -146,7 +152,7 @@ def conv_2d_back_w(
     dy: Tensor, x: Tensor, *, window: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Spec:
     """Gradient of conv_2d for filters of this height and width: dy as y, dw (O, C, KH, KW) f32."""
-    y = Spec((x.shape[0], *dy.shape[1:2], *check(x, window, stride, padding, dilation)))
+    y = Spec((x.shape[0], *dy.shape[1:2], *check(x.spec, window, stride, padding, dilation)))
     want(dy.spec == y, f"dy is {dy.spec}; for x {x.spec} and window {window} it must be {y}")
     return Spec((dy.shape[1], x.shape[1], *window))
 
@@ -171,6 +177,8 @@ def conv_2d_back_w_numpy(dw, dy, x, *, window, **how):
 def conv_2d_back_w_cpu(dw, dy, x, *, window, work, **how):
     sizes = sizes_of(x.shape, dy.shape[2:], window, **how)
     given = flat(dw), flat(work[0]), flat(dy), flat(x)
+    if not dw.size:
+        return
     kernels.convolution.conv_back_w(*given, *_counts(dy, dw), sizes)
 
 
@@ -190,10 +198,8 @@ def conv_1d(
     x: Tensor, w: Tensor, *, stride: int = 1, padding: int = 0, dilation: int = 1
 ) -> Tensor:
     """Cross-correlation along one axis: x (N, C, L), w (O, C, K), y (N, O, OL), all f32. ggml_conv_1d."""
-    if len(w.shape) != 3 or len(x.shape) != 3:
-        raise GraphError(
-            f"conv_1d: x is {x.spec} and w is {w.spec}; they must be [N, C, L] and [O, C, K]"
-        )
+    fact = f"x is {x.spec} and w is {w.spec}; they must be f32[N, C, L] and f32[O, C, K]"
+    demand("conv_1d", len(w.shape) == len(x.shape) == 3, fact, x, w)
     wide, filters = (reshape(t, shape=(*t.shape[:2], 1, t.shape[2])) for t in (x, w))
     y = conv_2d(wide, filters, stride=(1, stride), padding=(0, padding), dilation=(1, dilation))
     return reshape(y, shape=(*y.shape[:2], y.shape[3]))

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from packtrain import kernels
-from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat, rows
+from packtrain import kernels, quant
+from packtrain.dtypes import READABLE, TRAINABLE, f32
+from packtrain.ops.arrays import flat, floats, rows
 from packtrain.ops.costs import elementwise
 from packtrain.ops.reduce import sum_like
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -14,6 +14,10 @@ PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is faster than starting thre
 
 def _broadcast(a: Tensor, b: Tensor) -> Spec:
     want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
+    return _one_shape(a, b)
+
+
+def _one_shape(a: Tensor, b: Tensor) -> Spec:
     try:
         shape = np.broadcast_shapes(a.shape, b.shape)
     except ValueError:
@@ -31,18 +35,45 @@ def _real(x: Tensor) -> Spec:
 
 @op(inplace=(0, 1))
 def add(a: Tensor, b: Tensor) -> Spec:
-    """y = a + b, broadcast as in NumPy. All f32."""
-    return _broadcast(a, b)
+    """y = a + b in f32, broadcast as in NumPy; a and b of any readable type. ggml_add, ggml_add1, ggml_add_cast."""
+    wrong = [t for t in (a, b) if t.dtype not in READABLE]
+    want(not wrong, f"a is {a.spec} and b is {b.spec}; both must be of types that can be read")
+    return _one_shape(a, b)
 
 
 @add.vjp
 def add_vjp(dy, y, a, b):
-    return sum_like(dy, a), sum_like(dy, b)
+    return tuple(sum_like(dy, t) if t.dtype in TRAINABLE else None for t in (a, b))
+
+
+@add.workspace("cpu")
+def add_work(a, b):
+    return tuple(Spec(t.shape) for t in (a, b) if t.dtype != f32)
+
+
+@add.kernel("numpy")
+def add_numpy(y, a, b):
+    np.add(floats(a), floats(b), out=y)
+
+
+@add.kernel("cpu", strided=lambda index, t: t.dtype == f32)
+def add_cpu(y, a, b, *, work=()):
+    rooms = iter(work)
+    _binary_cpu("add", np.add)(y, _unpacked(a, rooms), _unpacked(b, rooms))
+
+
+def _unpacked(x, rooms):
+    """x, or its values in the next room."""
+    if x.dtype == np.float32:
+        return x
+    room = next(rooms)
+    quant.unpack(room, x)
+    return room
 
 
 @op(inplace=(0, 1))
 def sub(a: Tensor, b: Tensor) -> Spec:
-    """y = a - b, broadcast as in NumPy. All f32."""
+    """y = a - b, broadcast as in NumPy. All f32. ggml_sub."""
     return _broadcast(a, b)
 
 
@@ -53,7 +84,7 @@ def sub_vjp(dy, y, a, b):
 
 @op(inplace=(0, 1))
 def mul(a: Tensor, b: Tensor) -> Spec:
-    """y = a * b, broadcast as in NumPy. All f32."""
+    """y = a * b, broadcast as in NumPy. All f32. ggml_mul."""
     return _broadcast(a, b)
 
 
@@ -64,7 +95,7 @@ def mul_vjp(dy, y, a, b):
 
 @op(inplace=(0, 1))
 def div(a: Tensor, b: Tensor) -> Spec:
-    """y = a / b, broadcast as in NumPy. All f32."""
+    """y = a / b, broadcast as in NumPy. All f32. ggml_div."""
     return _broadcast(a, b)
 
 
@@ -98,7 +129,7 @@ def _binary_numpy(ufunc):
 
 def _binary_samples(binary):
     def samples():
-        for n in (1, 15, 64, 40_000):
+        for n in (1, 15, 256, 40_000):
             b = constant("b", 0.5 + np.arange(n) % 7)
             yield binary(input("a", (n,)), b)
         yield binary(input("a", (3, 1, 5)), constant("b", 1.0 + np.arange(20).reshape(4, 5)))
@@ -108,9 +139,10 @@ def _binary_samples(binary):
     return samples
 
 
-for _binary, _ufunc in ((add, np.add), (sub, np.subtract), (mul, np.multiply), (div, np.divide)):
+for _binary, _ufunc in ((sub, np.subtract), (mul, np.multiply), (div, np.divide)):
     _binary.kernel("numpy")(_binary_numpy(_ufunc))
     _binary.kernel("cpu", strided=True)(_binary_cpu(_binary.name, _ufunc))
+for _binary in (add, sub, mul, div):
     _binary.samples(_binary_samples(_binary))
 
 
@@ -119,7 +151,7 @@ for _binary, _ufunc in ((add, np.add), (sub, np.subtract), (mul, np.multiply), (
 
 @op(inplace=(0,))
 def scale(x: Tensor, *, by: float, bias: float = 0.0) -> Spec:
-    """y = by * x + bias."""
+    """y = by * x + bias. ggml_scale, ggml_scale_bias."""
     return _real(x)
 
 
@@ -146,7 +178,7 @@ def scale_samples():
 
 @op(inplace=(0,))
 def neg(x: Tensor) -> Spec:
-    """y = -x."""
+    """y = -x. ggml_neg."""
     return _real(x)
 
 
@@ -157,7 +189,7 @@ def neg_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def sqr(x: Tensor) -> Spec:
-    """y = x**2."""
+    """y = x**2. ggml_sqr."""
     return _real(x)
 
 
@@ -168,7 +200,7 @@ def sqr_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def sqrt(x: Tensor) -> Spec:
-    """y = sqrt(x)."""
+    """y = sqrt(x). ggml_sqrt."""
     return _real(x)
 
 
@@ -179,7 +211,7 @@ def sqrt_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def log(x: Tensor) -> Spec:
-    """y = ln(x)."""
+    """y = ln(x). ggml_log."""
     return _real(x)
 
 
@@ -190,7 +222,7 @@ def log_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def exp(x: Tensor) -> Spec:
-    """y = e**x."""
+    """y = e**x. ggml_exp."""
     return _real(x)
 
 
@@ -201,7 +233,7 @@ def exp_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def step(x: Tensor) -> Spec:
-    """y = 1 where x > 0, else 0. Its gradient is 0."""
+    """y = 1 where x > 0, else 0. Its gradient is 0. ggml_step."""
     return _real(x)
 
 
@@ -212,7 +244,7 @@ def step_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def relu(x: Tensor) -> Spec:
-    """y = max(x, 0)."""
+    """y = max(x, 0). ggml_relu."""
     return _real(x)
 
 
@@ -223,7 +255,7 @@ def relu_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def sigmoid(x: Tensor) -> Spec:
-    """y = 1 / (1 + e**-x)."""
+    """y = 1 / (1 + e**-x). ggml_sigmoid."""
     return _real(x)
 
 
@@ -234,7 +266,7 @@ def sigmoid_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def tanh(x: Tensor) -> Spec:
-    """y = tanh(x)."""
+    """y = tanh(x). ggml_tanh."""
     return _real(x)
 
 
@@ -245,7 +277,7 @@ def tanh_vjp(dy, y, x):
 
 @op(inplace=(0,))
 def silu(x: Tensor) -> Spec:
-    """y = x * sigmoid(x)."""
+    """y = x * sigmoid(x). ggml_silu."""
     return _real(x)
 
 
@@ -290,7 +322,7 @@ for _unary, _function in (
 
 @op(inplace=(0,))
 def silu_back(dy: Tensor, x: Tensor) -> Spec:
-    """Gradient of silu: dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x)."""
+    """Gradient of silu: dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x). ggml_silu_back."""
     want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
     return x.spec
 

@@ -195,7 +195,9 @@ def clamp_numpy(y, x, *, low, high):
     np.clip(x, low, high, out=y)
 
 
-clamp.kernel("cpu", strided=True)(clamp_numpy)
+@clamp.kernel("cpu")
+def clamp_cpu(y, x, *, low, high):
+    kernels.elementwise.bounded(flat(y), flat(x), 1.0, low, high)
 
 
 @clamp.samples
@@ -211,7 +213,7 @@ def _off_bounds(n):
     return -1.005 + 0.01 * ((np.arange(n) * 37) % 211)
 
 
-@op()
+@op(inplace=(0,))
 def leaky_relu(x: Tensor, *, slope: float) -> Spec:
     """y = x where x > 0, else slope * x. ggml_leaky_relu."""
     want(0 <= slope <= 1, f"slope is {slope}; it must be from 0 to 1")
@@ -225,11 +227,12 @@ def leaky_relu_vjp(dy, y, x, *, slope):
 
 @leaky_relu.kernel("numpy")
 def leaky_relu_numpy(y, x, *, slope):
-    np.multiply(x, x.dtype.type(slope), out=y)
-    np.maximum(x, y, out=y)
+    y[...] = np.where(x > 0, x, x * x.dtype.type(slope))
 
 
-leaky_relu.kernel("cpu", strided=True)(leaky_relu_numpy)
+@leaky_relu.kernel("cpu")
+def leaky_relu_cpu(y, x, *, slope):
+    kernels.elementwise.bounded(flat(y), flat(x), slope, -math.inf, math.inf)
 
 
 @leaky_relu.samples

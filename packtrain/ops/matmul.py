@@ -7,7 +7,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.ops import costs
-from packtrain.ops.arrays import floats, packed, rows, start_with
+from packtrain.ops.arrays import demand, floats, packed, rows, start_with
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -33,8 +33,8 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     want(x.dtype == f32, f"x is {x.spec}; it must be f32")
     _want_readable(w)
     want(
-        len(x.shape) >= 1 and len(w.shape) >= 2,
-        f"x is {x.spec} and w is {w.spec}; w needs two axes",
+        len(w.shape) >= 2 and 1 <= len(x.shape) >= min(len(w.shape) - 1, 2),
+        f"x is {x.spec} and w is {w.spec}; w needs two axes, and x too where w has more",
     )
     k, rows_k = x.shape[-1], w.shape[-1]
     want(
@@ -191,7 +191,7 @@ def matmul_back_samples():
 
 @op(inplace=(2,), acc=2)
 def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Spec:
-    """Sum of outer products over all leading axes: y = a.T @ b (+ acc). ggml_out_prod; a weight's gradient.
+    """Sum of outer products over all leading axes: y = a.T @ b (+ acc); a weight's gradient. See outer.
 
     a    (..., P)   f32
     b    (..., Q)   f32, leading axes as a
@@ -233,3 +233,20 @@ def out_prod_samples():
     for r, p, q in ((1, 1, 1), (17, 3, 16), (64, 65, 15), (300, 63, 70), (300, 300, 200)):
         yield out_prod(input("a", (r, p)), input("b", (r, q)))
     yield out_prod(input("a", (2, 3, 5)), input("b", (2, 3, 4)), input("acc", (5, 4)))
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """y = a.T @ b of the last two axes; leading axes broadcast. ggml_out_prod.
+
+    a  (..., N, P)  f32, or (N, P) of any readable type
+    b  (..., N, Q)  f32
+    y  (..., P, Q)  f32
+    """
+    fits = min(len(a.shape), len(b.shape)) >= 2 and a.shape[-2] == b.shape[-2]
+    fact = f"a is {a.spec} and b is {b.spec}; their last axes but one must be equal"
+    demand("outer", fits, fact, a, b)
+    plain = a.dtype == f32 or len(a.shape) == len(b.shape) == 2
+    demand("outer", plain, f"a is {a.spec} and b is {b.spec}; both must be matrices", a, b)
+    if a.dtype != f32:
+        return transpose(matmul_back(transpose(b), a))
+    return matmul(transpose(a), transpose(b))

@@ -43,9 +43,14 @@ def rms_norm_vjp(dy, y, x, w, *, eps):
     return dx, (None if w is None else dw)
 
 
+def _mean(x):
+    """Over the last axis; 0 if that is empty."""
+    return x.sum(-1, keepdims=True) / max(x.shape[-1], 1)
+
+
 @rms_norm.kernel("numpy")
 def rms_norm_numpy(y, x, w, *, eps):
-    y[...] = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (1 if w is None else w)
+    y[...] = x / np.sqrt(_mean(x * x) + eps) * (1 if w is None else w)
 
 
 @rms_norm.kernel("cpu")
@@ -86,9 +91,9 @@ def rms_norm_back_work(dy, x, w, acc, *, eps):
 @rms_norm_back.kernel("numpy")
 def rms_norm_back_numpy(out, dy, x, w, acc, *, eps):
     dx, dw = out
-    r = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    r = 1 / np.sqrt(_mean(x * x) + eps)
     u, g = x * r, dy * (1 if w is None else w)
-    from_dy = r * (g - u * (g * u).mean(-1, keepdims=True))
+    from_dy = r * (g - u * _mean(g * u))
     for_w = rows(dy * u).sum(0)
     if dx is not None:
         dx[...] = from_dy if acc is None else from_dy + acc

@@ -5,8 +5,7 @@ from itertools import product
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat
+from packtrain.ops.arrays import demand, flat
 from packtrain.ops.shape import reshape
 from packtrain.ops.windows import Pair, check, sizes_of, windows
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -21,9 +20,10 @@ def pool_2d(
     x  (N, C, H, W)    f32
     y  (N, C, OH, OW)  f32; windows are their own size apart unless `stride` says otherwise
     """
+    out = check(x.spec, window, stride or window, padding)
     fits = all(p < k for p, k in zip(padding, window, strict=True))
     want(fits, f"padding is {padding}; it must be below the window {window}")
-    return Spec((*x.shape[:2], *check(x, window, stride or window, padding)))
+    return Spec((*x.shape[:2], *out))
 
 
 @pool_2d.vjp
@@ -63,7 +63,8 @@ def pool_2d_back(
     dy: Tensor, x: Tensor, *, largest: bool, window: Pair, stride: Pair | None, padding: Pair
 ) -> Spec:
     """Gradient of pool_2d: to the first of the largest values of a window, or to all alike. ggml_pool_2d_back."""
-    want(dy.dtype == x.dtype == f32, f"dy is {dy.spec} and x is {x.spec}; both must be f32")
+    y = Spec((*x.shape[:2], *check(x.spec, window, stride or window, padding)))
+    want(dy.spec == y, f"dy is {dy.spec}; for x {x.spec} it must be {y}")
     return x.spec
 
 
@@ -101,6 +102,7 @@ pool_2d_back.samples(_pools(_pool_back))
 
 def pool_1d(x: Tensor, *, largest: bool, window: int, stride: int = 0, padding: int = 0) -> Tensor:
     """pool_2d along one axis: x (N, C, L), y (N, C, OL), f32. ggml_pool_1d."""
+    demand("pool_1d", len(x.shape) == 3, f"x is {x.spec}; it must be f32[N, C, L]", x)
     wide = reshape(x, shape=(*x.shape[:2], 1, x.shape[-1]))
     y = pool_2d(
         wide,

@@ -4,8 +4,8 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat, rows, table
-from packtrain.ops.shape import cont
+from packtrain.ops.arrays import demand, flat, rows, table
+from packtrain.ops.shape import cont, reshape
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -16,7 +16,7 @@ def sum_like(d: Tensor, x: Tensor) -> Tensor:
 
 @op(view=True)
 def broadcast_to(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
-    """x repeated along new or unit axes by strides of zero, as np.broadcast_to. ggml_repeat without the copy."""
+    """x repeated along new or unit axes by strides of zero, as np.broadcast_to; see repeat."""
     padded = (1,) * (len(shape) - len(x.shape)) + x.shape
     fits = len(padded) == len(shape) and all(
         n in (1, s) for n, s in zip(padded, shape, strict=True)
@@ -37,6 +37,26 @@ def broadcast_to_samples():
     yield broadcast_to(input("x", (3, 1)), shape=(2, 3, 4))
     yield broadcast_to(input("x", ()), shape=(5,))
     yield cont(broadcast_to(input("x", (3, 1)), shape=(2, 3, 4)))
+
+
+def repeat(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
+    """x, of any type, again and again up to sizes that are multiples of its own; new axes come first. ggml_repeat.
+
+    Unit axes are repeated without a copy, see broadcast_to. Rows of a quantized x stay as they are.
+    """
+    own = (1,) * (len(shape) - len(x.shape)) + x.shape
+    fits = len(own) == len(shape) and all(
+        s == n or (n and s % n == 0) for n, s in zip(own, shape, strict=True)
+    )
+    kept = not x.dtype.quantized or shape[-1:] == x.shape[-1:]
+    wanted = "have multiples of its sizes" if kept else "keep its quantized rows"
+    demand("repeat", fits and kept, f"x is {x.spec}; shape {tuple(shape)} must {wanted}", x)
+    if all(n in (1, s) for n, s in zip(own, shape, strict=True)):
+        return broadcast_to(x, shape=tuple(shape))
+    times = [s // n if n else 1 for n, s in zip(own, shape, strict=True)]
+    pairs = [size for n, k in zip(own, times, strict=True) for size in (k, n)]
+    apart = reshape(x, shape=tuple(size for n in own for size in (1, n)))
+    return reshape(cont(broadcast_to(apart, shape=tuple(pairs))), shape=tuple(shape))
 
 
 @op()
@@ -166,10 +186,13 @@ def cumsum_numpy(y, x, *, reverse):
     np.cumsum(x[..., way], -1, np.float64, out=y[..., way])
 
 
-cumsum.kernel("cpu", strided=True)(cumsum_numpy)
+@cumsum.kernel("cpu")
+def cumsum_cpu(y, x, *, reverse):
+    kernels.reduce.running(rows(y), rows(x), reverse)
 
 
 @cumsum.samples
 def cumsum_samples():
     yield cumsum(input("x", (3, 5, 17)))
     yield cumsum(input("x", (4, 300)), reverse=True)
+    yield cumsum(input("x", (600, 65)))

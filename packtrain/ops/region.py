@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Sequence
 
 from packtrain.dtypes import f32
-from packtrain.ops.arrays import start_with
+from packtrain.ops.arrays import demand, start_with
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 Axes = tuple[int, ...]
@@ -131,6 +131,9 @@ def set_samples():
 
 
 def pad(x: Tensor, *, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """x with so many zeros before and after it along each axis. ggml_pad_ext."""
+    """x with so many zeros before and after it along each axis. ggml_pad, ggml_pad_ext."""
+    fits = len(before) == len(after) == len(x.shape) and min((*before, *after), default=0) >= 0
+    fact = f"before {(*before,)} and after {(*after,)} must be a number, 0 or more, for each axis of x {x.spec}"
+    demand("pad", fits, fact, x)
     size = tuple(b + n + a for b, n, a in zip(before, x.shape, after, strict=True))
     return acc(x, size=size, start=tuple(before))

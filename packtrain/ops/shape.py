@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packtrain.ops.arrays import start_with
+from packtrain.ops.arrays import demand, start_with
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -35,7 +35,7 @@ def _strides_for(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 @op(view=True)
 def reshape(x: Tensor, *, shape: tuple[int, ...]) -> Spec:
-    """The same elements in another shape, without a copy; raises if that needs one (then use cont first)."""
+    """The same elements in another shape, without a copy; raises if that needs one: use cont first. ggml_reshape."""
     shape = tuple(int(n) for n in shape)
     want(
         math.prod(shape) == x.spec.size and min(shape, default=0) >= 0,
@@ -74,7 +74,7 @@ def permute_vjp(dy, y, x, *, axes):
 
 
 def transpose(x: Tensor) -> Tensor:
-    """x (..., M, N) seen as (..., N, M)."""
+    """x (..., M, N) seen as (..., N, M). ggml_transpose."""
     n = len(x.shape)
     return permute(x, axes=(*range(n - 2), n - 1, n - 2))
 
@@ -122,8 +122,7 @@ def narrow_samples():
 
 @op()
 def cont(x: Tensor) -> Spec:
-    """A dense copy of x. ggml_cont."""
-    want(not x.dtype.quantized, f"x is {x.spec}; quantized rows are not copied here")
+    """A dense copy of x, of any type. ggml_cont, ggml_dup."""
     return x.spec
 
 
@@ -153,6 +152,7 @@ def cont_samples():
 def narrow_back(dy: Tensor, acc: Tensor | None = None, *, axis: int, start: int, size: int) -> Spec:
     """Zeros of the given size along one axis, or acc, and dy added at `start`: the gradient of narrow."""
     want(dy.dtype.numpy.kind in "fi", f"dy is {dy.spec}; it must be of numbers that can be added")
+    want(0 <= axis < len(dy.shape), f"axis {axis} is not an axis of dy {dy.spec}")
     end = start + dy.shape[axis]
     want(0 <= start <= end <= size, f"{start}:{end} is outside 0:{size}")
     dx = Spec((*dy.shape[:axis], size, *dy.shape[axis + 1 :]), dy.dtype)
@@ -179,7 +179,16 @@ narrow_back.kernel("cpu", strided=lambda index, t: index == 0)(narrow_back_numpy
 
 
 def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:
-    """Concatenate tensors along an axis."""
+    """Tensors one after the other along an axis, counted from the end if below 0. ggml_concat."""
+    listed = ", ".join(str(part.spec) for part in parts)
+    axes = {len(part.shape) for part in parts}
+    fits = len(axes) == 1 and -min(axes) <= axis < min(axes)
+    fact = f"the parts are {listed or 'none'}; axis {axis} must be one of each"
+    demand("concat", fits, fact, *parts)
+    axis %= min(axes)
+    alike = len({(*p.shape[:axis], *p.shape[axis + 1 :], p.dtype) for p in parts}) == 1
+    fact = f"the parts are {listed}; they may differ along axis {axis} only"
+    demand("concat", alike, fact, *parts)
     size, start, whole = sum(part.shape[axis] for part in parts), 0, None
     for part in parts:
         whole = narrow_back(part, whole, axis=axis, start=start, size=size)

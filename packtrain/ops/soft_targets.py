@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from packtrain import kernels
 from packtrain.dtypes import f32
+from packtrain.ops.arrays import demand, rows
 from packtrain.ops.costs import elementwise
 from packtrain.ops.elementwise import mul, scale, sub
 from packtrain.ops.reduce import sum, sum_rows
@@ -11,7 +13,7 @@ from packtrain.ops.softmax import soft_max
 from packtrain.tensor import Spec, Tensor, input, op, want
 
 
-@op()
+@op(inplace=(0,))
 def log_soft_max(x: Tensor) -> Spec:
     """y = x - log-sum-exp(x) over the last axis: x (..., C) f32."""
     want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
@@ -25,11 +27,15 @@ def log_soft_max_vjp(dy, y, x):
 
 @log_soft_max.kernel("numpy")
 def log_soft_max_numpy(y, x):
-    z = x - x.max(-1, keepdims=True)
+    z = x - x.max(-1, keepdims=True, initial=-np.inf)
     y[...] = z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-log_soft_max.kernel("cpu")(log_soft_max_numpy)
+@log_soft_max.kernel("cpu")
+def log_soft_max_cpu(y, x):
+    kernels.softmax.log_soft_max(rows(y), rows(x))
+
+
 log_soft_max.cost(elementwise())
 
 
@@ -48,6 +54,9 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> tupl
     loss             ()        f32
     losses           (...)     f32
     """
-    rows = sum_rows(mul(log_soft_max(logits), targets))
-    losses = scale(reshape(rows, shape=weights.shape), by=-1.0)
+    fits = logits.spec == targets.spec and weights.shape == logits.shape[:-1]
+    given = f"logits {logits.spec} and targets {targets.spec} must be equal, weights {weights.spec}"
+    demand("soft_cross_entropy", fits, f"{given} one for each row", logits, targets, weights)
+    by_row = sum_rows(mul(log_soft_max(logits), targets))
+    losses = scale(reshape(by_row, shape=weights.shape), by=-1.0)
     return sum(mul(losses, weights)), losses

@@ -24,9 +24,10 @@ def check(
     for name, pair, least in (
         ("window", window, 1), ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0),
     ):  # fmt: skip
+        fits = isinstance(pair, tuple) and len(pair) == 2
         want(
-            len(pair) == 2 and min(pair) >= least,
-            f"{name} is {pair}; it must be two numbers of at least {least}",
+            fits and all(isinstance(n, int | np.integer) and n >= least for n in pair),
+            f"{name} is {pair}; it must be two whole numbers of at least {least}, down and across",
         )
     h, w = (_out(*one) for one in zip(x.shape[2:], window, stride, padding, dilation, strict=True))
     want(min(h, w) > 0, f"the window {window} does not fit into {x} with padding {padding}")
@@ -56,7 +57,7 @@ def im2col(
     dilation: Pair = (1, 1),
 ) -> Spec:
     """The windows of images as rows: x (N, C, H, W) f32, y (N, OH, OW, C * KH * KW) f32. ggml_im2col."""
-    h, w = check(x, window, stride, padding, dilation)
+    h, w = check(x.spec, window, stride, padding, dilation)
     return Spec((x.shape[0], h, w, x.shape[1] * window[0] * window[1]))
 
 
@@ -91,8 +92,11 @@ def im2col_back(
     dy: Tensor, *, shape: tuple[int, ...], window: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Spec:
     """Gradient of im2col: each value of dy added to where it came from in x of this shape. ggml_im2col_back."""
-    want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
-    return Spec(tuple(shape))
+    dx = Spec(tuple(shape))
+    out = check(dx, window, stride, padding, dilation)
+    y = Spec((shape[0], *out, shape[1] * window[0] * window[1]))
+    want(dy.spec == y, f"dy is {dy.spec}; it must be {y}")
+    return dx
 
 
 @im2col_back.vjp

@@ -27,10 +27,11 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step: the outputs of each physical batch, and the gradient norm before clipping."""
+    """A step: the outputs of each physical batch, the gradient norm before clipping, and how often it evaluated."""
 
     outputs: tuple[Arrays, ...]
     norm: float
+    evaluations: int = 1
 
 
 class Trainer:
@@ -190,7 +191,7 @@ class Trainer:
             self.say(f"step {number}: {turn.note}")
         if bad:
             self.say(f"step {number} skipped, its loss or gradient is not finite: {bad}")
-        return Stepped(tuple(turn.outputs), float(got["squares"]) ** 0.5)
+        return Stepped(tuple(turn.outputs), float(got["squares"]) ** 0.5, turn.evaluations)
 
     def _given(self, graph: str, batch: Arrays, number: int) -> dict[str, Any]:
         """The inputs of a graph: those columns that it reads, and what is not data."""

@@ -68,7 +68,9 @@ class Turn:
         same = before is not None and _same(before.shares, shares)
         self.last: Batch | None = {"loss": before.loss} if before and same else None
         self.evaluations, self.note = 0, ""
-        self.outputs: list[Batch] = []  # of the first evaluation
+        # of the first evaluation, and of the latest one
+        self.latest: list[Batch] = before.latest if before and same else []
+        self.outputs = self.latest
 
     def whole(self, hyper: Batch) -> Batch:
         if STEP in self.run:
@@ -85,7 +87,6 @@ class Turn:
         each = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
         losses = [got["loss"] for got in self._fed(MICRO, each)]
         self.loss = np.array(sum(losses), np.float32)
-        self.evaluations += 1
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
@@ -97,9 +98,10 @@ class Turn:
 
     def _fed(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
         self.fed = [(self.run[name], one) for one in inputs]
-        got: list[Batch] = [run(one) for run, one in self.fed]
-        self.outputs = self.outputs or got
-        return got
+        self.latest = [run(one) for run, one in self.fed]
+        self.outputs = self.outputs or self.latest
+        self.evaluations += 1
+        return self.latest
 
     def diagnose(self) -> str | None:
         """The op that first computes a non-finite value when the last evaluation is repeated, or None."""

@@ -1,0 +1,113 @@
+"""A tiny llama learns a sine wave, by AdamW and by L-BFGS: python examples/baby_llama.py
+
+After ggml's baby-llama: a token is a level of the wave, a datapoint a part of it. L-BFGS gets no more evaluations of
+loss and gradient than AdamW; then the model goes on with the wave by itself, through a KV cache.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+import packtrain as pt
+from packtrain.models import transformer
+from packtrain.models.cache import Cells
+from packtrain.models.config import Config
+from packtrain.models.lora import A, Lora
+
+LEVELS, PERIOD, TIME, ROWS, GIVEN = 16, 19.0, 64, 16, 8
+WHOLE = Config(LEVELS, TIME, 32, 2, 64, 4, 2)
+LOW = replace(
+    WHOLE, lora=Lora((("blk.*", 4),))
+)  # every matrix of a block as the product of two of rank 4
+
+
+def wave(phases: np.ndarray, count: int) -> np.ndarray:
+    """Levels (N, count) i32 of waves with these phases (N,)."""
+    angles = 2 * math.pi * (np.arange(count) + phases[:, None]) / PERIOD
+    return np.round((np.sin(angles) + 1) / 2 * (LEVELS - 1)).astype(np.int32)
+
+
+def windows() -> dict[str, np.ndarray]:
+    """All inputs of `transformer.loss`: the batch of every step."""
+    tokens = wave(np.arange(ROWS) * PERIOD / ROWS, TIME + 1)
+    weights = np.zeros((ROWS, TIME), np.float32)
+    weights[:, GIVEN:] = 1 / (ROWS * (TIME - GIVEN))  # before that, several waves look alike
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": weights,
+        "pos": np.tile(np.arange(TIME, dtype=np.int32), (ROWS, 1)),
+        "seq": np.zeros((ROWS, TIME), np.int32),
+    }
+
+
+def learn(
+    config: Config, optimizer: pt.AdamW | pt.LBFGS, evaluations: int
+) -> tuple[pt.Trainer, float]:
+    """Train with so many evaluations of loss and gradient; the trainer, and its last loss.
+
+    The low-rank model is an adapter of matrices that are zero and stay so.
+    """
+    weights, data = transformer.weights(config), windows()
+    frozen = tuple(name for name in weights if name + A in weights)
+    zeros = {name: np.zeros(weights[name].shape, np.float32) for name in frozen}
+    model = pt.Model(transformer.loss(config, weights, ROWS, TIME).loss, frozen=frozen)
+    made, done = pt.Trainer(model, optimizer, batch=ROWS, physical=ROWS, values=zeros), 0
+    while done < evaluations:
+        done += made.step(data).evaluations
+    loss = float(made.forward(data)["loss"])
+    print(
+        f"  {optimizer.name:5} lr {optimizer.lr:<6g} loss {loss:.6f}, {done} evaluations, {made.done} steps"
+    )
+    return made, loss
+
+
+def go_on(config: Config, made: pt.Trainer, begun: np.ndarray, count: int) -> np.ndarray:
+    """The wave, and `count` likeliest tokens after it, each fed back through the cache."""
+    weights, cells = transformer.weights(config), Cells(config.context_length)
+    logits, handles = transformer.generation(config, weights, 1, config.context_length)
+    decode = made.session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
+    tokens, one = [*begun], np.zeros(1, np.int32)
+    for at in range(len(begun) + count - 1):
+        fed = cells.feed(np.array([tokens[at]], np.int32), one, one)
+        choice = int(decode(fed)["logits"].argmax())
+        if at + 1 == len(tokens):
+            tokens.append(choice)
+    return np.array(tokens)
+
+
+def draw(tokens: np.ndarray, begun: int) -> str:
+    """A line for each second level from the top: o where the wave was given, * where the model wrote it."""
+    marks = np.where(np.arange(len(tokens)) < begun, "o", "*")
+    lines = (
+        "".join(np.where(tokens // 2 == level, marks, " "))
+        for level in reversed(range(LEVELS // 2))
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def show(config: Config, made: pt.Trainer) -> None:
+    wanted = wave(np.zeros(1), TIME)[0]
+    found = go_on(config, made, wanted[:16], TIME - 16)
+    print(
+        f"{(found == wanted)[16:].mean():.0%} of the {TIME - 16} tokens that it wrote are those of the wave:"
+    )
+    print(draw(found, 16))
+
+
+def main() -> None:
+    print("the whole model")
+    by_adamw = [
+        learn(WHOLE, pt.AdamW(lr=lr, weight_decay=0.0), 100)[1] for lr in (3e-3, 1e-2, 3e-2)
+    ]
+    made, by_lbfgs = learn(WHOLE, pt.LBFGS(), 80)
+    assert by_lbfgs < min(by_adamw)
+    show(WHOLE, made)
+    print("the model of low rank")
+    made, _ = learn(LOW, pt.LBFGS(wolfe=0.5), 300)
+    show(LOW, made)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from packtrain.memory import Peak, settle
-from packtrain.merging.room import room
+from packtrain.merging.reading import reading
 from packtrain.merging.write import Merge
 from packtrain.models.adapted import read_scaled
 from packtrain.models.file import ModelFile, open_model
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "merged.gguf"
         for name in ("plain", "calibrated"):
-            found = room(merge.adapted, merge.calibrated, job.train.time, job.train.windows)
+            found = reading(merge.adapted, merge.calibrated, job.train.time, job.train.windows)
             settle()
             began = time.perf_counter()
             with Peak() as peak:

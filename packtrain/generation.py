@@ -73,7 +73,7 @@ class Generator:
         return cls(cells, {size: session.executor(placed) for size, placed in graphs.items()})
 
     @property
-    def room(self) -> int:
+    def cells_left(self) -> int:
         """How many more tokens fit."""
         return len(self.cells.pos) - self.cells.length
 
@@ -200,7 +200,7 @@ class Reply:
             self.ended = "interrupted"
         elif len(self.ids) == self._limits.count:
             self.ended = "count"
-        elif not self._generator.room:
+        elif not self._generator.cells_left:
             self.ended = "context"
         return bool(self.ended)
 

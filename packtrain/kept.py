@@ -42,8 +42,8 @@ def make(folder: Path, module: str, request: Mapping[str, Any], say: Say) -> Non
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def answer(build: Callable[[dict[str, Any], Path, Say], None]) -> None:
-    """The child: calls `build(request, folder, say)` for the request on stdin.
+def answer(write: Callable[[dict[str, Any], Path, Say], None]) -> None:
+    """The child: calls `write(request, folder, say)` for the request on stdin.
 
     Each line on stdout is ["say", sentence], or ["error", sentence], or ["full", sentence] if the disk is full.
     """
@@ -54,7 +54,7 @@ def answer(build: Callable[[dict[str, Any], Path, Say], None]) -> None:
     request = json.loads(sys.stdin.readline())
     folder = Path(request.pop("folder"))
     try:
-        build(request, folder, lambda sentence: send("say", sentence))
+        write(request, folder, lambda sentence: send("say", sentence))
     except InputError as error:
         send("error", str(error))
     except OSError as error:

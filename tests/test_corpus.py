@@ -16,7 +16,7 @@ import pytest
 
 from packtrain import gguf
 from packtrain.corpus import Corpus, Text, Tokens, documents, prepare, streams
-from packtrain.corpus.build import build
+from packtrain.corpus.build import write_corpus
 from packtrain.corpus.cache import _fingerprint, read_corpus
 from packtrain.corpus.documents import split
 from packtrain.errors import InputError
@@ -64,7 +64,7 @@ def parts_of(data: Path, vocab: Path, **more: object) -> tuple[list[str], list[s
     """The documents for training and for validation, made in this process."""
     text = text_of(data, vocab, **more)
     with tempfile.TemporaryDirectory() as folder:
-        build(text, Path(folder), silent)
+        write_corpus(text, Path(folder), silent)
         corpus = read_corpus(Path(folder), documents.parts_of(text, documents.find_sources(data)))
         valid = corpus.valid and texts_of(corpus.valid, corpus)
         return texts_of(corpus.train, corpus), valid
@@ -395,6 +395,6 @@ def test_progress_is_said(tmp_path: Path, vocab: Path, monkeypatch: pytest.Monke
     said: list[str] = []
     folder = tmp_path / "made"
     folder.mkdir()
-    build(text_of(one(tmp_path, PROSE * 2000), vocab), folder, said.append)
+    write_corpus(text_of(one(tmp_path, PROSE * 2000), vocab), folder, said.append)
     assert said[:2] == ["reading: 0 of 3 MB", "reading: 1 of 3 MB"]
     assert "tokenizing: 2 of 3 MB" in said

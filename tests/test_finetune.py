@@ -355,7 +355,7 @@ def test_types_of_single_matrices_are_checked_before_step_1(folder, tmp_path, ca
 
 
 def test_too_little_memory_for_data_is_said_with_the_plan(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("packtrain.merging.room.OTHER_NBYTES", 1 << 40)
+    monkeypatch.setattr("packtrain.merging.reading.OTHER_NBYTES", 1 << 40)
     output = tmp_path / "a.gguf"
     assert tuned(folder, "q4_K", output, *SHORT, "--memory", "400MiB") == 0
     lines = said(capsys)

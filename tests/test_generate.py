@@ -65,7 +65,7 @@ def test_any_cutting_gives_the_logits_of_the_forward_pass(chunks: tuple[int, ...
     for count in (24, 17, 1):
         made.forget()
         assert np.abs(made.feed(tokens[:count].tolist()) - want[count - 1]).max() < TOLERANCE
-    assert made.room == 31
+    assert made.cells_left == 31
 
 
 @needs_shared
@@ -119,7 +119,7 @@ def test_a_text_that_goes_on_is_fed_from_where_it_differs() -> None:
         assert len(left) == new
         want = independent(CONFIG, given).logits(np.array(text))[-1]
         assert np.abs(made.feed(left) - want).max() < TOLERANCE
-        assert made.fed == text and made.room == 32 - len(text)
+        assert made.fed == text and made.cells_left == 32 - len(text)
 
 
 # ---- ends: a model that says what it is told to
@@ -128,12 +128,12 @@ def test_a_text_that_goes_on_is_fed_from_where_it_differs() -> None:
 class Parrot:
     """Stands for a Generator: whatever it is fed, the likeliest next token is the next of its line."""
 
-    def __init__(self, line: Sequence[int], room: int = 99) -> None:
-        self.line, self.size, self.fed = list(line), room, list[int]()
-        self.cells = type("Cells", (), {"pos": np.zeros(room)})
+    def __init__(self, line: Sequence[int], size: int = 99) -> None:
+        self.line, self.size, self.fed = list(line), size, list[int]()
+        self.cells = type("Cells", (), {"pos": np.zeros(size)})
 
     @property
-    def room(self) -> int:
+    def cells_left(self) -> int:
         return self.size - len(self.fed)
 
     def resume(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -159,9 +159,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer({key: value.value for key, value in vocabulary().items()})
 
 
-def said(line: list[int], limits: Limits, room: int = 99) -> tuple[list[str], Reply]:
+def said(line: list[int], limits: Limits, size: int = 99) -> tuple[list[str], Reply]:
     """The pieces of a reply that are not empty."""
-    reply = Reply(Parrot(line, room), tokenizer(), PROMPT, GREEDY, 0, limits)  # type: ignore[arg-type]
+    reply = Reply(Parrot(line, size), tokenizer(), PROMPT, GREEDY, 0, limits)  # type: ignore[arg-type]
     return [piece for piece in reply if piece], reply
 
 
@@ -182,7 +182,7 @@ def test_the_count_ends() -> None:
 
 
 def test_a_full_context_ends() -> None:
-    pieces, reply = said(HAT, Limits(), room=4)
+    pieces, reply = said(HAT, Limits(), size=4)
     assert pieces == [" the", " ", "h"] and reply.ended == "context"
 
 

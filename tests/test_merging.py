@@ -16,7 +16,7 @@ from packtrain.kernels import set_threads, threads
 from packtrain.memory import Peak, settle
 from packtrain.merging.feedback import BLOCK, DAMPING, cholesky, feedback, invert_lower
 from packtrain.merging.grid import codes_of, grid_of, put_codes
-from packtrain.merging.room import Room, room
+from packtrain.merging.reading import Reading, reading
 from packtrain.merging.streams import Graphs, Streams
 from packtrain.merging.write import Merge
 from packtrain.models.adapted import read_scaled
@@ -162,8 +162,8 @@ def merging(folder: Path, name: str, mix: str, scale: float = 0.1) -> Merge:
     return Merge(base, [(replace(read, pairs=pairs), by)])
 
 
-def room_of(merge: Merge, rows: int = 24, limit: int | None = None) -> Room:
-    found = room(merge.adapted, merge.calibrated, TIME, rows, limit)
+def reading_of(merge: Merge, rows: int = 24, limit: int | None = None) -> Reading:
+    found = reading(merge.adapted, merge.calibrated, TIME, rows, limit)
     assert found is not None
     return found
 
@@ -184,7 +184,7 @@ def test_a_merge_with_data_is_nearer_to_the_adapter_than_one_without(tmp_path, c
     merge = merging(tmp_path, name, mix)
     assert len(merge.calibrated) >= 4 * merge.base.config.block_count
     merge.write(tmp_path / "plain.gguf", "plain")
-    merge.write(tmp_path / "with.gguf", "with", room_of(merge), Rows())
+    merge.write(tmp_path / "with.gguf", "with", reading_of(merge), Rows())
     want, held = end(merge.adapted, Rows(6, seed=1)), Rows(6, seed=1)
     plain, data = (
         np.square(end(open_model(tmp_path / f"{which}.gguf"), held) - want).sum()
@@ -195,7 +195,7 @@ def test_a_merge_with_data_is_nearer_to_the_adapter_than_one_without(tmp_path, c
 
 def test_all_else_stays_byte_for_byte_and_the_file_as_large(tmp_path, capsys):
     merge = merging(tmp_path, "llama tied", "Q5_K")
-    errors = merge.write(tmp_path / "m.gguf", "base", room_of(merge), Rows())
+    errors = merge.write(tmp_path / "m.gguf", "base", reading_of(merge), Rows())
     base, made = merge.base.gguf, GGUF(tmp_path / "m.gguf")
     assert {n: e.dtype for n, e in made.entries.items()} == {
         n: e.dtype for n, e in base.entries.items()
@@ -214,7 +214,7 @@ def test_blocks_before_the_first_change_are_passed_by_once(tmp_path, capsys, mon
     merge = replace(merge, adapters=[(replace(adapter, pairs=pairs), by)])
     told = list[tuple[int, int]]()
     one, both = tmp_path / "one.gguf", tmp_path / "both.gguf"
-    merge.write(one, "m", room_of(merge), Rows(), block=lambda *block: told.append(block))
+    merge.write(one, "m", reading_of(merge), Rows(), block=lambda *block: told.append(block))
     assert last > 0 and told == [(1, 1)]
 
     def advance_both(streams: Streams, blocks: int) -> None:
@@ -222,7 +222,7 @@ def test_blocks_before_the_first_change_are_passed_by_once(tmp_path, capsys, mon
             streams.advance(streams.block(i))
 
     monkeypatch.setattr(Streams, "pass_by", advance_both)
-    merge.write(both, "m", room_of(merge), Rows())
+    merge.write(both, "m", reading_of(merge), Rows())
     assert one.read_bytes() == both.read_bytes()
     assert one.read_bytes() != merge.base.gguf.path.read_bytes()
 
@@ -232,7 +232,7 @@ def test_threads_change_no_bit(tmp_path, capsys):
     try:
         for number in (1, count):
             set_threads(number)
-            merge.write(tmp_path / "m.gguf", "m", room_of(merge), Rows())
+            merge.write(tmp_path / "m.gguf", "m", reading_of(merge), Rows())
             made.append((tmp_path / "m.gguf").read_bytes())
     finally:
         set_threads(count)
@@ -240,12 +240,12 @@ def test_threads_change_no_bit(tmp_path, capsys):
 
 
 def test_less_memory_reads_fewer_tokens_then_fewer_columns_and_then_there_is_no_room(monkeypatch):
-    monkeypatch.setattr("packtrain.merging.room.TOKENS", 1 << 14)
+    monkeypatch.setattr("packtrain.merging.reading.TOKENS", 1 << 14)
     wide = replace(CONFIGS["llama"], embedding_length=1024, feed_forward_length=8192)
     model = cast(ModelFile, SimpleNamespace(config=wide, added={}, types=dict))
-    names, rooms = {"blk.0.ffn_down.weight": f32}, list[Room]()
+    names, rooms = {"blk.0.ffn_down.weight": f32}, list[Reading]()
     limit: int | None = None
-    while (found := room(model, names, 512, 100, limit)) is not None:
+    while (found := reading(model, names, 512, 100, limit)) is not None:
         rooms.append(found)
         limit = found.nbytes - 1
     assert [r.tokens for r in rooms[:5]] == [16384, 8192, 4096, 2048, 1024]
@@ -258,7 +258,7 @@ def test_a_merge_stays_in_its_room(tmp_path, capsys, monkeypatch):
     merge = merging(tmp_path, "wide", "Q4_K")
     widths, limit = [], None
     while not widths or widths[-1] > 512:
-        found = room_of(merge, limit=limit)
+        found = reading_of(merge, limit=limit)
         settle()
         with Peak() as peak:
             merge.write(tmp_path / "m.gguf", "m", found, Rows())
@@ -272,7 +272,7 @@ def test_experts_that_few_tokens_reach_are_rounded_as_they_are(tmp_path, capsys,
     monkeypatch.setattr("packtrain.merging.calibrated.FEW_TOKENS", 1 << 20)
     merge = merging(tmp_path, "llama experts", "Q5_0")
     merge.write(tmp_path / "plain.gguf", "m")
-    merge.write(tmp_path / "with.gguf", "m", room_of(merge), Rows())
+    merge.write(tmp_path / "with.gguf", "m", reading_of(merge), Rows())
     plain, data = (GGUF(tmp_path / f"{which}.gguf") for which in ("plain", "with"))
     for name in merge.calibrated:
         same = plain.array(name).tobytes() == data.array(name).tobytes()

@@ -66,7 +66,7 @@ def made(data: Path, model: Path, tmp_path: Path, **more: Any) -> Dataset:
     folder = tmp_path / "made"
     folder.mkdir()
     recipe = Recipe(data, model, more.pop("length", 100), **more)
-    build.build(recipe, folder, lambda sentence: None)
+    build.write_dataset(recipe, folder, lambda sentence: None)
     parts = build.parts_of(recipe, build.sources_of(recipe))
     return read_dataset(folder, parts, Tokenizer(GGUF(model).metadata).vocab_size)
 

@@ -38,10 +38,10 @@ def test_a_few_ways_that_are_measured_do_as_well_as_all(form):
     """And nothing is found that is faster than what was known before anything was measured."""
     known = fresh(form)
     for budget in np.linspace(known.least().nbytes, known.plan(None).nbytes, 4).astype(int)[1:-1]:
-        few, every, room = fresh(form), fresh(form), int(budget)
-        bound = few.bound(int(room * (1 + SLACK)))
+        few, every, nbytes = fresh(form), fresh(form), int(budget)
+        bound = few.bound(int(nbytes * (1 + SLACK)))
         every.block.measure(every.block.ways)
-        found, best = few.within(room), every.within(room)
+        found, best = few.within(nbytes), every.within(nbytes)
         assert found is not None and best is not None
         assert bound <= best.seconds * 1.001 and found.seconds <= best.seconds * 1.001
         assert len(few.block._known) < len(every.block._known) / 2
@@ -49,9 +49,9 @@ def test_a_few_ways_that_are_measured_do_as_well_as_all(form):
 
 def test_a_bound_lets_nothing_be_built_that_is_too_slow():
     blocks = fresh(FORMS[3])
-    room = (blocks.least().nbytes + blocks.plan(None).nbytes) // 2
+    nbytes = (blocks.least().nbytes + blocks.plan(None).nbytes) // 2
     built = set(blocks.found)
-    blocks.within(room, blocks.bound(room) * 0.99)
+    blocks.within(nbytes, blocks.bound(nbytes) * 0.99)
     assert set(blocks.found) == built
 
 

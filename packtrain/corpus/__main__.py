@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from packtrain.corpus.build import build
+from packtrain.corpus.build import write_corpus
 from packtrain.corpus.documents import Text
 from packtrain.kept import Say, answer
 
@@ -11,7 +11,7 @@ from packtrain.kept import Say, answer
 def _build(request: dict[str, Any], folder: Path, say: Say) -> None:
     vocab = request.pop("vocab")
     text = Text(data=Path(request.pop("data")), vocab=Path(vocab) if vocab else None, **request)
-    build(text, folder, say)
+    write_corpus(text, folder, say)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ VOCABULARY_FILE, NOTES_FILE = "vocabulary.gguf", "notes.txt"
 SECONDS_BETWEEN_LINES = 3.0
 
 
-def build(text: Text, folder: Path, say: Say) -> None:
+def write_corpus(text: Text, folder: Path, say: Say) -> None:
     """Fill the folder. Raises InputError for bad text."""
     sources = find_sources(text.data)
     total = sum(source.path.stat().st_size for source in sources)

@@ -44,7 +44,7 @@ from packtrain.kernels.simd import (
     store,
     store_part,
 )
-from packtrain.kernels.tile import columns_product, room, rows_product, turn
+from packtrain.kernels.tile import columns_product, on_stack, rows_product, turn
 from packtrain.kernels.visible import (
     NO,
     PLACES,
@@ -145,8 +145,8 @@ def attend(y, lse, q, k, v, places_of, keys, rule, task):
     b, h, first = task // blocks // H, task // blocks % H, task % blocks * block
     rows = min(block, T - first)
     lanes = -(-rows // LANES) * LANES
-    columns, mixed = room(packed_rows(D) * lanes), room(packed_rows(D) * lanes)
-    scores, spare = room(KEYS * lanes), room(spare_of(k, D))
+    columns, mixed = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
+    scores, spare = on_stack(KEYS * lanes), on_stack(spare_of(k, D))
     places, sums = scratch(PLACES), scratch(STATE)
     at = ((b * T + first) * H + h) * D
     pack(columns, lanes, address(q, at), H * D, rows, D, scale * LOG2E)

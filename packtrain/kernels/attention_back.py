@@ -37,12 +37,12 @@ from packtrain.kernels.simd import (
     store,
     total,
 )
-from packtrain.kernels.tile import columns_product, room, rows_product
+from packtrain.kernels.tile import columns_product, on_stack, rows_product
 from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, ids2, place_queries, sight
 
 KEYS = 64  # keys in a block, if they fit
 LESS_KEYS = 48  # four tiles of 12 rows
-ROOM = 15360  # f32 of packed queries and scores: 60 KiB, exceeded by heads wider than 192
+STACK = 15360  # f32 of packed queries and scores: 60 KiB, exceeded by heads wider than 192
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, f32))
@@ -85,7 +85,7 @@ def soften_back(scores, d_scores, lanes, count, state, cap):
 
 @part(i64(i64, i64))
 def keys_in_block(lanes, width):
-    return KEYS if 2 * (packed_rows(width) + KEYS) * lanes <= ROOM else LESS_KEYS
+    return KEYS if 2 * (packed_rows(width) + KEYS) * lanes <= STACK else LESS_KEYS
 
 
 @kernel(
@@ -99,9 +99,9 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     S, K = k.shape[1:3]
     rows = min(queries_in_block(D), T - first)
     lanes = -(-rows // LANES) * LANES
-    q_columns, dy_columns = room(packed_rows(D) * lanes), room(packed_rows(D) * lanes)
+    q_columns, dy_columns = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
     block = keys_in_block(lanes, D)
-    p, ds = room(block * lanes), room(block * lanes)
+    p, ds = on_stack(block * lanes), on_stack(block * lanes)
     spots, state = scratch(PLACES), scratch(STATE)
     at, wide, line = ((b * T + first) * H + h) * D, H * D, K * D
     q_rows, dy_rows, dq_rows = address(q, at), address(dy, at), address(dq, at)

@@ -45,7 +45,7 @@ from packtrain.kernels.simd import (
     store_part,
     total,
 )
-from packtrain.kernels.tile import room, rows_product
+from packtrain.kernels.tile import on_stack, rows_product
 from packtrain.kernels.visible import earliest, ids2
 
 
@@ -133,7 +133,7 @@ def attend_group(y, lse, q, k, v, places_of, keys, rule, at_group):
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
     T, H, D = q.shape[1:]
     S, K = k.shape[1:3]
-    scores, sums, spare = scratch(FEW_SCORES), scratch(FEW_STATE), room(spare_of(k, D))
+    scores, sums, spare = scratch(FEW_SCORES), scratch(FEW_STATE), on_stack(spare_of(k, D))
     at = ((b * T + t) * H + first) * D
     q_at, y_at = address(q, at), address(y, at)
     position = i64(q_pos[b, t]) if q_pos.size else t

@@ -182,7 +182,7 @@ def turn(y, ldy, y_rows, y_columns, x, ldx, x_rows, x_columns):
 
 
 @intrinsic
-def room(typingctx, size):
+def on_stack(typingctx, size):
     """The address of `size` f32 on the caller's stack, 64-byte aligned; not to be called in a loop."""
 
     def codegen(context, builder, sig, args):

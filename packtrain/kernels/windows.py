@@ -1,6 +1,6 @@
-"""Windows that slide over pictures: laid out as rows for a product, added back, and pooled.
+"""Windows that slide over images: laid out as rows for a product, added back, and pooled.
 
-`sizes` are int32: height and width of the picture, of the window and of the result; steps down and across, zeros
+`sizes` are int32: height and width of the image, of the window and of the result; steps down and across, zeros
 before the first row and column, and distances between neighbours of a window, down and across.
 """
 
@@ -17,11 +17,11 @@ WORK = 1 << 14  # values of a task
 def unfold_span(y, x, channels, sizes, start, stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     for line in range(start, stop):
-        picture, i = line // oh, line % oh
+        image, i = line // oh, line % oh
         to = line * ow * channels * kh * kw
         for j in range(ow):
             for c in range(channels):
-                plane = (picture * channels + c) * h
+                plane = (image * channels + c) * h
                 for a in range(kh):
                     row = i * sh - ph + a * dh
                     inside = 0 <= row < h
@@ -35,13 +35,13 @@ def unfold_span(y, x, channels, sizes, start, stop):
 
 
 @kernel(void(out1, in1, i64, i64, ids1))
-def unfold(y, x, pictures, channels, sizes):
-    """y = the windows of each picture as rows of channels x window.
+def unfold(y, x, images, channels, sizes):
+    """y = the windows of each image as rows of channels x window.
 
     x  (N C H W,)            f32
     y  (N OH OW C KH KW,)    f32
     """
-    lines = pictures * sizes[4]
+    lines = images * sizes[4]
     step = max(1, WORK // max(1, sizes[5] * channels * sizes[2] * sizes[3]))
     spans(unfold_span, (y, x, channels, sizes), lines, step)
 
@@ -51,12 +51,12 @@ def fold_span(dx, dy, channels, sizes, start, stop):
     h, w, kh, kw, oh, ow, sh, sw, ph, pw, dh, dw = sizes
     window = kh * kw
     for plane in range(start, stop):
-        picture, c = plane // channels, plane % channels
+        image, c = plane // channels, plane % channels
         for at in range(plane * h * w, (plane + 1) * h * w):
             dx[at] = 0.0
         for i in range(oh):
             for j in range(ow):
-                source = (((picture * oh + i) * ow + j) * channels + c) * window
+                source = (((image * oh + i) * ow + j) * channels + c) * window
                 for a in range(kh):
                     row = i * sh - ph + a * dh
                     if not 0 <= row < h:
@@ -68,14 +68,14 @@ def fold_span(dx, dy, channels, sizes, start, stop):
 
 
 @kernel(void(out1, in1, i64, i64, ids1))
-def fold(dx, dy, pictures, channels, sizes):
+def fold(dx, dy, images, channels, sizes):
     """The adjoint of unfold: each value of dy added where it came from.
 
     dx  (N C H W,)           f32
     dy  (N OH OW C KH KW,)   f32
     """
     step = max(1, WORK // max(1, sizes[4] * sizes[5] * sizes[2] * sizes[3]))
-    spans(fold_span, (dx, dy, channels, sizes), pictures * channels, step)
+    spans(fold_span, (dx, dy, channels, sizes), images * channels, step)
 
 
 @kernel(void(flag, out1, in1, ids1, i64, i64))

@@ -8,7 +8,7 @@ from packtrain.dtypes import Dtype
 from packtrain.files import atomic_path
 from packtrain.gguf import Entry, Value, tensor_nbytes
 from packtrain.merging.calibrated import Done, additions, calibrate
-from packtrain.merging.room import Batched, Room
+from packtrain.merging.reading import Batched, Reading
 from packtrain.models.adapted import Scaled
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import SUFFIXES, Lora
@@ -73,19 +73,19 @@ class Merge:
         self,
         path: Path,
         name: str,
-        room: Room | None = None,
+        reading: Reading | None = None,
         data: Batched | None = None,
         done: Callable[[Entry, Dtype, float], None] = lambda entry, stored, error: None,
         block: Done = lambda block, blocks: None,
     ) -> Mapping[str, float]:
-        """Write the file; without a `room`, by plain rounding.
+        """Write the file; without a `reading`, by plain rounding.
 
-        data   batches to read, as many as the room allows
+        data   batches to read, as many as the reading allows
         done   called for matrices rounded plainly, block for each finished block
         Returns the result of `calibrate` for the others.
         """
         changes = merged(self.base.gguf, self.adapters)
-        rounded = set(self.calibrated) if room is not None else set[str]()
+        rounded = set(self.calibrated) if reading is not None else set[str]()
         # on the base's own grid if the type is the same: only the addition is rounded there
         kept = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
         first = {n: rows for n, rows in changes.items() if n not in kept}
@@ -102,10 +102,10 @@ class Merge:
                 done=done,
             )
 
-        if room is None or data is None or not rounded:
+        if reading is None or data is None or not rounded:
             write(path)
             return {}
         with atomic_path(path) as part:
             write(part)
-            given = room.read(data), room.width, block, room.target
+            given = reading.read(data), reading.width, block, reading.target
             return calibrate(part, self.adapted, changes, *given)

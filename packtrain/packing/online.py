@@ -48,14 +48,14 @@ class Allocator:
         """Allocate `size` bytes, rounded up to the alignment, in the smallest block that fits (of equal ones the
         last); in the last block, which may be endless, only if no other fits. Returns the offset."""
         size = self._rounded(size)
-        fitting = [k for k, (_, room) in enumerate(self.free) if room >= size]
+        fitting = [k for k, (_, free) in enumerate(self.free) if free >= size]
         if not fitting:
-            largest = max((room for _, room in self.free), default=0)
+            largest = max((free for _, free in self.free), default=0)
             raise NoSpace(f"{size} bytes are needed, the largest free block has {largest}")
         inner = [k for k in fitting if k < len(self.free) - 1]
         at = min(reversed(inner or fitting), key=lambda k: self.free[k][1])
-        offset, room = self.free[at]
-        self.free[at : at + 1] = [(offset + size, room - size)] if room > size else []
+        offset, free = self.free[at]
+        self.free[at : at + 1] = [(offset + size, free - size)] if free > size else []
         self.nbytes_used = max(self.nbytes_used, offset + size)
         return offset
 

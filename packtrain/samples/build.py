@@ -67,7 +67,7 @@ def parts_of(recipe: Recipe, sources: Iterable[Source]) -> tuple[str, ...]:
     return (TRAIN, VALID) if recipe.val_split or any(s.part for s in sources) else (TRAIN,)
 
 
-def build(recipe: Recipe, folder: Path, say: Say) -> None:
+def write_dataset(recipe: Recipe, folder: Path, say: Say) -> None:
     """Fill the folder. Raises InputError for bad data."""
     file = GGUF(recipe.model)
     try:

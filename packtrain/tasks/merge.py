@@ -13,7 +13,7 @@ from packtrain.files import existing
 from packtrain.gguf import GGUF, Entry
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.memory import parse_size, private_nbytes, settle
-from packtrain.merging.room import room
+from packtrain.merging.reading import reading
 from packtrain.merging.types import named_types
 from packtrain.merging.write import Merge as Merging
 from packtrain.models.adapted import read_scaled, split_scale
@@ -107,7 +107,9 @@ def _calibrated(
     """Write the file, calibrated on data. Raises DoesNotFit if --memory is too small."""
     data, found = _data(settings, merging, events), None
     if merging.calibrated:
-        found = room(merging.adapted, merging.calibrated, data.time, data.windows, _limit(settings))
+        found = reading(
+            merging.adapted, merging.calibrated, data.time, data.windows, _limit(settings)
+        )
         if found is None:
             raise DoesNotFit(
                 f"--memory: {settings.memory} is too small to merge with --calibrate; give more, or merge without it"

@@ -17,7 +17,7 @@ from packtrain.design.plans import StepShape, still
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.events import Events
 from packtrain.memory import private_nbytes, settle
-from packtrain.merging.room import Room, room
+from packtrain.merging.reading import Reading, reading
 from packtrain.merging.types import larger, named_types
 from packtrain.merging.write import Merge
 from packtrain.models.adapted import adapted
@@ -39,7 +39,7 @@ from packtrain.words import plural
 
 ENOUGH = 0.95  # share of the adapter's gain that a merge should keep
 TRIAL = ".trial.part"  # this suffix lets the next run remove it if this one is killed
-NO_ROOM = "--memory leaves too little for a calibrated merge"
+NO_MEMORY = "--memory leaves too little for a calibrated merge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class End:
         if calibrates(self.settings) and merge.calibrated:
             settle()
             limit = None if self.budget is None else self.budget - private_nbytes()
-            found = room_of(self.job, merge, limit)
+            found = reading_of(self.job, merge, limit)
             if found is None:
-                self.events.message(f"{NO_ROOM}: the adapter is merged by plain rounding")
+                self.events.message(f"{NO_MEMORY}: the adapter is merged by plain rounding")
         self.events.message("merging the adapter …")
         with self.events.counting("merging", "block") as count:
             data = cast(SampleBatches, self.job.train)
@@ -204,9 +204,9 @@ def note(ready: Ready) -> Iterator[str]:
     if not merge.calibrated or not calibrates(settings):
         return
     limit = None if ready.budget is None else ready.budget - ready.plans.baseline
-    found = room_of(ready.job, merge, limit)
+    found = reading_of(ready.job, merge, limit)
     if found is None:
-        yield f"{NO_ROOM}: plain rounding will keep less of what is learned"
+        yield f"{NO_MEMORY}: plain rounding will keep less of what is learned"
         return
     what = f"after the last step, on {found.tokens:,} tokens of the data; not in the total"
     yield f"  {'merge':<10}{size_text(found.nbytes):>10}  {what}"
@@ -251,11 +251,11 @@ def calibrates(settings: TuneSettings) -> bool:
     return settings.merge == "calibrated"
 
 
-def room_of(job: Job, merge: Merge, limit: int | None) -> Room | None:
+def reading_of(job: Job, merge: Merge, limit: int | None) -> Reading | None:
     """How much of the run's data a calibrated merge can read within a number of bytes."""
     data = cast(SampleBatches, job.train)
     target = job.settings.target
-    return room(merge.sized, merge.calibrated, data.time, data.windows, limit, target)
+    return reading(merge.sized, merge.calibrated, data.time, data.windows, limit, target)
 
 
 def merge_of(subject: Tuned, adapter: Adapter, tensor_types: tuple[str, ...] = ()) -> Merge:

@@ -1,6 +1,6 @@
 """How many tokens a calibrated merge reads within a memory limit: decided before training starts.
 
-Returns a Room for a model, names of matrices and a number of bytes, or None if not even the minimum fits.
+Returns a Reading for a model, names of matrices and a number of bytes, or None if not even the minimum fits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ class Batched(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Reading:
     """How a merge fits into a number of bytes.
 
     rows    at a time, in `batches` batches
@@ -74,14 +74,14 @@ def _rows(data: Batched) -> Iterator[Batch]:
             yield {name: values[at] for name, values in batch.items()}
 
 
-def room(
+def reading(
     adapted: ModelFile,
     types: Mapping[str, Dtype],
     time: int,
     rows: int,
     limit: int | None = None,
     target: Target = CPU,
-) -> Room | None:
+) -> Reading | None:
     """The most tokens, and columns at a time, that fit; None if not even the minimum fits.
 
     types  of the calibrated matrices
@@ -110,7 +110,7 @@ def room(
         matrix = 4 * width * width
         nbytes = fixed + streams + max(4 * matrix, 2 * matrix + BUFFERS * 4 * PART)
         if limit is None or nbytes <= limit:
-            return Room(at_once, time, batches, width, nbytes, target)
+            return Reading(at_once, time, batches, width, nbytes, target)
     return None
 
 

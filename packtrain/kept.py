@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,11 @@ def _ask(module: str, request: Mapping[str, Any], say: Say) -> None:
         ) as child,
     ):
         assert child.stdin and child.stdout
+        request_line = json.dumps(request).encode() + b"\n"
         try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
+            for give in (partial(child.stdin.write, request_line), child.stdin.close):
+                with suppress(BrokenPipeError):  # a child that has ended says why below
+                    give()
             for line in child.stdout:
                 kind, sentence = json.loads(line)
                 if kind == "error":

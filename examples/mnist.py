@@ -1,14 +1,15 @@
-"""Learn handwritten digits, with a fully connected net or a convolutional one: python examples/mnist.py FOLDER
+"""Learn to read digits, with a fully connected net or a convolutional one: python examples/mnist.py [FOLDER]
 
-    python examples/mnist.py FOLDER [--net fc|conv] [--epochs 30] [--physical 500] [--memory 200MiB] [-o mnist.gguf]
+    python examples/mnist.py [FOLDER] [--net fc|conv] [--epochs 5] [--physical 500] [--memory 200MiB] [-o digits.gguf]
 
-FOLDER has the four files of MNIST, such as train-images-idx3-ubyte.gz (http://yann.lecun.com/exdb/mnist). The nets are
-those of ggml's MNIST example. The result is saved as GGUF, loaded again and tested.
+FOLDER has the four files of MNIST, such as train-images-idx3-ubyte.gz; without it, printed digits are drawn with noise.
+The nets are those of ggml's MNIST example. The result is saved as GGUF, loaded again and tested.
 """
 
 import argparse
 import gzip
 import struct
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,6 +33,25 @@ def digits(folder: Path, part: str) -> pt.Dataset:
     images = idx(folder / f"{part}-images-idx3-ubyte.gz")
     labels = idx(folder / f"{part}-labels-idx1-ubyte.gz")
     pixels = images.reshape(len(images), -1).astype(np.float32) / 255
+    return pt.Dataset({"images": pixels, "labels": labels.astype(np.int32)})
+
+
+GLYPHS = (  # 3 x 5 dots of each digit, row by row
+    "111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001",
+    "111100111001111", "111100111101111", "111001010010010", "111101111101111", "111101111001111",
+)  # fmt: skip
+
+
+def drawn(count: int, seed: int) -> pt.Dataset:
+    """As many printed digits, each at a random place, with noise."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, CLASSES, count)
+    images = rng.random((count, SIDE, SIDE), np.float32) * 0.5
+    for image, label in zip(images, labels, strict=True):
+        dots = np.array([*GLYPHS[label]], int).reshape(5, 3)
+        y, x = rng.integers(2, 6), rng.integers(6, 10)
+        image[y : y + 20, x : x + 12] += np.kron(dots, np.ones((4, 4), np.float32))
+    pixels = images.reshape(count, -1) / np.float32(1.5)
     return pt.Dataset({"images": pixels, "labels": labels.astype(np.int32)})
 
 
@@ -68,15 +88,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--net", choices=NETS, default="fc")
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--physical", type=int, help="images at a time; default: as memory allows")
     parser.add_argument("--memory")
-    parser.add_argument("-o", "--output", type=Path, default=Path("mnist.gguf"))
+    unsaved = Path(tempfile.gettempdir()) / "digits.gguf"
+    parser.add_argument("-o", "--output", type=Path, default=unsaved)
     args = parser.parse_args()
+    if args.folder is None:
+        learnt, tested = drawn(10_000, seed=0), drawn(1_000, seed=1)
+    else:
+        learnt, tested = digits(args.folder, "train"), digits(args.folder, "t10k")
     began = time.perf_counter()
-    learnt, tested = digits(args.folder, "train"), digits(args.folder, "t10k")
     done = pt.fit(
         NETS[args.net],
         learnt,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import packtrain as pt
+from tests.conftest import SHARED
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,3 +55,27 @@ def test_example(path):
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout
+    for peak, planned in re.findall(r"peak (\d+) of (\d+) MiB planned", done.stdout):
+        assert int(peak) <= int(planned)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("net", "least"), [("fc", 92.0), ("conv", 70.0)])
+def test_handwritten_digits(net, least, tmp_path):
+    data = SHARED / "mnist"
+    options = [
+        data,
+        "--net",
+        net,
+        "--epochs",
+        "2" if net == "fc" else "1",
+        "-o",
+        tmp_path / "m.gguf",
+    ]
+    command = [sys.executable, ROOT / "examples/mnist.py", *options]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"test: loss .*accuracy ([\d.]+)", done.stdout)
+    assert accuracy and float(accuracy[1]) > least
+    peak, planned = map(int, re.search(r"peak (\d+) of (\d+) MiB", done.stdout).groups())
+    assert peak <= planned

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import packtrain as pt
+from packtrain import kernels
 from packtrain.fitting import Batch
+from packtrain.kernels import store
+from packtrain.optim import OPTIMIZERS as OPTIMIZER_KINDS
 from packtrain.optim import Optimizer
 from packtrain.training.engine import NotFinite
 
@@ -340,6 +343,15 @@ def test_a_budget_makes_parts_smaller_and_is_refused_by_name():
         pt.Trainer(wide, pt.SGD(lr=1e-3), batch=4096, memory="60MiB")
     least = int(str(error.value).split(" is ")[1].split("MiB")[0])
     assert pt.Trainer(wide, pt.SGD(lr=1e-3), batch=4096, memory=f"{least + 2}MiB").batch == 4096
+
+
+def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
+    """Their memory is then part of the baseline. Those that write quantized files are not: no model calls them."""
+    optimizers = (name for kind in OPTIMIZER_KINDS.values() for name in kind.kernels)
+    named = {*kernels.LEARNING, *kernels.EXPERTS, *kernels.WINDOWS, *optimizers}
+    loaded = frozenset().union(*map(store.needed, named))
+    writing = frozenset().union(*map(store.needed, kernels.PACKING))
+    assert set(store.MADE_OF) - loaded <= writing
 
 
 def test_recomputation_changes_no_bit():

@@ -30,7 +30,7 @@ WRITING = ("attention", "elementwise", "matmul", "norm", "packed", "rope", "rows
 LEARNING = (*WRITING, "attention_back", "loss", "packing", "reduce")  # plus those of the optimizer
 EXPERTS = ("experts", "softmax")
 PACKING = ("quantize",)
-WINDOWS = ("windows",)  # of convolutions and pools
+WINDOWS = ("convolution", "windows")  # of convolutions and pools
 
 
 def torch() -> ModuleType:

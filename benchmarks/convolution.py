@@ -61,7 +61,7 @@ def prepared(case: Case, values: list[np.ndarray]) -> tuple[Callable[[], Any], C
     make, peer, shapes, wrt = case
     leaves = [pt.weight(f"x{i}", shape) for i, shape in enumerate(shapes)]
     y = make(*leaves)
-    loss = ops.sum(ops.sqr(y))
+    loss = ops.sum(ops.sqr(y) if wrt else y)
     made = pt.differentiate(loss, [leaves[i] for i in wrt]) if wrt else {}
     graph = pt.Graph({f"d/{t.label}": d for t, d in made.items()} | ({} if wrt else {"loss": loss}))
     session = pt.Session()
@@ -70,10 +70,10 @@ def prepared(case: Case, values: list[np.ndarray]) -> tuple[Callable[[], Any], C
     tensors = [torch.tensor(value, requires_grad=i in wrt) for i, value in enumerate(values)]
 
     def theirs() -> list[np.ndarray]:
-        loss = peer(*tensors).square().sum()
+        y = peer(*tensors)
         if not wrt:
-            return [loss.numpy()]
-        return [g.numpy() for g in torch.autograd.grad(loss, [tensors[i] for i in wrt])]
+            return [y.sum().numpy()]
+        return [g.numpy() for g in torch.autograd.grad(y.square().sum(), [tensors[i] for i in wrt])]
 
     return lambda: list(run().values()), theirs
 

@@ -35,6 +35,53 @@ def rms_norm_without_eps(patch: MonkeyPatch) -> None:
     kernel(patch, "rms_norm", lambda run: lambda y, x, w, *, eps: run(y, x, w, eps=0.0))
 
 
+@fault("kernel", value("norm"))
+def norm_with_the_variance_around_zero(patch: MonkeyPatch) -> None:
+    def wrong(y, x, w, b, *, eps):
+        u = (x - x.mean(-1, keepdims=True)) / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+        y[...] = u * (1 if w is None else w) + (0 if b is None else b)
+
+    kernel(patch, "norm", lambda run: wrong)
+
+
+@fault("kernel", value("add"))
+def a_sum_with_packed_rows_one_block_late(patch: MonkeyPatch) -> None:
+    def late(run):
+        return lambda y, a, b, **work: run(y, np.roll(a, 1, -1) if a.dtype.names else a, b, **work)
+
+    kernel(patch, "add", late)
+
+
+@fault("kernel", value("conv_2d"))
+def a_convolution_whose_windows_are_never_apart(patch: MonkeyPatch) -> None:
+    kernel(
+        patch,
+        "conv_2d",
+        lambda run: lambda y, x, w, **how: run(y, x, w, **how | {"dilation": (1, 1)}),
+    )
+
+
+@fault("kernel", value("conv_2d_back"))
+def a_gradient_of_pictures_without_their_last_column(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def short(dx, dy, w, **how):
+            run(dx, dy, w, **how)
+            dx[..., -1] = 0
+
+        return short
+
+    kernel(patch, "conv_2d_back", wrong)
+
+
+@fault("kernel", value("conv_2d_back_w"))
+def a_gradient_of_filters_from_all_pictures_but_one(patch: MonkeyPatch) -> None:
+    kernel(
+        patch,
+        "conv_2d_back_w",
+        lambda run: lambda dw, dy, x, **how: run(dw, dy[:-1], x[:-1], **how),
+    )
+
+
 @fault("kernel", value("rms_norm_back"))
 def rms_norm_back_without_the_mean(patch: MonkeyPatch) -> None:
     def wrong(out, dy, x, w, acc, *, eps, work):

@@ -120,7 +120,8 @@ def batched(g: Writer, x: Tensor) -> list[Tensor]:
 
 
 def norm(g: Writer, x: Tensor) -> list[Tensor]:
-    return [ops.rms_norm(x, g.weight(x.shape[1]) if g.rng.random() < 0.7 else None, eps=1e-3)]
+    w = g.weight(x.shape[1]) if g.rng.random() < 0.7 else None
+    return [ops.rms_norm(x, w, eps=1e-3), ops.norm(x, w, w, eps=1e-3)]
 
 
 def gated(g: Writer, x: Tensor) -> list[Tensor]:

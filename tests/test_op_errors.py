@@ -40,7 +40,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "upscale: x is f32[6], factor 2; x needs two axes, factor 1 or more": lambda: pt.upscale(V, factor=2),
     "group_norm: x is f32[4, 6]; its second axis must be groups of equal size, 4 of them":
         lambda: pt.group_norm(X, groups=4, eps=1e-5),
-    "rms_norm: w is f32[4, 6]; for x f32[4, 6] it must be f32[6]": lambda: pt.norm(X, X, eps=1e-5),
+    "norm: w is f32[4, 6]; for x f32[4, 6] it must be f32[6]": lambda: pt.norm(X, X, eps=1e-5),
     "soft_cross_entropy: logits f32[4, 6] and targets f32[3, 6] must be equal, weights f32[6] one for each row":
         lambda: pt.soft_cross_entropy(X, Y, V),
     "soft_max_sinks: x is f32[2, 3, 7, 6] and sinks f32[6]; they must be [B, H, T, S] and [H]":

@@ -42,9 +42,6 @@ FUNCTIONS = {
     "mean": Function(ops.mean, ((((3, 5),), {}),)),
     "mean_rows": Function(ops.mean_rows, ((((3, 5),), {}),)),
     "mean_squared_error": Function(ops.mean_squared_error, ((((3, 5), (3, 5)), {}),)),
-    "norm": Function(
-        ops.norm, ((((4, 9), (9,), (9,)), {"eps": 1e-5}), (((2, 3, 16),), {"eps": 1e-5}))
-    ),
     "outer": Function(
         ops.outer, ((((2, 1, 7, 3), (4, 7, 5)), {}), (((7, 3), (7, 5)), {}))
     ),

@@ -1,4 +1,4 @@
-"""Root mean square normalization of rows, times a weight, and its gradients."""
+"""Root mean square normalization of rows, times a weight, and its gradients; layer norm."""
 
 import math
 
@@ -11,6 +11,7 @@ from packtrain.kernels.simd import (
     fma,
     in1,
     in2,
+    keep_first,
     load_part,
     out1,
     out2,
@@ -152,3 +153,46 @@ def rms_norm_back(dx, dw, partial, dy, x, w, acc, eps):
         add_partials(dw, partial, blocks, 0, width)
         return
     spans(add_partials, (dw, partial, blocks), width, COLUMNS)
+
+
+@kernel(types.UniTuple(f32, 2)(i64, i64, f32))
+def mean_and_inverse(x, width, eps):
+    """The mean of the row at that address, and 1 / sqrt(variance + eps)."""
+    lanes = splat(0.0)
+    for i in range(0, width, LANES):
+        lanes += load_part(x, i, width - i)
+    mean = f32(total(lanes) / max(width, 1))
+    lanes = splat(0.0)
+    for i in range(0, width, LANES):
+        v = keep_first(load_part(x, i, width - i) - mean, width - i, 0.0)
+        lanes = fma(v, v, lanes)
+    return mean, f32(1.0 / math.sqrt(total(lanes) / max(width, 1) + eps))
+
+
+@kernel(void(out2, in2, in1, in1, f32, i64, i64))
+def centred_rows(y, x, w, b, eps, start, stop):
+    width = x.shape[1]
+    for row in range(start, stop):
+        mean, inverse = mean_and_inverse(address(x, row * width), width, eps)
+        for i in range(0, width, LANES):
+            left = width - i
+            v = (load_part(x, row * width + i, left) - mean) * inverse
+            if w.size:
+                v *= load_part(w, i, left)
+            if b.size:
+                v += load_part(b, i, left)
+            store_part(y, row * width + i, v, left)
+
+
+@kernel(void(out2, in2, in1, in1, f32))
+def norm(y, x, w, b, eps):
+    """y = (x - mean) / sqrt(variance + eps) * w + b; y may be x.
+
+    x, y  (N, C)  f32
+    w, b  (C,)    f32, or (0,) for none
+    """
+    n, width = x.shape
+    if x.size <= SERIAL:
+        centred_rows(y, x, w, b, eps, 0, n)
+        return
+    spans(centred_rows, (y, x, w, b, eps), n, max(1, BLOCK // max(1, width)))

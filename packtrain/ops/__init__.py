@@ -10,9 +10,7 @@ from packtrain.ops.composed import (
     group_norm,
     l2_norm,
     mean,
-    mean_rows,
     mean_squared_error,
-    norm,
     soft_max_sinks,
     upscale,
 )
@@ -61,7 +59,7 @@ from packtrain.ops.functions import (
 from packtrain.ops.index import get_rows, get_rows_back, set_rows, zero_rows
 from packtrain.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
 from packtrain.ops.matmul import matmul, matmul_back, out_prod, outer
-from packtrain.ops.norm import rms_norm, rms_norm_back
+from packtrain.ops.norm import mean_rows, norm, rms_norm, rms_norm_back
 from packtrain.ops.pooling import pool_1d, pool_2d, pool_2d_back
 from packtrain.ops.ranking import argmax, argsort, count_equal
 from packtrain.ops.reduce import broadcast_to, cumsum, repeat, sum, sum_rows, sum_to

@@ -213,7 +213,7 @@ def attention_back(
     """Gradients of attention for q, k and v; recomputes the probabilities from the log-sum-exp, block by block.
 
     With P = exp(z - lse) and dS = P * (dy v^T - sum(dy * y)), times 1 - (z / softcap)**2 if there is one:
-    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention.
+    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention. ggml_flash_attn_back.
     """
     want(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
     want(k.dtype == v.dtype == f32, f"k is {k.spec} and v is {v.spec}; only f32 has a gradient")

@@ -10,7 +10,7 @@ from packtrain.ops.attention import attention
 from packtrain.ops.elementwise import add, div, mul, scale, sqr, sqrt, sub
 from packtrain.ops.elementwise import scale as scaled
 from packtrain.ops.functions import clamp
-from packtrain.ops.norm import rms_norm
+from packtrain.ops.norm import norm
 from packtrain.ops.reduce import broadcast_to, sum, sum_rows
 from packtrain.ops.shape import concat, cont, narrow, reshape
 from packtrain.ops.softmax import soft_max
@@ -22,23 +22,9 @@ def mean(x: Tensor) -> Tensor:
     return scale(sum(x), by=1 / max(x.spec.size, 1))
 
 
-def mean_rows(x: Tensor) -> Tensor:
-    """Mean over the last axis: x (..., C) f32, y (..., 1) f32. ggml_mean."""
-    return scale(sum_rows(x), by=1 / max(x.shape[-1], 1))
-
-
 def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
     """Mean of (y - target)**2 over all elements, () f32."""
     return mean(sqr(sub(y, target)))
-
-
-def norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float) -> Tensor:
-    """Layer norm: (x - mean) / sqrt(variance + eps) (* w) (+ b) over the last axis. ggml_norm; arXiv 1607.06450.
-
-    x (..., C) f32; w, b (C,) f32
-    """
-    y = rms_norm(sub(x, mean_rows(x)), w, eps=eps)
-    return y if b is None else add(y, b)
 
 
 def group_norm(x: Tensor, *, groups: int, eps: float) -> Tensor:

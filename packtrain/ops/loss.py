@@ -117,7 +117,7 @@ def cross_entropy_samples():
 
 @op(inplace=(1,))
 def cross_entropy_back(dloss: Tensor, logits: Tensor, targets: Tensor, weights: Tensor) -> Spec:
-    """Gradient of cross_entropy: dlogits = dloss * weights * (softmax(logits) - onehot(targets))."""
+    """dlogits = dloss * weights * (softmax(logits) - onehot(targets)). ggml_cross_entropy_loss_back."""
     want(logits.dtype == f32, f"logits is {logits.spec}; it must be f32[..., V]")
     _check_targets(targets, weights, logits.shape[:-1])
     want(dloss.spec == Spec(()), f"dloss is {dloss.spec}; it must be f32[]")

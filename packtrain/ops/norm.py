@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with its weight."""
+"""Root-mean-square and layer normalisation, with their weights."""
 
 import math
 
@@ -8,6 +8,8 @@ from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat_or_absent, rows, rows_or_absent
 from packtrain.ops.costs import elementwise
+from packtrain.ops.elementwise import scale, sub
+from packtrain.ops.reduce import sum_like, sum_rows
 from packtrain.tensor import Spec, Tensor, input, op, want
 
 PARTIAL_ROWS = 64  # rows whose weight gradients are summed first
@@ -32,9 +34,9 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float) -> Spec:
     return x.spec
 
 
-def _check_weight(x: Tensor, w: Tensor | None) -> None:
+def _check_weight(x: Tensor, w: Tensor | None, name: str = "w") -> None:
     fits = w is None or w.spec == Spec(x.shape[-1:])
-    want(fits, f"w is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}")
+    want(fits, f"{name} is {w and w.spec}; for x {x.spec} it must be f32{[*x.shape[-1:]]}")
 
 
 @rms_norm.vjp
@@ -74,7 +76,7 @@ def rms_norm_back(
 ) -> tuple[Spec, ...]:
     """Gradients of rms_norm: with r = 1 / sqrt(mean(x**2) + eps), u = x * r and g = dy * w,
 
-    dx = r * (g - u * mean(g * u)) (+ acc),  dw = sum over rows of dy * u.
+    dx = r * (g - u * mean(g * u)) (+ acc),  dw = sum over rows of dy * u. ggml_rms_norm_back.
     """
     want(dy.spec == x.spec, f"dy is {dy.spec} and x is {x.spec}; they must be equal")
     _check_weight(x, w)
@@ -127,3 +129,56 @@ def rms_norm_back_samples():
         )
     x = input("x", (2, 3, 16))
     yield rms_norm_back(input("dy", (2, 3, 16)), x, None, input("acc", (2, 3, 16)), eps=1e-5)[0]
+
+
+# ---- around the mean -----------------------------------------------------------------------------------------
+
+
+def mean_rows(x: Tensor) -> Tensor:
+    """Mean over the last axis: x (..., C) f32, y (..., 1) f32. ggml_mean."""
+    return scale(sum_rows(x), by=1 / max(x.shape[-1], 1))
+
+
+@op(inplace=(0,))
+def norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float) -> Spec:
+    """Layer norm: y = (x - mean) / sqrt(variance + eps) * w + b over the last axis. ggml_norm; arXiv 1607.06450.
+
+    x  (..., C)  f32
+    w  (C,)      f32, or None for 1
+    b  (C,)      f32, or None for 0
+    y  (..., C)  f32
+    """
+    want(x.dtype == f32 and len(x.shape) > 0, f"x is {x.spec}; it must be f32 with an axis")
+    _check_weight(x, w)
+    _check_weight(x, b, "b")
+    return x.spec
+
+
+@norm.vjp
+def norm_vjp(dy, y, x, w, b, *, eps):
+    du, dw = rms_norm_back(dy, sub(x, mean_rows(x)), w, eps=eps)
+    db = None if b is None else sum_like(dy, b)
+    return sub(du, mean_rows(du)), (None if w is None else dw), db
+
+
+@norm.kernel("numpy")
+def norm_numpy(y, x, w, b, *, eps):
+    u = x - _mean(x)
+    u = u / np.sqrt(_mean(u * u) + eps)
+    y[...] = u * (1 if w is None else w) + (0 if b is None else b)
+
+
+@norm.kernel("cpu")
+def norm_cpu(y, x, w, b, *, eps):
+    kernels.norm.norm(rows(y), rows(x), flat_or_absent(w), flat_or_absent(b), eps)
+
+
+norm.cost(elementwise(0.75))
+
+
+@norm.samples
+def norm_samples():
+    for n, c in ((1, 1), (3, 15), (17, 64), (2, 65), (140, 129)):
+        yield norm(input("x", (n, c)), input("w", (c,)), input("b", (c,)), eps=1e-5)
+    yield norm(input("x", (2, 3, 16)), eps=1e-5)
+    yield norm(input("x", (4, 9)), None, input("b", (9,)), eps=1e-5)

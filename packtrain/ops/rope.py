@@ -97,7 +97,7 @@ def rope(x: Tensor, table: Tensor, *, neox: bool = False, inverse: bool = False)
         x      (..., H, D)      f32
         table  (..., R / 2, 2)  f32, R <= D, leading axes as x's without H
         y      (..., H, D)      f32
-    Su et al. 2021, arXiv 2104.09864; ggml_rope_ext.
+    Su et al. 2021, arXiv 2104.09864; ggml_rope, ggml_rope_ext; `inverse` is ggml_rope_ext_back.
     """
     want(
         x.dtype == f32 and table.dtype == f32,

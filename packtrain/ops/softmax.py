@@ -60,7 +60,7 @@ def soft_max_samples():
 
 @op(inplace=(0, 1))
 def soft_max_back(dy: Tensor, y: Tensor, *, scale: float) -> Spec:
-    """Gradient of soft_max from its result: dx = scale * y * (dy - sum(dy * y))."""
+    """Gradient of soft_max from its result: dx = scale * y * (dy - sum(dy * y)). ggml_soft_max_ext_back."""
     want(dy.spec == y.spec, f"dy is {dy.spec} and y is {y.spec}; they must be equal")
     return y.spec
 

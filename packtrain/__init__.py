@@ -18,7 +18,7 @@ from packtrain.graph import Graph
 from packtrain.interpret import interpret
 from packtrain.ops import *  # noqa: F403
 from packtrain.place import Placed, place
-from packtrain.planning import Plan, PlanError, make_plan, verify
+from packtrain.planning import Plan, PlanError, least_order, make_plan, verify
 from packtrain.run import Executor, RunError, Session, Stopped
 from packtrain.tensor import (
     GraphError,
@@ -74,8 +74,8 @@ __all__ = [
     "Model", "Muon", "Op", "Placed", "Plan", "PlanError", "Result", "RunError", "Session", "Spec", "Stopped",
     "Tensor", "Trainer", "__version__", "backends", "bf16", "chat", "constant", "debug", "differentiate", "dtypes",
     "epoch", "evaluate", "f16", "f32", "f64", "finetune", "fit", "generate", "i32", "i64", "input", "interpret",
-    "load", "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "save", "start", "state",
-    "train", "u8", "verify", "weight",
+    "least_order", "load", "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "save", "start",
+    "state", "train", "u8", "verify", "weight",
     *ops.__all__,
 ]  # fmt: skip
 

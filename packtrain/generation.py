@@ -70,7 +70,7 @@ class Generator:
         session = Session(target.limits)
         session.share(model.stored())
         graphs = placements(model.config, cells, CHUNKS, model.types(), cache, target)
-        return cls(cells, {size: session.executor(placed) for size, placed in graphs.items()})
+        return cls(cells, session.executors(graphs))
 
     @property
     def cells_left(self) -> int:

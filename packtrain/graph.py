@@ -27,7 +27,7 @@ class Graph:
         read = [t for call in self.calls for t in call.reads] + list(self.outputs.values())
         self.leaves = tuple(dict.fromkeys(t.base for t in read if t.base.kind))
         self.names = self._unique_names()
-        self._check_handles()
+        self.check_handles(self.calls)
 
     def _unique_names(self) -> dict[Tensor, str]:
         """Weights, states and inputs by their own names; others are made unique by a suffix #2, #3 …"""
@@ -45,9 +45,10 @@ class Graph:
             names[t] = unique(t.stem, taken)
         return names
 
-    def _check_handles(self) -> None:
+    def check_handles(self, calls: Iterable[Call]) -> None:
+        """Raise GraphError if a call in this order reads a leaf's older handle after a write to it."""
         current: dict[Tensor, Tensor] = {}
-        for call in self.calls:
+        for call in calls:
             for t in call.reads:
                 if t.base.kind:
                     self._check_fresh(t, current, call.op.name, call.where)

@@ -15,7 +15,7 @@ from packtrain.backends import Backend
 from packtrain.debug import flags
 from packtrain.dtypes import u8
 from packtrain.place import Placed, Step
-from packtrain.planning import Plan
+from packtrain.planning import Place, Plan
 from packtrain.tensor import Spec, Tensor
 
 CHECKS = frozenset({"time", "nan", "poison", "compare"})  # the flags that need an Observer
@@ -48,7 +48,7 @@ def report(placed: Placed, plan: Plan) -> None:
 class Observer:
     """Bound steps as calls with watchers and checks.
 
-    arenas    by space
+    arenas    by space and name
     watchers  a shell pattern of tensor names, and what is called with name and value
     on        flags of `debug`
     """
@@ -58,7 +58,7 @@ class Observer:
         placed: Placed,
         plan: Plan,
         steps: Sequence[Bound],
-        arenas: Mapping[str, Any],
+        arenas: Mapping[Place, Any],
         watchers: Sequence[tuple[str, See]],
         on: frozenset[str],
     ) -> None:
@@ -123,7 +123,7 @@ class Observer:
         for b in self.plan.buffers:
             if outputs.isdisjoint(b.tensors):
                 bytes_ = Spec((b.nbytes,), u8)
-                array = backends[b.space].view(self.arenas[b.space], b.offset, bytes_, (1,))
+                array = backends[b.space].view(self.arenas[b.place], b.offset, bytes_, (1,))
                 freed.setdefault(b.end - 1, []).append((backends[b.space], array))
         return freed
 

@@ -6,7 +6,8 @@ A Graph goes in, a Placed list of Steps comes out. The Graph is not changed and 
 import hashlib
 import itertools
 import warnings
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from packtrain.backends import CPU, Backend, Target, numpy
 from packtrain.graph import Graph, unique
 from packtrain.ops.shape import cont
 from packtrain.tensor import Call, GraphError, Kernel, Op, Spec, Tensor
+
+BARRIER = -1  # in a sequence of calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,12 +47,23 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A Graph with a backend for every call: steps in written order without views, and a home per storage."""
+    """A Graph with a backend for every call: steps in order without views, and a home per storage.
+
+    barriers  numbers of steps after which bytes may be used again; None: after every step
+    """
 
     graph: Graph
     steps: tuple[Step, ...]
     home: Mapping[Tensor, Backend]
     names: Mapping[Tensor, str]
+    barriers: tuple[int, ...] | None = None
+
+    def released(self, step: int) -> int:
+        """The first step that may use bytes that a step was the last to need."""
+        if self.barriers is None:
+            return step + 1
+        at = bisect_right(self.barriers, step)
+        return self.barriers[at] if at < len(self.barriers) else max(len(self.steps), step + 1)
 
     @property
     def fingerprint(self) -> str:
@@ -58,6 +72,7 @@ class Placed:
         lines += [
             f"{self.names[s.results[0]]} {s.backend.name} {s.backend.space}" for s in self.steps
         ]
+        lines += [] if self.barriers is None else [f"barriers {self.barriers}"]
         text = "\n".join([self.graph.fingerprint, *lines])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -73,20 +88,52 @@ class Placed:
         )
 
 
-def place(graph: Graph, target: Target = CPU) -> Placed:
+def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = None) -> Placed:
     """Give every call a backend: where its leaves live, else where its inputs are, else the first that can.
 
     Falls back to the `numpy` specification, with a warning, if no backend of the target has a kernel.
+
+    sequence  another order than the written one: indices of all calls, and BARRIERs between calls that could run side
+              by side; bytes are used again only after a barrier. Raises GraphError for an order that cannot run.
     """
     placing = _Placing(graph, target)
-    for call in graph.calls:
-        placing.add(call)
+    for group in [[call] for call in graph.calls] if sequence is None else grouped(graph, sequence):
+        placing.run(group)
     if placing.fallen:
         warnings.warn(
             f"no kernel of {[b.name for b in target.backends]} for {sorted(placing.fallen)}; using numpy's",
             stacklevel=2,
         )
-    return Placed(graph, tuple(placing.steps), placing.home, placing.names)
+    steps, barriers = tuple(placing.steps), tuple(placing.barriers)
+    everywhere = barriers == tuple(range(1, len(steps) + 1))
+    return Placed(graph, steps, placing.home, placing.names, None if everywhere else barriers)
+
+
+def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
+    """The calls of a sequence, in groups between barriers. Raises GraphError if it cannot run."""
+    calls, groups, done = graph.calls, list[list[Call]]([[]]), set[Call]()
+    for index in sequence:
+        if index == BARRIER:
+            groups.append([])
+            continue
+        if not 0 <= index < len(calls):
+            raise GraphError(f"sequence: {index} is no call; the graph has {len(calls)}")
+        call = calls[index]
+        if call in done:
+            raise GraphError(f"sequence: call {index}, {call.op.name}, comes twice")
+        for t in call.reads:
+            if t.call is not None and t.call not in done:
+                raise GraphError(
+                    f"sequence: call {index}, {call.op.name}, comes before its input {graph.names[t]}"
+                )
+        done.add(call)
+        groups[-1].append(call)
+    missing = [index for index, call in enumerate(calls) if call not in done]
+    if missing:
+        first = missing[0]
+        raise GraphError(f"sequence: call {first}, {calls[first].op.name}, is missing")
+    graph.check_handles(call for group in groups for call in group)
+    return [group for group in groups if group]
 
 
 class _Placing:
@@ -96,10 +143,20 @@ class _Placing:
         self.names = dict(graph.names)
         self.taken = dict.fromkeys(graph.names.values(), 1)
         self.steps: list[Step] = []
+        self.barriers: list[int] = []
         self.copies: dict[tuple[Tensor, str], Tensor] = {}
         self.fallen: set[str] = set()
 
-    def add(self, call: Call) -> None:
+    def run(self, group: list[Call]) -> None:
+        """Add calls that may run side by side; the steps of a single one run one after the other."""
+        begin = len(self.steps)
+        for call in group:
+            self._add(call)
+        end = len(self.steps)
+        if end > begin:
+            self.barriers += range(begin + 1, end + 1) if len(group) == 1 else [end]
+
+    def _add(self, call: Call) -> None:
         if call.op.view:
             return
         backend, kernel = self._choose(call)

@@ -10,18 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from packtrain.backends import Backend
+from packtrain.backends import Backend, aligned
 from packtrain.debug import flags
 from packtrain.errors import DoesNotFit
 from packtrain.observe import CHECKS, Bound, Observer, See, report
 from packtrain.place import Placed, Step
-from packtrain.planning import Plan, make_plan
+from packtrain.planning import Place, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
 
+K = TypeVar("K")
 _running = threading.Lock()
 
 
@@ -37,12 +38,13 @@ class Stopped(Exception):
 class _Leaf:
     spec: Spec
     backend: Backend
-    buffer: Any
     given: bool
+    buffer: Any = None
+    offset: int = 0
 
     @property
     def array(self) -> Any:
-        return self.backend.view(self.buffer, 0, self.spec, self.spec.strides)
+        return self.backend.view(self.buffer, self.offset, self.spec, self.spec.strides)
 
 
 class Values(Mapping[str, np.ndarray]):
@@ -62,8 +64,9 @@ class Values(Mapping[str, np.ndarray]):
 
 
 class Session:
-    """Leaves, allocated once by name, and an arena per space as large as the largest plan needs.
+    """Leaves, allocated once by name, and arenas as large as the largest plan needs.
 
+    Leaves that are allocated together, those of a graph or of several `executors`, share one buffer per space.
     Add all executors before the first run to allocate everything up front; one added later may move the arena.
     An executor that needs more of a space than `limits` allow is refused with DoesNotFit.
     """
@@ -75,7 +78,7 @@ class Session:
         self._leaves: dict[str, _Leaf] = {}
         self._shared: dict[str, np.ndarray] = {}
         self._constants: dict[Tensor, _Leaf] = {}
-        self._arenas: dict[str, tuple[int, Any]] = {}
+        self._arenas: dict[Place, tuple[int, Any]] = {}
 
     def share(self, values: Mapping[str, np.ndarray]) -> None:
         """Use these arrays as leaves, such as weights mapped from a file: copied only if they are not contiguous and
@@ -93,50 +96,69 @@ class Session:
         if beyond := plan.beyond(self.limits):
             raise DoesNotFit(beyond)
         report(placed, plan)
-        for leaf in placed.graph.leaves:
-            self._adopt(leaf, placed.home[leaf])
+        self._allocate([placed])
         for call in placed.graph.calls:
             for handle in call.results[: len(call.op.writes)]:
                 self._own(handle.base.label)
         for arena in plan.arenas:
             backend = next(b for b in placed.home.values() if b.space == arena.space)
-            if arena.nbytes > self._arenas.get(arena.space, (-1, None))[0]:
-                self._arenas[arena.space] = arena.nbytes, backend.alloc(arena.nbytes)
+            if arena.nbytes > self._arenas.get(arena.place, (-1, None))[0]:
+                self._arenas[arena.place] = arena.nbytes, backend.alloc(arena.nbytes)
                 self.generation += 1
         return Executor(self, placed, plan)
 
-    def _adopt(self, leaf: Tensor, backend: Backend) -> None:
-        if leaf.kind == "constant" and leaf not in self._constants:
-            assert leaf.value is not None
-            constant = _Leaf(leaf.spec, backend, backend.alloc(leaf.spec.nbytes), True)
-            backend.write(constant.array, leaf.value)
-            self._constants[leaf] = constant
+    def executors(
+        self, placed: Mapping[K, Placed], plans: Mapping[K, Plan] | None = None
+    ) -> dict[K, "Executor"]:
+        """Executors of several graphs, whose leaves are allocated together."""
+        self._allocate(placed.values())
+        return {name: self.executor(p, (plans or {}).get(name)) for name, p in placed.items()}
+
+    def _allocate(self, every: Iterable[Placed]) -> None:
+        """Allocate all leaves of graphs that this session does not have yet, in one buffer per space."""
+        found = (self._adopt(leaf, p.home[leaf]) for p in every for leaf in p.graph.leaves)
+        waiting = (leaf for leaf in found if leaf is not None and leaf.buffer is None)
+        new, tops = {id(leaf): leaf for leaf in waiting}.values(), dict[str, int]()
+        for one in new:
+            one.offset = tops.get(one.backend.space, 0)
+            tops[one.backend.space] = one.offset + aligned(one.spec.nbytes, one.backend.alignment)
+        backends = {one.backend.space: one.backend for one in new}
+        buffers = {space: backend.alloc(tops[space]) for space, backend in backends.items()}
+        for one in new:
+            one.buffer = buffers[one.backend.space]
+        for t, constant in self._constants.items():
+            if not constant.given and t.value is not None:
+                constant.backend.write(constant.array, t.value)
+                constant.given = True
+
+    def _adopt(self, leaf: Tensor, backend: Backend) -> _Leaf | None:
+        """The session's leaf, without a buffer if it is new and not shared; None for an input."""
+        if leaf.kind == "constant":
+            return self._constants.setdefault(leaf, _Leaf(leaf.spec, backend, False))
         if leaf.kind not in ("weight", "state"):
-            return
-        known = self._leaves.get(leaf.label)
+            return None
+        known, shared = self._leaves.get(leaf.label), self._shared.get(leaf.label)
         if known is None:
-            shared = self._shared.get(leaf.label)
-            if shared is None:
-                buffer, given = backend.alloc(leaf.spec.nbytes), leaf.kind == "state"
-            else:
-                buffer = backend.share(_fitting(leaf.label, shared, leaf.spec, "no"))
-                given = True
-            self._leaves[leaf.label] = _Leaf(leaf.spec, backend, buffer, given)
+            given = shared is not None or leaf.kind == "state"
+            known = self._leaves[leaf.label] = _Leaf(leaf.spec, backend, given)
+            if shared is not None:
+                known.buffer = backend.share(_fitting(leaf.label, shared, leaf.spec, "no"))
         elif known.spec != leaf.spec or known.backend.space != backend.space:
             here = f"{known.spec} on {known.backend.space}"
             raise RunError(
                 f"{leaf.name} is {here} in this session, the graph wants {leaf.spec} on {backend.space}"
             )
+        return known
 
     def array(self, t: Tensor) -> Any:
         """The session's own array of a leaf, or of a view of one; it changes as the session runs."""
         base = t.base
         leaf = self._constants[base] if base.kind == "constant" else self._leaves[base.label]
-        return leaf.backend.view(leaf.buffer, t.offset, t.spec, t.strides)
+        return leaf.backend.view(leaf.buffer, leaf.offset + t.offset, t.spec, t.strides)
 
-    def buffer(self, space: str) -> Any:
-        """The arena."""
-        return self._arenas[space][1]
+    def buffer(self, space: str, name: str = "") -> Any:
+        """An arena."""
+        return self._arenas[space, name][1]
 
     def set(self, values: Mapping[str, np.ndarray]) -> None:
         """Give leaves their values by name; shapes must be the leaves' own. Setting all cleans a dirty session."""
@@ -224,11 +246,11 @@ class Executor:
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
         self.session, self.placed, self.plan = session, placed, plan
         self.at, self.watchers = -1, list[tuple[str, See]]()
-        self.offsets = {name: b.offset for b in plan.buffers for name in b.tensors}
-        self.works: dict[int, list[int]] = {}
+        self.where = {name: (b.place, b.offset) for b in plan.buffers for name in b.tensors}
+        self.works: dict[int, list[tuple[Place, int]]] = {}
         for b in plan.buffers:
             if b.category == "workspace":
-                self.works.setdefault(b.start, []).append(b.offset)
+                self.works.setdefault(b.start, []).append((b.place, b.offset))
         used = {b.space: b for b in (*placed.home.values(), *(s.backend for s in placed.steps))}
         self.syncs = [backend.sync for backend in used.values()]
         updates = (i for i, s in enumerate(placed.steps) if s.op.writes and not s.op.repeatable)
@@ -251,7 +273,7 @@ class Executor:
     def _bind_step(self, i: int, step: Step) -> Bound:
         names = self.placed.names
         results = tuple(
-            None if names[t] not in self.offsets and not t.base.kind else self._array(t)
+            None if names[t] not in self.where and not t.base.kind else self._array(t)
             for t in step.results
         )
         inputs = tuple(None if t is None else self._array(t) for t in step.inputs)
@@ -266,10 +288,9 @@ class Executor:
         specs = step.workspaces
         if not specs:
             return ()
-        space = self.session.buffer(step.backend.space)
         return tuple(
-            step.backend.view(space, offset, s, s.strides)
-            for s, offset in zip(specs, self.works[i], strict=True)
+            step.backend.view(self.session.buffer(*place), offset, s, s.strides)
+            for s, (place, offset) in zip(specs, self.works[i], strict=True)
         )
 
     def _array(self, t: Tensor) -> Any:
@@ -277,8 +298,8 @@ class Executor:
         if t.base.kind in ("weight", "state", "constant"):
             return self.session.array(t)
         backend = self.placed.home[t.base]
-        offset = self.offsets[self.placed.names[t.base]] + t.offset
-        return backend.view(self.session.buffer(backend.space), offset, t.spec, t.strides)
+        place, offset = self.where[self.placed.names[t.base]]
+        return backend.view(self.session.buffer(*place), offset + t.offset, t.spec, t.strides)
 
     # ---- running
 
@@ -307,7 +328,7 @@ class Executor:
             return {name: backend.read(array) for name, (backend, array) in self.outputs.items()}
 
     def _observer(self, on: frozenset[str]) -> Observer:
-        arenas = {a.space: self.session.buffer(a.space) for a in self.plan.arenas}
+        arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
         return Observer(self.placed, self.plan, [*self._bound()], arenas, self.watchers, on)
 
     def _run(self, calls: Iterable[Callable[[], None]], stop: Callable[[], bool] | None) -> None:

@@ -75,6 +75,7 @@ def seeds(check: Callable[[int], None]) -> Check:
 
 graphs = seeds(plan_checks.check_case)
 verified = seeds(plan_checks.check_verified)
+sequences = partial(plan_checks.check_sequences, range(6))
 poisoned = seeds(plan_checks.check_poisoned)
 recomputed = seeds(plan_checks.check_recomputed)
 slopes = seeds(plan_checks.check_slope)

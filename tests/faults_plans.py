@@ -12,16 +12,17 @@ import packtrain as pt
 from packtrain.backends.host import Host
 from packtrain.ops import shape
 from packtrain.packing import online, pack
-from packtrain.place import _Placing
+from packtrain.place import Placed, _Placing
 from packtrain.planning import Plan, lifetimes
 from packtrain.recompute import block
-from packtrain.run import Executor
+from packtrain.run import Executor, Session
 from tests import bit_checks, plan_checks, search_checks
 from tests.faults import (
     around,
     fault,
     graphs,
     poisoned,
+    sequences,
     spaces,
     verified,
 )  # fmt: skip
@@ -81,72 +82,119 @@ def a_value_read_where_it_is_not(patch: MonkeyPatch) -> None:
     around(patch, _Placing, "_bring", wrong)
 
 
+@fault("run", graphs)
+def leaves_that_begin_where_their_buffer_does(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        def at_zero(self, t):
+            if t.base.kind == "constant":
+                return rule(self, t)
+            leaf = self._leaves[t.base.label]
+            return leaf.backend.view(leaf.buffer, t.offset, t.spec, t.strides)
+
+        return at_zero
+
+    around(patch, Session, "array", wrong)
+
+
 # ---- lifetimes -------------------------------------------------------------------------------------------------
 
 
-def last_reads(patch: MonkeyPatch, change: Any) -> None:
-    around(
-        patch, lifetimes, "_last_reads", lambda rule: lambda placed: change(placed, rule(placed))
-    )
+def reads(patch: MonkeyPatch, change: Any) -> None:
+    """Lifetimes from changed reads: by tensor, the steps in order."""
+
+    def changed(rule):
+        return lambda placed: {t: r for t, r in change(placed, rule(placed)).items() if r}
+
+    around(patch, lifetimes, "_reads", changed)
 
 
 @fault("planner", verified, poisoned)
 def a_value_freed_one_step_early(patch: MonkeyPatch) -> None:
-    last_reads(patch, lambda placed, last: {t: max(i - 1, 0) for t, i in last.items()})
+    reads(patch, lambda placed, of: {t: [max(i - 1, 0) for i in r] for t, r in of.items()})
 
 
 @fault("planner", verified, poisoned)
 def outputs_that_are_not_kept_to_the_end(patch: MonkeyPatch) -> None:
-    def wrong(placed, last):
-        return last | {t.base: i for i, step in enumerate(placed.steps) for t in step.reads}
-
-    last_reads(patch, wrong)
+    reads(
+        patch,
+        lambda placed, of: {
+            t: [i for i in r if i < len(placed.steps)] or [0] for t, r in of.items()
+        },
+    )
 
 
 @fault("planner", verified, poisoned)
 def reads_through_a_view_that_do_not_count(patch: MonkeyPatch) -> None:
-    def wrong(placed, last):
-        whole = {t: i for i, step in enumerate(placed.steps) for t in step.reads if t.base is t}
-        kept = {t: i for t, i in last.items() if i == len(placed.steps)}
-        return dict.fromkeys(last, 0) | whole | kept
+    def wrong(placed, of):
+        whole = {(t, i) for i, step in enumerate(placed.steps) for t in step.reads if t.base is t}
+        return {
+            t: [i for i in r if (t, i) in whole or i == len(placed.steps)] or [0]
+            for t, r in of.items()
+        }
 
-    last_reads(patch, wrong)
+    reads(patch, wrong)
 
 
-def dying(patch: MonkeyPatch, change: Any) -> None:
-    """In place as if the step were changed."""
-    around(patch, lifetimes, "_dying", lambda rule: lambda step, *rest: rule(change(step), *rest))
+@fault("planner", sequences)
+def bytes_that_are_used_again_before_a_barrier(patch: MonkeyPatch) -> None:
+    patch.setattr(Placed, "released", lambda self, step: step + 1)
+
+
+@fault("in place", sequences)
+def in_place_over_a_value_that_is_read_beside(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        def alone(self, step, index, i, *rest):
+            before = self.reads
+            self.reads = {t: [k for k in r if k >= i] for t, r in before.items()}
+            made = rule(self, step, index, i, *rest)
+            self.reads = before
+            return made
+
+        return alone
+
+    around(patch, lifetimes._Lives, "_dying", wrong)
 
 
 @fault("in place", verified, poisoned)
 def in_place_over_a_value_that_is_read_later(patch: MonkeyPatch) -> None:
     def wrong(rule):
-        def early(step, index, i, found, taken):
-            ends = {s: s.end for t in step.reads if (s := found.get(t.base))}
-            for s in ends:
-                s.end = i + 1
-            made = rule(step, index, i, found, taken)
-            for s, end in ends.items():
-                s.end = end
+        def early(self, step, index, i, *rest):
+            before = self.reads
+            self.reads = {t: [k for k in r if k <= i] for t, r in before.items()}
+            made = rule(self, step, index, i, *rest)
+            self.reads = before
             return made
 
         return early
 
-    around(patch, lifetimes, "_dying", wrong)
+    around(patch, lifetimes._Lives, "_dying", wrong)
 
 
 @fault("in place", verified)
 def in_place_over_a_value_that_is_read_twice(patch: MonkeyPatch) -> None:
-    def once(step):
-        inputs = [t if t not in step.inputs[:k] else None for k, t in enumerate(step.inputs)]
-        return replace(step, inputs=tuple(inputs))
+    def wrong(rule):
+        def once(self, *given):
+            before = self.reads
+            self.reads = {t: sorted(set(r)) for t, r in before.items()}
+            made = rule(self, *given)
+            self.reads = before
+            return made
 
-    dying(patch, once)
+        return once
+
+    around(patch, lifetimes._Lives, "_dying", wrong)
 
 
 @fault("in place", verified)
 def in_place_over_a_value_that_is_read_transposed(patch: MonkeyPatch) -> None:
-    dying(patch, lambda step: replace(step, inputs=tuple(t and t.base for t in step.inputs)))
+    def wrong(rule):
+        def whole(self, step, *rest):
+            changed = replace(step, inputs=tuple(t and t.base for t in step.inputs))
+            return rule(self, changed, *rest)
+
+        return whole
+
+    around(patch, lifetimes._Lives, "_dying", wrong)
 
 
 def planned(patch: MonkeyPatch, change: Any) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from packtrain.backends import aligned, cpu
 from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, StepShape, make_plans
 from packtrain.graph import Graph
 from packtrain.models import transformer
@@ -84,7 +85,8 @@ def test_evaluation_is_the_mean_over_tokens_with_its_error_over_windows():
 
 def test_a_plan_counts_every_leaf_once_and_one_arena():
     plans = make_plans(StepShape(CONFIG, 2, TIME, 3), AdamW())
-    parameters = sum(leaf.spec.nbytes for leaf in transformer.weights(CONFIG).values())
+    leaves = transformer.weights(CONFIG).values()
+    parameters = sum(aligned(leaf.spec.nbytes, cpu.alignment) for leaf in leaves)
     assert plans.weight_nbytes == parameters == plans.gradient_nbytes
     assert plans.state_nbytes == 2 * parameters
     assert plans.arena_nbytes == max(p.arena().nbytes for p in plans.plans.values())

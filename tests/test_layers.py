@@ -44,7 +44,7 @@ LAYERS = {
     "stop": "",
     "memory": "errors",
     "packing": "kernels",
-    "planning": "backends dtypes tensor packing place words",
+    "planning": "backends dtypes tensor graph packing place words",
     "picture": "planning words",
     "observe": "backends dtypes tensor debug place planning",
     "run": "errors backends dtypes tensor debug place planning observe",

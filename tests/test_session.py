@@ -14,7 +14,7 @@ import pytest
 
 import packtrain as pt
 from packtrain import Graph, RunError, Session, Stopped, backends, make_plan, ops, place
-from packtrain.backends import Target
+from packtrain.backends import Target, aligned
 from packtrain.optim.adamw import opt_step_adamw
 from packtrain.tensor import Kernel
 from tests import alternate
@@ -302,7 +302,8 @@ def test_weights_in_another_space_are_copied_to_and_fro():
     pt.verify(plan, placed)
     assert [a.space for a in plan.arenas] == ["host", "other"]
     assert all(a.nbytes > 0 for a in plan.arenas)
-    assert plan.arena("other").weight_nbytes == 4 * sum(values(CONFIG)[n].size for n in AWAY)
+    away = (aligned(values(CONFIG)[n].nbytes, OTHER.alignment) for n in AWAY)
+    assert plan.arena("other").weight_nbytes == sum(away)
     session = Session()
     run = session.executor(placed, plan)
     session.set(values(CONFIG))

@@ -2,10 +2,21 @@
 
 from importlib import import_module
 
-from packtrain.backends.host import BACKENDS, HOST, Backend, Host
+from packtrain.backends.host import BACKENDS, HOST, Backend, Host, aligned
 from packtrain.backends.target import CPU, Target
 
-__all__ = ["CPU", "DEVICES", "HOST", "Backend", "Host", "Target", "cpu", "numpy", "target"]
+__all__ = [
+    "CPU",
+    "DEVICES",
+    "HOST",
+    "Backend",
+    "Host",
+    "Target",
+    "aligned",
+    "cpu",
+    "numpy",
+    "target",
+]
 
 cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
 # each with its module here, loaded when the name is asked for, in whose BACKENDS it is

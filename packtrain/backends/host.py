@@ -12,6 +12,11 @@ HOST = "host"  # the space that is the process's own memory
 Inputs = tuple[Tensor | None, ...]
 
 
+def aligned(nbytes: int, alignment: int) -> int:
+    """Bytes rounded up to a multiple of the alignment."""
+    return -(-nbytes // alignment) * alignment
+
+
 class Backend(Protocol):
     """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order.
 

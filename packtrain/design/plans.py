@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from typing import get_args
 
 from packtrain import cost
-from packtrain.backends import CPU, HOST, Target
+from packtrain.backends import CPU, HOST, Target, aligned
 from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
@@ -156,7 +156,8 @@ class Plans:
     def nbytes_of(self, *roles: Role, space: str | None = None) -> int:
         """Bytes of allocated leaves with these roles, in one space or in all."""
         found = (leaf for leaf in self.kept.values() if leaf.role in roles)
-        return nbytes_of(leaf for leaf in found if space in (None, self.target.home(leaf).space))
+        here = (leaf for leaf in found if space in (None, self.target.home(leaf).space))
+        return held_nbytes(here, self.target)
 
     @property
     def state_nbytes(self) -> int:
@@ -231,6 +232,11 @@ def nbytes_of(leaves: Iterable[Tensor]) -> int:
     return sum(leaf.spec.nbytes for leaf in leaves)
 
 
+def held_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
+    """The same in a session's buffer: each begins at a multiple of its backend's alignment."""
+    return sum(aligned(leaf.spec.nbytes, target.home(leaf).alignment) for leaf in leaves)
+
+
 def is_mapped(shape: StepShape, leaf: Tensor) -> bool:
     """Whether a leaf is mapped from the file of the base."""
     if shape.base is None or leaf.kind != "weight":
@@ -248,8 +254,10 @@ def counted(
 ) -> int:
     """Bytes of these leaves in a memory space; mapped ones count only if they had to be copied."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
-    here = (leaf for leaf in leaves if target.home(leaf).space == space)
-    return nbytes_of(leaf for leaf in here if strict or not is_mapped(shape, leaf))
+    here = [leaf for leaf in leaves if target.home(leaf).space == space]
+    mapped = [leaf for leaf in here if is_mapped(shape, leaf)]
+    own = held_nbytes((leaf for leaf in here if not is_mapped(shape, leaf)), target)
+    return own + nbytes_of(mapped) * strict
 
 
 def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:

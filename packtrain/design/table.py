@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from packtrain.backends import HOST
-from packtrain.design.plans import CHUNK, Plans, counted, leaves, nbytes_of
+from packtrain.design.plans import CHUNK, Plans, counted, held_nbytes, leaves
 from packtrain.planning import size_text
 from packtrain.watch.progress import clock, same_speed, speed_text
 from packtrain.words import plural
@@ -53,7 +53,8 @@ def _parameters(plans: Plans) -> str:
 
 def parts(plans: Plans, space: str = HOST) -> list[tuple[str, int, str]]:
     """Memory of a space outside the arena: what, bytes, why."""
-    kept = nbytes_of(n for n in plans.kept.values() if plans.target.home(n).space == space)
+    here = (leaf for leaf in plans.kept.values() if plans.target.home(leaf).space == space)
+    kept = held_nbytes(here, plans.target)
     mapped = counted(plans.shape, plans.leaves.values(), plans.target, space) - kept
     found = [
         ("base", mapped, "mapped from its file" if space == HOST else "copied from its file"),

@@ -79,10 +79,7 @@ class Trainer:
         self._columns, self._space = dict[str, Any](), dict[str, np.ndarray]()
         self.optimizer, self.lr = optimizer, optimizer.lr if optimizer else 0.0
         self.session = Session()
-        self.run = {
-            name: self.session.executor(placed, self.form.plans[name])
-            for name, placed in self.form.placed.items()
-        }
+        self.run = self.session.executors(self.form.placed, self.form.plans)
         self._begin(values or {})
 
     def _begin(self, values: Arrays) -> None:

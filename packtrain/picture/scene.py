@@ -38,7 +38,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Scene:
-    """One memory space of a plan, with its surroundings.
+    """One memory space of a plan, with its surroundings; of its arenas the one without a name.
 
     rows           memory outside the arena
     budget_nbytes  for the rows and the arena together
@@ -58,7 +58,7 @@ class Scene:
 
     @cached_property
     def buffers(self) -> list[Buffer]:
-        return [b for b in self.plan.buffers if b.space == self.space]
+        return [b for b in self.plan.buffers if b.place == (self.space, "")]
 
     @cached_property
     def last(self) -> int:

@@ -20,7 +20,7 @@ def trace(plan: Plan, ops: Sequence[str] = ()) -> str:
     ops  the op name of each step, shown as a separate track
     """
     events: list[Event] = []
-    for process, arena in enumerate(plan.arenas, 1):
+    for process, arena in enumerate((a for a in plan.arenas if not a.name), 1):
         scene = make_scene(plan, arena.space, title=arena.space)
         events += [{"pid": process, **event} for event in _events(scene, ops)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))

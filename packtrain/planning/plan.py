@@ -6,18 +6,19 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from packtrain.backends import HOST
+from packtrain.backends import HOST, aligned
 from packtrain.packing import height, lower_bound, pack
 from packtrain.place import Placed
-from packtrain.planning.lifetimes import columns, storages
+from packtrain.planning.lifetimes import Storage, columns, in_one, storages
 from packtrain.tensor import GraphError
 
 Packer = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+Place = tuple[str, str]  # a space, and the name of one of its arenas
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """`nbytes` at `offset` of a space's arena during steps [start, end), used by `tensors` one after another."""
+    """`nbytes` at `offset` of an arena of a space during steps [start, end), used by `tensors` one after another."""
 
     name: str
     op: str
@@ -28,11 +29,19 @@ class Buffer:
     offset: int
     nbytes: int
     tensors: tuple[str, ...]
+    arena: str = ""
+
+    @property
+    def place(self) -> Place:
+        return self.space, self.arena
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One memory space: its bytes, the most bytes alive at once and when, and the bytes outside the arena."""
+    """An arena of a memory space: its bytes, the most bytes alive at once and when, and the bytes outside.
+
+    Weights, states and constants of a space count in its arena without a name, rounded up to the alignment.
+    """
 
     space: str
     nbytes: int
@@ -41,6 +50,11 @@ class Arena:
     weight_nbytes: int
     state_nbytes: int
     constant_nbytes: int
+    name: str = ""
+
+    @property
+    def place(self) -> Place:
+        return self.space, self.name
 
     @property
     def gap(self) -> float:
@@ -52,8 +66,9 @@ class Arena:
         return self.weight_nbytes + self.state_nbytes + self.constant_nbytes
 
     def __str__(self) -> str:
+        where = f"{self.space}: arena {self.name}".rstrip()
         return (
-            f"{self.space}: arena {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
+            f"{where} {size_text(self.nbytes)}, gap {self.gap:.2%} over the lower bound "
             f"{size_text(self.lower_bound)} at step {self.peak_step}; outside it {size_text(self.outside)}"
         )
 
@@ -67,15 +82,15 @@ class Plan:
     arenas: tuple[Arena, ...]
     buffers: tuple[Buffer, ...]
 
-    def arena(self, space: str = HOST) -> Arena:
-        """The arena of a space; empty if the run does not use it."""
-        unused = Arena(space, 0, 0, 0, 0, 0, 0)
-        return next((a for a in self.arenas if a.space == space), unused)
+    def arena(self, space: str = HOST, name: str = "") -> Arena:
+        """An arena of a space; empty if the run does not use it."""
+        unused = Arena(space, 0, 0, 0, 0, 0, 0, name)
+        return next((a for a in self.arenas if a.place == (space, name)), unused)
 
-    def peak(self, space: str = HOST) -> list[Buffer]:
-        """The buffers alive at the fullest step, largest first."""
-        at = self.arena(space).peak_step
-        alive = [b for b in self.buffers if b.space == space and b.start <= at < b.end]
+    def peak(self, space: str = HOST, name: str = "") -> list[Buffer]:
+        """The buffers of an arena that are alive at its fullest step, largest first."""
+        at = self.arena(space, name).peak_step
+        alive = [b for b in self.buffers if b.place == (space, name) and b.start <= at < b.end]
         return sorted(alive, key=lambda b: (-b.nbytes, b.offset))
 
     def check_belongs(self, placed: Placed) -> None:
@@ -87,11 +102,11 @@ class Plan:
 
     def beyond(self, limits: Mapping[str, int]) -> str | None:
         """A message about a space that would exceed its limit, or None."""
-        for a in self.arenas:
-            needed = a.nbytes + a.outside
-            if needed > limits.get(a.space, needed):
-                has = size_text(limits[a.space])
-                return f"this needs {size_text(needed)} of the memory of {a.space}, which has {has}"
+        for space in {a.space: None for a in self.arenas}:
+            needed = sum(a.nbytes + a.outside for a in self.arenas if a.space == space)
+            if needed > limits.get(space, needed):
+                has = size_text(limits[space])
+                return f"this needs {size_text(needed)} of the memory of {space}, which has {has}"
         return None
 
     def to_json(self) -> str:
@@ -115,7 +130,7 @@ class Plan:
         for a in self.arenas:
             lines.append(str(a))
             rows = sorted(
-                (b for b in self.buffers if b.space == a.space), key=lambda b: (b.offset, b.start)
+                (b for b in self.buffers if b.place == a.place), key=lambda b: (b.offset, b.start)
             )
             lines.append(f"{'offset':>12} {'bytes':>12} {'steps':>13}  {'category':10}  buffer")
             lines += [
@@ -134,39 +149,52 @@ def size_text(nbytes: int) -> str:
     return f"{size:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{nbytes} B"
 
 
-def make_plan(placed: Placed, *, packer: Packer = pack, reuse: bool = True) -> Plan:
-    """Offsets for every storage of the arena, one arena per memory space.
+def make_plan(
+    placed: Placed,
+    *,
+    packer: Packer = pack,
+    reuse: bool = True,
+    arenas: Mapping[str, str] | Callable[[str], str] = in_one,
+) -> Plan:
+    """Offsets for every storage, in one arena per memory space, or in several.
 
     packer  (start, end, size) -> offsets, see pack
     reuse   False: nothing in place and no byte used twice, to find out whether the planner causes a wrong
             result
+    arenas  name of a tensor -> name of its arena in the space where it lives; others are in one without a name
     """
-    names = placed.names
+    arena_of = arenas if callable(arenas) else lambda name: arenas.get(name, "")
+    found = storages(placed, reuse=reuse, arena_of=arena_of)
+    if not callable(arenas):
+        _check_known(arenas, found, placed)
     buffers: list[Buffer] = []
-    arenas: list[Arena] = []
-    found = storages(placed, reuse=reuse)
-    for space, alignment in sorted({(b.space, b.alignment) for b in placed.home.values()}):
-        here = [s for s in found if s.space == space]
-        start, end, size = columns(here, alignment)
+    made: list[Arena] = []
+    alignments = {b.space: b.alignment for b in placed.home.values()}
+    places = {(space, "") for space in alignments} | {(s.space, s.arena) for s in found}
+    for place in sorted(places):
+        here = [s for s in found if (s.space, s.arena) == place]
+        start, end, size = columns(here, alignments[place[0]])
         offsets = packer(start, end, size) if reuse else np.cumsum(size) - size
-        bound, at = lower_bound(start, end, size)
-        outside = {"weight": 0, "state": 0, "constant": 0, "input": 0}
-        for leaf in placed.graph.leaves:
-            outside[str(leaf.kind)] += leaf.spec.nbytes * (placed.home[leaf].space == space)
-        arenas.append(
-            Arena(
-                space,
-                height(size, offsets),
-                bound,
-                at,
-                outside["weight"],
-                outside["state"],
-                outside["constant"],
-            )
-        )
+        outside = _outside(placed, place, alignments[place[0]])
+        bounds = height(size, offsets), *lower_bound(start, end, size)
+        made.append(Arena(place[0], *bounds, *outside, place[1]))
         for s, offset in zip(here, offsets.tolist(), strict=True):
-            tensors = tuple(names[t] for t in s.tensors)
-            buffers.append(
-                Buffer(s.name, s.op, s.category, space, s.start, s.end, offset, s.nbytes, tensors)
-            )
-    return Plan(placed.fingerprint, len(placed.steps), tuple(arenas), tuple(buffers))
+            tensors = tuple(placed.names[t] for t in s.tensors)
+            given = s.name, s.op, s.category, s.space, s.start, s.end, offset, s.nbytes, tensors
+            buffers.append(Buffer(*given, s.arena))
+    return Plan(placed.fingerprint, len(placed.steps), tuple(made), tuple(buffers))
+
+
+def _check_known(arenas: Mapping[str, str], found: list[Storage], placed: Placed) -> None:
+    known = {s.name for s in found} | {placed.names[t] for s in found for t in s.tensors}
+    if unknown := sorted(arenas.keys() - known):
+        raise GraphError(f"arenas names {', '.join(unknown)}, which has no bytes in an arena")
+
+
+def _outside(placed: Placed, place: Place, alignment: int) -> tuple[int, int, int]:
+    """Bytes of weights, states and constants of a space, each a multiple of the alignment."""
+    found = {"weight": 0, "state": 0, "constant": 0, "input": 0}
+    for leaf in placed.graph.leaves:
+        if (placed.home[leaf].space, "") == place:
+            found[str(leaf.kind)] += aligned(leaf.spec.nbytes, alignment)
+    return found["weight"], found["state"], found["constant"]

@@ -6,10 +6,10 @@ It shares no code with the planner: neither lifetimes nor offsets are trusted.
 import numpy as np
 
 from packtrain.place import Placed, Step
-from packtrain.planning.plan import Buffer, Plan
+from packtrain.planning.plan import Buffer, Place, Plan
 from packtrain.tensor import Tensor
 
-Extent = tuple[str, int, int]  # space, first unit, unit after the last
+Extent = tuple[Place, int, int]  # arena, first unit, unit after the last
 FREE, WORK = 0, 1
 
 
@@ -21,7 +21,8 @@ def verify(plan: Plan, placed: Placed) -> None:
     """Raise PlanError unless every read of a run sees the bytes that were written for it.
 
     Checked at each step: inputs are still whole; results and workspace lie inside the arena, aligned, apart from
-    each other and from the inputs, unless the op may overwrite that input and it is not read later.
+    each other and from the inputs, unless the op may overwrite that input and it is not read later. Steps between two
+    barriers may run side by side: what one writes no other touches, unless one needs the other's result.
     """
     plan.check_belongs(placed)
     _Replay(plan, placed).run()
@@ -37,8 +38,10 @@ class _Replay:
             if b.category == "workspace":
                 self.works.setdefault((b.start, b.space), []).append(b)
         self.owner = {
-            a.space: np.zeros(-(-a.nbytes // self.units[a.space]), np.int64) for a in plan.arenas
+            a.place: np.zeros(-(-a.nbytes // self.units[a.space]), np.int64) for a in plan.arenas
         }
+        self.ends = _group_ends(placed)
+        self.side = Beside()
         self.ids: dict[Tensor, int] = {}
         self.plan = plan
         self.used: dict[Buffer, tuple[int, int]] = {}  # first write, one past the last use
@@ -54,6 +57,8 @@ class _Replay:
             for t in step.reads:
                 self._check_whole(i, t, f"step {i} {step.op.name} reads")
             self._write(i, step, read)
+            if self.placed.barriers is not None:
+                self._check_beside(i, step, read)
         for name, t in self.placed.graph.outputs.items():
             self._check_whole(len(self.placed.steps), t, f"output {name} reads")
         self._check_certificate()
@@ -86,6 +91,23 @@ class _Replay:
         for t in stored:
             self._own(t)
             self._use(self._buffer(t), i)
+
+    def _check_beside(self, i: int, step: Step, read: set[Tensor]) -> None:
+        """Check a step against those before it since the last barrier, which may run at the same time."""
+        stored = [t for t in step.results if self._is_stored(step, t, read)]
+        writes = [self._extent(t) for t in stored]
+        writes += [self._clip(b) for b in self.works.get((i, step.backend.space), [])]
+        writes += [_leaf_extent(t) for t in step.results if t.base.kind]
+        reads = [self._extent(t.base) for t in filter(_in_arena, step.reads)]
+        reads += [_leaf_extent(t) for t in step.reads if not _in_arena(t)]
+        other = self.side.add(i, step, reads, writes)
+        if other is not None:
+            raise PlanError(
+                f"step {i} {step.op.name} and step {other} {self.placed.steps[other].op.name} share bytes, and no"
+                " barrier is between them"
+            )
+        if i + 1 == self.ends[i]:
+            self.side = Beside()
 
     def _is_stored(self, step: Step, t: Tensor, read: set[Tensor]) -> bool:
         """Whether a result needs bytes of the arena: not a leaf's handle, nor an optional one that is not read."""
@@ -131,8 +153,9 @@ class _Replay:
             raise PlanError(f"{who} {self._name(t)}, but its bytes were overwritten by {thief}")
 
     def _use(self, b: Buffer, i: int) -> None:
-        first, end = self.used.get(b, (i, i + 1))
-        self.used[b] = min(first, i), max(end, i + 1)
+        released = self.ends[i] if i < len(self.ends) else i + 1
+        first, end = self.used.get(b, (i, released))
+        self.used[b] = min(first, i), max(end, released)
 
     def _check_certificate(self) -> None:
         """Check the plan's lifetimes, arena sizes and lower bounds against this replay."""
@@ -143,7 +166,7 @@ class _Replay:
                 )
         for a in self.plan.arenas:
             alive, unit = [0] * (self.plan.steps + 2), self.units[a.space]
-            here = [b for b in self.plan.buffers if b.space == a.space]
+            here = [b for b in self.plan.buffers if b.place == a.place]
             for b in here:
                 nbytes = max(-(-b.nbytes // unit), 1) * unit
                 for i in range(b.start, b.end):
@@ -168,14 +191,58 @@ class _Replay:
     def _clip(self, b: Buffer) -> Extent:
         unit = self.units[b.space]
         first, last = b.offset // unit, -(-(b.offset + b.nbytes) // unit)
-        if b.offset % unit or b.offset < 0 or last > len(self.owner[b.space]):
+        if b.place not in self.owner:
+            raise PlanError(f"{b.name}: the plan has no arena {b.arena} on {b.space}")
+        if b.offset % unit or b.offset < 0 or last > len(self.owner[b.place]):
             raise PlanError(
                 f"{b.name}: offset {b.offset} is not a multiple of {unit} inside the arena"
             )
-        return b.space, first, last
+        return b.place, first, last
 
     def _name(self, t: Tensor) -> str:
         return self.placed.names.get(t) or self.placed.names[t.base]
+
+
+class Beside:
+    """The steps since a barrier: what each reads and writes, and which results it needs, directly or not."""
+
+    def __init__(self) -> None:
+        self.touched: dict[int, tuple[list[Extent], list[Extent]]] = {}
+        self.needs: dict[int, set[int]] = {}
+        self.made: dict[Tensor, int] = {}
+
+    def add(self, i: int, step: Step, reads: list[Extent], writes: list[Extent]) -> int | None:
+        """Add a step; returns an earlier one with which it is in conflict."""
+        direct = {self.made[t.handle] for t in step.reads if t.handle in self.made}
+        self.needs[i] = direct.union(*(self.needs[k] for k in direct))
+        for k, (read, written) in self.touched.items():
+            if k not in self.needs[i] and (
+                _any_overlap(writes, [*read, *written]) or _any_overlap(reads, written)
+            ):
+                return k
+        self.touched[i] = reads, writes
+        self.made.update(dict.fromkeys(step.results, i))
+        return None
+
+
+def _group_ends(placed: Placed) -> list[int]:
+    """For each step, the number of steps up to the next barrier."""
+    count = len(placed.steps)
+    stops = set(range(count + 1) if placed.barriers is None else placed.barriers) | {count}
+    ends, end = [0] * count, count
+    for i in reversed(range(count)):
+        end = i + 1 if i + 1 in stops else end
+        ends[i] = end
+    return ends
+
+
+def _leaf_extent(t: Tensor) -> Extent:
+    """All of a leaf, as an arena of its own."""
+    return ("leaf", t.base.label), 0, 1
+
+
+def _any_overlap(some: list[Extent], others: list[Extent]) -> bool:
+    return any(_overlap(a, b) for a in some for b in others)
 
 
 def _in_arena(t: Tensor) -> bool:

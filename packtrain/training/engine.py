@@ -129,10 +129,7 @@ class Engine:
         self.session.share(shared)
         self.bad = 0
         self.before: Turn | None = None  # the last step, if its gradients are still there
-        self.run = {
-            name: self.session.executor(placed, plans.plans[name])
-            for name, placed in plans.placed.items()
-        }
+        self.run = self.session.executors(plans.placed, plans.plans)
 
     def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""

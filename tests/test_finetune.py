@@ -557,3 +557,27 @@ def test_a_plan_tells_what_is_mapped_and_what_strict_adds(folder, tmp_path, caps
         abs(private[1] - private[0] - mapped) < 4 << 20
     )  # what the process holds differs a little
     assert not list(tmp_path.glob("*.run"))
+
+
+def test_the_adapter_alone_is_a_result(folder, tmp_path, capsys):
+    """Nothing is merged: the output is the adapter, of which each save can have a copy; it can be merged later."""
+    output = tmp_path / "alone.gguf"
+    saves = ["--iters", "4", "--save-every", "2", "--save-model", "adapter-ITERATION.gguf"]
+    assert tuned(folder, "q8_0", output, "--merge", "none", *saves) == 0
+    text = "\n".join(said(capsys))
+    assert "merging" not in text and "validation loss: base" in text
+    assert f"packtrain chat {folder / 'q8_0.gguf'} --lora {output}" in text
+    made = read_adapter(output).pairs
+    kept = {
+        n: read_adapter(tmp_path / f"alone.run/adapter-{n}.gguf").pairs for n in (2, 4, "LATEST")
+    }
+    for name, pair in made.items():
+        for one, last, newest, early in zip(
+            pair, kept[4][name], kept["LATEST"][name], kept[2][name], strict=True
+        ):
+            assert (one == last).all() and (one == newest).all() and not (one == early).all()
+    lines = (tmp_path / "alone.run/Modelfile").read_text().splitlines()
+    assert lines[:2] == [f"FROM {folder / 'q8_0.gguf'}", "ADAPTER ../alone.gguf"]
+    again = ["finetune", "-o", str(output), "--resume", "--merge", "plain"]
+    assert main(again) == 0
+    assert GGUF(output).entries.keys() == GGUF(folder / "q8_0.gguf").entries.keys()

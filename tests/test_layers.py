@@ -62,7 +62,7 @@ LAYERS = {
     "design": "child words files dtypes tensor graph ops optim place packing planning memory kernels cost speed"
     " recompute models generation watch version backends",
     "training": "child errors events words files settings dtypes tensor graph optim place planning run memory stop"
-    " kernels quant gguf tokenizer template corpus samples speed models watch design backends",
+    " kernels quant gguf tokenizer template corpus samples speed models watch design backends version",
     "fitting": "errors events words files dtypes tensor graph ops optim backends place planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph place cost planning picture run memory kernels"

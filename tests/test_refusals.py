@@ -18,6 +18,7 @@ from packtrain.tensor import state, weight
 from packtrain.training import space
 from packtrain.training.compatible import differences
 from packtrain.training.effects import RULES, VALIDATING, check_effects, check_validation
+from packtrain.training.job import HEAD_NBYTES
 from packtrain.training.settings import FREE, RunSettings, TrainSettings, TuneSettings
 from packtrain.training.space import check_space, resumable, written
 from packtrain.training.state import Progress, save
@@ -52,6 +53,9 @@ IDLE = {
         "--muon-momentum": {"muon_momentum": 0.8},
         "--delta": {"delta": 1e-3},
         "--sample-prompt": {"sample_prompt": "Once"},
+        "--force-reshuffle": {"force_reshuffle": True},
+        "--separator": {"separator": "\n", "sample_start": "\n"},
+        "--no-fill-samples": {"fill_samples": False, "sample_start": "\n"},
         "--overwrite": {"overwrite": True, "resume": True},
         "--patience": {"patience": 2, "steps_per_eval": 0},
         "--val-split": {"val_split": 0.2, "data": Path("split")},
@@ -68,6 +72,8 @@ IDLE = {
         "--adapter": {"full": True, "adapter": Path("a.gguf")},
         "--merge": {"full": True, "merge": "plain"},
         "--tensor-type": {"full": True, "tensor_type": ("ffn_down=q8_0",)},
+        "--save-model": {"full": True, "save_model": "model-ITERATION.gguf"},
+        "--type": {"merge": "none", "type": "f16"},
         "--masters": {"masters": "bf16"},
         "--freeze": {"freeze": ("token_embd*",)},
         "--train-on": {"train_on": "last", "mask_prompt": False},
@@ -240,7 +246,10 @@ def test_what_a_run_writes_is_known_before_it(data, tmp_path, monkeypatch, more)
 
 def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
     job = SimpleNamespace(
-        settings=SimpleNamespace(folder=tmp_path, patience=0),
+        settings=SimpleNamespace(
+            folder=tmp_path, patience=0, save_every=20, save_name="", save_model=""
+        ),
+        steps=50,
         subject=SimpleNamespace(files=lambda: {tmp_path / "m.gguf": 100}),
     )
     kept = [weight("w", (1000,)), state("m/w", (1000,)), state("g/w", (1000,), role="sum")]
@@ -252,6 +261,10 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
     (tmp_path / "checkpoint.gguf").write_bytes(bytes(8000))
     found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
     assert found["two checkpoints"] == 8000
+    job.settings.save_name = job.settings.save_model = "ITERATION.gguf"
+    found = {what: nbytes for _, what, nbytes in written(job, plans)}  # type: ignore[arg-type]
+    assert found["numbered checkpoints"] == 3 * 8000
+    assert found["numbered models"] == 3 * (4000 + HEAD_NBYTES)
     check_space(job, plans)  # type: ignore[arg-type]
 
 

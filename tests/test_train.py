@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import yaml
 
@@ -16,6 +18,9 @@ from benchmarks.watched import packtrain
 from packtrain.cli import main
 from packtrain.files import locked
 from packtrain.gguf import GGUF, Value, write
+from packtrain.training.job import build_job
+from packtrain.training.settings import TrainSettings
+from packtrain.training.state import load
 from packtrain.watch import Watch, metrics
 from tests.architectures import TOKENS, vocabulary
 from tests.kill import TINY, survive, without_times, words
@@ -439,3 +444,60 @@ def test_the_demo_leaves_other_folders_alone(tmp_path, capsys):
 
 def test_killed_runs_resume_bit_for_bit(tmp_path):
     assert survive(tmp_path, kills=3, seed=1) > 10
+
+
+def test_windows_begin_after_a_text(tmp_path, capsys):
+    """Each line is a document that keeps its end; a window begins with one, and holds no other."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} of this text\n" for i in range(200)))
+    flags = ["--no-tensorboard", "--iters", "2", "--sample-start", r"\n", "--vocab-size", "auto"]
+    settings = TrainSettings(
+        data=path, preset="1m", vocab_size="300", sample_start=r"\n", val_split=0.0, ctx=48
+    )
+    batches = build_job(settings, print).train
+    tokenizer = build_job(settings, print).subject.tokenizer()
+    for row in batches[0]["tokens"]:
+        text = tokenizer.decode(row[: int(np.count_nonzero(row))].tolist())
+        assert re.fullmatch(r"line \d+ of this text\n?", text.strip(" ")), text
+    assert main(arguments(path, tmp_path / "m.gguf", *flags)) == 0
+    assert main(arguments(path, tmp_path / "n.gguf", "--sample-start", "")) == 2
+    assert "--sample-start is empty" in said(capsys)[-1]
+
+
+def test_checkpoints_and_models_are_kept_by_number(data, tmp_path, capsys):
+    names = ["--save-name", "chk-ITERATION.gguf", "--save-model", "model-ITERATION.gguf"]
+    assert (
+        main(arguments(data, tmp_path / "m.gguf", "--iters", "5", "--save-every", "2", *names)) == 0
+    )
+    folder = tmp_path / "m.run"
+    for stem in ("chk", "model"):
+        found = {path.name for path in folder.glob(f"{stem}-*.gguf")}
+        assert found == {f"{stem}-{n}.gguf" for n in (2, 4, 5, "LATEST")}
+        newest = (folder / f"{stem}-5.gguf").read_bytes()
+        assert (folder / f"{stem}-LATEST.gguf").read_bytes() == newest
+    assert weights(folder / "model-LATEST.gguf") == weights(tmp_path / "m.gguf")
+    assert weights(folder / "model-2.gguf") != weights(tmp_path / "m.gguf")
+    # back to step 2: the file is a checkpoint, and copying it changes no other
+    before = (folder / "chk-5.gguf").read_bytes()
+    (folder / "checkpoint.gguf").write_bytes((folder / "chk-2.gguf").read_bytes())
+    again = ["train", "-o", str(tmp_path / "m.gguf"), "--resume"]
+    assert main(again) == 0 and "step 3/5" in "\n".join(said(capsys))
+    assert (folder / "chk-5.gguf").exists() and len(before) > 0
+    for bad in ("model.gguf", "a/ITERATION.gguf", "ITERATION.bin"):
+        assert main(arguments(data, tmp_path / "n.gguf", "--save-name", bad)) == 2
+        assert "it must be a file name with ITERATION in it" in said(capsys)[-1]
+
+
+def test_a_resumed_run_can_take_the_data_in_a_new_order(data, tmp_path, capsys):
+    """Once: the order is kept by the checkpoint, for lives that come after."""
+    flags = ["--iters", "2", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
+    outputs = [tmp_path / f"{name}.gguf" for name in "abc"]
+    for output in outputs:
+        assert main(arguments(data, output, *flags)) == 0
+    a, b, c = ([*("train", "-o", str(output), "--resume", "--iters")] for output in outputs)
+    assert main([*a, "6"]) == 0
+    assert main([*b, "6", "--force-reshuffle"]) == 0
+    assert main([*c, "4", "--force-reshuffle"]) == 0 and main([*c, "6"]) == 0
+    first, other, parts = map(weights, outputs)
+    assert other == parts and first != other
+    assert load(tmp_path / "c.run/checkpoint.gguf", print).progress.shuffled == 2

@@ -29,13 +29,14 @@ def run(settings: TuneSettings) -> int:
 
 def _uses(settings: TuneSettings, chats: bool) -> Iterator[str]:
     """Commands that run the result, as chat or as plain generation."""
-    name = shlex.quote(str(settings.output))
+    name, base = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
+    if settings.merge == "none":
+        name = f"{base} --lora {name}"
     yield f"packtrain chat {name}" if chats else f"packtrain generate {name} -p 'Once'"
     prompt = "" if chats else " -no-cnv -p 'Once'"
     yield f"llama-cli -m {name}{prompt}"
-    if not settings.full:
+    if not settings.full and settings.merge != "none":
         adapter = shlex.quote(str(settings.adapter or settings.folder / ADAPTER))
-        base = shlex.quote(str(settings.model))
         yield f"llama-cli -m {base} --lora {adapter}{prompt}"
     model = OTHERS.sub("-", name_of(settings.output)).strip("-.") or "tuned"
     yield f"ollama create {model} -f {shlex.quote(str(settings.folder / 'Modelfile'))}"

@@ -44,7 +44,9 @@ def write_corpus(text: Text, folder: Path, say: Say) -> None:
     total = sum(source.path.stat().st_size for source in sources)
 
     def read(doing: str, reports: list[Report]) -> Iterator[Piece]:
-        return _reported(read_documents(sources, text.separator, reports), doing, total, say)
+        return _reported(
+            read_documents(sources, text.separator, reports, text.kept), doing, total, say
+        )
 
     reports = _reports(text, sources)
     found = survey(read("reading", reports))

@@ -44,6 +44,7 @@ class Text:
     separator  text between documents; None: lines `<|endoftext|>`; "": a file is one document
     val_split  share used for validation if there is no validation file
     skip_bad   skip records that cannot be read
+    kept       documents keep the separator at their end, and begin right after it
     """
 
     data: Path
@@ -53,6 +54,7 @@ class Text:
     separator: str | None
     val_split: float
     skip_bad: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +152,21 @@ def file_called(folder: Path, *names: str) -> Path | None:
 
 
 def read_documents(
-    sources: Iterable[Source], separator: str | None, reports: Iterable[Report]
+    sources: Iterable[Source],
+    separator: str | None,
+    reports: Iterable[Report],
+    kept: bool = False,
 ) -> Iterator[Piece]:
     """The pieces of all non-blank documents, each with its source's split; fills a report for each source."""
     for source, report in zip(sources, reports, strict=True):
-        for piece in _without_blank(_pieces(separator, report)):
+        for piece in _without_blank(_pieces(separator, report, kept)):
             yield replace(piece, part=source.part)
 
 
-def _pieces(separator: str | None, report: Report) -> Iterator[Piece]:
+def _pieces(separator: str | None, report: Report, kept: bool) -> Iterator[Piece]:
     if kind_of(report.path) in RECORDS:
         return (Piece(text, True) for text in _texts(report))
-    return split(report.chunks(text_chunks(report.path)), separator)
+    return split(report.chunks(text_chunks(report.path)), separator, kept)
 
 
 def _texts(report: Report) -> Iterator[str]:
@@ -208,10 +213,10 @@ def sound(text: Any, where: str, wanted: str) -> str:
 # ---- documents
 
 
-def split(chunks: Iterable[str], separator: str | None) -> Iterator[Piece]:
-    """Split a text into documents; drops the separators and line breaks next to them."""
+def split(chunks: Iterable[str], separator: str | None, kept: bool = False) -> Iterator[Piece]:
+    """Split a text into documents; drops the separators and line breaks next to them, unless they are `kept`."""
     separator = separator and re.sub("\r\n?", "\n", separator)  # as in the text
-    pattern = _pattern(separator)
+    pattern = _pattern(separator, kept)
     reach = len(END_OF_TEXT if separator is None else separator) + 2
     # separators begin at `since` or later; the character before it is kept for `^`
     rest, since = "", 0
@@ -223,7 +228,7 @@ def split(chunks: Iterable[str], separator: str | None) -> Iterator[Piece]:
             if chunk is not None and found.end() == len(rest):
                 limit = found.start()
                 break
-            yield Piece(rest[at : found.start()], True)
+            yield Piece(rest[at : found.end() if kept else found.start()], True)
             at, since = found.end(), 0
         count = len(rest[at : max(at, limit)].rstrip("\n")) - 1
         if count > 0:
@@ -233,12 +238,12 @@ def split(chunks: Iterable[str], separator: str | None) -> Iterator[Piece]:
     yield Piece(rest, True)
 
 
-def _pattern(separator: str | None) -> re.Pattern[str]:
+def _pattern(separator: str | None, kept: bool) -> re.Pattern[str]:
     if separator == "":
         return re.compile(r"(?!)")  # matches nowhere
     if separator is None:
         return re.compile(rf"(?m)\n*^{re.escape(END_OF_TEXT)}$\n*")
-    return re.compile(rf"\n*{re.escape(separator)}\n*")
+    return re.compile(re.escape(separator) if kept else rf"\n*{re.escape(separator)}\n*")
 
 
 def _without_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:

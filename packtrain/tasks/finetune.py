@@ -98,5 +98,8 @@ def _write_modelfile(settings: TuneSettings, base: ModelFile) -> None:
     tokenizer = base.tokenizer()
     ends = [tokenizer.piece(id).decode(errors="replace") for id in sorted(tokenizer.ends)]
     stops = [f'PARAMETER stop "{end}"' for end in ends if end and '"' not in end]
-    lines = [f"FROM ../{settings.output.name}", *stops, ""]
+    lines = [f"FROM ../{settings.output.name}"]
+    if settings.merge == "none":
+        lines = [f"FROM {base.gguf.path.absolute()}", f"ADAPTER ../{settings.output.name}"]
+    lines += [*stops, ""]
     write_text(settings.folder / "Modelfile", "\n".join(lines))

@@ -86,7 +86,7 @@ class End:
         """Merge the adapter if there is one; report the losses of base, adapter and result, and a better merge."""
         adapter = None if self.settings.full else read_adapter(self.settings.folder / ADAPTER)
         found = None
-        if adapter is not None:
+        if adapter is not None and self.settings.merge != "none":
             merge = merge_of(self.subject, adapter, self.settings.tensor_type)
             found = self._merge(merge, self.settings.output)
             self._report_narrow(merge)
@@ -94,7 +94,7 @@ class End:
             return
         losses = self._losses(adapter)
         self.events.message(str(losses))
-        if adapter is not None and losses.kept < ENOUGH:
+        if losses.adapter is not None and losses.kept < ENOUGH and adapter is not None:
             self._advise(adapter, losses, found)
 
     # ---- merging
@@ -135,9 +135,11 @@ class End:
         if adapter is not None:
             beside = adapted(base, [(adapter, 1.0)])
             with_it = last if math.isfinite(last) else self._loss(beside, "the adapter")
-        tuned = self._loss(open_model(self.settings.output), "the result")
+        tuned, alone = with_it, self.settings.merge == "none"
+        if tuned is None or not alone:
+            tuned = self._loss(open_model(self.settings.output), "the result")
         before = progress.base if math.isfinite(progress.base) else self._loss(base, "the base")
-        return Losses(before, tuned, with_it)
+        return Losses(before, tuned, None if alone else with_it)
 
     def _loss(self, model: ModelFile, what: str) -> float:
         run = losses_of(
@@ -232,6 +234,8 @@ def _unlearnt(job: Job) -> Adapter | None:
     """A stand-in for the adapter that a run will merge, of zeros that take no memory; None if it merges none."""
     config = still(job.config)
     if not isinstance(job.subject, Tuned) or config.lora is None:
+        return None
+    if job.subject.settings.merge == "none":
         return None
     shapes = {name: leaf.shape for name, leaf in weights(config).items()}
     names = [name.removesuffix(A) for name in shapes if name.endswith(A)]

@@ -181,7 +181,9 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
     for torn in (*folder.glob(".*.part"), *folder.parent.glob(f".{settings.output.name}.*.part")):
         torn.unlink(missing_ok=True)
     if not settings.resume:
-        for pattern in ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "*.svg"):
+        kept = (s.replace("ITERATION", "*") for s in (settings.save_name, settings.save_model) if s)
+        own = ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "*.svg")
+        for pattern in (*own, *kept):
             for file in folder.glob(pattern):
                 file.unlink()
     paths: dict[str, Any] = {
@@ -189,8 +191,8 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
         for name, value in vars(settings).items()
         if isinstance(value, Path) and name != "output"
     }
-    kept = replace(settings, resume=False, overwrite=False, **paths)
-    write_text(folder / "run.yaml", to_yaml(kept))
+    shown = replace(settings, resume=False, overwrite=False, force_reshuffle=False, **paths)
+    write_text(folder / "run.yaml", to_yaml(shown))
     write_text(folder / "plan.json", prepared.json())
     write_text(folder / "plan.html", page(prepared.plans.largest, **facts(prepared)))
 

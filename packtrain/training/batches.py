@@ -35,6 +35,7 @@ class Batches:
     ) -> None:
         self.tokens, self.rows, self.time = tokens, rows, time
         self.seed, self.shuffle, self.fill = seed, shuffle, fill
+        self.key = 0
         self.random_offsets = random_offsets and shuffle and fill
         self.size = len(tokens.ids)
         ends = np.append(tokens.starts[1:], self.size) if not fill else np.array([self.size])
@@ -54,7 +55,7 @@ class Batches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
-        keys = keys_of(self.seed, epoch)
+        keys = keys_of(self.seed, epoch, self.key)
         offset = item_at(0, self.size, keys, OFFSET) if self.random_offsets else 0
         places = range(batch * self.rows, (batch + 1) * self.rows)
         rows = [self._row(*self._window(place, keys, offset)) for place in places]

@@ -13,7 +13,7 @@ from packtrain.training.state import Checkpoint
 from packtrain.words import plural
 
 # settings that determine how the data is tokenized
-READING = ("ctx", "separator", "val_split", "mask_prompt", "train_on", "truncate")
+READING = ("ctx", "separator", "sample_start", "val_split", "mask_prompt", "train_on", "truncate")
 ORDER = ("rows", "chunk", "layered")
 
 

@@ -65,6 +65,7 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
             ("delta", lambda s: not s.past, "without --past"),
             ("sample_prompt", lambda s: not s.sample_every, "without --sample-every"),
             ("overwrite", lambda s: s.resume, "with --resume"),
+            ("force_reshuffle", lambda s: not s.resume, "without --resume"),
             (
                 "patience",
                 lambda s: not s.steps_per_eval,
@@ -78,6 +79,11 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
         (
             ("vocab_size", lambda s: s.vocab is not None, "with --vocab, which has its own size"),
             ("random_offsets", lambda s: not s.fill_samples, "with --no-fill-samples"),
+            (
+                "separator random_offsets fill_samples",
+                lambda s: s.sample_start is not None,
+                "with --sample-start, which begins windows there",
+            ),
             ("strict", lambda s: True, "in train, which maps no weights from a file"),
         ),
     ),
@@ -88,6 +94,12 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 "lora_rank lora_alpha lora_modules lora_dropout rslora adapter merge tensor_type",
                 lambda s: s.full,
                 "with --full, which trains the weights themselves",
+            ),
+            ("save_model", lambda s: s.full, "with --full, whose checkpoints hold the weights"),
+            (
+                "type adapter tensor_type",
+                lambda s: s.merge == "none",
+                "with --merge none, which writes the adapter alone",
             ),
             ("masters freeze", lambda s: not s.full, "without --full"),
             TRAIN_ON,
@@ -110,6 +122,12 @@ def check_effects(settings: RunSettings) -> None:
         raise InputError("--lr 0 trains nothing; it must be more than 0")
     if settings.optimizer == "lbfgs" and getattr(settings, "masters", "f32") != "f32":
         raise InputError("--masters bf16 is too coarse for the line search of --optimizer lbfgs")
+    for name in ("save_name", "save_model"):
+        given = getattr(settings, name)
+        if given and ("ITERATION" not in given or "/" in given or not given.endswith(".gguf")):
+            raise InputError(
+                f"{flag(name)} {given}: it must be a file name with ITERATION in it, such as model-ITERATION.gguf"
+            )
     for name in ("lr_min", "warmup_lr"):
         given = getattr(settings, name)
         if given is not None and given > settings.learning_rate:

@@ -44,9 +44,12 @@ class Fit:
         for name in self.engine.plans.saved:
             session.set({name: found.array(name)})
         self.progress = found.progress
+        if self.job.settings.force_reshuffle:
+            self.progress = replace(self.progress, shuffled=self.progress.step)
+        self.job.train.key = self.progress.shuffled
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
             # these losses were measured on other batches and cannot be compared
-            self.progress = replace(found.progress, base=math.inf, last=math.inf)
+            self.progress = replace(self.progress, base=math.inf, last=math.inf)
         if found.path != self.checkpoint and self.checkpoint.exists():
             # otherwise the first save would keep the damaged file instead of the valid one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
@@ -137,7 +140,21 @@ class Fit:
         arrays = Values(self.engine.session, self.engine.plans.saved)
         watch.save()  # first: metrics may be ahead of the checkpoint (they are truncated on resume), never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
+        self._keep(self.job.settings.save_name, lambda to: state.copy(self.checkpoint, to))
+        view = self.engine.session.view
+        self._keep(self.job.settings.save_model, lambda to: self.job.subject.keep(to, view))
         self.events.saved(self.checkpoint)
+
+    def _keep(self, pattern: str, make: Callable[[Path], object]) -> None:
+        """Write a file under the number of the step, and link it as the latest."""
+        if not pattern:
+            return
+        numbered, latest = (
+            self.folder / pattern.replace("ITERATION", str(name))
+            for name in (self.progress.step, "LATEST")
+        )
+        make(numbered)
+        state.link(numbered, latest)
 
     def finish(self) -> None:
         """Write the result: the best weights with early stopping, else the last."""

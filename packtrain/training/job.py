@@ -37,7 +37,12 @@ View = Callable[[str], np.ndarray]
 
 
 class Batched(Protocol):
-    """Batches as a pure function of an index that runs on through the epochs; len() is one epoch."""
+    """Batches as a pure function of an index that runs on through the epochs; len() is one epoch.
+
+    key  another number gives another random order
+    """
+
+    key: int
 
     def __len__(self) -> int: ...
 
@@ -196,16 +201,17 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
         say(note)
     size = settings.batch_size, config.context_length
     shape = shape_of(settings, config, *size, corpus.valid is not None)
+    fill = settings.fill_samples and settings.sample_start is None
     train = Batches(
         corpus.train,
         *size,
         seed=settings.seed,
         random_offsets=settings.random_offsets,
-        fill=settings.fill_samples,
+        fill=fill,
     )
     valid = None
     if corpus.valid is not None:
-        valid = Batches(corpus.valid, *size, shuffle=False, fill=settings.fill_samples)
+        valid = Batches(corpus.valid, *size, shuffle=False, fill=fill)
     return Job(
         settings,
         f"{settings.preset}, {shape.rows} × {shape.time} tokens",
@@ -272,11 +278,14 @@ def _text(settings: TrainSettings) -> Text:
         raise InputError(f"--vocab-size {size}: a vocabulary has at most {VOCABULARY:,} tokens")
     check_split(settings.val_split)
     assert settings.data is not None
-    separator = settings.separator
+    kept = settings.sample_start is not None
+    if settings.sample_start == "":
+        raise InputError("--sample-start is empty; it must be some text")
+    separator = settings.sample_start if kept else settings.separator
     if separator is not None:
         separator = unescaped(separator)
     split, skip = settings.val_split, settings.skip_bad
-    return Text(settings.data, settings.vocab, size, auto, separator, split, skip)
+    return Text(settings.data, settings.vocab, size, auto, separator, split, skip, kept)
 
 
 def check_split(val_split: float) -> None:

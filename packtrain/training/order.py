@@ -11,8 +11,8 @@ WORD = (1 << 64) - 1
 Keys = tuple[int, ...]  # of an epoch: they permute any number of items
 
 
-def keys_of(seed: int, epoch: int) -> Keys:
-    drawn = np.random.SeedSequence([seed % (1 << 64), epoch])
+def keys_of(seed: int, epoch: int, key: int = 0) -> Keys:
+    drawn = np.random.SeedSequence([seed % (1 << 64), epoch, *([key] if key else [])])
     return tuple(drawn.generate_state(ROUNDS, np.uint64).tolist())
 
 

@@ -35,6 +35,7 @@ class SampleBatches:
     ) -> None:
         self.samples, self.rows, self.time = samples, rows, time
         self.seed, self.shuffle, self.pack = seed, shuffle, pack
+        self.key = 0
         lengths = samples.lengths - 1  # in targets
         longest = int(lengths.max())
         if longest > time:
@@ -61,7 +62,7 @@ class SampleBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
         epoch, batch = divmod(index, len(self))
-        keys = keys_of(self.seed, epoch)
+        keys = keys_of(self.seed, epoch, self.key)
         places = range(batch * self.rows, (batch + 1) * self.rows)
         rows = [self._row(self._samples_at(place, keys)) for place in places]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -160,6 +160,16 @@ class RunSettings:
         10, "print a line every N steps if there is no terminal", least=1
     )
     save_every: int = OUTPUT(100, "save a checkpoint every N steps; 0: only at the end", least=0)
+    save_name: str = OUTPUT(
+        "",
+        "keep each checkpoint in the run folder, such as checkpoint-ITERATION.gguf, and the newest with LATEST",
+        metavar="PATTERN",
+    )
+    save_model: str = OUTPUT(
+        "",
+        "the same for the model, or the adapter alone, at each checkpoint: model-ITERATION.gguf",
+        metavar="PATTERN",
+    )
     sample_every: int = OUTPUT(
         0, "print a sample of the model's text every N steps; 0: never", least=0
     )
@@ -168,6 +178,9 @@ class RunSettings:
     device: str = MEMORY("cpu", DEVICE, choices=tuple(DEVICES))
     threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
+    force_reshuffle: bool = OUTPUT(
+        False, "with --resume: go on with the data in a new random order, no longer bit for bit"
+    )
     overwrite: bool = OUTPUT(False, "start over: replace the earlier run and its result")
 
     @property
@@ -211,6 +224,9 @@ class TrainSettings(RunSettings):
         metavar="N",
     )
     type: str = OUTPUT("f32", "element type of the matrices in the GGUF file", choices=TYPES)
+    sample_start: str | None = DATA(
+        None, "documents of a .txt file, and windows, begin right after this text, such as '\\n'"
+    )
     fill_samples: bool = DATA(
         True, "fill a window with several short documents; otherwise pad after each"
     )
@@ -271,8 +287,9 @@ class TuneSettings(RunSettings):
 
     merge: str = OUTPUT(
         "calibrated",
-        "how the adapter is merged into quantized matrices: calibrated on some of the data, or plain rounding",
-        choices=("calibrated", "plain"),
+        "how the adapter is merged into quantized matrices: calibrated on some of the data, or plain rounding; none:"
+        " --output is the adapter alone",
+        choices=("calibrated", "plain", "none"),
     )
     tensor_type: tuple[str, ...] = OUTPUT(
         (),
@@ -340,34 +357,9 @@ def run_folder(output: Path) -> Path:
 
 
 # Settings that may differ when a run is resumed: they change no bit of a step, or the checkpoint holds what they became
-FREE = frozenset(
-    (
-        *(
-            "model",
-            "adapter",
-            "strict",
-            "data",
-            "vocab",
-            "vocab_size",
-            "output",
-            "iters",
-            "epochs",
-            "memory",
-            "measure_speed",
-            "recompute",
-            "threads",
-        ),
-        *("steps_per_eval", "val_batches", "patience", "steps_per_report", "save_every"),
-        *("past", "delta", "max_no_improvement", "grad_tol"),
-        *(
-            "sample_every",
-            "sample_prompt",
-            "tensorboard",
-            "type",
-            "merge",
-            "tensor_type",
-            "resume",
-            "overwrite",
-        ),
-    )
-)
+FREE_NAMES = """
+model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
+val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
+sample_every sample_prompt tensorboard type merge tensor_type resume overwrite force_reshuffle
+"""
+FREE = frozenset(FREE_NAMES.split())

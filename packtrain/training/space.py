@@ -13,7 +13,7 @@ from packtrain.design.plans import Plans, nbytes_of
 from packtrain.errors import DiskFull
 from packtrain.planning import size_text
 from packtrain.training.fit import BEST, CHECKPOINT
-from packtrain.training.job import Job
+from packtrain.training.job import HEAD_NBYTES, Job
 from packtrain.training.state import previous, step_of
 
 LOGS_NBYTES = 4 << 20  # metrics, events, pictures and the plan
@@ -44,8 +44,13 @@ def written(job: Job, plans: Plans) -> Iterator[tuple[Path, str, int]]:
     kept = nbytes_of(plans.saved.values())
     there = sum(_nbytes(path) for path in (checkpoint, previous(checkpoint)))
     yield checkpoint, "two checkpoints", max(2 * kept - there, 0)
+    s, weights = job.settings, nbytes_of(plans.kept[name] for name in plans.trained)
+    saves = job.steps // s.save_every + 1 if s.save_every else 1
+    if s.save_name:
+        yield checkpoint, "numbered checkpoints", saves * kept
+    if s.save_model:
+        yield checkpoint, "numbered models", saves * (weights + HEAD_NBYTES)
     if job.settings.patience:  # a better one is written before the old one is replaced
-        weights = nbytes_of(plans.kept[name] for name in plans.trained)
         yield best, "the best weights", max(2 * weights - _nbytes(best), 0)
     for path, nbytes in job.subject.files().items():
         yield path, path.name, nbytes

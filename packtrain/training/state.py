@@ -18,6 +18,7 @@ import numpy as np
 
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
+from packtrain.version import __version__
 
 FORMAT = 1
 KEY = "packtrain.checkpoint."
@@ -31,6 +32,7 @@ class Progress:
     best      lowest validation loss, after step `best_step`, and `stale`, validations since then
     recent    training losses of the last good steps, as many as --past needs, and the gradient norm of the last one
     lowest    lowest training loss, and `unimproved`, steps since then
+    shuffled  key of the order of the data: the step at which it was shuffled again, or 0
     last      validation loss of the last validation; `base` that before step 1, both over `batches` batches
     """
 
@@ -47,6 +49,7 @@ class Progress:
     norm: float = float("inf")
     lowest: float = float("inf")
     unimproved: int = 0
+    shuffled: int = 0
 
     def after(self, tokens: int, seconds: float) -> "Progress":
         return replace(
@@ -94,15 +97,16 @@ def save(
     values = {
         "general.architecture": Value("string", "packtrain-checkpoint"),
         KEY + "format": Value("u32", FORMAT),
+        KEY + "version": Value("string", __version__),
         KEY + "sha256": Value("string", _digest(texts, arrays)),
         **{key: Value("string", text) for key, text in texts.items()},
     }
     if path.exists():
-        _keep(path)
+        link(path, previous(path))
     write(path, values, {name: Deferred.of(arrays.__getitem__, name) for name in arrays})
 
 
-def _keep(path: Path) -> None:
+def link(path: Path, other: Path) -> None:
     """Give the file a second name; the next write replaces only the first one."""
     beside = path.with_suffix(".keep.part")
     beside.unlink(missing_ok=True)
@@ -110,7 +114,14 @@ def _keep(path: Path) -> None:
         os.link(path, beside)
     except OSError:  # file systems without hard links
         shutil.copyfile(path, beside)
-    os.replace(beside, previous(path))
+    os.replace(beside, other)
+
+
+def copy(path: Path, other: Path) -> None:
+    """A file of its own with the same content."""
+    torn = other.with_name(f".{other.name}.part")
+    shutil.copyfile(path, torn)
+    os.replace(torn, other)
 
 
 def _digest(texts: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
@@ -162,7 +173,9 @@ def _load(path: Path) -> Checkpoint:
         raise GGUFError(f"{path}: this is not a checkpoint of packtrain")
     if values[KEY + "format"] > FORMAT:
         raise InputError(
-            f"{path}: checkpoint format {values[KEY + 'format']}; this version of packtrain reads up to {FORMAT}"
+            f"{path}: checkpoint format {values[KEY + 'format']}, which packtrain"
+            f" {values.get(KEY + 'version', 'of a later version')} reads; this is {__version__}, which reads up to"
+            f" {FORMAT}"
         )
     texts = {KEY + name: values[KEY + name] for name in ("progress", "about")}
     if _digest(texts, {name: gguf.array(name) for name in gguf.entries}) != values[KEY + "sha256"]:
@@ -181,7 +194,7 @@ def _is_progress(value: Any) -> bool:
     """Whether plain data has the fields of Progress, of the right types and not negative; old files lack `later`."""
     kinds = {"step": int, "tokens": int, "seconds": float, "best": float, "stale": int}
     later = {"best_step": int, "last": float, "base": float, "batches": int}
-    later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int}
+    later |= {"recent": list, "norm": float, "lowest": float, "unimproved": int, "shuffled": int}
     signed = {"recent", "lowest"}
     return (
         isinstance(value, dict)

@@ -101,7 +101,8 @@ class Tuned:
         s = self.settings
         if self.config.lora is not None:
             adapter = self._adapter(view, self.config.lora)
-            for path in filter(None, (s.folder / ADAPTER, s.adapter)):
+            alone = s.output if s.merge == "none" else s.adapter
+            for path in filter(None, (s.folder / ADAPTER, alone)):
                 write_adapter(path, adapter, name_of(s.output))
             return
 
@@ -124,6 +125,9 @@ class Tuned:
         s, gguf = self.settings, self.model.gguf
         stored, sizes = DTYPES[s.type] if s.type else None, transformer.weights(self.config)
         trained = [sizes[name].spec for name in self.trained]
+        adapter = sum(spec.size * 4 for spec in trained) + HEAD_NBYTES
+        if s.merge == "none":
+            return {s.output: adapter, s.folder / ADAPTER: adapter}
         found = {s.output: gguf.nbytes + HEAD_NBYTES}
         changed = {
             n.removesuffix(B) for n in self.trained if not n.endswith(A)
@@ -133,7 +137,6 @@ class Tuned:
                 into = stored_type(entry, stored)
                 found[s.output] += max(tensor_nbytes(entry.shape, into) - entry.nbytes, 0)
         if not s.full:
-            adapter = sum(spec.size * 4 for spec in trained) + HEAD_NBYTES
             found |= dict.fromkeys(filter(None, (s.folder / ADAPTER, s.adapter)), adapter)
         return found
 

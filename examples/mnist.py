@@ -82,6 +82,7 @@ def convolutional(rows: int) -> pt.Model:
 
 
 NETS = {"fc": fully_connected, "conv": convolutional}
+RATES = {"fc": 2e-3, "conv": 1e-2}
 
 
 def main() -> None:
@@ -104,7 +105,8 @@ def main() -> None:
     done = pt.fit(
         NETS[args.net],
         learnt,
-        pt.AdamW(lr=1e-3, beta2=0.999, weight_decay=0.1),
+        pt.AdamW(lr=RATES[args.net], beta2=0.999, weight_decay=0.1),
+        schedule="cosine",
         epochs=args.epochs,
         batch=BATCH,
         physical=args.physical,

@@ -294,6 +294,18 @@ def test_callbacks_come_before_and_after_every_batch_and_may_change_numbers():
     assert runs.form.plans == plans
 
 
+def test_schedules_by_name_and_by_function():
+    rates = []
+    note = pt.Callbacks(after=lambda batch: rates.append(batch.trainer.lr))
+    asked = {"epochs": 10, "batch": 60, "callbacks": note}
+    pt.fit(net, blobs(), pt.SGD(lr=0.1), schedule="linear", **asked)
+    assert rates[:2] == [0.05, 0.1] and rates[-1] == pytest.approx(0.001) and len(rates) == 40
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    rates.clear()
+    pt.fit(net, blobs(), pt.SGD(lr=0.1), schedule=lambda step: 1 / step, **asked)
+    assert rates == [1 / step for step in range(1, 41)]
+
+
 def test_the_numbers_of_an_optimizer_can_change_but_not_its_plan():
     runs = trainer(pt.SGD(lr=1.0))
     runs.change(pt.SGD(lr=0.5))
@@ -468,6 +480,11 @@ def test_bad_datasets(columns, shard, message):
             "values has nothing, which is no weight",
         ),
         ({}, {"batch": 60, "resume": True}, "resume needs the folder"),
+        (
+            {},
+            {"batch": 60, "schedule": "steps"},
+            "schedule='steps' must be a function of the step, or one of",
+        ),
     ],
 )
 def test_bad_requests(change, how, message):

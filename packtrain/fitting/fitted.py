@@ -20,9 +20,11 @@ from packtrain.memory import Peak
 from packtrain.optim import AdamW, Optimizer
 from packtrain.planning import size_text
 from packtrain.tensor import Tensor
+from packtrain.training.schedule import Schedule
 from packtrain.words import plural
 
 Say = Callable[[str], None]
+KINDS = ("cosine", "linear", "constant")
 ORDERS_NBYTES = 4 * 8  # positions of a datapoint, while an epoch is shuffled
 
 
@@ -69,7 +71,7 @@ def fit(
     valid: "Dataset | Mapping[str, Any] | None" = None,
     shuffle: bool = True,
     seed: int = 0,
-    schedule: Callable[[int], float] | None = None,
+    schedule: Callable[[int], float] | str | None = None,
     callbacks: Callbacks = NONE,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -84,7 +86,7 @@ def fit(
     model      see Trainer
     batch      datapoints per step; of these, `physical` at a time
     val_split  share of the data held out for validation, drawn by `seed`; or give `valid`, which is never trained on
-    schedule   learning rate by the number of the step; default: the optimizer's
+    schedule   learning rate by the number of the step, or cosine, linear, constant; default: the optimizer's
     folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues from there
     stop       asked after each step whether to save and stop
     on_message called with what was chosen, and a line per epoch: `print` shows them
@@ -94,6 +96,8 @@ def fit(
     own = {"seed": seed, "beside": ORDERS_NBYTES * len(learnt), "on_message": on_message}
     runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer | own)
     course = _course(runs, learnt, valid, val_split, seed if shuffle else None, on_message)
+    if isinstance(schedule, str):
+        schedule = _named(schedule, runs.lr, epochs * course.steps)
     course.callbacks = _scheduled(callbacks, schedule)
     record = Record(folder, runs, course.about, resume, on_message)
     return _run(course, epochs, record, stop, on_message)
@@ -226,6 +230,15 @@ def check(trainer: Trainer, data: Dataset) -> None:
     if len(data) < trainer.rows:
         rows, count = trainer.rows, plural(len(data), "datapoint")
         raise InputError(f"a batch of {rows:,} is more than the {count} of the dataset")
+
+
+def _named(kind: str, lr: float, steps: int) -> Callable[[int], float]:
+    """A schedule of `train`: warm-up over a twentieth of the steps, then decay to a hundredth of the rate."""
+    if kind not in KINDS:
+        raise InputError(
+            f"schedule={kind!r} must be a function of the step, or one of {', '.join(KINDS)}"
+        )
+    return Schedule(kind, lr, lr / 100, steps // 20, steps).rate
 
 
 def _scheduled(callbacks: Callbacks, schedule: Callable[[int], float] | None) -> Callbacks:

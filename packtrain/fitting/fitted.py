@@ -96,9 +96,7 @@ def fit(
     own = {"seed": seed, "beside": ORDERS_NBYTES * len(learnt), "on_message": on_message}
     runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer | own)
     course = _course(runs, learnt, valid, val_split, seed if shuffle else None, on_message)
-    if isinstance(schedule, str):
-        schedule = _named(schedule, runs.lr, epochs * course.steps)
-    course.callbacks = _scheduled(callbacks, schedule)
+    course.callbacks = _scheduled(callbacks, schedule, runs.lr, epochs * course.steps)
     record = Record(folder, runs, course.about, resume, on_message)
     return _run(course, epochs, record, stop, on_message)
 
@@ -232,23 +230,27 @@ def check(trainer: Trainer, data: Dataset) -> None:
         raise InputError(f"a batch of {rows:,} is more than the {count} of the dataset")
 
 
-def _named(kind: str, lr: float, steps: int) -> Callable[[int], float]:
-    """A schedule of `train`: warm-up over a twentieth of the steps, then decay to a hundredth of the rate."""
-    if kind not in KINDS:
-        raise InputError(
-            f"schedule={kind!r} must be a function of the step, or one of {', '.join(KINDS)}"
-        )
-    return Schedule(kind, lr, lr / 100, steps // 20, steps).rate
+def _scheduled(
+    callbacks: Callbacks, schedule: Callable[[int], float] | str | None, lr: float, steps: int
+) -> Callbacks:
+    """The callbacks, of which the first sets the rate of its step.
 
-
-def _scheduled(callbacks: Callbacks, schedule: Callable[[int], float] | None) -> Callbacks:
-    """The callbacks, of which the first sets the rate of its step."""
+    A name is a schedule of `train`: warm-up over a twentieth of the steps, then decay to a hundredth of the rate.
+    """
     if schedule is None:
         return callbacks
+    if isinstance(schedule, str):
+        if schedule not in KINDS:
+            names = ", ".join(KINDS)
+            raise InputError(
+                f"schedule={schedule!r} must be a function of the step, or one of {names}"
+            )
+        schedule = Schedule(schedule, lr, lr / 100, steps // 20, steps).rate
+    rate, own = schedule, callbacks.before
 
     def before(batch: Batch) -> None:
-        batch.trainer.lr = schedule(batch.trainer.done + 1)
-        if callbacks.before is not None:
-            callbacks.before(batch)
+        batch.trainer.lr = rate(batch.trainer.done + 1)
+        if own is not None:
+            own(batch)
 
     return replace(callbacks, before=before)

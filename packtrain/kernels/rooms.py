@@ -16,11 +16,12 @@ from numba.extending import intrinsic
 from packtrain.dtypes import DTYPES
 from packtrain.kernels.bits import i32x16
 from packtrain.kernels.call import kernel, part
-from packtrain.types.words import ASKED, Code, Ints
+from packtrain.kernels.simd import f32x16
+from packtrain.types.words import ASKED, Code, Floats, Ints
 
 I64 = ir.IntType(64)
 i64, f32, void = types.int64, types.float32, types.void
-MEANT: dict[Any, Any] = {int: i64, np.float32: f32, None: void, Ints: i32x16}
+MEANT: dict[Any, Any] = {int: i64, np.float32: f32, None: void, Ints: i32x16, Floats: f32x16}
 MEANT[tuple[np.float32, np.float32]] = types.UniTuple(f32, 2)
 
 

@@ -42,7 +42,7 @@ MADE_OF = {
     "packing": "call",
     "quantize": "bits call codes rooms simd",
     "reduce": "call simd",
-    "rooms": "bits call",
+    "rooms": "bits call simd",
     "rope": "call simd",
     "rows": "call dequantize simd",
     "simd": "",

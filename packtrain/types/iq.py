@@ -8,16 +8,25 @@ from packtrain.types.room import packed
 from packtrain.types.words import (
     byte_at,
     bytes_at,
+    bytes_of,
+    fma,
     half_at,
     lane_numbers,
     load,
+    neg,
+    part,
+    peek,
     pick,
+    put_where,
     put_word,
     scratch,
     short_at,
+    splat,
     spread_bits,
     store,
     to_floats,
+    total,
+    word_at,
 )
 
 f32 = np.float32
@@ -71,6 +80,30 @@ def unpack_iq3_s(y, x, n):
             store(y, out + i * 16, v * (to_floats(signs) * -2.0 + 1.0))
 
 
+@part
+def eight_of(at: int, ninth: int) -> int:
+    """The eight values, as bytes, of two indices: low bytes at `at`, their upper bits the lowest of `ninth`."""
+    first = byte_at(at, 0) | ((ninth & 1) << 8)
+    second = byte_at(at, 1) | ((ninth & 2) << 7)
+    return FOURS_S[first] | (FOURS_S[second] << 32)
+
+
+@iq3_s.dot
+def dot_iq3_s(x, w, n):
+    a = splat(0.0)
+    for b in range(0, n, 256):
+        d = half_at(w, 0)
+        for i in range(16):
+            ninth = byte_at(w, 66 + i // 2) >> (i % 2 * 4)
+            at = w + 2 + i * 4
+            v = to_floats(bytes_of(eight_of(at, ninth), eight_of(at + 2, ninth >> 2)))
+            scale = d * f32((byte_at(w, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
+            v = v * scale
+            a = fma(put_where(v, short_at(w + 74, i), neg(v)), load(x, b + i * 16), a)
+        w += 110
+    return total(a)
+
+
 @iq4_nl.unpack
 def unpack_iq4_nl(y, x, n):
     values = load(NL, 0)
@@ -79,6 +112,17 @@ def unpack_iq4_nl(y, x, n):
         d, q = half_at(at, 0), bytes_at(at, 2)
         store(y, out, pick(values, q) * d)
         store(y, out + 16, pick(values, q >> 4) * d)
+
+
+@iq4_nl.dot
+def dot_iq4_nl(x, w, n):
+    values, a, b = load(NL, 0), splat(0.0), splat(0.0)
+    for i in range(0, n, 32):
+        v, q = values * half_at(w, 0), bytes_at(w, 2)
+        a = fma(pick(v, q), load(x, i), a)
+        b = fma(pick(v, q >> 4), load(x, i + 16), b)
+        w += 18
+    return total(a + b)
 
 
 @iq4_xs.unpack
@@ -93,3 +137,19 @@ def unpack_iq4_xs(y, x, n):
             q = bytes_at(at, 8 + i * 16)
             store(y, out + i * 32, pick(values, q) * scale)
             store(y, out + i * 32 + 16, pick(values, q >> 4) * scale)
+
+
+@iq4_xs.dot
+def dot_iq4_xs(x, w, n):
+    values, a, b, scales = load(NL, 0), splat(0.0), splat(0.0), scratch(16)
+    for p in range(0, n, 256):
+        group = lane_numbers() & 7
+        low = (spread_bits(word_at(w + 4, 0)) >> (group << 2)) & 15
+        high = (spread_bits(short_at(w, 1)) >> (group << 1)) & 3
+        store(scales, 0, to_floats((low | (high << 4)) - 32) * half_at(w, 0))
+        for i in range(8):
+            v, q = values * peek(scales, i), bytes_at(w, 8 + i * 16)
+            a = fma(pick(v, q), load(x, p + i * 32), a)
+            b = fma(pick(v, q >> 4), load(x, p + i * 32 + 16), b)
+        w += 136
+    return total(a + b)

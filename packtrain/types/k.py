@@ -11,15 +11,21 @@ from packtrain.types.legacy import q5_0, q5_1, q8_0
 from packtrain.types.room import Bytes, Layout, packed
 from packtrain.types.words import (
     Ints,
+    add_where,
     byte_at,
     bytes_at,
+    bytes_of,
     char_at,
+    chars_at,
     code,
     extreme,
     fit,
     fma,
     half_at,
+    keep_first,
     load,
+    low_2,
+    low_4,
     part,
     peek,
     poke,
@@ -28,6 +34,7 @@ from packtrain.types.words import (
     put_half,
     rounded,
     scratch,
+    set_lanes,
     splat,
     spread_bits,
     store,
@@ -35,9 +42,11 @@ from packtrain.types.words import (
     to_floats,
     total,
     whole,
+    word_at,
 )
 
 f32 = np.float32
+SIXES, FOURS, TWOS = 0x3F3F3F3F, 0x0F0F0F0F0F0F0F0F, 0x0303030303030303  # low bits of bytes
 GROUPS = 8  # of 32 values; q6_K has twice as many of 16
 NOTHING = 1e-15  # q6_K: a group without larger values is all zeros
 
@@ -92,6 +101,52 @@ def unpack_q2_K(y, x, n):
             store(y, out + i * 16, to_floats(q & 3) * (d * f32(scale & 15)) - m * f32(scale >> 4))
 
 
+@q2_K.dot
+def dot_q2_K(x, w, n):
+    a, b, scales, lows = splat(0.0), splat(0.0), scratch(16), scratch(16)
+    for p in range(0, n, 256):
+        s = bytes_at(w, 0)
+        store(scales, 0, to_floats(s & 15) * half_at(w, 40))
+        store(lows, 0, to_floats(s >> 4) * -half_at(w, 41))
+        for half in range(2):
+            q, r = bytes_at(w, 16 + half * 32), bytes_at(w, 32 + half * 32)
+            for i in range(half * 8, half * 8 + 8, 2):
+                a = fma(low_2(q, peek(scales, i), peek(lows, i)), load(x, p + i * 16), a)
+                v = low_2(r, peek(scales, i + 1), peek(lows, i + 1))
+                b = fma(v, load(x, p + i * 16 + 16), b)
+                q, r = q >> 2, r >> 2
+        w += 84
+    return total(a + b)
+
+
+@part
+def six_bit_scales(w: int) -> Ints:
+    """The sixteen scales of a q3_K block: the low four bits in eight bytes, the two above in four."""
+    low, high = word_at(w + 96, 0) | (word_at(w + 100, 0) << 32), word_at(w + 104, 0)
+    first = (high | ((high >> 2) << 32)) & TWOS
+    second = ((high >> 4) | ((high >> 6) << 32)) & TWOS
+    return bytes_of((low & FOURS) | (first << 4), ((low >> 4) & FOURS) | (second << 4)) - 32
+
+
+@q3_K.dot
+def dot_q3_K(x, w, n):
+    a, b, scales = splat(0.0), splat(0.0), scratch(16)
+    for p in range(0, n, 256):
+        store(scales, 0, to_floats(six_bit_scales(w)) * half_at(w, 54))
+        top, over = bytes_at(w, 0), bytes_at(w, 16)
+        for half in range(2):
+            q, r = bytes_at(w, 32 + half * 32), bytes_at(w, 48 + half * 32)
+            for i in range(half * 8, half * 8 + 8, 2):
+                d, e = peek(scales, i), peek(scales, i + 1)
+                v = add_where(low_2(q, d, d * f32(-4)), set_lanes(top & 1), d * f32(4))
+                a = fma(v, load(x, p + i * 16), a)
+                v = add_where(low_2(r, e, e * f32(-4)), set_lanes(over & 1), e * f32(4))
+                b = fma(v, load(x, p + i * 16 + 16), b)
+                q, r, top, over = q >> 2, r >> 2, top >> 1, over >> 1
+        w += 110
+    return total(a + b)
+
+
 @q3_K.unpack
 def unpack_q3_K(y, x, n):
     for b in range(n):
@@ -132,19 +187,31 @@ def unpack_q4_K(y, x, n):
                 store(y, out + i * 32 + half, to_floats(q) * d - m)
 
 
+@part
+def put_scales_and_lows(y: int, w: int) -> None:
+    """What scale_and_least gives for the eight groups of a block: eight scales, then eight offsets, negative."""
+    first, second, rest = word_at(w + 4, 0), word_at(w + 8, 0), word_at(w + 12, 0)
+    above = (((first >> 6) << 4) | ((second >> 6) << 36)) & (TWOS << 4)
+    low = (rest & FOURS) | (above & 0xFFFFFFFF)
+    least = ((rest >> 4) & 0x0F0F0F0F) | (above >> 32)
+    both = bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (least << 32))
+    units = keep_first(splat(half_at(w, 0)), 8, splat(-half_at(w, 1)))
+    store(y, 0, to_floats(both) * units)
+
+
 @q4_K.dot
 def dot_q4_K(x, w, n):
-    a, b = splat(0.0), splat(0.0)
-    for i in range(0, n, 64):
-        part = i // 64 % 4
-        (d, m), (e, o) = scale_and_least(w, part * 2), scale_and_least(w, part * 2 + 1)
-        m, o = -m, -o
-        q, r = bytes_at(w, 16 + part * 32), bytes_at(w, 32 + part * 32)
-        a = fma(fma(to_floats(q & 15), d, m), load(x, i), a)
-        b = fma(fma(to_floats(r & 15), d, m), load(x, i + 16), b)
-        a = fma(fma(to_floats(q >> 4), e, o), load(x, i + 32), a)
-        b = fma(fma(to_floats(r >> 4), e, o), load(x, i + 48), b)
-        w += 144 if part == 3 else 0
+    a, b, s = splat(0.0), splat(0.0), scratch(16)
+    for p in range(0, n, 256):
+        put_scales_and_lows(s, w)
+        for i in range(0, 8, 2):
+            d, m, e, o = peek(s, i), peek(s, 8 + i), peek(s, 1 + i), peek(s, 9 + i)
+            at, q, r = p + i * 32, bytes_at(w, 16 + i * 16), bytes_at(w, 32 + i * 16)
+            a = fma(low_4(q, d, m), load(x, at), a)
+            b = fma(low_4(r, d, m), load(x, at + 16), b)
+            a = fma(low_4(q >> 4, e, o), load(x, at + 32), a)
+            b = fma(low_4(r >> 4, e, o), load(x, at + 48), b)
+        w += 144
     return total(a + b)
 
 
@@ -158,6 +225,24 @@ def unpack_q5_K(y, x, n):
                 q = (bytes_at(at, 48 + i // 2 * 32 + half) >> (i % 2 * 4)) & 15
                 top = (bytes_at(at, 16 + half) >> i) & 1
                 store(y, out + i * 32 + half, to_floats(q | (top << 4)) * d - m)
+
+
+@q5_K.dot
+def dot_q5_K(x, w, n):
+    a, b, s = splat(0.0), splat(0.0), scratch(16)
+    for p in range(0, n, 256):
+        put_scales_and_lows(s, w)
+        top, over = bytes_at(w, 16), bytes_at(w, 32)
+        for i in range(8):
+            d, m, shift = peek(s, i), peek(s, 8 + i), i % 2 * 4
+            q, r = bytes_at(w, 48 + i // 2 * 32) >> shift, bytes_at(w, 64 + i // 2 * 32) >> shift
+            v = add_where(low_4(q, d, m), set_lanes(top & 1), d * f32(16))
+            a = fma(v, load(x, p + i * 32), a)
+            v = add_where(low_4(r, d, m), set_lanes(over & 1), d * f32(16))
+            b = fma(v, load(x, p + i * 32 + 16), b)
+            top, over = top >> 1, over >> 1
+        w += 176
+    return total(a + b)
 
 
 @q6_K.unpack
@@ -175,31 +260,22 @@ def unpack_q6_K(y, x, n):
 
 @q6_K.dot
 def dot_q6_K(x, w, n):
-    a, b = splat(0.0), splat(0.0)
-    for i in range(0, n, 128):
-        half = i // 128 % 2
-        low, high, scales, d = (
-            w + half * 64,
-            w + 128 + half * 32,
-            w + 192 + half * 8,
-            half_at(w, 104),
-        )
-        for lane in range(0, 32, 16):
-            q, r, h, s = (
-                bytes_at(low, lane),
-                bytes_at(low, 32 + lane),
-                bytes_at(high, lane),
-                lane // 16,
-            )
-            v = to_floats(((q & 15) | ((h & 3) << 4)) - 32) * (d * f32(char_at(scales, s)))
-            a = fma(v, load(x, i + lane), a)
-            v = to_floats(((r & 15) | ((h & 12) << 2)) - 32) * (d * f32(char_at(scales, 2 + s)))
-            b = fma(v, load(x, i + 32 + lane), b)
-            v = to_floats(((q >> 4) | (h & 48)) - 32) * (d * f32(char_at(scales, 4 + s)))
-            a = fma(v, load(x, i + 64 + lane), a)
-            v = to_floats(((r >> 4) | ((h & 192) >> 2)) - 32) * (d * f32(char_at(scales, 6 + s)))
-            b = fma(v, load(x, i + 96 + lane), b)
-        w += 210 if half else 0
+    a, b, scales = splat(0.0), splat(0.0), scratch(16)
+    for p in range(0, n, 256):
+        store(scales, 0, to_floats(chars_at(w, 192)) * half_at(w, 104))
+        for i in range(4):
+            low, at = w + i // 2 * 64 + i % 2 * 16, p + i // 2 * 128 + i % 2 * 16
+            q, r, h = bytes_at(low, 0), bytes_at(low, 32), bytes_at(w, 128 + i * 16)
+            s = i // 2 * 8 + i % 2
+            v = to_floats(((q & 15) | ((h & 3) << 4)) - 32) * peek(scales, s)
+            a = fma(v, load(x, at), a)
+            v = to_floats(((r & 15) | ((h & 12) << 2)) - 32) * peek(scales, s + 2)
+            b = fma(v, load(x, at + 32), b)
+            v = to_floats(((q >> 4) | (h & 48)) - 32) * peek(scales, s + 4)
+            a = fma(v, load(x, at + 64), a)
+            v = to_floats(((r >> 4) | ((h & 192) >> 2)) - 32) * peek(scales, s + 6)
+            b = fma(v, load(x, at + 96), b)
+        w += 210
     return total(a + b)
 
 

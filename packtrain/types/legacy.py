@@ -8,6 +8,7 @@ import numpy as np
 from packtrain.types.room import Layout, packed
 from packtrain.types.words import (
     absolute,
+    add_where,
     bounds,
     bytes_at,
     chars_at,
@@ -17,6 +18,7 @@ from packtrain.types.words import (
     lane_numbers,
     largest,
     load,
+    low_4,
     maximum,
     put_codes,
     put_half,
@@ -58,8 +60,8 @@ def dot_q4_0(x, w, n):
     a, b = splat(0.0), splat(0.0)
     for i in range(0, n, 32):
         d, q = half_at(w, 0), bytes_at(w, 2)
-        a = fma(to_floats((q & 15) - 8) * d, load(x, i), a)
-        b = fma(to_floats((q >> 4) - 8) * d, load(x, i + 16), b)
+        a = fma(low_4(q, d, d * f32(-8)), load(x, i), a)
+        b = fma(low_4(q >> 4, d, d * f32(-8)), load(x, i + 16), b)
         w += 18
     return total(a + b)
 
@@ -80,6 +82,17 @@ def unpack_q4_1(y, x, n):
         d, m, q = half_at(at, 0), half_at(at, 1), bytes_at(at, 4)
         store(y, out, to_floats(q & 15) * d + m)
         store(y, out + 16, to_floats(q >> 4) * d + m)
+
+
+@q4_1.dot
+def dot_q4_1(x, w, n):
+    a, b = splat(0.0), splat(0.0)
+    for i in range(0, n, 32):
+        d, m, q = half_at(w, 0), half_at(w, 1), bytes_at(w, 4)
+        a = fma(low_4(q, d, m), load(x, i), a)
+        b = fma(low_4(q >> 4, d, m), load(x, i + 16), b)
+        w += 20
+    return total(a + b)
 
 
 @q4_1.pack
@@ -103,6 +116,18 @@ def unpack_q5_0(y, x, n):
         store(y, out + 16, to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d)
 
 
+@q5_0.dot
+def dot_q5_0(x, w, n):
+    a, b = splat(0.0), splat(0.0)
+    for i in range(0, n, 32):
+        d, high, q = half_at(w, 0), word_at(w + 2, 0), bytes_at(w, 6)
+        m, top = d * f32(-16), d * f32(16)
+        a = fma(add_where(low_4(q, d, m), high, top), load(x, i), a)
+        b = fma(add_where(low_4(q >> 4, d, m), high >> 16, top), load(x, i + 16), b)
+        w += 22
+    return total(a + b)
+
+
 @q5_0.pack
 def pack_q5_0(y, x, n):
     for b in range(n):
@@ -120,6 +145,18 @@ def unpack_q5_1(y, x, n):
         high = spread_bits(word_at(at + 4, 0)) >> lane_numbers()
         store(y, out, to_floats((q & 15) | ((high & 1) << 4)) * d + m)
         store(y, out + 16, to_floats((q >> 4) | ((high >> 12) & 16)) * d + m)
+
+
+@q5_1.dot
+def dot_q5_1(x, w, n):
+    a, b = splat(0.0), splat(0.0)
+    for i in range(0, n, 32):
+        d, m, high, q = half_at(w, 0), half_at(w, 1), word_at(w + 4, 0), bytes_at(w, 8)
+        top = d * f32(16)
+        a = fma(add_where(low_4(q, d, m), high, top), load(x, i), a)
+        b = fma(add_where(low_4(q >> 4, d, m), high >> 16, top), load(x, i + 16), b)
+        w += 24
+    return total(a + b)
 
 
 @q5_1.pack

@@ -19,7 +19,7 @@ class Word:
 
 
 class Code(Word):
-    """A function in types/, to be compiled; int is i64, np.float32 f32, and Ints are vectors of 16 i32.
+    """A function in types/, to be compiled; int is i64, np.float32 f32, Ints and Floats are vectors of 16.
 
     inlined  into its callers; else it is compiled once, and called
     """
@@ -30,6 +30,10 @@ class Code(Word):
 
 class Ints:
     """The type of 16 i32 in one register."""
+
+
+class Floats:
+    """The type of 16 f32 in one register."""
 
 
 ASKED: dict[str, Word] = {}  # names used in types/

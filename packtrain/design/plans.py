@@ -156,8 +156,7 @@ class Plans:
     def nbytes_of(self, *roles: Role, space: str | None = None) -> int:
         """Bytes of allocated leaves with these roles, in one space or in all."""
         found = (leaf for leaf in self.kept.values() if leaf.role in roles)
-        here = (leaf for leaf in found if space in (None, self.target.home(leaf).space))
-        return held_nbytes(here, self.target)
+        return nbytes_of(leaf for leaf in found if space in (None, self.target.home(leaf).space))
 
     @property
     def state_nbytes(self) -> int:

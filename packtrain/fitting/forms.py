@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from packtrain import ops
-from packtrain.backends import HOST, Target
+from packtrain.backends import HOST, Target, aligned
 from packtrain.design.plans import BOUND_NBYTES, EVALUATE, MICRO, STEP, UPDATE, Name
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.fitting.model import Model
@@ -63,8 +63,9 @@ class Form:
     def parts(self) -> dict[str, int]:
         """Bytes that a run adds to the process, by what they are for."""
         by_role = dict.fromkeys(("weight", "table", "moment", "sum"), 0)
-        for leaf in self.leaves.values():
-            by_role[leaf.role or ""] += leaf.spec.nbytes
+        homes = {t.label: b for p in self.placed.values() for t, b in p.home.items()}
+        for name, leaf in self.leaves.items():
+            by_role[leaf.role or ""] += aligned(leaf.spec.nbytes, homes[name].alignment)
         constants = sum(plan.arena(HOST).constant_nbytes for plan in self.plans.values())
         return {
             "weights": by_role["weight"] + by_role["table"],

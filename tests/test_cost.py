@@ -77,8 +77,8 @@ def test_every_op_that_calls_a_kernel_of_products_is_among_them():
 
 def test_constants_are_those_of_the_kernels():
     gemm, matmul, packed = kernels.gemm, kernels.matmul, kernels.packed
-    assert (costs.DEPTH, costs.CHUNK % gemm.ROWS) == (gemm.DEPTH, 0)
-    assert costs.PANEL >= gemm.PANEL
+    assert costs.DEPTH >= gemm.DEEP and costs.COLUMNS == gemm.PANEL // gemm.WIDE
+    assert costs.BROAD <= gemm.BROAD and costs.LEAST_COLUMNS == packed.COLUMNS
     same = ("FEW_ROWS", "SMALL", "TASK", "MOST_TASKS", "SIDE")
     assert [getattr(costs, name) for name in same] == [getattr(matmul, name) for name in same]
     found = packed.ROWS, packed.UNPACKING, packed.TASK, packed.MOST_TASKS, packed.LEAST_TASKS
@@ -100,7 +100,9 @@ def test_constants_are_those_of_the_kernels():
 def test_tasks_are_those_of_the_kernel(shape):
     rows, columns = kernels.matmul.tile_shape(*shape)
     near = costs.tile(*shape)
-    assert rows - near[0] in range(kernels.gemm.ROWS) and columns - near[1] in range(costs.PANEL)
+    assert rows - near[0] in range(kernels.gemm.ROWS) and columns - near[1] in range(
+        kernels.gemm.PANEL
+    )
 
 
 def test_a_task_alone_gets_one_thread():

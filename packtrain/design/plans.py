@@ -23,7 +23,7 @@ from packtrain.recompute import Built, Choice
 from packtrain.tensor import GraphError, Role, Tensor
 
 CHUNK = 256  # default number of tokens of the loss head at a time
-LOOP_NBYTES = 3 << 20  # progress line, metrics and files of the loop; measured up to 2.6 MiB
+LOOP_NBYTES = 7 << 19  # progress line, metrics and files of the loop; measured up to 3.2 MiB
 PASSING = 2  # such leaves at a time
 BOUND_NBYTES = 800  # bytes of an executor for each call, measured
 SAMPLING_NBYTES = 24  # bytes per token of the vocabulary: logits in f32 and f64, some copies

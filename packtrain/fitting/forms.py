@@ -17,7 +17,7 @@ from packtrain.words import plural
 
 Build = Callable[[int], "Model | Tensor"]
 WHOLE = "whole"  # the loss of a physical batch, where `loss` is its share of a step
-LOOP_NBYTES = 2 << 20  # files, curve and results of the loop
+LOOP_NBYTES = 5 << 19  # files, curve and results of the loop
 
 
 @dataclass(frozen=True)

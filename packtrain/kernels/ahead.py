@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from packtrain.child import variables
 from packtrain.errors import DoesNotFit
 from packtrain.kernels import store
-from packtrain.kernels.runtime import allowed_cpus, blas, say, start_threads
+from packtrain.kernels.runtime import allowed_cpus, blas, say, start_threads, threads
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
@@ -236,7 +236,7 @@ def compile_into(root: str) -> None:
 
 
 @cache
-def load(name: str) -> object:
+def load(name: str) -> Any:
     """Import one kernel module, and first those that it needs, under the policy."""
     if store.given is None:
         prepare([name])
@@ -256,8 +256,13 @@ def is_loaded(name: str) -> bool:
 
 
 def load_all(names: Collection[str] | None = None, limit: int | None = None, used: int = 0) -> None:
-    """Compile and load these modules, or all, so that their memory is in use before it is measured."""
+    """Compile and load these modules, or all, so that their memory is in use before it is measured.
+
+    That includes the stacks of all threads, where products put packed blocks.
+    """
     names = store.modules() if names is None else names
     prepare(names, limit, used)
     for name in names:
         load(name)
+    if any("gemm" in store.needed(name) for name in names):
+        load("gemm").use_stacks(threads())

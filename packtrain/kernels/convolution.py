@@ -6,7 +6,7 @@
 from numba import types
 
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.gemm import DEPTH, PANEL, STACK, pack, tiles
+from packtrain.kernels.gemm import DEEP, PANEL, pack_b, times_block, unrolled
 from packtrain.kernels.matmul import sgemm
 from packtrain.kernels.simd import (
     LANES,
@@ -19,6 +19,7 @@ from packtrain.kernels.simd import (
     poke,
     scratch,
     splat,
+    store,
     store_part,
 )
 
@@ -29,6 +30,7 @@ SIDE = (
 )
 FILTERS = 64  # of a task of that
 BLOCK = 1 << 13
+STACK = DEEP * PANEL
 ONE = f32(1.0)
 
 
@@ -94,14 +96,15 @@ def strip(y, x, w, channels, filters, windows, start, sizes):
     """PANEL windows of a picture times all filters: y (O, P) at `start`."""
     panel = scratch(STACK)
     size = channels * sizes[2] * sizes[3]
-    for first in range(0, size, DEPTH):
-        depth = min(i64(DEPTH), size - first)
+    for first in range(0, size, DEEP):
+        depth = min(i64(DEEP), size - first)
         lay(False, panel, PANEL, x, first, depth, start, sizes)
+        for at in range(depth * PANEL, unrolled(depth) * PANEL, LANES):
+            store(panel, at, splat(0.0))
         keep = f32(1.0) if first else f32(0.0)
-        tiles(
-            *(0, filters, address(w, first), size, i64(1), panel, depth),
-            *(ONE, keep, address(y, start), windows, min(i64(PANEL), windows - start)),
-        )
+        left, target = min(i64(PANEL), windows - start), address(y, start)
+        given = filters, left, address(w, first), size, panel, depth
+        times_block(0, *given, ONE, keep, target, windows)
 
 
 @kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
@@ -135,12 +138,12 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
     windows = i64(sizes[4]) * sizes[5]
     for start in range(0, windows, PANEL):
         left = min(i64(PANEL), windows - start)
-        for f in range(0, filters, DEPTH):
-            many = min(i64(DEPTH), filters - f)
-            pack(panel, address(dy, f * windows + start), 0, windows, many, left)
+        for f in range(0, filters, DEEP):
+            many = min(i64(DEEP), filters - f)
+            pack_b(panel, address(dy, f * windows + start), 0, windows, many, unrolled(many), left)
             keep = f32(1.0) if f else f32(0.0)
-            source = address(w, f * size + first)
-            tiles(0, depth, source, 1, size, panel, many, ONE, keep, columns, PANEL, left)
+            given = depth, left, address(w, f * size + first), size, panel, many
+            times_block(1, *given, ONE, keep, columns, PANEL)
         lay(True, columns, PANEL, dx, first, depth, start, sizes)
 
 
@@ -148,7 +151,7 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
 def groups(dx, dy, w, channels, filters, sizes, start, stop):
     """Gradients of groups of channels, so many that their part of a window fits a panel; a larger one goes in parts."""
     area, window = i64(sizes[0]) * sizes[1], i64(sizes[2]) * sizes[3]
-    many = max(1, DEPTH // window)
+    many = max(1, DEEP // window)
     count = -(-channels // many)
     for number in range(start, stop):
         picture, channel = number // count, number % count * many
@@ -157,8 +160,8 @@ def groups(dx, dy, w, channels, filters, sizes, start, stop):
         for at in range(channel * area, last * area):
             poke(target, at, f32(0.0))
         source = address(dy, picture * filters * sizes[4] * sizes[5])
-        for first in range(channel * window, last * window, DEPTH):
-            depth = min(i64(DEPTH), last * window - first)
+        for first in range(channel * window, last * window, DEEP):
+            depth = min(i64(DEEP), last * window - first)
             planes(target, source, address(w, 0), first, depth, channels * window, filters, sizes)
 
 
@@ -171,7 +174,7 @@ def conv_back(dx, dy, w, pictures, channels, filters, sizes):
     dx  (N C H W,)     f32
     """
     window = i64(sizes[2]) * sizes[3]
-    many = max(1, DEPTH // window)
+    many = max(1, DEEP // window)
     count = -(-channels // many)
     work = min(many, channels) * window * filters * sizes[4] * sizes[5]
     given = (dx, dy, w, channels, filters, sizes)

@@ -30,8 +30,8 @@ from packtrain.kernels.simd import (
     total,
 )
 
-MOST_COLUMNS, LEAST_COLUMNS = 512, 64  # of logits in a task: 256 rows of them fit the L2 cache
-MOST_ACROSS, LEAST_ACROSS = 128, 64  # columns of dx in a task
+MOST_COLUMNS, LEAST_COLUMNS = 576, 64  # of logits in a task: 256 rows of them fit the L2 cache
+MOST_ACROSS, LEAST_ACROSS = 144, 96  # columns of dx in a task
 ROWS = 256  # rows of dx in a task
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
 SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves

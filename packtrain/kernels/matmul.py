@@ -34,7 +34,8 @@ FEW_ROWS = (
     4  # up to this many rows a product with a transposed b uses dot products, which read b once
 )
 SMALL = 1 << 19  # below this many multiply-adds a parallel region does not pay
-TASK = 1 << 24  # multiply-adds of one task, unless that makes more than MOST_TASKS
+LEAST_ROWS = 0 if BLAS is None else 8  # to pack for them, where b is stored as it is read
+TASK = 1 << 26  # multiply-adds of one task, unless that makes more than MOST_TASKS
 MOST_TASKS = 32
 SIDE = 128  # a longer side may be halved
 
@@ -56,11 +57,11 @@ def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
-    With AVX-512 gemm.py is 1.1 to 1.3 times as fast as OpenBLAS unless rows are few.
+    With few rows and a b that is stored as it is read, packing does not pay, and OpenBLAS computes them.
     """
     if m <= 0 or n <= 0:
         return
-    if gemm.AVX512 and (m >= 8 or tb == 1):
+    if m >= LEAST_ROWS or tb == 1:
         gemm.own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
     else:
         blas_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)

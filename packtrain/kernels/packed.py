@@ -10,7 +10,7 @@ from numba import types
 from packtrain.kernels.call import each, kernel, spans
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.dots import FUSED, dot
-from packtrain.kernels.gemm import DEPTH, PANEL, STACK, pack, tiles
+from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, PANEL, even, pack_b, times_block, unrolled
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -28,10 +28,11 @@ from packtrain.kernels.simd import (
 )
 
 i64, f32, void = types.int64, types.float32, types.void
-ROWS = 512  # rows of x that share one dequantized panel
+ROWS = 512  # rows of a task of `product_back`
+COLUMNS = 256  # dequantized at a time: the most that a block can have
 FEW_ROWS, SUMS = 4, 64  # up to this many rows use dot products
-LINE = 256 + PANEL  # scratch: the values of a long block, and space after them
-WIDE = DEPTH * 256  # scratch of `multiply_back`: as many columns as a block can have
+LINE = COLUMNS + PANEL  # scratch: the values of a long block, and space after them
+FLAT = DEEP * PANEL
 UNPACKING = 16  # dequantizing a value costs as much as this many multiply-adds
 TASK = 1 << 20  # multiply-adds of one task, unless that makes more than MOST_TASKS
 MOST_TASKS, LEAST_TASKS = 64, 6
@@ -41,51 +42,43 @@ LEAST_ROWS, LEAST_COLUMNS = 128, 128  # of a task of `product_back`
 @kernel(void(*[i64] * 8, types.boolean, i64, i64))
 def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy):
     """y (m, n) = x (m, k) @ w (n, k).T, + y if `add`; x, w and y are addresses, `nbytes` are those of a row of w."""
-    flat, panel = scratch(STACK), scratch(STACK)
-    for i in range(0, m, ROWS):
-        rows = min(m - i, ROWS)
-        for p in range(0, max(k, 1), DEPTH):
-            depth = min(k - p, DEPTH)
-            keep = f32(1.0) if add or p else f32(0.0)
-            for j in range(0, n, PANEL):
-                left = min(n - j, PANEL)
-                for r in range(left):
-                    row(
-                        kind,
-                        address(flat, r * DEPTH),
-                        w + (j + r) * nbytes + p * nbytes // k,
-                        depth,
-                    )
-                pack(panel, flat, 1, DEPTH, depth, left)
-                tiles(
-                    *(0, rows, address(x, i * ldx + p), ldx, 1, panel, depth),
-                    *(f32(1.0), keep, address(y, i * ldy + j), ldy, left),
-                )
+    flat, block = scratch(FLAT), scratch(B_SIZE)
+    step, across = even(k, DEEP, COLUMNS), even(n, BROAD, PANEL)
+    for p in range(0, max(k, 1), step):
+        depth = min(k - p, step)
+        keep = f32(1.0) if add or p else f32(0.0)
+        for j in range(0, n, across):
+            width = min(n - j, across)
+            for c in range(0, width, PANEL):
+                some = min(width - c, PANEL)
+                for r in range(some):
+                    source = w + (j + c + r) * nbytes + p * nbytes // k
+                    row(kind, address(flat, r * DEEP), source, depth)
+                panel = address(block, c * unrolled(depth))
+                pack_b(panel, flat, 1, DEEP, depth, unrolled(depth), some)
+            left, target = address(x, p), address(y, j)
+            times_block(0, m, width, left, ldx, block, depth, f32(1.0), keep, target, ldy)
 
 
 @kernel(void(*[i64] * 10, types.boolean, i64, i64))
 def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx):
-    """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], + x if `add`; start and stop - start whole blocks.
-
-    The panels of 256 rows and columns take 256 KiB of stack.
-    """
-    line, panels = scratch(LINE), scratch(WIDE)
-    for p in range(0, max(n, 1), DEPTH):
-        depth = min(n - p, DEPTH)
+    """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], + x if `add`; start and stop - start whole blocks."""
+    line, block = scratch(LINE), scratch(B_SIZE)
+    step = even(n, DEEP, LANES)
+    for p in range(0, max(n, 1), step):
+        depth = min(n - p, step)
+        deep = unrolled(depth)
         keep = f32(1.0) if add or p else f32(0.0)
-        for c in range(start, stop, 256):
-            width = min(stop - c, 256)
-            for r in range(depth):
-                row(kind, line, w + (p + r) * nbytes + c * nbytes // k, width)
+        for c in range(start, stop, COLUMNS):
+            width = min(stop - c, COLUMNS)
+            for r in range(deep):
+                if r < depth:
+                    row(kind, line, w + (p + r) * nbytes + c * nbytes // k, width)
                 for j in range(0, width, LANES):
-                    store(panels, j // PANEL * PANEL * DEPTH + r * PANEL + j % PANEL, load(line, j))
-            for j in range(0, width, PANEL):
-                source, target = address(panels, j * DEPTH), address(x, c + j)
-                left = min(width - j, PANEL)
-                tiles(
-                    *(0, m, address(y, p), ldy, 1, source, depth),
-                    *(f32(1.0), keep, target, ldx, left),
-                )
+                    values = load(line, j) if r < depth else splat(0.0)
+                    store(block, j // PANEL * PANEL * deep + r * PANEL + j % PANEL, values)
+            left, target = address(y, p), address(x, c)
+            times_block(0, m, width, left, ldy, block, depth, f32(1.0), keep, target, ldx)
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))

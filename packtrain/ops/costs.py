@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from packtrain.dtypes import Dtype, f32
 from packtrain.tensor import Tensor
 
-PANEL = 32  # columns of a register tile
-DEPTH = 256  # steps of a sum before a tile is written
+COLUMNS = 16  # of a vector: a tile has three of them, or fewer at the edge
+DEPTH, BROAD = 512, 288  # steps of a sum before a tile is written, and columns packed at once
 ENDS = 3  # writing a tile costs as much as this many steps of a sum
 FEW_ROWS = 4  # up to this many rows use dot products
-SMALL, TASK, MOST_TASKS, SIDE, CHUNK = 1 << 19, 1 << 24, 32, 128, 120  # of kernels.matmul and gemm
+SMALL, TASK, MOST_TASKS, SIDE = 1 << 19, 1 << 26, 32, 128  # of kernels.matmul
 UNPACKED_ROWS, UNPACKING, PACKED_TASK, MOST_PACKED = 512, 16, 1 << 20, 64  # of kernels.packed
+LEAST_COLUMNS = 256  # dequantized at a time
 LEAST_TASKS, LEAST = 6, 128
 KEYS = 64  # of a block in attention
-HEAD_ROWS, SLICE = 256, 512  # rows, and columns of logits, in a task of the head
+HEAD_ROWS, SLICE = 256, 576  # rows, and columns of logits, in a task of the head
 WIDE = 128  # columns of an expert's task
 SERIAL = 1 << 14  # below this many elements a parallel region does not pay
 
@@ -50,7 +51,7 @@ def multiplied(m: int, n: int, k: float) -> float:
 
 
 def padded(n: int) -> int:
-    return -(-n // PANEL) * PANEL
+    return -(-n // COLUMNS) * COLUMNS
 
 
 def tile(m: int, n: int, k: int) -> tuple[int, int]:
@@ -67,13 +68,16 @@ def tile(m: int, n: int, k: int) -> tuple[int, int]:
     return max(rows, 1), max(columns, 1)
 
 
+def packing(m: int, n: int, k: float) -> float:
+    """Values packed for an (m, n) product over k in one task: b once, a for each block of columns."""
+    return k * (padded(n) + m * math.ceil(n / BROAD))
+
+
 def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
     """(m, k) @ (k, n) in f32; `turned`: the left side is transposed, as in the gradient of a weight."""
     rows, columns = tile(m, n, k)
     down, across = -(-m // rows), -(-n // columns)
-    packed = float(down * padded(n) * k)
-    if turned:
-        packed = packed * -(-rows // CHUNK) + across * m * k
+    packed = float(down * across * packing(rows, columns, k))
     if m <= FEW_ROWS and not turned:
         packed, across = 0.0, -(-n * m * k // (1 << 16))
     serial = m * n * k <= SMALL
@@ -89,7 +93,8 @@ def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
         one = product(m // max(count, 1), n, k)
         return Cost({kind: count * amount for kind, amount in one.work.items()}, tasks=one.tasks)
     tasks = max(min(n * k * (m + UNPACKING) // PACKED_TASK, MOST_PACKED) // 2 * 2, 1)
-    work = {"multiply": multiplied(m, n, k), laying(w.dtype): -(-m // UNPACKED_ROWS) * n * k}
+    work = {"multiply": multiplied(m, n, k), laying(w.dtype): float(n * k)}
+    work["pack"] = float(m * k * -(-n // BROAD))
     return Cost(work, tasks=tasks)
 
 
@@ -100,7 +105,8 @@ def product_back(m: int, w: Tensor) -> Cost:
     while across * -(-m // rows) < LEAST_TASKS and rows > LEAST:
         rows = -(-rows // 2)
     down = -(-m // rows)
-    work = {"multiply": multiplied(m, k, n), laying(w.dtype): down * n * k}
+    work = {"multiply": multiplied(m, k, n), laying(w.dtype): float(down * n * k)}
+    work["pack"] = float(m * n * -(-k // LEAST_COLUMNS))
     return Cost(work, tasks=across * down)
 
 
@@ -116,7 +122,8 @@ def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int)
     chunks, logits = -(-n // chunk), float(n * v)
     laid = laying(w.dtype)
     work = {"multiply": multiplied(n, v, c), "exp": logits}
-    work[laid] = float(chunks * -(-chunk // UNPACKED_ROWS) * v * c)
+    work["pack"] = float(n * c * -(-v // SLICE))
+    work[laid] = work.get(laid, 0.0) + chunks * v * c
     nbytes = 12.0 * logits
     if dx is not None or dw is not None:
         work["exp"] += logits
@@ -127,7 +134,7 @@ def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int)
         nbytes += 4.0 * logits
     if dw is not None:
         work["multiply"] += chunks * multiplied(v, c, n / chunks)
-        work["pack"] = work.get("pack", 0.0) + logits + logits * c / CHUNK
+        work["pack"] += logits * -(-c // BROAD) + logits * c / SLICE
         nbytes += 8.0 * chunks * v * c
     return Cost(work, nbytes=nbytes, tasks=max(v // SLICE, 1))
 

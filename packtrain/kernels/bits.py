@@ -12,11 +12,11 @@ from numba import types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
+from packtrain.kernels import runtime
 from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, call, f32x16, spread
 
 llvmlite.binding.initialize_native_asmparser()
-FEATURES = llvmlite.binding.get_host_cpu_features()
-AVX512, F16C = (bool(FEATURES.get(name)) for name in ("avx512f", "f16c"))
+AVX512, F16C = runtime.has("avx512f"), runtime.has("f16c")
 HALF, I8, I16 = ir.HalfType(), ir.IntType(8), ir.IntType(16)
 
 

@@ -3,12 +3,11 @@
 Every element of c is a sum over blocks of k, each of them in order; the blocks depend on k alone.
 """
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from packtrain.kernels import simd
+from packtrain.kernels import runtime, simd
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.simd import (
     F32,
@@ -25,7 +24,7 @@ from packtrain.kernels.simd import (
     store_part,
 )
 
-AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+AVX512 = runtime.has("avx512f")
 ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vectors
 PANEL = WIDE * LANES
 DEEP, BROAD = (512, 288) if AVX512 else (384, 384)  # most of k and of columns in a block of b
@@ -62,6 +61,22 @@ def emit_prefetch(builder, place, write=0):
     )  # fmt: skip
 
 
+def emit_turn(builder, width, left, right, sums):
+    """The sums after one more k: ROWS values at `left` times `width` vectors at `right`."""
+    places = [builder.add(right, I64(64 * w)) for w in range(width)]
+    for place in places:
+        emit_prefetch(builder, builder.add(place, I64(AHEAD_B)))
+    columns = [builder.load(vector_at(builder, place), align=64) for place in places]
+    now = []
+    for r in range(ROWS):
+        spot = builder.inttoptr(builder.add(left, I64(4 * r)), F32.as_pointer())
+        many = simd.spread(builder, builder.load(spot), VECTOR)
+        for w, column in enumerate(columns):
+            args = many, column, sums[r * width + w]
+            now.append(simd.call(builder, "llvm.fma.v16f32", VECTOR, *args))
+    return now
+
+
 def emit_sums(builder, width, a, panel, depth, ahead):
     """ROWS x width sums over k of packed a and panel; depth is a multiple of UNROLL and above 0."""
     before = builder.block
@@ -70,24 +85,10 @@ def emit_sums(builder, width, a, panel, depth, ahead):
     builder.position_at_end(loop)
     k, left, right, next_a = (builder.phi(I64) for _ in range(4))
     sums = [builder.phi(VECTOR) for _ in range(ROWS * width)]
-    now = list(sums)
+    now = sums
     for u in range(UNROLL):
-        for w in range(width):
-            emit_prefetch(builder, builder.add(right, I64(4 * PANEL * u + 64 * w + AHEAD_B)))
-        columns = [
-            builder.load(
-                vector_at(builder, builder.add(right, I64(4 * PANEL * u + 64 * w))), align=64
-            )
-            for w in range(width)
-        ]
-        for r in range(ROWS):
-            spot = builder.add(left, I64(4 * (u * GROUP + r)))
-            many = simd.spread(
-                builder, builder.load(builder.inttoptr(spot, F32.as_pointer())), VECTOR
-            )
-            for w in range(width):
-                at = r * width + w
-                now[at] = simd.call(builder, "llvm.fma.v16f32", VECTOR, many, columns[w], now[at])
+        row = builder.add(left, I64(4 * GROUP * u))
+        now = emit_turn(builder, width, row, builder.add(right, I64(4 * PANEL * u)), now)
     emit_prefetch(builder, next_a)
     steps = (
         (k, I64(UNROLL), I64(0)),
@@ -259,7 +260,7 @@ def block_product(m, n, a, b, deep, alpha, beta, c, ldc):
     for i in range(0, m, ROWS):
         group = address(a, i // ROWS * deep * GROUP)
         for j in range(0, n, PANEL):
-            panel, left, rows = address(b, j * deep), n - j, m - i
+            panel, left, rows = address(b, j * deep), min(n - j, PANEL), m - i
             ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
             target = address(c, i * ldc + j)
             if left > 2 * LANES:

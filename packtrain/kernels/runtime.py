@@ -17,6 +17,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+# values of PACKTRAIN_CPU: compile for a lesser CPU than this one, to try what its users get
+CPUS = {
+    "avx2": {
+        "CPU_NAME": "haswell",
+        "CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe",
+    }
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Blas:
@@ -90,6 +98,8 @@ def start_threads() -> None:
             layer = "omp"
         except ImportError:
             layer = "workqueue"
+    for name, value in CPUS.get(os.environ.get("PACKTRAIN_CPU", ""), {}).items():
+        setattr(numba.config, name, value)
     if "NUMBA_THREADING_LAYER" not in os.environ:
         numba.config.THREADING_LAYER = layer
     if not {"NUMBA_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
@@ -136,6 +146,17 @@ def platform_parts() -> tuple[str, ...]:
         found.symbol if found else "own sgemm",
         *map(str, (numba.config.THREADING_LAYER, numba.config.CPU_NAME, numba.config.CPU_FEATURES)),
     )
+
+
+def has(feature: str) -> bool:
+    """Whether code is compiled for a CPU with this feature, as LLVM calls it: `avx512f`."""
+    import llvmlite.binding
+    import numba
+
+    start_threads()  # chooses the CPU
+    chosen = numba.config.CPU_FEATURES
+    found = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
+    return f"+{feature}" in found.split(",")
 
 
 def cache_root() -> Path:

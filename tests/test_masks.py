@@ -313,10 +313,10 @@ def test_bad_templates(tmp_path: Path):
     raising = CHATS["gemma"].source.replace(
         "messages[0].role == 'system'", "messages[0].role == 'user'"
     )
-    with pytest.raises(InputError, match=r"data\.jsonl: line 1: .*System role not supported"):
+    with pytest.raises(InputError, match="the chat template: System role not supported"):
         Renderer(ChatTemplate(raising, "", ""), []).render(found)
     silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{{ add_generation_prompt }}"
-    with pytest.raises(InputError, match=r"line 1: .*reply can be told from the prompt"):
+    with pytest.raises(InputError, match="no text in which the reply can be told from the prompt"):
         Renderer(ChatTemplate(silent, "", ""), []).render(found)
 
 

@@ -39,6 +39,14 @@ def quantize(values: np.ndarray, dtype: Dtype) -> np.ndarray:
 
     The types without sub-blocks are packed bit for bit as ggml's reference.
     """
+    return quantize_measured(values, dtype)[0]
+
+
+def quantize_measured(values: np.ndarray, dtype: Dtype) -> tuple[np.ndarray, float, float]:
+    """The same, with the sums of squares of the values and of the errors.
+
+    Rows that are not finite are not packed: the first sum shows them.
+    """
     if dtype not in WRITABLE:
         raise ValueError(
             f"{dtype} cannot be written; supported are {', '.join(map(str, WRITABLE))}"
@@ -47,9 +55,12 @@ def quantize(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     if width % dtype.block:
         raise ValueError(f"rows have {width} values; {dtype} packs {dtype.block} each")
     packed = np.empty(dtype.array_shape(values.shape), dtype.numpy)
-    if values.size:
-        rows = np.ascontiguousarray(values, np.float32).reshape(-1, width)
-        compiled: Any = kernels.quantize
-        raw = packed.reshape(-1).view(np.uint8).reshape(len(rows), -1)
-        compiled.rows(dtype.number, raw, rows)
-    return packed
+    if not values.size:
+        return packed, 0.0, 0.0
+    rows = np.ascontiguousarray(values, np.float32).reshape(-1, width)
+    sums = np.empty((2, len(rows)))
+    compiled: Any = kernels.quantize
+    raw = packed.reshape(-1).view(np.uint8).reshape(len(rows), -1)
+    compiled.rows(dtype.number, raw, sums, rows)
+    total, wrong = sums.sum(axis=1)
+    return packed, float(total), float(wrong)

@@ -13,7 +13,19 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
 from packtrain.kernels import runtime
-from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, MASK, VECTOR, call, f32x16, spread
+from packtrain.kernels.simd import (
+    BITS,
+    F32,
+    I32,
+    I64,
+    LANES,
+    MASK,
+    VECTOR,
+    call,
+    f32x16,
+    fold,
+    spread,
+)
 
 llvmlite.binding.initialize_native_asmparser()
 AVX512, F16C = runtime.has("avx512f"), runtime.has("f16c")
@@ -216,3 +228,11 @@ def emit_set_lanes(builder, v):
 
 
 set_lanes = converting(i32x16, types.int64, emit_set_lanes)  # bit i: lane i is not zero
+
+
+def emit_squares(builder, v):
+    wide = builder.fpext(v, ir.VectorType(ir.DoubleType(), LANES))
+    return fold(builder, builder.fmul(wide, wide), lambda builder, a, b: builder.fadd(a, b))
+
+
+squares = converting(f32x16, types.float64, emit_squares)  # their sum, in f64

@@ -1,13 +1,19 @@
 """Quantizes rows of f32, with the functions of types/. Values must be finite. Kinds are ggml's type numbers."""
 
+import math
+
 from numba import types
 
 from packtrain.kernels import bits, codes, simd
+from packtrain.kernels.bits import squares
 from packtrain.kernels.call import each, kernel
+from packtrain.kernels.dequantize import row as unpack_row
 from packtrain.kernels.rooms import choice, explain, from_rooms
-from packtrain.kernels.simd import address, in2
+from packtrain.kernels.simd import LANES, address, in2, load_part, scratch
 
-i64, void = types.int64, types.void
+i64, f64, void = types.int64, types.float64, types.void
+LINE = 256  # values measured at a time: whole blocks of every type
+bytes2 = types.Array(types.uint8, 2, "C")
 explain(simd, bits, codes)
 form = void(i64, i64, i64)
 pack = choice(from_rooms("pack", kernel(form)), form, blocks=True)
@@ -19,17 +25,43 @@ def row(kind, target, source, count):
     pack(kind, target, source, count)
 
 
-@kernel(void(i64, types.Array(types.uint8, 2, "C"), in2, i64))
-def row_of(kind, y, x, i):
-    width = x.shape[1]
-    row(kind, y.ctypes.data + i * y.shape[1], address(x, i * width), width)
+@kernel(f64(i64, i64))
+def squares_of(x, count):
+    found = f64(0.0)
+    for i in range(0, count, LANES):
+        found += squares(load_part(x, i, count - i))
+    return found
 
 
-@kernel(void(i64, types.Array(types.uint8, 2, "C"), in2))
-def rows(kind, y, x):
-    """Every row of an array.
+@kernel(f64(i64, i64, i64, i64, i64))
+def squared_error(kind, packed, nbytes, x, count):
+    """Of one row: squares of the f32 differences."""
+    line, found = scratch(LINE), f64(0.0)
+    for at in range(0, count, LINE):
+        left = min(count - at, LINE)
+        unpack_row(kind, line, packed + at * nbytes // count, left)
+        for i in range(0, left, LANES):
+            given = load_part(x, at + i, left - i)
+            found += squares(load_part(line, i, left - i) - given)
+    return found
 
-    x  (N, width)      f32
-    y  (N, row bytes)  u8
+
+@kernel(void(i64, bytes2, types.Array(f64, 2, "C"), in2, i64))
+def row_of(kind, y, sums, x, i):
+    width, nbytes = x.shape[1], y.shape[1]
+    source, target = address(x, i * width), y.ctypes.data + i * nbytes
+    sums[0, i], sums[1, i] = squares_of(source, width), 0.0
+    if sums[0, i] < math.inf:
+        row(kind, target, source, width)
+        sums[1, i] = squared_error(kind, target, nbytes, source, width)
+
+
+@kernel(void(i64, bytes2, types.Array(f64, 2, "C"), in2))
+def rows(kind, y, sums, x):
+    """Every row of an array whose values are finite, with the squares of values and errors.
+
+    x     (N, width)      f32
+    y     (N, row bytes)  u8
+    sums  (2, N)          f64
     """
-    each(row_of, (kind, y, x), len(x))
+    each(row_of, (kind, y, sums, x), len(x))

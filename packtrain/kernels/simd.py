@@ -249,23 +249,23 @@ def keep_first(typingctx, v, left, fill):
     return f32x16(f32x16, types.int64, f32x16), codegen
 
 
-def folding(combine):
-    """An intrinsic that folds 16 lanes to one by halves: a fixed order on every machine."""
+def fold(builder, value, combine):
+    """16 lanes folded to one by halves: a fixed order on every machine."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        low, high = (
+            ir.Constant(ir.VectorType(I32, width), list(range(start, start + width)))
+            for start in (0, width)
+        )
+        halves = (builder.shuffle_vector(value, value, part) for part in (low, high))
+        value = combine(builder, *halves)
+    return builder.extract_element(value, I32(0))
 
+
+def folding(combine):
     def codegen(context, builder, sig, args):
-        value, width = args[0], LANES
-        while width > 1:
-            width //= 2
-            low, high = (
-                ir.Constant(ir.VectorType(I32, width), list(range(start, start + width)))
-                for start in (0, width)
-            )
-            value = combine(
-                builder,
-                builder.shuffle_vector(value, value, low),
-                builder.shuffle_vector(value, value, high),
-            )
-        return builder.extract_element(value, I32(0))
+        return fold(builder, args[0], combine)
 
     return intrinsic(lambda typingctx, v: (types.float32(f32x16), codegen))
 

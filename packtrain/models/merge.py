@@ -15,7 +15,7 @@ from packtrain.dtypes import READABLE, WRITABLE, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models.adapter import Adapter
-from packtrain.quant import dequantize, quantize
+from packtrain.quant import dequantize, quantize_measured
 
 PART = 1 << 15  # elements changed at a time: a run that ends still holds all its memory
 DROPPED = (
@@ -127,12 +127,11 @@ def packed(
     """Convert parts of a tensor from f32; calls `done` with the rounding error. Raises InputError for bad values."""
     wrong = total = 0.0
     for values in parts:
-        total += squares(values)
+        part, size, error = quantize_measured(values, dtype)
+        total += size
         if not math.isfinite(total):
             raise InputError(f"{where} has values that are not finite; they must be")
-        with np.errstate(over="ignore"):  # overflow is checked below
-            part = quantize(values, dtype)
-        wrong += squares(dequantize(part) - values)
+        wrong += error
         if not math.isfinite(wrong):
             raise InputError(f"{where} has values too large for {dtype}; use another type")
         yield part

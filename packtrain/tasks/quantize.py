@@ -155,15 +155,20 @@ def _maker(
     def kept() -> Iterator[np.ndarray]:
         for part in _parts(gguf.array(entry.name)):
             # types that cannot be read are only copied
-            if entry.dtype in READABLE and not math.isfinite(squares(dequantize(part))):
+            if entry.dtype in READABLE and not math.isfinite(squares(_floats(part))):
                 raise InputError(f"{where} has values that are not finite; all must be")
             yield part
         events.row(line(entry, dtype))
 
     def converted() -> Iterator[np.ndarray]:
-        return packed(where, map(dequantize, _parts(gguf.array(entry.name))), dtype, done)
+        return packed(where, map(_floats, _parts(gguf.array(entry.name))), dtype, done)
 
     return kept if dtype == entry.dtype else converted
+
+
+def _floats(array: np.ndarray) -> np.ndarray:
+    """The values as f32, without a copy if they are."""
+    return array if array.dtype == np.float32 else dequantize(array)
 
 
 def _parts(array: np.ndarray) -> Iterator[np.ndarray]:

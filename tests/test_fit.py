@@ -366,6 +366,31 @@ def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
     assert set(store.MADE_OF) - loaded <= writing
 
 
+def test_the_order_with_the_fewest_bytes():
+    """Eight branches that are written one after the other and joined late: one at a time needs less."""
+
+    def branches(rows: int) -> pt.Model:
+        x = pt.input("x", (rows, 256))
+        wide = [pt.matmul(x, pt.weight(f"w{k}", (256, 256))) for k in range(8)]
+        parts = [pt.mean(pt.tanh(h)) for h in wide]
+        total = parts[0]
+        for part in parts[1:]:
+            total = pt.add(total, part)
+        return pt.Model(total)
+
+    runs = {
+        order: pt.Trainer(branches, None, physical=256, order=order)
+        for order in ("written", "least")
+    }
+    written, least = (run.form.arena_nbytes for run in runs.values())
+    assert least < written / 2
+    x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    losses = [run.forward({"x": x})["loss"].tobytes() for run in runs.values()]
+    assert losses[0] == losses[1]
+    with pytest.raises(pt.InputError, match="order='best' must be one of written, least"):
+        pt.Trainer(branches, None, physical=256, order="best")
+
+
 def test_recomputation_changes_no_bit():
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     forms = {}

@@ -90,7 +90,7 @@ def fit(
     folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues from there
     stop       asked after each step whether to save and stop
     on_message called with what was chosen, and a line per epoch: `print` shows them
-    trainer    more arguments of Trainer: physical, memory, max_norm, device, values, evaluated, inputs
+    trainer    more arguments of Trainer: physical, memory, max_norm, order, device, values, evaluated, inputs
     """
     learnt = data if isinstance(data, Dataset) else Dataset(data)
     own = {"seed": seed, "beside": ORDERS_NBYTES * len(learnt), "on_message": on_message}

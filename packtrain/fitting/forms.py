@@ -11,7 +11,7 @@ from packtrain.fitting.model import Model
 from packtrain.graph import Graph
 from packtrain.optim import Optimizer, accumulating, training, updating
 from packtrain.place import Placed, place
-from packtrain.planning import Plan, make_plan, size_text
+from packtrain.planning import Plan, least_order, make_plan, size_text
 from packtrain.tensor import GraphError, Tensor
 from packtrain.words import plural
 
@@ -124,6 +124,7 @@ class Asked:
     batch: int | None = None
     physical: int | None = None
     max_norm: float | None = None
+    order: str = "written"
 
     def sizes(self) -> list[int]:
         """Possible numbers of datapoints at a time, largest first. Raises InputError."""
@@ -175,7 +176,11 @@ def build(
         graphs |= _training(model, optimizer, micros, keep, asked.max_norm)
     elif recomputed:
         return None
-    placed: dict[Name, Placed] = {name: place(graph, target) for name, graph in graphs.items()}
+    least = asked.order == "least"
+    placed: dict[Name, Placed] = {
+        name: place(graph, target, least_order(graph, target) if least else None)
+        for name, graph in graphs.items()
+    }
     plans = {name: make_plan(p) for name, p in placed.items()}
     copies = 3 if optimizer is not None and optimizer.evaluations > 1 else 1
     return Form(model, rows, micros, recomputed, copies, placed, plans)

@@ -23,6 +23,7 @@ from packtrain.tensor import Tensor
 from packtrain.training.engine import NotFinite, Turn, judged
 
 Arrays = Mapping[str, np.ndarray]
+ORDERS = ("written", "least")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Trainer:
     values     weights by name; the others are drawn by `seed`, see `initial`
     inputs     values of inputs that are not data, by the number of the step; 0 in an evaluation
     memory     limit on the private memory of the process, such as "64MiB"
+    order      "least": each graph runs in the order, of several, that needs the fewest bytes, see least_order
     beside     bytes that the caller will take beside it
     Raises DoesNotFit with the least limit that would do; InputError, GraphError.
     """
@@ -59,6 +61,7 @@ class Trainer:
         physical: int | None = None,
         values: Arrays | None = None,
         max_norm: float | None = None,
+        order: str = "written",
         memory: str | None = None,
         device: str = "cpu",
         seed: int = 0,
@@ -66,7 +69,9 @@ class Trainer:
         beside: int = 0,
         on_message: Callable[[str], None] = lambda text: None,
     ) -> None:
-        asked = Asked(model, evaluated, batch, physical, max_norm)
+        if order not in ORDERS:
+            raise InputError(f"order={order!r} must be one of {', '.join(ORDERS)}")
+        asked = Asked(model, evaluated, batch, physical, max_norm, order)
         limit = math.inf if memory is None else parse_size(memory, "memory")
         own = optimizer.kernels if optimizer else ()
         kernels.load_all((*kernels.LEARNING, *kernels.EXPERTS, *kernels.WINDOWS, *own))

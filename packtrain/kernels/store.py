@@ -83,20 +83,22 @@ def fingerprint(name: str) -> str:
     for one in sorted(needed(name)):
         parts += [one, (FOLDER / f"{one}.py").read_text(encoding="utf-8")]
         if one in ROLES:
-            parts += [of_role(file, ROLES[one]) for file in (LIST, *sorted(TYPES.glob("*.py")))]
+            for file in (LIST, *sorted(TYPES.glob("*.py"))):
+                parts.append(of_role(file.read_text(encoding="utf-8"), ROLES[one]))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def of_role(file: Path, role: str) -> str:
-    """The source in a types/ file that a role depends on: all but functions used only by other roles."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.decorator_list]
+@cache
+def of_role(source: str, role: str) -> str:
+    """The part of a types/ file that a role depends on: all but functions used only by other roles."""
+    nodes = ast.parse(source).body
+    functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     for_role = [
         f
         for f in functions
         if role in {d.attr for d in f.decorator_list if isinstance(d, ast.Attribute)}
     ]
-    called = [*for_role, *(node for node in tree.body if node not in functions)]
+    called = [*for_role, *(node for node in nodes if node not in functions)]
     for node in called:  # grows
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         called += [f for f in functions if f.name in names and f not in called]

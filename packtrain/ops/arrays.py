@@ -15,7 +15,7 @@ ABSENT_IDS = np.empty(0, np.int32)
 
 def rows(x):
     """x (..., C) as (N, C), without a copy."""
-    return table(x, x.ndim - 1)
+    return x if x.ndim == 2 else table(x, x.ndim - 1)
 
 
 def table(x, axes):

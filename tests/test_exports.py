@@ -11,15 +11,16 @@ import packtrain.optim  # its ops are known when it is loaded
 from packtrain import ops
 from packtrain.tensor import OPS, Op
 
+LEFT_OUT = "packtrain.kernels.", "packtrain.checking.peers"  # they load numba, and PyTorch
+LATE = ("packtrain.library", "packtrain.fitting", "packtrain.optim")
 MODULES = [
     packtrain,
     *(
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(packtrain.__path__, "packtrain.")
-        if not found.name.startswith("packtrain.kernels.")
+        if not found.name.startswith(LEFT_OUT)
     ),
 ]
-LATE = ("packtrain.library", "packtrain.fitting", "packtrain.optim")
 DECLARING = [module for module in MODULES if hasattr(module, "__all__")]
 
 

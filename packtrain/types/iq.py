@@ -116,13 +116,13 @@ def unpack_iq4_nl(y, x, n):
 
 @iq4_nl.dot
 def dot_iq4_nl(x, w, n):
-    values, a, b = load(NL, 0), splat(0.0), splat(0.0)
+    values, a = load(NL, 0), splat(0.0)
     for i in range(0, n, 32):
-        v, q = values * half_at(w, 0), bytes_at(w, 2)
-        a = fma(pick(v, q), load(x, i), a)
-        b = fma(pick(v, q >> 4), load(x, i + 16), b)
+        q = bytes_at(w, 2)
+        v = pick(values, q) * load(x, i)
+        a = fma(fma(pick(values, q >> 4), load(x, i + 16), v), half_at(w, 0), a)
         w += 18
-    return total(a + b)
+    return total(a)
 
 
 @iq4_xs.unpack

@@ -32,6 +32,7 @@ from packtrain.types.words import (
     put_byte,
     put_bytes,
     put_half,
+    put_where,
     rounded,
     scratch,
     set_lanes,
@@ -138,9 +139,9 @@ def dot_q3_K(x, w, n):
             q, r = bytes_at(w, 32 + half * 32), bytes_at(w, 48 + half * 32)
             for i in range(half * 8, half * 8 + 8, 2):
                 d, e = peek(scales, i), peek(scales, i + 1)
-                v = add_where(low_2(q, d, d * f32(-4)), set_lanes(top & 1), d * f32(4))
+                v = put_where(low_2(q, d, d * f32(-4)), set_lanes(top & 1), low_2(q, d, f32(0)))
                 a = fma(v, load(x, p + i * 16), a)
-                v = add_where(low_2(r, e, e * f32(-4)), set_lanes(over & 1), e * f32(4))
+                v = put_where(low_2(r, e, e * f32(-4)), set_lanes(over & 1), low_2(r, e, f32(0)))
                 b = fma(v, load(x, p + i * 16 + 16), b)
                 q, r, top, over = q >> 2, r >> 2, top >> 1, over >> 1
         w += 110

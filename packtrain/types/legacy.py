@@ -7,6 +7,8 @@ import numpy as np
 
 from packtrain.types.room import Layout, packed
 from packtrain.types.words import (
+    Floats,
+    Ints,
     absolute,
     add_where,
     bounds,
@@ -20,9 +22,11 @@ from packtrain.types.words import (
     load,
     low_4,
     maximum,
+    part,
     put_codes,
     put_half,
     put_rounded,
+    put_where,
     put_word,
     reciprocal,
     splat,
@@ -57,13 +61,13 @@ def unpack_q4_0(y, x, n):
 
 @q4_0.dot
 def dot_q4_0(x, w, n):
-    a, b = splat(0.0), splat(0.0)
+    a = splat(0.0)
     for i in range(0, n, 32):
         d, q = half_at(w, 0), bytes_at(w, 2)
-        a = fma(low_4(q, d, d * f32(-8)), load(x, i), a)
-        b = fma(low_4(q >> 4, d, d * f32(-8)), load(x, i + 16), b)
+        v = low_4(q, f32(1), f32(-8)) * load(x, i)
+        a = fma(fma(low_4(q >> 4, f32(1), f32(-8)), load(x, i + 16), v), d, a)
         w += 18
-    return total(a + b)
+    return total(a)
 
 
 @q4_0.pack
@@ -116,16 +120,22 @@ def unpack_q5_0(y, x, n):
         store(y, out + 16, to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d)
 
 
+@part
+def low_4_with(b: Ints, fifth: int) -> Floats:
+    """Codes of five bits, the upper ones in `fifth`, less 16."""
+    return put_where(low_4(b, f32(1), f32(-16)), fifth, low_4(b, f32(1), f32(0)))
+
+
 @q5_0.dot
 def dot_q5_0(x, w, n):
-    a, b = splat(0.0), splat(0.0)
+    a = splat(0.0)
     for i in range(0, n, 32):
-        d, high, q = half_at(w, 0), word_at(w + 2, 0), bytes_at(w, 6)
-        m, top = d * f32(-16), d * f32(16)
-        a = fma(add_where(low_4(q, d, m), high, top), load(x, i), a)
-        b = fma(add_where(low_4(q >> 4, d, m), high >> 16, top), load(x, i + 16), b)
+        high, q = word_at(w + 2, 0), bytes_at(w, 6)
+        v = low_4_with(q, high) * load(x, i)
+        v = fma(low_4_with(q >> 4, high >> 16), load(x, i + 16), v)
+        a = fma(v, half_at(w, 0), a)
         w += 22
-    return total(a + b)
+    return total(a)
 
 
 @q5_0.pack
@@ -181,13 +191,12 @@ def unpack_q8_0(y, x, n):
 
 @q8_0.dot
 def dot_q8_0(x, w, n):
-    a, b = splat(0.0), splat(0.0)
+    a = splat(0.0)
     for i in range(0, n, 32):
-        d = half_at(w, 0)
-        a = fma(to_floats(chars_at(w, 2)) * d, load(x, i), a)
-        b = fma(to_floats(chars_at(w, 18)) * d, load(x, i + 16), b)
+        v = to_floats(chars_at(w, 2)) * load(x, i)
+        a = fma(fma(to_floats(chars_at(w, 18)), load(x, i + 16), v), half_at(w, 0), a)
         w += 34
-    return total(a + b)
+    return total(a)
 
 
 @q8_0.pack

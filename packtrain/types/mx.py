@@ -42,10 +42,10 @@ def unpack_mxfp4(y, x, n):
 
 @mxfp4.dot
 def dot_mxfp4(x, w, n):
-    values, a, b = load(E2M1, 0), splat(0.0), splat(0.0)
+    values, a = load(E2M1, 0), splat(0.0)
     for i in range(0, n, 32):
-        v, q = values * unit(byte_at(w, 0)), bytes_at(w, 1)
-        a = fma(pick(v, q), load(x, i), a)
-        b = fma(pick(v, q >> 4), load(x, i + 16), b)
+        q = bytes_at(w, 1)
+        v = pick(values, q) * load(x, i)
+        a = fma(fma(pick(values, q >> 4), load(x, i + 16), v), unit(byte_at(w, 0)), a)
         w += 17
-    return total(a + b)
+    return total(a)

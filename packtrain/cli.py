@@ -4,62 +4,42 @@ Exit codes: 0 done, 1 failed (disk, non-finite), 2 bad input, 3 does not fit, 13
 """
 
 import argparse
+import importlib
 import io
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from packtrain.commands import (
-    chat,
-    check,
-    compile,
-    convert,
-    data,
-    demo,
-    evaluate,
-    finetune,
-    generate,
-    inspect,
-    merge,
-    plan,
-    quantize,
-    train,
-)
 from packtrain.debug import flags as debug_flags
 from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
 from packtrain.settings import add_flags, from_flags, positionals
-from packtrain.tasks.chat import Chat
-from packtrain.tasks.evaluate import Evaluate
-from packtrain.tasks.generate import Generate
-from packtrain.tasks.merge import Merge
-from packtrain.tasks.quantize import Quantize
-from packtrain.training.settings import TrainSettings, TuneSettings, run_folder
 from packtrain.version import __version__
 from packtrain.words import did_you_mean
 
-COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
-    "demo": (demo.DemoSettings, demo.run),
-    "train": (TrainSettings, train.run),
-    "finetune": (TuneSettings, finetune.run),
-    "plan train": (plan.PlanTrain, plan.run),
-    "plan finetune": (plan.PlanTune, plan.run),
-    "merge": (Merge, merge.run),
-    "generate": (Generate, generate.run),
-    "chat": (Chat, chat.run),
-    "eval": (Evaluate, evaluate.run),
-    "data": (data.Data, data.run),
-    "inspect": (inspect.Inspect, inspect.run),
-    "quantize": (Quantize, quantize.run),
-    "check": (check.Check, check.run),
-    "convert": (convert.Convert, convert.run),
-    "compile": (compile.Compile, compile.run),
+# command -> its module in commands/, loaded when the command is given, and the class of its settings
+COMMANDS = {
+    "demo": ("demo", "DemoSettings"),
+    "train": ("train", "TrainSettings"),
+    "finetune": ("finetune", "TuneSettings"),
+    "plan train": ("plan", "PlanTrain"),
+    "plan finetune": ("plan", "PlanTune"),
+    "merge": ("merge", "Merge"),
+    "generate": ("generate", "Generate"),
+    "chat": ("chat", "Chat"),
+    "eval": ("evaluate", "Evaluate"),
+    "data": ("data", "Data"),
+    "inspect": ("inspect", "Inspect"),
+    "quantize": ("quantize", "Quantize"),
+    "check": ("check", "Check"),
+    "convert": ("convert", "Convert"),
+    "compile": ("compile", "Compile"),
 }
 INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 
@@ -67,14 +47,14 @@ INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _streams()
-    given = _given(_parser(), arguments)
+    given = _given(_parser(_asked(arguments)), arguments)
     if given is None:
         return INPUT
-    settings, run = COMMANDS[given.command]
+    module, settings = _module(given.command), _settings(given.command)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         debug_flags()  # report a misspelt one before any work
-        code = run(from_flags(settings, _resumed(given, settings)))
+        code: int = module.run(from_flags(settings, _resumed(given, settings)))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
@@ -90,6 +70,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
         _flush()
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"packtrain.commands.{COMMANDS[command][0]}")
+
+
+def _settings(command: str) -> Any:
+    return getattr(_module(command), COMMANDS[command][1])
+
+
+def _asked(arguments: Sequence[str] | None) -> Collection[str]:
+    """The commands that begin with the first word; all if none does, so that help and errors know them."""
+    texts = sys.argv[1:] if arguments is None else arguments
+    word = next((text for text in texts if not text.startswith("-")), "")
+    return [name for name in COMMANDS if name.partition(" ")[0] == word] or COMMANDS
 
 
 def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Any:
@@ -153,6 +148,7 @@ def _line(error: Exception) -> str:
 def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
     """Settings of a resumed run: those it began with, unless new ones are given."""
     if getattr(given, "resume", False) and not given.config:
+        run_folder = importlib.import_module("packtrain.training.settings").run_folder
         begun = run_folder(Path(getattr(given, "output", settings.output))) / "run.yaml"
         given.config = begun if begun.exists() else None
     return given
@@ -194,7 +190,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(INPUT, f"packtrain: error: {text}; see {self.prog} --help\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(asked: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of these commands; of others it knows the names."""
     parser = _Parser(
         prog="packtrain",
         description="Train language models that live in GGUF files, in the memory you have.",
@@ -202,13 +199,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"packtrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     groups: dict[str, Any] = {"": commands}
-    for name, (settings, run) in COMMANDS.items():
-        about = (sys.modules[run.__module__].__doc__ or "").partition(": ")[2].splitlines()[0]
+    for name in COMMANDS:
         group, _, own = name.rpartition(" ")
+        if name not in asked:
+            if name.partition(" ")[0] not in commands.choices:
+                commands.add_parser(name.partition(" ")[0])
+            continue
+        about = (_module(name).__doc__ or "").partition(": ")[2].splitlines()[0]
         if group not in groups:  # the task comes second, as in `packtrain plan train …`
             into = commands.add_parser(group, help=about, description=about)
             groups[group] = into.add_subparsers(metavar="COMMAND", required=True)
-        into = groups[group].add_parser(own, help=about, description=about)
+        into, settings = (
+            groups[group].add_parser(own, help=about, description=about),
+            _settings(name),
+        )
         into.set_defaults(command=name, parser=into)
         into.add_argument("--debug", action="store_true", help="show where an error was raised")
         add_flags(into, settings)

@@ -71,7 +71,7 @@ LAYERS = {
     "commands": "errors events words files settings dtypes tensor graph place planning picture run memory stop kernels"
     " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim design"
     " training tasks backends checking",
-    "cli": "errors words settings debug commands tasks design training version",
+    "cli": "errors words settings debug commands training version",
     "__main__": "cli",
 }
 OUTSIDE = {

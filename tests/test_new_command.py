@@ -39,8 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "commands/count.py").write_text(MODULE)
     edit(
         home / "cli.py",
-        ("    convert,\n", "    convert,\n    count,\n"),
-        ('    "compile": (', '    "count": (count.Count, count.run),\n    "compile": ('),
+        ('    "compile": (', '    "count": ("count", "Count"),\n    "compile": ('),
     )
     link_tests(folder)
     (folder / "text.txt").write_text("abba c")

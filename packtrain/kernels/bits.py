@@ -28,7 +28,7 @@ from packtrain.kernels.simd import (
 )
 
 llvmlite.binding.initialize_native_asmparser()
-AVX512, F16C = runtime.has("avx512f"), runtime.has("f16c")
+AVX512, AVX2, F16C = (runtime.has(name) for name in ("avx512f", "avx2", "f16c"))
 HALF, I8, I16 = ir.HalfType(), ir.IntType(8), ir.IntType(16)
 
 
@@ -130,11 +130,33 @@ put_half = writing(types.float32, lambda builder, v: builder.fptrunc(v, HALF))
 def emit_pick(builder, values, numbers):
     if AVX512:  # one permutation, which LLVM finds in the other form only at times
         return call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR, values, numbers)
+    if AVX2:
+        return emit_pick_by_eight(builder, values, numbers)
     picked = ir.Constant(VECTOR, ir.Undefined)
     for lane in map(I32, range(LANES)):
         number = builder.and_(builder.extract_element(numbers, lane), I32(LANES - 1))
         picked = builder.insert_element(picked, builder.extract_element(values, number), lane)
     return picked
+
+
+def emit_pick_by_eight(builder, values, numbers):
+    """The same from the lower and the upper half of the table; the fourth bit of an index chooses."""
+    eight, places = ir.VectorType(F32, 8), ir.VectorType(I32, 8)
+
+    def half(v, first):
+        lanes = ir.Constant(places, list(range(first, first + 8)))
+        return builder.shuffle_vector(v, v, lanes)
+
+    made = []
+    for index in (half(numbers, 0), half(numbers, 8)):
+        low, high = (
+            call(builder, "llvm.x86.avx2.permps", eight, half(values, first), index)
+            for first in (0, 8)
+        )
+        fourth = builder.and_(index, ir.Constant(places, [8] * 8))
+        upper = builder.icmp_signed("!=", fourth, ir.Constant(places, [0] * 8))
+        made.append(builder.select(upper, high, low))
+    return builder.shuffle_vector(*made, ir.Constant(BITS, list(range(LANES))))
 
 
 @intrinsic

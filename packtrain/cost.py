@@ -27,6 +27,7 @@ class Rates:
     threads  number of threads; a single task gets one thread's share of a rate
     call     overhead of a call in seconds, plus `region` for a parallel region
     seen     share of the causally visible blocks that attention computes, which depends on data, see design.pace
+    counted  share of the positions that have a target, likewise
     others   rates of other backends by name; those without any have the same
     """
 
@@ -38,6 +39,7 @@ class Rates:
     call: float = CALL_SECONDS
     region: float = REGION_SECONDS
     seen: float = 1.0
+    counted: float = 1.0
     others: Mapping[str, "Rates"] = field(default_factory=dict)
 
     def of(self, kind: str) -> float:
@@ -49,10 +51,11 @@ class Rates:
         """The rates of a backend."""
         return self.others.get(backend, self)
 
-    def seeing(self, share: float) -> "Rates":
-        """The rates, of all backends, if attention computes this share of the visible blocks."""
-        others = {name: rates.seeing(share) for name, rates in self.others.items()}
-        return replace(self, seen=share, others=others)
+    def seeing(self, share: float, counted: float = 1.0) -> "Rates":
+        """The rates, of all backends, if attention computes this share of the visible blocks, and this one of positions
+        has a target."""
+        others = {name: rates.seeing(share, counted) for name, rates in self.others.items()}
+        return replace(self, seen=share, counted=counted, others=others)
 
     def times(self, threads: int) -> "Rates":
         """The rates of this many threads, if each is as fast as all are now."""
@@ -87,10 +90,10 @@ def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ())
         rates = rates.on(call.backend.name)
     cost = cost_of(call, read)
     work = sum(amount / rates.of(kind) for kind, amount in cost.work.items())
-    if cost.masked:
-        work *= rates.seen
+    share = rates.seen if cost.masked else rates.counted if cost.by_target else 1.0
     around = rates.call + (rates.region if cost.tasks > 1 else 0.0)
-    return around + max(work * idle(cost.tasks, rates.threads), rates.moving(moved(call, cost)))
+    computing = share * work * idle(cost.tasks, rates.threads)
+    return around + max(computing, rates.moving(moved(call, cost)))
 
 
 def idle(tasks: float, threads: int) -> float:

@@ -266,3 +266,39 @@ def test_a_product_with_infinity_is_found_and_all_inputs_are_named() -> None:
         checks.run(
             pt.Graph({"y": ops.matmul(pt.input("x", (2, 32)), good)}), {"x": np.ones((2, 32))}
         )
+
+
+# ---- positions without a target
+
+
+@pytest.mark.parametrize("dtype", [pt.f32, BLOCK_TYPES["q8_0"]], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_the_head_leaves_out_positions_without_a_target(dtype: Dtype, share: float) -> None:
+    """Losses and gradients are those of the rows with a target alone, in their places; chunks end between them."""
+    rng, m, k, n = np.random.default_rng(0), 37, 64, 96
+    x = rng.standard_normal((m, k), np.float32)
+    w = quantize(rng.standard_normal((n, k), np.float32), dtype) if dtype != pt.f32 else None
+    ids = np.where(rng.random(m) < share, rng.integers(0, n, m), -1).astype(np.int32)
+    kept = np.flatnonzero(ids >= 0)
+
+    def run(x: np.ndarray, ids: np.ndarray) -> list[np.ndarray]:
+        given = pt.input("x", x.shape), pt.weight("w", (n, k), dtype)
+        targets, weights = pt.input("ids", ids.shape, pt.i32), pt.input("weights", ids.shape)
+        found = ops.linear_cross_entropy(*given, targets, weights, chunk=8)
+        session = pt.Session()
+        do = session.executor(pt.place(pt.Graph({str(i): t for i, t in enumerate(found)})))
+        matrix = np.random.default_rng(1).standard_normal((n, k), np.float32) if w is None else w
+        session.set({"w": matrix})
+        got = do({"x": x, "ids": ids, "weights": np.full(ids.shape, 0.5, np.float32)})
+        return list(got.values())
+
+    loss, losses, right, dx, *dw = run(x, ids)
+    alone = run(x[kept], ids[kept]) if kept.size else None
+    for full, part in zip((losses, right, dx), alone[1:4] if alone else (None,) * 3, strict=True):
+        others = np.delete(full, kept, axis=0)
+        assert not others.any()
+        if part is not None:
+            np.testing.assert_array_equal(full[kept], part)
+    assert loss == (0.0 if alone is None else alone[0])
+    if dw:
+        np.testing.assert_array_equal(dw[0], np.zeros_like(dw[0]) if alone is None else alone[4])

@@ -149,11 +149,11 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
         each(row_loss_back, (d_logits, d_loss[0], logits, targets, weights), N)
 
 
-@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
-def project(logits, x, kind, w, first, rows, start, stop):
-    """logits[:rows, start:stop] = x[first:first + rows] @ w[start:stop].T."""
+@kernel(void(a2, a2, i64, packed2, i64, i64, i64))
+def project(logits, x, kind, w, rows, start, stop):
+    """logits[:rows, start:stop] = x[:rows] @ w[start:stop].T."""
     C, (V, nbytes) = x.shape[1], w.shape
-    x_at, out = address(x, first * C), address(logits, start)
+    x_at, out = address(x, 0), address(logits, start)
     w_at = w.ctypes.data + start * nbytes
     if kind == F32:
         sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
@@ -161,34 +161,30 @@ def project(logits, x, kind, w, first, rows, start, stop):
         multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V)
 
 
-@kernel(void(a1, a1, i64, a2, i1, f32, i64, i64))
-def row_lse(losses, right, lse, logits, targets, cap, first, i):
-    """The loss of row first + i, whether its target has the largest logit, and its log-sum-exp to lse[i].
+@kernel(void(a1, a1, i64, a2, i1, f32, i1, i64, i64))
+def row_lse(losses, right, lse, logits, targets, cap, counted, first, i):
+    """The loss of row counted[first + i], whether its target has the largest logit, and its log-sum-exp to lse[i].
 
     With a cap, the row is capped here, after its largest value was found: very large logits become equal.
     """
-    target, V = i64(targets[first + i]), logits.shape[1]
-    losses[first + i] = 0.0
+    row, V = i64(counted[first + i]), logits.shape[1]
+    target = i64(targets[row])
     if right.size:
-        likeliest = target >= 0 and logits[i, target] >= highest(address(logits, i * V), V)
-        right[first + i] = f32(likeliest)
-    if target >= 0:
-        if cap > 0:
-            squash(address(logits, i * V), V, cap)
-        value = log_sum_exp(address(logits, i * V), V)
-        poke(lse, i, value)
-        losses[first + i] = value - logits[i, target]
+        right[row] = f32(logits[i, target] >= highest(address(logits, i * V), V))
+    if cap > 0:
+        squash(address(logits, i * V), V, cap)
+    value = log_sum_exp(address(logits, i * V), V)
+    poke(lse, i, value)
+    losses[row] = value - logits[i, target]
 
 
-@kernel(void(a2, a2, a2, i1, a1, i64, f32, i64, i64, i64, i64))
-def slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, start, stop):
+@kernel(void(a2, a2, a2, i1, a1, i64, f32, i1, i64, i64, i64, i64))
+def slice_back(dw, logits, x, targets, weights, lse, cap, counted, first, rows, start, stop):
     """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x."""
     C, V = x.shape[1], logits.shape[1]
     for i in range(rows):
-        at, target, weight = address(logits, i * V), i64(targets[first + i]), weights[first + i]
-        if target < 0:
-            fill_zero(at + 4 * start, stop - start)
-            continue
+        row = i64(counted[first + i])
+        at, target, weight = address(logits, i * V), i64(targets[row]), weights[row]
         hit = start <= target < stop
         capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
         columns = address(at, start)
@@ -196,22 +192,44 @@ def slice_back(dw, logits, x, targets, weights, lse, cap, first, rows, start, st
         if hit:
             poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
     if dw.size:
-        at, x_at, out = address(logits, start), address(x, first * C), address(dw, start * C)
+        at, x_at, out = address(logits, start), address(x, 0), address(dw, start * C)
         sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, min(first, 1), out, C)
 
 
-@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64, i64))
-def tile_back(dx, logits, kind, w, first, stop_row, tiles, across, task):
-    """dx[first + i, start:stop] = d_logits[i] @ w[:, start:stop] for up to ROWS rows i and `across` columns."""
+@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
+def tile_back(dx, logits, kind, w, stop_row, tiles, across, task):
+    """dx[i, start:stop] = d_logits[i] @ w[:, start:stop] for up to ROWS rows i and `across` columns."""
     C, (V, nbytes) = dx.shape[1], w.shape
     row, start = task // tiles * ROWS, task % tiles * across
     rows, stop = min(ROWS, stop_row - row), min(C, start + across)
-    at, out, w_at = address(logits, row * V), address(dx, (first + row) * C), w.ctypes.data
+    at, out, w_at = address(logits, row * V), address(dx, row * C), w.ctypes.data
     if kind == F32:
         columns, target = w_at + 4 * start, address(out, start)
         sgemm(0, 0, rows, stop - start, V, 1.0, at, V, columns, C, 0.0, target, C)
     else:
         multiply_back(kind, rows, V, C, start, stop, at, V, w_at, nbytes, False, out, C)
+
+
+@kernel(i64(i1, i1))
+def find_targets(counted, targets):
+    """The rows with a target, in order; returns their number."""
+    count = 0
+    for i in range(targets.size):
+        if targets[i] >= 0:
+            counted[count] = i
+            count += 1
+    return count
+
+
+@kernel(void(a2, a2, i1, i64, types.boolean, i64))
+def move_row(some, every, counted, first, back, i):
+    """some[i] = every[counted[first + i]], or the other way round if `back`."""
+    C, row = some.shape[1], i64(counted[first + i])
+    for j in range(0, C, LANES):
+        if back:
+            store_part(every, row * C + j, load_part(some, i * C + j, C - j), C - j)
+        else:
+            store_part(some, i * C + j, load_part(every, row * C + j, C - j), C - j)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
@@ -222,32 +240,39 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@kernel(void(a1, a1, a1, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32))
+@kernel(void(a1, a1, a1, a2, a2, a2, a2, i1, a2, i64, i64, packed2, i1, a1, f32))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, logits, x, unit, kind, w, targets, weights, cap
+    loss, losses, right, dx, dw, logits, some, counted, x, unit, kind, w, targets, weights, cap
 ):
     """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
     losses = logsumexp(z) - z[target], loss = sum(weights * losses), z = x w^T, with a cap cap * tanh(z / cap)
+    Rows without a target are left out: the others are gathered, `chunk` at a time.
 
-        x, dx (N, C), w, dw (V, C), losses, right, targets int32, weights (N,), loss (1,), logits (chunk, V) workspace
+        x, dx (N, C), w, dw (V, C), losses, right, targets int32, weights (N,), loss (1,)
+        logits (chunk, V), some (chunk, C), counted int32 (N,): workspace
         w u8 (V, row bytes), of a kind of `dequantize` with `unit` elements in a block
     """
-    N, C, V = x.shape[0], x.shape[1], w.shape[0]
+    C, V, count = x.shape[1], w.shape[0], find_targets(counted, targets)
     chunk, lse = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS)
     _, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
     tiles, across = parts(C, MOST_ACROSS, LEAST_ACROSS, max(unit, LANES))
-    if N == 0:
+    fill_zero(address(losses, 0), losses.size)
+    fill_zero(address(right, 0), right.size)
+    if count < x.shape[0]:
+        fill_zero(address(dx, 0), dx.size)
+    if count == 0:
         fill_zero(address(dw, 0), dw.size)
-    for first in range(0, N, chunk):
-        rows = min(chunk, N - first)
-        spans(project, (logits, x, kind, w, first, rows), V, width)
-        each(row_lse, (losses, right, lse, logits, targets, cap, first), rows)
+    for first in range(0, count, chunk):
+        rows = min(chunk, count - first)
+        each(move_row, (some, x, counted, first, False), rows)
+        spans(project, (logits, some, kind, w, rows), V, width)
+        each(row_lse, (losses, right, lse, logits, targets, cap, counted, first), rows)
         if dx.size + dw.size == 0:
             continue
-        spans(slice_back, (dw, logits, x, targets, weights, lse, cap, first, rows), V, width)
-        if dx.size == 0:
-            continue
-        given = (dx, logits, kind, w, first, rows, tiles, across)
-        each(tile_back, given, -(-rows // ROWS) * tiles)
+        given = (dw, logits, some, targets, weights, lse, cap, counted, first, rows)
+        spans(slice_back, given, V, width)
+        if dx.size:
+            each(tile_back, (some, logits, kind, w, rows, tiles, across), -(-rows // ROWS) * tiles)
+            each(move_row, (some, dx, counted, first, True), rows)
     weighted_sum(loss, losses, weights)

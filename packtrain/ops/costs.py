@@ -37,12 +37,14 @@ class Cost:
     nbytes  moved; None: what the call reads and writes
     tasks   of equal size, each for one thread
     masked  the work assumes a causal mask; with several samples in a row it is less
+    by_target  the work assumes that every position has a target; those without are left out
     """
 
     work: Mapping[str, float] = field(default_factory=dict)
     nbytes: float | None = None
     tasks: float = math.inf
     masked: bool = False
+    by_target: bool = False
 
 
 def multiplied(m: int, n: int, k: float) -> float:
@@ -136,7 +138,7 @@ def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int)
         work["multiply"] += chunks * multiplied(v, c, n / chunks)
         work["pack"] += logits * -(-c // BROAD) + logits * c / SLICE
         nbytes += 8.0 * chunks * v * c
-    return Cost(work, nbytes=nbytes, tasks=max(v // SLICE, 1))
+    return Cost(work, nbytes=nbytes, tasks=max(v // SLICE, 1), by_target=True)
 
 
 def attended(q: Tensor, k: Tensor, window: int) -> float:

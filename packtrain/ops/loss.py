@@ -204,7 +204,8 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 
 @linear_cross_entropy.workspace("cpu")
 def linear_cross_entropy_work(x, w, targets, weights, *, chunk, softcap):
-    return (Spec((min(chunk, max(targets.spec.size, 1)), w.shape[0])),)
+    rows = min(chunk, max(targets.spec.size, 1))
+    return Spec((rows, w.shape[0])), Spec((rows, w.shape[1])), Spec((targets.spec.size,), i32)
 
 
 @linear_cross_entropy.kernel("numpy")
@@ -230,7 +231,7 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, wor
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, right, dx, dw = (*out, None)[:5]
     by_row = flat(loss), flat(losses), flat_or_absent(right)
-    arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), work[0]
+    arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), *work
     given = rows(x), dtype_of(w).block, *packed(w), flat(targets), flat(weights)
     kernels.loss.linear_cross_entropy(*arrays, *given, softcap)
 

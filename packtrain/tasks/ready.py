@@ -143,7 +143,9 @@ def _speed(job: Job, say: Say, free: float) -> tuple[Rates, int]:
     again, target = job.settings.measure_speed, job.settings.target
     rates = rates_apart(again, say, packed_types(job.shape), free, target)
     data = job.glimpse()
-    return rates.seeing(seen(data)), learnt(data, job.shape.positions)
+    positions = job.shape.positions
+    tokens = learnt(data, positions)
+    return rates.seeing(seen(data), tokens / positions), tokens
 
 
 def _found(settings: RunSettings, say: Say) -> Checkpoint | None:

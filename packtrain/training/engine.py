@@ -146,7 +146,10 @@ class Engine:
 
     def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
         """The inputs of each run of a graph, with weights that add up to 1 over the step."""
-        shares = [{**b, "weights": b["weights"] / np.float32(tokens or 1)} for b in batches]
+        shares = [
+            {**b, **with_targets(b), "weights": b["weights"] / np.float32(tokens or 1)}
+            for b in batches
+        ]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
@@ -187,11 +190,16 @@ def judged(got: Batch, turn: Turn, before: int) -> tuple[int, str | None]:
     return before + 1, what
 
 
+def with_targets(batch: Batch) -> Batch:
+    """The targets of a batch, none where the weight is 0: the head then leaves the position out."""
+    return {"targets": np.where(batch["weights"] > 0, batch["targets"], np.int32(-1))}
+
+
 def evaluate(run: Executor, batches: Iterable[Batch]) -> Evaluated:
     """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`."""
     sums, counts, right = list[float](), list[float](), 0.0
     for batch in batches:
-        got = run(batch)
+        got = run({**batch, **with_targets(batch)})
         losses = got["losses"].astype(np.float64)
         sums += (losses * batch["weights"]).sum(-1).tolist()
         hits = got.get("right", np.float64(math.nan))

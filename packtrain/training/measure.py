@@ -15,6 +15,7 @@ from packtrain.models.file import ModelFile
 from packtrain.place import place
 from packtrain.planning import make_plan, size_text
 from packtrain.run import Executor, Session
+from packtrain.training.engine import with_targets
 
 HUGE = 700.0  # e to a larger power overflows a float
 
@@ -44,7 +45,7 @@ def losses_of(
 def counted(run: Executor, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[np.ndarray]:
     """For each batch the losses (N,) f32 of the targets that have a weight, in order."""
     for batch in batches:
-        yield run(batch)["losses"][batch["weights"] > 0]
+        yield run({**batch, **with_targets(batch)})["losses"][batch["weights"] > 0]
 
 
 @dataclass(frozen=True, slots=True)

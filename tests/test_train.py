@@ -162,7 +162,8 @@ def test_more_steps_can_be_asked_for(data, tmp_path, capsys):
 
 def test_early_stop_keeps_the_best_weights(data, tmp_path, capsys):
     output = tmp_path / "m.gguf"
-    options = ["--iters", "60", "--steps-per-eval", "2", "--patience", "3", "--lr", "0.5"]
+    options = ["--iters", "60", "--steps-per-eval", "2", "--patience", "3", "--lr", "3"]
+    options += ["--warmup-ratio", "1"]  # the rate grows, and soon no step helps
     assert main(arguments(data, output, *options)) == 0
     text = "\n".join(said(capsys))
     assert "stopped early" in text

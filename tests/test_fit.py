@@ -16,7 +16,7 @@ from packtrain.optim import Optimizer
 from packtrain.training.engine import NotFinite
 
 EXACT = 1e-10
-ADAMW = pt.AdamW(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+ADAMW = pt.AdamW(lr=1.0, beta1=0.0, beta2=0.0, eps=1e-16, weight_decay=0.0)
 SGD = pt.SGD(lr=1.0)
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [ADAMW, SGD], ids=["adamw", "sgd"])
 START = {"w": np.array([3.0])}
@@ -498,7 +498,11 @@ def test_bad_datasets(columns, shard, message):
             "the dataset has z, which is no input of the model; it has x, y",
         ),
         ({"x": np.zeros((240, 9), np.float32)}, {"batch": 60}, r"x is f32\[60, 8\] in the model"),
-        ({"y": np.zeros(240)}, {"batch": 60}, "and type float64 do not fit"),
+        (
+            {"y": np.zeros(240)},
+            {"batch": 60},
+            r"y is i32\[60\] in the model and float64 in the data",
+        ),
         (
             {},
             {"batch": 60, "values": {"nothing": np.zeros(1)}},

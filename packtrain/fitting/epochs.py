@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.errors import InputError
 from packtrain.fitting.dataset import Dataset
 from packtrain.fitting.forms import WHOLE
 from packtrain.fitting.result import Result
 from packtrain.fitting.trainer import Trainer
+from packtrain.tensor import Spec
+from packtrain.words import plural
 
 
 @dataclass(slots=True)
@@ -55,7 +58,7 @@ NONE = Callbacks()
 
 def epoch(
     trainer: Trainer,
-    data: Dataset,
+    data: Dataset | Mapping[str, Any],
     split: int | None = None,
     *,
     order: np.ndarray | None = None,
@@ -65,12 +68,18 @@ def epoch(
 ) -> tuple[Result, Result]:
     """Train on the first `split` datapoints (None: all) and evaluate on the rest; the results of both.
 
+    data    a Dataset, or its columns by name
     order   positions of the datapoints; None: as they are
     keep    keep predictions
     Incomplete batches are left out: `split` and the rest should be multiples of the logical and physical batch.
+    Raises InputError for data that does not fit the model; NotFinite.
     """
-    places = np.arange(len(data)) if order is None else order
+    data = dataset(data)
+    check(trainer, data)
+    places = np.arange(len(data)) if order is None else np.asarray(order)
     at = len(places) if split is None else split
+    if not isinstance(at, int | np.integer) or not 0 <= at <= len(places):
+        raise InputError(f"split={split!r} must be a whole number from 0 to {len(places)}")
     mean = trainer.model.mean
     learnt, tested = Result(mean, keep), Result(mean, keep)
     if at:
@@ -127,3 +136,41 @@ def _add(result: Result, trainer: Trainer, outputs: Mapping[str, Any]) -> None:
     result.add(
         trainer.rows, loss, None if correct is None else int(correct), outputs.get("predictions")
     )
+
+
+def dataset(data: Dataset | Mapping[str, Any]) -> Dataset:
+    return data if isinstance(data, Dataset) else Dataset(data)
+
+
+def check(trainer: Trainer, data: Dataset, what: str = "the dataset") -> None:
+    """Raise InputError unless the columns, and the inputs that are not data, fit the model's inputs."""
+    inputs, others, rows = trainer.form.inputs, trainer.inputs(0), trainer.rows
+    for name, values in data.columns.items():
+        if name not in inputs:
+            raise InputError(
+                f"{what} has {name}, which is no input of the model; it has {', '.join(inputs)}"
+            )
+        _check_column(name, values, inputs[name], rows)
+    missing = [name for name in inputs if name not in data.columns and name not in others]
+    if missing:
+        raise InputError(f"{what} has no {missing[0]}, an input of the model")
+    if len(data) < rows:
+        raise InputError(
+            f"a batch of {rows:,} is more than the {plural(len(data), 'datapoint')} of {what}"
+        )
+
+
+def _check_column(name: str, values: np.ndarray, spec: Spec, rows: int) -> None:
+    shape, kind, given = spec.dtype.array_shape(spec.shape), spec.dtype.numpy, values.shape[1:]
+    if not shape or shape[0] != rows:
+        raise InputError(f"{name} is {spec} in a model of {plural(rows, 'datapoint')}: no column")
+    if given != shape[1:]:
+        raise InputError(
+            f"{name} is {spec} in the model, of shape {list(shape[1:])} for each datapoint;"
+            f" those of the data have {list(given)}"
+        )
+    if not np.can_cast(values.dtype, kind, "same_kind"):
+        raise InputError(
+            f"{name} is {spec} in the model and {values.dtype} in the data; convert it, as with"
+            f" .astype({kind.name!r})"
+        )

@@ -10,7 +10,7 @@ import numpy as np
 
 from packtrain.errors import InputError
 from packtrain.fitting.dataset import Dataset
-from packtrain.fitting.epochs import NONE, Batch, Callbacks, evaluate, steps
+from packtrain.fitting.epochs import NONE, Batch, Callbacks, check, dataset, evaluate, steps
 from packtrain.fitting.forms import Build
 from packtrain.fitting.model import Model
 from packtrain.fitting.record import Record
@@ -83,22 +83,34 @@ def fit(
 
         done = pt.fit(net, {"x": images, "y": labels}, pt.AdamW(lr=1e-3), epochs=30, batch=1000, val_split=0.05)
 
-    model      see Trainer
+    model      see Trainer, as for more arguments: physical, memory, max_norm, order, device, values, evaluated, inputs
     batch      datapoints per step; of these, `physical` at a time
     val_split  share of the data held out for validation, drawn by `seed`; or give `valid`, which is never trained on
     schedule   learning rate by the number of the step, or cosine, linear, constant; default: the optimizer's
-    folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues from there
+    folder     where to write checkpoints, metrics.jsonl, loss.svg and plan.html; `resume` continues, to `epochs` in all
     stop       asked after each step whether to save and stop
     on_message called with what was chosen, and a line per epoch: `print` shows them
-    trainer    more arguments of Trainer: physical, memory, max_norm, order, device, values, evaluated, inputs
+    Raises InputError, GraphError; DoesNotFit with the least memory that would do; NotFinite.
     """
-    learnt = data if isinstance(data, Dataset) else Dataset(data)
+    learnt, held = dataset(data), None if valid is None else dataset(valid)
+    _check(epochs, callbacks, val_split, held)
     own = {"seed": seed, "beside": ORDERS_NBYTES * len(learnt), "on_message": on_message}
     runs = Trainer(model, optimizer or AdamW(), batch=batch, **trainer | own)
-    course = _course(runs, learnt, valid, val_split, seed if shuffle else None, on_message)
+    course = _course(runs, learnt, held, val_split, seed if shuffle else None, on_message)
     course.callbacks = _scheduled(callbacks, schedule, runs.lr, epochs * course.steps)
     record = Record(folder, runs, course.about, resume, on_message)
     return _run(course, epochs, record, stop, on_message)
+
+
+def _check(epochs: int, callbacks: Callbacks, val_split: float, held: object) -> None:
+    if not isinstance(epochs, int | np.integer) or epochs < 0:
+        raise InputError(f"epochs={epochs!r} must be a whole number, 0 or more")
+    if not isinstance(callbacks, Callbacks):
+        raise InputError(f"callbacks={callbacks!r} must be Callbacks, such as Callbacks(after=…)")
+    if not isinstance(val_split, float | int | np.number) or not 0 <= val_split < 1:
+        raise InputError(f"val_split={val_split!r} must be at least 0 and less than 1")
+    if held is not None and val_split:
+        raise InputError("val_split holds out a part of the data; give it or valid, not both")
 
 
 def _run(
@@ -169,7 +181,7 @@ class Course:
 def _course(
     trainer: Trainer,
     learnt: Dataset,
-    valid: "Dataset | Mapping[str, Any] | None",
+    held: Dataset | None,
     val_split: float,
     seed: int | None,
     say: Say,
@@ -179,55 +191,32 @@ def _course(
     order = np.arange(len(learnt))
     if seed is not None:
         order = learnt.shuffled(order, seed, 0)
-    if not 0 <= val_split < 1:
-        raise InputError(f"val_split={val_split} must be at least 0 and less than 1")
-    if valid is not None:
-        held = valid if isinstance(valid, Dataset) else Dataset(valid)
-        check(trainer, held)
-        split, rest = len(order), np.arange(len(held))
-    else:
-        held = learnt
-        split = round(len(order) * (1 - val_split)) // trainer.batch * trainer.batch
-        rest = order[split:] if val_split else order[:0]
+    split, rest = len(order), order[:0]
+    if held is not None:
+        check(trainer, held, "the validation data")
+        rest = np.arange(len(held))
+    elif val_split:
+        split = round(split * (1 - val_split))
+        rest = order[split // trainer.batch * trainer.batch :]
     used = split // trainer.batch * trainer.batch
     if not used:
+        of = f" of {len(order):,}" if split < len(order) else ""
+        count = plural(split, "datapoint") + of
+        raise InputError(f"batch={trainer.batch} is more than the {count} to train on")
+    if val_split and rest.size < trainer.rows:
         raise InputError(
-            f"batch={trainer.batch} is more than the {plural(split or len(order), 'datapoint')} to train on"
+            f"val_split={val_split} holds out {plural(rest.size, 'datapoint')}, fewer than"
+            f" the {trainer.rows:,} that are evaluated at a time"
         )
     if trainer.batch % learnt.shard:
         raise InputError(f"batch={trainer.batch} must be a multiple of shard={learnt.shard}")
     for what, left in (
-        ("training", (split if rest.size else len(order)) - used),
+        ("training", 0 if val_split else split - used),
         ("validation", rest.size % trainer.rows),
     ):
         if left:
             say(f"{plural(left, 'datapoint')} of {what} make no whole batch and are left out")
-    return Course(trainer, learnt, order[:used], held, rest, seed)
-
-
-def check(trainer: Trainer, data: Dataset) -> None:
-    """Raise InputError unless the columns fit the model's inputs."""
-    inputs, others = trainer.model.inputs, trainer.inputs(0)
-    for name, values in data.columns.items():
-        if name not in inputs:
-            raise InputError(
-                f"the dataset has {name}, which is no input of the model; it has {', '.join(inputs)}"
-            )
-        spec = inputs[name].spec
-        shape = spec.dtype.array_shape(spec.shape)
-        if values.shape[1:] != shape[1:] or not np.can_cast(
-            values.dtype, spec.dtype.numpy, "same_kind"
-        ):
-            raise InputError(
-                f"{name} is {spec} in the model; datapoints of shape {list(values.shape[1:])} and type"
-                f" {values.dtype} do not fit"
-            )
-    missing = [name for name in inputs if name not in data.columns and name not in others]
-    if missing:
-        raise InputError(f"the dataset has no {missing[0]}, an input of the model")
-    if len(data) < trainer.rows:
-        rows, count = trainer.rows, plural(len(data), "datapoint")
-        raise InputError(f"a batch of {rows:,} is more than the {count} of the dataset")
+    return Course(trainer, learnt, order[:used], held or learnt, rest, seed)
 
 
 def _scheduled(
@@ -239,12 +228,10 @@ def _scheduled(
     """
     if schedule is None:
         return callbacks
+    if schedule not in KINDS and not callable(schedule):
+        names = ", ".join(KINDS)
+        raise InputError(f"schedule={schedule!r} must be a function of the step, or one of {names}")
     if isinstance(schedule, str):
-        if schedule not in KINDS:
-            names = ", ".join(KINDS)
-            raise InputError(
-                f"schedule={schedule!r} must be a function of the step, or one of {names}"
-            )
         schedule = Schedule(schedule, lr, lr / 100, steps // 20, steps).rate
     rate, own = schedule, callbacks.before
 

@@ -3,21 +3,24 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from packtrain import ops
 from packtrain.backends import HOST, Target, aligned
-from packtrain.design.plans import BOUND_NBYTES, EVALUATE, MICRO, STEP, UPDATE, Name
+from packtrain.design.plans import BOUND_NBYTES, EVALUATE, LOOP_NBYTES, MICRO, STEP, UPDATE, Name
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.fitting.model import Model
 from packtrain.graph import Graph
 from packtrain.optim import Optimizer, accumulating, training, updating
 from packtrain.place import Placed, place
 from packtrain.planning import Plan, least_order, make_plan, size_text
-from packtrain.tensor import GraphError, Tensor
+from packtrain.tensor import GraphError, Spec, Tensor
 from packtrain.words import plural
 
 Build = Callable[[int], "Model | Tensor"]
 WHOLE = "whole"  # the loss of a physical batch, where `loss` is its share of a step
-LOOP_NBYTES = 5 << 19  # files, curve and results of the loop
+KERNELS_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
+PART_NBYTES = 2 << 10  # objects of a physical batch: its arrays, and those of its outputs
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Form:
     """
 
     model: Model
+    evaluated: Model
     rows: int
     micros: int
     recomputed: str
@@ -48,16 +52,24 @@ class Form:
         return {leaf.label: leaf for leaf in found if leaf.role}
 
     @property
+    def inputs(self) -> dict[str, Spec]:
+        """Inputs of both models by name."""
+        both = {**self.evaluated.inputs, **self.model.inputs}
+        return {name: leaf.spec for name, leaf in both.items()}
+
+    @property
     def arena_nbytes(self) -> int:
         return max(plan.arena(HOST).nbytes for plan in self.plans.values())
 
     @property
     def loop_nbytes(self) -> int:
         """Bytes outside the session: copies of a step's data and of its outputs, executors, files."""
-        outputs, inputs = self.model.outputs.values(), list(self.model.inputs.values())
+        outputs, inputs = self.model.outputs.values(), [*self.inputs.values()]
         calls = sum(len(placed.graph.calls) for placed in self.placed.values())
-        data = sum(t.spec.nbytes for t in (*inputs * self.copies, *outputs, *outputs))
-        return LOOP_NBYTES + BOUND_NBYTES * calls + self.micros * data
+        data = sum(s.nbytes for s in inputs) * self.copies + 2 * sum(t.spec.nbytes for t in outputs)
+        compared = max(s.size for s in inputs) if inputs and self.copies > 1 else 0
+        parts = self.micros * (data + PART_NBYTES * self.copies)
+        return KERNELS_NBYTES + LOOP_NBYTES + BOUND_NBYTES * calls + parts + compared
 
     @property
     def parts(self) -> dict[str, int]:
@@ -128,6 +140,9 @@ class Asked:
 
     def sizes(self) -> list[int]:
         """Possible numbers of datapoints at a time, largest first. Raises InputError."""
+        for name, number in (("batch", self.batch), ("physical", self.physical)):
+            if number is not None and (not isinstance(number, int | np.integer) or number < 1):
+                raise InputError(f"{name}={number!r} must be a whole number, 1 or more")
         if isinstance(self.model, Model | Tensor):
             sizes = [self._own_size()]
         elif self.physical is not None:
@@ -136,7 +151,7 @@ class Asked:
             raise InputError("batch must be given: the number of datapoints per step")
         else:
             sizes = [n for n in range(self.batch, 0, -1) if self.batch % n == 0]
-        wrong = [n for n in sizes if n < 1 or (self.batch or n) % n]
+        wrong = [n for n in sizes if (self.batch or n) % n]
         if wrong:
             raise InputError(
                 f"batch={self.batch} must be a multiple of the physical batch, {wrong[0]}"
@@ -160,6 +175,8 @@ class Asked:
         """The model for so many datapoints at a time."""
         asked = self.evaluated if evaluated and self.evaluated is not None else self.model
         found = asked if isinstance(asked, Model | Tensor) else asked(rows)
+        if not isinstance(found, Model | Tensor):
+            raise GraphError(f"the model is {found!r}; it must be a Model, or a scalar loss")
         return Model(found) if isinstance(found, Tensor) else found
 
 
@@ -168,7 +185,8 @@ def build(
 ) -> Form | None:
     """The form with its plans; None if nothing would be recomputed though it is asked for."""
     model, micros = asked.at(rows), (asked.batch or rows) // rows
-    graphs = {EVALUATE: Graph(asked.at(rows, evaluated=True).outputs)}
+    evaluated = asked.at(rows, evaluated=True)
+    graphs = {EVALUATE: Graph(evaluated.outputs)}
     if optimizer is not None:
         keep = _kept(model, recomputed)
         if recomputed and not keep:
@@ -183,13 +201,17 @@ def build(
     }
     plans = {name: make_plan(p) for name, p in placed.items()}
     copies = 3 if optimizer is not None and optimizer.evaluations > 1 else 1
-    return Form(model, rows, micros, recomputed, copies, placed, plans)
+    return Form(model, evaluated, rows, micros, recomputed, copies, placed, plans)
 
 
 def _training(
     model: Model, optimizer: Optimizer, micros: int, keep: list[Tensor] | None, norm: float | None
 ) -> dict[str, Graph]:
     trained = model.trained
+    if norm is not None and optimizer.first_length is not None:
+        raise InputError(f"{optimizer.name} finds the length of its steps itself, without max_norm")
+    if norm is not None and not norm > 0:
+        raise InputError(f"max_norm={norm} must be more than 0")
     if not trained:
         raise GraphError("the loss depends on no weight that can be trained")
     outputs = model.outputs

@@ -26,7 +26,7 @@ class Model:
     predictions: Tensor | None = None
     labels: Tensor | None = None
     mean: bool = True
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] | str = ()
 
     @classmethod
     def cross_entropy(cls, logits: Tensor, labels: Tensor) -> "Model":
@@ -76,13 +76,18 @@ class Model:
 
     @property
     def trained(self) -> list[Tensor]:
-        """Weights of the loss that are trained: f32 or bf16, not frozen."""
+        """Weights of the loss that are trained: f32 or bf16, not frozen. Raises GraphError."""
+        patterns = (self.frozen,) if isinstance(self.frozen, str) else self.frozen
+        weights = [leaf for leaf in Graph([self.loss]).leaves if leaf.role == "weight"]
+        for pattern in patterns:
+            if not any(fnmatchcase(leaf.label, pattern) for leaf in weights):
+                names = ", ".join(leaf.label for leaf in weights)
+                raise GraphError(f"frozen={pattern!r} is no weight of the loss; it has {names}")
         return [
             leaf
-            for leaf in Graph([self.loss]).leaves
-            if leaf.role == "weight"
-            and leaf.dtype in TRAINABLE
-            and not any(fnmatchcase(leaf.label, pattern) for pattern in self.frozen)
+            for leaf in weights
+            if leaf.dtype in TRAINABLE
+            and not any(fnmatchcase(leaf.label, pattern) for pattern in patterns)
         ]
 
 

@@ -72,5 +72,7 @@ class Result:
         error = "" if math.isnan(self.loss_error) else f" ± {self.loss_error:.4f}"
         if self.correct is None:
             return f"loss {self.loss:.4f}{error}"
-        percent = f"{100 * self.accuracy:.2f} ± {100 * self.accuracy_error:.2f} %"
+        spread = self.accuracy_error
+        error_of = "" if math.isnan(spread) else f" ± {100 * spread:.2f}"
+        percent = f"{100 * self.accuracy:.2f}{error_of} %"
         return f"loss {self.loss:.4f}{error}, accuracy {percent}"

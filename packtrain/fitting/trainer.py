@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
+from packtrain.backends import DEVICES
 from packtrain.backends import target as target_of
 from packtrain.design.plans import EVALUATE, MICRO, STEP
-from packtrain.dtypes import bf16, f32
+from packtrain.dtypes import TRAINABLE, WRITABLE, f32
 from packtrain.errors import InputError
 from packtrain.fitting.dataset import Dataset
 from packtrain.fitting.forms import Asked, Build, Form, choose
@@ -21,6 +22,7 @@ from packtrain.quant import quantize
 from packtrain.run import Session, Values
 from packtrain.tensor import Tensor
 from packtrain.training.engine import NotFinite, Turn, judged
+from packtrain.words import plural
 
 Arrays = Mapping[str, np.ndarray]
 ORDERS = ("written", "least")
@@ -44,7 +46,8 @@ class Trainer:
     batch      datapoints per step (the logical batch); None: a physical batch
     physical   datapoints at a time; None: as many as memory allows, if `model` is a function
     values     weights by name; the others are drawn by `seed`, see `initial`
-    inputs     values of inputs that are not data, by the number of the step; 0 in an evaluation
+    inputs     values of inputs that are not data, by the number of the physical batch, from 1 through all steps, such
+               as the key of a dropout; 0 in an evaluation
     memory     limit on the private memory of the process, such as "64MiB"
     order      "least": each graph runs in the order, of several, that needs the fewest bytes, see least_order
     beside     bytes that the caller will take beside it
@@ -69,19 +72,20 @@ class Trainer:
         beside: int = 0,
         on_message: Callable[[str], None] = lambda text: None,
     ) -> None:
-        if order not in ORDERS:
-            raise InputError(f"order={order!r} must be one of {', '.join(ORDERS)}")
+        _check(optimizer, order=(order, ORDERS), device=(device, tuple(DEVICES)))
+        if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 63:
+            raise InputError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")
         asked = Asked(model, evaluated, batch, physical, max_norm, order)
-        limit = math.inf if memory is None else parse_size(memory, "memory")
+        limit = math.inf if memory is None else parse_size(str(memory), "memory")
         own = optimizer.kernels if optimizer else ()
         kernels.load_all((*kernels.LEARNING, *kernels.EXPERTS, *kernels.WINDOWS, *own))
         settle()  # now the memory of kernels is part of the baseline
         self.baseline = private_nbytes() + beside
         self.form: Form = choose(asked, optimizer, target_of(device), limit, self.baseline)
         self.seed, self.inputs, self.say, self.done = seed, inputs, on_message, 0
-        self._bad = 0
+        self._bad = self._summed = 0
         self._before: Turn | None = None  # the last step, if its gradients are still there
-        self._columns, self._space = dict[str, Any](), dict[str, np.ndarray]()
+        self._space = dict[str, np.ndarray]()  # a batch of data
         self.optimizer, self.lr = optimizer, optimizer.lr if optimizer else 0.0
         self.session = Session()
         self.run = self.session.executors(self.form.placed, self.form.plans)
@@ -97,12 +101,13 @@ class Trainer:
         for name, leaf in weights.items():
             if name in values:
                 value = np.asarray(values[name])
-            elif leaf.dtype in (f32, bf16):
+            elif leaf.dtype in TRAINABLE:
                 value = initial(leaf, self.seed)
             else:
                 raise InputError(f"values must have {name}: weights of {leaf.dtype} are not drawn")
-            if leaf.dtype == bf16 and value.dtype == np.float32:
-                value = quantize(value, bf16)
+            given = value.dtype.kind == "f" and value.shape == leaf.shape
+            if given and leaf.dtype in WRITABLE and leaf.dtype != f32:
+                value = quantize(value, leaf.dtype)
             self.session.set({name: value})
 
     @property
@@ -120,10 +125,13 @@ class Trainer:
         return self.form.rows * self.form.micros
 
     def batches(self, data: Dataset, size: int, order: np.ndarray | None) -> Iterator[Arrays]:
-        """Batches of a dataset, in memory that the next one overwrites."""
-        columns = {name: (v.shape[1:], v.dtype) for name, v in data.columns.items()}
-        if columns != self._columns:
-            self._columns, self._space = columns, data.space(self.batch)
+        """Batches of a dataset in the model's types, in memory that the next one overwrites."""
+        if self._space.keys() != data.columns.keys():
+            specs = {name: self.form.inputs[name] for name in data.columns}
+            self._space = {
+                name: np.empty((self.batch, *s.dtype.array_shape(s.shape)[1:]), s.dtype.numpy)
+                for name, s in specs.items()
+            }
         return data.batches(size, order, self._space)
 
     @property
@@ -146,7 +154,8 @@ class Trainer:
 
     @property
     def gradients(self) -> dict[str, np.ndarray]:
-        """Sums of gradients since the last `fresh` physical batch, by weight; see add_gradients."""
+        """Sums of gradients since the last `fresh` physical batch, by weight; see add_gradients. Raises InputError."""
+        self._want_sums()
         trained = (w.label for w in self.model.trained)
         return {name: self.session.get(f"g/{name}") for name in trained}
 
@@ -161,22 +170,37 @@ class Trainer:
 
         Only where a step has several physical batches or evaluations; a mean is formed as they come.
         """
+        self._want_sums()
+        self._summed = 1 if fresh else self._summed + 1
+        flag, number = (
+            np.array(float(fresh), np.float32),
+            self.done * self.form.micros + self._summed,
+        )
+        return self.run[MICRO]({**self._given(MICRO, batch, number), "fresh": flag})
+
+    def _want_sums(self) -> None:
         if MICRO not in self.run:
             raise InputError("gradients are summed only if batch is larger than the physical batch")
-        flag = np.array(float(fresh), np.float32)
-        return self.run[MICRO]({**self._given(MICRO, batch, self.done + 1), "fresh": flag})
 
     def step(self, batch: Arrays) -> Stepped:
-        """Train on a logical batch. Raises NotFinite for the third bad step in a row."""
+        """Train on a logical batch. Raises InputError, and NotFinite for the third bad step in a row."""
         if self.optimizer is None:
             raise InputError("this trainer has no optimizer")
         number = self.done + 1
+        wrong = [name for name, v in batch.items() if len(v) != self.batch]
+        if wrong:
+            raise InputError(
+                f"a step takes {plural(self.batch, 'datapoint')}; {wrong[0]} has {len(batch[wrong[0]])}"
+            )
+        if not isinstance(self.lr, float | int | np.number) or not math.isfinite(self.lr):
+            raise InputError(f"step {number}: the learning rate is {self.lr!r}; it must be finite")
         first = STEP if STEP in self.run else MICRO
         if self.optimizer.evaluations > 1:  # the next step compares its batch with this one
-            batch = {name: values.copy() for name, values in batch.items()}
+            batch = {name: np.array(values) for name, values in batch.items()}
+        starts = enumerate(range(0, self.batch, self.rows), 1 + self.done * self.form.micros)
         parts = [
-            self._given(first, {n: v[at : at + self.rows] for n, v in batch.items()}, number)
-            for at in range(0, self.batch, self.rows)
+            self._given(first, {n: v[at : at + self.rows] for n, v in batch.items()}, part)
+            for part, at in starts
         ]
         rounding = np.array([self.seed, number], np.int64)
         wanted = any(ROUNDING in run.inputs for run in self.run.values())
@@ -203,6 +227,7 @@ class Trainer:
 
     def change(self, optimizer: Optimizer) -> None:
         """Go on with other numbers, such as another weight decay. Raises InputError if that needs another plan."""
+        _check(optimizer)
         now = self.optimizer
         trained = self.model.trained
         if (
@@ -211,3 +236,16 @@ class Trainer:
         ):
             raise InputError(f"{optimizer} needs another plan than {now}; create another trainer")
         self.optimizer, self.lr = optimizer, optimizer.lr
+
+
+def _check(optimizer: Optimizer | None, **chosen: tuple[str, tuple[str, ...]]) -> None:
+    """Raise InputError unless each value is one of its choices, and the optimizer's settings are within bounds."""
+    for name, (value, choices) in chosen.items():
+        if value not in choices:
+            raise InputError(f"{name}={value!r} must be one of {', '.join(choices)}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InputError(f"the optimizer is {optimizer!r}; give one such as pt.AdamW(lr=1e-3)")
+    if optimizer is not None:
+        optimizer.check()
+        if float(optimizer.lr) < 0:
+            raise InputError(f"optimizer: lr is {optimizer.lr}; it must be at least 0")

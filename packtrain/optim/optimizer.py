@@ -4,12 +4,13 @@ It knows no model, no data and no memory. Each optimizer has its own file next t
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from packtrain.dtypes import f32
+from packtrain.settings import clean
 from packtrain.tensor import Tensor, input, state
 
 Values = Mapping[str, np.ndarray]
@@ -75,6 +76,12 @@ class Optimizer:
     evaluations: ClassVar[int] = 1
     first_length: ClassVar[float | None] = None
     lr: float
+
+    def check(self) -> None:
+        """Raise InputError unless the settings are within the bounds of their flags."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: v.item() if isinstance(v, np.generic) else v for name, v in found.items()}
+        clean(type(self), plain, "optimizer")
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         """The values of `hyper` at step t, counted from 1."""

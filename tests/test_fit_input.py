@@ -1,0 +1,175 @@
+"""What `pt.fit` and `pt.Trainer` take: natural NumPy data, in planned memory; all else is refused by name."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain.dtypes import DTYPES
+from packtrain.quant import dequantize
+
+WIDTH, POINTS = 2000, 400
+
+
+def net(rows: int, dtype: pt.dtypes.Dtype = pt.f32) -> pt.Model:
+    x, y = pt.input("x", (rows, WIDTH)), pt.input("y", (rows,), pt.i32)
+    hidden = pt.matmul(x, pt.weight("in", (32, WIDTH)))
+    return pt.Model.cross_entropy(pt.matmul(hidden, pt.weight("out", (2, 32), dtype)), y)
+
+
+def data(kind: str = "float32") -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).standard_normal((POINTS, 2 * WIDTH)).round(1)
+    x = np.asarray(x > 0 if kind == "bool" else x.clip(0) * 10 if kind == "uint8" else x)
+    x = x.astype("float32" if kind in ("strided", "fortran") else kind)[:, ::2]
+    x = x if kind == "strided" else np.asfortranarray(x) if kind == "fortran" else x.copy()
+    return {"x": x, "y": x[:, 0] > x[:, 1]}
+
+
+@pytest.mark.parametrize(
+    "kind", ["float32", "float64", "float16", ">f4", "uint8", "bool", "strided", "fortran"]
+)
+def test_batches_of_any_type_and_layout_fit_the_memory_planned_for_them(kind):
+    runs, given = pt.Trainer(net, pt.AdamW(), batch=200), pt.Dataset(data(kind))
+    order = np.random.default_rng(1).permutation(POINTS)
+    tracemalloc.start()
+    got = [values["x"].copy() for values in runs.batches(given, 200, order)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    batch = 200 * WIDTH * 4
+    assert np.array_equal(np.concatenate(got), given.columns["x"][order].astype(np.float32))
+    assert peak < 3 * batch + (1 << 19), peak  # two copies, and the batch that is overwritten
+
+
+def test_a_step_of_lbfgs_takes_no_more_than_planned():
+    runs, given = pt.Trainer(net, pt.LBFGS(), batch=POINTS), pt.Dataset(data("float64"))
+    tracemalloc.start()
+    for _ in range(3):
+        pt.epoch(runs, given)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= runs.form.loop_nbytes, (peak, runs.form.loop_nbytes)
+
+
+@pytest.mark.parametrize("kind", [bool, np.int64, np.uint8, np.uint64])
+def test_class_ids_may_be_any_whole_numbers(kind):
+    given = data()
+    done = pt.fit(net, {**given, "y": given["y"].astype(kind)}, batch=200)
+    same = pt.fit(net, {**given, "y": given["y"].astype(np.int32)}, batch=200)
+    assert done.weights["in"].tobytes() == same.weights["in"].tobytes()
+
+
+def test_whole_numbers_that_do_not_fit_are_named():
+    given = {**data(), "y": np.full(POINTS, 1 << 32)}
+    with pytest.raises(
+        pt.InputError, match="y has values from 4294967296 to 4294967296; int32 ends"
+    ):
+        pt.fit(net, given, batch=200)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16", "bf16"])
+def test_values_of_weights_are_packed(name):
+    values = np.random.default_rng(0).standard_normal((2, 32))
+    runs = pt.Trainer(lambda rows: net(rows, DTYPES[name]), physical=1, values={"out": values})
+    got = runs.weights["out"]
+    packed = pt.Trainer(lambda rows: net(rows, DTYPES[name]), physical=1, values={"out": got})
+    assert packed.weights["out"].tobytes() == got.tobytes()
+    near = dequantize(got).reshape(2, 32)
+    assert 0 < np.abs(near - values).max() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "batch=0 must be a whole number, 1 or more"),
+        ({"batch": 2.5}, "batch=2.5 must be a whole number"),
+        ({"physical": -1}, "physical=-1 must be a whole number"),
+        ({"epochs": -1}, "epochs=-1 must be a whole number, 0 or more"),
+        ({"epochs": 1.5}, "epochs=1.5 must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be a whole number from 0"),
+        ({"device": "gpu"}, "device='gpu' must be one of cpu, numpy"),
+        ({"memory": 10**9}, "memory: '1000000000' is not a size"),
+        ({"val_split": "0.1"}, "val_split='0.1' must be at least 0"),
+        ({"val_split": 0.001}, "val_split=0.001 holds out 0 datapoints, fewer than the 200 that"),
+        ({"val_split": 0.9}, "batch=200 is more than the 40 datapoints of 400 to train on"),
+        ({"val_split": 0.5, "valid": data()}, "give it or valid, not both"),
+        ({"valid": {"x": data()["x"]}}, "the validation data has no y"),
+        ({"data": [1, 2]}, "a dataset is a dict of arrays by the names of .* not a list"),
+        ({"data": {"x": [[1.0], [1.0, 2.0]]}}, "x is no array"),
+        ({"optimizer": "adamw"}, "the optimizer is 'adamw'; give one such as"),
+        ({"optimizer": pt.SGD}, "the optimizer is <class"),
+        ({"optimizer": pt.SGD(lr=float("nan"))}, "optimizer: lr is nan; it must be finite"),
+        ({"optimizer": pt.SGD(lr=-1.0)}, "optimizer: lr is -1.0; it must be at least 0"),
+        (
+            {"optimizer": pt.AdamW(beta1=2.0)},
+            "optimizer: beta1 is 2.0; it must be from 0 to 0.9999",
+        ),
+        ({"optimizer": pt.LBFGS(line_search="goldstein")}, "optimizer: line_search is goldstein"),
+        ({"optimizer": pt.LBFGS(history=0)}, "optimizer: history is 0; it must be from 1"),
+        ({"optimizer": pt.LBFGS(), "max_norm": 1.0}, "lbfgs finds the length of its steps itself"),
+        ({"max_norm": 0.0}, "max_norm=0.0 must be more than 0"),
+        ({"schedule": 3}, "schedule=3 must be a function of the step"),
+        ({"schedule": lambda step: np.nan}, "step 1: the learning rate is nan; it must be finite"),
+        ({"callbacks": print}, "callbacks=.* must be Callbacks"),
+        (
+            {"evaluated": lambda rows: pt.mean(pt.input("z", (rows,)))},
+            "the dataset has no z, an input of the model",
+        ),
+        ({"model": lambda rows: net(100)}, r"x is f32\[100, 2000\] in a model of 200 datapoints"),
+    ],
+)
+def test_requests_that_cannot_be_met(change, message):
+    asked = {"model": net, "data": data(), "optimizer": None, "batch": 200} | change
+    with pytest.raises(pt.InputError, match=message):
+        pt.fit(asked.pop("model"), asked.pop("data"), asked.pop("optimizer"), **asked)
+
+
+@pytest.mark.parametrize(
+    ("order", "split"), [([0, POINTS], None), ([-1], None), ([0.5], None), (None, -1), (None, 401)]
+)
+def test_epochs_stay_within_the_data(order, split):
+    runs = pt.Trainer(net, pt.SGD(), batch=1)
+    with pytest.raises(pt.InputError, match=r"must be a whole number from 0|whole numbers from 0"):
+        pt.epoch(runs, data(), split, order=order)
+
+
+def test_a_step_takes_its_batch_and_gradients_need_sums():
+    runs = pt.Trainer(net, pt.SGD(), batch=4)
+    with pytest.raises(pt.InputError, match="a step takes 4 datapoints; x has 5"):
+        runs.step({name: values[:5] for name, values in data().items()})
+    with pytest.raises(pt.InputError, match="summed only if batch is larger"):
+        assert runs.gradients
+
+
+def test_models_that_are_none_and_names_of_nothing():
+    with pytest.raises(pt.GraphError, match="the model is 3; it must be a Model"):
+        pt.fit(lambda rows: 3, data(), batch=4)  # type: ignore[arg-type, return-value]
+    made = net(4)
+    with pytest.raises(
+        pt.GraphError, match="frozen='input' is no weight of the loss; it has in, out"
+    ):
+        pt.Trainer(pt.Model(made.loss, frozen=("input",)), pt.SGD())
+    frozen = pt.Trainer(pt.Model(made.loss, frozen="in"), pt.SGD())
+    assert [w.name for w in frozen.model.trained] == ["out"]
+
+
+def test_parts_of_a_step_have_keys_of_their_own():
+    """Dropout: the same mask in each physical batch of a step would be drawn once only."""
+    asked = list[int]()
+
+    def inputs(number: int) -> dict[str, np.ndarray]:
+        asked.append(number)
+        return {"key": np.array([0, number])}
+
+    def dropped(rows: int) -> pt.Model:
+        x = pt.mul(pt.input("x", (rows, 4)), pt.weight("w", (4,)))
+        return pt.Model(pt.mean(pt.dropout(x, pt.input("key", (2,), pt.i64), p=0.5, stream=0)))
+
+    pt.fit(dropped, {"x": np.ones((8, 4))}, pt.SGD(), batch=4, physical=2, inputs=inputs, epochs=2)
+    assert [n for n in asked if n] == list(range(1, 9))
+
+
+def test_one_datapoint_has_no_error():
+    result = pt.Result()
+    result.add(1, 0.5, 1, None)
+    assert str(result) == "loss 0.5000, accuracy 100.00 %"

@@ -7,6 +7,7 @@ import pytest
 
 import packtrain as pt
 from packtrain.dtypes import DTYPES
+from packtrain.gguf import GGUFError
 from packtrain.quant import dequantize
 
 WIDTH, POINTS = 2000, 400
@@ -167,6 +168,22 @@ def test_parts_of_a_step_have_keys_of_their_own():
 
     pt.fit(dropped, {"x": np.ones((8, 4))}, pt.SGD(), batch=4, physical=2, inputs=inputs, epochs=2)
     assert [n for n in asked if n] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("kind", ["bool", "uint8", "complex64", ">f4"])
+def test_arrays_that_a_file_cannot_hold(kind, tmp_path):
+    with pytest.raises(GGUFError, match="values cannot be a GGUF tensor"):
+        pt.save(tmp_path / "a.gguf", {"a": np.zeros(3, kind)})
+
+
+def test_names_too_long_for_a_checkpoint_are_refused_before_the_run(tmp_path):
+    def named(rows: int) -> pt.Model:
+        x = pt.input("x", (rows, WIDTH))
+        return pt.Model.average(pt.matmul(x, pt.weight("w" * 62, (1, WIDTH))))
+
+    with pytest.raises(pt.InputError, match="a checkpoint cannot hold m/www"):
+        pt.fit(named, {"x": data()["x"]}, batch=200, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_datapoint_has_no_error():

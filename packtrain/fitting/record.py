@@ -13,6 +13,7 @@ from packtrain.events import Events
 from packtrain.files import locked, write_text
 from packtrain.fitting.result import Result
 from packtrain.fitting.trainer import Trainer
+from packtrain.gguf.format import NAME_NBYTES
 from packtrain.picture import page
 from packtrain.training import state
 from packtrain.training.fit import CHECKPOINT
@@ -48,6 +49,11 @@ class Record:
             if self.resume:
                 raise InputError("resume needs the folder of the run")
             return self
+        long = [name for name in self.trainer.saved if len(name.encode()) >= NAME_NBYTES]
+        if long:
+            raise InputError(
+                f"a checkpoint cannot hold {long[0]}: more than {NAME_NBYTES - 1} bytes"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.open.enter_context(locked(self.folder / "lock", f"folder: {self.folder}"))
         found = self._found(self.folder / CHECKPOINT)

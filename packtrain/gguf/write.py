@@ -37,9 +37,11 @@ class Deferred:
 
     @classmethod
     def of(cls, read: Callable[[str], np.ndarray], name: str) -> "Deferred":
-        """An array that is read again when its turn comes."""
+        """An array that is read again when its turn comes. Raises GGUFError for a type the format cannot hold."""
         array = read(name)
-        dtype = NUMPY[array.dtype]
+        dtype = NUMPY.get(array.dtype)
+        if dtype is None or dtype.number is None:
+            raise GGUFError(f"{name}: {array.dtype} values cannot be a GGUF tensor")
         return cls(dtype, dtype.tensor_shape(array.shape), lambda: [read(name)])
 
     @property

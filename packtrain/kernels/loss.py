@@ -161,13 +161,13 @@ def project(logits, x, kind, w, rows, start, stop):
         multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V)
 
 
-@kernel(void(a1, a1, i64, a2, i1, f32, i1, i64, i64))
-def row_lse(losses, right, lse, logits, targets, cap, counted, first, i):
-    """The loss of row counted[first + i], whether its target has the largest logit, and its log-sum-exp to lse[i].
+@kernel(void(a1, a1, i64, a2, i1, f32, i64, i64))
+def row_lse(losses, right, lse, logits, targets, cap, counted, i):
+    """The loss of row counted[i], whether its target has the largest logit, and its log-sum-exp to lse[i].
 
     With a cap, the row is capped here, after its largest value was found: very large logits become equal.
     """
-    row, V = i64(counted[first + i]), logits.shape[1]
+    row, V = i64(peek(counted, i)), logits.shape[1]
     target = i64(targets[row])
     if right.size:
         right[row] = f32(logits[i, target] >= highest(address(logits, i * V), V))
@@ -178,12 +178,12 @@ def row_lse(losses, right, lse, logits, targets, cap, counted, first, i):
     losses[row] = value - logits[i, target]
 
 
-@kernel(void(a2, a2, a2, i1, a1, i64, f32, i1, i64, i64, i64, i64))
-def slice_back(dw, logits, x, targets, weights, lse, cap, counted, first, rows, start, stop):
+@kernel(void(a2, a2, a2, i1, a1, i64, f32, i64, i64, i64, i64, i64))
+def slice_back(dw, logits, x, targets, weights, lse, cap, counted, after, rows, start, stop):
     """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x."""
     C, V = x.shape[1], logits.shape[1]
     for i in range(rows):
-        row = i64(counted[first + i])
+        row = i64(peek(counted, i))
         at, target, weight = address(logits, i * V), i64(targets[row]), weights[row]
         hit = start <= target < stop
         capped = peek(at, target) / cap if hit and cap > 0 else f32(0.0)
@@ -193,7 +193,7 @@ def slice_back(dw, logits, x, targets, weights, lse, cap, counted, first, rows, 
             poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
     if dw.size:
         at, x_at, out = address(logits, start), address(x, 0), address(dw, start * C)
-        sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, min(first, 1), out, C)
+        sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, after, out, C)
 
 
 @kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
@@ -210,21 +210,22 @@ def tile_back(dx, logits, kind, w, stop_row, tiles, across, task):
         multiply_back(kind, rows, V, C, start, stop, at, V, w_at, nbytes, False, out, C)
 
 
-@kernel(i64(i1, i1))
-def find_targets(counted, targets):
-    """The rows with a target, in order; returns their number."""
+@kernel(types.UniTuple(i64, 2)(i64, i1, i64, i64))
+def find_targets(counted, targets, start, most):
+    """Writes the next rows with a target from `start` on, at most so many; their number, and where to go on."""
     count = 0
-    for i in range(targets.size):
-        if targets[i] >= 0:
-            counted[count] = i
+    while start < targets.size and count < most:
+        if targets[start] >= 0:
+            poke(counted, count, f32(start))  # exact: a step has fewer than 2**24 positions
             count += 1
-    return count
+        start += 1
+    return count, start
 
 
-@kernel(void(a2, a2, i1, i64, types.boolean, i64))
-def move_row(some, every, counted, first, back, i):
-    """some[i] = every[counted[first + i]], or the other way round if `back`."""
-    C, row = some.shape[1], i64(counted[first + i])
+@kernel(void(a2, a2, i64, types.boolean, i64))
+def move_row(some, every, counted, back, i):
+    """some[i] = every[counted[i]], or the other way round if `back`."""
+    C, row = some.shape[1], i64(peek(counted, i))
     for j in range(0, C, LANES):
         if back:
             store_part(every, row * C + j, load_part(some, i * C + j, C - j), C - j)
@@ -240,9 +241,9 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@kernel(void(a1, a1, a1, a2, a2, a2, a2, i1, a2, i64, i64, packed2, i1, a1, f32))
+@kernel(void(a1, a1, a1, a2, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, logits, some, counted, x, unit, kind, w, targets, weights, cap
+    loss, losses, right, dx, dw, logits, some, x, unit, kind, w, targets, weights, cap
 ):
     """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
@@ -250,29 +251,31 @@ def linear_cross_entropy(
     Rows without a target are left out: the others are gathered, `chunk` at a time.
 
         x, dx (N, C), w, dw (V, C), losses, right, targets int32, weights (N,), loss (1,)
-        logits (chunk, V), some (chunk, C), counted int32 (N,): workspace
+        logits (chunk, V), some (chunk, C): workspace
         w u8 (V, row bytes), of a kind of `dequantize` with `unit` elements in a block
     """
-    C, V, count = x.shape[1], w.shape[0], find_targets(counted, targets)
-    chunk, lse = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS)
+    C, V, N = x.shape[1], w.shape[0], x.shape[0]
+    chunk, lse, counted = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
     _, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
     tiles, across = parts(C, MOST_ACROSS, LEAST_ACROSS, max(unit, LANES))
-    fill_zero(address(losses, 0), losses.size)
-    fill_zero(address(right, 0), right.size)
-    if count < x.shape[0]:
-        fill_zero(address(dx, 0), dx.size)
-    if count == 0:
-        fill_zero(address(dw, 0), dw.size)
-    for first in range(0, count, chunk):
-        rows = min(chunk, count - first)
-        each(move_row, (some, x, counted, first, False), rows)
+    for zeros in (losses, right):
+        fill_zero(address(zeros, 0), zeros.size)
+    fill_zero(address(dx, 0), dx.size)
+    rows, after, at = 0, 0, 0
+    while at < N:
+        rows, at = find_targets(counted, targets, at, chunk)
+        if rows == 0:
+            break
+        each(move_row, (some, x, counted, False), rows)
         spans(project, (logits, some, kind, w, rows), V, width)
-        each(row_lse, (losses, right, lse, logits, targets, cap, counted, first), rows)
-        if dx.size + dw.size == 0:
-            continue
-        given = (dw, logits, some, targets, weights, lse, cap, counted, first, rows)
-        spans(slice_back, given, V, width)
+        each(row_lse, (losses, right, lse, logits, targets, cap, counted), rows)
+        if dx.size + dw.size > 0:
+            given = (dw, logits, some, targets, weights, lse, cap, counted, after, rows)
+            spans(slice_back, given, V, width)
         if dx.size:
             each(tile_back, (some, logits, kind, w, rows, tiles, across), -(-rows // ROWS) * tiles)
-            each(move_row, (some, dx, counted, first, True), rows)
+            each(move_row, (some, dx, counted, True), rows)
+        after = 1
+    if after == 0:
+        fill_zero(address(dw, 0), dw.size)
     weighted_sum(loss, losses, weights)

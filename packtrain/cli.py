@@ -38,6 +38,7 @@ COMMANDS = {
     "inspect": ("inspect", "Inspect"),
     "quantize": ("quantize", "Quantize"),
     "check": ("check", "Check"),
+    "bench": ("bench", "Bench"),
     "convert": ("convert", "Convert"),
     "compile": ("compile", "Compile"),
 }

@@ -11,7 +11,11 @@ import packtrain.optim  # its ops are known when it is loaded
 from packtrain import ops
 from packtrain.tensor import OPS, Op
 
-LEFT_OUT = "packtrain.kernels.", "packtrain.checking.peers"  # they load numba, and PyTorch
+LEFT_OUT = (
+    "packtrain.kernels.",
+    "packtrain.checking.peers",
+    "packtrain.benching.torch_",
+)  # they load numba, and PyTorch
 LATE = ("packtrain.library", "packtrain.fitting", "packtrain.optim")
 MODULES = [
     packtrain,

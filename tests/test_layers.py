@@ -67,10 +67,12 @@ LAYERS = {
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph place cost planning picture run memory kernels"
     " quant gguf tokenizer corpus samples models merging sample generation template watch design training backends",
+    "benching": "child events dtypes tensor graph ops optim place cost run speed memory kernels quant models design"
+    " training version",
     "library": "events settings tasks design training",
     "commands": "errors events words files settings dtypes tensor graph place planning picture run memory stop kernels"
     " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim design"
-    " training tasks backends checking",
+    " training tasks backends checking benching",
     "cli": "errors words settings debug commands training version",
     "__main__": "cli",
 }

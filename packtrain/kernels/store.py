@@ -40,6 +40,7 @@ MADE_OF = {
     "online": "call dequantize simd visible",
     "packed": "call dequantize dots gemm simd",
     "packing": "call",
+    "peak": "call simd",
     "quantize": "bits call codes dequantize rooms simd",
     "reduce": "call simd",
     "rooms": "bits call simd",

@@ -111,6 +111,12 @@ def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
     _check("get_rows_back", bad, ids, len(dw))
 
 
+@get_rows_back.cost
+def get_rows_back_cost(dw, dy, ids, acc, *, shape):
+    touched = 3 * dy.spec.nbytes + ids.spec.nbytes  # reads dy and rows of dw, and writes those
+    return Cost(nbytes=touched + (dw.spec.nbytes if acc is None else 0))
+
+
 @get_rows_back.samples
 def get_rows_back_samples():
     for n, v, c in ((1, 1, 1), (17, 5, 15), (270, 9, 65)):

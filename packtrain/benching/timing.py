@@ -1,0 +1,86 @@
+"""How things are timed here: with a clock that a test may replace, and with a look at who else used the processor."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from packtrain.memory import Peak
+from packtrain.speed import WAITED, waited
+
+Clock = Callable[[], float]
+CLOCK: Clock = time.perf_counter
+BURST = 0.01  # seconds for which a short call is repeated in one turn
+MOST = 200  # calls of a burst
+
+
+def took(work: Callable[[], object], clock: Clock = CLOCK) -> float:
+    """Seconds of one call."""
+    began = clock()
+    work()
+    return clock() - began
+
+
+def burst(work: Callable[[], object], clock: Clock = CLOCK) -> float:
+    """Median seconds of a call that is repeated for BURST seconds, at least once."""
+    times = [took(work, clock)]
+    while sum(times) < BURST and len(times) < MOST:
+        times.append(took(work, clock))
+    return statistics.median(times)
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """How many times as fast we are: the median of what they took over what we took, round by round."""
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclass
+class Quiet:
+    """`with Quiet() as quiet:` whether other programs left the processor to this process.
+
+    wall    seconds of the block
+    waited  seconds for which its threads waited for the processor
+    """
+
+    wall: float = 0.0
+    waited: float = 0.0
+
+    def __enter__(self) -> "Quiet":
+        self._began = time.perf_counter(), waited()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        wall, before = self._began
+        self.wall, self.waited = time.perf_counter() - wall, waited() - before
+
+    @property
+    def share(self) -> float:
+        return self.waited / self.wall if self.wall else 0.0
+
+    @property
+    def quiet(self) -> bool:
+        return self.share < WAITED
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step of a peer: seconds, private bytes at its peak, and what `Quiet` counts."""
+
+    seconds: float
+    nbytes: int
+    wall: float
+    waited: float
+    loss: float
+
+
+def stepping(step: Callable[[], float]) -> Callable[[], Stepped]:
+    """Steps that are timed, and watched for private memory."""
+
+    def turn() -> Stepped:
+        with Quiet() as quiet, Peak() as peak:
+            began = CLOCK()
+            loss = step()
+            seconds = CLOCK() - began
+        return Stepped(seconds, peak.nbytes, quiet.wall, quiet.waited, loss)
+
+    return turn

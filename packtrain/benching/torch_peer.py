@@ -1,0 +1,30 @@
+"""PyTorch's side of a comparison. Importing this loads PyTorch; only processes of their own do."""
+
+from packtrain import kernels
+from packtrain.benching.ops import BACK, FORWARD
+from packtrain.benching.timing import burst
+
+torch = kernels.torch()
+
+
+def products(threads):
+    """Median seconds of a product, with its result in place."""
+    torch.set_num_threads(threads)
+    kept = {}
+
+    def turn(product):
+        if product not in kept:
+            kept.clear()
+            kept[product] = operands(product)
+        a, b, y = kept[product]
+        return burst(lambda: torch.mm(a, b, out=y))
+
+    return turn
+
+
+def operands(product):
+    m, n, k = product.m, product.n, product.k
+    x, dy, w = (torch.randn(shape) for shape in ((m, k), (m, n), (n, k)))
+    a, b, y = {FORWARD: (x, w.T, dy), BACK: (dy, w, x)}.get(product.form, (dy.T, x, w))
+    torch.mm(a, b, out=y)
+    return a, b, y

@@ -1,0 +1,90 @@
+"""Our own side of a step: training a preset from scratch, or LoRA on the model of a file, with random tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.benching.timing import Stepped, stepping
+from packtrain.design.plans import STEP, Base, StepShape, make_plans
+from packtrain.models import transformer
+from packtrain.models.config import PRESETS, Config
+from packtrain.models.file import open_model
+from packtrain.optim import AdamW
+from packtrain.run import Executor
+from packtrain.training.engine import Batch, Engine
+from packtrain.training.settings import TuneSettings
+from packtrain.training.tune import Tuned, lora_of
+
+ROWS = {"1m": 4, "15m": 4, "110m": 1}  # windows of a preset's whole context
+TIME = 512  # tokens of the only row on the model of a file
+LR, MAX_NORM = 1e-3, 1.0
+
+
+@dataclass
+class Training:
+    """An engine with the batch that it is fed, the same in each step."""
+
+    name: str
+    engine: Engine
+    batch: Batch
+    number: int = 0
+
+    def step(self) -> float:
+        """One step; its loss."""
+        self.number += 1
+        return self.engine.step([self.batch], self.number, LR).loss
+
+    @property
+    def tokens(self) -> int:
+        return int(self.batch["tokens"].size)
+
+    @property
+    def run(self) -> Executor:
+        return self.engine.run[STEP]
+
+
+def batch_of(config: Config, rows: int, time: int) -> dict[str, np.ndarray]:
+    """Random tokens, each of which counts."""
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (rows, time + 1), np.int32)
+    pos = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
+    return {
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "weights": np.ones((rows, time), np.float32),
+        "pos": pos,
+        "seq": np.zeros_like(pos),
+    }
+
+
+def of_preset(name: str) -> Training:
+    """A step of `packtrain train --preset`."""
+    config = PRESETS[name]
+    rows, time = ROWS[name], config.context_length
+    update = AdamW(lr=LR)
+    shape = StepShape(config, rows, time, max_norm=MAX_NORM, evaluate=False)
+    engine = Engine(make_plans(shape, update), update)
+    transformer.initialise(config, 0, engine.session.fill)
+    return Training(f"{name}, {rows} × {time} tokens", engine, batch_of(config, rows, time))
+
+
+def of_base(path: Path) -> Training:
+    """A step of `packtrain finetune` with its own adapters. Raises InputError."""
+    settings, model = TuneSettings(model=path), open_model(path)
+    config = replace(model.config, lora=lora_of(settings, model.config))
+    time = min(TIME, config.context_length)
+    base = Base(tuple(model.types().items()))
+    subject, update = Tuned(settings, model, config, base), AdamW(lr=LR)
+    shape = StepShape(config, 1, time, max_norm=MAX_NORM, evaluate=False, base=base)
+    engine = Engine(make_plans(shape, update), update, subject.shared())
+    subject.begin(engine.session)
+    name = f"LoRA on {path.name}, 1 × {time} tokens"
+    return Training(name, engine, batch_of(config, 1, time))
+
+
+def peer(preset: str) -> Callable[[], Stepped]:
+    """Our side of a comparison, in a process of its own."""
+    kernels.load_all((*kernels.LEARNING, "update"))
+    return stepping(of_preset(preset).step)

@@ -1,0 +1,113 @@
+"""packtrain bench: measure this machine: its rates, the ops of a training step, products, and the same in PyTorch."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from packtrain import kernels
+from packtrain.benching import machine, ops, products, training
+from packtrain.benching.table import Table
+from packtrain.benching.timing import Quiet
+from packtrain.commands import DONE
+from packtrain.events import Counted
+from packtrain.files import check_writable, existing, write_text
+from packtrain.models.config import PRESETS
+from packtrain.settings import option, positional
+from packtrain.watch.count import Count
+
+PARTS = "machine", "ops", "products"
+SHORT_ROUNDS = 3
+PAGE = """# Speed
+
+Written by `packtrain bench --markdown`.
+"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure speed. On a busy machine the figures are lower than they should be, which is said."""
+
+    base: Path | None = positional("a GGUF model: the ops of a LoRA step on it", None)
+    part: tuple[str, ...] = option(
+        (), "what to measure, if not all; may be repeated", choices=PARTS
+    )
+    preset: tuple[str, ...] = option(
+        ("15m", "110m"), "model whose steps are measured; may be repeated", choices=tuple(PRESETS)
+    )
+    rounds: int = option(7, "rounds of each measurement, whose median counts", least=1)
+    short: bool = option(False, "measure a few things, in less than a minute")
+    json: Path | None = option(None, "write the figures as JSON to this file")
+    markdown: Path | None = option(None, "write the figures as a page to this file")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.part or PARTS
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(self.preset))
+        return names[:1] if self.short else names
+
+
+def run(settings: Bench) -> int:
+    """Measure, and print a table after each measurement. Raises InputError, OSError."""
+    for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
+        if file:
+            check_writable(file, flag)
+    if settings.base:
+        existing(settings.base, "BASE")
+    kernels.load_all()
+    about, found = machine.about(), list[Table]()
+    print(machine.sentence(about), flush=True)
+    with Quiet() as quiet:
+        for table in measured(settings):
+            print(f"\n{table.text()}", flush=True)
+            found.append(table)
+    said = quiet_or_not(quiet)
+    print(f"\n{said}")
+    if settings.json:
+        made = {**about, "waited": quiet.share, "quiet": quiet.quiet}
+        made["tables"] = [table.plain() for table in found]
+        write_text(settings.json, json.dumps(made, indent=1) + "\n")
+    if settings.markdown:
+        texts = [table.markdown() for table in found]
+        write_text(
+            settings.markdown, "\n".join([PAGE, machine.sentence(about) + ".", said, "", *texts])
+        )
+    return DONE
+
+
+def quiet_or_not(quiet: Quiet) -> str:
+    if quiet.quiet:
+        return "The machine was quiet."
+    share = f"threads waited for the processor for {quiet.share:.0%} of the time"
+    return f"The machine was busy ({share}): only ratios mean something, and those little."
+
+
+def measured(settings: Bench) -> Iterator[Table]:
+    """The tables of all parts that were asked for."""
+    parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
+    if {"machine", "ops"} & {*parts}:
+        rates = machine.measured()
+        yield machine.table(rates)
+    if "ops" in parts:
+        makers = dict[str, Callable[[], training.Training]]()
+        makers |= {name: partial(training.of_preset, name) for name in settings.presets}
+        if settings.base:
+            makers[settings.base.name] = partial(training.of_base, settings.base)
+        with Count(sys.stderr, "ops", "step") as count:
+            for i, (name, make) in enumerate(makers.items()):
+                count(i + 1, len(makers), name)
+                yield ops.measured(make(), rates, rounds)[0]
+    if "products" in parts:
+        yield from products.tables(settings.short, rounds, counting)
+
+
+@contextmanager
+def counting(what: str, part: str) -> Iterator[Counted]:
+    with Count(sys.stderr, what, part) as count:
+        yield count

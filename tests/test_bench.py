@@ -1,0 +1,244 @@
+"""packtrain bench: its floors and ratios are computed as they say, and it works without any peer. Nothing is timed."""
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import kernels, ops
+from packtrain.benching import machine, peer, products, table, timing, training
+from packtrain.benching import ops as bench_ops
+from packtrain.benching.ops import BACK, FORWARD, WEIGHT, Kind, Product
+from packtrain.cli import main
+from packtrain.cost import CACHE
+from packtrain.dtypes import DTYPES
+from packtrain.place import Step
+
+RATES = machine.Rates(fma_one=5e8, fma=1e9, product=8e8, near=1e9, far=1e8)
+SETTINGS = ["--rounds", "1", "--preset", "1m"]
+
+
+def clock() -> Callable[[], float]:
+    """A clock that is one second later whenever it is read."""
+    return itertools.count(0.0, 1.0).__next__
+
+
+def steps_of(*made: pt.Tensor) -> list[Step]:
+    return list(pt.place(pt.Graph(list(made))).steps)
+
+
+def test_the_floor_is_arithmetic_or_bytes_whichever_takes_longer() -> None:
+    x, w = pt.input("x", (200, 300)), pt.weight("w", (100, 300))
+    (product,) = steps_of(ops.matmul(x, w))
+    assert bench_ops.floor(product, RATES) == 2 * 200 * 100 * 300 / 1e9
+    for size, rate in ((1000, RATES.near), (CACHE, RATES.far)):
+        (add,) = steps_of(ops.add(pt.input("a", (size,)), pt.input("b", (size,))))
+        assert bench_ops.floor(add, RATES) == 3 * 4 * size / rate
+    q = k = v = pt.input("q", (1, 64, 2, 16))
+    (attention,) = steps_of(ops.attention(q, k, v, scale=1.0)[0])
+    assert bench_ops.floor(attention, RATES) >= 2 * 2 * 16 * 2 * 64 * 64 / 1e9
+
+
+def test_a_table_row_is_known_to_move_rows_not_tables() -> None:
+    ids = pt.input("ids", (2,), pt.i32)
+    (rows,) = steps_of(ops.get_rows(pt.weight("w", (32_000, 256)), ids))
+    back = steps_of(
+        ops.get_rows_back(pt.input("dy", (2, 4)), ids, pt.input("dw", (900, 4)), shape=(900, 4))
+    )
+    assert bench_ops.floor(rows, RATES) < 1e-5 and bench_ops.floor(back[-1], RATES) < 1e-6
+
+
+def test_the_three_forms_of_a_product_have_one_shape() -> None:
+    x, dy, w = pt.input("x", (2, 3, 5)), pt.input("dy", (2, 3, 7)), pt.weight("w", (7, 5))
+    q = pt.weight("q", (64, 256), DTYPES["q4_K"])
+    forms = [
+        (ops.matmul(x, w), Product(FORWARD, 6, 7, 5)),
+        (ops.matmul(dy, ops.transpose(w)), Product(BACK, 6, 7, 5)),
+        (ops.out_prod(dy, x), Product(WEIGHT, 6, 7, 5)),
+        (ops.matmul(pt.input("x", (3, 256)), q), Product(FORWARD, 3, 64, 256)),
+        (ops.matmul_back(pt.input("dy", (3, 64)), q), Product(BACK, 3, 64, 256)),
+        (ops.add(x, x), None),
+    ]
+    for made, product in forms:
+        assert bench_ops.product_of(steps_of(made)[-1]) == product
+    assert bench_ops.kind_of(steps_of(forms[3][0])[0]) == Kind(
+        "product q4_K", FORWARD, "3 × 64 × 256"
+    )
+    for form in (FORWARD, BACK, WEIGHT):
+        for dtype in ("f32", "q8_0") if form != WEIGHT else ("f32",):
+            one = Product(form, 9, 64, 32)
+            made, _ = products.graph_of(one, DTYPES[dtype])
+            assert bench_ops.product_of(steps_of(made)[-1]) == one
+
+
+def test_ours_computes_the_product_that_it_times() -> None:
+    for form in products.FORMS:
+        work = products.ours(Product(form, 5, 8, 6))
+        (out, *inputs) = work.args  # type: ignore[attr-defined]
+        left, right = (np.asarray(a) for a in inputs[:2])
+        want = left.T @ right if form == WEIGHT else left @ right.T
+        assert out.shape == {FORWARD: (5, 8), BACK: (5, 6), WEIGHT: (8, 6)}[form]
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_ops_of_a_step_by_an_injected_clock() -> None:
+    one = training.of_preset("1m")
+    assert one.tokens == 1024
+    made, whole = bench_ops.measured(one, RATES, 3, clock())
+    calls = len(one.run.calls)
+    assert whole == 2 * calls + 1  # each call reads the clock twice, and the step once more
+    assert sum(made.column("calls")[:-1]) == made.column("calls")[-1] == calls  # type: ignore[arg-type]
+    assert made.column("ms")[-1] == 1e3 * calls
+    lost = made.column("lost ms")[:-1]
+    assert lost == sorted(lost, reverse=True)  # type: ignore[type-var]
+    for *_, count, ms, share, floor, ratio, left in made.rows:
+        assert ms == 1e3 * count and share == pytest.approx(count / calls)  # type: ignore[operator]
+        assert left == pytest.approx(ms - floor)  # type: ignore[operator]
+        assert ratio is None or ratio == pytest.approx(ms / floor)  # type: ignore[operator]
+    assert f"A step takes {whole * 1e3:.1f} ms" in made.notes[0]
+    names = made.column("op")
+    assert {"product", "attention", "attention_back", "rms_norm", "linear_cross_entropy"} <= {
+        *names
+    }
+
+
+def test_a_ratio_is_the_median_of_pairs() -> None:
+    assert timing.paired([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
+    one = products.Timed("a", Product(FORWARD, 10, 10, 5), [1e-6, 2e-6, 2e-6], [1e-6, 1e-6, 4e-6])
+    assert one.ratio == 1.0 and one.rate(one.ours) == 1000 / 2e-6 / 1e9
+    assert (
+        products.summary([0.5, 2.0, 1.5], "theirs")
+        == "As fast as theirs: 1.50 × (median), 0.50 × (least)."
+    )
+    assert timing.burst(lambda: None, clock()) == 1.0
+
+
+def test_rates_by_an_injected_clock() -> None:
+    kernels.load_all(("peak", "matmul"))
+    found = machine.measured(clock(), rounds=1)
+    m, n, k = machine.PRODUCT
+    assert found.product == 2 * m * n * k and found.far == 8 * machine.FAR
+    lanes, chains = machine.LANES, kernels.peak.CHAINS
+    assert found.fma_one == 2 * machine.TURNS * chains * lanes
+    assert found.fma == kernels.threads() * found.fma_one
+
+
+def test_the_kernels_of_the_rates_do_what_they_say() -> None:
+    y, x = np.zeros(64, np.float32), np.arange(64, dtype=np.float32)
+    kernels.peak.copied(y, x, 3)
+    np.testing.assert_array_equal(y, x)
+    kernels.peak.multiply_adds(y, 2.0, 3)  # v = 2 v + 2, three times, from 0, 1, …
+    chains = kernels.peak.CHAINS
+    np.testing.assert_array_equal(y, sum(8.0 * i + 14.0 for i in range(chains)))
+
+
+def test_tables_as_text_markdown_and_json() -> None:
+    columns = {"op": "", "× floor": ".2f", "GFLOP/s": ".1f"}
+    made = table.Table("t", "Title", columns, [["a|b", 1.234, None], ["c", 10.0, 5.0]], ["Note."])
+    assert made.text() == "Title\nop   × floor  GFLOP/s\na|b     1.23\nc      10.00      5.0\nNote."
+    assert (
+        "| op | × floor | GFLOP/s |\n| --- | ---: | ---: |\n| a\\|b | 1.23 |  |" in made.markdown()
+    )
+    assert made.plain()["rows"][0] == {"op": "a|b", "times_floor": 1.234, "gflop_per_s": None}
+
+
+def test_without_peers_it_measures_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "has_torch", lambda: False)
+    monkeypatch.setattr(products, "SHORT", {"tiny": ((8, 16, 24),)})
+    monkeypatch.setattr(products, "SHORT_PACKED", {"tiny": ((8, 16, 256),)})
+    monkeypatch.setattr(machine, "measured", lambda: RATES)
+    files = [tmp_path / "b.json", tmp_path / "b.md"]
+    given = ["bench", "--short", *SETTINGS, "--json", str(files[0]), "--markdown", str(files[1])]
+    assert main(given) == 0
+    shown = capsys.readouterr().out
+    assert products.WITHOUT in shown and "The machine was" in shown
+    made = json.loads(files[0].read_text())
+    assert made["threads"] == kernels.threads() and made["versions"]["packtrain"] == pt.__version__
+    assert [t["name"] for t in made["tables"]] == ["machine", "ops", "products", "packed"]
+    rows = made["tables"][2]["rows"]
+    assert len(rows) == 3 and {*rows[0]} == {"model", "m_times_n_times_k", "form", "gflop_per_s"}
+    page = files[1].read_text()
+    assert page.startswith("# Speed") and made["cpu"] in page and "## Products in f32" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--part", "op"], "--part is op; it must be one of machine, ops, products"),
+        (["--preset", "1b"], "--preset is 1b; it must be one of 1m, 15m, 110m"),
+        (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
+        (["none.gguf"], "BASE: none.gguf does not exist"),
+        (["--json", "no/where.json"], "--json: no/where.json cannot be written"),
+        (["--markdown", "."], "--markdown: . is a folder"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *given]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+# ---- peers ---------------------------------------------------------------------------------------------------
+
+
+def doubling(by: int) -> Callable[[int], int]:
+    """A peer of these tests."""
+
+    def turn(x: int) -> int:
+        print("this is not an answer")
+        if x < 0:
+            raise ValueError("x is negative\nand more")
+        return by * x
+
+    if by < 0:
+        raise ValueError("by is negative")
+    return turn
+
+
+def test_a_peer_answers_from_a_process_of_its_own() -> None:
+    with peer.Peer("tests.test_bench", "doubling", 2) as one:
+        assert [one(3), one(4)] == [6, 8]
+        with pytest.raises(peer.PeerFailed, match=r"^ValueError: x is negative$"):
+            one(-1)
+        assert one(5) == 10
+    assert one.process.poll() is not None
+
+
+def test_a_peer_that_cannot_start_says_why() -> None:
+    with (
+        pytest.raises(peer.PeerFailed, match=r"^ValueError: by is negative$"),
+        peer.Peer("tests.test_bench", "doubling", -1),
+    ):
+        pass
+    with (
+        pytest.raises(peer.PeerFailed, match="No module named 'no_such_peer'"),
+        peer.Peer("no_such_peer", "doubling"),
+    ):
+        pass
+
+
+def test_avx2_alone_is_asked_of_the_peer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKTRAIN_CPU", "")
+    assert "ATEN_CPU_CAPABILITY" not in peer.limited()
+    monkeypatch.setenv("PACKTRAIN_CPU", "avx2")
+    assert peer.limited().items() >= peer.AVX2.items()
+
+
+@pytest.mark.torch
+def test_products_beside_pytorch() -> None:
+    pytest.importorskip("torch")
+    found = products.beside_torch({"tiny": ((8, 16, 24),)}, 3, lambda *given: None)
+    assert [len(one.ours) for one in found] == [len(one.theirs) for one in found] == [3, 3, 3]
+    made = products.table(found)
+    assert [*made.columns][-1] == "× PyTorch"
+    want = statistics.median(b / a for a, b in zip(found[0].ours, found[0].theirs, strict=True))
+    assert made.rows[0][-1] == want

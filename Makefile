@@ -30,7 +30,7 @@ lint: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(RUN) -m benchmarks.packing
 	$(RUN) -m benchmarks.engine
-	$(RUN) -m benchmarks.train
+	$(RUN) -m packtrain bench
 	$(RUN) -m benchmarks.memory
 
 # docs/conformance.md: the same files through packtrain and llama.cpp, whose library, server and Python package are built

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.torch_llama import Trained, Tuned, optimizer
 from packtrain import kernels
+from packtrain.benching.torch_llama import Trained, Tuned, optimizer
 from packtrain.design.plans import Base, StepShape, make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import Search

@@ -4,23 +4,25 @@
 
 FOLDER has the files of MNIST, see examples/mnist.py, whose nets these are: 57,000 images, batches of 1,000 in parts of
 --physical. Both run in processes of their own, which take turns epoch by epoch; medians of the seconds, their ratio,
-and the peak of private memory (USS), sampled from outside.
+and the peak of private memory , sampled every 20 ms.
 """
 
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 import packtrain as pt
-from benchmarks.train import WARM, Peer
 from examples.mnist import BATCH, CHANNELS, CLASSES, HIDDEN, NETS, SIDE, digits
+from packtrain.benching.peer import Peer
+from packtrain.benching.timing import Stepped, paired, stepping
 
 RATE, LEARNT = 1e-3, 57_000
+WARM = 2  # epochs that do not count
 FOLDER = "MNIST_FOLDER"  # environment variable that tells the processes
 
 
@@ -28,7 +30,7 @@ def data() -> pt.Dataset:
     return digits(Path(os.environ[FOLDER]), "train")
 
 
-def ours(net: str, physical: int) -> Callable[[], float]:
+def ours(net: str, physical: int) -> Callable[[], Stepped]:
     optimizer = pt.AdamW(lr=RATE, beta2=0.999, weight_decay=0.0)
     images = data()
     trainer = pt.Trainer(NETS[net], optimizer, batch=BATCH, physical=physical)
@@ -39,10 +41,10 @@ def ours(net: str, physical: int) -> Callable[[], float]:
         order = images.shuffled(places, 0, next(epochs))
         return pt.epoch(trainer, images, order=order)[0].loss
 
-    return epoch
+    return stepping(epoch)
 
 
-def theirs(net: str, physical: int) -> Callable[[], float]:
+def theirs(net: str, physical: int) -> Callable[[], Stepped]:
     import torch
     from torch import nn
 
@@ -81,7 +83,7 @@ def theirs(net: str, physical: int) -> Callable[[], float]:
             update.step()
         return statistics.fmean(losses)
 
-    return epoch
+    return stepping(epoch)
 
 
 def main() -> None:
@@ -94,23 +96,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     os.environ[FOLDER] = str(args.folder)
-    peers = {
-        "packtrain": Peer(ours, args.net, args.physical),
-        "PyTorch eager": Peer(theirs, args.net, args.physical),
-    }
-    for _ in range(WARM + args.rounds):
-        for peer in peers.values():
-            peer.step()
-            time.sleep(0.1)
+    names = {"packtrain": "ours", "PyTorch eager": "theirs"}
+    with ExitStack() as stack:
+        given = args.net, args.physical
+        peers = {
+            name: stack.enter_context(Peer("benchmarks.mnist", function, *given))
+            for name, function in names.items()
+        }
+        turns = [{name: peer() for name, peer in peers.items()} for _ in range(WARM + args.rounds)]
     print(f"an f32 epoch of {args.net}, {LEARNT:,} images, {BATCH} = {args.physical} at a time")
-    for name, peer in peers.items():
-        median, losses = statistics.median(peer.seconds[WARM:]), peer.losses
+    seconds = {name: [turn[name].seconds for turn in turns[WARM:]] for name in names}
+    for name, times in seconds.items():
+        peak = max(turn[name].nbytes for turn in turns)
         print(
-            f"{name:14} {median:.3f} s (least {min(peer.seconds[WARM:]):.3f}), peak {peer.peak >> 20} MiB,"
-            f" loss of the first epoch {losses[0]:.4f}, of the last {losses[-1]:.4f}"
+            f"{name:14} {statistics.median(times):.3f} s (least {min(times):.3f}), peak {peak >> 20} MiB,"
+            f" loss of the first epoch {turns[0][name].loss:.4f}, of the last {turns[-1][name].loss:.4f}"
         )
-    ratios = [b / a for a, b in zip(*(peer.seconds[WARM:] for peer in peers.values()), strict=True)]
-    print(f"packtrain is {statistics.median(ratios):.2f} x as fast (median of paired ratios)")
+    ratio = paired(*seconds.values())
+    print(f"packtrain is {ratio:.2f} x as fast (median of paired ratios)")
 
 
 if __name__ == "__main__":

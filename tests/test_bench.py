@@ -3,7 +3,8 @@
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,16 @@ import pytest
 
 import packtrain as pt
 from packtrain import kernels, ops
-from packtrain.benching import machine, peer, products, table, timing, training
+from packtrain.benching import machine, peer, products, steps, table, timing, training
 from packtrain.benching import ops as bench_ops
 from packtrain.benching.ops import BACK, FORWARD, WEIGHT, Kind, Product
 from packtrain.cli import main
 from packtrain.cost import CACHE
 from packtrain.dtypes import DTYPES
+from packtrain.models import transformer
+from packtrain.models.config import PRESETS
 from packtrain.place import Step
+from tests import checks
 
 RATES = machine.Rates(fma_one=5e8, fma=1e9, product=8e8, near=1e9, far=1e8)
 SETTINGS = ["--rounds", "1", "--preset", "1m"]
@@ -171,7 +175,7 @@ def test_without_peers_it_measures_itself(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--part", "op"], "--part is op; it must be one of machine, ops, products"),
+        (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps"),
         (["--preset", "1b"], "--preset is 1b; it must be one of 1m, 15m, 110m"),
         (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
         (["none.gguf"], "BASE: none.gguf does not exist"),
@@ -185,6 +189,103 @@ def test_what_is_wrong_is_one_line(
     assert main(["bench", *given]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+# ---- whole steps ---------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A peer whose steps take given seconds; the first fails if there are none."""
+
+    def __init__(self, seconds: list[float], nbytes: int) -> None:
+        self.left, self.nbytes = iter(seconds), nbytes
+
+    def __enter__(self) -> "Fake":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __call__(self) -> timing.Stepped:
+        seconds = next(self.left, None)
+        if seconds is None:
+            raise peer.PeerFailed("no compiler")
+        return timing.Stepped(seconds, self.nbytes, 10.0, 1.0, 5.0)
+
+
+TIMES = {
+    (steps.OURS, steps.F32): [9.0, 9.0, 1.0, 2.0, 4.0],
+    (steps.EAGER, steps.F32): [9.0, 9.0, 3.0, 2.0, 2.0],
+    (steps.EAGER, steps.BF16): [9.0, 9.0, 6.0, 6.0, 6.0],
+    (steps.COMPILED, steps.BF16): [9.0, 9.0, 0.5, 0.5, 0.5],
+}
+
+
+def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(side: steps.Side, preset: str) -> Fake:
+        nbytes = (1 if side.program == steps.OURS else 2) << 20
+        return Fake(TIMES.get((side.program, side.precision), []), nbytes)
+
+    monkeypatch.setattr(steps, "has_torch", lambda: True)
+    monkeypatch.setattr(steps.Side, "peer", fake)
+    (made,) = steps.tables(["15m"], 3, counting)
+    assert made.column("program") == [
+        steps.OURS,
+        steps.EAGER,
+        steps.OURS,
+        steps.EAGER,
+        steps.COMPILED,
+    ]
+    assert made.column("ms") == [2000, 2000, 2000, 6000, 500]
+    assert made.column("tokens/s") == [512, 512, 512, 1024 / 6, 2048]
+    assert made.column("ours × as fast") == [None, 1.0, None, 3.0, 0.25]
+    assert made.column("peak MiB") == [1, 2, 1, 2, 2] and made.column("ours × memory")[1] == 0.5
+    assert [*made.notes] == [
+        "PyTorch compiled in f32 failed: no compiler",
+        "packtrain in f32 is 1.00 × as fast as the better of PyTorch's in f32 (eager), with 0.50 of its private"
+        " memory.",
+        "packtrain in f32 is 0.25 × as fast as the better of PyTorch's in bf16 autocast (compiled), with 0.50 of"
+        " its private memory.",
+    ]
+    assert made.waited == 0.1
+    monkeypatch.setattr(steps, "has_torch", lambda: False)
+    (alone,) = steps.tables(["15m"], 3, counting)
+    assert alone.column("ms") == [2000] and [*alone.notes] == [products.WITHOUT]
+
+
+@contextmanager
+def counting(what: str, part: str) -> Iterator[Callable[..., None]]:
+    yield lambda *given: None
+
+
+def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with steps.Side(steps.OURS).peer("1m") as ours:
+        found = [ours() for _ in range(3)]
+    assert all(one.seconds > 0 and one.nbytes > 1 << 20 and one.wall > 0 for one in found)
+    assert found[0].loss > found[2].loss  # the same batch again and again
+
+
+@pytest.mark.torch
+def test_both_sides_take_the_same_step() -> None:
+    pytest.importorskip("torch")
+    losses = list[list[float]]()
+    for program in (steps.OURS, steps.EAGER):
+        with steps.Side(program).peer("1m") as one:
+            losses.append([one().loss for _ in range(3)])
+    checks.close(*(np.array(each, np.float32) for each in losses), "losses")
+
+
+@pytest.mark.torch
+def test_rope_in_real_numbers_is_rope() -> None:
+    llama = pytest.importorskip("packtrain.benching.torch_llama")
+    config = PRESETS["1m"]
+    batch = training.batch_of(config, 2, 16)
+    ids = [llama.torch.from_numpy(batch[name]).long() for name in ("tokens", "targets")]
+    where = None, llama.torch.from_numpy(batch["pos"]).long(), llama.torch.zeros(2, 16)
+    models = [llama.Llama(config, transformer.initial(config), real) for real in (False, True)]
+    for given in (ids, [*ids, *where]):
+        one, other = (model(*given).item() for model in models)
+        assert one == pytest.approx(other, rel=1e-6)
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ LAYERS = {
     " training version",
     "library": "events settings tasks design training",
     "commands": "errors events words files settings dtypes tensor graph place planning picture run memory stop kernels"
-    " quant gguf tokenizer vocabulary convert corpus samples cost recompute models peft template watch optim design"
-    " training tasks backends checking benching",
+    " quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template watch optim"
+    " design training tasks backends checking benching",
     "cli": "errors words settings debug commands training version",
     "__main__": "cli",
 }

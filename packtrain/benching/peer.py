@@ -26,6 +26,7 @@ AVX2 = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
 }  # the same limits as ours, for PyTorch and its libraries
 FORCED = {"avx2": AVX2}
+ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # torch.compile leaves no processes behind
 
 
 class PeerFailed(Exception):
@@ -93,7 +94,7 @@ class Peer:
 
 def limited() -> dict[str, str]:
     """Environment variables of a peer: it uses no more of the processor than we are told to."""
-    return {**variables(), **FORCED.get(os.environ.get("PACKTRAIN_CPU", ""), {})}
+    return {**ALONE, **variables(), **FORCED.get(os.environ.get("PACKTRAIN_CPU", ""), {})}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ class Table:
     name     a word for JSON
     columns  by name, with the format of their numbers; "" for texts
     notes    sentences below the table
+    waited   the largest share of the time in which threads of a peer waited for the processor
     """
 
     name: str
@@ -22,6 +23,7 @@ class Table:
     columns: Mapping[str, str]
     rows: Sequence[Sequence[Value]]
     notes: Sequence[str] = field(default=())
+    waited: float = 0.0
 
     def cells(self) -> Iterator[list[str]]:
         for row in self.rows:

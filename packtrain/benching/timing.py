@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from packtrain.memory import Peak
-from packtrain.speed import WAITED, waited
+from packtrain.speed import waited
 
 Clock = Callable[[], float]
 CLOCK: Clock = time.perf_counter
@@ -56,10 +56,6 @@ class Quiet:
     @property
     def share(self) -> float:
         return self.waited / self.wall if self.wall else 0.0
-
-    @property
-    def quiet(self) -> bool:
-        return self.share < WAITED
 
 
 @dataclass(frozen=True, slots=True)

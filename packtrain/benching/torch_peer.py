@@ -2,7 +2,11 @@
 
 from packtrain import kernels
 from packtrain.benching.ops import BACK, FORWARD
-from packtrain.benching.timing import burst
+from packtrain.benching.timing import burst, stepping
+from packtrain.benching.torch_llama import Llama, Trained, optimizer
+from packtrain.benching.training import LR, MAX_NORM, ROWS, batch_of
+from packtrain.models import transformer
+from packtrain.models.config import PRESETS
 
 torch = kernels.torch()
 
@@ -28,3 +32,19 @@ def operands(product):
     a, b, y = {FORWARD: (x, w.T, dy), BACK: (dy, w, x)}.get(product.form, (dy.T, x, w))
     torch.mm(a, b, out=y)
     return a, b, y
+
+
+def steps(threads, preset, compiled, bf16):
+    """Steps of the same model, values and tokens as ours."""
+    torch.set_num_threads(threads)
+    config = PRESETS[preset]
+    model = Llama(config, transformer.initial(config), real=compiled)
+    made = torch.compile(model) if compiled else model
+
+    def forward(*given):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return made(*given)
+
+    trained = Trained(model, optimizer(model, LR), MAX_NORM, forward)
+    batch = batch_of(config, ROWS[preset], config.context_length)
+    return stepping(lambda: trained.step([batch], LR))

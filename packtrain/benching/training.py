@@ -84,7 +84,8 @@ def of_base(path: Path) -> Training:
     return Training(name, engine, batch_of(config, 1, time))
 
 
-def peer(preset: str) -> Callable[[], Stepped]:
+def peer(threads: int, preset: str) -> Callable[[], Stepped]:
     """Our side of a comparison, in a process of its own."""
+    kernels.set_threads(threads)
     kernels.load_all((*kernels.LEARNING, "update"))
     return stepping(of_preset(preset).step)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from packtrain import kernels
-from packtrain.benching import machine, ops, products, training
+from packtrain.benching import machine, ops, products, steps, training
 from packtrain.benching.table import Table
 from packtrain.benching.timing import Quiet
 from packtrain.commands import DONE
@@ -17,9 +17,11 @@ from packtrain.events import Counted
 from packtrain.files import check_writable, existing, write_text
 from packtrain.models.config import PRESETS
 from packtrain.settings import option, positional
+from packtrain.speed import WAITED
 from packtrain.watch.count import Count
 
-PARTS = "machine", "ops", "products"
+PARTS = "machine", "ops", "products", "steps"
+QUICK = PARTS[:3]
 SHORT_ROUNDS = 3
 PAGE = """# Speed
 
@@ -45,7 +47,7 @@ class Bench:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return self.part or PARTS
+        return self.part or (QUICK if self.short else PARTS)
 
     @property
     def presets(self) -> tuple[str, ...]:
@@ -67,10 +69,11 @@ def run(settings: Bench) -> int:
         for table in measured(settings):
             print(f"\n{table.text()}", flush=True)
             found.append(table)
-    said = quiet_or_not(quiet)
+    waited = max([quiet.share, *(table.waited for table in found)])
+    said = quiet_or_not(waited)
     print(f"\n{said}")
     if settings.json:
-        made = {**about, "waited": quiet.share, "quiet": quiet.quiet}
+        made = {**about, "waited": waited, "quiet": waited < WAITED}
         made["tables"] = [table.plain() for table in found]
         write_text(settings.json, json.dumps(made, indent=1) + "\n")
     if settings.markdown:
@@ -81,10 +84,10 @@ def run(settings: Bench) -> int:
     return DONE
 
 
-def quiet_or_not(quiet: Quiet) -> str:
-    if quiet.quiet:
+def quiet_or_not(waited: float) -> str:
+    if waited < WAITED:
         return "The machine was quiet."
-    share = f"threads waited for the processor for {quiet.share:.0%} of the time"
+    share = f"threads waited for the processor for {waited:.0%} of the time"
     return f"The machine was busy ({share}): only ratios mean something, and those little."
 
 
@@ -105,6 +108,8 @@ def measured(settings: Bench) -> Iterator[Table]:
                 yield ops.measured(make(), rates, rounds)[0]
     if "products" in parts:
         yield from products.tables(settings.short, rounds, counting)
+    if "steps" in parts:
+        yield from steps.tables(settings.presets, rounds, counting)
 
 
 @contextmanager

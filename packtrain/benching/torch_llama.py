@@ -1,22 +1,31 @@
-"""The same llama in PyTorch, eager and plain, as a peer for speed, memory and loss. Shapes as packtrain's Config."""
+"""The same llama in PyTorch, a peer for speed, memory and loss; shapes as our Config. Importing this loads PyTorch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
+from packtrain import kernels
 from packtrain.models.config import Config
 
+torch: Any = kernels.torch()
+F = torch.nn.functional
 Batch = Mapping[str, np.ndarray]
+Array: TypeAlias = Any  # PyTorch's tensor
+Update: TypeAlias = Any  # and its optimizer
 
 
 class Llama(torch.nn.Module):
-    """Tied head, grouped-query attention, RoPE on neighbouring pairs; parameters bear GGUF names."""
+    """Tied head, grouped-query attention, RoPE on neighbouring pairs; parameters bear GGUF names.
 
-    def __init__(self, config: Config, values: dict) -> None:
+    real  RoPE without complex numbers, which torch.compile does not compile
+    """
+
+    def __init__(
+        self, config: Config, values: Mapping[str, np.ndarray], real: bool = False
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.real = config, real
         self.w = torch.nn.ParameterDict(
             {
                 name.replace(".", "/"): torch.nn.Parameter(torch.from_numpy(v.copy()))
@@ -28,32 +37,36 @@ class Llama(torch.nn.Module):
             torch.arange(config.context_length, dtype=torch.float64),
             config.rope_freq_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d),
         )
-        self.register_buffer(
-            "turns", torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-        )
+        turns = torch.stack((angles.cos(), angles.sin()), -1)  # as complex numbers, or as pairs
+        self.register_buffer("turns", turns.float())
 
-    def part(self, name: str) -> torch.Tensor:
+    def part(self, name: str) -> Array:
         return self.w[f"{name}.weight".replace(".", "/")]
 
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(self, x: Array, name: str) -> Array:
         return F.linear(x, self.part(name))
 
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def norm(self, x: Array, name: str) -> Array:
         return F.rms_norm(x, x.shape[-1:], self.part(name), self.config.rms_eps)
 
-    def rope(self, x: torch.Tensor, pos: torch.Tensor | None) -> torch.Tensor:
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        turns = self.turns[: x.shape[1]] if pos is None else self.turns[pos]
-        return torch.view_as_real(pairs * turns.unsqueeze(-2)).flatten(-2)
+    def rope(self, x: Array, pos: Array | None) -> Array:
+        pairs = x.float().unflatten(-1, (-1, 2))
+        turns = self.turns if self.real else torch.view_as_complex(self.turns)
+        turns = turns[: x.shape[1]] if pos is None else turns[pos]
+        if not self.real:
+            turned = torch.view_as_complex(pairs) * turns.unsqueeze(-2)
+            return torch.view_as_real(turned).flatten(-2).type_as(x)
+        (a, b), (c, s) = pairs.unbind(-1), turns.unsqueeze(-3).unbind(-1)
+        return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).type_as(x)
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor,
-        weights: torch.Tensor | None = None,
-        pos: torch.Tensor | None = None,
-        seq: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        tokens: Array,
+        targets: Array,
+        weights: Array | None = None,
+        pos: Array | None = None,
+        seq: Array | None = None,
+    ) -> Array:
         """Mean loss; with `weights` their sum of losses. `pos` and `seq` tell documents of a row apart."""
         c = self.config
         seen = None if seq is None else (seq[:, None, :, None] == seq[:, None, None, :]).tril()
@@ -86,7 +99,9 @@ class Llama(torch.nn.Module):
 class Tuned(Llama):
     """The model frozen, with low-rank additions to the matrices of its blocks, as PEFT computes them."""
 
-    def __init__(self, config: Config, values: dict, rank: int, scale: float) -> None:
+    def __init__(
+        self, config: Config, values: Mapping[str, np.ndarray], rank: int, scale: float
+    ) -> None:
         super().__init__(config, values)
         self.scale = scale
         self.w.requires_grad_(False)
@@ -102,7 +117,7 @@ class Tuned(Llama):
         }
         self.a, self.b = (torch.nn.ParameterDict(halves[half]) for half in "ab")
 
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(self, x: Array, name: str) -> Array:
         key = f"{name}.weight".replace(".", "/")
         low = F.linear(F.linear(x, self.a[key]), self.b[key])
         return super().linear(x, name) + self.scale * low
@@ -113,7 +128,7 @@ def optimizer(
     lr: float,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.1,
-) -> torch.optim.AdamW:
+) -> Update:
     """AdamW in one fused kernel, with decay for matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() > 1]
@@ -126,10 +141,14 @@ def optimizer(
 
 
 class Trained:
-    """A model in training on packtrain's batches, with clipping by global norm unless `max_norm` is 0."""
+    """A model in training on packtrain's batches, with clipping by global norm unless `max_norm` is 0.
 
-    def __init__(self, model: Llama, update: torch.optim.AdamW, max_norm: float) -> None:
+    forward  the model itself, or what has been made of it, such as torch.compile's
+    """
+
+    def __init__(self, model: Llama, update: Update, max_norm: float, forward: Any = None) -> None:
         self.model, self.update, self.max_norm = model, update, max_norm
+        self.forward = forward or model
 
     def step(self, batches: Sequence[Batch], rate: float) -> float:
         """Mean loss of a step over micro-batches, before its update."""
@@ -151,13 +170,13 @@ class Trained:
         with torch.no_grad():
             return sum(self._sum(batch).item() for batch in batches) / counted(batches)
 
-    def _sum(self, batch: Batch) -> torch.Tensor:
+    def _sum(self, batch: Batch) -> Array:
         given = {name: torch.from_numpy(array) for name, array in batch.items()}
         weights, seq = given["weights"], given["seq"]
         ids = given["tokens"].long(), given["targets"].long()
         if not seq.any():  # one document in each row: without a mask it is faster
-            return self.model(*ids, weights)
-        return self.model(*ids, weights, given["pos"].long(), seq)
+            return self.forward(*ids, weights)
+        return self.forward(*ids, weights, given["pos"].long(), seq)
 
 
 def counted(batches: Sequence[Batch]) -> float:

@@ -1,0 +1,117 @@
+"""Whole training steps beside PyTorch's: eager and compiled, in f32 and with bf16 autocast; same values and tokens."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from packtrain import kernels
+from packtrain.benching.peer import Peer, PeerFailed
+from packtrain.benching.products import TORCH, WITHOUT, Counting, has_torch
+from packtrain.benching.table import Table, Value
+from packtrain.benching.timing import Stepped, paired
+from packtrain.benching.training import ROWS
+from packtrain.events import Counted
+from packtrain.models.config import PRESETS
+
+WARM = 2  # steps that do not count; the first compiles
+OURS, EAGER, COMPILED = "packtrain", "PyTorch eager", "PyTorch compiled"
+F32, BF16 = "f32", "bf16 autocast"
+COLUMNS = {
+    "program": "", "precision": "", "ms": ".1f", "tokens/s": ",.0f", "ours × as fast": ".2f", "peak MiB": ".0f",
+    "ours × memory": ".2f", "loss": ".4f", "waited": ".0%",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Side:
+    """One program's steps in one precision."""
+
+    program: str
+    precision: str = F32
+    steps: list[Stepped] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [step.seconds for step in self.steps[WARM:]]
+
+    @property
+    def nbytes(self) -> int:
+        return max(step.nbytes for step in self.steps[WARM:])
+
+    @property
+    def waited(self) -> float:
+        """The share of the time in which its threads waited for the processor."""
+        return sum(step.waited for step in self.steps) / sum(step.wall for step in self.steps)
+
+    def peer(self, preset: str) -> Peer:
+        if self.program == OURS:
+            return Peer("packtrain.benching.training", "peer", kernels.threads(), preset)
+        how = self.program == COMPILED, self.precision == BF16
+        return Peer(TORCH, "steps", kernels.threads(), preset, *how)
+
+
+def tables(presets: Sequence[str], rounds: int, counting: Counting) -> Iterator[Table]:
+    """A table for each preset; ours runs anew beside each precision, so that three programs at most are in memory."""
+    for preset in presets:
+        rows, notes = list[list[Value]](), list[str]()
+        for precision in (F32, BF16) if has_torch() else (F32,):
+            sides = [Side(OURS)]
+            sides += [Side(p, precision) for p in (EAGER, COMPILED)] if has_torch() else []
+            with counting(f"steps of {preset}, {precision}", "round") as count:
+                notes += run(sides, preset, rounds, count)
+            rows += rows_of(sides, tokens_of(preset))
+            notes += [] if len(sides) == 1 else [verdict(sides)]
+        busy = max(float(row[-1] or 0) for row in rows)
+        yield Table("steps", title_of(preset), COLUMNS, rows, notes or [WITHOUT], busy)
+
+
+def title_of(preset: str) -> str:
+    time = PRESETS[preset].context_length
+    return f"Whole steps of {preset}, {ROWS[preset]} × {time} tokens, clipping and AdamW included"
+
+
+def tokens_of(preset: str) -> int:
+    return ROWS[preset] * PRESETS[preset].context_length
+
+
+def run(sides: list[Side], preset: str, rounds: int, count: Counted) -> list[str]:
+    """Steps in turn; a peer that fails is dropped from `sides`. Returns what is said of those."""
+    said = list[str]()
+    with ExitStack() as stack:
+        peers = dict[str, Peer]()
+        for turn in range(WARM + rounds):
+            count(turn + 1, WARM + rounds)
+            for side in [*sides]:
+                try:
+                    if turn == 0:
+                        peers[side.program] = stack.enter_context(side.peer(preset))
+                    side.steps.append(peers[side.program]())
+                except PeerFailed as error:
+                    if side.program == OURS:
+                        raise
+                    sides.remove(side)
+                    said.append(f"{side.program} in {side.precision} failed: {error}")
+    return said
+
+
+def rows_of(sides: Sequence[Side], tokens: int) -> Iterator[list[Value]]:
+    ours = sides[0]
+    for side in sides:
+        seconds = statistics.median(side.seconds)
+        ratios = [paired(ours.seconds, side.seconds), ours.nbytes / side.nbytes]
+        speed, memory = [None, None] if side is ours else ratios
+        yield [
+            *(side.program, side.precision, 1e3 * seconds, tokens / seconds, speed),
+            *(side.nbytes / 2**20, memory, side.steps[-1].loss, side.waited),
+        ]
+
+
+def verdict(sides: Sequence[Side]) -> str:
+    """Against the better of eager and compiled."""
+    ours, *others = sides
+    best = min(others, key=lambda side: statistics.median(side.seconds))
+    return (
+        f"packtrain in f32 is {paired(ours.seconds, best.seconds):.2f} × as fast as the better of PyTorch's in"
+        f" {best.precision} ({best.program.split()[1]}), with {ours.nbytes / best.nbytes:.2f} of its private memory."
+    )

@@ -116,7 +116,8 @@ def check_slope(seed: int) -> None:
 def check_spaces(seed: int) -> None:
     """Leaves and calls spread over two memory spaces give what one gives.
 
-    Not its bits: a transposed view that goes to the other space arrives dense, and BLAS then adds in another order.
+    Not its bits: a transposed view that goes to the other space arrives dense, and a product of few rows then adds in
+    another order.
     """
     case = random_case(seed)
     written = {t.base for t in case.graph.updates}

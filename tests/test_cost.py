@@ -77,32 +77,14 @@ def test_every_op_that_calls_a_kernel_of_products_is_among_them():
 
 def test_constants_are_those_of_the_kernels():
     gemm, matmul, packed = kernels.gemm, kernels.matmul, kernels.packed
-    assert costs.DEPTH >= gemm.DEEP and costs.COLUMNS == gemm.PANEL // gemm.WIDE
+    assert costs.DEPTH >= gemm.DEEP and costs.COLUMNS == kernels.simd.LANES
     assert costs.BROAD <= gemm.BROAD and costs.LEAST_COLUMNS == packed.COLUMNS
-    same = ("FEW_ROWS", "SMALL", "TASK", "MOST_TASKS", "SIDE")
-    assert [getattr(costs, name) for name in same] == [getattr(matmul, name) for name in same]
-    found = packed.ROWS, packed.UNPACKING, packed.TASK, packed.MOST_TASKS, packed.LEAST_TASKS
-    assert found == (
-        costs.UNPACKED_ROWS,
-        costs.UNPACKING,
-        costs.PACKED_TASK,
-        costs.MOST_PACKED,
-        costs.LEAST_TASKS,
-    )
-    assert (packed.LEAST_ROWS, packed.LEAST_COLUMNS) == (costs.LEAST, costs.LEAST)
-    assert (kernels.loss.ROWS, kernels.loss.MOST_COLUMNS) == (costs.HEAD_ROWS, costs.SLICE)
+    assert (matmul.FEW_ROWS, matmul.SMALL) == (costs.FEW_ROWS, costs.SMALL)
+    assert (packed.UNPACKING, packed.SMALL) == (costs.UNPACKING, costs.PACKED_SMALL)
+    assert kernels.loss.MOST_COLUMNS == costs.SLICE
     assert (kernels.attention.KEYS, kernels.experts.WIDE) == (costs.KEYS, costs.WIDE)
     for width in (8, 64, 65, 256, 257):
         assert costs.queries(width) == kernels.attention.queries_in_block(width)
-
-
-@pytest.mark.parametrize("shape", [(2048, 512, 512), (5, 9, 100), (4096, 2048, 768), (1, 700, 65)])
-def test_tasks_are_those_of_the_kernel(shape):
-    rows, columns = kernels.matmul.tile_shape(*shape)
-    near = costs.tile(*shape)
-    assert rows - near[0] in range(kernels.gemm.ROWS) and columns - near[1] in range(
-        kernels.gemm.PANEL
-    )
 
 
 def test_a_task_alone_gets_one_thread():

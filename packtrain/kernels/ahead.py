@@ -20,7 +20,7 @@ from typing import IO, Any
 from packtrain.child import variables
 from packtrain.errors import DoesNotFit
 from packtrain.kernels import store
-from packtrain.kernels.runtime import allowed_cpus, blas, say, start_threads, threads
+from packtrain.kernels.runtime import allowed_cpus, limit_blas, say, start_threads, threads
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
@@ -241,7 +241,7 @@ def load(name: str) -> Any:
     if store.given is None:
         prepare([name])
     start_threads()
-    blas()
+    limit_blas()
     for other in sorted(store.needed(name) - {name}):
         load(other)
     folder = store.folder_of(name)

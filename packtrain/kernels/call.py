@@ -66,6 +66,9 @@ def on_threads(task, given, count):
         call_task(task, given, number)
 
 
+threads = types.ExternalFunction("get_num_threads", types.intp())  # how many on_threads uses
+
+
 def task_code(context, builder, function, kinds, given_type, places):
     """A function of (address of the given values, number) that calls a kernel on them; its address.
 

@@ -6,8 +6,8 @@
 from numba import types
 
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.gemm import DEEP, PANEL, pack_b, times_block, unrolled
-from packtrain.kernels.matmul import sgemm
+from packtrain.kernels.gemm import DEEP, sgemm, times_block, unrolled
+from packtrain.kernels.panels import PANEL, pack_b
 from packtrain.kernels.simd import (
     LANES,
     address,

@@ -7,8 +7,20 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from packtrain.kernels import runtime, simd
+from packtrain.kernels import simd
 from packtrain.kernels.call import each, kernel
+from packtrain.kernels.panels import (
+    AVX512,
+    GROUP,
+    PANEL,
+    ROWS,
+    ZERO,
+    beyond,
+    emit_prefetch,
+    pack_a,
+    pack_b,
+    vector_at,
+)
 from packtrain.kernels.simd import (
     F32,
     I32,
@@ -16,56 +28,27 @@ from packtrain.kernels.simd import (
     LANES,
     VECTOR,
     address,
-    load_part,
     poke,
     scratch,
-    splat,
-    store,
-    store_part,
 )
 
-AVX512 = runtime.has("avx512f")
-ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vectors
-PANEL = WIDE * LANES
 DEEP, BROAD = (512, 288) if AVX512 else (384, 384)  # most of k and of columns in a block of b
-GROUP = 8  # places for the rows of a tile in packed a
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
 UNROLL = 4
 B_SIZE, A_SIZE = DEEP * BROAD, DEEP * GROUP * GROUPS
 USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
 PAGE = 1024  # f32 of a page of memory
-AHEAD_B, AHEAD_ROW = (
-    768 if AVX512 else 512,
-    192,
-)  # bytes prefetched ahead, of a block and of rows to be packed
+AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
 i64, f32 = types.int64, types.float32
 SGEMM = types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, i64, f32, i64, i64)
-ZERO = ir.Constant(VECTOR, [0.0] * LANES)
-BYTE = ir.IntType(8).as_pointer()
-
-
-def vector_at(builder, base):
-    return builder.inttoptr(base, VECTOR.as_pointer())
-
-
-def beyond(builder, base, count):
-    """The address `count` f32 behind base."""
-    return builder.add(base, builder.mul(count, I64(4)))
-
-
-def emit_prefetch(builder, place, write=0):
-    simd.call(
-        builder, "llvm.prefetch.p0", ir.VoidType(),
-        builder.inttoptr(place, BYTE), I32(write), I32(3), I32(1),
-    )  # fmt: skip
 
 
 def emit_turn(builder, width, left, right, sums):
     """The sums after one more k: ROWS values at `left` times `width` vectors at `right`."""
     places = [builder.add(right, I64(64 * w)) for w in range(width)]
     for place in places:
-        emit_prefetch(builder, builder.add(place, I64(AHEAD_B)))
+        emit_prefetch(builder, builder.add(place, I64(AHEAD)))
     columns = [builder.load(vector_at(builder, place), align=64) for place in places]
     now = []
     for r in range(ROWS):
@@ -154,106 +137,6 @@ def tile(typingctx, width, a, panel, depth, ahead, alpha, beta, c, ldc, rows, le
     return sig, codegen
 
 
-def emit_row(builder, source, ld, number, last, left):
-    """16 values of a row, or of row `last` if that comes before it; the first `left` lanes. Prefetches what follows."""
-    ahead = beyond(builder, source, builder.mul(I64(number), ld))
-    emit_prefetch(builder, builder.add(ahead, I64(AHEAD_ROW)))
-    row = builder.select(builder.icmp_signed("<", I64(number), last), I64(number), last)
-    place = vector_at(builder, beyond(builder, source, builder.mul(row, ld)))
-    mask = simd.first_lanes(builder, left)
-    return simd.call(builder, "llvm.masked.load.v16f32.p0", VECTOR, place, I32(4), mask, ZERO)
-
-
-def emit_turned(builder, rows, rounds):
-    """The values of `rows` with columns outermost, as if they were one long vector."""
-    low, high = (
-        ir.Constant(simd.BITS, [start + i // 2 + i % 2 * LANES for i in range(LANES)])
-        for start in (0, LANES // 2)
-    )
-    half = len(rows) // 2
-    for _ in range(rounds):
-        pairs = list(zip(rows[:half], rows[half:], strict=True))
-        rows = [builder.shuffle_vector(a, b, part) for a, b in pairs for part in (low, high)]
-    return rows
-
-
-@intrinsic
-def turn16(typingctx, source, ld, last, left, target, ld_target):
-    """16 x 16 of `source` transposed; its rows stop at `last`, its columns at `left`."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, last, left, target, ld_target = args
-        rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
-        for r, value in enumerate(emit_turned(builder, rows, 4)):
-            spot = beyond(builder, target, builder.mul(I64(r), ld_target))
-            builder.store(value, vector_at(builder, spot), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64, i64, i64), codegen
-
-
-@intrinsic
-def turn_group(typingctx, source, ld, last, left, target):
-    """8 x 16 of `source` transposed to 16 x 8 in a row."""
-
-    def codegen(context, builder, sig, args):
-        source, ld, last, left, target = args
-        rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
-        for r, value in enumerate(emit_turned(builder, rows, 3)):
-            builder.store(value, vector_at(builder, builder.add(target, I64(64 * r))), align=64)
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64, i64), codegen
-
-
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
-def pack_b(block, b, tb, ldb, depth, deep, n):
-    """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
-    if tb == 0:
-        for k in range(depth):
-            for j in range(0, n, PANEL):
-                for w in range(0, PANEL, LANES):
-                    left = max(n - j - w, 0)
-                    store(block, j * deep + k * PANEL + w, load_part(b, k * ldb + j + w, left))
-    else:
-        for j in range(0, n, PANEL):
-            for w in range(0, min(n - j, PANEL), LANES):
-                last = min(n - j - w, LANES) - 1
-                for k in range(0, depth, LANES):
-                    source = address(b, (j + w) * ldb + k)
-                    turn16(
-                        source,
-                        ldb,
-                        last,
-                        depth - k,
-                        address(block, j * deep + k * PANEL + w),
-                        PANEL,
-                    )
-    for j in range(0, n, PANEL):
-        for k in range(depth, deep):
-            for w in range(0, PANEL, LANES):
-                store(block, j * deep + k * PANEL + w, splat(0.0))
-
-
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
-def pack_a(block, a, ta, lda, depth, deep, m):
-    """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it."""
-    if ta:
-        for k in range(depth):
-            for i in range(0, m, ROWS):
-                values = load_part(a, k * lda + i, min(m - i, ROWS))
-                store_part(block, (i // ROWS * deep + k) * GROUP, values, GROUP)
-    else:
-        for i in range(0, m, ROWS):
-            last = min(m - i, ROWS) - 1
-            for k in range(0, depth, LANES):
-                target = address(block, (i // ROWS * deep + k) * GROUP)
-                turn_group(address(a, i * lda + k), lda, last, depth - k, target)
-    for i in range(0, m, ROWS):
-        for k in range(depth, deep):
-            store_part(block, (i // ROWS * deep + k) * GROUP, splat(0.0), GROUP)
-
-
 @kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64))
 def block_product(m, n, a, b, deep, alpha, beta, c, ldc):
     """c (m, n) = alpha * a @ b + beta * c, of packed a and b."""
@@ -308,8 +191,13 @@ def use_stacks(threads):
 
 
 @kernel(SGEMM)
-def own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """Like matmul.sgemm. A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack."""
+def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+    """c (m, n) = alpha * op(a) @ op(b) + beta * c on one thread; a, b, c are addresses, row-major.
+
+    op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
+    lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
+    A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack.
+    """
     block = scratch(B_SIZE)
     step, across = even(k, DEEP, LANES), even(n, BROAD, PANEL)
     for p in range(0, max(k, 1), step):

@@ -7,10 +7,11 @@ import math
 
 from numba import types
 
-from packtrain.kernels.call import each, kernel, spans
+from packtrain.kernels.call import each, kernel, spans, threads
 from packtrain.kernels.dequantize import F32, packed2
-from packtrain.kernels.matmul import sgemm
-from packtrain.kernels.packed import multiply, multiply_back
+from packtrain.kernels.gemm import sgemm
+from packtrain.kernels.matmul import PACKING, shares
+from packtrain.kernels.packed import UNPACKING, multiply, multiply_back
 from packtrain.kernels.simd import (
     INFINITY,
     LANES,
@@ -31,8 +32,6 @@ from packtrain.kernels.simd import (
 )
 
 MOST_COLUMNS, LEAST_COLUMNS = 576, 64  # of logits in a task: 256 rows of them fit the L2 cache
-MOST_ACROSS, LEAST_ACROSS = 144, 96  # columns of dx in a task
-ROWS = 256  # rows of dx in a task
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
 SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves
 
@@ -196,12 +195,12 @@ def slice_back(dw, logits, x, targets, weights, lse, cap, counted, after, rows, 
         sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, after, out, C)
 
 
-@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
-def tile_back(dx, logits, kind, w, stop_row, tiles, across, task):
-    """dx[i, start:stop] = d_logits[i] @ w[:, start:stop] for up to ROWS rows i and `across` columns."""
+@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64, i64))
+def tile_back(dx, logits, kind, w, stop_row, high, tiles, across, task):
+    """dx[i, start:stop] = d_logits[i] @ w[:, start:stop] for up to `high` rows i and `across` columns."""
     C, (V, nbytes) = dx.shape[1], w.shape
-    row, start = task // tiles * ROWS, task % tiles * across
-    rows, stop = min(ROWS, stop_row - row), min(C, start + across)
+    row, start = task // tiles * high, task % tiles * across
+    rows, stop = min(high, stop_row - row), min(C, start + across)
     at, out, w_at = address(logits, row * V), address(dx, row * C), w.ctypes.data
     if kind == F32:
         columns, target = w_at + 4 * start, address(out, start)
@@ -257,7 +256,6 @@ def linear_cross_entropy(
     C, V, N = x.shape[1], w.shape[0], x.shape[0]
     chunk, lse, counted = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
     _, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
-    tiles, across = parts(C, MOST_ACROSS, LEAST_ACROSS, max(unit, LANES))
     for zeros in (losses, right):
         fill_zero(address(zeros, 0), zeros.size)
     fill_zero(address(dx, 0), dx.size)
@@ -270,10 +268,14 @@ def linear_cross_entropy(
         spans(project, (logits, some, kind, w, rows), V, width)
         each(row_lse, (losses, right, lse, logits, targets, cap, counted), rows)
         if dx.size + dw.size > 0:
-            given = (dw, logits, some, targets, weights, lse, cap, counted, after, rows)
-            spans(slice_back, given, V, width)
+            sliced = (dw, logits, some, targets, weights, lse, cap, counted, after, rows)
+            spans(slice_back, sliced, V, width)
         if dx.size:
-            each(tile_back, (some, logits, kind, w, rows, tiles, across), -(-rows // ROWS) * tiles)
+            again = PACKING if kind == F32 else UNPACKING
+            high, across = shares(rows, C, threads(), max(unit, LANES), again)
+            tiles = -(-C // across)
+            given = (some, logits, kind, w, rows, high, tiles, across)
+            each(tile_back, given, -(-rows // high) * tiles)
             each(move_row, (some, dx, counted, True), rows)
         after = 1
     if after == 0:

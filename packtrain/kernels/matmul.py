@@ -1,13 +1,14 @@
-"""Matrix products in f32: `product` on arrays, `sgemm` on addresses for other kernels.
+"""Matrix products in f32 on arrays.
 
-The partition into tasks is a function of the shape; the sum over K is never split between tasks.
+A product is split into one task for each thread. The sum over K is never split, so that results do not depend on it.
 """
 
 from numba import types
 
-from packtrain.kernels import gemm, runtime
-from packtrain.kernels.call import each, kernel, spans
+from packtrain.kernels import gemm
+from packtrain.kernels.call import each, kernel, spans, threads
 from packtrain.kernels.simd import (
+    LANES,
     address,
     any_in2,
     any_out2,
@@ -21,50 +22,11 @@ from packtrain.kernels.simd import (
 )
 
 i32, i64, f32, void = types.int32, types.int64, types.float32, types.void
-BLAS = runtime.blas()
-integer = types.int64 if BLAS is None or BLAS.wide else types.int32
-foreign_sgemm = types.ExternalFunction(
-    "packtrain_sgemm",
-    void(
-        *(i32, i32, i32, integer, integer, integer),
-        *(f32, i64, integer, i64, integer, f32, i64, integer),
-    ),
-)
 FEW_ROWS = (
     4  # up to this many rows a product with a transposed b uses dot products, which read b once
 )
 SMALL = 1 << 19  # below this many multiply-adds a parallel region does not pay
-LEAST_ROWS = 0 if BLAS is None else 8  # to pack for them, where b is stored as it is read
-TASK = 1 << 26  # multiply-adds of one task, unless that makes more than MOST_TASKS
-MOST_TASKS = 32
-SIDE = 128  # a longer side may be halved
-
-
-def call_blas(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    order, rows_a, rows_b = i32(101), max(lda, m if ta else k, 1), max(ldb, k if tb else n, 1)
-    foreign_sgemm(
-        *(order, i32(111 + ta), i32(111 + tb), m, n, k),
-        *(alpha, a, rows_a, b, rows_b, beta, c, max(ldc, n)),
-    )
-
-
-blas_sgemm = gemm.own_sgemm if BLAS is None else kernel(gemm.SGEMM)(call_blas)
-
-
-@kernel(gemm.SGEMM)
-def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """c (m, n) = alpha * op(a) @ op(b) + beta * c on one thread; a, b, c are addresses, row-major.
-
-    op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
-    lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
-    With few rows and a b that is stored as it is read, packing does not pay, and OpenBLAS computes them.
-    """
-    if m <= 0 or n <= 0:
-        return
-    if m >= LEAST_ROWS or tb == 1:
-        gemm.own_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
-    else:
-        blas_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+PACKING = 6  # a value packed takes as long as this many multiply-adds
 
 
 @kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64))
@@ -95,21 +57,21 @@ def dot_rows(y, a, b, accumulate, start, stop):
             poke(y, at, peek(y, at) + s if accumulate else s)
 
 
-@kernel(types.UniTuple(i64, 2)(i64, i64, i64))
-def tile_shape(m, n, k):
-    """Rows and columns of one task: the longer side is halved until the work is small enough."""
-    rows, columns = m, n
-    count = 1
-    while rows * columns * k > TASK and count < MOST_TASKS:
-        if columns >= rows and columns > SIDE:
-            columns = (columns + 1) // 2
-        elif rows > SIDE:
-            rows = (rows + 1) // 2
-        else:
-            break
-        count *= 2
-    step = gemm.PANEL
-    return -(-rows // gemm.ROWS) * gemm.ROWS, -(-columns // step) * step
+@kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64, i64))
+def shares(m, n, count, unit, again):
+    """Rows and columns of each of `count` tasks of an (m, n) product, such that computing and packing take least time.
+
+    Columns are multiples of `unit`; packing a value of b takes as long as `again` multiply-adds.
+    """
+    least, rows, columns = i64(1) << 62, m, n
+    for down in range(1, count + 1):
+        if count % down == 0:
+            high = -(-m // (down * gemm.ROWS)) * gemm.ROWS
+            wide = -(-n // (count // down * unit)) * unit
+            work = high * (wide + PACKING * -(-wide // gemm.BROAD)) + again * wide
+            if work < least:
+                least, rows, columns = work, high, wide
+    return rows, columns
 
 
 @kernel(types.UniTuple(i64, 2)(any_in2))
@@ -142,7 +104,7 @@ def block(y, a, b, accumulate, i, rows, j, columns):
     beta = f32(1.0) if accumulate else f32(0.0)
     source_a = address(a, i if ta else i * lda)
     source_b = address(b, j * ldb if tb else j)
-    sgemm(
+    gemm.sgemm(
         *(ta, tb, min(rows, m - i), min(columns, n - j), k, f32(1.0)),
         *(source_a, lda, source_b, ldb, beta, address(y, i * ldy + j), ldy),
     )
@@ -175,10 +137,11 @@ def product(y, a, b, accumulate):
         else:
             spans(dot_rows, (y, a, b, accumulate), n, step)
         return
-    rows, columns = tile_shape(m, n, k)
-    if m * n * k <= SMALL or (rows >= m and columns >= n):
+    count = threads()
+    if m * n * k <= SMALL or count == 1:
         block(y, a, b, accumulate, 0, m, 0, n)
         return
+    rows, columns = shares(m, n, count, LANES, PACKING)
     across = -(-n // columns)
     given = (y, a, b, accumulate, rows, columns, across)
     each(block_task, given, -(-m // rows) * across)

@@ -1,16 +1,18 @@
 """Products with quantized weights, dequantized panel by panel into per-thread scratch, never as a whole matrix.
 
 `multiply` and `multiply_back` work on addresses and one thread, for other kernels; `product` and `product_back`
-on arrays. Kinds are those of `dequantize`; w is u8 (N, row bytes). The partition into tasks is a function of the
-shape, and sums are never split between tasks.
+on arrays. Kinds are those of `dequantize`; w is u8 (N, row bytes). A product is split into one task for each thread;
+sums are never split, so that results do not depend on it.
 """
 
 from numba import types
 
-from packtrain.kernels.call import each, kernel, spans
+from packtrain.kernels.call import each, kernel, spans, threads
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.dots import FUSED, dot
-from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, PANEL, even, pack_b, times_block, unrolled
+from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, even, times_block, unrolled
+from packtrain.kernels.matmul import shares
+from packtrain.kernels.panels import PANEL, pack_b
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -28,15 +30,13 @@ from packtrain.kernels.simd import (
 )
 
 i64, f32, void = types.int64, types.float32, types.void
-ROWS = 512  # rows of a task of `product_back`
 COLUMNS = 256  # dequantized at a time: the most that a block can have
 FEW_ROWS, SUMS = 4, 64  # up to this many rows use dot products
 LINE = COLUMNS + PANEL  # scratch: the values of a long block, and space after them
 FLAT = DEEP * PANEL
 UNPACKING = 16  # dequantizing a value costs as much as this many multiply-adds
-TASK = 1 << 20  # multiply-adds of one task, unless that makes more than MOST_TASKS
-MOST_TASKS, LEAST_TASKS = 64, 6
-LEAST_ROWS, LEAST_COLUMNS = 128, 128  # of a task of `product_back`
+SMALL = 1 << 21  # below this many multiply-adds a parallel region does not pay
+LEAST_COLUMNS = 128  # of a task of `product_back`
 
 
 @kernel(void(*[i64] * 8, types.boolean, i64, i64))
@@ -141,12 +141,11 @@ def product(y, x, kind, w, add):
     n = w.shape[0]
     if y.size == 0:
         return
-    tasks = max(min(n * k * (m + UNPACKING) // TASK, MOST_TASKS) // 2 * 2, 1)
-    step = -(-n // (tasks * PANEL)) * PANEL
-    if tasks == 1:
+    count = threads()
+    if n * k * (m + UNPACKING) < SMALL or count == 1:
         columns(y, x, kind, w, add, 0, n)
         return
-    spans(columns, (y, x, kind, w, add), n, step)
+    spans(columns, (y, x, kind, w, add), n, -(-n // (count * LANES)) * LANES)
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64))
@@ -172,9 +171,7 @@ def product_back(x, y, block, kind, w, add):
     m, k = x.shape
     if x.size == 0:
         return
-    step = max(block, LEAST_COLUMNS)
-    across, rows = -(-k // step), min(m, ROWS)
-    while across * -(-m // rows) < LEAST_TASKS and rows > LEAST_ROWS:
-        rows = -(-rows // 2)
+    rows, step = shares(m, k, threads(), max(block, LEAST_COLUMNS), UNPACKING)
+    across = -(-k // step)
     given = (x, y, kind, w, add, rows, step, across)
     each(product_back_task, given, across * -(-m // rows))

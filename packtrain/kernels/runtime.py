@@ -5,7 +5,6 @@ thread; a cache folder for kernels, filled by a short-lived child. Importing thi
 """
 
 import contextlib
-import ctypes
 import importlib
 import os
 import platform
@@ -13,7 +12,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -24,15 +22,6 @@ CPUS = {
         "CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe",
     }
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Blas:
-    """A single-threaded cblas_sgemm; its integers have 64 bits if `wide`."""
-
-    symbol: str
-    address: int
-    wide: bool
 
 
 def allowed_cpus() -> int:
@@ -108,24 +97,12 @@ def start_threads() -> None:
 
 
 @cache
-def blas() -> Blas | None:
-    """NumPy's own sgemm, which compiled code calls `packtrain_sgemm`; None if not found."""
-    import llvmlite.binding
+def limit_blas() -> None:
+    """Let NumPy's own products use one thread: more would compete with ours, and change results."""
     import numpy  # noqa: F401  loads the library
     import threadpoolctl
 
-    names = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
-    found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
-    for library in sorted(found, key=lambda item: "numpy" not in item.filepath):
-        handle = ctypes.CDLL(library.filepath)
-        for name in names:
-            function = getattr(handle, name, None)
-            if function is not None:
-                library.set_num_threads(1)
-                address = ctypes.cast(function, ctypes.c_void_p).value or 0
-                llvmlite.binding.add_symbol("packtrain_sgemm", address)
-                return Blas(name, address, name.endswith("64_"))
-    return None
+    threadpoolctl.threadpool_limits(1, "blas")
 
 
 @cache
@@ -136,14 +113,12 @@ def platform_parts() -> tuple[str, ...]:
     import numba
 
     start_threads()  # chooses the threading layer
-    found = blas()
     return (
         numba.__version__,
         llvmlite.__version__,
         sys.version,
         llvmlite.binding.get_host_cpu_name(),
         llvmlite.binding.get_host_cpu_features().flatten(),
-        found.symbol if found else "own sgemm",
         *map(str, (numba.config.THREADING_LAYER, numba.config.CPU_NAME, numba.config.CPU_FEATURES)),
     )
 

@@ -15,12 +15,11 @@ COLUMNS = 16  # of a vector: a tile has three of them, or fewer at the edge
 DEPTH, BROAD = 512, 288  # steps of a sum before a tile is written, and columns packed at once
 ENDS = 3  # writing a tile costs as much as this many steps of a sum
 FEW_ROWS = 4  # up to this many rows use dot products
-SMALL, TASK, MOST_TASKS, SIDE = 1 << 19, 1 << 26, 32, 128  # of kernels.matmul
-UNPACKED_ROWS, UNPACKING, PACKED_TASK, MOST_PACKED = 512, 16, 1 << 20, 64  # of kernels.packed
+SMALL = 1 << 19  # multiply-adds below which kernels.matmul uses one thread
+UNPACKING, PACKED_SMALL = 16, 1 << 21  # of kernels.packed
 LEAST_COLUMNS = 256  # dequantized at a time
-LEAST_TASKS, LEAST = 6, 128
 KEYS = 64  # of a block in attention
-HEAD_ROWS, SLICE = 256, 576  # rows, and columns of logits, in a task of the head
+SLICE = 576  # columns of logits in a task of the head
 WIDE = 128  # columns of an expert's task
 SERIAL = 1 << 14  # below this many elements a parallel region does not pay
 
@@ -56,35 +55,16 @@ def padded(n: int) -> int:
     return -(-n // COLUMNS) * COLUMNS
 
 
-def tile(m: int, n: int, k: int) -> tuple[int, int]:
-    """Rows and columns of a task, see kernels.matmul.tile_shape."""
-    rows, columns, count = m, n, 1
-    while rows * columns * k > TASK and count < MOST_TASKS:
-        if columns >= rows and columns > SIDE:
-            columns = (columns + 1) // 2
-        elif rows > SIDE:
-            rows = (rows + 1) // 2
-        else:
-            break
-        count *= 2
-    return max(rows, 1), max(columns, 1)
-
-
 def packing(m: int, n: int, k: float) -> float:
-    """Values packed for an (m, n) product over k in one task: b once, a for each block of columns."""
+    """Values packed for an (m, n) product over k: b once, a for each block of columns."""
     return k * (padded(n) + m * math.ceil(n / BROAD))
 
 
 def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
     """(m, k) @ (k, n) in f32; `turned`: the left side is transposed, as in the gradient of a weight."""
-    rows, columns = tile(m, n, k)
-    down, across = -(-m // rows), -(-n // columns)
-    packed = float(down * across * packing(rows, columns, k))
-    if m <= FEW_ROWS and not turned:
-        packed, across = 0.0, -(-n * m * k // (1 << 16))
-    serial = m * n * k <= SMALL
+    packed = 0.0 if m <= FEW_ROWS and not turned else float(packing(m, n, k))
     work = {"multiply": multiplied(m, n, k), "pack": packed}
-    return Cost(work, tasks=1 if serial else down * across)
+    return Cost(work, tasks=1 if m * n * k <= SMALL else math.inf)
 
 
 def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
@@ -94,7 +74,7 @@ def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
         count = count if len(w.shape) > 2 else 1
         one = product(m // max(count, 1), n, k)
         return Cost({kind: count * amount for kind, amount in one.work.items()}, tasks=one.tasks)
-    tasks = max(min(n * k * (m + UNPACKING) // PACKED_TASK, MOST_PACKED) // 2 * 2, 1)
+    tasks = 1 if n * k * (m + UNPACKING) < PACKED_SMALL else math.inf
     work = {"multiply": multiplied(m, n, k), laying(w.dtype): float(n * k)}
     work["pack"] = float(m * k * -(-n // BROAD))
     return Cost(work, tasks=tasks)
@@ -103,13 +83,9 @@ def product_with(m: int, w: Tensor, count: int = 1) -> Cost:
 def product_back(m: int, w: Tensor) -> Cost:
     """m rows of a gradient times a quantized w."""
     n, k = w.shape
-    across, rows = -(-k // max(w.dtype.block, LEAST)), min(m, UNPACKED_ROWS)
-    while across * -(-m // rows) < LEAST_TASKS and rows > LEAST:
-        rows = -(-rows // 2)
-    down = -(-m // rows)
-    work = {"multiply": multiplied(m, k, n), laying(w.dtype): float(down * n * k)}
+    work = {"multiply": multiplied(m, k, n), laying(w.dtype): float(n * k)}
     work["pack"] = float(m * n * -(-k // LEAST_COLUMNS))
-    return Cost(work, tasks=across * down)
+    return Cost(work)
 
 
 def laying(dtype: Dtype) -> str:
@@ -132,7 +108,7 @@ def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int)
         nbytes += 8.0 * logits
     if dx is not None:
         work["multiply"] += multiplied(n, c, v)
-        work[laid] += chunks * -(-chunk // HEAD_ROWS) * v * c
+        work[laid] += chunks * v * c
         nbytes += 4.0 * logits
     if dw is not None:
         work["multiply"] += chunks * multiplied(v, c, n / chunks)

@@ -14,7 +14,7 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
 def _is_matrix(index: int, t: Tensor) -> bool:
-    """Whether w is a matrix that BLAS accepts, or a transposed one: one axis contiguous, the other strided."""
+    """Whether w is a matrix or a transposed one: one axis contiguous, the other strided."""
     if index != 1 or t.dtype != f32:
         return False
     (row, column), (n, k) = t.strides[-2:], t.shape[-2:]

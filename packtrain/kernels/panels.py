@@ -1,0 +1,192 @@
+"""Both operands of a product packed: panels of columns and groups of rows, as register tiles read them."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from packtrain.kernels import runtime, simd
+from packtrain.kernels.call import kernel
+from packtrain.kernels.simd import (
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    address,
+    load_part,
+    splat,
+    store,
+    store_part,
+)
+
+AVX512 = runtime.has("avx512f")
+ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vectors
+PANEL = WIDE * LANES
+GROUP = 8  # places for the rows of a tile in packed a
+ALONG, BELOW = 192, 4  # prefetched ahead of what is packed: bytes of a row, and rows
+i64 = types.int64
+ZERO = ir.Constant(VECTOR, [0.0] * LANES)
+BYTE = ir.IntType(8).as_pointer()
+
+
+def vector_at(builder, base):
+    return builder.inttoptr(base, VECTOR.as_pointer())
+
+
+def beyond(builder, base, count):
+    """The address `count` f32 behind base."""
+    return builder.add(base, builder.mul(count, I64(4)))
+
+
+def emit_prefetch(builder, place, write=0):
+    simd.call(
+        builder, "llvm.prefetch.p0", ir.VoidType(),
+        builder.inttoptr(place, BYTE), I32(write), I32(3), I32(1),
+    )  # fmt: skip
+
+
+def emit_row(builder, source, ld, number, last, left):
+    """16 values of a row, or of row `last` if that comes before it; the first `left` lanes. Prefetches what follows."""
+    ahead = beyond(builder, source, builder.mul(I64(number), ld))
+    emit_prefetch(builder, builder.add(ahead, I64(ALONG)))
+    row = builder.select(builder.icmp_signed("<", I64(number), last), I64(number), last)
+    place = vector_at(builder, beyond(builder, source, builder.mul(row, ld)))
+    mask = simd.first_lanes(builder, left)
+    return simd.call(builder, "llvm.masked.load.v16f32.p0", VECTOR, place, I32(4), mask, ZERO)
+
+
+def emit_turned(builder, rows, rounds):
+    """The values of `rows` with columns outermost, as if they were one long vector."""
+    low, high = (
+        ir.Constant(simd.BITS, [start + i // 2 + i % 2 * LANES for i in range(LANES)])
+        for start in (0, LANES // 2)
+    )
+    half = len(rows) // 2
+    for _ in range(rounds):
+        pairs = list(zip(rows[:half], rows[half:], strict=True))
+        rows = [builder.shuffle_vector(a, b, part) for a, b in pairs for part in (low, high)]
+    return rows
+
+
+@intrinsic
+def turn16(typingctx, source, ld, last, left, target, ld_target):
+    """16 x 16 of `source` transposed; its rows stop at `last`, its columns at `left`."""
+
+    def codegen(context, builder, sig, args):
+        source, ld, last, left, target, ld_target = args
+        rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
+        for r, value in enumerate(emit_turned(builder, rows, 4)):
+            spot = beyond(builder, target, builder.mul(I64(r), ld_target))
+            builder.store(value, vector_at(builder, spot), align=64)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64, i64, i64), codegen
+
+
+@intrinsic
+def turn_group(typingctx, source, ld, last, left, target):
+    """8 x 16 of `source` transposed to 16 x 8 in a row."""
+
+    def codegen(context, builder, sig, args):
+        source, ld, last, left, target = args
+        rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
+        for r, value in enumerate(emit_turned(builder, rows, 3)):
+            builder.store(value, vector_at(builder, builder.add(target, I64(64 * r))), align=64)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64, i64), codegen
+
+
+@intrinsic
+def move_panel(typingctx, source, ld, target):
+    """PANEL values of a row of `source`. Prefetches a row that follows."""
+
+    def codegen(context, builder, sig, args):
+        source, ld, target = args
+        below = beyond(builder, source, builder.mul(ld, I64(BELOW)))
+        for w in range(WIDE):
+            by = I64(64 * w)
+            emit_prefetch(builder, builder.add(below, by))
+            values = builder.load(vector_at(builder, builder.add(source, by)), align=4)
+            builder.store(values, vector_at(builder, builder.add(target, by)), align=64)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64), codegen
+
+
+@intrinsic
+def deal(typingctx, source, ld, target, apart):
+    """16 columns of two rows of `source` to two groups of 8, which are `apart` f32 from each other."""
+
+    def codegen(context, builder, sig, args):
+        source, ld, target, apart = args
+        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW))))
+        emit_prefetch(builder, beyond(builder, source, builder.mul(ld, I64(BELOW + 1))))
+        rows = [
+            builder.load(vector_at(builder, place), align=4)
+            for place in (source, beyond(builder, source, ld))
+        ]
+        for half in range(2):
+            lanes = [LANES * (i // GROUP) + GROUP * half + i % GROUP for i in range(LANES)]
+            values = builder.shuffle_vector(*rows, ir.Constant(simd.BITS, lanes))
+            spot = beyond(builder, target, builder.mul(apart, I64(half)))
+            builder.store(values, vector_at(builder, spot), align=64)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64), codegen
+
+
+@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
+def pack_b(block, b, tb, ldb, depth, deep, n):
+    """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
+    if tb == 0:
+        whole = n // PANEL * PANEL
+        for k in range(depth):
+            for j in range(0, whole, PANEL):
+                move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + k * PANEL))
+            for j in range(whole, n, PANEL):
+                for w in range(0, PANEL, LANES):
+                    left = max(n - j - w, 0)
+                    store(block, j * deep + k * PANEL + w, load_part(b, k * ldb + j + w, left))
+    else:
+        for j in range(0, n, PANEL):
+            for w in range(0, min(n - j, PANEL), LANES):
+                last = min(n - j - w, LANES) - 1
+                for k in range(0, depth, LANES):
+                    source = address(b, (j + w) * ldb + k)
+                    turn16(
+                        source,
+                        ldb,
+                        last,
+                        depth - k,
+                        address(block, j * deep + k * PANEL + w),
+                        PANEL,
+                    )
+    for j in range(0, n, PANEL):
+        for k in range(depth, deep):
+            for w in range(0, PANEL, LANES):
+                store(block, j * deep + k * PANEL + w, splat(0.0))
+
+
+@kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
+def pack_a(block, a, ta, lda, depth, deep, m):
+    """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it."""
+    if ta:
+        pairs = depth // 2 * 2 if ROWS == GROUP else 0
+        whole = m // LANES * LANES
+        for k in range(0, pairs, 2):
+            for i in range(0, whole, LANES):
+                target = address(block, (i // ROWS * deep + k) * GROUP)
+                deal(address(a, k * lda + i), lda, target, deep * GROUP)
+        for k in range(depth):
+            for i in range(whole if k < pairs else 0, m, ROWS):
+                values = load_part(a, k * lda + i, min(m - i, ROWS))
+                store_part(block, (i // ROWS * deep + k) * GROUP, values, GROUP)
+    else:
+        for i in range(0, m, ROWS):
+            last = min(m - i, ROWS) - 1
+            for k in range(0, depth, LANES):
+                target = address(block, (i // ROWS * deep + k) * GROUP)
+                turn_group(address(a, i * lda + k), lda, last, depth - k, target)
+    for i in range(0, m, ROWS):
+        for k in range(depth, deep):
+            store_part(block, (i // ROWS * deep + k) * GROUP, splat(0.0), GROUP)

@@ -71,12 +71,15 @@ def texts(draw: random.Random, count: int, names: list[str]) -> Iterator[tuple[s
 
 def compare(path: Path, draw: random.Random, count: int) -> tuple[int, int]:
     """How many texts and tokens there were, and how many of them differ."""
-    ours, theirs = Tokenizer(GGUF(path).metadata), Theirs(path)
+    metadata, theirs = GGUF(path).metadata, Theirs(path)
+    ours, compiled = Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)
     names = [t.decode() for t, kind in zip(ours.tokens, ours.kinds, strict=True) if kind != NORMAL]
     wrong, done = 0, 0
     for text, special in texts(draw, count, names[:300]):
         done += 1
-        if ours.encode(text, bos=False, eos=False, special=special) != theirs.encode(text, special):
+        wanted = theirs.encode(text, special)
+        made = [t.encode(text, bos=False, eos=False, special=special) for t in (ours, compiled)]
+        if made != [wanted, wanted]:
             wrong += 1
             print(f"{path.name}: {text[:60]!r} differs, special={special}")
     wrong += sum(ours.piece(id) != theirs.piece(id) for id in range(ours.vocab_size))

@@ -50,6 +50,7 @@ MADE_OF = {
     "simd": "",
     "softmax": "call simd",
     "tile": "call simd",
+    "tokens": "call",
     "update": "bits call dequantize elementwise simd",
     "visible": "call simd tile",
     "windows": "call simd",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.tokenizer.compiled import Strings, Tables, Words, pair_table
 from packtrain.tokenizer.merge import merge
 from packtrain.tokenizer.table import (
     KEYS,
@@ -17,7 +18,7 @@ from packtrain.tokenizer.table import (
     numbers,
     texts,
 )
-from packtrain.tokenizer.words import RULES, Splitter
+from packtrain.tokenizer.words import CLASS_OF, GAPS, NAMES, RULES, Splitter
 
 CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64
 # GPT-2's alphabet: printable bytes map to themselves, the others to characters from 256 on, in order
@@ -25,6 +26,8 @@ _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [b for b in range(256) if b not in _PRINTED]
 ALPHABET = {b: chr(b) for b in _PRINTED} | {b: chr(256 + i) for i, b in enumerate(_HIDDEN)}
 BYTES = {character: bytes([b]) for b, character in ALPHABET.items()}
+# the same for str.translate, what is not in the alphabet becoming what Latin-1 cannot encode
+_BYTES = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(b) for b, c in ALPHABET.items()}
 
 
 class BytePairs:
@@ -55,6 +58,26 @@ class BytePairs:
             known = self._cache.get(word)
             ids += self._word(word) if known is None else known
         return ids
+
+    def raw(self, text: str) -> bytes:
+        """The text as `tables` want it."""
+        return text.encode()
+
+    def tables(self) -> Tables:
+        """The vocabulary for compiled code."""
+        index, rule = self.table.index, self._rule
+        pairs, others = pair_table(self._merges, index)
+        numbers = index | others
+        for character in ALPHABET.values():
+            numbers.setdefault(character.encode(), len(numbers))
+        return Tables(
+            Words([pattern.removesuffix(GAPS) for pattern in rule.patterns], NAMES, CLASS_OF),
+            Strings.of(list(map(_unspelled, self.table.tokens)) if rule.whole else []),
+            np.array([numbers[ALPHABET[b].encode()] for b in range(256)], np.int32),
+            len(index),
+            pairs,
+            whole=rule.whole,
+        )
 
     def can_cut(self, text: str, at: int) -> bool:
         """Whether a word always begins here, whatever comes before and after.
@@ -99,3 +122,11 @@ class BytePairs:
         if len(word) <= CACHED_LENGTH and len(self._cache) < CACHED_TEXTS:
             self._cache[word] = ids
         return ids
+
+
+def _unspelled(token: bytes) -> bytes:
+    """The bytes of the text that is spelled so; nothing if no text is."""
+    try:
+        return token.decode().translate(_BYTES).encode("latin-1")
+    except UnicodeError:
+        return b""

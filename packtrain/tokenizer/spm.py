@@ -7,6 +7,9 @@ from itertools import pairwise
 from operator import add
 from typing import Any
 
+import numpy as np
+
+from packtrain.tokenizer.compiled import NONE, Cuts, Strings, Tables
 from packtrain.tokenizer.merge import merge
 from packtrain.tokenizer.table import KEYS, TokenizerError, TokenTable, flag, numbers, texts
 
@@ -42,6 +45,24 @@ class SentencePieces:
             known = self._cache.get(word)
             ids += self._kept(word, self._word(word)) if known is None else known
         return ids
+
+    def raw(self, text: str) -> bytes:
+        """The text as `tables` want it: U+2581 is a space, also in them."""
+        return text.replace(SPACE, " ").encode()
+
+    def tables(self) -> Tables:
+        """The vocabulary for compiled code. A token with a space in the file is no token of any text."""
+        space, tokens = SPACE.encode(), self.table.tokens
+        joins = (pair.replace(SPACE, " ") for pair in self._joins)
+        _, order = np.unique(self._scores, return_inverse=True)
+        return Tables(
+            Cuts(joins),
+            Strings.of([b"" if b" " in t else t.replace(space, b" ") for t in tokens]),
+            np.array([NONE if id is None else id for id in self._bytes], np.int32),
+            len(tokens),
+            order=(order.max(initial=0) - order).astype(np.int32),
+            unknown=NONE if self.table.unk is None else self.table.unk,
+        )
 
     def can_cut(self, text: str, at: int) -> bool:
         """Whether no token spans this place. Special tokens swallow whitespace."""

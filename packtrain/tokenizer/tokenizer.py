@@ -2,9 +2,11 @@
 
 import codecs
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, Protocol
 
 from packtrain.tokenizer.bpe import BytePairs
+from packtrain.tokenizer.compiled import FEW, Lane, Names, Tables
 from packtrain.tokenizer.spm import SentencePieces
 from packtrain.tokenizer.table import (
     BYTE,
@@ -35,6 +37,10 @@ class Encoding(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def raw(self, text: str) -> bytes: ...
+
+    def tables(self) -> Tables: ...
+
     def can_cut(self, text: str, at: int) -> bool: ...
 
     def piece(self, token: bytes) -> bytes: ...
@@ -55,7 +61,8 @@ class Tokenizer:
     ends              ids that end generation
     """
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any], few: int = FEW) -> None:
+        """few: how many characters are encoded before compiled code is loaded."""
         model = wanted(metadata, "model")
         if not isinstance(model, str) or model not in KINDS:
             raise TokenizerError(
@@ -71,6 +78,10 @@ class Tokenizer:
         self.add_eos = flag(metadata, "add_eos_token", False)
         self.add_space_prefix = self._encoding.space
         self._added(None, None)
+        self._few = few
+        self._lane: Lane | None = None
+        self._names: dict[bool, Names] = {}
+        self._always = [(t, id) for t, id in table.specials if table.kinds[id] == USER_DEFINED]
 
     # ---- text to ids
 
@@ -105,14 +116,29 @@ class Tokenizer:
 
     def _stretch(self, text: str, special: bool, prefix: bool) -> tuple[list[int], bool]:
         """Ids of a text, with a leading space if `prefix`, and whether text after it would get one."""
-        ids: list[int] = []
-        for part in self._split(text, special):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self._encoding.encode(" " + part if prefix else part)
+        self._few -= len(text)
+        parts: list[str | int] = []
+        for part in self._split(text, self._specials_in(text, special)):
+            parts.append(part if isinstance(part, int) or not prefix else " " + part)
             prefix = self.add_space_prefix and isinstance(part, int)
+        texts = [part for part in parts if isinstance(part, str)]
+        found = iter(self._encoded(texts))
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else next(found)
         return ids, prefix
+
+    def _encoded(self, texts: list[str]) -> Iterable[list[int]]:
+        """Ids of each text, by compiled code once there have been more than a few characters."""
+        if self._few > 0:
+            return map(self._encoding.encode, texts)
+        if self._lane is None:
+            self._lane = Lane(self._encoding.tables())
+        found = self._lane.encode([self._encoding.raw(text) for text in texts])
+        if found is None:
+            return map(self._encoding.encode, texts)  # which says why
+        ids, ends = found[0].tolist(), found[1].tolist()
+        return [ids[start:end] for start, end in pairwise([0, *ends])]
 
     def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
         """The BOS and EOS ids to add around the ids of a text; None: as the file says."""
@@ -128,11 +154,20 @@ class Tokenizer:
             [self.eos] if eos and self.eos is not None else [],
         )
 
-    def _split(self, text: str, special: bool) -> list[str | int]:
+    def _specials_in(self, text: str, special: bool) -> list[tuple[str, int]]:
+        """The special tokens that may occur in a text, the longest first."""
+        given = self._table.specials if special else self._always
+        if self._few > 0 or not given:
+            return given
+        if special not in self._names:
+            self._names[special] = Names([token for token, _ in given])
+        return [given[i] for i in self._names[special].within(text)]
+
+    def _split(self, text: str, specials: list[tuple[str, int]]) -> list[str | int]:
         """Split into text and special tokens; longer tokens are matched first."""
         parts: list[str | int] = [text] if text else []
-        for token, id in self._table.specials:
-            if (special or self.kinds[id] == USER_DEFINED) and token in text:
+        for token, id in specials:
+            if token in text:
                 now, parts = parts, []
                 for part in now:
                     parts += [part] if isinstance(part, int) else self._cut(part, token, id)

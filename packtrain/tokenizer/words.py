@@ -8,13 +8,17 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-OTHER, NUMBERS, LETTERS, MARKS, PUNCTUATION, SYMBOLS, SPACE = "\xd0\xd1\xd2\xd4\xd3\xd5\v"
+OTHER, NUMBERS, LETTERS, MARKS, PUNCTUATION, SYMBOLS, SPACE = (
+    "\xd0", "\xd1", "\xd2", "\xd4", "\xd3", "\xd5", "\v",
+)  # fmt: skip
+NAMES = OTHER + NUMBERS + LETTERS + MARKS + PUNCTUATION + SYMBOLS + SPACE
 CLASSES = {"N": NUMBERS, "L": LETTERS, "M": MARKS, "P": PUNCTUATION, "S": SYMBOLS}
 # insides of character classes; all patterns are compiled for ASCII
 L, N, M = f"A-Za-z{LETTERS}", f"0-9{NUMBERS}", MARKS
 P = rf"!-#%-*,-/:;?@\[-\]_{{}}{PUNCTUATION}"
 UPPER, LOWER = f"A-Z{LETTERS}", f"a-z{LETTERS}"  # a non-ASCII letter counts as both
 
+GAPS = "|(?s:(?![0-9]{3}).)+"  # all that lies between groups of three digits
 SPACES = r"\s+(?!\S)|\s+"
 SHORTENED = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 LINES = rf"\s*[\r\n]+|{SPACES}"
@@ -89,11 +93,9 @@ _RULES = {
         (_cased(f"(?:{SHORTENED})?", "{1,3}"),), steps=(GPT_4O_STEP,)
     ),
     "falcon": Rule(
-        (rf"[{_SIGNS}`]+|[^{_SIGNS}`]+", GPT_2, "[0-9]{3}|(?s:(?![0-9]{3}).)+"),
+        (rf"[{_SIGNS}`]+|[^{_SIGNS}`]+", GPT_2, f"[0-9]{{3}}{GAPS}"),
     ),
-    "default": Rule(
-        (rf"[{_SIGNS}]+|[^{_SIGNS}]+", GPT_2, rf"[{N}]+|[^{N}]+", "[0-9]{3}|(?s:(?![0-9]{3}).)+")
-    ),
+    "default": Rule((rf"[{_SIGNS}]+|[^{_SIGNS}]+", GPT_2, rf"[{N}]+|[^{N}]+", f"[0-9]{{3}}{GAPS}")),
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
@@ -139,7 +141,7 @@ def _within(code: int, ranges: tuple[tuple[int, int], ...]) -> bool:
     return any(first <= code <= last for first, last in ranges)
 
 
-_CLASSES = _Classes()
+CLASS_OF = _Classes()
 
 
 class Splitter:
@@ -149,7 +151,7 @@ class Splitter:
         self._patterns = [re.compile(pattern, re.ASCII) for pattern in rule.patterns]
 
     def split(self, text: str) -> list[str]:
-        parts = [text if text.isascii() else text.translate(_CLASSES)]
+        parts = [text if text.isascii() else text.translate(CLASS_OF)]
         for pattern in self._patterns:
             parts = [word for part in parts for word in pattern.findall(part)]
         if text.isascii():

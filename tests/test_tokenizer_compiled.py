@@ -1,0 +1,177 @@
+"""The compiled tokenizer against the encodings' own code: words of every rule, merges, special tokens, the cache."""
+
+import random
+import re
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.tokenizer import Tokenizer, TokenizerError
+from packtrain.tokenizer.automaton import automata
+from packtrain.tokenizer.compiled import KEPT, KEPT_NBYTES, Names, Words
+from packtrain.tokenizer.words import CLASS_OF, GAPS, NAMES, RULES, Splitter
+from tests import test_tokenizer, test_tokenizer_bpe
+
+UNITS = [
+    *"aBcDez  \n\n\t\r0123456789.,!?/-_=$+<>^~|`\"'",
+    *"\u4e2d\u6587\u3002\u65e5\ud55c\u00c4\u00df\u0391\u03b2\u0661\u2167",
+    *"\u00a0\u2003\u3000\u0085\x0b\x1c\x00\u0301\u20e3\u0903\U0001f600\u200d\u20ac\u2581\U00031350",
+    "'s", "'RE", " don't", "   ", "  \n ", "1234567", "HelloWorld", "hello\u00c4World ", "...\n", "<s>", "<x>", "abc",
+    "<|end|>", "<|x|>", "aaaa", " world",
+]  # fmt: skip
+
+
+def texts(seed: int, count: int, most: int = 40) -> list[str]:
+    draw = random.Random(seed)
+    return ["".join(draw.choices(UNITS, k=draw.randint(0, most))) for _ in range(count)]
+
+
+def words_of(words: Words, text: str) -> list[str]:
+    raw = text.encode()
+    ends, count = words.split(np.frombuffer(raw, np.uint8), np.array([len(raw)], np.int32))
+    bounds = [0, *ends[:count].tolist()]
+    return [raw[a:b].decode() for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_words_of_every_rule(rule: str):
+    patterns = RULES[rule].patterns
+    words = Words([pattern.removesuffix(GAPS) for pattern in patterns], NAMES, CLASS_OF)
+    splitter = Splitter(RULES[rule])
+    for text in texts(1, 400):
+        assert words_of(words, text) == [word for word in splitter.split(text) if word]
+
+
+@pytest.mark.parametrize("rule", ["llama-bpe", "gpt-2", "tekken", "default"])
+def test_words_of_every_code_point(rule: str):
+    words = Words([p.removesuffix(GAPS) for p in RULES[rule].patterns], NAMES, CLASS_OF)
+    points = [chr(c) for c in range(1, 0x110000) if not 0xD800 <= c < 0xE000]
+    text = "".join(f"a{c}1 {c}" for c in points)
+    assert words_of(words, text) == Splitter(RULES[rule]).split(text)
+
+
+def test_patterns_as_python_matches_them():
+    alphabet = "ab1 "
+    for pattern in (
+        "a|ab",
+        "ab|a",
+        "a?b+",
+        "(?:a|b)*1",
+        "a{2}",
+        "a{1,3}b?",
+        r"\s+(?!\S)|\s+|.",
+        "[^a1]+|a(?:b|1)*",
+    ):
+        words = Words([pattern], NAMES, CLASS_OF)
+        draw = random.Random(2)
+        for _ in range(300):
+            text = "".join(draw.choices(alphabet, k=12))
+            at, wanted = 0, []
+            for found in re.finditer(pattern, text):
+                wanted += [
+                    part for part in (text[at : found.start()], found[0]) if part and found[0]
+                ]
+                at = found.end() if found[0] else at
+            wanted += [text[at:]] * (at < len(text))
+            assert words_of(words, text) == wanted, (pattern, text)
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)", "a{", "[a", "a)"])
+def test_a_pattern_that_cannot_be_read(pattern: str):
+    with pytest.raises(ValueError, match="cannot be read"):
+        automata([pattern], "ab")
+
+
+def both(metadata: dict[str, Any]) -> tuple[Tokenizer, Tokenizer]:
+    return Tokenizer(metadata, few=1 << 60), Tokenizer(metadata, few=0)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("special", [False, True])
+def test_ids_of_every_rule(rule: str, special: bool):
+    slow, fast = both(test_tokenizer_bpe.metadata(pre=rule, bos_token_id=0))
+    for text in texts(3, 200):
+        assert fast.encode(text, special=special) == slow.encode(text, special=special), repr(text)
+
+
+def test_merges_in_any_order():
+    draw = random.Random(4)
+    for _ in range(40):
+        made = {"".join(draw.choices("abc", k=draw.randint(2, 4))) for _ in range(12)}
+        merges = [f"{word[:i]} {word[i:]}" for word in sorted(made) for i in range(1, len(word))]
+        draw.shuffle(merges)
+        given = test_tokenizer_bpe.metadata(";".join(dict.fromkeys(merges)))
+        lost = given["tokenizer.ggml.tokens"].index(merges[0].replace(" ", "").encode())
+        given["tokenizer.ggml.tokens"][lost] = b"\xff"  # what a merge makes may be no token
+        slow, fast = both(given)
+        for _ in range(30):
+            text = "".join(draw.choices("abc", k=draw.randint(1, 60)))
+            assert fast.encode(text) == slow.encode(text), (merges, text)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"add_space_prefix": False}, {"unknown_token_id": 3}, {"scores": "equal"}]
+)
+@pytest.mark.parametrize(
+    "words", [{}, {"\u2581a\u2581b": (-0.5, 1), "\n\n": (-1.0, 1), "a b": (0.0, 1)}]
+)
+@pytest.mark.parametrize("bytes_known", [False, True])
+def test_ids_of_scores(more: dict[str, Any], words: dict[str, Any], bytes_known: bool):
+    entries = test_tokenizer.SPECIAL | test_tokenizer.NORMAL | test_tokenizer.MINE | words
+    given = test_tokenizer.metadata(entries | (test_tokenizer.BYTES if bytes_known else {}), **more)
+    if "scores" in more:
+        given["tokenizer.ggml.scores"] = np.zeros(len(given["tokenizer.ggml.tokens"]), np.float32)
+    slow, fast = both(given)
+    for special in (False, True):
+        for text in texts(5, 200):
+            wanted = slow.encode(text, special=special)
+            assert fast.encode(text, special=special) == wanted, repr(text)
+
+
+def test_a_space_without_a_token_is_spelled_in_bytes():
+    entries = test_tokenizer.SPECIAL | test_tokenizer.BYTES | {"a": (0.0, 1)}
+    slow, fast = both(test_tokenizer.metadata(entries))
+    assert fast.encode("a a\u00e9") == slow.encode("a a\u00e9") != []
+
+
+def test_a_character_without_a_token():
+    given = test_tokenizer.metadata({"\u2581": (0.0, 1), "a": (0.0, 1)}, add_bos_token=False)
+    given["tokenizer.ggml.unknown_token_id"] = 0
+    slow, fast = both(given)
+    assert fast.encode("a\u00e9a") == slow.encode("a\u00e9a")
+    few = test_tokenizer.metadata({"a": (0.0, 1)}, add_bos_token=False, add_space_prefix=False)
+    tokenizer = Tokenizer(few, few=0)
+    tokenizer._encoding.table.unk = None
+    with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
+        tokenizer.encode("ab")
+
+
+def test_more_words_than_are_kept_and_longer_ones():
+    slow, fast = both(test_tokenizer_bpe.metadata("a b;b c;ab c;c a"))
+    draw = random.Random(6)
+    words = [
+        "".join(draw.choices("abc", k=draw.randint(1, 2 * KEPT_NBYTES))) for _ in range(3 * KEPT)
+    ]
+    words += draw.choices(words, k=KEPT)
+    text = " ".join(words)
+    assert fast.encode(text) == slow.encode(text)
+    assert fast.encode("") == [] and fast.encode("a") == slow.encode("a")
+
+
+def test_the_switch_changes_no_ids():
+    given, text = test_tokenizer_bpe.metadata(), "".join(texts(7, 300))
+    whole = Tokenizer(given, few=1 << 60).encode(text)
+    switching = Tokenizer(given, few=len(text) // 2)
+    pieces = switching.encode_pieces(text[i : i + 50] for i in range(0, len(text), 50))
+    parts = Tokenizer(given, few=1 << 60).encode_pieces([text])
+    assert [id for part in pieces for id in part] == [id for part in parts for id in part]
+    assert switching.encode(text) == whole and switching._lane is not None
+
+
+def test_names_within_a_text():
+    names = ["ab", "abc", "x", "\u4e2d\u6587", "bcd"]
+    assert Names(names).within("zab\u4e2d") == [0, 2]
+    assert Names(names).within("abcd\u4e2d\u6587") == [0, 1, 2, 3, 4]
+    assert Names(names).within("") == [2]

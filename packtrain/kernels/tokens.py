@@ -1,166 +1,26 @@
-"""Text to token ids: classes of characters, words by an automaton, merges, and a cache of words of fixed size.
+"""Words to token ids: merges in their order, and a cache of words of fixed size. Ids depend on the text alone.
 
-Text is UTF-8 in a byte array. A table of strings is `text` (all of them joined), `starts` and `slots`, a hash table of
-numbers with -1 for a free slot; the sizes of hash tables are powers of two. Ids depend on the text alone.
+A table of strings is all of them joined, their starts, and a hash table of their numbers. A vocabulary is its strings,
+pairs that merge, the order of its tokens if they have scores, and the token of each byte.
 """
 
 from numba import types
 
 from packtrain.kernels.call import kernel, part
+from packtrain.kernels.splitting import NONE, hash_of, mixed, same, width_at
 
 i32, i64, void, boolean = types.int32, types.int64, types.void, types.boolean
 u8 = types.Array(types.uint8, 1, "C", readonly=True)
-u8_out, u8_rows = types.Array(types.uint8, 1, "C"), types.Array(types.uint8, 2, "C")
+u8_rows = types.Array(types.uint8, 2, "C")
 ints, int_rows = types.Array(i32, 1, "C"), types.Array(i32, 2, "C")
 longs, long_rows = types.Array(i64, 1, "C"), types.Array(i64, 2, "C")
+table = types.Tuple((u8, ints, ints))
+given = types.Tuple((table, long_rows, ints, ints))  # a vocabulary
+rooms = types.Tuple((int_rows, longs, longs))  # for the longest word: parts, pairs found, heap
 
-UNKNOWN = 255  # the class of a character that the table does not have yet
-INSIDE = 0  # the class of the bytes of a character after its first
-ENDING = 1  # the class of the end of a part
-MATCHED, DEAD = 1, 0
-NONE = -1
-PRIME, BASIS = 1099511628211, 1469598103934665603  # of FNV-1a
-GOLDEN = -7046029254386353131  # 2**64 over the golden ratio
 LENGTH, COUNT, IDS = 0, 1, 2  # columns of a word that is kept
 PARTS, AFTER, BEFORE, AT = 0, 1, 2, 3  # rows of the room for a word
 LOW = 0xFFFFFFFF
-
-
-@part(i64(u8, i64))
-def width_at(raw, at):
-    """Bytes of the character that begins here."""
-    first = raw[at]
-    return 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
-
-
-@part(i64(u8, i64))
-def code_at(raw, at):
-    """The code point of the character that begins here."""
-    first = i64(raw[at])
-    if first < 0x80:
-        return first
-    if first < 0xE0:
-        return (first & 0x1F) << 6 | (raw[at + 1] & 0x3F)
-    low = i64(raw[at + 1] & 0x3F) << 6 | (raw[at + 2] & 0x3F)
-    if first < 0xF0:
-        return (first & 0x0F) << 12 | low
-    return (first & 0x07) << 18 | low << 6 | (raw[at + 3] & 0x3F)
-
-
-@part(i64(u8, i64, i64))
-def hash_of(raw, start, stop):
-    found = i64(BASIS)
-    for i in range(start, stop):
-        found = (found ^ i64(raw[i])) * PRIME
-    return found ^ (found >> 32)
-
-
-@part(i64(i64))
-def mixed(key):
-    key = (key ^ (key >> 31)) * GOLDEN
-    return key ^ (key >> 29) ^ (key >> 47)
-
-
-@part(boolean(u8, i64, u8, i64, i64))
-def same(a, i, b, j, count):
-    k = 0
-    while k < count and a[i + k] == b[j + k]:
-        k += 1
-    return k == count
-
-
-# ---- words
-
-
-@kernel(i64(u8, i64, u8, u8_out))
-def classify(raw, at, classes, out):
-    """Write the class of each byte from `at` on; returns where a character has none, or the length."""
-    while at < len(raw):
-        code = code_at(raw, at)
-        found = classes[code]
-        if found == UNKNOWN:
-            return at
-        out[at] = found
-        end = at + width_at(raw, at)
-        for i in range(at + 1, end):
-            out[i] = INSIDE
-        at = end
-    return at
-
-
-@kernel(i64(u8, int_rows, i64, ints, i64, ints))
-def split(symbols, steps, first, before, count, ends):
-    """Divide each part into the words that an automaton finds, and what lies between them; returns their number.
-
-    steps[state, class]  the next state times 2, plus MATCHED if a word ends before this character
-    """
-    start, total = 0, 0
-    for n in range(count):
-        stop = i64(before[n])
-        begun = start  # of what lies between words
-        while start < stop:
-            state, at, end = first, start, start
-            while True:
-                step = steps[state, symbols[at] if at < stop else ENDING]
-                if step & MATCHED:
-                    end = at
-                state = step >> 1
-                if state == DEAD:
-                    break
-                at += 1
-            if end > start:
-                if begun < start:
-                    ends[total] = start
-                    total += 1
-                ends[total] = end
-                total += 1
-                begun = start = end
-            else:
-                start += 1
-                while start < stop and symbols[start] == INSIDE:
-                    start += 1
-        if begun < stop:
-            ends[total] = stop
-            total += 1
-    return total
-
-
-@kernel(i64(u8, longs, ints, i64, ints))
-def cut(raw, joins, before, count, ends):
-    """Divide each part between characters that no token has side by side; returns how many there are."""
-    start, total, mask = 0, 0, len(joins) - 1
-    for n in range(count):
-        stop = i64(before[n])
-        left = i64(NONE)
-        while start < stop:
-            right = code_at(raw, start)
-            if left != NONE:
-                pair = left << 21 | right
-                slot = mixed(pair) & mask
-                while joins[slot] != NONE and joins[slot] != pair:
-                    slot = (slot + 1) & mask
-                if joins[slot] == NONE:
-                    ends[total] = start
-                    total += 1
-            left = right
-            start += width_at(raw, start)
-        if left != NONE:
-            ends[total] = stop
-            total += 1
-    return total
-
-
-@kernel(void(longs, longs))
-def fill_joins(pairs, joins):
-    mask = len(joins) - 1
-    for pair in pairs:
-        slot = mixed(pair) & mask
-        while joins[slot] != NONE:
-            slot = (slot + 1) & mask
-        joins[slot] = pair
-
-
-# ---- tables
 
 
 @kernel(void(u8, ints, ints))
@@ -189,9 +49,10 @@ def fill_pairs(lefts, rights, made, pairs):
             pairs[slot, 1] = n << 32 | i64(made[n])
 
 
-@part(i64(u8, i64, i64, u8, ints, ints), forceinline=False)
-def find_string(raw, start, stop, text, starts, slots):
+@part(i64(u8, i64, i64, table), forceinline=False)
+def find_string(raw, start, stop, strings):
     """The number of a string, or NONE."""
+    text, starts, slots = strings
     mask, count = len(slots) - 1, stop - start
     slot = hash_of(raw, start, stop) & mask
     while True:
@@ -213,21 +74,6 @@ def find_pair(left, right, pairs):
             return pairs[slot, 1]
         slot = (slot + 1) & mask
     return i64(NONE)
-
-
-@kernel(void(u8, u8, ints, ints, ints, u8_out))
-def spot(raw, text, starts, heads, items, seen):
-    """Mark the strings that occur in a text, by number; they have two bytes at least.
-
-    items from heads[pair] up to heads[pair + 1] begin with a pair of bytes
-    """
-    for i in range(len(raw) - 1):
-        pair = i64(raw[i]) << 8 | raw[i + 1]
-        for k in range(heads[pair], heads[pair + 1]):
-            n = items[k]
-            count = i64(starts[n + 1] - starts[n])
-            if not seen[n] and i + count <= len(raw) and same(text, starts[n], raw, i, count):
-                seen[n] = 1
 
 
 # ---- merging
@@ -262,26 +108,28 @@ def pop(heap, size):
     return size
 
 
-@part(i64(i64, u8, u8, ints, ints, long_rows, ints, int_rows), forceinline=False)
-def price(i, raw, text, starts, slots, pairs, order, room):
+@part(i64(i64, u8, given, int_rows), forceinline=False)
+def price(i, raw, vocabulary, room):
     """order << 32 | what part i makes with the part after it, or NONE."""
+    strings, pairs, order, _ = vocabulary
     j = room[AFTER, i]
     if len(order) == 0:
         return find_pair(i64(room[PARTS, i]), i64(room[PARTS, j]), pairs)
-    n = find_string(raw, room[AT, i], room[AT, room[AFTER, j]], text, starts, slots)
+    n = find_string(raw, room[AT, i], room[AT, room[AFTER, j]], strings)
     return n if n == NONE else i64(order[n]) << 32 | n
 
 
-@kernel(void(i64, u8, u8, ints, ints, long_rows, ints, int_rows, longs, longs))
-def merge(count, raw, text, starts, slots, pairs, order, room, found, heap):
+@kernel(void(i64, u8, given, rooms))
+def merge(count, raw, vocabulary, scratch):
     """Join adjacent parts, the first in the order first (leftmost of equals), until no pair is in the tables.
 
     An entry of the heap, order << 32 | part, is stale if the pair that begins there now has another order.
     """
+    room, found, heap = scratch
     size = 0
     found[count - 1] = NONE
     for i in range(count - 1):
-        found[i] = price(i, raw, text, starts, slots, pairs, order, room)
+        found[i] = price(i, raw, vocabulary, room)
         if found[i] != NONE:
             size = push(heap, size, found[i] & ~LOW | i)
     while size:
@@ -296,12 +144,12 @@ def merge(count, raw, text, starts, slots, pairs, order, room, found, heap):
         found[i] = found[j] = NONE
         if after < count:
             room[BEFORE, after] = i
-            found[i] = price(i, raw, text, starts, slots, pairs, order, room)
+            found[i] = price(i, raw, vocabulary, room)
             if found[i] != NONE:
                 size = push(heap, size, found[i] & ~LOW | i)
         before = i64(room[BEFORE, i])
         if before >= 0:
-            found[before] = price(before, raw, text, starts, slots, pairs, order, room)
+            found[before] = price(before, raw, vocabulary, room)
             if found[before] != NONE:
                 size = push(heap, size, found[before] & ~LOW | before)
 
@@ -337,21 +185,18 @@ def spell(raw, start, stop, singles, unknown, ids, total):
     return total
 
 
-@kernel(
-    i64(u8, i64, i64, u8, ints, ints, long_rows, ints, ints, i64, i64, int_rows, longs, longs, ints, i64)
-)  # fmt: skip
-def word(
-    raw, start, stop, text, starts, slots, pairs, order, singles, tokens, unknown, room, found, heap, ids, total
-):  # fmt: skip
-    """Write the ids of a word that is not in the cache; returns the new total, or NONE."""
-    scored = len(order) > 0
+@kernel(i64(u8, i64, i64, given, i64, i64, rooms, ints, i64))
+def word(raw, start, stop, vocabulary, tokens, unknown, scratch, ids, total):
+    """Write the ids of a word that is merged; returns the new total, or NONE if it has none."""
+    strings, _, order, singles = vocabulary
+    room, scored = scratch[0], len(order) > 0
     count = begin(raw, start, stop, singles, scored, room)
-    merge(count, raw, text, starts, slots, pairs, order, room, found, heap)
+    merge(count, raw, vocabulary, scratch)
     i = 0
     while i < count:
         n, after = i64(room[PARTS, i]), i64(room[AFTER, i])
         if scored and n == NONE:
-            n = find_string(raw, room[AT, i], room[AT, after], text, starts, slots)
+            n = find_string(raw, room[AT, i], room[AT, after], strings)
         if n == NONE and scored:
             total = spell(raw, room[AT, i], room[AT, after], singles, unknown, ids, total)
             if total == NONE:
@@ -363,49 +208,45 @@ def word(
     return total
 
 
-@kernel(
-    i64(u8, ints, i64, longs, u8, ints, ints, long_rows, ints, ints, i64, i64, boolean, u8_rows, int_rows, int_rows,
-        longs, longs, ints, longs)
-)  # fmt: skip
+@part(void(u8, i64, i64, ints, i64, i64, u8_rows, int_rows, i64), forceinline=False)
+def keep(raw, start, stop, ids, before, total, kept_text, kept, slot):
+    """Enter a word and its ids in the cache if they fit."""
+    if stop - start <= kept_text.shape[1] and total - before <= kept.shape[1] - IDS:
+        kept[slot, LENGTH], kept[slot, COUNT] = stop - start, total - before
+        for k in range(stop - start):
+            kept_text[slot, k] = raw[start + k]
+        for k in range(total - before):
+            kept[slot, IDS + k] = ids[before + k]
+
+
+@kernel(i64(u8, ints, i64, longs, given, i64, i64, boolean, u8_rows, int_rows, rooms, ints, longs))
 def encode(
-    raw, ends, count, parts, text, starts, slots, pairs, order, singles, tokens, unknown, whole, kept_text, kept,
-    room, found, heap, ids, totals
+    raw, ends, count, parts, vocabulary, tokens, unknown, whole, kept_text, kept, scratch, ids, totals
 ):  # fmt: skip
-    """Write the ids of all words, and how many there are up to the end of each part; NONE if one has none.
+    """Write the ids of all words, and how many there are up to the end of each part; NONE if a word has none.
 
     whole  a word that is one of the strings becomes that token, whatever the merges
     """
     start, total, at, mask = i64(0), i64(0), 0, len(kept) - 1
-    most, longest = kept.shape[1] - IDS, kept_text.shape[1]
     for n in range(count):
         stop = i64(ends[n])
-        size = stop - start
-        slot = hash_of(raw, start, stop) & mask
-        short = size <= longest
-        if short and kept[slot, LENGTH] == size and same(kept_text[slot], 0, raw, start, size):
+        slot, before = hash_of(raw, start, stop) & mask, total
+        if kept[slot, LENGTH] == stop - start and same(
+            kept_text[slot], 0, raw, start, stop - start
+        ):
             for k in range(kept[slot, COUNT]):
                 ids[total + k] = kept[slot, IDS + k]
             total += kept[slot, COUNT]
         else:
-            before, known = total, i64(NONE)
-            if whole:
-                known = find_string(raw, start, stop, text, starts, slots)
-            if known != NONE:
-                ids[total] = known
-                total += 1
-            else:
-                total = word(
-                    raw, start, stop, text, starts, slots, pairs, order, singles, tokens, unknown, room, found, heap,
-                    ids, total
-                )  # fmt: skip
+            known = find_string(raw, start, stop, vocabulary[0]) if whole else i64(NONE)
+            if known == NONE:
+                total = word(raw, start, stop, vocabulary, tokens, unknown, scratch, ids, total)
                 if total == NONE:
                     return i64(NONE)
-            if short and total - before <= most:
-                kept[slot, LENGTH], kept[slot, COUNT] = size, total - before
-                for k in range(size):
-                    kept_text[slot, k] = raw[start + k]
-                for k in range(total - before):
-                    kept[slot, IDS + k] = ids[before + k]
+            else:
+                ids[total] = known
+                total += 1
+            keep(raw, start, stop, ids, before, total, kept_text, kept, slot)
         start = stop
         while at < len(parts) and parts[at] <= start:
             totals[at] = total

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-INSIDE, ENDING, FIRST_CLASS = 0, 1, 2  # classes of kernels.tokens; the others follow
+INSIDE, ENDING, FIRST_CLASS = 0, 1, 2  # classes of kernels.splitting; the others follow
 ATOM = re.compile(r"\[(?:\\.|[^\]\\])+\]|\\.|[^()|?*+{}\[\]]", re.DOTALL)
 REPEAT = re.compile(r"([?*+])|\{(\d+)(?:,(\d+))?\}")
 TIMES = {"?": (0, 1), "*": (0, None), "+": (1, None)}
@@ -120,7 +120,7 @@ def _times(code: list[Place], item: Emit, least: int, most: int | None) -> None:
 
 
 def automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """The steps of each pattern, [state, class] as kernels.tokens wants them, and the class of each character.
+    """The steps of each pattern, [state, class] as kernels.splitting wants them, and the class of each character.
 
     State 0 is the end, state 1 the beginning.
     """

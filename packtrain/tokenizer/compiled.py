@@ -1,4 +1,4 @@
-"""Tables of a vocabulary for the compiled tokenizer, kernels.tokens, and lanes, each of which encodes on one thread.
+"""Tables of a vocabulary for the compiled tokenizer, the kernels, and lanes, each of which encodes on one thread.
 
 Ids are those of the encodings' own code, which is the specification and serves short texts, where loading compiled
 code would take longer.
@@ -15,12 +15,16 @@ from packtrain.tokenizer.automaton import automata
 
 KEPT, KEPT_NBYTES, KEPT_IDS = 1 << 15, 22, 8  # words that a lane keeps, 2 MB, and their sizes
 FEW = 1 << 18  # characters that are encoded without loading compiled code
-UNKNOWN = 255  # as in kernels.tokens
+UNKNOWN = 255  # as in kernels.splitting
 NONE = -1
 
 
 def tokens() -> Any:
     return kernels.tokens
+
+
+def splitting() -> Any:
+    return kernels.splitting
 
 
 def _capacity(count: int) -> int:
@@ -65,7 +69,7 @@ class Names:
             np.zeros(len(self._starts) - 1, np.uint8),
             np.frombuffer(text.encode(), np.uint8),
         )
-        tokens().spot(raw, self._text, self._starts, self._heads, self._items, seen)
+        splitting().spot(raw, self._text, self._starts, self._heads, self._items, seen)
         seen[self._short] = 1
         return np.flatnonzero(seen).tolist()
 
@@ -93,7 +97,7 @@ def join_table(joins: Iterable[str]) -> np.ndarray:
     """Pairs of characters as a hash table."""
     pairs = np.array([ord(pair[0]) << 21 | ord(pair[1]) for pair in joins], np.int64)
     table = np.full(_capacity(len(pairs)), NONE, np.int64)
-    tokens().fill_joins(pairs, table)
+    splitting().fill_joins(pairs, table)
     return table
 
 
@@ -110,7 +114,7 @@ class Words:
         self._class_of = class_of
 
     def split(self, raw: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
-        compiled, symbols, at = tokens(), np.empty(len(raw), np.uint8), 0
+        compiled, symbols, at = splitting(), np.empty(len(raw), np.uint8), 0
         while (at := compiled.classify(raw, at, self._classes, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
             self._classes[code] = self._named[self._class_of[code]]
@@ -130,7 +134,7 @@ class Cuts:
 
     def split(self, raw: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
         found = np.empty(len(raw), np.int32)
-        return found, tokens().cut(raw, self._joins, ends, len(ends), found)
+        return found, splitting().cut(raw, self._joins, ends, len(ends), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +171,14 @@ class Lane:
         parts = np.cumsum([*map(len, texts)], dtype=np.int64)
         ends, count = t.splitter.split(raw, parts.astype(np.int32))
         longest = int(np.diff(ends[:count], prepend=np.int32(0)).max(initial=0)) + 1
-        room = np.empty((4, longest), np.int32)
-        found, heap = np.empty(longest, np.int64), np.empty(3 * longest, np.int64)
+        room = np.empty((4, longest), np.int32), *(np.empty(k * longest, np.int64) for k in (1, 3))
         ids = np.empty(
             (3 if len(t.order) else 1) * len(raw), np.int32
         )  # a space may be three bytes
         totals = np.empty(len(parts), np.int64)
         strings = t.strings.text, t.strings.starts, t.strings.slots
+        vocabulary = strings, t.pairs, t.order, t.singles
         total = tokens().encode(
-            raw, ends, count, parts, *strings, t.pairs, t.order, t.singles, t.tokens, t.unknown, t.whole,
-            self._text, self._kept, room, found, heap, ids, totals,
+            raw, ends, count, parts, vocabulary, t.tokens, t.unknown, t.whole, self._text, self._kept, room, ids, totals
         )  # fmt: skip
         return None if total == NONE else (ids[:total], totals)

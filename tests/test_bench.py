@@ -3,6 +3,7 @@
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 
 import packtrain as pt
 from packtrain import kernels, ops
-from packtrain.benching import machine, peer, products, steps, table, timing, training
+from packtrain.benching import llama, machine, peer, products, steps, table, timing, training
 from packtrain.benching import ops as bench_ops
 from packtrain.benching.ops import BACK, FORWARD, WEIGHT, Kind, Product
 from packtrain.cli import main
 from packtrain.cost import CACHE
 from packtrain.dtypes import DTYPES
+from packtrain.errors import InputError
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.place import Step
@@ -122,7 +124,10 @@ def test_a_ratio_is_the_median_of_pairs() -> None:
     assert timing.burst(lambda: None, clock()) == 1.0
 
 
-def test_rates_by_an_injected_clock() -> None:
+def test_rates_by_an_injected_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"TURNS": 10, "TRIES": 2, "NEAR": 1 << 8, "FAR": 1 << 10, "PRODUCT": (8, 16, 8)}
+    for name, value in small.items():
+        monkeypatch.setattr(machine, name, value)
     kernels.load_all(("peak", "matmul"))
     found = machine.measured(clock(), rounds=1)
     m, n, k = machine.PRODUCT
@@ -172,10 +177,22 @@ def test_without_peers_it_measures_itself(
     assert page.startswith("# Speed") and made["cpu"] in page and "## Products in f32" in page
 
 
+def test_a_peer_that_fails_ends_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: object) -> Iterator[table.Table]:
+        raise peer.PeerFailed("packtrain failed: it ended with -9")
+
+    monkeypatch.setattr(steps, "tables", broken)
+    assert main(["bench", "--part", "steps"]) == 1
+    assert capsys.readouterr().err == "packtrain: error: packtrain failed: it ended with -9\n"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps"),
+        (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps, llama"),
+        (["--llama-bench", "none"], "--llama-bench: none does not exist"),
         (["--preset", "1b"], "--preset is 1b; it must be one of 1m, 15m, 110m"),
         (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
         (["none.gguf"], "BASE: none.gguf does not exist"),
@@ -286,6 +303,65 @@ def test_rope_in_real_numbers_is_rope() -> None:
     for given in (ids, [*ids, *where]):
         one, other = (model(*given).item() for model in models)
         assert one == pytest.approx(other, rel=1e-6)
+
+
+# ---- llama.cpp -----------------------------------------------------------------------------------------------
+
+LLAMA_BENCH = """#!{python}
+import json, sys
+if "--help" in sys.argv:
+    print("-n, --n-gen <n>")
+    raise SystemExit
+assert sys.argv[sys.argv.index("-m") + 1].endswith(".gguf") and "-t" in sys.argv
+about = {{"build_commit": "abc", "build_number": 7}}
+print(json.dumps([about | {{"n_gen": 0, "avg_ts": 512.0}}, about | {{"n_gen": 64, "avg_ts": 32.0}}]))
+"""
+
+
+def test_reading_and_writing_beside_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, "PRESET", "1m")
+    monkeypatch.setattr(llama, "TYPES", ("Q8_0",))
+    bench = tmp_path / "llama-bench"
+    bench.write_text(LLAMA_BENCH.format(python=sys.executable))
+    bench.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("PACKTRAIN_CPU", raising=False)
+    assert llama.program(None) == llama.program(bench) == bench
+    (made,) = llama.tables(None, bench, 2, counting, clock())
+    assert made.rows == [
+        ["1m Q8_0", "reading 512", 512.0, 512.0, 1.0],  # ours takes a second by that clock
+        ["1m Q8_0", "writing 64", 64.0, 32.0, 2.0],
+    ]
+    assert [*made.notes] == ["llama.cpp 7 (abc). The KV cache is f16 in both."]
+    monkeypatch.setenv("PATH", "")
+    assert llama.program(None) is None
+    base = llama.made(tmp_path, "F16")
+    monkeypatch.setattr(llama, "TYPES", ())
+    (alone,) = llama.tables(base, None, 1, counting, clock())
+    assert alone.rows == [["F16", "reading 512", 512.0], ["F16", "writing 64", 64.0]]
+    assert [*alone.notes] == [llama.WITHOUT]
+
+
+def test_another_program_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("#!/bin/sh\necho hello\n")
+    for mode in (0o755, 0o644):
+        other.chmod(mode)
+        with pytest.raises(
+            InputError, match=r"--llama-bench: .*other is not llama.cpp's llama-bench"
+        ):
+            llama.program(other)
+
+
+def test_llama_bench_that_fails_says_why(tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    for line, said in (("echo no such model >&2; exit 3", "no such model"), ("echo [1]", "answer")):
+        bad.write_text(f"#!/bin/sh\n{line}\n")
+        bad.chmod(0o755)
+        with pytest.raises(peer.PeerFailed, match=said):
+            llama.theirs(bad, tmp_path / "model.gguf")
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------

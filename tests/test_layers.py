@@ -67,8 +67,8 @@ LAYERS = {
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph place cost planning picture run memory kernels"
     " quant gguf tokenizer corpus samples models merging sample generation template watch design training backends",
-    "benching": "child events dtypes tensor graph ops optim place cost run speed memory kernels quant models design"
-    " training version",
+    "benching": "child events dtypes tensor graph ops optim place cost run speed memory kernels quant gguf tokenizer"
+    " models generation design training tasks version errors",
     "library": "events settings tasks design training",
     "commands": "errors events words files settings dtypes tensor graph place planning picture run memory stop kernels"
     " quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template watch optim"

@@ -89,7 +89,7 @@ def run(sides: list[Side], preset: str, rounds: int, count: Counted) -> list[str
                     side.steps.append(peers[side.program]())
                 except PeerFailed as error:
                     if side.program == OURS:
-                        raise
+                        raise PeerFailed(f"{OURS} failed: {error}") from None
                     sides.remove(side)
                     said.append(f"{side.program} in {side.precision} failed: {error}")
     return said

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from packtrain import kernels
-from packtrain.benching import machine, ops, products, steps, training
+from packtrain.benching import llama, machine, ops, products, steps, training
+from packtrain.benching.peer import PeerFailed
 from packtrain.benching.table import Table
 from packtrain.benching.timing import Quiet
-from packtrain.commands import DONE
+from packtrain.commands import DONE, FAILED, say
 from packtrain.events import Counted
 from packtrain.files import check_writable, existing, write_text
 from packtrain.models.config import PRESETS
@@ -20,7 +21,7 @@ from packtrain.settings import option, positional
 from packtrain.speed import WAITED
 from packtrain.watch.count import Count
 
-PARTS = "machine", "ops", "products", "steps"
+PARTS = "machine", "ops", "products", "steps", "llama"
 QUICK = PARTS[:3]
 SHORT_ROUNDS = 3
 PAGE = """# Speed
@@ -33,7 +34,9 @@ Written by `packtrain bench --markdown`.
 class Bench:
     """Measure speed. On a busy machine the figures are lower than they should be, which is said."""
 
-    base: Path | None = positional("a GGUF model: the ops of a LoRA step on it", None)
+    base: Path | None = positional(
+        "a GGUF model: the ops of a LoRA step on it, and reading and writing", None
+    )
     part: tuple[str, ...] = option(
         (), "what to measure, if not all; may be repeated", choices=PARTS
     )
@@ -42,6 +45,9 @@ class Bench:
     )
     rounds: int = option(7, "rounds of each measurement, whose median counts", least=1)
     short: bool = option(False, "measure a few things, in less than a minute")
+    llama_bench: Path | None = option(
+        None, "llama.cpp's bench, if it is not llama-bench on the PATH"
+    )
     json: Path | None = option(None, "write the figures as JSON to this file")
     markdown: Path | None = option(None, "write the figures as a page to this file")
 
@@ -60,15 +66,20 @@ def run(settings: Bench) -> int:
     for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
         if file:
             check_writable(file, flag)
-    if settings.base:
-        existing(settings.base, "BASE")
+    for file, name in ((settings.base, "BASE"), (settings.llama_bench, "--llama-bench")):
+        if file:
+            existing(file, name)
     kernels.load_all()
     about, found = machine.about(), list[Table]()
     print(machine.sentence(about), flush=True)
-    with Quiet() as quiet:
-        for table in measured(settings):
-            print(f"\n{table.text()}", flush=True)
-            found.append(table)
+    try:
+        with Quiet() as quiet:
+            for table in measured(settings):
+                print(f"\n{table.text()}", flush=True)
+                found.append(table)
+    except PeerFailed as error:
+        say(f"packtrain: error: {error}")
+        return FAILED
     waited = max([quiet.share, *(table.waited for table in found)])
     said = quiet_or_not(waited)
     print(f"\n{said}")
@@ -110,6 +121,9 @@ def measured(settings: Bench) -> Iterator[Table]:
         yield from products.tables(settings.short, rounds, counting)
     if "steps" in parts:
         yield from steps.tables(settings.presets, rounds, counting)
+    if "llama" in parts:
+        bench = llama.program(settings.llama_bench)
+        yield from llama.tables(settings.base, bench, rounds, counting)
 
 
 @contextmanager

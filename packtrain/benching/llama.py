@@ -1,0 +1,165 @@
+"""Reading a prompt and writing after it, one token at a time, beside llama.cpp's own bench where that is installed."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.benching.peer import PeerFailed
+from packtrain.benching.products import Counting
+from packtrain.benching.table import Table, Value
+from packtrain.benching.timing import CLOCK, Clock, paired
+from packtrain.dtypes import f16
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.generation import Generator
+from packtrain.gguf import Value as Entry
+from packtrain.models import transformer
+from packtrain.models.config import PRESETS
+from packtrain.models.file import open_model, save_model
+from packtrain.tasks.quantize import Quantize, quantize
+from packtrain.tokenizer import BYTE, NORMAL, UNKNOWN
+
+PROGRAM = "llama-bench"
+PRESET, TYPES = "110m", ("F16", "Q8_0", "Q4_0", "Q4_K_M")
+READ, WRITTEN = 512, 64  # tokens
+PATIENCE = 30.0  # seconds for its help
+COLUMNS = {"model": "", "what": "", "tokens/s": ".1f"}
+BESIDE = {"llama.cpp tokens/s": ".1f", "× llama.cpp": ".2f"}
+WITHOUT = "llama-bench was not found (--llama-bench), so nothing is compared with it."
+UNLIMITED = "llama.cpp uses all that the processor has, and is not limited as packtrain is."
+
+
+@dataclass(slots=True)
+class Speeds:
+    """Seconds of ours and of llama.cpp's for the same work, round by round."""
+
+    tokens: int
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+
+def program(given: Path | None) -> Path | None:
+    """llama-bench: the one given, or the one on the PATH. Raises InputError if it is another program."""
+    found = shutil.which(PROGRAM) if given is None else given
+    if found is None:
+        return None
+    path = Path(found).resolve()
+    try:
+        said = subprocess.run([path, "--help"], capture_output=True, timeout=PATIENCE).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = b""
+    if b"--n-gen" not in said:
+        raise InputError(f"--llama-bench: {found} is not llama.cpp's llama-bench")
+    return path
+
+
+def tables(
+    base: Path | None, bench: Path | None, rounds: int, counting: Counting, clock: Clock = CLOCK
+) -> Iterator[Table]:
+    """The file's model, if one is given, and a model of random weights in each type. Raises PeerFailed, InputError."""
+    rows, about = list[list[Value]](), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder, counting("llama.cpp", "model") as count:
+        for i, name in enumerate([*([base.stem] if base else []), *TYPES]):
+            count(i + 1, len(TYPES) + bool(base), name)
+            path = base if base and i == 0 else made(Path(folder), name)
+            reading, writing = Speeds(READ), Speeds(WRITTEN)
+            ours = Ours(path)
+            for _ in range(rounds):
+                if bench:
+                    about, seconds = theirs(bench, path)
+                    reading.theirs.append(seconds[0])
+                    writing.theirs.append(seconds[1])
+                reading.ours.append(ours.read(clock))
+                writing.ours.append(ours.write(clock))
+            label = path.stem if path == base else f"{PRESET} {name}"
+            rows += [
+                row(label, f"reading {READ}", reading),
+                row(label, f"writing {WRITTEN}", writing),
+            ]
+    build = f"llama.cpp {about.get('build_number')} ({about.get('build_commit')})"
+    notes = [f"{build}. The KV cache is f16 in both."] if bench else [WITHOUT]
+    notes += [UNLIMITED] if bench and os.environ.get("PACKTRAIN_CPU") else []
+    yield Table("llama", "Reading and writing", COLUMNS | (BESIDE if bench else {}), rows, notes)
+
+
+def row(model: str, what: str, speeds: Speeds) -> list[Value]:
+    ours, theirs, tokens = speeds.ours, speeds.theirs, speeds.tokens
+    beside = [tokens / statistics.median(theirs), paired(ours, theirs)] if theirs else []
+    return [model, what, tokens / statistics.median(ours), *beside]
+
+
+class Ours:
+    """A model, ready to read and write."""
+
+    def __init__(self, path: Path) -> None:
+        model = open_model(path)
+        ids = np.random.default_rng(0).integers(0, model.config.vocab_size, READ)
+        self.ids: list[int] = ids.tolist()
+        self.generator = Generator.of(model, max(READ, WRITTEN) + 1, f16)
+        self.read(CLOCK)  # loads kernels and pages
+        self.write(CLOCK)
+
+    def read(self, clock: Clock) -> float:
+        """Seconds for the prompt."""
+        self.generator.forget()
+        began = clock()
+        self.generator.feed(self.ids)
+        return clock() - began
+
+    def write(self, clock: Clock) -> float:
+        """Seconds for the likeliest tokens, one after another."""
+        self.generator.forget()
+        logits = self.generator.feed(self.ids[:1])
+        began = clock()
+        for _ in range(WRITTEN):
+            logits = self.generator.feed([int(logits.argmax())])
+        return clock() - began
+
+
+def theirs(bench: Path, path: Path) -> tuple[dict[str, Any], list[float]]:
+    """What llama-bench says of itself, and its seconds for reading and for writing. Raises PeerFailed."""
+    sizes = ["-p", str(READ), "-n", str(WRITTEN), "-t", str(kernels.threads()), "-r", "1"]
+    command = [str(bench), "-m", str(path), *sizes, "-o", "json"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True)
+        tests = json.loads(done.stdout)
+        rates = {bool(test["n_gen"]): float(test["avg_ts"]) for test in tests}
+        return tests[0], [READ / rates[False], WRITTEN / rates[True]]
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise PeerFailed(f"{bench} failed: {''.join(lines) or error.returncode}") from None
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise PeerFailed(f"{bench} gave an answer that is not understood: {error!r}") from None
+
+
+def made(folder: Path, name: str) -> Path:
+    """The preset with random weights, in this type."""
+    plain, path = folder / "F32.gguf", folder / f"{name}.gguf"
+    if not plain.exists():
+        config = PRESETS[PRESET]
+        values = transformer.initial(config)
+        save_model(plain, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
+    quantize(Quantize(plain, path, name), Events())
+    return path
+
+
+def vocabulary(size: int) -> dict[str, Entry]:
+    """A SentencePiece vocabulary of bytes and of words that mean nothing."""
+    kinds = {"<unk>": UNKNOWN} | {f"<0x{b:02X}>": BYTE for b in range(256)}
+    kinds |= {f"\u2581word{i}": NORMAL for i in range(size - len(kinds))}
+    return {
+        "tokenizer.ggml.model": Entry("string", "llama"),
+        "tokenizer.ggml.tokens": Entry("string", [text.encode() for text in kinds]),
+        "tokenizer.ggml.scores": Entry("f32", [-float(i) for i in range(len(kinds))]),
+        "tokenizer.ggml.token_type": Entry("i32", list(kinds.values())),
+    }

@@ -156,8 +156,8 @@ def block_product(m, n, a, b, deep, alpha, beta, c, ldc):
 
 @kernel(i64(i64, i64, i64))
 def even(size, most, unit):
-    """The length of parts: as equal as multiples of `unit` can be, at most `most`."""
-    count = max(-(-size // most), 1)
+    """The length of parts: as equal as multiples of `unit` can be, at most `most`, which is at least one `unit`."""
+    count = max(-(-size // (most // unit * unit)), 1)
     return max(-(-size // (count * unit)) * unit, unit)
 
 

@@ -124,7 +124,7 @@ def matmul_samples():
     yield matmul(transpose(input("x", (8, 5))), input("w", (3, 8)))
     for shape, w in zip(((2, 3), (300,), (1,), (5,)), _packed_weights(), strict=True):
         yield matmul(input("x", (*shape, w.shape[1])), w)
-    yield matmul(input("x", (3, 64)), w, input("acc", (3, 40)))
+    yield matmul(input("x", (3, 768)), w, input("acc", (3, 40)))
 
 
 def _packed_weights():
@@ -133,7 +133,7 @@ def _packed_weights():
     yield constant("w", random.standard_normal((17, 33)).astype(np.float16), f16)
     upper = random.standard_normal((300, 270)).astype(np.float32).view(np.uint16)[:, 1::2]
     yield constant("w", np.ascontiguousarray(upper).view(bf16.numpy), bf16)
-    for name, blocks in (("q4_K", (300, 3)), ("q8_0", (40, 2))):
+    for name, blocks in (("q4_K", (300, 3)), ("q8_0", (40, 24))):
         bits = random.integers(0, 256, (*blocks, BLOCK_TYPES[name].block_nbytes), np.uint8)
         bits[..., :4] = np.float16([0.01, 0.02]).view(np.uint8)  # scales
         yield constant("w", bits.view(BLOCK_TYPES[name].numpy)[..., 0], BLOCK_TYPES[name])
@@ -186,7 +186,7 @@ def matmul_back_samples():
     yield matmul_back(input("dy", (3, 5)), input("w", (5, 256)))
     for w in _packed_weights():
         yield matmul_back(input("dy", (2, 3, w.shape[0])), w)
-    yield matmul_back(input("dy", (300, 40)), w, input("acc", (300, 64)))
+    yield matmul_back(input("dy", (300, 40)), w, input("acc", (300, 768)))
 
 
 @op(inplace=(2,), acc=2)

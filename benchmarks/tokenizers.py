@@ -1,4 +1,4 @@
-"""Vocabularies against llama.cpp: ids of random texts and of every code point, pieces, ends; and how fast ours are.
+"""Vocabularies against llama.cpp: ids of random texts and of every code point, pieces, ends; and speeds.
 
     python -m benchmarks.tokenizers VOCAB.gguf… [--texts 2000] [--text FILE] [--seed 1]
 
@@ -8,15 +8,18 @@ llama.cpp comes as the package llama-cpp-python, which this project does not ins
 import argparse
 import ctypes
 import random
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import llama_cpp
 
 from packtrain.gguf import GGUF
-from packtrain.tokenizer import NORMAL, Tokenizer
+from packtrain.tokenizer import NORMAL, Tokenizer, encode_all
 
 UNITS = (
     *"aBcDeZ  \n\t\r0123456789.,!?/-_=$+<>^~|`\"'",
@@ -24,6 +27,7 @@ UNITS = (
     *"\u00a0\u2003\u3000\u0085\x0b\x1c\x00\u0301\u20e3\u0903\U0001f600\u200d\u20ac\u2581",
     "'s", "'RE", " don't", "\n\n", "   ", "  \n ", "1234567", "HelloWorld", "hello\u00c4World ", "...\n", "://",
 )  # fmt: skip
+ROUNDS, DOCUMENT = 5, 4096  # of the speeds; characters of a document
 BLOCK = 500  # code points in a text
 COUNT = 1 << 16  # ids that a text may have
 
@@ -31,19 +35,24 @@ COUNT = 1 << 16  # ids that a text may have
 class Theirs:
     """The vocabulary of a file in llama.cpp."""
 
+    def room(self, count: int) -> None:
+        self._ids = (llama_cpp.llama_token * count)()
+
     def __init__(self, path: Path) -> None:
         settings = llama_cpp.llama_model_default_params()
         settings.vocab_only = True
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
-        self._ids = (llama_cpp.llama_token * COUNT)()
+        self.room(COUNT)
+
+    def count(self, raw: bytes, special: bool) -> int:
+        """Tokenize; the ids are kept."""
+        return llama_cpp.llama_tokenize(
+            self.vocab, raw, len(raw), self._ids, len(self._ids), False, special
+        )
 
     def encode(self, text: str, special: bool) -> list[int]:
-        raw = text.encode()
-        count = llama_cpp.llama_tokenize(
-            self.vocab, raw, len(raw), self._ids, COUNT, False, special
-        )
-        return list(self._ids[:count])
+        return list(self._ids[: self.count(text.encode(), special)])
 
     def piece(self, id: int) -> bytes:
         buffer = ctypes.create_string_buffer(1024)
@@ -87,15 +96,31 @@ def compare(path: Path, draw: random.Random, count: int) -> tuple[int, int]:
     return done + ours.vocab_size, wrong
 
 
-def speeds(path: Path, text: str) -> str:
+def rate(nbytes: int, work: Callable[[], object]) -> float:
     began = time.perf_counter()
-    tokenizer = Tokenizer(GGUF(path).metadata)
-    opened = time.perf_counter()
-    tokenizer.encode("a")
-    ready = time.perf_counter()
-    tokenizer.encode(text)
-    rate = len(text.encode()) / (time.perf_counter() - ready) / 1e6
-    return f"opens in {opened - began:.2f} s, encodes {rate:.1f} MB/s"
+    work()
+    return nbytes / (time.perf_counter() - began) / 1e6
+
+
+def speeds(path: Path, text: str) -> str:
+    """MB/s of both sides by turns, medians: one thread each, a vocabulary just opened, and documents on all threads."""
+    theirs, metadata, size = Theirs(path), GGUF(path).metadata, len(text.encode())
+    theirs.room(size)
+    documents = [(text[i : i + DOCUMENT], True) for i in range(0, len(text), DOCUMENT)]
+    made: dict[str, list[float]] = {"opened": [], "again": [], "llama.cpp": [], "documents": []}
+    for _ in range(ROUNDS):
+        ours = Tokenizer(metadata, few=0)
+        sides: dict[str, Callable[[], object]] = {
+            "opened": partial(ours.encode, text, special=False),
+            "again": partial(ours.encode, text, special=False),
+            "llama.cpp": partial(theirs.count, text.encode(), False),
+            "documents": partial(deque, encode_all(ours, documents), 0),
+        }
+        for name, work in sides.items():
+            made[name].append(rate(size, work))
+    found = {name: statistics.median(speeds) for name, speeds in made.items()}
+    ratios = ", ".join(f"{name} {found[name] / found['llama.cpp']:.2f}" for name in made)
+    return "; ".join(f"{name} {speed:.1f}" for name, speed in found.items()) + f" MB/s; {ratios}"
 
 
 def main() -> int:

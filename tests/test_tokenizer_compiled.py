@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtrain.tokenizer import Tokenizer, TokenizerError
+from packtrain.tokenizer import Tokenizer, TokenizerError, encode_all, many
 from packtrain.tokenizer.automaton import automata
 from packtrain.tokenizer.compiled import KEPT, KEPT_NBYTES, Names, Words
 from packtrain.tokenizer.words import CLASS_OF, GAPS, NAMES, RULES, Splitter
@@ -168,6 +168,40 @@ def test_the_switch_changes_no_ids():
     parts = Tokenizer(given, few=1 << 60).encode_pieces([text])
     assert [id for part in pieces for id in part] == [id for part in parts for id in part]
     assert switching.encode(text) == whole and switching._lane is not None
+
+
+@pytest.mark.parametrize("kind", ["scores", "merges"])
+@pytest.mark.parametrize("few", [0, 3000, 1 << 60])
+def test_many_texts_on_threads(kind: str, few: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(many, "BATCH", 500)
+    given = test_tokenizer.metadata(test_tokenizer.TINY)
+    given = (
+        given if kind == "scores" else test_tokenizer_bpe.metadata(pre="llama-bpe", bos_token_id=0)
+    )
+    documents = texts(8, 300)
+    slow = Tokenizer(given, few=1 << 60)
+    wanted = [slow.encode(text, bos=False, special=False) for text in documents]
+    for threads in (1, 2, 4):
+        for size in (7, 50, 10**6):
+            pieces = (
+                (text[i : i + size], i + size >= len(text))
+                for text in documents
+                for i in range(0, max(len(text), 1), size)
+            )
+            found: list[list[int]] = [[]]
+            for ids, ends in encode_all(Tokenizer(given, few=few), pieces, threads):
+                found[-1] += ids.tolist()
+                found += [[]] * ends
+            assert found[:-1] == wanted and found[-1] == []
+
+
+def test_an_error_while_texts_are_read_ends_the_threads():
+    def pieces():
+        yield "abc" * 10_000, True
+        raise OSError("lost")
+
+    with pytest.raises(OSError, match="lost"):
+        list(encode_all(Tokenizer(test_tokenizer_bpe.metadata(), few=0), pieces(), 2))
 
 
 def test_names_within_a_text():

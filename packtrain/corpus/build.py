@@ -4,7 +4,7 @@ Fills an empty folder from a Text; `prepare` then reads it. Text is streamed, tw
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain
@@ -29,7 +29,7 @@ from packtrain.corpus.tokens import TokenFile, write_tokens
 from packtrain.errors import InputError
 from packtrain.gguf import Value
 from packtrain.kept import Say
-from packtrain.tokenizer import KEYS, Tokenizer
+from packtrain.tokenizer import KEYS, Tokenizer, encode_all
 from packtrain.vocabulary import train_vocabulary, vocabulary_of
 from packtrain.words import plural
 
@@ -120,25 +120,26 @@ def _tokenizer(text: Text, vocabulary: dict[str, Value]) -> Tokenizer:
 
 
 def _write(
-    pieces: Iterator[Piece], tokenizer: Tokenizer, files: Mapping[str, TokenFile]
+    pieces: Iterable[Piece], tokenizer: Tokenizer, files: Mapping[str, TokenFile]
 ) -> Counter[str]:
     """Write the token files; returns the bytes of text in each part."""
     nbytes: Counter[str] = Counter()
-    for piece in pieces:
-        document = _document(piece, pieces, nbytes)
-        files[piece.part].add_document(tokenizer.encode_pieces(document))
+    parts: deque[str] = deque()  # of the documents that are being encoded
+
+    def texts() -> Iterator[tuple[str, bool]]:
+        begins = True
+        for piece in pieces:
+            if begins:
+                parts.append(piece.part)
+            nbytes[parts[-1]] += len(piece.text.encode())
+            begins = piece.ends
+            yield piece.text, piece.ends
+
+    for ids, ends in encode_all(tokenizer, texts()):
+        files[parts[0]].add(ids, ends)
+        if ends:
+            parts.popleft()
     return nbytes
-
-
-def _document(first: Piece, others: Iterator[Piece], nbytes: Counter[str]) -> Iterator[str]:
-    """The texts of one document, from the stream of all pieces; counts their bytes by part."""
-    piece = first
-    nbytes[first.part] += len(piece.text.encode())
-    yield piece.text
-    while not piece.ends:
-        piece = next(others)
-        nbytes[first.part] += len(piece.text.encode())
-        yield piece.text
 
 
 def _check_filled(text: Text, files: Mapping[str, TokenFile]) -> None:

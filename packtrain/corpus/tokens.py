@@ -1,7 +1,7 @@
 """Token files: the ids of all documents in sequence, and where each document begins, as mapped .npy files."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ class ArrayFile:
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
-    def write(self, values: Sequence[int | None]) -> None:
+    def write(self, values: Sequence[int | None] | np.ndarray) -> None:
         self._file.write(np.array(values, self._dtype).tobytes())
         self.count += len(values)
 
@@ -75,19 +75,22 @@ class TokenFile:
     """Writes a file of ids, document by document; the tokenizer must have bos and eos."""
 
     def __init__(self, file: ArrayFile, tokenizer: Tokenizer) -> None:
-        self.starts = array("q")
+        self.starts, self._open = array("q"), False
         self._file, self._bos, self._eos = file, tokenizer.bos, tokenizer.eos
 
     @property
     def count(self) -> int:
         return self._file.count
 
-    def add_document(self, ids: Iterable[list[int]]) -> None:
-        self.starts.append(self.count)
-        self._file.write([self._bos])
-        for part in ids:
-            self._file.write(part)
-        self._file.write([self._eos])
+    def add(self, ids: np.ndarray, ends: bool) -> None:
+        """Add ids of a document, all of them or those that follow; `ends` with the last ones."""
+        if not self._open:
+            self.starts.append(self.count)
+            self._file.write([self._bos])
+        self._file.write(ids)
+        if ends:
+            self._file.write([self._eos])
+        self._open = not ends
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:

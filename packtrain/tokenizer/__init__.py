@@ -3,6 +3,7 @@
 Takes `GGUF(path).metadata` and text, and returns the same ids as llama.cpp. It knows no chat templates or models.
 """
 
+from packtrain.tokenizer.many import encode_all
 from packtrain.tokenizer.table import (
     BYTE,
     CONTROL,
@@ -28,4 +29,5 @@ __all__ = [
     "Stream",
     "Tokenizer",
     "TokenizerError",
+    "encode_all",
 ]

@@ -1,9 +1,11 @@
 """One interface to both kinds of vocabulary: special tokens, BOS and EOS, streams of text and of ids."""
 
 import codecs
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, Protocol
+
+import numpy as np
 
 from packtrain.tokenizer.bpe import BytePairs
 from packtrain.tokenizer.compiled import FEW, Lane, Names, Tables
@@ -23,6 +25,8 @@ from packtrain.tokenizer.table import (
 )
 
 WHITESPACE = " \t\n\v\f\r"
+EMPTY = np.empty(0, np.int32)
+Parts = list[str | int]  # text, and ids of special tokens
 
 
 class Encoding(Protocol):
@@ -80,6 +84,7 @@ class Tokenizer:
         self._added(None, None)
         self._few = few
         self._lane: Lane | None = None
+        self._tables: Tables | None = None
         self._names: dict[bool, Names] = {}
         self._always = [(t, id) for t, id in table.specials if table.kinds[id] == USER_DEFINED]
 
@@ -94,51 +99,75 @@ class Tokenizer:
                  untrusted text. User-defined tokens are always matched.
         """
         first, last = self._added(bos, eos)
-        ids, _ = self._stretch(_sound(text), special, self.add_space_prefix)
-        return first + ids + last
+        parts, _ = self._parts(_sound(text), special, self.add_space_prefix)
+        return first + self._joined(parts) + last
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         """The ids of a long text that comes in pieces, as `encode(text, bos=False, eos=False, special=False)`."""
+        marked = chain(((piece, False) for piece in pieces), [("", True)])
+        for parts, _ in self.stretches(marked):
+            yield self._joined(parts)
+
+    def stretches(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[Parts, bool]]:
+        """Of texts that come as (piece, whether the text ends with it), parts whose ids depend on nothing else."""
         rest, prefix = "", self.add_space_prefix
-        for piece in pieces:
+        for piece, ends in pieces:
             before, rest = len(rest), rest + _sound(piece)
-            border = self._border(rest, before)
-            if border:
-                ids, prefix = self._stretch(rest[:border], False, prefix)
+            border = len(rest) if ends else self._border(rest, before)
+            if border or ends:
+                parts, prefix = self._parts(rest[:border], False, prefix)
                 rest = rest[border:]
-                yield ids
-        yield self._stretch(rest, False, prefix)[0]
+                yield parts, ends
+            prefix = self.add_space_prefix if ends else prefix
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there have been so many characters that compiled code is worth loading."""
+        return self._few <= 0
+
+    def lane(self) -> Lane:
+        """Compiled code for one thread."""
+        if self._tables is None:
+            self._tables = self._encoding.tables()
+        return Lane(self._tables)
+
+    def arrays(self, batch: Sequence[Parts], lane: Lane | None) -> list[np.ndarray]:
+        """The ids (i32) of each list of parts; may be called on several threads, with a lane each."""
+        texts = [part for parts in batch for part in parts if isinstance(part, str)]
+        found = iter(self._encoded(texts, lane))
+        made = ([[p] if isinstance(p, int) else next(found) for p in parts] for parts in batch)
+        return [np.concatenate([EMPTY, *parts], dtype=np.int32) for parts in made]
 
     def _border(self, text: str, since: int) -> int:
         """The last place from `since` on where the text can be cut without changing ids, or 0."""
         places = range(len(text) - 1, max(since, 1) - 1, -1)
         return next((at for at in places if self._encoding.can_cut(text, at)), 0)
 
-    def _stretch(self, text: str, special: bool, prefix: bool) -> tuple[list[int], bool]:
-        """Ids of a text, with a leading space if `prefix`, and whether text after it would get one."""
+    def _parts(self, text: str, special: bool, prefix: bool) -> tuple[Parts, bool]:
+        """A text and its special tokens, with a leading space if `prefix`, and whether text after it would get one."""
         self._few -= len(text)
-        parts: list[str | int] = []
+        parts: Parts = []
         for part in self._split(text, self._specials_in(text, special)):
             parts.append(part if isinstance(part, int) or not prefix else " " + part)
             prefix = self.add_space_prefix and isinstance(part, int)
-        texts = [part for part in parts if isinstance(part, str)]
-        found = iter(self._encoded(texts))
+        return parts, prefix
+
+    def _joined(self, parts: Parts) -> list[int]:
+        """The ids of parts."""
+        if self.compiles and self._lane is None:
+            self._lane = self.lane()
+        found = iter(self._encoded([part for part in parts if isinstance(part, str)], self._lane))
         ids: list[int] = []
         for part in parts:
-            ids += [part] if isinstance(part, int) else next(found)
-        return ids, prefix
+            ids += [part] if isinstance(part, int) else _listed(next(found))
+        return ids
 
-    def _encoded(self, texts: list[str]) -> Iterable[list[int]]:
-        """Ids of each text, by compiled code once there have been more than a few characters."""
-        if self._few > 0:
-            return map(self._encoding.encode, texts)
-        if self._lane is None:
-            self._lane = Lane(self._encoding.tables())
-        found = self._lane.encode([self._encoding.raw(text) for text in texts])
+    def _encoded(self, texts: list[str], lane: Lane | None) -> Iterator[list[int] | np.ndarray]:
+        """Ids of each text, by compiled code if there is a lane."""
+        found = lane.encode([self._encoding.raw(text) for text in texts]) if lane else None
         if found is None:
-            return map(self._encoding.encode, texts)  # which says why
-        ids, ends = found[0].tolist(), found[1].tolist()
-        return [ids[start:end] for start, end in pairwise([0, *ends])]
+            return map(self._encoding.encode, texts)  # or it says why there are none
+        return (found[0][start:end] for start, end in pairwise([0, *found[1].tolist()]))
 
     def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
         """The BOS and EOS ids to add around the ids of a text; None: as the file says."""
@@ -202,6 +231,10 @@ class Tokenizer:
         """The text of ids; invalid UTF-8 becomes U+FFFD. See Stream for the rules."""
         stream = Stream(self, special)
         return "".join([stream.feed(id) for id in ids]) + stream.flush()
+
+
+def _listed(ids: list[int] | np.ndarray) -> list[int]:
+    return ids if isinstance(ids, list) else ids.tolist()
 
 
 def _sound(text: str) -> str:

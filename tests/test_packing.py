@@ -18,6 +18,7 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW, training
 from packtrain.packing import Packing, clash, exact, height, lower_bound, pack, packings
+from packtrain.packing.clock import Clock
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = ROOT.parent / "shared/data/minimalloc/challenging"
@@ -159,9 +160,33 @@ def test_what_was_cut_up_goes_together_again() -> None:
     for case in CUT_UP:
         start, end, size = cut_up(*case)
         apart, nbytes = np.cumsum(size) - size, case[-1]
-        *_, (offsets, proved) = exact.lower(start, end, size, apart, nbytes, seconds=30)
+        *_, (offsets, proved) = exact.lower(start, end, size, apart, nbytes, clock=Clock(30))
         assert pairs_apart(start, end, size, offsets), case
         assert (height(size, offsets), proved) == (nbytes, True), case
+
+
+def beside_each_other(columns: int, pieces: int, steps: int, nbytes: int) -> Problem:
+    """Rectangles cut up, one after the other, and a buffer of one byte that is alive in all of them: one part."""
+    made = [cut_up(seed, pieces, steps, nbytes) for seed in range(columns)]
+    start, end, size = (np.concatenate(rows) for rows in zip(*made, strict=True))
+    shift = np.repeat(np.arange(columns) * steps, pieces)
+    return (
+        np.append(start + shift, 0),
+        np.append(end + shift, columns * steps),
+        np.append(size, 1),
+    )
+
+
+def test_a_part_of_thousands_goes_together_again() -> None:
+    """6,001 buffers that overlap each other in a chain, and whose bound the heuristics miss."""
+    columns = beside_each_other(250, pieces=24, steps=20, nbytes=50)
+    start, end, size = columns
+    assert all((start < t).sum() > (end <= t).sum() for t in range(1, int(end.max())))
+    found = list(packings(*columns))
+    assert [p.nbytes == 51 for p in found] == [False] * (len(found) - 1) + [True]
+    assert found[-1].bound == 51 and clash(*columns, found[-1].offsets) is None
+    *_, (offsets, proved) = exact.lower(*columns, np.cumsum(size) - size, 51)
+    assert proved and height(size, offsets) == 51
 
 
 # ---- the caller says when it is enough -------------------------------------------------------------------------
@@ -206,7 +231,7 @@ def test_equal_problems_have_equal_offsets() -> None:
 
 def test_thousands_of_buffers_need_no_deep_stack_of_the_caller() -> None:
     """The search descends one level for each buffer; threads have a stack of 512 KiB on some platforms."""
-    n = 2500
+    n = 5000
     start, end, size = np.zeros(n, np.int64), np.arange(n) + 1, np.arange(n) % 7 + 1
     bound, _ = lower_bound(start, end, size)
     before = threading.stack_size(512 << 10)

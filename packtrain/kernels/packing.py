@@ -1,9 +1,9 @@
 """Exact search for offsets below a height: depth first, each buffer at the lowest possible offset.
 
-A key is 38 bits of the lowest offset still possible, 12 of rank, 12 of number: buffers not yet placed form a
-frame of the stack, sorted by key. The next buffer is never placed lower than the previous one (canonical
+A key is the lowest offset still possible, then `bits` bits of rank and as many of number: buffers not yet placed
+form a frame of the stack, sorted by key. The next buffer is never placed lower than the previous one (canonical
 order; Moffitt 2023, doi 10.1145/3623278.3624752). Where no unplaced buffer crosses, both sides are searched
-separately.
+separately. A step costs what it changes: the keys below the new buffer's top, and the sections of its life.
 """
 
 from numba import types
@@ -14,11 +14,9 @@ i64, void, boolean = types.int64, types.void, types.boolean
 line, table = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 
 NONE, FOUND, STOPPED = 0, 1, 2
-BITS = 12
-NUMBER = (1 << BITS) - 1
-LOW = 2 * BITS  # the first bit of the offset
-HIGHEST = (1 << 38) - 1
+KEY = 62  # bits of a key
 FIRST, LAST, SIZE, RANK = 0, 1, 2, 3  # rows of buffers
+WORK, STOP, TARGET, BITS = 0, 1, 2, 3  # limits
 TOTAL, CROSSING, FILLED = (
     0,
     1,
@@ -42,95 +40,9 @@ def sort(keys, start, stop):
         gap //= 3
 
 
-@kernel(boolean(table, line, i64, i64, i64))
-def lay(buffers, stack, top, count, c):
-    """Place buffer c of the frame; the others form the next frame, lifted if they overlap it. Returns if any do."""
-    i = stack[top + c] & NUMBER
-    floor = ((stack[top + c] >> LOW) + buffers[SIZE, i]) << LOW
-    start, high = top + count, top + 2 * count
-    end, met = start, False
-    raised = high
-    for d in range(top, top + count):
-        key = stack[d]
-        j = key & NUMBER
-        if j == i:
-            continue
-        meets = buffers[FIRST, j] < buffers[LAST, i] and buffers[FIRST, i] < buffers[LAST, j]
-        met |= meets
-        if meets and key < floor:
-            stack[raised] = floor | (key & ((1 << LOW) - 1))
-            raised += 1
-        else:
-            stack[end] = key
-            end += 1
-    sort(stack, high, raised)
-    to = start + count - 2
-    while raised > high:  # merge the two from the end
-        if end > start and stack[end - 1] > stack[raised - 1]:
-            end -= 1
-            stack[to] = stack[end]
-        else:
-            raised -= 1
-            stack[to] = stack[raised]
-        to -= 1
-    return met
-
-
-@part(boolean(table, table, i64, i64, i64), forceinline=False)
-def stays_under(buffers, sections, i, low, target):
-    """Add buffer i to its sections; returns whether everything at `low` or higher still ends below the target."""
-    most = 0
-    for s in range(buffers[FIRST, i], buffers[LAST, i]):
-        sections[FILLED, s] += buffers[SIZE, i]
-        most = max(most, sections[FILLED, s])
-    return low + most <= target
-
-
-@kernel(boolean(table, table, line, i64, i64, i64, i64, i64, i64))
-def fits(buffers, sections, stack, top, count, left, right, least, target):
-    """Whether a frame may still end below the target, if none of it will be placed before key `least`.
-
-    In each section, buffers that cannot be placed below h need their bytes above h, for every h. Buffers before
-    `least` will be lifted by one at its offset or higher.
-    """
-    for s in range(left, right):
-        sections[FILLED, s] = 0
-    here, end = least >> LOW, top + count
-    skipped = top
-    while skipped < end and stack[skipped] < least:
-        skipped += 1
-    level = skipped
-    while level < end and stack[level] >> LOW == here:
-        level += 1
-    for d in range(end - 1, level - 1, -1):
-        if not stays_under(buffers, sections, stack[d] & NUMBER, stack[d] >> LOW, target):
-            return False
-    for d in range(top, level):
-        low = here + 1 if d < skipped else here
-        if not stays_under(buffers, sections, stack[d] & NUMBER, low, target):
-            return False
-    return True
-
-
-@kernel(i64(table, table, line, i64, i64, i64, i64, i64, line))
-def choose(buffers, sections, stack, top, count, to, left, right, lows):
-    """A frame of the buffers between two edges, ranked by RANK, then by the fullest of their sections, then number."""
-    end = to
-    for d in range(top, top + count):
-        i = stack[d] & NUMBER
-        if left <= buffers[FIRST, i] and buffers[LAST, i] <= right:
-            most = 0
-            for s in range(buffers[FIRST, i], buffers[LAST, i]):
-                most = max(most, sections[TOTAL, s])
-            lows[i] = stack[d] >> LOW
-            stack[end] = buffers[RANK, i] << 50 | (HIGHEST - most) << BITS | i
-            end += 1
-    sort(stack, to, end)
-    for rank in range(end - to):
-        i = stack[to + rank] & NUMBER
-        stack[to + rank] = lows[i] << LOW | rank << BITS | i
-    sort(stack, to, end)
-    return end - to
+@part(i64(i64, i64), forceinline=True)
+def number(key, bits):
+    return key & ((1 << bits) - 1)
 
 
 @part(void(table, table, i64, i64), forceinline=False)
@@ -142,6 +54,152 @@ def count_in(buffers, sections, i, sign):
         sections[CROSSING, s] += sign
 
 
+@kernel(i64(table, table, line, i64, i64, i64, i64, i64, line))
+def lay(buffers, sections, stack, top, count, c, free, bits, limits):
+    """Place buffer c of the frame: the others become the frame after it, lifted if they overlap it; returns how many.
+
+    Their keys before and, sorted, after go to `free`, for `take_back`. Keys above the new floor stay where they are.
+    """
+    key, end = stack[top + c], top + count
+    i, low = number(key, bits), 2 * bits
+    floor = ((key >> low) + buffers[SIZE, i]) << low
+    count_in(buffers, sections, i, -1)
+    for d in range(top + c, top, -1):
+        stack[d] = stack[d - 1]
+    stack[top] = key
+    lifted, to, at = free, top + 1, top + 1
+    while at < end and stack[at] < floor:
+        j = number(stack[at], bits)
+        if buffers[FIRST, j] < buffers[LAST, i] and buffers[FIRST, i] < buffers[LAST, j]:
+            stack[lifted] = stack[at]
+            lifted += 1
+        else:
+            stack[to] = stack[at]
+            to += 1
+        at += 1
+    limits[WORK] -= at - top
+    n = lifted - free
+    for d in range(free, lifted):
+        stack[d + n] = floor | (stack[d] & ((1 << low) - 1))
+    sort(stack, lifted, lifted + n)
+    for d in range(lifted, lifted + n):  # merged with those that have been at the floor
+        while at < end and stack[at] < stack[d]:
+            stack[to] = stack[at]
+            to, at = to + 1, at + 1
+        stack[to] = stack[d]
+        to += 1
+    return n
+
+
+@kernel(void(table, table, line, i64, i64, i64, i64, i64))
+def take_back(buffers, sections, stack, top, c, free, n, bits):
+    """Undo `lay`, which lifted n keys."""
+    first, last = top + 1, top + 1
+    if n > 0:
+        while stack[first] < stack[free + n]:
+            first += 1
+        last = first
+        while stack[last] != stack[free + 2 * n - 1]:
+            last += 1
+        to, after = last, free + 2 * n - 1
+        for d in range(last, first - 1, -1):
+            if after >= free + n and stack[d] == stack[after]:
+                after -= 1
+            else:
+                stack[to] = stack[d]
+                to -= 1
+        d = first - 1
+        for before in range(free + n - 1, free - 1, -1):
+            while d > top and stack[d] > stack[before]:
+                stack[to] = stack[d]
+                to, d = to - 1, d - 1
+            stack[to] = stack[before]
+            to -= 1
+    key = stack[top]
+    for d in range(top, top + c):
+        stack[d] = stack[d + 1]
+    stack[top + c] = key
+    count_in(buffers, sections, number(key, bits), 1)
+
+
+@part(i64(table, table, i64), forceinline=False)
+def most_beside(buffers, sections, i):
+    """The most unplaced bytes of a section of buffer i, without its own."""
+    most = 0
+    for s in range(buffers[FIRST, i], buffers[LAST, i]):
+        most = max(most, sections[TOTAL, s])
+    return most - buffers[SIZE, i]
+
+
+@part(boolean(table, table, i64, i64, i64, i64, i64), forceinline=False)
+def stays_under(buffers, sections, i, low, left, right, target):
+    """Whether all of the sections but what lies below, FILLED, fits above `low`; then buffer i lies below, too."""
+    for s in range(max(left, buffers[FIRST, i]), min(right, buffers[LAST, i])):
+        if low + sections[TOTAL, s] - sections[FILLED, s] > target:
+            return False
+        sections[FILLED, s] += buffers[SIZE, i]
+    return True
+
+
+@kernel(boolean(table, table, line, i64, i64, i64, i64, i64, i64, i64))
+def fits(buffers, sections, stack, top, count, least, target, bits, lifted, n):
+    """Whether a frame may still end below the target, if none of it will be placed before key `least`.
+
+    In each section, buffers that cannot be placed below h need their bytes above h, for every h. That is looked at
+    where buffers rose: the n keys that `lay` lifted, and those before `least`, to be lifted by one at its offset or
+    higher.
+    """
+    end, here, passed = top + count, least >> 2 * bits, top
+    left, right = sections.shape[1], 0
+    while passed < end and stack[passed] < least:
+        i = number(stack[passed], bits)
+        left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
+        passed += 1
+    for d in range(lifted, lifted + n):
+        i = number(stack[d], bits)
+        left, right = min(left, buffers[FIRST, i]), max(right, buffers[LAST, i])
+    if left >= right:
+        return True
+    for s in range(left, right):
+        sections[FILLED, s] = 0
+    at, floor = passed, stack[lifted] >> 2 * bits if n > 0 else here
+    while at < end and stack[at] >> 2 * bits == here:
+        if not stays_under(buffers, sections, number(stack[at], bits), here, left, right, target):
+            return False
+        at += 1
+    for d in range(top, passed):
+        if not stays_under(
+            buffers, sections, number(stack[d], bits), here + 1, left, right, target
+        ):
+            return False
+    while at < end and stack[at] >> 2 * bits <= floor:
+        i, low = number(stack[at], bits), stack[at] >> 2 * bits
+        if not stays_under(buffers, sections, i, low, left, right, target):
+            return False
+        at += 1
+    return True
+
+
+@kernel(i64(table, table, line, i64, i64, i64, i64, i64, i64, line))
+def choose(buffers, sections, stack, top, count, to, left, right, bits, lows):
+    """A frame of the buffers between two edges, ranked by RANK, then by the fullest of their sections, then number."""
+    end, low = to, 2 * bits
+    highest = (1 << (KEY - low)) - 1
+    for d in range(top, top + count):
+        i = number(stack[d], bits)
+        if left <= buffers[FIRST, i] and buffers[LAST, i] <= right:
+            fullest = most_beside(buffers, sections, i) + buffers[SIZE, i]
+            lows[i] = stack[d] >> low
+            stack[end] = buffers[RANK, i] << (KEY - bits) | (highest - fullest) << bits | i
+            end += 1
+    sort(stack, to, end)
+    for rank in range(end - to):
+        i = number(stack[to + rank], bits)
+        stack[to + rank] = lows[i] << low | rank << bits | i
+    sort(stack, to, end)
+    return end - to
+
+
 @part(i64(table, i64, i64), forceinline=False)
 def edge(sections, after, right):
     """The next section that no buffer enters from its left; or `right`."""
@@ -151,82 +209,88 @@ def edge(sections, after, right):
     return right
 
 
-@part(boolean(table, line, i64, i64), forceinline=False)
-def has_twin(buffers, stack, top, c):
+@part(boolean(table, line, i64, i64, i64), forceinline=False)
+def has_twin(buffers, stack, top, c, bits):
     """Whether an equal buffer that can be as low comes earlier in the frame, and so must be placed first."""
-    i = stack[top + c] & NUMBER
+    i = number(stack[top + c], bits)
     for d in range(top + c - 1, top - 1, -1):
-        if stack[d] >> LOW != stack[top + c] >> LOW:
+        if stack[d] >> 2 * bits != stack[top + c] >> 2 * bits:
             return False
-        j = stack[d] & NUMBER
+        j = number(stack[d], bits)
         equal = buffers[FIRST, i] == buffers[FIRST, j] and buffers[LAST, i] == buffers[LAST, j]
         if equal and buffers[SIZE, i] == buffers[SIZE, j]:
             return True
     return False
 
 
-@part(i64(table, line, i64, i64), forceinline=False)
-def lowest_top(buffers, stack, top, count):
+@part(i64(table, line, i64, i64, i64), forceinline=False)
+def lowest_top(buffers, stack, top, count, bits):
     """The lowest end that a buffer of the frame can have: one that began above it would leave room for it."""
-    lowest = HIGHEST
+    lowest = 1 << KEY
     for d in range(top, top + count):
-        lowest = min(lowest, (stack[d] >> LOW) + buffers[SIZE, stack[d] & NUMBER])
+        if stack[d] >> 2 * bits >= lowest:
+            break
+        lowest = min(lowest, (stack[d] >> 2 * bits) + buffers[SIZE, number(stack[d], bits)])
     return lowest
 
 
 @kernel(i64(table, table, line, i64, i64, i64, i64, i64, i64, table, line))
-def search(buffers, sections, stack, top, count, left, right, least, target, offsets, work):
-    """Place a frame, from key `least` on: FOUND with offsets[0] filled in, NONE, or STOPPED when `work` runs out."""
-    roof = lowest_top(buffers, stack, top, count)
-    behind = top + count
+def search(buffers, sections, stack, top, count, free, left, right, least, offsets, limits):
+    """Place a frame, from key `least` on: FOUND with offsets[0] filled in, NONE, or STOPPED."""
+    target, bits = limits[TARGET], limits[BITS]
+    roof = lowest_top(buffers, stack, top, count, bits)
     for c in range(count):
         key = stack[top + c]
-        low, i = key >> LOW, key & NUMBER
+        low, i = key >> 2 * bits, number(key, bits)
         if low >= roof:
             break
-        if key < least or has_twin(buffers, stack, top, c):
+        if key < least or has_twin(buffers, stack, top, c, bits):
             continue
-        if work[0] <= 0:
+        limits[WORK] -= 1 + buffers[LAST, i] - buffers[FIRST, i]
+        if limits[WORK] < 0 or limits[STOP] != 0 or free + 3 * count > len(stack):
             return STOPPED
-        work[0] -= count
-        met = lay(buffers, stack, top, count, c)
-        if fits(buffers, sections, stack, behind, count - 1, left, right, key, target):
+        beside = most_beside(buffers, sections, i)
+        possible = low + buffers[SIZE, i] + beside <= target
+        if possible:
+            rest, others = top + 1, count - 1
+            n = lay(buffers, sections, stack, top, count, c, free, bits, limits)
+            possible = fits(buffers, sections, stack, rest, others, key, target, bits, free + n, n)
             offsets[0, i] = low
-            count_in(buffers, sections, i, -1)
-            result, a = FOUND, left
-            while result == FOUND and a < right:
-                b = edge(sections, a, right)
-                to, n, then = behind, count - 1, key
-                if b - a < right - left:
-                    to, then = behind + n, low << LOW
-                    n = choose(buffers, sections, stack, behind, n, to, a, b, offsets[1])
-                result = search(buffers, sections, stack, to, n, a, b, then, target, offsets, work)
+            found, a = FOUND if possible else NONE, left
+            whole = edge(sections, buffers[FIRST, i], buffers[LAST, i]) == buffers[LAST, i]
+            while found == FOUND and a < right:
+                b, to, m, then, behind = right, rest, others, key, free + 2 * n
+                if not whole:
+                    b, to, then = edge(sections, a, right), behind, low << 2 * bits
+                    m = choose(buffers, sections, stack, rest, others, to, a, b, bits, offsets[1])
+                    limits[WORK], behind = limits[WORK] - count, to + m
+                found = search(buffers, sections, stack, to, m, behind, a, b, then, offsets, limits)
                 a = b
-            count_in(buffers, sections, i, 1)
-            if result != NONE:
-                return result
-        elif not fits(buffers, sections, stack, top, count, left, right, key, target):
-            break
-        if not met:
+            take_back(buffers, sections, stack, top, c, free, n, bits)
+            if found != NONE:
+                return found
+        again = possible or fits(buffers, sections, stack, top, count, key, target, bits, 0, 0)
+        if beside == 0 or not again:  # it hinders no other, or all that is left is too much
             break
     return NONE if count else FOUND
 
 
-@kernel(i64(table, i64, table, line, table, line))
-def pack(buffers, target, sections, stack, offsets, work):
-    """Offsets below a target height, in units: FOUND, or NONE if there are none, or STOPPED when `work` runs out.
+@kernel(i64(table, table, line, table, line))
+def pack(buffers, sections, stack, offsets, limits):
+    """Offsets below a target height, in units: FOUND; NONE if there are none; STOPPED: no work or stack is left.
 
-    buffers   (4, n)            first section, one past the last, size, rank; by number
-    sections  (3, S)            zeros
-    stack     (n * (n + 4),)    scratch
-    offsets   (2, n)            the result and scratch
-    work      (1,)              limit of visited buffers; decremented
+    buffers   (4, n)  first section, one past the last, size, rank; by number
+    sections  (3, S)  zeros
+    stack             scratch: 5 n at least
+    offsets   (2, n)  the result and scratch
+    limits    (4,)    keys and sections to look at, decremented; not 0: stop; the target; the bits of a number
     """
-    n, count = buffers.shape[1], sections.shape[1]
+    n, count, bits = buffers.shape[1], sections.shape[1], limits[BITS]
     for i in range(n):
         count_in(buffers, sections, i, 1)
         stack[i] = i
-    choose(buffers, sections, stack, 0, n, n, 0, count, offsets[1])
-    if not fits(buffers, sections, stack, n, n, 0, count, 0, target):
-        return NONE
-    return search(buffers, sections, stack, n, n, 0, count, 0, target, offsets, work)
+    for s in range(count):
+        if sections[TOTAL, s] > limits[TARGET]:
+            return NONE
+    choose(buffers, sections, stack, 0, n, n, 0, count, bits, offsets[1])
+    return search(buffers, sections, stack, n, n, 2 * n, 0, count, 0, offsets, limits)

@@ -6,25 +6,29 @@ search itself is kernels/packing.py. Limits count work, so that results do not d
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packtrain import kernels
+from packtrain.packing.clock import Clock
 
 Ints = npt.NDArray[np.int64]
 
 # largest first, by W life and A life times size: before and after the most bytes alive, which the kernel knows
 ORDERS = (("", "WA"), ("WA", ""), ("", "AW"))
-MOST = 4_095  # most buffers of a part; the search numbers them with 12 bits,
-HIGHEST = 1 << 37  # and units of height with 38
-WORK = 15_000_000  # limit of the total work, if no time is given: a second or two
-STACK = 16 << 20  # bytes: the search goes as deep as there are buffers, with 1 KiB a step
+KEY = 62  # bits of the search's keys: a height, and two numbers of buffers
+WORK = 100_000_000  # limit of the total work, if no time is given: a second or two
+ENDLESS = 1 << 62
+ROOM = 1 << 26  # most numbers in the search's own stack; few of them are ever used
+STACK, STEP = 16 << 20, 2 << 10  # bytes of a thread's stack: least, for each buffer; one is a level
+LOOK = 0.02  # seconds between two looks at the clock
 FOUND, STOPPED = 1, 2  # 0: no solution exists
+UNLIMITED = Clock(None)
 
 
 def lower(
@@ -34,22 +38,22 @@ def lower(
     offsets: Ints,
     bound: int,
     enough: int = 0,
-    seconds: float | None = None,
+    clock: Clock = UNLIMITED,
 ) -> Iterator[tuple[Ints, bool]]:
     """Yields better and better offsets than those given, and whether they are proved optimal.
 
     bound    lower bound of the bytes
     enough   bytes at which to stop
-    seconds  time limit, instead of the limit on work
+    clock    when to stop; one that is limited replaces the limit on work
     """
     unit = int(np.gcd.reduce(size))
     parts = [_Part(start, end, size, offsets, unit, members) for members in _parts(start, end)]
-    budget = _Budget(seconds)
+    budget = _Budget(clock)
     offsets = offsets.copy()
     while True:
         part = max(parts, key=lambda p: p.height)
         before, proved = part.height, part.proved
-        if before * unit <= max(bound, enough) or proved or not part.small or budget.spent:
+        if before * unit <= max(bound, enough) or proved or not part.countable or budget.spent:
             return
         part.try_lower(bound // unit, enough // unit, budget)
         offsets[part.members] = part.offsets * unit
@@ -82,24 +86,15 @@ def _sections(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 class _Budget:
-    """The remaining work: a fixed amount, or what the remaining time allows at the measured speed."""
+    """What may still be searched: a fixed amount of work, or all that can be done by the clock."""
 
-    def __init__(self, seconds: float | None) -> None:
-        self.began = time.monotonic()
-        self.seconds = seconds
-        self.done = 0
-
-    @property
-    def left(self) -> int:
-        if self.seconds is None:
-            return WORK - self.done
-        passed = time.monotonic() - self.began
-        speed = self.done / passed if self.done else WORK / 10
-        return int(speed * (self.seconds - passed))
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.left = ENDLESS if clock.limited else WORK
 
     @property
     def spent(self) -> bool:
-        return self.left <= 0
+        return self.left <= 0 or self.clock.over
 
 
 class _Part:
@@ -113,8 +108,9 @@ class _Part:
         self.size, self.offsets = size[members] // unit, offsets[members] // unit
         self.height = int((self.offsets + self.size).max())
         self.least = 0
-        self.small = len(members) <= MOST and int(self.size.sum()) < HIGHEST
-        self.limit = len(members) ** 2  # of work; twice that of one descent without backtracking
+        self.bits = len(members).bit_length()
+        self.countable = self.height < 1 << (KEY - 2 * self.bits)
+        self.limit = min(len(members) * (len(members) + 1_000), WORK // 4)  # of work
 
     @property
     def proved(self) -> bool:
@@ -158,24 +154,31 @@ class _Part:
         rank = _dense([columns[k][order] for k in ranked], len(width))
         buffers = np.stack((first[order], last[order], self.size[order], rank))
         n = len(order)
-        offsets, stack = np.zeros((2, n), np.int64), np.empty(n * (n + 4), np.int64)
+        offsets, stack = np.zeros((2, n), np.int64), np.empty(min(3 * n * (n + 2), ROOM), np.int64)
         sections = np.zeros((3, int(last.max()) + 1), np.int64)
-        work = np.array([min(limit, max(budget.left, 1))])
-        given = int(work[0])
+        given = min(limit, budget.left)
+        limits = np.array([given, 0, target, self.bits])
         kernel: Any = kernels.packing
-        found = _deep(lambda: kernel.pack(buffers, target, sections, stack, offsets, work))
-        budget.done += given - int(work[0])
+        run = partial(kernel.pack, buffers, sections, stack, offsets, limits)
+        found = _deep(run, n, budget.clock, limits)
+        budget.left -= given - int(limits[0])
         result = np.empty(n, np.int64)
         result[order] = offsets[0]
         return found, result
 
 
-def _deep(run: Callable[[], int]) -> int:
-    """Call `run` in a thread with a stack of STACK bytes; the default stack is too small on some platforms."""
-    before = threading.stack_size(STACK)
+def _deep(run: Callable[[], int], depth: int, clock: Clock, limits: Ints) -> int:
+    """Call `run` in a thread whose stack is deep enough, and have it stop by limits[1] when the clock says so."""
+    before = threading.stack_size(max(STACK, depth * STEP))
     try:
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(run).result()
+            running = pool.submit(run)
+            try:
+                while not wait([running], max(0.0, min(LOOK, clock.left))).done and not clock.over:
+                    pass
+            finally:
+                limits[1] = 1
+            return running.result()
     finally:
         threading.stack_size(before)
 

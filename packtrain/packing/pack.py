@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtrain.packing import exact
+from packtrain.packing.clock import Clock
 
 Ints = npt.NDArray[np.int64]
 
@@ -71,7 +72,9 @@ def packings(
         if nbytes <= max(bound, enough):
             return
     assert best is not None
-    for offsets, proved in exact.lower(start, end, size, best.offsets, bound, enough, seconds):
+    for offsets, proved in exact.lower(
+        start, end, size, best.offsets, bound, enough, Clock(seconds)
+    ):
         yield Packing(offsets, height(size, offsets), bound, witness, proved)
 
 

@@ -12,6 +12,9 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from packtrain.kernels import pool
+from packtrain.kernels.pool import call_task
+
 I64 = ir.IntType(64)
 i64, void = types.int64, types.void
 
@@ -48,25 +51,17 @@ def call(context, builder, function, args):
     context.call_conv.call_function(builder, callee, outside.restype, outside.argtypes, args)
 
 
-@intrinsic
-def call_task(typingctx, task, given, number):
-    """Call a function that `task_code` wrote."""
-
-    def codegen(context, builder, sig, args):
-        form = ir.FunctionType(ir.VoidType(), [I64, I64])
-        builder.call(builder.inttoptr(args[0], form.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return void(i64, i64, i64), codegen
-
-
-@kernel(void(i64, i64, i64), parallel=True)
-def on_threads(task, given, count):
+def in_parallel(task, given, count):
     for number in prange(count):
         call_task(task, given, number)
 
 
-threads = types.ExternalFunction("get_num_threads", types.intp())  # how many on_threads uses
+if pool.AVAILABLE:
+    on_threads = kernel(void(i64, i64, i64))(pool.share_out)
+    pool.start(part(void(i64), forceinline=False)(pool.serve))
+else:
+    on_threads = kernel(void(i64, i64, i64), parallel=True)(in_parallel)
+threads = pool.get_num_threads  # how many on_threads uses
 
 
 def task_code(context, builder, function, kinds, given_type, places):

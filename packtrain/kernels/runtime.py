@@ -1,6 +1,6 @@
 """The policy of compiled code, set once, before the first kernel module loads.
 
-Number of threads from affinity, cgroup quota and environment variables; OpenMP bound to cores; one BLAS
+Number of threads from affinity, cgroup quota and environment variables; one BLAS
 thread; a cache folder for kernels, filled by a short-lived child. Importing this loads neither numba nor numpy.
 """
 
@@ -11,7 +11,6 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -44,56 +43,23 @@ def allowed_cpus() -> int:
     return count
 
 
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Set environment variables the user has not set, and restore them afterwards."""
-    ours = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
-
-
-@contextlib.contextmanager
-def affinity_kept() -> Iterator[None]:
-    """Restore the CPU affinity of the calling thread afterwards."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
 @cache
 def start_threads() -> None:
-    """Choose the thread pool: OpenMP bound to cores, else numba's workqueue.
+    """Choose the number of threads, and numba's own pool where ours is not available: OpenMP, else its workqueue."""
+    import numba
 
-    Unbound, the first parallel region after 20 ms of idling cost 7 ms. Waiting threads spin for only
-    a microsecond: as fast alone, and twice as fast if another process uses one of two cores.
-    Variables and binding of this thread are restored once libgomp has loaded: otherwise children
-    inherit one core.
-    """
-    count = allowed_cpus()
-    with environment(OMP_PROC_BIND="true", GOMP_SPINCOUNT="1000"), affinity_kept():
-        import numba
-
-        try:
-            importlib.import_module("numba.np.ufunc.omppool")
-            layer = "omp"
-        except ImportError:
-            layer = "workqueue"
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+        layer = "omp"
+    except ImportError:
+        layer = "workqueue"
     for name, value in CPUS.get(os.environ.get("PACKTRAIN_CPU", ""), {}).items():
         setattr(numba.config, name, value)
     if "NUMBA_THREADING_LAYER" not in os.environ:
         numba.config.THREADING_LAYER = layer
     if not {"NUMBA_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
         with contextlib.suppress(RuntimeError):
-            numba.config.NUMBA_NUM_THREADS = count
+            numba.config.NUMBA_NUM_THREADS = allowed_cpus()
 
 
 @cache

@@ -1,0 +1,212 @@
+"""Threads that run the tasks of a region: `share_out` opens one, `serve` is the life of each thread but the first.
+
+Each thread has a share of the tasks, and then takes those that others have not begun: who comes late is not waited for.
+After a region threads wait actively for a moment, then sleep. A region within a region, or beside one, has one thread.
+"""
+
+import contextlib
+import os
+import platform
+import sys
+import threading
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from packtrain.kernels import runtime
+
+llvmlite.binding.initialize_native_asmparser()
+I64 = ir.IntType(64)
+i32, i64, void = types.int32, types.int64, types.void
+REST = {"x86_64": "pause", "aarch64": "yield"}  # tells the core that a thread only waits
+AVAILABLE = sys.platform == "linux" and platform.machine() in REST
+COUNT = runtime.threads()  # also makes get_num_threads known to compiled code
+PATIENCE = 100_000  # nanoseconds of waiting actively: longer than the steps of a token that have one thread
+STACK = 1 << 20  # bytes of its stack that a thread touches first, to be measured with the kernels
+
+# words of what all threads share, each line of the cache with what changes together
+LINE = 8
+BUSY, OPEN, INSIDE, REGION, WAITING = (LINE * i for i in range(5))
+TASK, GIVEN, THREADS, NUMBER, CREW = (REGION + i for i in range(5))
+GATE = WAITING + 1  # a semaphore: where the first thread sleeps
+OWN, NEXT, END, TIME, ASLEEP, BED = 8 * LINE, 0, 1, 2, LINE, LINE + 1  # of each thread
+SIZE = 2 * LINE
+
+room = np.zeros(OWN + SIZE * COUNT + LINE, np.int64)
+words = room[-room.ctypes.data % (8 * LINE) // 8 :]
+llvmlite.binding.add_symbol("packtrain_pool", words.ctypes.data)
+sem_wait = types.ExternalFunction("sem_wait", i32(i64))
+sem_post = types.ExternalFunction("sem_post", i32(i64))
+clock_gettime = types.ExternalFunction("clock_gettime", i32(i32, i64))
+get_num_threads = types.ExternalFunction("get_num_threads", types.intp())
+
+
+def word(builder, index):
+    """The pointer to a shared word."""
+    name = "packtrain_pool"
+    first = builder.module.globals.get(name) or ir.GlobalVariable(builder.module, I64, name)
+    return builder.gep(first, [index])
+
+
+def of_word(emit, given):
+    """An intrinsic (index, …): emit(builder, pointer, …) on a shared word, in one order for all threads."""
+
+    def codegen(context, builder, sig, args):
+        return emit(builder, word(builder, args[0]), *args[1:])
+
+    if given:
+        return intrinsic(lambda typingctx, index, value: (i64(i64, i64), codegen))
+    return intrinsic(lambda typingctx, index: (i64(i64), codegen))
+
+
+get = of_word(lambda builder, p: builder.load_atomic(p, "seq_cst", 8), 0)
+swap = of_word(lambda builder, p, v: builder.atomic_rmw("xchg", p, v, "seq_cst"), 1)
+add = of_word(lambda builder, p, v: builder.atomic_rmw("add", p, v, "seq_cst"), 1)
+place = of_word(lambda builder, p: builder.ptrtoint(p, I64), 0)
+
+
+@intrinsic
+def rest(typingctx):
+    """Wait for some nanoseconds."""
+
+    def codegen(context, builder, sig, args):
+        form = ir.FunctionType(ir.VoidType(), [])
+        builder.asm(form, "\n".join([REST[platform.machine()]] * 4), "", [], True)
+        return context.get_dummy_value()
+
+    return void(), codegen
+
+
+@intrinsic
+def call_task(typingctx, task, given, number):
+    """Call a function that `call.task_code` wrote."""
+
+    def codegen(context, builder, sig, args):
+        form = ir.FunctionType(ir.VoidType(), [I64, I64])
+        builder.call(builder.inttoptr(args[0], form.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return void(i64, i64, i64), codegen
+
+
+@intrinsic
+def touch_stack(typingctx):
+    """Use the part of its stack that a thread may need."""
+
+    def codegen(context, builder, sig, args):
+        room = builder.alloca(ir.ArrayType(ir.IntType(8), STACK))
+        kinds = [room.type, ir.IntType(8), I64, ir.IntType(1)]
+        form = ir.FunctionType(ir.VoidType(), kinds)
+        fill = cgutils.get_or_insert_function(builder.module, form, "llvm.memset.p0.i64")
+        builder.call(fill, [room, kinds[1](0), I64(STACK), kinds[3](1)])  # 1: not to be left out
+        return context.get_dummy_value()
+
+    return void(), codegen
+
+
+inlined = {"cache": True, "nogil": True, "error_model": "numpy", "forceinline": True}
+
+
+@njit(i64(i64), **inlined)
+def nanoseconds(own):
+    clock_gettime(i32(1), place(own + TIME))
+    return get(own + TIME) * 1_000_000_000 + get(own + TIME + 1)
+
+
+@njit(void(i64, i64), **inlined)
+def work(first, threads):
+    """Run the tasks of this thread, then what others have not begun."""
+    for step in range(threads):
+        own = OWN + (first + step) % threads * SIZE
+        while get(own + NEXT) < get(own + END):
+            number = add(own + NEXT, 1)
+            if number < get(own + END):
+                call_task(get(TASK), get(GIVEN), number)
+
+
+@njit(i64(i64, i64), **inlined)
+def called(thread, seen):
+    """The number of the open region if this thread has work there and has not seen it, or 0."""
+    region = get(OPEN)
+    return region if region != seen and thread < get(THREADS) else 0
+
+
+@njit(void(i64, i64), **inlined)
+def await_region(thread, seen):
+    own = OWN + thread * SIZE
+    end = nanoseconds(own) + PATIENCE
+    while called(thread, seen) == 0:
+        rest()
+        if nanoseconds(own) > end:
+            swap(own + ASLEEP, 1)
+            if called(thread, seen) == 0 or swap(own + ASLEEP, 0) == 0:
+                sem_wait(place(own + BED))
+
+
+@njit(void(), **inlined)
+def await_others():
+    """Until no thread is in the region."""
+    end = nanoseconds(OWN) + PATIENCE
+    while get(INSIDE) > 0:
+        rest()
+        if nanoseconds(OWN) > end:
+            swap(WAITING, 1)
+            if get(INSIDE) > 0 or swap(WAITING, 0) == 0:
+                sem_wait(place(GATE))
+
+
+def serve(thread):
+    """Never returns."""
+    touch_stack()
+    seen = i64(0)
+    while True:
+        await_region(thread, seen)
+        add(INSIDE, 1)
+        region = called(thread, seen)
+        if region != 0:
+            work(thread, get(THREADS))
+            seen = region
+        if add(INSIDE, -1) == 1 and swap(WAITING, 0) == 1:
+            sem_post(place(GATE))
+
+
+def share_out(task, given, count):
+    """Run tasks 0 … count - 1."""
+    threads = min(get_num_threads(), get(CREW) + 1, count)
+    if threads <= 1 or swap(BUSY, 1) == 1:
+        for number in range(count):
+            call_task(task, given, number)
+        return
+    swap(TASK, task)
+    swap(GIVEN, given)
+    swap(THREADS, threads)
+    for thread in range(threads):
+        swap(OWN + thread * SIZE + NEXT, thread * count // threads)
+        swap(OWN + thread * SIZE + END, (thread + 1) * count // threads)
+    swap(OPEN, add(NUMBER, 1) + 1)
+    for thread in range(1, threads):
+        if get(OWN + thread * SIZE + ASLEEP) == 1 and swap(OWN + thread * SIZE + ASLEEP, 0) == 1:
+            sem_post(place(OWN + thread * SIZE + BED))
+    work(0, threads)
+    swap(OPEN, 0)
+    await_others()
+    swap(BUSY, 0)
+
+
+def start(serve):
+    """Start all threads but the first, each on its core."""
+    cores = sorted(os.sched_getaffinity(0))
+
+    def live(thread):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, {cores[thread % len(cores)]})
+        serve(thread)
+
+    for thread in range(1, COUNT):
+        threading.Thread(target=live, args=(thread,), daemon=True).start()
+    words[CREW] = COUNT - 1
+    os.register_at_fork(after_in_child=lambda: words.fill(0))  # it has one thread

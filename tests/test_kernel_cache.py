@@ -132,6 +132,30 @@ def test_a_complete_cache_is_only_read(filled: Path, tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
+LEAN = """
+import sys
+import numpy as np
+from packtrain.dtypes import bf16
+from packtrain.quant import quantize
+assert (quantize(np.ones((4, 32), np.float32), bf16).view(np.uint16) == 0x3F80).all()
+assert "numba.np.arrayobj" not in sys.modules
+import numba
+
+@numba.njit(parallel=True)
+def own(x):
+    for i in numba.prange(len(x)):
+        x[i] += np.sqrt(x[i]) + len(str(i))
+    return x.sum()
+
+assert own(np.ones(4)) == 12
+"""
+
+
+def test_cached_kernels_load_without_what_compiles_them_and_other_code_still_compiles():
+    ahead.prepare(["quantize"])
+    subprocess.run([sys.executable, "-c", LEAN], check=True)
+
+
 def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):
     tree = tmp_path / "elsewhere"
     ignored = shutil.ignore_patterns("__pycache__")

@@ -17,7 +17,7 @@ from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
 from packtrain.optim import Optimizer
 
-GUESSED_NBYTES = 56 << 20  # if there is no memory for the child; 46 to 53 MiB were measured
+GUESSED_NBYTES = 48 << 20  # if there is no memory for the child; 37 to 47 MiB were measured
 UNSURE_NBYTES = 16 << 20  # by how much the guess may be too high
 CHILD_NBYTES = 96 << 20  # 86 to 92 MiB were measured
 
@@ -71,7 +71,7 @@ def loaded(names: tuple[str, ...], free: float) -> Loaded:
 
 
 def _kept(names: Sequence[str]) -> Path:
-    parts = str(kernels.threads()), *map(store.folder_name, names)
+    parts = "cached code alone", str(kernels.threads()), *map(store.folder_name, names)
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return cache_root() / f"loaded-{name}.json"
 

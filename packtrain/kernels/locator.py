@@ -2,9 +2,12 @@
 
 Numba's own locators name folders after the path of the source and need write access; a folder of `store` is named by a
 hash of everything its content depends on, so that copies of the package share it, and may be read-only.
+
+Code comes from the cache without the parts of numba that only compiling needs: they take longer to import than it.
 """
 
-from numba.core.caching import UserProvidedCacheLocator
+from numba.core.caching import Cache, UserProvidedCacheLocator
+from numba.core.runtime import rtsys
 
 
 class InFolder(UserProvidedCacheLocator):
@@ -24,3 +27,15 @@ class InFolder(UserProvidedCacheLocator):
     @classmethod
     def from_function(cls, py_func, py_file):
         return cls(py_func, py_file)
+
+
+_load_overload = Cache.load_overload
+
+
+def load_overload(cache, sig, target_context):
+    """Code from the cache, or None; numba's own method first imports all that code could be compiled with."""
+    target_context.refresh = lambda: rtsys.initialize(target_context)
+    try:
+        return _load_overload(cache, sig, target_context)
+    finally:
+        del target_context.refresh

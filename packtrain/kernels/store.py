@@ -94,9 +94,14 @@ def fingerprint(name: str) -> str:
 
 
 @cache
+def _parsed(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
+
+
+@cache
 def of_role(source: str, role: str) -> str:
     """The part of a types/ file that a role depends on: all but functions used only by other roles."""
-    nodes = ast.parse(source).body
+    nodes = _parsed(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     for_role = [
         f
@@ -182,10 +187,12 @@ def sweep(root: Path) -> None:
 def numba_cache(folder: Path) -> Iterator[None]:
     """Inside the block numba caches in `folder`; the user's own numba code keeps its cache."""
     caching = importlib.import_module("numba.core.caching")
-    locator = importlib.import_module(f"{__package__}.locator").InFolder
-    before, locator.folder = caching.CacheImpl._locator_classes, str(folder)
-    caching.CacheImpl._locator_classes = [locator]
+    locator = importlib.import_module(f"{__package__}.locator")
+    before = caching.CacheImpl._locator_classes, caching.Cache.load_overload
+    locator.InFolder.folder = str(folder)
+    caching.CacheImpl._locator_classes = [locator.InFolder]
+    caching.Cache.load_overload = locator.load_overload
     try:
         yield
     finally:
-        caching.CacheImpl._locator_classes = before
+        caching.CacheImpl._locator_classes, caching.Cache.load_overload = before

@@ -262,7 +262,7 @@ def first_fit_that_forgets_the_last_step_of_a_buffer(patch: MonkeyPatch) -> None
 @fault("planner", partial(plan_checks.check_packer, pack), verified, poisoned)
 def first_fit_that_takes_a_gap_too_small(patch: MonkeyPatch) -> None:
     def wrong(fit):
-        return lambda start, end, size, order: fit(start, end, np.maximum(size - 64, 64), order)
+        return lambda start, end, size, *rest: fit(start, end, np.maximum(size - 64, 64), *rest)
 
     around(patch, packing, "first_fit", wrong)
 

@@ -14,6 +14,7 @@ import pytest
 
 import packtrain as pt
 from benchmarks import packing as benchmark
+from packtrain import kernels
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW, training
@@ -209,6 +210,7 @@ def test_time_is_kept() -> None:
 
 
 def test_no_time_still_gives_offsets() -> None:
+    kernels.load_all(["packing"])
     best = last(*hard(200), seconds=0.0)
     assert clash(*hard(200), best.offsets) is None
     assert last(*hard(200), seconds=3.0, enough=best.nbytes - 1).nbytes < best.nbytes

@@ -26,6 +26,10 @@ WORK = 100_000_000  # limit of the total work, if no time is given: a second or 
 ENDLESS = 1 << 62
 ROOM = 1 << 26  # most numbers in the search's own stack; few of them are ever used
 STACK, STEP = 16 << 20, 2 << 10  # bytes of a thread's stack: least, for each buffer; one is a level
+LOADING, COMPILING = (
+    2.0,
+    15.0,
+)  # seconds without which kernels are not begun to be loaded, or compiled
 LOOK = 0.02  # seconds between two looks at the clock
 FOUND, STOPPED = 1, 2  # 0: no solution exists
 UNLIMITED = Clock(None)
@@ -46,6 +50,8 @@ def lower(
     enough   bytes at which to stop
     clock    when to stop; one that is limited replaces the limit on work
     """
+    if not _can_load(clock):
+        return
     unit = int(np.gcd.reduce(size))
     parts = [_Part(start, end, size, offsets, unit, members) for members in _parts(start, end)]
     budget = _Budget(clock)
@@ -61,6 +67,13 @@ def lower(
         proved = highest.proved or highest.height * unit <= bound
         if highest.height < before or proved:
             yield offsets.copy(), proved
+
+
+def _can_load(clock: Clock) -> bool:
+    """Whether there is time for loading the search's kernels."""
+    if kernels.is_loaded("packing"):
+        return not clock.over
+    return clock.left > (COMPILING if kernels.store.missing(["packing"]) else LOADING)
 
 
 def _parts(start: Ints, end: Ints) -> list[Ints]:

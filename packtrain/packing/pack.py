@@ -5,7 +5,9 @@ stops. Intervals are half-open, sizes multiples of the alignment, offsets count
 from zero and are multiples of the sizes' greatest common divisor. `clash` checks any offsets.
 """
 
-from collections.abc import Iterator
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,8 @@ from packtrain.packing import exact
 from packtrain.packing.clock import Clock
 
 Ints = npt.NDArray[np.int64]
+Packer = Callable[[Ints, Ints, Ints, Ints, Clock], Ints | None]
+UNLIMITED = Clock(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,16 +59,18 @@ def packings(
     *,
     enough: int = 0,
     seconds: float | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Packing]:
     """Yields packings, each smaller than the one before, or equal and now proved. The last is the best.
 
     enough   stop at a packing of at most this many bytes
-    seconds  time limit, instead of the limit on work
+    seconds  time limit, instead of the limit on work; `now` is the time. Looked at for each buffer that is placed
     """
+    clock = Clock(seconds, now)
     start, end, size = _checked(start, end, size)
     bound, witness = lower_bound(start, end, size)
     best: Packing | None = None
-    for offsets in _guesses(start, end, size):
+    for offsets in _guesses(start, end, size, clock):
         nbytes = height(size, offsets)
         if best is None or nbytes < best.nbytes:
             best = Packing(offsets, nbytes, bound, witness, nbytes <= bound)
@@ -72,9 +78,7 @@ def packings(
         if nbytes <= max(bound, enough):
             return
     assert best is not None
-    for offsets, proved in exact.lower(
-        start, end, size, best.offsets, bound, enough, Clock(seconds)
-    ):
+    for offsets, proved in exact.lower(start, end, size, best.offsets, bound, enough, clock):
         yield Packing(offsets, height(size, offsets), bound, witness, proved)
 
 
@@ -103,49 +107,103 @@ def height(size: Ints, offsets: Ints) -> int:
 
 def clash(start: Ints, end: Ints, size: Ints, offsets: Ints) -> tuple[int, int] | None:
     """Two buffers that share a byte at one time, if there are any. Shares no code with the packers."""
-    order = np.argsort(start, kind="stable")
-    first, last, low = start[order], end[order], offsets[order]
-    top = low + size[order]
-    stop = np.searchsorted(first, last)  # the buffers that start before the end of each
-    for i in range(len(order)):
-        later = slice(i + 1, int(stop[i]))
-        shared = np.flatnonzero((low[later] < top[i]) & (low[i] < top[later]))
-        if len(shared):
-            return int(order[i]), int(order[i + 1 + shared[0]])
+    low, top = offsets.tolist(), (offsets + size).tolist()
+    begins = [(t, 1, i) for i, t in enumerate(start.tolist())]
+    ends = [(t, 0, i) for i, t in enumerate(end.tolist())]
+    lows: list[int] = []  # of the buffers alive, none of which clash: sorted, and so are their tops
+    owners: list[int] = []
+    for _, beginning, i in sorted(begins + ends):
+        at = bisect_left(lows, low[i])
+        if not beginning:
+            del lows[at], owners[at]
+            continue
+        for j in owners[max(at - 1, 0) : at + 1]:
+            if low[i] < top[j] and low[j] < top[i]:
+                return j, i
+        lows.insert(at, low[i])
+        owners.insert(at, i)
     return None
 
 
 # ---- heuristics ----------------------------------------------------------------------------------------------
 
 
-def _guesses(start: Ints, end: Ints, size: Ints) -> Iterator[Ints]:
-    """First fit from the peak outwards suits a single peak, the skylines several; the others sometimes help."""
+def _guesses(start: Ints, end: Ints, size: Ints, clock: Clock) -> Iterator[Ints]:
+    """First fit from the peak outwards suits a single peak, the skylines several; the others sometimes help.
+
+    With a limited clock, shelves come first: if nothing else is finished in time, they are the result.
+    """
+    if clock.limited:
+        yield shelves(start, end, size)
+    for packer, keys in _orders(start, end, size):
+        offsets = packer(start, end, size, np.lexsort(keys), clock)
+        if offsets is None:
+            return
+        yield offsets
+
+
+def _orders(start: Ints, end: Ints, size: Ints) -> Iterator[tuple[Packer, tuple[Ints, ...]]]:
+    """What places the buffers, and the keys of their order, the last key first."""
     _, peak = lower_bound(start, end, size)
     distance = np.maximum(np.maximum(start - peak, peak + 1 - end), 0)
     life = end - start
-    yield first_fit(start, end, size, np.lexsort((start, -size, distance)))
-    crowd = _crowd(start, end, size)
-    keys: tuple[Ints, ...]
-    for keys in ((-size, -life, -crowd), (-crowd, -size, -life), (-life, -size, -crowd)):
-        yield skyline(start, end, size, np.lexsort(keys))
+    yield first_fit, (start, -size, distance)
+    around = crowd(start, end, size)
+    yield skyline, (-size, -life, -around)
+    yield skyline, (-around, -size, -life)
+    yield skyline, (-life, -size, -around)
     octave = -np.log2(np.maximum(life, 1)).astype(np.int64)
-    for keys in ((start, -size), (-size, octave), (-size, -life, distance), (-life, -size)):
-        yield first_fit(start, end, size, np.lexsort(keys))
+    yield first_fit, (start, -size)
+    yield first_fit, (-size, octave)
+    yield first_fit, (-size, -life, distance)
+    yield first_fit, (-life, -size)
 
 
-def _crowd(start: Ints, end: Ints, size: Ints) -> Ints:
+def crowd(start: Ints, end: Ints, size: Ints) -> Ints:
     """The most bytes alive during the life of each buffer."""
-    times, nbytes = alive(start, end, size)
-    spans = zip(np.searchsorted(times, start), np.searchsorted(times, end), strict=True)
-    return np.array([nbytes[first:last].max() for first, last in spans], np.int64)
+    times, row = alive(start, end, size)
+    first, last = np.searchsorted(times, start), np.searchsorted(times, end)
+    octave = np.frexp(last - first)[1] - 1
+    most = np.zeros(len(size), np.int64)
+    for k in range(int(octave.max(initial=-1)) + 1):  # row: the most of 2**k steps from each on
+        at, width = np.flatnonzero(octave == k), 1 << k
+        most[at] = np.maximum(row[first[at]], row[last[at] - width])
+        row = np.maximum(row[:-width], row[width:])
+    return most
 
 
-def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
-    """Put each buffer, in order, into the lowest gap between buffers that overlap it in time."""
+def shelves(start: Ints, end: Ints, size: Ints) -> Ints:
+    """Buffers of sizes up to the same power of two on shelves, as few as their lives allow, one above the other."""
+    octaves = np.frexp(size - 0.5)[1]
+    shelf, free = np.zeros(len(size), np.int64), dict[int, list[int]]()
+    begins = [(t, 1, i) for i, t in enumerate(start.tolist())]
+    ends = [(t, 0, i) for i, t in enumerate(end.tolist())]
+    made: list[int] = []  # the octave of each shelf
+    for _, beginning, i in sorted(begins + ends):
+        octave = int(octaves[i])
+        unused = free.setdefault(octave, [])
+        if not beginning:
+            unused.append(int(shelf[i]))
+        elif unused:
+            shelf[i] = unused.pop()
+        else:
+            shelf[i] = len(made)
+            made.append(octave)
+    heights = np.zeros(len(made), np.int64)
+    np.maximum.at(heights, shelf, size)
+    return (np.cumsum(heights) - heights)[shelf]
+
+
+def first_fit(
+    start: Ints, end: Ints, size: Ints, order: Ints, clock: Clock = UNLIMITED
+) -> Ints | None:
+    """Put each buffer, in order, into the lowest gap between buffers that overlap it in time; None if time runs out."""
     offsets = np.zeros(len(size), np.int64)
     spans = np.zeros((2, len(size)), np.int64)  # of the placed buffers, by offset: interval,
     extents = np.zeros((2, len(size)), np.int64)  # bottom and top
     for n, i in enumerate(order):
+        if clock.over:
+            return None
         (first, last), (bottom, top) = spans[:, :n], extents[:, :n]
         near = np.flatnonzero((first < end[i]) & (last > start[i]))
         floors = np.zeros(len(near) + 1, np.int64)
@@ -160,13 +218,17 @@ def first_fit(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
     return offsets
 
 
-def skyline(start: Ints, end: Ints, size: Ints, order: Ints) -> Ints:
-    """Repeatedly place the buffer that can go lowest; the first in the order on ties."""
+def skyline(
+    start: Ints, end: Ints, size: Ints, order: Ints, clock: Clock = UNLIMITED
+) -> Ints | None:
+    """Repeatedly place the buffer that can go lowest; the first in the order on ties. None if time runs out."""
     n = len(size)
     rank = np.empty(n, np.int64)
     rank[order] = np.arange(n)
     offsets, key = np.zeros(n, np.int64), rank.copy()  # key: how low it can lie, then rank
     for _ in range(n):
+        if clock.over:
+            return None
         i = int(key.argmin())
         offsets[i] = key[i] // n
         key[i] = np.iinfo(np.int64).max

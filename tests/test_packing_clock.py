@@ -1,0 +1,84 @@
+"""The packer and its command end when the time given is over; the clock is a fake."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import packing as benchmark
+from packtrain import kernels
+from packtrain.packing import Packing, clash, exact, height, packings
+from packtrain.packing.clock import Clock
+from packtrain.packing.pack import crowd, shelves
+from tests.test_packing import EXAMPLE, Problem, hard, last, pairs_apart, problem
+
+
+class Ticking:
+    """A clock of which each look takes a second."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return float(self.looks)
+
+
+@pytest.mark.parametrize("seconds", [1, 5, 50, 450, 2_500, 4_000])
+def test_every_phase_looks_at_the_clock(seconds: int) -> None:
+    """Each buffer placed costs a look: time runs out in first fits, in skylines, and in the search."""
+    kernels.load_all(["packing"])
+    columns, now = hard(400), Ticking()
+    *_, best = packings(*columns, seconds=seconds, now=now)
+    assert now.looks <= seconds + 10
+    assert clash(*columns, best.offsets) is None
+    again = last(*columns, seconds=seconds, now=Ticking())
+    assert seconds > 3_000 or np.array_equal(best.offsets, again.offsets)
+
+
+def test_a_search_is_stopped_by_the_clock() -> None:
+    """Its limit of work would last for years."""
+    start, end, size = hard(400)
+    part = exact._Part(start, end, size, np.cumsum(size) - size, 1, np.arange(400))
+    now = Ticking()
+    budget = exact._Budget(Clock(20, now))
+    assert budget.left == exact.ENDLESS
+    assert not part._search(100_000, exact.ENDLESS, budget)
+    assert 20 < now.looks < 30
+
+
+def test_shelves_hold_what_has_no_time() -> None:
+    for seed in range(50):
+        start, end, size = problem(seed, 40, steps=20)
+        offsets = shelves(start, end, size)
+        assert pairs_apart(start, end, size, offsets)
+        octaves = np.frexp(size - 0.5)[1]
+        kinds = [octaves == k for k in set(octaves.tolist())]
+        most = sum(
+            max(int((mine & (start <= t) & (t < end)).sum()) for t in start) * int(size[mine].max())
+            for mine in kinds
+        )
+        assert height(size, offsets) <= most
+
+
+def test_the_crowd_of_a_buffer_is_the_most_alive_in_its_life() -> None:
+    for seed in range(30):
+        start, end, size = problem(seed, 40, steps=20)
+        alive = [int(size[(start <= t) & (t < end)].sum()) for t in range(int(end.max()))]
+        most = [max(alive[s:e]) for s, e in zip(start, end, strict=True)]
+        assert crowd(start, end, size).tolist() == most
+
+
+def test_the_time_of_reading_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, made = tmp_path / "in.csv", tmp_path / "out.csv"
+    given.write_text(EXAMPLE)
+    began, left = time.monotonic() - 7, []
+
+    def timed(columns: Problem, enough: int, seconds: float) -> tuple[Packing, float]:
+        left.append(seconds)
+        return last(*columns), 0.0
+
+    monkeypatch.setattr(benchmark, "timed", timed)
+    assert benchmark.solve(given, 0, 10.0, made, began) == 0
+    assert left[0] <= 3

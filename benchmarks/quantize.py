@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.decode import make_models
 from packtrain import kernels
+from packtrain.benching.llama import made
 from packtrain.dtypes import Dtype
 from packtrain.gguf import GGUF, write
 from packtrain.models.mix import MIXES, quantizable
@@ -106,7 +106,7 @@ def main() -> None:
     if options.times:
         kernels.prepare(kernels.PACKING)
         with tempfile.TemporaryDirectory() as folder:
-            model = options.model or make_models(Path(folder), ["F32"])[0]
+            model = options.model or made(Path(folder), "F32")
             compare_times(options.llama_quantize, model, options.types, Path(folder))
     else:
         compare_errors(options)

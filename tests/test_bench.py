@@ -193,6 +193,8 @@ def test_a_peer_that_fails_ends_the_command(
     [
         (["--part", "op"], "--part is op; it must be one of machine, ops, products, steps, llama"),
         (["--llama-bench", "none"], "--llama-bench: none does not exist"),
+        (["--llama-bench", __file__], "is not llama.cpp's llama-bench"),
+        ([__file__], "test_bench.py: "),
         (["--preset", "1b"], "--preset is 1b; it must be one of 1m, 15m, 110m"),
         (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
         (["none.gguf"], "BASE: none.gguf does not exist"),
@@ -338,7 +340,6 @@ def test_reading_and_writing_beside_llama_cpp(
     monkeypatch.setenv("PATH", "")
     assert llama.program(None) is None
     base = llama.made(tmp_path, "F16")
-    monkeypatch.setattr(llama, "TYPES", ())
     (alone,) = llama.tables(base, None, 1, counting, clock())
     assert alone.rows == [["F16", "reading 512", 512.0], ["F16", "writing 64", 64.0]]
     assert [*alone.notes] == [llama.WITHOUT]

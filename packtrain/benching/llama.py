@@ -66,12 +66,13 @@ def program(given: Path | None) -> Path | None:
 def tables(
     base: Path | None, bench: Path | None, rounds: int, counting: Counting, clock: Clock = CLOCK
 ) -> Iterator[Table]:
-    """The file's model, if one is given, and a model of random weights in each type. Raises PeerFailed, InputError."""
+    """The model of the file; without one, random weights in each type. Raises PeerFailed, InputError."""
     rows, about = list[list[Value]](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder, counting("llama.cpp", "model") as count:
-        for i, name in enumerate([*([base.stem] if base else []), *TYPES]):
-            count(i + 1, len(TYPES) + bool(base), name)
-            path = base if base and i == 0 else made(Path(folder), name)
+        names = [base.stem] if base else [f"{PRESET} {name}" for name in TYPES]
+        for i, name in enumerate(names):
+            count(i + 1, len(names), name)
+            path = base or made(Path(folder), TYPES[i])
             reading, writing = Speeds(READ), Speeds(WRITTEN)
             ours = Ours(path)
             for _ in range(rounds):
@@ -81,10 +82,9 @@ def tables(
                     writing.theirs.append(seconds[1])
                 reading.ours.append(ours.read(clock))
                 writing.ours.append(ours.write(clock))
-            label = path.stem if path == base else f"{PRESET} {name}"
             rows += [
-                row(label, f"reading {READ}", reading),
-                row(label, f"writing {WRITTEN}", writing),
+                row(name, f"reading {READ}", reading),
+                row(name, f"writing {WRITTEN}", writing),
             ]
     build = f"llama.cpp {about.get('build_number')} ({about.get('build_commit')})"
     notes = [f"{build}. The KV cache is f16 in both."] if bench else [WITHOUT]
@@ -149,7 +149,8 @@ def made(folder: Path, name: str) -> Path:
         config = PRESETS[PRESET]
         values = transformer.initial(config)
         save_model(plain, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
-    quantize(Quantize(plain, path, name), Events())
+    if path != plain:
+        quantize(Quantize(plain, path, name), Events())
     return path
 
 

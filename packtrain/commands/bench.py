@@ -16,7 +16,9 @@ from packtrain.benching.timing import Quiet
 from packtrain.commands import DONE, FAILED, say
 from packtrain.events import Counted
 from packtrain.files import check_writable, existing, write_text
+from packtrain.memory import settle
 from packtrain.models.config import PRESETS
+from packtrain.models.file import open_model
 from packtrain.settings import option, positional
 from packtrain.speed import WAITED
 from packtrain.watch.count import Count
@@ -35,7 +37,7 @@ class Bench:
     """Measure speed. On a busy machine the figures are lower than they should be, which is said."""
 
     base: Path | None = positional(
-        "a GGUF model: the ops of a LoRA step on it, and reading and writing", None
+        "a GGUF model: the ops of a LoRA step on it, and reading and writing with it", None
     )
     part: tuple[str, ...] = option(
         (), "what to measure, if not all; may be repeated", choices=PARTS
@@ -63,18 +65,13 @@ class Bench:
 
 def run(settings: Bench) -> int:
     """Measure, and print a table after each measurement. Raises InputError, OSError."""
-    for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
-        if file:
-            check_writable(file, flag)
-    for file, name in ((settings.base, "BASE"), (settings.llama_bench, "--llama-bench")):
-        if file:
-            existing(file, name)
+    bench = checked(settings)
     kernels.load_all()
     about, found = machine.about(), list[Table]()
     print(machine.sentence(about), flush=True)
     try:
         with Quiet() as quiet:
-            for table in measured(settings):
+            for table in measured(settings, bench):
                 print(f"\n{table.text()}", flush=True)
                 found.append(table)
     except PeerFailed as error:
@@ -95,14 +92,27 @@ def run(settings: Bench) -> int:
     return DONE
 
 
+def checked(settings: Bench) -> Path | None:
+    """llama-bench, if it is wanted and there. Raises InputError for what cannot be read or written, before any work."""
+    for file, flag in ((settings.json, "--json"), (settings.markdown, "--markdown")):
+        if file:
+            check_writable(file, flag)
+    for file, name in ((settings.base, "BASE"), (settings.llama_bench, "--llama-bench")):
+        if file:
+            existing(file, name)
+    if settings.base:
+        open_model(settings.base)
+    return llama.program(settings.llama_bench) if "llama" in settings.parts else None
+
+
 def quiet_or_not(waited: float) -> str:
     if waited < WAITED:
         return "The machine was quiet."
-    share = f"threads waited for the processor for {waited:.0%} of the time"
+    share = f"threads waited for the processor for {waited:.2f} s of each second"
     return f"The machine was busy ({share}): only ratios mean something, and those little."
 
 
-def measured(settings: Bench) -> Iterator[Table]:
+def measured(settings: Bench, bench: Path | None) -> Iterator[Table]:
     """The tables of all parts that were asked for."""
     parts, rounds = settings.parts, SHORT_ROUNDS if settings.short else settings.rounds
     if {"machine", "ops"} & {*parts}:
@@ -117,12 +127,12 @@ def measured(settings: Bench) -> Iterator[Table]:
             for i, (name, make) in enumerate(makers.items()):
                 count(i + 1, len(makers), name)
                 yield ops.measured(make(), rates, rounds)[0]
+                settle()  # its session is gone
     if "products" in parts:
         yield from products.tables(settings.short, rounds, counting)
     if "steps" in parts:
         yield from steps.tables(settings.presets, rounds, counting)
     if "llama" in parts:
-        bench = llama.program(settings.llama_bench)
         yield from llama.tables(settings.base, bench, rounds, counting)
 
 

@@ -31,9 +31,9 @@ FEATURES = {
     "sve": "SVE",
 }
 PACKAGES = "numpy", "numba", "torch"
-ROUNDS, TURNS = 15, 50_000  # the loop of multiply-adds is so short that others rarely interrupt it
+ROUNDS, TURNS = 30, 50_000  # the loop of multiply-adds is so short that others rarely interrupt it
 TRIES = 150  # of it
-NEAR, FAR = 1 << 18, 1 << 25  # f32: in a cache, and in memory
+NEAR, FAR = 1 << 18, 1 << 24  # f32: in a cache, and in memory
 PRODUCT = 1024, 4096, 1024  # of our product: large, and no side awkward
 LANES = 16
 

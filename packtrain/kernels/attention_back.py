@@ -1,6 +1,7 @@
 """The backward pass of attention, by the same blocks; recomputes probabilities from the log-sum-exp.
 
-A task is all of one kv head of one batch, so that dk and dv are summed in a fixed order, without atomics.
+A task is all of one kv head of one batch, so that dk and dv are summed in a fixed order, without atomics. If there are
+few of those, it is one head of the queries, with dk and dv of its own, which are added afterwards.
 """
 
 from numba import types
@@ -35,6 +36,7 @@ from packtrain.kernels.simd import (
     scratch,
     splat,
     store,
+    store_part,
     total,
 )
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
@@ -96,7 +98,7 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     (dq, dk, dv), (scale, window, cap) = grads, rule
     q_pos, k_pos, q_seq, k_seq = places_of
     T, H, D = q.shape[1:]
-    S, K = k.shape[1:3]
+    (S, K), G = k.shape[1:3], dk.shape[2]
     rows = min(queries_in_block(D), T - first)
     lanes = -(-rows // LANES) * LANES
     q_columns, dy_columns = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
@@ -105,6 +107,7 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     spots, state = scratch(PLACES), scratch(STATE)
     at, wide, line = ((b * T + first) * H + h) * D, H * D, K * D
     q_rows, dy_rows, dq_rows = address(q, at), address(dy, at), address(dq, at)
+    key_columns, value_columns = on_stack(packed_rows(D) * block), on_stack(packed_rows(D) * block)
     pack(q_columns, lanes, q_rows, wide, rows, D, scale * LOG2E)
     pack(dy_columns, lanes, dy_rows, wide, rows, D, scale)
     from_lse = address(lse, (b * H + h) * T + first)
@@ -118,38 +121,74 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
             continue
         at = ((b * S + start) * K + h // (H // K)) * D
         key, value = address(k, at), address(v, at)
-        rows_product(count, lanes, D, p, lanes, key, line, q_columns, lanes, False)
-        rows_product(count, lanes, D, ds, lanes, value, line, dy_columns, lanes, False)
+        to = ((b * S + start) * G + h // (H // G)) * D
+        pack(key_columns, block, key, line, count, D, 1.0)
+        pack(value_columns, block, value, line, count, D, 1.0)
+        columns_product(count, lanes, D, p, lanes, key_columns, block, q_columns, lanes, False)
+        columns_product(count, lanes, D, ds, lanes, value_columns, block, dy_columns, lanes, False)
         if cap > 0:
             squash(p, count * lanes, cap * LOG2E)
         if seen == SOME:
             hide(p, lanes, spots, k_pos, k_seq, b, start, count)
         soften_back(p, ds, lanes, count, state, cap * LOG2E)
-        rows_product(count, D, rows, address(dv, at), line, p, lanes, dy_rows, wide, True)
-        rows_product(count, D, rows, address(dk, at), line, ds, lanes, q_rows, wide, True)
+        rows_product(count, D, rows, address(dv, to), G * D, p, lanes, dy_rows, wide, True)
+        rows_product(count, D, rows, address(dk, to), G * D, ds, lanes, q_rows, wide, True)
         columns_product(rows, D, count, dq_rows, wide, ds, lanes, key, line, True)
 
 
 @kernel(void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64))
 def head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task):
-    """All of one kv head of one batch."""
+    """All of one head of dk and dv, in one batch."""
     T, H, D = q.shape[1:]
-    S, K = k.shape[1:3]
-    b, head, group = task // K, task % K, H // K
+    S, G = grads[1].shape[1:3]
+    b, head, group = task // G, task % G, H // G
     for x in grads[1:]:
-        clear(address(x, (b * S * K + head) * D), K * D, S, D)
+        clear(address(x, (b * S * G + head) * D), G * D, S, D)
     for h in range(head * group, (head + 1) * group):
         for first in range(0, T, queries_in_block(D)):
             attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first)
 
 
+@kernel(void(out4, out4, i64))
+def add_heads(x, parts, row):
+    """x[row] = sum of the heads of parts[row] that share a head of x, in their order."""
+    K, D = x.shape[2:]
+    group = parts.shape[2] // K
+    for k in range(K):
+        to, source = (row * K + k) * D, (row * K + k) * group * D
+        for d in range(0, D, LANES):
+            v = load_part(parts, source + d, D - d)
+            for g in range(1, group):
+                v = v + load_part(parts, source + g * D + d, D - d)
+            store_part(x, to + d, v, D - d)
+
+
 @kernel(
     void(
-        out4, out4, out4, in4, in4, in3, in4, in4, in4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32
+        *(out4, out4, out4, out4, out4, in4, in4, in3, in4, in4, in4),
+        *(ids2, ids2, ids2, ids2, ids1, f32, i64, f32),
     ),
 )
 def attention_back(
-    dq, dk, dv, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap
+    dq,
+    dk,
+    dv,
+    own_dk,
+    own_dv,
+    dy,
+    y,
+    lse,
+    q,
+    k,
+    v,
+    q_pos,
+    k_pos,
+    q_seq,
+    k_seq,
+    length,
+    scale,
+    window,
+    cap,
 ):
     """Gradients of attention at (y, lse); zero for a query without keys.
 
@@ -158,13 +197,18 @@ def attention_back(
 
         q, y, dy, dq  (B, T, H, D)  f32
         k, v, dk, dv  (B, S, K, D)  f32, zeros if no query sees the key
+        own_dk, own_dv  (B, S, H, D): workspace for those of each head of q; or dk and dv
         the rest as in attention; dq may be y
     """
     B, T, H, D = q.shape
     keys = extent(k.shape[1], length, D)
-    grads, places_of, rule = (dq, dk, dv), (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
+    grads, tasks = (dq, own_dk, own_dv), B * own_dk.shape[2]
+    places_of, rule = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)
     if B * T * H * D * keys < SERIAL:
-        for task in range(B * k.shape[2]):
+        for task in range(tasks):
             head_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, task)
     else:
-        each(head_back, (grads, dy, y, lse, q, k, v, places_of, keys, rule), B * k.shape[2])
+        each(head_back, (grads, dy, y, lse, q, k, v, places_of, keys, rule), tasks)
+    if own_dk.shape[2] > dk.shape[2]:
+        each(add_heads, (dk, own_dk), B * k.shape[1])
+        each(add_heads, (dv, own_dv), B * k.shape[1])

@@ -56,17 +56,30 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
     with builder.if_then(add):
         for cell in cells:
             builder.store(read(builder, spots[cell], mask), sums[cell])
-    with cgutils.for_range(builder, depth) as loop:
-        k = loop.index
-        rights = [read(builder, at(builder, b, k, ldb, I64(j * LANES)), mask) for j in range(width)]
+    step = lda if by_column else I64(1)
+    tops = [a] if by_column else [at(builder, a, I64(i), lda, I64(0)) for i in range(0, height, 3)]
+    moving = [(cgutils.alloca_once_value(builder, top), step) for top in tops]
+    moving.append((cgutils.alloca_once_value(builder, b), ldb))
+    with cgutils.for_range(builder, depth):
+        *lefts, right = (builder.load(place) for place, _ in moving)
+        rights = [
+            read(builder, at(builder, right, I64(0), ldb, I64(j * LANES)), mask)
+            for j in range(width)
+        ]
         for i in range(height):
-            order = (k, lda, I64(i)) if by_column else (I64(i), lda, k)
-            left = builder.load(at(builder, a, *order), typ=F32, align=4)
+            order = (
+                (lefts[0], I64(0), lda, I64(i))
+                if by_column
+                else (lefts[i // 3], I64(i % 3), lda, I64(0))
+            )
+            left = builder.load(at(builder, *order), typ=F32, align=4)
             left = spread(builder, left, VECTOR)
             for j in range(width):
                 done = builder.load(sums[i, j])
                 done = call(builder, "llvm.fma.v16f32", VECTOR, left, rights[j], done)
                 builder.store(done, sums[i, j])
+        for place, by in moving:
+            builder.store(builder.gep(builder.load(place), [by], source_etype=F32), place)
     for cell in cells:
         write(builder, builder.load(sums[cell]), spots[cell], mask)
 

@@ -8,6 +8,8 @@ from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
 from packtrain.ops.costs import Cost, attended, queries
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
+FEW_HEADS = 8  # kv heads of all batches, below which the gradient has a task for each query head
+
 
 def _want_heads(q, k, v):
     """Batch, queries, query heads and keys."""
@@ -233,17 +235,26 @@ def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
         d[...] = value.reshape(b, h // heads, heads, t, width).sum(2).swapaxes(1, 2)
 
 
+@attention_back.workspace("cpu")
+def attention_back_work(dy, y, lse, q, k, *others, **rule):
+    """With few kv heads in all, dk and dv of each query head, so that there are tasks enough."""
+    (b, s, heads, d), own = k.shape, q.shape[2]
+    few = b * heads < FEW_HEADS and own > heads
+    return (Spec((b, s, own, d)),) * 2 if few else ()
+
+
 @attention_back.kernel("cpu")
-def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
-    rule = scale, window, softcap
-    kernels.attention_back.attention_back(*out, dy, y, lse, q, k, v, *_where(*where), *rule)
+def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap, work=()):
+    rule, own = (scale, window, softcap), work or out[1:]
+    kernels.attention_back.attention_back(*out, *own, dy, y, lse, q, k, v, *_where(*where), *rule)
 
 
 @attention_back.cost
 def attention_back_cost(out, dy, y, lse, q, k, v, *where, scale, window, softcap):
-    pairs = attended(q, k, window)  # one kv head at a time
+    pairs = attended(q, k, window)
     work = {"attend back": 5 * q.shape[-1] * pairs, "score back": pairs}
-    return Cost(work, tasks=k.shape[0] * k.shape[2], masked=True)
+    heads = q if attention_back_work(dy, y, lse, q, k) else k
+    return Cost(work, tasks=heads.shape[0] * heads.shape[2], masked=True)
 
 
 @attention_back.samples

@@ -34,7 +34,7 @@ LAYERS = {
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
     "quant": "dtypes kernels",
-    "ops": "dtypes tensor kernels quant",
+    "ops": "dtypes errors tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
     "optim": "settings dtypes tensor graph kernels ops grad",
     "interpret": "dtypes tensor graph",

@@ -79,7 +79,7 @@ def measured(clock: Clock = CLOCK, rounds: int = ROUNDS) -> Rates:
 
     m, n, k = PRODUCT
     a, b, y = (np.ones(shape, np.float32) for shape in ((m, k), (n, k), (m, n)))
-    product = fastest(lambda: _module("matmul").product(y, a, b.T, False))
+    product = fastest(lambda: _module("matmul").product(y, a, b.T, False, 0))
     return Rates(
         fma_one=multiplied(1),
         fma=multiplied(threads),

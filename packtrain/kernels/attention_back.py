@@ -96,8 +96,7 @@ def keys_in_block(lanes, width):
 def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     """One block of queries of one head: sets its rows of dq, adds to dk and dv."""
     (dq, dk, dv), (scale, window, cap) = grads, rule
-    q_pos, k_pos, q_seq, k_seq = places_of
-    T, H, D = q.shape[1:]
+    (q_pos, k_pos, q_seq, k_seq), (T, H, D) = places_of, q.shape[1:]
     (S, K), G = k.shape[1:3], dk.shape[2]
     rows = min(queries_in_block(D), T - first)
     lanes = -(-rows // LANES) * LANES
@@ -165,42 +164,25 @@ def add_heads(x, parts, row):
 
 @kernel(
     void(
-        *(out4, out4, out4, out4, out4, in4, in4, in3, in4, in4, in4),
+        *(types.UniTuple(out4, 5), in4, in4, in3, in4, in4, in4),
         *(ids2, ids2, ids2, ids2, ids1, f32, i64, f32),
     ),
 )
 def attention_back(
-    dq,
-    dk,
-    dv,
-    own_dk,
-    own_dv,
-    dy,
-    y,
-    lse,
-    q,
-    k,
-    v,
-    q_pos,
-    k_pos,
-    q_seq,
-    k_seq,
-    length,
-    scale,
-    window,
-    cap,
+    outs, dy, y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap
 ):
     """Gradients of attention at (y, lse); zero for a query without keys.
 
+    outs = (dq, dk, dv, own_dk, own_dv)
     dv_j = sum_i p_ij dy_i, ds_ij = scale * p_ij (dy_i v_j - dy_i y_i), with a cap times 1 - (z_ij / cap)**2,
     dq_i = sum_j ds_ij k_j, dk_j = sum_i ds_ij q_i
 
         q, y, dy, dq  (B, T, H, D)  f32
         k, v, dk, dv  (B, S, K, D)  f32, zeros if no query sees the key
-        own_dk, own_dv  (B, S, H, D): workspace for those of each head of q; or dk and dv
+        own_dk, own_dv  (B, S, H, D)  f32, workspace for those of each head of q; or dk and dv
         the rest as in attention; dq may be y
     """
-    B, T, H, D = q.shape
+    (B, T, H, D), (dq, dk, dv, own_dk, own_dv) = q.shape, outs
     keys = extent(k.shape[1], length, D)
     grads, tasks = (dq, own_dk, own_dv), B * own_dk.shape[2]
     places_of, rule = (q_pos, k_pos, q_seq, k_seq), (scale, window, cap)

@@ -6,8 +6,8 @@
 from numba import types
 
 from packtrain.kernels.call import each, kernel, part, spans
-from packtrain.kernels.gemm import DEEP, sgemm, times_block, unrolled
-from packtrain.kernels.panels import PANEL, pack_b
+from packtrain.kernels.gemm import DEEP, sgemm, times_block
+from packtrain.kernels.panels import PANEL, pack_b, places
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -99,12 +99,12 @@ def strip(y, x, w, channels, filters, windows, start, sizes):
     for first in range(0, size, DEEP):
         depth = min(i64(DEEP), size - first)
         lay(False, panel, PANEL, x, first, depth, start, sizes)
-        for at in range(depth * PANEL, unrolled(depth) * PANEL, LANES):
+        for at in range(depth * PANEL, places(depth, 0) * PANEL, LANES):
             store(panel, at, splat(0.0))
         keep = f32(1.0) if first else f32(0.0)
         left, target = min(i64(PANEL), windows - start), address(y, start)
         given = filters, left, address(w, first), size, panel, depth
-        times_block(0, *given, ONE, keep, target, windows)
+        times_block(0, *given, ONE, keep, target, windows, 0)
 
 
 @kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
@@ -140,10 +140,10 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
         left = min(i64(PANEL), windows - start)
         for f in range(0, filters, DEEP):
             many = min(i64(DEEP), filters - f)
-            pack_b(panel, address(dy, f * windows + start), 0, windows, many, unrolled(many), left)
+            pack_b(panel, address(dy, f * windows + start), 0, windows, many, left, 0)
             keep = f32(1.0) if f else f32(0.0)
             given = depth, left, address(w, f * size + first), size, panel, many
-            times_block(1, *given, ONE, keep, columns, PANEL)
+            times_block(1, *given, ONE, keep, columns, PANEL, 0)
         lay(True, columns, PANEL, dx, first, depth, start, sizes)
 
 
@@ -201,7 +201,7 @@ def share(partial, dy, x, pictures, channels, filters, shares, sizes, number):
                 lay(False, columns, SIDE, image, first, wide, start, sizes)
                 sgemm(
                     *(0, 1, many, wide, count, ONE, source, windows, columns, SIDE),
-                    *(ONE, address(target, first), size),
+                    *(ONE, address(target, first), size, 0),
                 )
 
 

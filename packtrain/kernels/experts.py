@@ -124,7 +124,7 @@ def matmul_id_task(y, x, w, ids, accumulate, task):
         end = min(j + WIDE, y.shape[1])
         dot_rows(y[start:stop], x[start:stop], turned, accumulate, j, end)
     else:
-        block(y[start:stop], x[start:stop], turned, accumulate, 0, stop - start, j, WIDE)
+        block(y[start:stop], x[start:stop], turned, accumulate, 0, 0, stop - start, j, WIDE)
 
 
 @kernel(void(out2, in2, any_in3, ids1, types.boolean))
@@ -151,7 +151,7 @@ def packed_matmul_id_task(y, x, kind, w, experts, ids, accumulate, task):
     start, stop = first_of(ids, e), first_of(ids, e + 1)
     if start < stop:
         matrix, end = w[e * high : (e + 1) * high], min(j + WIDE, high)
-        columns(y[start:stop], x[start:stop], kind, matrix, accumulate, j, end)
+        columns(y[start:stop], x[start:stop], kind, matrix, accumulate, 0, j, end)
 
 
 @kernel(void(out2, in2, i64, packed2, i64, ids1, types.boolean))
@@ -171,7 +171,7 @@ def packed_matmul_id_back_task(dx, dy, step, kind, w, experts, ids, accumulate, 
         multiply_back(
             *(kind, stop - start, high, k, c, min(k, c + step)),
             *(address(dy, start * high), high, w.ctypes.data + e * high * nbytes, nbytes),
-            *(accumulate, address(dx, start * k), k),
+            *(accumulate, address(dx, start * k), k, 0),
         )
 
 
@@ -188,7 +188,7 @@ def out_prod_id_task(y, a, b, ids, accumulate, task):
     """HIGH rows of the product of one expert; zeros for one without rows."""
     e, i = task % y.shape[0], task // y.shape[0] * HIGH
     start, stop = first_of(ids, e), first_of(ids, e + 1)
-    block(y[e], a[start:stop].T, b[start:stop], accumulate, i, HIGH, 0, y.shape[2])
+    block(y[e], a[start:stop].T, b[start:stop], accumulate, 0, i, HIGH, 0, y.shape[2])
 
 
 @kernel(void(out3, in2, in2, ids1, types.boolean))

@@ -1,4 +1,4 @@
-"""A single-threaded sgemm: both operands packed, register tiles of fused multiply-adds.
+"""A single-threaded sgemm: both operands packed, register tiles of fused multiply-adds, or of bf16 dot products.
 
 Every element of c is a sum over blocks of k, each of them in order; the blocks depend on k alone.
 """
@@ -12,13 +12,17 @@ from packtrain.kernels.call import each, kernel
 from packtrain.kernels.panels import (
     AVX512,
     GROUP,
+    HALF,
+    HALVES,
     PANEL,
     ROWS,
+    UNROLL,
     ZERO,
     beyond,
     emit_prefetch,
     pack_a,
     pack_b,
+    places,
     vector_at,
 )
 from packtrain.kernels.simd import (
@@ -32,20 +36,27 @@ from packtrain.kernels.simd import (
     scratch,
 )
 
-DEEP, BROAD = (512, 288) if AVX512 else (384, 384)  # most of k and of columns in a block of b
+DEEP, BROAD = (512, 288) if AVX512 else (384, 384)  # most places of k and columns in a block of b
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
-UNROLL = 4
 B_SIZE, A_SIZE = DEEP * BROAD, DEEP * GROUP * GROUPS
 USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
 PAGE = 1024  # f32 of a page of memory
 AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
 i64, f32 = types.int64, types.float32
-SGEMM = types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, i64, f32, i64, i64)
+SGEMM = types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, i64, f32, i64, i64, i64)
 
 
-def emit_turn(builder, width, left, right, sums):
-    """The sums after one more k: ROWS values at `left` times `width` vectors at `right`."""
+def emit_add(builder, half, a, b, sum_):
+    """sum_ + a * b in each lane, of f32 or of two bf16."""
+    if not half:
+        return simd.call(builder, "llvm.fma.v16f32", VECTOR, a, b, sum_)
+    a, b = (builder.bitcast(x, HALVES) for x in (a, b))
+    return simd.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, sum_, a, b)
+
+
+def emit_turn(builder, half, width, left, right, sums):
+    """The sums after one more place: ROWS values at `left` times `width` vectors at `right`."""
     places = [builder.add(right, I64(64 * w)) for w in range(width)]
     for place in places:
         emit_prefetch(builder, builder.add(place, I64(AHEAD)))
@@ -55,13 +66,12 @@ def emit_turn(builder, width, left, right, sums):
         spot = builder.inttoptr(builder.add(left, I64(4 * r)), F32.as_pointer())
         many = simd.spread(builder, builder.load(spot), VECTOR)
         for w, column in enumerate(columns):
-            args = many, column, sums[r * width + w]
-            now.append(simd.call(builder, "llvm.fma.v16f32", VECTOR, *args))
+            now.append(emit_add(builder, half, many, column, sums[r * width + w]))
     return now
 
 
-def emit_sums(builder, width, a, panel, depth, ahead):
-    """ROWS x width sums over k of packed a and panel; depth is a multiple of UNROLL and above 0."""
+def emit_sums(builder, half, width, a, panel, depth, ahead):
+    """ROWS x width sums over the places of packed a and panel; depth is a multiple of UNROLL and above 0."""
     before = builder.block
     loop, after = (builder.append_basic_block(name) for name in ("k", "sums"))
     builder.branch(loop)
@@ -71,7 +81,7 @@ def emit_sums(builder, width, a, panel, depth, ahead):
     now = sums
     for u in range(UNROLL):
         row = builder.add(left, I64(4 * GROUP * u))
-        now = emit_turn(builder, width, row, builder.add(right, I64(4 * PANEL * u)), now)
+        now = emit_turn(builder, half, width, row, builder.add(right, I64(4 * PANEL * u)), now)
     emit_prefetch(builder, next_a)
     steps = (
         (k, I64(UNROLL), I64(0)),
@@ -112,19 +122,24 @@ def emit_write(builder, value, alpha, beta, c, left):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, width, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left):
-    """c = alpha * a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns."""
-    if not isinstance(width, types.IntegerLiteral):
+def tile(typingctx, half, width, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left):
+    """c = alpha * a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` columns.
+
+    half and width are literals; without bf16 nothing is compiled for half = 1.
+    """
+    if not all(isinstance(x, types.IntegerLiteral) for x in (half, width)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left = args
+        if half.literal_value and not HALF:
+            return context.get_dummy_value()
+        _, _, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left = args
         count = width.literal_value
         for r in range(ROWS):
             for w in range(count):
                 at = beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
                 emit_prefetch(builder, at, write=1)
-        sums = emit_sums(builder, count, a, panel, depth, ahead)
+        sums = emit_sums(builder, half.literal_value, count, a, panel, depth, ahead)
         for r in range(ROWS):
             with builder.if_then(builder.icmp_signed("<", I64(r), rows), likely=True):
                 for w in range(count):
@@ -133,7 +148,7 @@ def tile(typingctx, width, a, panel, depth, ahead, alpha, beta, c, ldc, rows, le
                     emit_write(builder, sums[r * count + w], alpha, beta, at, room)
         return context.get_dummy_value()
 
-    sig = types.void(width, i64, i64, i64, i64, f32, f32, i64, i64, i64, i64)
+    sig = types.void(half, width, i64, i64, i64, i64, f32, f32, i64, i64, i64, i64)
     return sig, codegen
 
 
@@ -147,11 +162,28 @@ def block_product(m, n, a, b, deep, alpha, beta, c, ldc):
             ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
             target = address(c, i * ldc + j)
             if left > 2 * LANES:
-                tile(3, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(0, 3, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
             elif left > LANES:
-                tile(2, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(0, 2, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
             else:
-                tile(1, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(0, 1, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+
+
+@kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64))
+def half_product(m, n, a, b, deep, alpha, beta, c, ldc):
+    """The same of a and b packed as bf16."""
+    for i in range(0, m, ROWS):
+        group = address(a, i // ROWS * deep * GROUP)
+        for j in range(0, n, PANEL):
+            panel, left, rows = address(b, j * deep), min(n - j, PANEL), m - i
+            ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
+            target = address(c, i * ldc + j)
+            if left > 2 * LANES:
+                tile(1, 3, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+            elif left > LANES:
+                tile(1, 2, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+            else:
+                tile(1, 1, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
 
 
 @kernel(i64(i64, i64, i64))
@@ -161,20 +193,17 @@ def even(size, most, unit):
     return max(-(-size // (count * unit)) * unit, unit)
 
 
-@kernel(i64(i64))
-def unrolled(depth):
-    """A depth rounded up to whole turns of the loop over k; what is added are zeros."""
-    return -(-max(depth, 1) // UNROLL) * UNROLL
-
-
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64, f32, f32, i64, i64))
-def times_block(ta, m, n, a, lda, block, depth, alpha, beta, c, ldc):
+@kernel(types.void(i64, i64, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64))
+def times_block(ta, m, n, a, lda, block, depth, alpha, beta, c, ldc, half):
     """c (m, n) = alpha * op(a) @ block + beta * c; the block was packed by `pack_b`, at most (DEEP, BROAD)."""
-    chunk, deep = scratch(A_SIZE), unrolled(depth)
+    chunk, deep = scratch(A_SIZE), places(depth, half)
     for i in range(0, m, CHUNK):
-        height = min(m - i, CHUNK)
-        pack_a(chunk, address(a, i if ta else i * lda), ta, lda, depth, deep, height)
-        block_product(height, n, chunk, block, deep, alpha, beta, address(c, i * ldc), ldc)
+        height, target = min(m - i, CHUNK), address(c, i * ldc)
+        pack_a(chunk, address(a, i if ta else i * lda), ta, lda, depth, height, half)
+        if half:
+            half_product(height, n, chunk, block, deep, alpha, beta, target, ldc)
+        else:
+            block_product(height, n, chunk, block, deep, alpha, beta, target, ldc)
 
 
 @kernel(types.void(i64))
@@ -191,21 +220,22 @@ def use_stacks(threads):
 
 
 @kernel(SGEMM)
-def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, half):
     """c (m, n) = alpha * op(a) @ op(b) + beta * c on one thread; a, b, c are addresses, row-major.
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
+    With half = 1, a and b are rounded to bf16 and their products summed in f32.
     A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack.
     """
     block = scratch(B_SIZE)
-    step, across = even(k, DEEP, LANES), even(n, BROAD, PANEL)
+    step, across = even(k, DEEP << half, LANES), even(n, BROAD, PANEL)
     for p in range(0, max(k, 1), step):
         depth = min(k - p, step)
         keep = beta if p == 0 else f32(1.0)
         for j in range(0, n, across):
-            width = min(n - j, across)
+            width, target = min(n - j, across), address(c, j)
             source = address(b, j * ldb + p if tb else p * ldb + j)
-            pack_b(block, source, tb, ldb, depth, unrolled(depth), width)
+            pack_b(block, source, tb, ldb, depth, width, half)
             left = address(a, p * lda if ta else p)
-            times_block(ta, m, width, left, lda, block, depth, alpha, keep, address(c, j), ldc)
+            times_block(ta, m, width, left, lda, block, depth, alpha, keep, target, ldc, half)

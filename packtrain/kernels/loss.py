@@ -148,16 +148,16 @@ def cross_entropy_back(d_logits, d_loss, logits, targets, weights):
         each(row_loss_back, (d_logits, d_loss[0], logits, targets, weights), N)
 
 
-@kernel(void(a2, a2, i64, packed2, i64, i64, i64))
-def project(logits, x, kind, w, rows, start, stop):
+@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64))
+def project(logits, x, kind, w, half, rows, start, stop):
     """logits[:rows, start:stop] = x[:rows] @ w[start:stop].T."""
     C, (V, nbytes) = x.shape[1], w.shape
     x_at, out = address(x, 0), address(logits, start)
     w_at = w.ctypes.data + start * nbytes
     if kind == F32:
-        sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V)
+        sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V, half)
     else:
-        multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V)
+        multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V, half)
 
 
 @kernel(void(a1, a1, i64, a2, i1, f32, i64, i64))
@@ -177,8 +177,8 @@ def row_lse(losses, right, lse, logits, targets, cap, counted, i):
     losses[row] = value - logits[i, target]
 
 
-@kernel(void(a2, a2, a2, i1, a1, i64, f32, i64, i64, i64, i64, i64))
-def slice_back(dw, logits, x, targets, weights, lse, cap, counted, after, rows, start, stop):
+@kernel(void(a2, a2, a2, i1, a1, i64, f32, i64, i64, i64, i64, i64, i64))
+def slice_back(dw, logits, x, targets, weights, lse, cap, counted, after, half, rows, start, stop):
     """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x."""
     C, V = x.shape[1], logits.shape[1]
     for i in range(rows):
@@ -192,21 +192,22 @@ def slice_back(dw, logits, x, targets, weights, lse, cap, counted, after, rows, 
             poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
     if dw.size:
         at, x_at, out = address(logits, start), address(x, 0), address(dw, start * C)
-        sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, after, out, C)
+        sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, after, out, C, half)
 
 
 @kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64, i64))
-def tile_back(dx, logits, kind, w, stop_row, high, tiles, across, task):
+def tile_back(dx, logits, kind, w, half, stop_row, high, across, task):
     """dx[i, start:stop] = d_logits[i] @ w[:, start:stop] for up to `high` rows i and `across` columns."""
     C, (V, nbytes) = dx.shape[1], w.shape
+    tiles = -(-C // across)
     row, start = task // tiles * high, task % tiles * across
     rows, stop = min(high, stop_row - row), min(C, start + across)
     at, out, w_at = address(logits, row * V), address(dx, row * C), w.ctypes.data
     if kind == F32:
         columns, target = w_at + 4 * start, address(out, start)
-        sgemm(0, 0, rows, stop - start, V, 1.0, at, V, columns, C, 0.0, target, C)
+        sgemm(0, 0, rows, stop - start, V, 1.0, at, V, columns, C, 0.0, target, C, half)
     else:
-        multiply_back(kind, rows, V, C, start, stop, at, V, w_at, nbytes, False, out, C)
+        multiply_back(kind, rows, V, C, start, stop, at, V, w_at, nbytes, False, out, C, half)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i1, i64, i64))
@@ -240,9 +241,9 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@kernel(void(a1, a1, a1, a2, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32))
+@kernel(void(a1, a1, a1, a2, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32, i64))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, logits, some, x, unit, kind, w, targets, weights, cap
+    loss, losses, right, dx, dw, logits, some, x, unit, kind, w, targets, weights, cap, half
 ):
     """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
@@ -252,6 +253,7 @@ def linear_cross_entropy(
         x, dx (N, C), w, dw (V, C), losses, right, targets int32, weights (N,), loss (1,)
         logits (chunk, V), some (chunk, C): workspace
         w u8 (V, row bytes), of a kind of `dequantize` with `unit` elements in a block
+    With half = 1, factors of all products are rounded to bf16.
     """
     C, V, N = x.shape[1], w.shape[0], x.shape[0]
     chunk, lse, counted = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
@@ -259,23 +261,22 @@ def linear_cross_entropy(
     for zeros in (losses, right):
         fill_zero(address(zeros, 0), zeros.size)
     fill_zero(address(dx, 0), dx.size)
-    rows, after, at = 0, 0, 0
+    after, at = 0, 0
     while at < N:
         rows, at = find_targets(counted, targets, at, chunk)
         if rows == 0:
             break
         each(move_row, (some, x, counted, False), rows)
-        spans(project, (logits, some, kind, w, rows), V, width)
+        spans(project, (logits, some, kind, w, half, rows), V, width)
         each(row_lse, (losses, right, lse, logits, targets, cap, counted), rows)
         if dx.size + dw.size > 0:
-            sliced = (dw, logits, some, targets, weights, lse, cap, counted, after, rows)
+            sliced = (dw, logits, some, targets, weights, lse, cap, counted, after, half, rows)
             spans(slice_back, sliced, V, width)
         if dx.size:
             again = PACKING if kind == F32 else UNPACKING
             high, across = shares(rows, C, threads(), max(unit, LANES), again)
-            tiles = -(-C // across)
-            given = (some, logits, kind, w, rows, high, tiles, across)
-            each(tile_back, given, -(-rows // high) * tiles)
+            given = (some, logits, kind, w, half, rows, high, across)
+            each(tile_back, given, -(-rows // high) * -(-C // across))
             each(move_row, (some, dx, counted, True), rows)
         after = 1
     if after == 0:

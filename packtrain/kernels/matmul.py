@@ -93,8 +93,8 @@ def check(y, a, b):
         raise ValueError("product: y must have unit stride on its last axis")
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64))
-def block(y, a, b, accumulate, i, rows, j, columns):
+@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64, i64))
+def block(y, a, b, accumulate, half, i, rows, j, columns):
     """y[i : i + rows, j : j + columns], cut off at the edges of y."""
     m, k = a.shape
     n = b.shape[1]
@@ -106,31 +106,32 @@ def block(y, a, b, accumulate, i, rows, j, columns):
     source_b = address(b, j * ldb if tb else j)
     gemm.sgemm(
         *(ta, tb, min(rows, m - i), min(columns, n - j), k, f32(1.0)),
-        *(source_a, lda, source_b, ldb, beta, address(y, i * ldy + j), ldy),
+        *(source_a, lda, source_b, ldb, beta, address(y, i * ldy + j), ldy, half),
     )
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64))
-def block_task(y, a, b, accumulate, rows, columns, across, task):
-    block(y, a, b, accumulate, task // across * rows, rows, task % across * columns, columns)
+@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64, i64, i64, i64, i64))
+def block_task(y, a, b, accumulate, half, rows, columns, across, task):
+    block(y, a, b, accumulate, half, task // across * rows, rows, task % across * columns, columns)
 
 
-@kernel(void(any_out2, any_in2, any_in2, types.boolean))
-def product(y, a, b, accumulate):
+@kernel(void(any_out2, any_in2, any_in2, types.boolean, i64))
+def product(y, a, b, accumulate, half):
     """y = a @ b, or y + a @ b.
 
         a  (M, K)  f32, unit stride on either axis
         b  (K, N)  f32, unit stride on either axis
         y  (M, N)  f32, unit stride on the last axis
 
-    Up to 4 rows against a transposed b use dot products, bound by reading b once.
+    Up to 4 rows against a transposed b use dot products, bound by reading b once, unless half = 1: a and b are rounded
+    to bf16, and their products summed in f32.
     """
     check(y, a, b)
     if y.size == 0:
         return
     m, k = a.shape
     n = b.shape[1]
-    if m <= FEW_ROWS and layout(b)[0] == 1 and layout(a)[0] == 0:
+    if half == 0 and m <= FEW_ROWS and layout(b)[0] == 1 and layout(a)[0] == 0:
         step = max(16, -(-(1 << 16) // max(k * m, 1)))
         if n <= step:
             dot_rows(y, a, b, accumulate, 0, n)
@@ -139,9 +140,9 @@ def product(y, a, b, accumulate):
         return
     count = threads()
     if m * n * k <= SMALL or count == 1:
-        block(y, a, b, accumulate, 0, m, 0, n)
+        block(y, a, b, accumulate, half, 0, m, 0, n)
         return
     rows, columns = shares(m, n, count, LANES, PACKING)
     across = -(-n // columns)
-    given = (y, a, b, accumulate, rows, columns, across)
+    given = (y, a, b, accumulate, half, rows, columns, across)
     each(block_task, given, -(-m // rows) * across)

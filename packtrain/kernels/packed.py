@@ -10,9 +10,9 @@ from numba import types
 from packtrain.kernels.call import each, kernel, spans, threads
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.dots import FUSED, dot
-from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, even, times_block, unrolled
+from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, even, times_block
 from packtrain.kernels.matmul import shares
-from packtrain.kernels.panels import PANEL, pack_b
+from packtrain.kernels.panels import PANEL, pack_b, pair, places
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -33,15 +33,19 @@ i64, f32, void = types.int64, types.float32, types.void
 COLUMNS = 256  # dequantized at a time: the most that a block can have
 FEW_ROWS, SUMS = 4, 64  # up to this many rows use dot products
 LINE = COLUMNS + PANEL  # scratch: the values of a long block, and space after them
+LINES = 2 * LINE
 FLAT = DEEP * PANEL
 UNPACKING = 16  # dequantizing a value costs as much as this many multiply-adds
 SMALL = 1 << 21  # below this many multiply-adds a parallel region does not pay
 LEAST_COLUMNS = 128  # of a task of `product_back`
 
 
-@kernel(void(*[i64] * 8, types.boolean, i64, i64))
-def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy):
-    """y (m, n) = x (m, k) @ w (n, k).T, + y if `add`; x, w and y are addresses, `nbytes` are those of a row of w."""
+@kernel(void(*[i64] * 8, types.boolean, i64, i64, i64))
+def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy, half):
+    """y (m, n) = x (m, k) @ w (n, k).T, + y if `add`; x, w and y are addresses, `nbytes` are those of a row of w.
+
+    With half = 1, x and w are rounded to bf16.
+    """
     flat, block = scratch(FLAT), scratch(B_SIZE)
     step, across = even(k, DEEP, COLUMNS), even(n, BROAD, PANEL)
     for p in range(0, max(k, 1), step):
@@ -54,31 +58,34 @@ def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy):
                 for r in range(some):
                     source = w + (j + c + r) * nbytes + p * nbytes // k
                     row(kind, address(flat, r * DEEP), source, depth)
-                panel = address(block, c * unrolled(depth))
-                pack_b(panel, flat, 1, DEEP, depth, unrolled(depth), some)
+                pack_b(address(block, c * places(depth, half)), flat, 1, DEEP, depth, some, half)
             left, target = address(x, p), address(y, j)
-            times_block(0, m, width, left, ldx, block, depth, f32(1.0), keep, target, ldy)
+            times_block(0, m, width, left, ldx, block, depth, f32(1.0), keep, target, ldy, half)
 
 
-@kernel(void(*[i64] * 10, types.boolean, i64, i64))
-def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx):
+@kernel(void(*[i64] * 10, types.boolean, i64, i64, i64))
+def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, half):
     """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], + x if `add`; start and stop - start whole blocks."""
-    line, block = scratch(LINE), scratch(B_SIZE)
+    lines, block, per = scratch(LINES), scratch(B_SIZE), 1 + half
     step = even(n, DEEP, LANES)
     for p in range(0, max(n, 1), step):
         depth = min(n - p, step)
-        deep = unrolled(depth)
+        deep = places(depth, half)
         keep = f32(1.0) if add or p else f32(0.0)
         for c in range(start, stop, COLUMNS):
             width = min(stop - c, COLUMNS)
             for r in range(deep):
-                if r < depth:
-                    row(kind, line, w + (p + r) * nbytes + c * nbytes // k, width)
+                for i in range(r * per, min(r * per + per, depth)):
+                    source = w + (p + i) * nbytes + c * nbytes // k
+                    row(kind, address(lines, i % per * LINE), source, width)
                 for j in range(0, width, LANES):
-                    values = load(line, j) if r < depth else splat(0.0)
+                    values = load(lines, j) if r * per < depth else splat(0.0)
+                    if half:
+                        after = load(lines, LINE + j) if r * per + 1 < depth else splat(0.0)
+                        values = pair(values, after)
                     store(block, j // PANEL * PANEL * deep + r * PANEL + j % PANEL, values)
             left, target = address(y, p), address(x, c)
-            times_block(0, m, width, left, ldy, block, depth, f32(1.0), keep, target, ldx)
+            times_block(0, m, width, left, ldy, block, depth, f32(1.0), keep, target, ldx, half)
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
@@ -114,28 +121,28 @@ def dots(y, x, kind, w, add, start, stop):
             poke(y, i * n + j, peek(y, i * n + j) + s if add else s)
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
-def columns(y, x, kind, w, add, start, stop):
+@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64))
+def columns(y, x, kind, w, add, half, start, stop):
     m, k = x.shape
     n, nbytes = y.shape[1], w.shape[1]
-    if m <= FEW_ROWS:
+    if m <= FEW_ROWS and half == 0:
         dots(y, x, kind, w, add, start, stop)
     else:
         multiply(
             *(kind, m, stop - start, k, address(x, 0), k, w.ctypes.data + start * nbytes, nbytes),
-            *(add, address(y, start), n),
+            *(add, address(y, start), n, half),
         )
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean))
-def product(y, x, kind, w, add):
+@kernel(void(out2, in2, i64, packed2, types.boolean, i64))
+def product(y, x, kind, w, add, half):
     """y = x @ w.T, or y + x @ w.T.
 
         x  (M, K)          f32
         w  (N, row bytes)  packed
         y  (M, N)          f32
 
-    Up to 4 rows use dot products, bound by reading w once.
+    Up to 4 rows use dot products, bound by reading w once, unless half = 1: x and w are rounded to bf16.
     """
     m, k = x.shape
     n = w.shape[0]
@@ -143,25 +150,25 @@ def product(y, x, kind, w, add):
         return
     count = threads()
     if n * k * (m + UNPACKING) < SMALL or count == 1:
-        columns(y, x, kind, w, add, 0, n)
+        columns(y, x, kind, w, add, half, 0, n)
         return
-    spans(columns, (y, x, kind, w, add), n, -(-n // (count * LANES)) * LANES)
+    spans(columns, (y, x, kind, w, add, half), n, -(-n // (count * LANES)) * LANES)
 
 
-@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64))
-def product_back_task(x, y, kind, w, add, rows, step, across, task):
+@kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64, i64, i64, i64))
+def product_back_task(x, y, kind, w, add, half, rows, step, across, task):
     """`rows` rows and `step` columns of x."""
     m, k = x.shape
     n, nbytes = w.shape
     i, c = task // across * rows, task % across * step
     multiply_back(
         *(kind, min(rows, m - i), n, k, c, min(k, c + step), address(y, i * n), n),
-        *(w.ctypes.data, nbytes, add, address(x, i * k), k),
+        *(w.ctypes.data, nbytes, add, address(x, i * k), k, half),
     )
 
 
-@kernel(void(out2, in2, i64, i64, packed2, types.boolean))
-def product_back(x, y, block, kind, w, add):
+@kernel(void(out2, in2, i64, i64, packed2, types.boolean, i64))
+def product_back(x, y, block, kind, w, add, half):
     """x = y @ w, or x + y @ w.
 
     y  (M, N)          f32
@@ -173,5 +180,5 @@ def product_back(x, y, block, kind, w, add):
         return
     rows, step = shares(m, k, threads(), max(block, LEAST_COLUMNS), UNPACKING)
     across = -(-k // step)
-    given = (x, y, kind, w, add, rows, step, across)
+    given = (x, y, kind, w, add, half, rows, step, across)
     each(product_back_task, given, across * -(-m // rows))

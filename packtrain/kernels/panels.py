@@ -1,11 +1,14 @@
-"""Both operands of a product packed: panels of columns and groups of rows, as register tiles read them."""
+"""Both operands of a product packed: panels of columns and groups of rows, as register tiles read them.
+
+With `half`, values are rounded to bf16, and two steps of k are one 32-bit place: the even one in its lower half.
+"""
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from packtrain.kernels import runtime, simd
-from packtrain.kernels.call import kernel
+from packtrain.kernels.call import kernel, part
 from packtrain.kernels.simd import (
     I32,
     I64,
@@ -19,8 +22,10 @@ from packtrain.kernels.simd import (
 )
 
 AVX512 = runtime.has("avx512f")
+HALF = AVX512 and runtime.has("avx512bf16")  # whether bf16 can be multiplied
 ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vectors
 PANEL = WIDE * LANES
+UNROLL = 4  # steps of a tile's loop
 GROUP = 8  # places for the rows of a tile in packed a
 ALONG, BELOW = 192, 4  # prefetched ahead of what is packed: bytes of a row, and rows
 i64 = types.int64
@@ -42,6 +47,38 @@ def emit_prefetch(builder, place, write=0):
         builder, "llvm.prefetch.p0", ir.VoidType(),
         builder.inttoptr(place, BYTE), I32(write), I32(3), I32(1),
     )  # fmt: skip
+
+
+class Bfloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, Bfloat)
+
+    def __hash__(self):
+        return hash(Bfloat)
+
+
+HALVES = ir.VectorType(Bfloat(), 2 * LANES)
+WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+def emit_pair(builder, low, high):
+    """Two vectors rounded to bf16, side by side in each lane."""
+    if not HALF:
+        return low
+    both = simd.call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", HALVES, high, low)
+    words, order = builder.bitcast(both, WORDS), [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
+    mixed = builder.shuffle_vector(
+        words, words, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order)
+    )
+    return builder.bitcast(mixed, VECTOR)
+
+
+pair = simd.lanewise(emit_pair, 2)
 
 
 def emit_row(builder, source, ld, number, last, left):
@@ -83,6 +120,23 @@ def turn16(typingctx, source, ld, last, left, target, ld_target):
 
 
 @intrinsic
+def turn16_pairs(typingctx, source, ld, last, left, target, ld_target):
+    """The same in bf16: 16 x 8 pairs."""
+
+    def codegen(context, builder, sig, args):
+        source, ld, last, left, target, ld_target = args
+        rows = [emit_row(builder, source, ld, r, last, left) for r in range(LANES)]
+        turned = emit_turned(builder, rows, 4)
+        for r in range(LANES // 2):
+            spot = beyond(builder, target, builder.mul(I64(r), ld_target))
+            value = emit_pair(builder, turned[2 * r], turned[2 * r + 1])
+            builder.store(value, vector_at(builder, spot), align=64)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64, i64, i64), codegen
+
+
+@intrinsic
 def turn_group(typingctx, source, ld, last, left, target):
     """8 x 16 of `source` transposed to 16 x 8 in a row."""
 
@@ -94,6 +148,29 @@ def turn_group(typingctx, source, ld, last, left, target):
         return context.get_dummy_value()
 
     return types.void(i64, i64, i64, i64, i64), codegen
+
+
+@intrinsic
+def turn_group_pairs(typingctx, source, ld, last, left, target):
+    """The same in bf16: 8 x 8 pairs in a row."""
+
+    def codegen(context, builder, sig, args):
+        source, ld, last, left, target = args
+        rows = [emit_row(builder, source, ld, r, last, left) for r in range(GROUP)]
+        turned = emit_turned(builder, rows, 3)
+        for r in range(GROUP // 2):
+            low, high = (halves_of(builder, turned[2 * r : 2 * r + 2], n) for n in (0, 1))
+            spot = builder.add(target, I64(64 * r))
+            builder.store(emit_pair(builder, low, high), vector_at(builder, spot), align=64)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64, i64), codegen
+
+
+def halves_of(builder, rows, number):
+    """The lower (0) or upper (1) halves of two vectors, side by side."""
+    lanes = [LANES * (i // GROUP) + GROUP * number + i % GROUP for i in range(LANES)]
+    return builder.shuffle_vector(*rows, ir.Constant(simd.BITS, lanes))
 
 
 @intrinsic
@@ -125,68 +202,85 @@ def deal(typingctx, source, ld, target, apart):
             builder.load(vector_at(builder, place), align=4)
             for place in (source, beyond(builder, source, ld))
         ]
-        for half in range(2):
-            lanes = [LANES * (i // GROUP) + GROUP * half + i % GROUP for i in range(LANES)]
-            values = builder.shuffle_vector(*rows, ir.Constant(simd.BITS, lanes))
-            spot = beyond(builder, target, builder.mul(apart, I64(half)))
-            builder.store(values, vector_at(builder, spot), align=64)
+        for number in range(2):
+            spot = beyond(builder, target, builder.mul(apart, I64(number)))
+            builder.store(halves_of(builder, rows, number), vector_at(builder, spot), align=64)
         return context.get_dummy_value()
 
     return types.void(i64, i64, i64, i64), codegen
 
 
+@part(i64(i64, i64))
+def places(depth, half):
+    """Places of packed values for a depth, whole turns of the loop over them; what is added are zeros."""
+    count = (max(depth, 1) + half) // (1 + half)
+    return -(-count // UNROLL) * UNROLL
+
+
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
-def pack_b(block, b, tb, ldb, depth, deep, n):
+def pack_b(block, b, tb, ldb, depth, n, half):
     """Panels (deep, PANEL) of op(b) (depth, n), one behind the other, zeros beyond it."""
+    deep, per = places(depth, half), 1 + half
     if tb == 0:
-        whole = n // PANEL * PANEL
-        for k in range(depth):
+        whole = 0 if half else n // PANEL * PANEL
+        for k in range(0, depth, per):
+            to = k // per * PANEL
             for j in range(0, whole, PANEL):
-                move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + k * PANEL))
+                move_panel(address(b, k * ldb + j), ldb, address(block, j * deep + to))
             for j in range(whole, n, PANEL):
                 for w in range(0, PANEL, LANES):
                     left = max(n - j - w, 0)
-                    store(block, j * deep + k * PANEL + w, load_part(b, k * ldb + j + w, left))
+                    values = load_part(b, k * ldb + j + w, left)
+                    if half:
+                        after = load_part(b, (k + 1) * ldb + j + w, left if k + 1 < depth else 0)
+                        values = pair(values, after)
+                    store(block, j * deep + to + w, values)
     else:
         for j in range(0, n, PANEL):
             for w in range(0, min(n - j, PANEL), LANES):
                 last = min(n - j - w, LANES) - 1
                 for k in range(0, depth, LANES):
                     source = address(b, (j + w) * ldb + k)
-                    turn16(
-                        source,
-                        ldb,
-                        last,
-                        depth - k,
-                        address(block, j * deep + k * PANEL + w),
-                        PANEL,
-                    )
+                    target = address(block, j * deep + k // per * PANEL + w)
+                    if half:
+                        turn16_pairs(source, ldb, last, depth - k, target, PANEL)
+                    else:
+                        turn16(source, ldb, last, depth - k, target, PANEL)
     for j in range(0, n, PANEL):
-        for k in range(depth, deep):
+        for k in range(-(-depth // per), deep):
             for w in range(0, PANEL, LANES):
                 store(block, j * deep + k * PANEL + w, splat(0.0))
 
 
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
-def pack_a(block, a, ta, lda, depth, deep, m):
+def pack_a(block, a, ta, lda, depth, m, half):
     """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it."""
+    deep, per = places(depth, half), 1 + half
     if ta:
-        pairs = depth // 2 * 2 if ROWS == GROUP else 0
+        pairs = depth // 2 * 2 if ROWS == GROUP and half == 0 else 0
         whole = m // LANES * LANES
         for k in range(0, pairs, 2):
             for i in range(0, whole, LANES):
                 target = address(block, (i // ROWS * deep + k) * GROUP)
                 deal(address(a, k * lda + i), lda, target, deep * GROUP)
-        for k in range(depth):
+        for k in range(0, depth, per):
             for i in range(whole if k < pairs else 0, m, ROWS):
-                values = load_part(a, k * lda + i, min(m - i, ROWS))
-                store_part(block, (i // ROWS * deep + k) * GROUP, values, GROUP)
+                left = min(m - i, ROWS)
+                values = load_part(a, k * lda + i, left)
+                if half:
+                    after = load_part(a, (k + 1) * lda + i, left if k + 1 < depth else 0)
+                    values = pair(values, after)
+                store_part(block, (i // ROWS * deep + k // per) * GROUP, values, GROUP)
     else:
         for i in range(0, m, ROWS):
             last = min(m - i, ROWS) - 1
             for k in range(0, depth, LANES):
-                target = address(block, (i // ROWS * deep + k) * GROUP)
-                turn_group(address(a, i * lda + k), lda, last, depth - k, target)
+                source = address(a, i * lda + k)
+                target = address(block, (i // ROWS * deep + k // per) * GROUP)
+                if half:
+                    turn_group_pairs(source, lda, last, depth - k, target)
+                else:
+                    turn_group(source, lda, last, depth - k, target)
     for i in range(0, m, ROWS):
-        for k in range(depth, deep):
+        for k in range(-(-depth // per), deep):
             store_part(block, (i // ROWS * deep + k) * GROUP, splat(0.0), GROUP)

@@ -87,6 +87,7 @@ class Config(Sizes):
     optional           optional tensors that this model has, such as "attn_q.bias" (in all blocks) or
                        "rope_freqs.weight"
     lora               LoRA adapters of its matrices
+    precision          of the products of a training step, see ops.matmul; not part of a file
     """
 
     rope_freq_base: float = 10_000.0
@@ -103,6 +104,7 @@ class Config(Sizes):
     temperature_scale: float = 0.0
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
+    precision: str = "f32"
 
     @property
     def traits(self) -> Architecture:

@@ -5,7 +5,7 @@ Builds tensors from a Config and leaves. Weights have their GGUF names; `attend`
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 
@@ -76,11 +76,8 @@ def _feed_forward_shapes(config: Config) -> Shapes:
     )  # fmt: skip
     shapes: Shapes = {"ffn_norm": (c,)}
     if e:
-        exps: Shapes = {
-            "ffn_gate_exps": (e, f, c),
-            "ffn_up_exps": (e, f, c),
-            "ffn_down_exps": (e, c, f),
-        }
+        exps: Shapes = {"ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
+        exps["ffn_down_exps"] = (e, c, f)
         return shapes | {"ffn_gate_inp": (e, c)} | exps
     shapes |= {"ffn_up": (2 * f, c)} if traits.fused else {"ffn_gate": (f, c), "ffn_up": (f, c)}
     shapes["ffn_down"] = (c, f)
@@ -132,7 +129,7 @@ class Block:
 
     def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) (+ acc)."""
-        y = ops.matmul(x, self.weight(name), acc)
+        y = ops.matmul(x, self.weight(name), acc, precision=self.config.precision)
         whole = self.config.slices.get(name, (name,))[0]
         if f"{whole}.bias" in self.config.optional:
             y = ops.add(y, self.weight(name, "bias"))
@@ -144,7 +141,9 @@ class Block:
         if found is None:
             return y
         a, b, by, drop = found
-        return ops.matmul(ops.scale(ops.matmul(drop(x), a), by=by), b, y)
+        how = self.config.precision
+        low = ops.scale(ops.matmul(drop(x), a, precision=how), by=by)
+        return ops.matmul(low, b, y, precision=how)
 
     def low(self, name: str) -> Low | None:
         """A, B and scale of a weight's LoRA adapter, and its dropout function; None if it has none."""
@@ -235,12 +234,9 @@ def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables
 
 
 def rope_table(
-    config: Config,
-    rope: Rope,
-    pos: Tensor,
-    factors: Tensor | None,
+    config: Config, rope: Rope, pos: Tensor, factors: Tensor | None,
     growth: tuple[float, int] = (0.0, 1),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     table = ops.rope_table(
         pos, factors, dims=config.rope_width, base=rope.base, divisor=rope.divisor, blend=rope.blend,
         magnitude=rope.magnitude, growth=growth,
@@ -339,8 +335,9 @@ def loss(
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
     x, weights = output_norm(config, w, last), input("weights", counted)
+    cap, how = config.final_softcap, config.precision
     results = ops.linear_cross_entropy(
-        x, head(w), targets, weights, chunk=chunk, softcap=config.final_softcap
+        x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how
     )
     loss, losses, right = map(named, ("loss", "losses", "right"), results)
     return Loss(loss, losses, right, [*chain(*layers)])
@@ -378,6 +375,7 @@ def generation(
     returned. All of them are inputs, so one plan serves every position and every mix of sequences.
     The cache holds keys and values as f32 or f16.
     """
+    config = replace(config, precision="f32")  # with few rows, rounding only costs time
     tokens, pos, seq, cell = (input(n, (time,), i32) for n in ("tokens", "pos", "seq", "cell"))
     cell_pos, cell_seq = input("cell_pos", (cells,), i32), input("cell_seq", (cells,), i32)
     length, wanted_rows = input("length", (1,), i32), input("rows", (wanted,), i32)

@@ -5,9 +5,10 @@ import zlib
 
 import numpy as np
 
-from packtrain import quant
-from packtrain.dtypes import dtype_of
-from packtrain.tensor import GraphError, Tensor, refusal
+from packtrain import kernels, quant
+from packtrain.dtypes import PRECISIONS, dtype_of
+from packtrain.errors import InputError
+from packtrain.tensor import GraphError, Tensor, refusal, want
 
 ABSENT = np.empty(0, np.float32)
 ABSENT_IDS = np.empty(0, np.int32)
@@ -38,6 +39,28 @@ def flat_or_absent(x, absent=ABSENT):
 def floats(w):
     """w for NumPy: dequantized unless it is f32, or f64 in a check."""
     return w if w.dtype in (np.float32, np.float64) else quant.dequantize(w)
+
+
+def want_precision(precision):
+    want(precision in PRECISIONS, f"precision is {precision}; it must be {' or '.join(PRECISIONS)}")
+
+
+def rounded(x, precision):
+    """Values as a product of this precision takes them: f32 rounded to bf16, to even, and back; f64 stays."""
+    if precision == "f32" or x.dtype != np.float32:
+        return x
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    up = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    return np.where(np.isnan(x), x, (up & np.uint32(0xFFFF0000)).view(np.float32))
+
+
+def half(precision):
+    """1 if factors of a product are rounded to bf16, else 0, as kernels take it."""
+    if precision == "f32":
+        return 0
+    if not kernels.panels.HALF:
+        raise InputError("precision bf16: this CPU has no AVX512_BF16; use precision f32")
+    return 1
 
 
 def packed(w):

@@ -245,8 +245,8 @@ def attention_back_work(dy, y, lse, q, k, *others, **rule):
 
 @attention_back.kernel("cpu")
 def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap, work=()):
-    rule, own = (scale, window, softcap), work or out[1:]
-    kernels.attention_back.attention_back(*out, *own, dy, y, lse, q, k, v, *_where(*where), *rule)
+    rule, outs = (scale, window, softcap), (*out, *(work or out[1:]))
+    kernels.attention_back.attention_back(outs, dy, y, lse, q, k, v, *_where(*where), *rule)
 
 
 @attention_back.cost

@@ -6,7 +6,7 @@ repeated here, because importing them needs numba and planning does not; a test 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from packtrain.dtypes import Dtype, f32
 from packtrain.tensor import Tensor
@@ -65,6 +65,12 @@ def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
     packed = 0.0 if m <= FEW_ROWS and not turned else float(packing(m, n, k))
     work = {"multiply": multiplied(m, n, k), "pack": packed}
     return Cost(work, tasks=1 if m * n * k <= SMALL else math.inf)
+
+
+def at(precision: str, cost: Cost) -> Cost:
+    """The cost of products in this precision: bf16 are multiplied two at a time."""
+    by = 0.5 if precision == "bf16" else 1.0
+    return replace(cost, work={**cost.work, "multiply": by * cost.work["multiply"]})
 
 
 def product_with(m: int, w: Tensor, count: int = 1) -> Cost:

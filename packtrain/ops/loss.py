@@ -5,7 +5,17 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops import costs
-from packtrain.ops.arrays import flat, flat_or_absent, floats, packed, rows, rows_or_absent
+from packtrain.ops.arrays import (
+    flat,
+    flat_or_absent,
+    floats,
+    half,
+    packed,
+    rounded,
+    rows,
+    rows_or_absent,
+    want_precision,
+)
 from packtrain.ops.costs import Cost, elementwise
 from packtrain.ops.elementwise import mul
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -168,6 +178,7 @@ def linear_cross_entropy(
     *,
     chunk: int = 256,
     softcap: float = 0.0,
+    precision: str = "f32",
 ) -> tuple[Spec, ...]:
     """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
 
@@ -182,8 +193,9 @@ def linear_cross_entropy(
         losses   (...)     f32, by row, not weighted
         right    (...)     f32, 1 where no logit is larger than the target's, else 0
         dx, dw             f32, as x and w; no dw if w is neither f32 nor bf16
-    Exact; the idea of chunks as in Liger-Kernel's fused linear cross-entropy.
+    precision as in matmul. The idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
+    want_precision(precision)
     _check_head(x, w, chunk, softcap)
     _check_targets(targets, weights, x.shape[:-1])
     dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
@@ -203,23 +215,23 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 
 
 @linear_cross_entropy.workspace("cpu")
-def linear_cross_entropy_work(x, w, targets, weights, *, chunk, softcap):
+def linear_cross_entropy_work(x, w, targets, weights, *, chunk, **how):
     rows = min(chunk, max(targets.spec.size, 1))
     return Spec((rows, w.shape[0])), Spec((rows, w.shape[1]))
 
 
 @linear_cross_entropy.kernel("numpy")
-def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
+def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap, precision):
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, right, dx, dw = (*out, None)[:5]
-    w = floats(w)
+    x, w = rounded(x, precision), rounded(floats(w), precision)
     logits = x @ w.T
     if right is not None:
         right[...] = _is_largest(logits, targets)
     logits, slope = _capped(logits, softcap)
     losses[...], p = _losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
-    d = _dlogits(p, targets, weights) * slope
+    d = rounded(_dlogits(p, targets, weights) * slope, precision)
     if dx is not None:
         dx[...] = d @ w
     if dw is not None:
@@ -227,18 +239,18 @@ def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap):
 
 
 @linear_cross_entropy.kernel("cpu")
-def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, work):
+def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, precision, work):
     _check_ids("linear_cross_entropy", targets, len(w))
     loss, losses, right, dx, dw = (*out, None)[:5]
     by_row = flat(loss), flat(losses), flat_or_absent(right)
     arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), *work
     given = rows(x), dtype_of(w).block, *packed(w), flat(targets), flat(weights)
-    kernels.loss.linear_cross_entropy(*arrays, *given, softcap)
+    kernels.loss.linear_cross_entropy(*arrays, *given, softcap, half(precision))
 
 
 @linear_cross_entropy.cost
-def linear_cross_entropy_cost(out, x, w, targets, weights, *, chunk, softcap):
-    return costs.head(x, w, *(*out, None)[3:5], chunk)
+def linear_cross_entropy_cost(out, x, w, targets, weights, *, chunk, softcap, precision):
+    return costs.at(precision, costs.head(x, w, *(*out, None)[3:5], chunk))
 
 
 @linear_cross_entropy.samples

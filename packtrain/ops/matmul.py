@@ -7,7 +7,16 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.ops import costs
-from packtrain.ops.arrays import demand, floats, packed, rows, start_with
+from packtrain.ops.arrays import (
+    demand,
+    floats,
+    half,
+    packed,
+    rounded,
+    rows,
+    start_with,
+    want_precision,
+)
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -22,14 +31,17 @@ def _is_matrix(index: int, t: Tensor) -> bool:
 
 
 @op(inplace=(2,), acc=2)
-def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
+def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = "f32") -> Spec:
     """Multiply rows of x by rows of w: y = x @ w.T (+ acc). ggml_mul_mat.
 
     x    (..., K)   f32
     w    (N, K)     any readable type; f32 may be a transposed view, or (..., N, K): leading axes broadcast
     acc  (..., N)   f32
     y    (..., N)   f32
+
+    precision  bf16 rounds x and w to it, for gradients too, and sums in f32; for CPUs with AVX512_BF16
     """
+    want_precision(precision)
     want(x.dtype == f32, f"x is {x.spec}; it must be f32")
     _want_readable(w)
     want(
@@ -62,58 +74,53 @@ def _want_readable(w: Tensor) -> None:
 
 
 @matmul.vjp
-def matmul_vjp(dy, y, x, w, acc):
+def matmul_vjp(dy, y, x, w, acc, **how):
     # dw is written first: x is then no longer needed when dx is computed
     if w.dtype not in TRAINABLE:
         dw = None
     elif len(w.shape) > 2:
-        dw = sum_like(matmul(transpose(dy), transpose(x)), w)
+        dw = sum_like(matmul(transpose(dy), transpose(x), **how), w)
     else:
-        dw = out_prod(dy, x)
-    dx = sum_like(matmul(dy, transpose(w)), x) if w.dtype == f32 else matmul_back(dy, w)
+        dw = out_prod(dy, x, **how)
+    plain = w.dtype == f32
+    dx = sum_like(matmul(dy, transpose(w), **how), x) if plain else matmul_back(dy, w, **how)
     return dx, dw, (None if acc is None else dy)
 
 
 @matmul.kernel("numpy")
-def matmul_numpy(y, x, w, acc):
-    product = np.matmul(x, np.swapaxes(floats(w), -1, -2))
+def matmul_numpy(y, x, w, acc, precision):
+    x, w = rounded(x, precision), rounded(floats(w), precision)
+    product = np.matmul(x, np.swapaxes(w, -1, -2))
     y[...] = product if acc is None else product + acc
 
 
 @matmul.kernel("cpu", strided=_is_matrix)
-def matmul_cpu(y, x, w, acc):
+def matmul_cpu(y, x, w, acc, precision):
+    how = acc is not None, half(precision)
     if acc is not None:
         start_with(y, acc)
     if w.dtype != np.float32:
-        kernels.packed.product(rows(y), rows(x), *packed(w), acc is not None)
+        kernels.packed.product(rows(y), rows(x), *packed(w), *how)
         return
     if w.ndim == 2:
-        kernels.matmul.product(rows(y), rows(x), w.T, acc is not None)
+        kernels.matmul.product(rows(y), rows(x), w.T, *how)
         return
     leading = y.shape[:-2]
     x, w = (np.broadcast_to(t, (*leading, *t.shape[-2:])) for t in (x, w))
     for at in np.ndindex(leading):
-        kernels.matmul.product(y[at], x[at], w[at].T, acc is not None)
+        kernels.matmul.product(y[at], x[at], w[at].T, *how)
 
 
 @matmul.cost
-def matmul_cost(y, x, w, acc):
-    return costs.product_with(y.spec.size // max(w.shape[-2], 1), w, math.prod(y.shape[:-2]))
+def matmul_cost(y, x, w, acc, precision):
+    m, count = y.spec.size // max(w.shape[-2], 1), math.prod(y.shape[:-2])
+    return costs.at(precision, costs.product_with(m, w, count))
 
 
 @matmul.samples
 def matmul_samples():
-    for m, n, k in (
-        (1, 1, 1),
-        (3, 15, 16),
-        (17, 64, 63),
-        (9, 65, 33),
-        (70, 300, 129),
-        (130, 1100, 129),
-        (1, 65, 17),
-        (2, 700, 65),
-        (4, 17, 256),
-    ):
+    shapes = (1, 1, 1), (3, 15, 16), (17, 64, 63), (9, 65, 33), (70, 300, 129), (130, 1100, 129)
+    for m, n, k in (*shapes, (1, 65, 17), (2, 700, 65), (4, 17, 256)):
         yield matmul(input("x", (m, k)), input("w", (n, k)))
     yield matmul(input("x", (2, 3, 16)), transpose(input("w", (16, 8))))
     yield matmul(input("x", (5, 7)), input("w", (9, 7)), input("acc", (5, 9)))
@@ -140,7 +147,9 @@ def _packed_weights():
 
 
 @op(inplace=(2,), acc=2)
-def matmul_back(dy: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
+def matmul_back(
+    dy: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = "f32"
+) -> Spec:
     """Gradient of matmul for x where w is quantized: dx = dy @ w (+ acc).
 
     dy   (..., N)   f32
@@ -148,6 +157,7 @@ def matmul_back(dy: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
     acc  (..., K)   f32
     dx   (..., K)   f32
     """
+    want_precision(precision)
     want(dy.dtype == f32, f"dy is {dy.spec}; it must be f32")
     _want_readable(w)
     want(dy.shape[-1:] == w.shape[:1], f"last axis of dy {dy.spec} must equal first of w {w.spec}")
@@ -157,28 +167,29 @@ def matmul_back(dy: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
 
 
 @matmul_back.vjp
-def matmul_back_vjp(ddx, dx, dy, w, acc):
-    dw = out_prod(dy, ddx) if w.dtype in TRAINABLE else None
-    return matmul(ddx, w), dw, (None if acc is None else ddx)
+def matmul_back_vjp(ddx, dx, dy, w, acc, **how):
+    dw = out_prod(dy, ddx, **how) if w.dtype in TRAINABLE else None
+    return matmul(ddx, w, **how), dw, (None if acc is None else ddx)
 
 
 @matmul_back.kernel("numpy")
-def matmul_back_numpy(dx, dy, w, acc):
-    product = dy @ floats(w)
+def matmul_back_numpy(dx, dy, w, acc, precision):
+    product = rounded(dy, precision) @ rounded(floats(w), precision)
     dx[...] = product if acc is None else product + acc
 
 
 @matmul_back.kernel("cpu")
-def matmul_back_cpu(dx, dy, w, acc):
+def matmul_back_cpu(dx, dy, w, acc, precision):
     if acc is not None:
         start_with(dx, acc)
     block = dtype_of(w).block
-    kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), acc is not None)
+    how = acc is not None, half(precision)
+    kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *how)
 
 
 @matmul_back.cost
-def matmul_back_cost(dx, dy, w, acc):
-    return costs.product_back(dy.spec.size // w.shape[0], w)
+def matmul_back_cost(dx, dy, w, acc, precision):
+    return costs.at(precision, costs.product_back(dy.spec.size // w.shape[0], w))
 
 
 @matmul_back.samples
@@ -190,7 +201,7 @@ def matmul_back_samples():
 
 
 @op(inplace=(2,), acc=2)
-def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Spec:
+def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None, *, precision: str = "f32") -> Spec:
     """Sum of outer products over all leading axes: y = a.T @ b (+ acc); a weight's gradient. See outer.
 
     a    (..., P)   f32
@@ -198,6 +209,7 @@ def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Spec:
     acc  (P, Q)     f32
     y    (P, Q)     f32
     """
+    want_precision(precision)
     want(a.dtype == f32 and b.dtype == f32, f"a is {a.spec} and b is {b.spec}; both must be f32")
     want(a.shape[:-1] == b.shape[:-1], f"leading axes of a {a.spec} and b {b.spec} must be equal")
     y = Spec((a.shape[-1], b.shape[-1]))
@@ -206,26 +218,27 @@ def out_prod(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Spec:
 
 
 @out_prod.vjp
-def out_prod_vjp(dy, y, a, b, acc):
-    return matmul(b, dy), matmul(a, transpose(dy)), (None if acc is None else dy)
+def out_prod_vjp(dy, y, a, b, acc, **how):
+    return matmul(b, dy, **how), matmul(a, transpose(dy), **how), (None if acc is None else dy)
 
 
 @out_prod.kernel("numpy")
-def out_prod_numpy(y, a, b, acc):
-    product = rows(a).T @ rows(b)
+def out_prod_numpy(y, a, b, acc, precision):
+    product = rounded(rows(a), precision).T @ rounded(rows(b), precision)
     y[...] = product if acc is None else product + acc
 
 
 @out_prod.kernel("cpu")
-def out_prod_cpu(y, a, b, acc):
+def out_prod_cpu(y, a, b, acc, precision):
     if acc is not None:
         start_with(y, acc)
-    kernels.matmul.product(y, rows(a).T, rows(b), acc is not None)
+    kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, half(precision))
 
 
 @out_prod.cost
-def out_prod_cost(y, a, b, acc):
-    return costs.product(*y.shape, a.spec.size // a.shape[-1], turned=True)
+def out_prod_cost(y, a, b, acc, precision):
+    one = costs.product(*y.shape, a.spec.size // a.shape[-1], turned=True)
+    return costs.at(precision, one)
 
 
 @out_prod.samples

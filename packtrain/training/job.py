@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from packtrain.design.plans import Base, StepShape
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import Value
-from packtrain.kernels.runtime import cache_root, writable
+from packtrain.kernels.runtime import cache_root, has, writable
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import save_model
@@ -243,7 +243,9 @@ def shape_of(
     evaluate: bool,
     base: Base | None = None,
 ) -> StepShape:
-    """What a step of the settings computes."""
+    """What a step of the settings computes. Raises InputError for a precision that this CPU has not."""
+    check_precision(settings)
+    config = replace(config, precision=settings.precision)
     optimizer = OPTIMIZERS[settings.optimizer]
     norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
     if optimizer.first_length is not None:
@@ -259,6 +261,13 @@ def shape_of(
         base=base,
         max_value=value,
     )
+
+
+def check_precision(settings: RunSettings) -> None:
+    if settings.precision == "bf16" and settings.device == "cpu" and not has("avx512bf16"):
+        raise InputError(
+            "--precision bf16: this CPU has no AVX512_BF16, without which it is not faster; leave it out"
+        )
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:

@@ -1,0 +1,104 @@
+"""Products whose factors are rounded to bf16: both backends round alike, and threads change no bit."""
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import backends, kernels, ops
+from packtrain.checking.running import run
+from packtrain.dtypes import BLOCK_TYPES, i32
+from packtrain.errors import InputError
+from packtrain.ops.arrays import rounded
+from packtrain.quant import quantize
+from packtrain.tensor import Tensor, constant, input
+from tests.checks import same_bits
+
+pytestmark = pytest.mark.skipif(not kernels.panels.HALF, reason="this CPU has no AVX512_BF16")
+
+SHAPES = ((1, 1, 1), (3, 15, 16), (4, 48, 7), (9, 65, 33), (70, 300, 129), (130, 97, 1100), (64, 31, 515))  # fmt: skip
+HOW = {"precision": "bf16"}
+
+
+def values(graph: pt.Graph, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    leaves = (leaf for leaf in graph.leaves if leaf.kind == "input")
+    given = {leaf.label: leaf.spec for leaf in leaves}
+    return {
+        name: rng.integers(0, 50, spec.shape).astype(np.int32)
+        if spec.dtype == i32
+        else rng.standard_normal(spec.shape).astype(np.float32)
+        for name, spec in given.items()
+    }
+
+
+def both(outputs: dict[str, Tensor]) -> None:
+    """Both backends give the same up to the order of sums; one thread gives what all give."""
+    graph = pt.Graph(outputs)
+    given = values(graph)
+    ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
+    for name in outputs:
+        scale = max(1.0, float(np.abs(spec[name]).max()))
+        assert np.abs(ours[name] - spec[name]).max() <= 2e-5 * scale, name
+    count = kernels.threads()
+    kernels.set_threads(1)
+    try:
+        same_bits(run(graph, given, (backends.cpu,)), ours, "threads")
+    finally:
+        kernels.set_threads(count)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_products_round_alike_on_both_backends(m: int, n: int, k: int) -> None:
+    x, w, dy = input("x", (m, k)), input("w", (n, k)), input("dy", (m, n))
+    both({"y": ops.matmul(x, w, input("acc", (m, n)), **HOW)})
+    both({"dx": ops.matmul(dy, ops.transpose(w), **HOW), "dw": ops.out_prod(dy, x, **HOW)})
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_K", "q5_0"])
+def test_products_with_packed_weights_round_alike(name: str) -> None:
+    plain = np.random.default_rng(1).standard_normal((75, 768)).astype(np.float32)
+    w = constant("w", quantize(plain, BLOCK_TYPES[name]), BLOCK_TYPES[name])
+    both({"y": ops.matmul(input("x", (33, 768)), w, **HOW)})
+    both({"dx": ops.matmul_back(input("dy", (33, 75)), w, **HOW)})
+
+
+def test_the_head_rounds_alike() -> None:
+    x, w = input("x", (70, 33)), input("w", (150, 33))
+    targets, weights = input("targets", (70,), i32), input("weights", (70,))
+    loss, losses, right, dx, dw = ops.linear_cross_entropy(x, w, targets, weights, chunk=64, **HOW)
+    graph = pt.Graph({"loss": loss, "losses": losses, "right": right, "dx": dx, "dw": dw})
+    given = values(graph)
+    ours, spec = (run(graph, given, (one,)) for one in (backends.cpu, backends.numpy))
+    for name, want in spec.items():  # probabilities at the edge between two bf16 round either way
+        assert np.abs(ours[name] - want).max() <= 2**-8 * max(1.0, float(np.abs(want).max())), name
+
+
+def test_rounding_is_to_even_and_keeps_what_is_not_finite() -> None:
+    x = np.float32([1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf, 3.4e38, 1e-40])
+    assert rounded(x, "bf16")[:5].tolist() == [1.0, 1 + 4 * 2**-8, np.inf, -np.inf, np.inf]
+    assert np.isnan(rounded(np.float32([np.nan]), "bf16")).all()
+    y = np.full((5, 8), np.nan, np.float32)
+    graph = pt.Graph({"y": ops.matmul(input("x", (5, 8)), input("w", (3, 8)), **HOW)})
+    assert np.isnan(
+        run(graph, {"x": y, "w": np.ones((3, 8), np.float32)}, (backends.cpu,))["y"]
+    ).all()
+
+
+def test_gradients_take_the_precision_of_their_product() -> None:
+    w = pt.weight("w", (16, 8))
+    y = ops.sum(ops.matmul(input("x", (5, 8)), w, **HOW))
+    graph = pt.Graph({"dw": pt.differentiate(y, [w])[w]})
+    products = [call for call in graph.calls if call.op.name in ("matmul", "out_prod")]
+    assert products and all(call.attrs["precision"] == "bf16" for call in products)
+
+
+def test_without_the_instruction_the_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.panels, "HALF", False)
+    graph = pt.Graph({"y": ops.matmul(input("x", (5, 8)), input("w", (3, 8)), **HOW)})
+    with pytest.raises(InputError, match="AVX512_BF16"):
+        run(graph, values(graph), (backends.cpu,))
+
+
+def test_other_precisions_are_refused() -> None:
+    with pytest.raises(pt.GraphError, match="precision is bf61; it must be f32 or bf16"):
+        ops.matmul(input("x", (5, 8)), input("w", (3, 8)), precision="bf61")

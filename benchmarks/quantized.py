@@ -32,7 +32,7 @@ def one_row(dtype: Dtype, nbytes: int, rounds: int) -> tuple[float, float]:
     for _ in range(rounds):
         began = time.thread_time()
         for _ in range(LITTLE * 40 // nbytes or 1):
-            compiled.product(y, x, dtype.number, w, False)
+            compiled.product(y, x, dtype.number, w, False, 0)
         times.append((time.thread_time() - began) / (LITTLE * 40 // nbytes or 1))
     took = statistics.median(times)
     return took / len(w), w.nbytes / took

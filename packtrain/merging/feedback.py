@@ -130,5 +130,5 @@ def product(a: np.ndarray, b: np.ndarray, onto: np.ndarray | None = None) -> np.
     """a @ b (+ onto), f32, on all cores."""
     compiled: Any = kernels
     result = np.empty((a.shape[0], b.shape[1]), np.float32) if onto is None else onto
-    compiled.matmul.product(result, a, b, onto is not None)
+    compiled.matmul.product(result, a, b, onto is not None, 0)
     return result

@@ -234,6 +234,7 @@ class Fake:
 
 TIMES = {
     (steps.OURS, steps.F32): [9.0, 9.0, 1.0, 2.0, 4.0],
+    (steps.OURS, "bf16"): [9.0, 9.0, 0.5, 1.0, 2.0],
     (steps.EAGER, steps.F32): [9.0, 9.0, 3.0, 2.0, 2.0],
     (steps.EAGER, steps.BF16): [9.0, 9.0, 6.0, 6.0, 6.0],
     (steps.COMPILED, steps.BF16): [9.0, 9.0, 0.5, 0.5, 0.5],
@@ -247,6 +248,12 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(steps, "has_torch", lambda: True)
     monkeypatch.setattr(steps.Side, "peer", fake)
+    monkeypatch.setattr(steps, "has", lambda feature: True)
+    (with_bf16,) = steps.tables(["15m"], 3, counting)
+    assert with_bf16.column("precision")[2:4] == ["bf16", steps.BF16]
+    assert with_bf16.column("ours × as fast") == [None, 1.0, None, 6.0, 0.5]
+    assert with_bf16.notes[-1].startswith("packtrain in bf16 is 0.50 ×")
+    monkeypatch.setattr(steps, "has", lambda feature: False)
     (made,) = steps.tables(["15m"], 3, counting)
     assert made.column("program") == [
         steps.OURS,

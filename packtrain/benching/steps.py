@@ -12,6 +12,7 @@ from packtrain.benching.table import Table, Value
 from packtrain.benching.timing import Stepped, paired
 from packtrain.benching.training import ROWS
 from packtrain.events import Counted
+from packtrain.kernels.runtime import has
 from packtrain.models.config import PRESETS
 
 WARM = 2  # steps that do not count; the first compiles
@@ -46,9 +47,15 @@ class Side:
 
     def peer(self, preset: str) -> Peer:
         if self.program == OURS:
-            return Peer("packtrain.benching.training", "peer", kernels.threads(), preset)
+            given = kernels.threads(), preset, self.precision
+            return Peer("packtrain.benching.training", "peer", *given)
         how = self.program == COMPILED, self.precision == BF16
         return Peer(TORCH, "steps", kernels.threads(), preset, *how)
+
+
+def ours_beside(precision: str) -> str:
+    """Our precision beside one of PyTorch's: bf16 where the CPU multiplies it."""
+    return "bf16" if precision == BF16 and has("avx512bf16") else F32
 
 
 def tables(presets: Sequence[str], rounds: int, counting: Counting) -> Iterator[Table]:
@@ -56,7 +63,7 @@ def tables(presets: Sequence[str], rounds: int, counting: Counting) -> Iterator[
     for preset in presets:
         rows, notes = list[list[Value]](), list[str]()
         for precision in (F32, BF16) if has_torch() else (F32,):
-            sides = [Side(OURS)]
+            sides = [Side(OURS, ours_beside(precision))]
             sides += [Side(p, precision) for p in (EAGER, COMPILED)] if has_torch() else []
             with counting(f"steps of {preset}, {precision}", "round") as count:
                 notes += run(sides, preset, rounds, count)
@@ -112,6 +119,7 @@ def verdict(sides: Sequence[Side]) -> str:
     ours, *others = sides
     best = min(others, key=lambda side: statistics.median(side.seconds))
     return (
-        f"packtrain in f32 is {paired(ours.seconds, best.seconds):.2f} × as fast as the better of PyTorch's in"
-        f" {best.precision} ({best.program.split()[1]}), with {ours.nbytes / best.nbytes:.2f} of its private memory."
+        f"packtrain in {ours.precision} is {paired(ours.seconds, best.seconds):.2f} × as fast as the better of"
+        f" PyTorch's in {best.precision} ({best.program.split()[1]}), with {ours.nbytes / best.nbytes:.2f} of its"
+        " private memory."
     )

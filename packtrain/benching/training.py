@@ -59,9 +59,9 @@ def batch_of(config: Config, rows: int, time: int) -> dict[str, np.ndarray]:
     }
 
 
-def of_preset(name: str) -> Training:
+def of_preset(name: str, precision: str = "f32") -> Training:
     """A step of `packtrain train --preset`."""
-    config = PRESETS[name]
+    config = replace(PRESETS[name], precision=precision)
     rows, time = ROWS[name], config.context_length
     update = AdamW(lr=LR)
     shape = StepShape(config, rows, time, max_norm=MAX_NORM, evaluate=False)
@@ -84,8 +84,8 @@ def of_base(path: Path) -> Training:
     return Training(name, engine, batch_of(config, 1, time))
 
 
-def peer(threads: int, preset: str) -> Callable[[], Stepped]:
+def peer(threads: int, preset: str, precision: str) -> Callable[[], Stepped]:
     """Our side of a comparison, in a process of its own."""
     kernels.set_threads(threads)
     kernels.load_all((*kernels.LEARNING, "update"))
-    return stepping(of_preset(preset).step)
+    return stepping(of_preset(preset, precision).step)

@@ -32,7 +32,7 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import AdamW, training
 from packtrain.packing import Packing, best_fit, clash, height, lower_bound, packings
-from packtrain.place import Placed, Step
+from packtrain.placing import Placed, Step
 from packtrain.planning import size_text
 from packtrain.planning.lifetimes import storages
 from packtrain.tensor import Call, Tensor

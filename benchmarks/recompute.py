@@ -24,7 +24,7 @@ from packtrain.design.request import Request
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import SGD
-from packtrain.place import Placed, place
+from packtrain.placing import Placed, place
 from packtrain.planning import Buffer, Plan, make_plan
 from packtrain.recompute import Choice
 from packtrain.run import Executor, Session

@@ -84,6 +84,8 @@ def _settings(command: str) -> Any:
 def _asked(arguments: Sequence[str] | None) -> Collection[str]:
     """The commands that begin with the first word; all if none does, so that help and errors know them."""
     texts = sys.argv[1:] if arguments is None else arguments
+    if list(texts) == ["--version"]:
+        return ()
     word = next((text for text in texts if not text.startswith("-")), "")
     return [name for name in COMMANDS if name.partition(" ")[0] == word] or COMMANDS
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from packtrain.ops.costs import Cost
-from packtrain.place import Placed, Step
+from packtrain.placing import Placed, Step
 from packtrain.tensor import Call, Tensor
 
 CALL_SECONDS, REGION_SECONDS = 3e-6, 5e-6

@@ -19,7 +19,7 @@ from packtrain.models import transformer
 from packtrain.models.cache import Cells
 from packtrain.models.config import Config
 from packtrain.models.file import ModelFile
-from packtrain.place import Placed, place
+from packtrain.placing import Placed, place
 from packtrain.run import Executor, Session
 from packtrain.sample import Sampling, choose, draws
 from packtrain.tokenizer import Stream, Tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 from packtrain.backends import Backend
 from packtrain.debug import flags
 from packtrain.dtypes import u8
-from packtrain.place import Placed, Step
+from packtrain.placing import Placed, Step
 from packtrain.planning import Place, Plan
 from packtrain.tensor import Spec, Tensor
 

@@ -18,7 +18,7 @@ from packtrain.backends import Backend, aligned
 from packtrain.debug import flags
 from packtrain.errors import DoesNotFit
 from packtrain.observe import CHECKS, Bound, Observer, See, report
-from packtrain.place import Placed, Step
+from packtrain.placing import Placed, Step
 from packtrain.planning import Place, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
 

@@ -20,7 +20,7 @@ from packtrain.cost import Rates, call_seconds, cost_of, idle, moved, seconds
 from packtrain.dtypes import Dtype
 from packtrain.graph import Graph
 from packtrain.ops.costs import laying
-from packtrain.place import Placed, Step, place
+from packtrain.placing import Placed, Step, place
 from packtrain.run import Executor, Session
 from packtrain.tensor import Tensor, input, weight
 

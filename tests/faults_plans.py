@@ -12,7 +12,7 @@ import packtrain as pt
 from packtrain.backends.host import Host
 from packtrain.ops import shape
 from packtrain.packing import online, pack
-from packtrain.place import Placed, _Placing
+from packtrain.placing import Placed, _Placing
 from packtrain.planning import Plan, lifetimes
 from packtrain.recompute import block
 from packtrain.run import Executor, Session

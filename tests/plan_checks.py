@@ -12,7 +12,7 @@ import packtrain as pt
 from packtrain import backends, ops
 from packtrain.backends import Host, Target
 from packtrain.packing import best_fit, height, lower_bound
-from packtrain.place import BARRIER
+from packtrain.placing import BARRIER
 from packtrain.planning.order import needed_before
 from packtrain.planning.plan import Packer, Plan
 from packtrain.tensor import Tensor

@@ -16,7 +16,7 @@ from packtrain.design.rates import faster, kept, rates
 from packtrain.dtypes import BLOCK_TYPES, f32
 from packtrain.graph import Graph
 from packtrain.ops import costs
-from packtrain.place import Step, place
+from packtrain.placing import Step, place
 from packtrain.speed import Timing, layers, measured, probes
 from packtrain.tensor import OPS, Tensor, input, weight
 

@@ -9,7 +9,7 @@ from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
 from packtrain.optim import AdamW
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.recompute import uniform
 from packtrain.training.engine import Engine
 from packtrain.training.schedule import Schedule

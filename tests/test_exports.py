@@ -1,7 +1,9 @@
 """`__all__` says the truth, everywhere, and every op can be had by name."""
 
+import ast
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,7 +18,6 @@ LEFT_OUT = (
     "packtrain.checking.peers",
     "packtrain.benching.torch_",
 )  # they load numba, and PyTorch
-LATE = ("packtrain.library", "packtrain.fitting", "packtrain.optim")
 MODULES = [
     packtrain,
     *(
@@ -43,6 +44,24 @@ def test_what_is_declared_exists_once_and_in_order(module: ModuleType):
     assert own == sorted(own, key=lambda name: (not name.isupper(), name))  # as ruff sorts
 
 
+def test_what_is_loaded_on_first_use_is_what_type_checkers_see():
+    source = Path(packtrain.__path__[0], "__init__.py").read_text()
+    (listed,) = (
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert list(packtrain.__all__) == [*ast.literal_eval(listed), *ops.__all__]
+    for name in ast.literal_eval(listed):
+        found = getattr(packtrain, name)
+        assert isinstance(found, ModuleType) == (name in ("backends", "dtypes", "ops")), name
+
+
+def test_an_unknown_name_is_an_error():
+    with pytest.raises(AttributeError, match="'tokenise'"):
+        getattr(packtrain, "tokenise")  # noqa: B009
+
+
 def test_every_op_is_exported_under_its_name():
     own = {name: op for name, op in OPS.items() if op.rule.__module__.startswith("packtrain.ops.")}
     assert {name: getattr(ops, name, None) for name in own} == own
@@ -66,17 +85,3 @@ def test_the_package_exports_all_it_names():
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert public <= set(packtrain.__all__)
-    homes = {name: _home(name) or "" for name in packtrain.__all__}
-    late = {name for name, home in homes.items() if home.startswith(LATE)}
-    assert late.isdisjoint(public)  # they are loaded when one is asked for
-    assert set(packtrain.__all__) - public - late <= {"__version__", *_modules()}
-    with pytest.raises(AttributeError, match="'tokenise'"):
-        _home("tokenise")
-
-
-def _home(name: str) -> str | None:
-    return getattr(getattr(packtrain, name), "__module__", None)
-
-
-def _modules() -> set[str]:
-    return {name for name, value in vars(packtrain).items() if isinstance(value, ModuleType)}

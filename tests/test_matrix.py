@@ -15,7 +15,7 @@ from packtrain.design.request import Request
 from packtrain.design.search import Search, search
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.planning import verify
 from packtrain.recompute import uniform
 from packtrain.recompute.block import backward_steps

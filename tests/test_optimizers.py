@@ -15,7 +15,7 @@ from packtrain.design.plans import MICRO, UPDATE, Base, StepShape, make_plans, r
 from packtrain.dtypes import bf16
 from packtrain.gguf import GGUF
 from packtrain.graph import Graph
-from packtrain.interpret import interpret
+from packtrain.interpreting import interpret
 from packtrain.optim import OPTIMIZERS, SGD, AdamW, Given, Muon, Optimizer, Turn, leaner, moment
 from packtrain.optim.muon import orthogonal
 from packtrain.optim.optimizer import Values

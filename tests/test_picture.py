@@ -18,7 +18,7 @@ from packtrain.picture import chart, page, terminal, trace
 from packtrain.picture.chart import ABOVE, BELOW, BOTTOM, LEFT, RIGHT, TOP, byte_ticks, step_ticks
 from packtrain.picture.scene import CATEGORIES, OWNERS, Scene, fullest, make_scene
 from packtrain.picture.terminal import LINES, MARGIN
-from packtrain.place import Placed, place
+from packtrain.placing import Placed, place
 from packtrain.planning import Arena, Buffer, Plan, make_plan, size_text
 from tests import models
 

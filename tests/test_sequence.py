@@ -14,7 +14,7 @@ from packtrain import backends, ops
 from packtrain.backends import Host, Target
 from packtrain.packing import Allocator, best_fit
 from packtrain.packing.online import Use, follow
-from packtrain.place import BARRIER, Placed
+from packtrain.placing import BARRIER, Placed
 from packtrain.planning.order import needed_before, orders
 from tests import checks, plan_checks
 from tests.random_graphs import random_case

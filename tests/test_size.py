@@ -10,7 +10,7 @@ import packtrain
 ROOT = Path(packtrain.__file__).parent
 FILE, FUNCTION, ROOM, CORE, WHOLE = 400, 40, 80, 2_500, 45_000
 CORE_MODULES = {
-    "tensor", "graph", "grad", "place", "planning", "run", "debug", "observe", "interpret",
+    "tensor", "graph", "grad", "placing", "planning", "run", "debug", "observe", "interpreting",
 }  # fmt: skip
 
 

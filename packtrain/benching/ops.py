@@ -13,7 +13,7 @@ from packtrain.benching.training import Training
 from packtrain.cost import cost_of, moved
 from packtrain.dtypes import f32
 from packtrain.ops.costs import Cost
-from packtrain.place import Step
+from packtrain.placing import Step
 from packtrain.run import Executor
 from packtrain.tensor import Tensor
 

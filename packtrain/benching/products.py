@@ -17,7 +17,7 @@ from packtrain.benching.timing import CLOCK, Clock, burst, paired
 from packtrain.dtypes import DTYPES, Dtype, f32
 from packtrain.events import Counted
 from packtrain.graph import Graph
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.quant import dequantize, quantize
 from packtrain.run import Session
 from packtrain.tensor import Tensor, input, weight

@@ -25,7 +25,7 @@ from packtrain.checking.samples import (
 from packtrain.dtypes import READABLE, dtype_of, f32
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
-from packtrain.interpret import interpret
+from packtrain.interpreting import interpret
 from packtrain.quant import dequantize
 from packtrain.tensor import OPS, Call, input
 

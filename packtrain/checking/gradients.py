@@ -9,7 +9,7 @@ from packtrain.checking.samples import Values, given_leaves
 from packtrain.dtypes import f32
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
-from packtrain.interpret import interpret
+from packtrain.interpreting import interpret
 from packtrain.tensor import Tensor, constant
 
 Weighting = Callable[[Tensor], Tensor]

@@ -7,7 +7,7 @@ from packtrain.backends import cpu as cpu
 from packtrain.checking.samples import Values
 from packtrain.dtypes import bf16
 from packtrain.graph import Graph
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.run import Executor, Session
 
 # of the largest value, or of 1 where all are smaller

@@ -1,14 +1,21 @@
 """packtrain quantize: quantize the weights of a GGUF file, with the types that llama-quantize chooses."""
 
 from packtrain.commands import DONE
-from packtrain.commands.shown import Shown
+from packtrain.events import Events
 from packtrain.tasks.quantize import MIB, Quantize, quantize
 from packtrain.words import plural
 
 
+class Printed(Events):
+    """Prints the rows. `shown.Shown` does all that a long task needs, which takes time to load."""
+
+    def row(self, text: str) -> None:
+        print(text)
+
+
 def run(settings: Quantize) -> int:
     """Write the file and print a line per tensor. Raises InputError, for values only after writing began."""
-    done = quantize(settings, Shown())
+    done = quantize(settings, Printed())
     print(
         f"{done.output}: {settings.type.upper()}, {plural(done.count, 'tensor')}, "
         f"{done.before_nbytes / MIB:.2f} -> {done.nbytes / MIB:.2f} MiB, "

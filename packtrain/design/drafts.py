@@ -36,7 +36,7 @@ from packtrain.design.plans import (
 from packtrain.design.request import CALL_NBYTES, Request
 from packtrain.models.config import Config
 from packtrain.optim import Optimizer
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.recompute import Built, Chain
 
 SAMPLED = 3  # blocks of the larger chain from which others are extrapolated

@@ -24,7 +24,7 @@ from packtrain.design.request import CALL_NBYTES, Request
 from packtrain.ops import linear_cross_entropy as HEAD
 from packtrain.optim import Optimizer
 from packtrain.packing import lower_bound
-from packtrain.place import Placed, Step
+from packtrain.placing import Placed, Step
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
 from packtrain.tensor import Spec, Tensor

@@ -17,7 +17,7 @@ from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.lora import EMBEDDING, SUFFIXES
 from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
-from packtrain.place import Placed, place
+from packtrain.placing import Placed, place
 from packtrain.planning import Plan, make_plan
 from packtrain.recompute import Built, Choice
 from packtrain.tensor import GraphError, Role, Tensor

@@ -9,7 +9,7 @@ from packtrain.design.loaded import Loaded
 from packtrain.design.plans import Name, Plans, StepShape, leaves, make_plans, still
 from packtrain.generation import placements
 from packtrain.optim import Optimizer
-from packtrain.place import Placed
+from packtrain.placing import Placed
 
 NO_KERNELS = Loaded(0)
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured

@@ -12,7 +12,7 @@ from packtrain.errors import DoesNotFit, InputError
 from packtrain.fitting.model import Model
 from packtrain.graph import Graph
 from packtrain.optim import Optimizer, accumulating, training, updating
-from packtrain.place import Placed, place
+from packtrain.placing import Placed, place
 from packtrain.planning import Plan, least_order, make_plan, size_text
 from packtrain.tensor import GraphError, Spec, Tensor
 from packtrain.words import plural

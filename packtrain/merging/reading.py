@@ -15,7 +15,7 @@ from packtrain.graph import Graph
 from packtrain.merging.calibrated import PART
 from packtrain.merging.streams import Batch, Graphs, padding
 from packtrain.models.file import ModelFile
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.planning import make_plan
 
 TOKENS, LEAST = 6144, 1024  # tokens read at most, and at least

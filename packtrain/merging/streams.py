@@ -17,7 +17,7 @@ from packtrain.merging.feedback import product
 from packtrain.models import transformer
 from packtrain.models.file import ModelFile
 from packtrain.models.transformer import Weights
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.run import Session
 from packtrain.tensor import Tensor, input, weight
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from packtrain.place import Placed, Step
+from packtrain.placing import Placed, Step
 from packtrain.tensor import Tensor
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 from packtrain.backends import CPU, Target
 from packtrain.graph import Graph
 from packtrain.packing import lower_bound
-from packtrain.place import BARRIER, place
+from packtrain.placing import BARRIER, place
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.planning.plan import make_plan
 from packtrain.tensor import Tensor

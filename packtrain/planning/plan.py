@@ -8,7 +8,7 @@ import numpy as np
 
 from packtrain.backends import HOST, aligned
 from packtrain.packing import height, lower_bound, pack
-from packtrain.place import Placed
+from packtrain.placing import Placed
 from packtrain.planning.lifetimes import Storage, columns, in_one, storages
 from packtrain.tensor import GraphError
 

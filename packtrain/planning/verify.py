@@ -5,7 +5,7 @@ It shares no code with the planner: neither lifetimes nor offsets are trusted.
 
 import numpy as np
 
-from packtrain.place import Placed, Step
+from packtrain.placing import Placed, Step
 from packtrain.planning.plan import Buffer, Place, Plan
 from packtrain.tensor import Tensor
 

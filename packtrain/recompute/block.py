@@ -15,7 +15,7 @@ from packtrain import cost
 from packtrain.backends import CPU, Target
 from packtrain.cost import Rates
 from packtrain.packing import alive
-from packtrain.place import Placed, place
+from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute.choice import (
     ALIGNMENT,

@@ -15,7 +15,7 @@ import numpy as np
 from packtrain.backends import CPU, Target
 from packtrain.cost import Rates
 from packtrain.packing import lower_bound
-from packtrain.place import Placed, place
+from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute.block import Alive, BlockCosts, Build, backward_steps
 from packtrain.recompute.choice import ALIGNMENT, Choice, Option, aligned, uniform

@@ -12,7 +12,7 @@ from packtrain.graph import Graph
 from packtrain.memory import total_nbytes
 from packtrain.models import transformer
 from packtrain.models.file import ModelFile
-from packtrain.place import place
+from packtrain.placing import place
 from packtrain.planning import make_plan, size_text
 from packtrain.run import Executor, Session
 from packtrain.training.engine import with_targets

@@ -4,7 +4,7 @@
 
 FOLDER has the files of MNIST, see examples/mnist.py, whose nets these are: 57,000 images, batches of 1,000 in parts of
 --physical. Both run in processes of their own, which take turns epoch by epoch; medians of the seconds, their ratio,
-and the peak of private memory , sampled every 20 ms.
+and the peak of private memory, sampled every 20 ms in the last of the epochs that do not count.
 """
 
 import argparse
@@ -103,11 +103,14 @@ def main() -> None:
             name: stack.enter_context(Peer("benchmarks.mnist", function, *given))
             for name, function in names.items()
         }
-        turns = [{name: peer() for name, peer in peers.items()} for _ in range(WARM + args.rounds)]
+        turns = [
+            {name: peer(turn == WARM - 1) for name, peer in peers.items()}
+            for turn in range(WARM + args.rounds)
+        ]
     print(f"an f32 epoch of {args.net}, {LEARNT:,} images, {BATCH} = {args.physical} at a time")
     seconds = {name: [turn[name].seconds for turn in turns[WARM:]] for name in names}
     for name, times in seconds.items():
-        peak = max(turn[name].nbytes for turn in turns)
+        peak = turns[WARM - 1][name].nbytes
         print(
             f"{name:14} {statistics.median(times):.3f} s (least {min(times):.3f}), peak {peak >> 20} MiB,"
             f" loss of the first epoch {turns[0][name].loss:.4f}, of the last {turns[-1][name].loss:.4f}"

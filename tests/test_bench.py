@@ -225,19 +225,21 @@ class Fake:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def __call__(self) -> timing.Stepped:
+    def __call__(self, watched: bool) -> timing.Stepped:
         seconds = next(self.left, None)
         if seconds is None:
             raise peer.PeerFailed("no compiler")
-        return timing.Stepped(seconds, self.nbytes, 10.0, 1.0, 5.0)
+        assert not watched or seconds == WARM, "memory is watched while time counts"
+        return timing.Stepped(seconds, self.nbytes * watched, 10.0, 1.0, 5.0)
 
 
+WARM = 9.0  # seconds of steps that do not count
 TIMES = {
-    (steps.OURS, steps.F32): [9.0, 9.0, 1.0, 2.0, 4.0],
-    (steps.OURS, "bf16"): [9.0, 9.0, 0.5, 1.0, 2.0],
-    (steps.EAGER, steps.F32): [9.0, 9.0, 3.0, 2.0, 2.0],
-    (steps.EAGER, steps.BF16): [9.0, 9.0, 6.0, 6.0, 6.0],
-    (steps.COMPILED, steps.BF16): [9.0, 9.0, 0.5, 0.5, 0.5],
+    (steps.OURS, steps.F32): [WARM, WARM, 1.0, 2.0, 4.0],
+    (steps.OURS, "bf16"): [WARM, WARM, 0.5, 1.0, 2.0],
+    (steps.EAGER, steps.F32): [WARM, WARM, 3.0, 2.0, 2.0],
+    (steps.EAGER, steps.BF16): [WARM, WARM, 6.0, 6.0, 6.0],
+    (steps.COMPILED, steps.BF16): [WARM, WARM, 0.5, 0.5, 0.5],
 }
 
 
@@ -286,8 +288,9 @@ def counting(what: str, part: str) -> Iterator[Callable[..., None]]:
 
 def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with steps.Side(steps.OURS).peer("1m") as ours:
-        found = [ours() for _ in range(3)]
-    assert all(one.seconds > 0 and one.nbytes > 1 << 20 and one.wall > 0 for one in found)
+        found = [ours(watched) for watched in (False, True, False)]
+    assert all(one.seconds > 0 and one.wall > 0 for one in found)
+    assert found[1].nbytes > 1 << 20 and found[0].nbytes == found[2].nbytes == 0
     assert found[0].loss > found[2].loss  # the same batch again and again
 
 

@@ -15,7 +15,7 @@ from packtrain.events import Counted
 from packtrain.kernels.runtime import has
 from packtrain.models.config import PRESETS
 
-WARM = 2  # steps that do not count; the first compiles
+WARM = 2  # steps whose time does not count; the first compiles, the last is watched for memory
 OURS, EAGER, COMPILED = "packtrain", "PyTorch eager", "PyTorch compiled"
 F32, BF16 = "f32", "bf16 autocast"
 COLUMNS = {
@@ -38,7 +38,7 @@ class Side:
 
     @property
     def nbytes(self) -> int:
-        return max(step.nbytes for step in self.steps[WARM:])
+        return self.steps[WARM - 1].nbytes
 
     @property
     def waited(self) -> float:
@@ -93,7 +93,7 @@ def run(sides: list[Side], preset: str, rounds: int, count: Counted) -> list[str
                 try:
                     if turn == 0:
                         peers[side.program] = stack.enter_context(side.peer(preset))
-                    side.steps.append(peers[side.program]())
+                    side.steps.append(peers[side.program](turn == WARM - 1))
                 except PeerFailed as error:
                     if side.program == OURS:
                         raise PeerFailed(f"{OURS} failed: {error}") from None

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from packtrain.memory import Peak
@@ -63,7 +64,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step of a peer: seconds, private bytes at its peak, and what `Quiet` counts."""
+    """A step of a peer: seconds, private bytes at its peak if it was watched, and what `Quiet` counts."""
 
     seconds: float
     nbytes: int
@@ -72,15 +73,16 @@ class Stepped:
     loss: float
 
 
-def stepping(step: Callable[[], float]) -> Callable[[], Stepped]:
-    """Steps that are timed, and watched for private memory."""
+def stepping(step: Callable[[], float]) -> Callable[..., Stepped]:
+    """Steps that are timed; those `watched` for private memory are a little slower, and should not count."""
 
-    def turn() -> Stepped:
+    def turn(watched: bool = False) -> Stepped:
         time.sleep(PAUSE)
-        with Quiet() as quiet, Peak() as peak:
+        with Quiet() as quiet, Peak() if watched else nullcontext() as peak:
             began = CLOCK()
             loss = step()
             seconds = CLOCK() - began
-        return Stepped(seconds, peak.nbytes, quiet.wall, quiet.waited, loss)
+        nbytes = peak.nbytes if peak else 0
+        return Stepped(seconds, nbytes, quiet.wall, quiet.waited, loss)
 
     return turn

@@ -15,6 +15,7 @@ from packtrain.models.file import open_model
 from packtrain.optim import AdamW
 from packtrain.run import Executor
 from packtrain.training.engine import Batch, Engine
+from packtrain.training.job import shape_of
 from packtrain.training.settings import TuneSettings
 from packtrain.training.tune import Tuned, lora_of
 
@@ -70,18 +71,18 @@ def of_preset(name: str, precision: str = "f32") -> Training:
     return Training(f"{name}, {rows} × {time} tokens", engine, batch_of(config, rows, time))
 
 
-def of_base(path: Path) -> Training:
+def of_base(path: Path, rows: int = 1, time: int = TIME, precision: str = "f32") -> Training:
     """A step of `packtrain finetune` with its own adapters. Raises InputError."""
-    settings, model = TuneSettings(model=path), open_model(path)
+    settings, model = TuneSettings(model=path, precision=precision), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
-    time = min(TIME, config.context_length)
+    time = min(time, config.context_length)
     base = Base(tuple(model.types().items()))
     subject, update = Tuned(settings, model, config, base), AdamW(lr=LR)
-    shape = StepShape(config, 1, time, max_norm=MAX_NORM, evaluate=False, base=base)
+    shape = replace(shape_of(settings, config, rows, time, False, base), max_norm=MAX_NORM)
     engine = Engine(make_plans(shape, update), update, subject.shared())
     subject.begin(engine.session)
-    name = f"LoRA on {path.name}, 1 × {time} tokens"
-    return Training(name, engine, batch_of(config, 1, time))
+    name = f"LoRA on {path.name}, {rows} × {time} tokens"
+    return Training(name, engine, batch_of(config, rows, time))
 
 
 def peer(threads: int, preset: str, precision: str) -> Callable[[], Stepped]:

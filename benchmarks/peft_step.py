@@ -1,0 +1,188 @@
+"""A LoRA step on a pretrained base, beside transformers with PEFT: python -m benchmarks.peft_step BASE.gguf
+
+    python -m benchmarks.peft_step BASE.gguf [--rows 4] [--time 557] [--rounds 3]
+
+Rank 16 on every matrix of the blocks, AdamW, clipping; the same tokens, of this project's own documents, and the first
+40 % of each row are a prompt that is not learnt. packtrain maps the file and keeps its weights packed; transformers
+unpacks the same file to f32, or to bf16 under autocast, with two kinds of attention. Each side runs in a process of its
+own; they take turns, step by step. The first steps do not count, and private memory is sampled in the last of those,
+never while time counts. Exit code 1 if the losses of the first step differ by more than 3 %; later ones differ by the
+initial values of the adapters. It needs torch, transformers, peft and gguf, and 20 GB for the steps above. Only ratios
+mean something on a busy machine; `waited` is the time in which threads waited for the processor, of each second.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.benching import training
+from packtrain.benching.peer import Peer
+from packtrain.benching.table import Table
+from packtrain.benching.timing import Stepped, paired, stepping
+from packtrain.kernels.runtime import has
+from packtrain.models.file import open_model
+from packtrain.optim import AdamW
+
+ROOT = Path(__file__).parent.parent
+PARTS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+RANK, ALPHA = 16, 32.0
+UNLEARNT = 0.4  # of the positions
+WARM = 2  # steps that do not count; the last of them is watched for memory
+LIKE = 0.03  # by how much the losses of the first step may differ, relatively; bf16 has 8 bits
+OURS, ATTENTION = "packtrain", ("sdpa", "eager")
+COLUMNS = {
+    "program": "", "precision": "", "s": ".2f", "ours × as fast": ".2f", "peak MiB": ",.0f",
+    "ours × memory": ".3f", "first loss": ".4f", "last loss": ".4f", "waited": ".0%",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Side:
+    """One program in one precision: what Peer calls, and the steps that it did."""
+
+    program: str
+    precision: str
+    steps: list[Stepped] = field(default_factory=list)
+
+    def peer(self, base: Path, ids: np.ndarray) -> Peer:
+        given = kernels.threads(), base, ids
+        if self.program == OURS:
+            return Peer("benchmarks.peft_step", "ours", *given, self.precision)
+        how = self.program.split()[-1], self.precision == "bf16"
+        return Peer("benchmarks.peft_step", "theirs", *given, *how)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [step.seconds for step in self.steps[WARM:]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.steps[WARM - 1].nbytes
+
+    @property
+    def waited(self) -> float:
+        return sum(step.waited for step in self.steps) / sum(step.wall for step in self.steps)
+
+    def row(self, ours: "Side") -> list[str | float | None]:
+        speed = None if self is ours else paired(ours.seconds, self.seconds)
+        memory = None if self is ours else ours.nbytes / self.nbytes
+        return [
+            *(self.program, self.precision, statistics.median(self.seconds), speed),
+            *(self.nbytes / 2**20, memory, self.steps[0].loss, self.steps[-1].loss, self.waited),
+        ]
+
+
+def text_ids(base: Path, rows: int, time: int) -> np.ndarray:
+    """Tokens of this project's documents."""
+    pages = (path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    ids = open_model(base).tokenizer().encode("\n".join(pages))
+    if len(ids) < rows * time:
+        raise SystemExit(f"the documents have {len(ids)} tokens; --rows times --time must be less")
+    return np.array(ids[: rows * time], np.int32).reshape(rows, time)
+
+
+def is_learnt(time: int) -> np.ndarray:
+    """Whether a position's token is a target."""
+    return np.arange(time) >= round(UNLEARNT * time)
+
+
+def ours(threads: int, base: Path, ids: np.ndarray, precision: str) -> Callable[..., Stepped]:
+    kernels.set_threads(threads)
+    kernels.load_all((*kernels.LEARNING, "update"))
+    rows, time = ids.shape
+    made = training.of_base(base, rows, time, precision)
+    targets = np.where(is_learnt(time), ids, -1)
+    targets = np.append(targets[:, 1:], np.full((rows, 1), -1), 1).astype(np.int32)
+    learnt = (targets >= 0).astype(np.float32)
+    made.batch = {**made.batch, "tokens": ids, "targets": targets, "weights": learnt}
+    return stepping(made.step)
+
+
+def theirs(
+    threads: int, base: Path, ids: np.ndarray, attention: str, half: bool
+) -> Callable[..., Stepped]:
+    import peft
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base.parent,
+        gguf_file=base.name,
+        dtype=torch.bfloat16 if half else torch.float32,
+        attn_implementation=attention,
+        local_files_only=True,
+    )
+    low = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[*PARTS], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, low).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    how = AdamW()
+    update = torch.optim.AdamW(
+        trained, training.LR, (how.beta1, how.beta2), how.eps, how.weight_decay
+    )
+    tokens = torch.from_numpy(ids).long()
+    labels = torch.where(torch.from_numpy(is_learnt(ids.shape[1])), tokens, -100)
+
+    def step() -> float:
+        update.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, training.MAX_NORM)
+        update.step()
+        return float(loss.item())
+
+    return stepping(step)
+
+
+def measured(sides: Sequence[Side], base: Path, ids: np.ndarray, rounds: int) -> None:
+    """Steps in turn."""
+    with ExitStack() as stack:
+        peers = [stack.enter_context(side.peer(base, ids)) for side in sides]
+        for turn in range(WARM + rounds):
+            for side, peer in zip(sides, peers, strict=True):
+                side.steps.append(peer(turn == WARM - 1))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("base", type=Path, metavar="BASE.gguf")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--time", type=int, default=557, help="tokens of a row")
+    parser.add_argument("--rounds", type=int, default=3, help="steps that count")
+    parser.add_argument("--precision", nargs="+", choices=("f32", "bf16"),
+                        default=("f32", "bf16") if has("avx512bf16") else ("f32",))  # fmt: skip
+    parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=ATTENTION)
+    given = parser.parse_args()
+    if not given.base.exists():
+        parser.error(f"there is no {given.base}")
+    return given
+
+
+def main() -> int:
+    given = parsed()
+    ids, good = text_ids(given.base, given.rows, given.time), True
+    size = given.base.stat().st_size / 2**20
+    for precision in given.precision:
+        names = (OURS, *(f"PEFT {name}" for name in given.attention))
+        sides = [Side(name, precision) for name in names]
+        measured(sides, given.base, ids, given.rounds)
+        title = f"A LoRA step on {given.base.name}, {given.rows} × {given.time} tokens"
+        note = f"Ours maps {size:.0f} MiB of the base beside its private memory."
+        rows = [side.row(sides[0]) for side in sides]
+        print(Table("peft", title, COLUMNS, rows, [note]).text() + "\n", flush=True)
+        losses = [side.steps[0].loss for side in sides]
+        good = good and max(losses) <= min(losses) * (1 + LIKE)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -11,6 +11,7 @@ much that is, a run without a cap tells. The text is tokenized before.
 
 import argparse
 import json
+import os
 import random
 import re
 import statistics
@@ -29,6 +30,7 @@ MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
 COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
 MOST_WORK = 3e10  # tokens of a step times parameters of all blocks
 SPARE = 4 * MIB  # by which what is reserved differs from run to run
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # each further one reserves 64 MiB, or does not, by chance
 OFTEN = "--iters 6 --steps-per-eval 2 --val-batches 2 --save-every 2 --no-tensorboard --overwrite"
 
 
@@ -95,9 +97,11 @@ def trained(base: list[str], output: Path, memory: str, cap: int | None) -> Seen
     command = [sys.executable, "-m", "packtrain", *base, *OFTEN.split(), "-o", str(output)]
     if cap is not None:
         command = ["prlimit", f"--data={cap}", *command]
+    command += ["--memory", memory]
     process = subprocess.Popen(
-        [*command, "--memory", memory], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env=os.environ | ONE_ARENA,
+    )  # fmt: skip
     peaks = [0, 0, 0]
     while process.poll() is None:
         now = private_nbytes_of(process.pid), *counted(process.pid)

@@ -99,6 +99,7 @@ def test_a_type_is_one_file(tmp_path: Path):
         ("# of 32 values; q6_K", "# another comment: q6_K", set()),
         ("least = (low >> 4)", "least = (low // 16)", {"dequantize", "quantize"}),
         ("a = fma(v, load(x, at + 64), a)", "a = fma(load(x, at + 64), v, a)", {"dots"}),
+        ("least = ((rest >> 4)", "least = ((rest // 16)", {"dots", "rounded"}),
         ("to_floats(q & 3) *", "to_floats(3 & q) *", {"dequantize", "quantize"}),
     ],
 )

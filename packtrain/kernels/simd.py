@@ -250,8 +250,8 @@ def keep_first(typingctx, v, left, fill):
 
 
 def fold(builder, value, combine):
-    """16 lanes folded to one by halves: a fixed order on every machine."""
-    width = LANES
+    """All lanes folded to one by halves: a fixed order on every machine."""
+    width = value.type.count
     while width > 1:
         width //= 2
         low, high = (

@@ -37,6 +37,7 @@ MADE_OF = {
     "loss": "call dequantize gemm matmul packed simd",
     "matmul": "call gemm simd",
     "norm": "call simd",
+    "octets": "simd",
     "online": "call dequantize simd visible",
     "packed": "call dequantize dots gemm matmul panels simd",
     "packing": "call",
@@ -45,7 +46,8 @@ MADE_OF = {
     "pool": "",
     "quantize": "bits call codes dequantize rooms simd",
     "reduce": "call simd",
-    "rooms": "bits call simd",
+    "rooms": "bits call octets simd",
+    "rounded": "bits call codes octets rooms simd",
     "rope": "call simd",
     "rows": "call dequantize simd",
     "simd": "",
@@ -61,6 +63,7 @@ TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
 ROLES = {
     "dequantize": "unpack",
     "dots": "dot",
+    "rounded": "dot_rounded",
     "quantize": "pack",
 }  # module -> function of a type that it compiles
 COMPLETE = "complete"
@@ -88,8 +91,9 @@ def fingerprint(name: str) -> str:
     for one in sorted(needed(name)):
         parts += [one, (FOLDER / f"{one}.py").read_text(encoding="utf-8")]
         if one in ROLES:
-            for file in (LIST, *sorted(TYPES.glob("*.py"))):
-                parts.append(of_role(file.read_text(encoding="utf-8"), ROLES[one]))
+            files = LIST, *sorted(TYPES.glob("*.py"))
+            sources = (file.read_text(encoding="utf-8") for file in files)
+            parts.append(of_role("\n".join(sources), ROLES[one]))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -100,7 +104,7 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 @cache
 def of_role(source: str, role: str) -> str:
-    """The part of a types/ file that a role depends on: all but functions used only by other roles."""
+    """The part of the files in types/ that a role depends on: all but functions used only by other roles."""
     nodes = _parsed(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     for_role = [

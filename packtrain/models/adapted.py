@@ -1,4 +1,4 @@
-"""A model with unmerged LoRA adapters, given as `FILE[:SCALE]`; several are combined into one."""
+"""A model as a run uses it: with unmerged LoRA adapters, given as `FILE[:SCALE]`, and with rounded activations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from packtrain.dtypes import ROUNDABLE
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.models.adapter import Adapter, check_fits, read_adapter
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING, A, B, Lora
+from packtrain.models.rounding import Q8
 
 MOST = 1e6  # with a larger scale, sums are no longer finite
 Scaled = tuple[Adapter, float]
@@ -66,3 +68,11 @@ def _check_unmerged(model: ModelFile, name: str) -> None:
         raise InputError(
             f"{model.gguf.path}: an adapter changes {name}, which only works merged; use packtrain merge"
         )
+
+
+def with_activations(model: ModelFile, kind: str) -> ModelFile:
+    """The model with f32 or q8 activations. Raises InputError if that changes nothing."""
+    if kind == Q8 and not set(model.types().values()) & set(ROUNDABLE):
+        fits = ", ".join(t.name for t in ROUNDABLE)
+        raise InputError(f"--activations q8: {model.gguf.path} has no matrix of {fits}")
+    return replace(model, config=replace(model.config, activations=kind))

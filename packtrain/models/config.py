@@ -88,6 +88,7 @@ class Config(Sizes):
                        "rope_freqs.weight"
     lora               LoRA adapters of its matrices
     precision          of the products of a training step, see ops.matmul; not part of a file
+    activations        f32, or q8: rounded for products with quantized weights; of a run, not of a file
     """
 
     rope_freq_base: float = 10_000.0
@@ -105,6 +106,7 @@ class Config(Sizes):
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
     precision: str = "f32"
+    activations: str = "f32"
 
     @property
     def traits(self) -> Architecture:

@@ -15,6 +15,7 @@ from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
+from packtrain.models.rounding import product, rounded
 from packtrain.ops.arrays import noise
 from packtrain.ops.experts import Low
 from packtrain.tensor import Tensor, input, named, state, weight
@@ -129,7 +130,7 @@ class Block:
 
     def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) (+ acc)."""
-        y = ops.matmul(x, self.weight(name), acc, precision=self.config.precision)
+        y = product(self.config, x, self.weight(name), acc)
         whole = self.config.slices.get(name, (name,))[0]
         if f"{whole}.bias" in self.config.optional:
             y = ops.add(y, self.weight(name, "bias"))
@@ -189,8 +190,7 @@ def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend:
         k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
     y = attend(i, q, k, v)
     y = ops.reshape(y, shape=(*h.shape[:-1], config.head_count * config.head_width))
-    h = part.join("attn_output", y, "post_attention_norm", h)
-    return feed_forward(part, h)
+    return feed_forward(part, part.join("attn_output", y, "post_attention_norm", h))
 
 
 def feed_forward(part: Block, h: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def head(w: Weights) -> Tensor:
 
 def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
     """Logits (..., V) from the output of the last block, (..., C)."""
-    y, cap = ops.matmul(output_norm(config, w, h), head(w)), config.final_softcap
+    y, cap = product(config, output_norm(config, w, h), head(w)), config.final_softcap
     if cap:
         y = ops.scale(ops.tanh(ops.scale(y, by=1 / cap)), by=cap)
     return named("logits", y)
@@ -334,7 +334,7 @@ def loss(
     last = layers[-1][0] if parts == 1 else ops.concat(layers[-1][::-1], axis=0)
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
-    x, weights = output_norm(config, w, last), input("weights", counted)
+    x, weights = rounded(config, output_norm(config, w, last), head(w)), input("weights", counted)
     cap, how = config.final_softcap, config.precision
     results = ops.linear_cross_entropy(
         x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how

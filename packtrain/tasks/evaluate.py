@@ -17,8 +17,9 @@ from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import existing
 from packtrain.kernels.runtime import cache_root, writable
-from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
+from packtrain.models.rounding import ACTIVATIONS, F32, Q8
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.template import template_named
@@ -78,6 +79,7 @@ class Evaluate:
     )
     skip_bad: bool = option(False, SKIP_BAD)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    activations: str = option("f32", ACTIVATIONS, choices=(F32, Q8))
     device: str = option("cpu", DEVICE, choices=tuple(DEVICES))
 
 
@@ -133,7 +135,10 @@ def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
     """The models to measure, by their printed names."""
     if settings.compare and not settings.lora:
         raise InputError("--compare: there is no adapter to compare; name some with --lora")
-    (path, base), *others = [(str(path), open_model(path)) for path in settings.model]
+    (path, base), *others = [
+        (str(path), with_activations(open_model(path), settings.activations))
+        for path in settings.model
+    ]
     scaled = read_scaled(settings.lora, base.gguf)
     found = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
     if settings.compare:

@@ -11,8 +11,9 @@ from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
 from packtrain.generation import Generator, Reply, Speed
 from packtrain.memory import total_nbytes
-from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
+from packtrain.models.rounding import ACTIVATIONS, F32, Q8
 from packtrain.planning import size_text
 from packtrain.sample import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
@@ -60,6 +61,7 @@ class Speaking:
         metavar="FILE[:SCALE]",
     )
     cache_type: str = MODEL("f16", "element type of the KV cache", choices=("f16", "f32"))
+    activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
     device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
 
     @property
@@ -77,7 +79,8 @@ class Speaking:
 def opened(settings: Speaking) -> ModelFile:
     """The model with the requested adapters. Raises InputError."""
     model = open_model(settings.model)
-    return adapted(model, read_scaled(settings.lora, model.gguf))
+    model = adapted(model, read_scaled(settings.lora, model.gguf))
+    return with_activations(model, settings.activations)
 
 
 @dataclass(frozen=True, slots=True)

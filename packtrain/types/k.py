@@ -10,6 +10,7 @@ import numpy as np
 from packtrain.types.legacy import q5_0, q5_1, q8_0
 from packtrain.types.room import Bytes, Layout, packed
 from packtrain.types.words import (
+    Floats,
     Ints,
     add_where,
     byte_at,
@@ -189,7 +190,7 @@ def unpack_q4_K(y, x, n):
 
 
 @part
-def put_scales_and_lows(y: int, w: int) -> None:
+def scales_then_lows(w: int) -> Floats:
     """What scale_and_least gives for the eight groups of a block: eight scales, then eight offsets, negative."""
     first, second, rest = word_at(w + 4, 0), word_at(w + 8, 0), word_at(w + 12, 0)
     above = (((first >> 6) << 4) | ((second >> 6) << 36)) & (TWOS << 4)
@@ -197,14 +198,14 @@ def put_scales_and_lows(y: int, w: int) -> None:
     least = ((rest >> 4) & 0x0F0F0F0F) | (above >> 32)
     both = bytes_of((first & SIXES) | (low << 32), (second & SIXES) | (least << 32))
     units = keep_first(splat(half_at(w, 0)), 8, splat(-half_at(w, 1)))
-    store(y, 0, to_floats(both) * units)
+    return to_floats(both) * units
 
 
 @q4_K.dot
 def dot_q4_K(x, w, n):
     a, b, s = splat(0.0), splat(0.0), scratch(16)
     for p in range(0, n, 256):
-        put_scales_and_lows(s, w)
+        store(s, 0, scales_then_lows(w))
         for i in range(0, 8, 2):
             d, m, e, o = peek(s, i), peek(s, 8 + i), peek(s, 1 + i), peek(s, 9 + i)
             at, q, r = p + i * 32, bytes_at(w, 16 + i * 16), bytes_at(w, 32 + i * 16)
@@ -232,7 +233,7 @@ def unpack_q5_K(y, x, n):
 def dot_q5_K(x, w, n):
     a, b, s = splat(0.0), splat(0.0), scratch(16)
     for p in range(0, n, 256):
-        put_scales_and_lows(s, w)
+        store(s, 0, scales_then_lows(w))
         top, over = bytes_at(w, 16), bytes_at(w, 32)
         for i in range(8):
             d, m, shift = peek(s, i), peek(s, 8 + i), i % 2 * 4

@@ -64,7 +64,7 @@ class Dtype:
     richer   llama-quantize's choice for matrices that are used more than others
     instead  the type to write if this one can only be read: the next larger one with the same block
     mixes    mixes with this type, the usual one last
-    code     its kernels: unpack, dot and pack
+    code     its kernels: unpack, dot, dot_rounded and pack
     """
 
     name: str
@@ -96,6 +96,11 @@ class Dtype:
     def dot(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (x, w, n): dot product of n f32 at x and n packed at w; n is a multiple of 32 and of a block."""
         self.code["dot"] = Code(function)
+        return function
+
+    def dot_rounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (x, w, n): the same with values that `kernels.rounded` has rounded to 8 bits."""
+        self.code["dot_rounded"] = Code(function)
         return function
 
     def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,6 +36,14 @@ class Floats:
     """The type of 16 f32 in one register."""
 
 
+class Eight:
+    """The type of 8 f32 in one register."""
+
+
+class Codes:
+    """The type of 32 bytes in one register."""
+
+
 ASKED: dict[str, Word] = {}  # names used in types/
 
 

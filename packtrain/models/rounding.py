@@ -1,0 +1,27 @@
+"""Products with weights, exact or with activations rounded to 8 bits, as a run asks for."""
+
+from packtrain import ops
+from packtrain.dtypes import ROUNDABLE
+from packtrain.models.config import Config
+from packtrain.tensor import Tensor
+
+FEW_ROWS = (
+    4  # up to this many rows have products in integers; more are rounded, then multiplied in f32
+)
+F32, Q8 = "f32", "q8"
+ACTIVATIONS = (
+    "q8: round them to 8 bits, 32 at a time, for products with quantized weights, as llama.cpp does"
+)
+
+
+def rounded(config: Config, x: Tensor, w: Tensor) -> Tensor:
+    """x as a product with w has it."""
+    return ops.rounded(x) if config.activations == Q8 and w.dtype in ROUNDABLE else x
+
+
+def product(config: Config, x: Tensor, w: Tensor, acc: Tensor | None = None) -> Tensor:
+    """x @ w.T (+ acc)."""
+    few = x.spec.size <= FEW_ROWS * x.shape[-1]
+    if few and config.activations == Q8 and w.dtype in ROUNDABLE:
+        return ops.matmul_rounded(x, w, acc)
+    return ops.matmul(rounded(config, x, w), w, acc, precision=config.precision)

@@ -13,21 +13,50 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels import pool
+from packtrain.kernels.locator import InFolder
 from packtrain.kernels.pool import call_task
 
 I64 = ir.IntType(64)
 i64, void = types.int64, types.void
 
 
+ALWAYS = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
 def part(signature, **options):
-    """Compile for exactly that signature, or load from the cache; it is compiled into each kernel that calls it."""
-    always = {"cache": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-    return njit(signature, **always, **{"forceinline": True, **options})
+    """Compile for exactly that signature; it is compiled into each kernel that calls it.
+
+    If all that could call it is in the cache, it is loaded from there once something new does.
+    """
+    options = ALWAYS | {"forceinline": True} | options
+    if InFolder.complete:
+        return lambda function: late(njit(**options)(function), signature)
+    return njit(signature, **options)
+
+
+def late(dispatcher, signature):
+    """Have it compiled, or loaded, when its type is first asked for."""
+
+    def template(args, kws):
+        settle(dispatcher)
+        return dispatcher.get_call_template(args, kws)
+
+    dispatcher.awaited, dispatcher.get_call_template = signature, template
+    return dispatcher
+
+
+def settle(dispatcher):
+    """Load it if it is late."""
+    if hasattr(dispatcher, "awaited"):
+        signature = dispatcher.awaited
+        del dispatcher.awaited, dispatcher.get_call_template
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
 
 
 def kernel(signature, **options):
-    """The same, but called by its symbol; runs without the GIL."""
-    compiled = part(signature, forceinline=False, **options)
+    """The same, but called by its symbol, and there at once; runs without the GIL."""
+    compiled = njit(signature, **ALWAYS, **options)
     return lambda function: with_symbol(compiled(function))
 
 
@@ -58,7 +87,7 @@ def in_parallel(task, given, count):
 
 if pool.AVAILABLE:
     on_threads = kernel(void(i64, i64, i64))(pool.share_out)
-    pool.start(part(void(i64), forceinline=False)(pool.serve))
+    pool.start(njit(void(i64), **ALWAYS)(pool.serve))
 else:
     on_threads = kernel(void(i64, i64, i64), parallel=True)(in_parallel)
 threads = pool.get_num_threads  # how many on_threads uses

@@ -11,9 +11,9 @@ from numba.core.runtime import rtsys
 
 
 class InFolder(UserProvidedCacheLocator):
-    """Files in `folder`, which is set while a module is loaded."""
+    """Files in `folder`, which is set while a module is loaded; `complete` if nothing will be compiled into it."""
 
-    folder = ""
+    folder, complete = "", False
 
     def __init__(self, py_func, py_file):
         # part of a file's name: in types/ the code before a function does not belong to its module

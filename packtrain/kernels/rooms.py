@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from packtrain.dtypes import DTYPES
 from packtrain.kernels.bits import i32x16
-from packtrain.kernels.call import kernel, part
+from packtrain.kernels.call import kernel, part, settle
 from packtrain.kernels.octets import codes32, f32x8
 from packtrain.kernels.simd import f32x16
 from packtrain.types.words import ASKED, Code, Codes, Eight, Floats, Ints
@@ -72,6 +72,7 @@ def choice(functions, signature, *, blocks):
             case = builder.append_basic_block(dtype.name)
             switch.add_case(I64(dtype.number), case)
             builder.position_at_end(case)
+            settle(function)
             found = context.get_function(types.Dispatcher(function), signature)
             context.add_linking_libs(getattr(found, "libs", ()))
             count = builder.udiv(n, I64(dtype.block)) if blocks else n

@@ -116,7 +116,13 @@ def of_role(source: str, role: str) -> str:
     for node in called:  # grows
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         called += [f for f in functions if f.name in names and f not in called]
-    return "\n".join(map(ast.unparse, called))
+    lines = source.splitlines()
+    return "\n".join(line for node in called for line in lines[first_line(node) : node.end_lineno])
+
+
+def first_line(node: ast.stmt) -> int:
+    """The line, from 0, where a statement begins with its decorators."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
 
 
 @cache
@@ -194,6 +200,7 @@ def numba_cache(folder: Path) -> Iterator[None]:
     locator = importlib.import_module(f"{__package__}.locator")
     before = caching.CacheImpl._locator_classes, caching.Cache.load_overload
     locator.InFolder.folder = str(folder)
+    locator.InFolder.complete = (folder / COMPLETE).exists()
     caching.CacheImpl._locator_classes = [locator.InFolder]
     caching.Cache.load_overload = locator.load_overload
     try:

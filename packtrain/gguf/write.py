@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,15 +90,26 @@ def _write(file: BinaryIO, metadata: Mapping[str, Value], tensors: Mapping[str, 
         axes = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
         file.write(_text(name) + axes + struct.pack("<IQ", t.dtype.number, offset))
         offset += -(-t.nbytes // alignment) * alignment
-    for name, t in tensors.items():
-        file.write(bytes(-file.tell() % alignment))
-        nbytes = 0
-        for part in map(np.ascontiguousarray, t.make()):
-            nbytes += part.nbytes
-            file.write(part.reshape(-1).view(np.uint8).data if part.size else b"")
-        if nbytes != t.nbytes:
-            raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
+    with ThreadPoolExecutor(1) as thread:
+        for name, t in tensors.items():
+            file.write(bytes(-file.tell() % alignment))
+            nbytes = _write_parts(file, thread, t.make())
+            if nbytes != t.nbytes:
+                raise GGUFError(f"{name}: {nbytes} bytes were written, {t.nbytes} announced")
     file.write(bytes(-file.tell() % alignment))
+
+
+def _write_parts(file: BinaryIO, thread: ThreadPoolExecutor, parts: Iterable[np.ndarray]) -> int:
+    """Write each part while the next is made; returns the number of bytes."""
+    nbytes, before = 0, None
+    for part in map(np.ascontiguousarray, parts):
+        if before is not None:
+            before.result()
+        before = thread.submit(file.write, part.reshape(-1).view(np.uint8).data)
+        nbytes += part.nbytes
+    if before is not None:
+        before.result()
+    return nbytes
 
 
 def _text(text: str | bytes) -> bytes:

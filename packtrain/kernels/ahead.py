@@ -20,7 +20,14 @@ from typing import IO, Any
 from packtrain.child import variables
 from packtrain.errors import DoesNotFit
 from packtrain.kernels import store
-from packtrain.kernels.runtime import allowed_cpus, limit_blas, say, start_threads, threads
+from packtrain.kernels.runtime import (
+    allowed_cpus,
+    limit_blas,
+    not_collecting,
+    say,
+    start_threads,
+    threads,
+)
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
@@ -238,16 +245,16 @@ def compile_into(root: str) -> None:
 @cache
 def load(name: str) -> Any:
     """Import one kernel module, and first those that it needs, under the policy."""
+    start_threads()
     if store.given is None:
         prepare([name])
-    start_threads()
     limit_blas()
     for other in sorted(store.needed(name) - {name}):
         load(other)
     folder = store.folder_of(name)
     if store.complete(name) is None:
         folder.mkdir(exist_ok=True)
-    with store.numba_cache(folder):
+    with not_collecting(), store.numba_cache(folder):
         return importlib.import_module(f"{__package__}.{name}")
 
 

@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=[name for name in MIXES if name != "F32"])
     options = parser.parse_args()
     if options.times:
+        if options.llama_quantize is None:
+            parser.error("--times: needs --llama-quantize, to compare with")
         kernels.prepare(kernels.PACKING)
         with tempfile.TemporaryDirectory() as folder:
             model = options.model or made(Path(folder), "F32")

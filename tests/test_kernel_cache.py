@@ -156,6 +156,29 @@ def test_cached_kernels_load_without_what_compiles_them_and_other_code_still_com
     subprocess.run([sys.executable, "-c", LEAN], check=True)
 
 
+LATER = """
+import numba
+import numpy as np
+from packtrain import kernels
+kernels.quantize
+from packtrain.kernels import codes
+assert not codes.reciprocal.overloads
+reciprocal = codes.reciprocal
+
+@numba.njit
+def twice(d):
+    return reciprocal(d) * np.float32(2)
+
+assert twice(4) == 0.5
+assert [str(given) for (given,) in codes.reciprocal.overloads] == ["float32"]
+"""
+
+
+def test_parts_of_cached_kernels_load_when_new_code_calls_them():
+    ahead.prepare(["quantize"])
+    subprocess.run([sys.executable, "-c", LATER], check=True)
+
+
 def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):
     tree = tmp_path / "elsewhere"
     ignored = shutil.ignore_patterns("__pycache__")

@@ -1,18 +1,20 @@
 """A LoRA step on a pretrained base, beside transformers with PEFT: python -m benchmarks.peft_step BASE.gguf
 
-    python -m benchmarks.peft_step BASE.gguf [--rows 4] [--time 557] [--rounds 3]
+    python -m benchmarks.peft_step BASE.gguf [--rows 4] [--time 557] [--rounds 3] [--memory 2GiB]
 
 Rank 16 on every matrix of the blocks, AdamW, clipping; the same tokens, of this project's own documents, and the first
-40 % of each row are a prompt that is not learnt. packtrain maps the file and keeps its weights packed; transformers
-unpacks the same file to f32, or to bf16 under autocast, with two kinds of attention. Each side runs in a process of its
-own; they take turns, step by step. The first steps do not count, and private memory is sampled in the last of those,
-never while time counts. Exit code 1 if the losses of the first step differ by more than 3 %; later ones differ by the
-initial values of the adapters. It needs torch, transformers, peft and gguf, and 20 GB for the steps above. Only ratios
-mean something on a busy machine; `waited` is the time in which threads waited for the processor, of each second.
+40 % of each row are a prompt that is not learnt. packtrain maps the file, keeps its weights packed, and its private
+memory to --memory, as finetune does; transformers unpacks the same file to f32, or to bf16 under autocast, with two
+kinds of attention. Each side runs in a process of its own; they take turns, step by step. Private memory is sampled in
+the first step, whose time does not count. Exit code 1 if the losses of the first step differ by more than 3 %; later
+ones differ by the initial values of the adapters. It needs torch, transformers, peft and gguf, and 20 GB for the steps
+above. Only ratios mean something on a busy machine; `waited` is the time in which threads waited for the processor, of
+each second.
 """
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from packtrain.benching.peer import Peer
 from packtrain.benching.table import Table
 from packtrain.benching.timing import Stepped, paired, stepping
 from packtrain.kernels.runtime import has
+from packtrain.memory import parse_size
 from packtrain.models.file import open_model
 from packtrain.optim import AdamW
 
@@ -33,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 PARTS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 RANK, ALPHA = 16, 32.0
 UNLEARNT = 0.4  # of the positions
-WARM = 2  # steps that do not count; the last of them is watched for memory
+WARM = 1  # steps whose time does not count: the first, which is watched for memory
 LIKE = 0.03  # by how much the losses of the first step may differ, relatively; bf16 has 8 bits
 OURS, ATTENTION = "packtrain", ("sdpa", "eager")
 COLUMNS = {
@@ -50,10 +53,10 @@ class Side:
     precision: str
     steps: list[Stepped] = field(default_factory=list)
 
-    def peer(self, base: Path, ids: np.ndarray) -> Peer:
+    def peer(self, base: Path, ids: np.ndarray, memory: int) -> Peer:
         given = kernels.threads(), base, ids
         if self.program == OURS:
-            return Peer("benchmarks.peft_step", "ours", *given, self.precision)
+            return Peer("benchmarks.peft_step", "ours", *given, self.precision, memory)
         how = self.program.split()[-1], self.precision == "bf16"
         return Peer("benchmarks.peft_step", "theirs", *given, *how)
 
@@ -92,15 +95,19 @@ def is_learnt(time: int) -> np.ndarray:
     return np.arange(time) >= round(UNLEARNT * time)
 
 
-def ours(threads: int, base: Path, ids: np.ndarray, precision: str) -> Callable[..., Stepped]:
+def ours(
+    threads: int, base: Path, ids: np.ndarray, precision: str, memory: int
+) -> Callable[..., Stepped]:
     kernels.set_threads(threads)
     kernels.load_all((*kernels.LEARNING, "update"))
     rows, time = ids.shape
-    made = training.of_base(base, rows, time, precision)
+    made = training.of_base(base, rows, time, precision, memory)
     targets = np.where(is_learnt(time), ids, -1)
     targets = np.append(targets[:, 1:], np.full((rows, 1), -1), 1).astype(np.int32)
     learnt = (targets >= 0).astype(np.float32)
-    made.batch = {**made.batch, "tokens": ids, "targets": targets, "weights": learnt}
+    given = {"tokens": ids, "targets": targets, "weights": learnt}
+    batch = {**training.batch_of(open_model(base).config, rows, time), **given}
+    made.batches = training.parts(batch, len(made.batches[0]["tokens"]))
     return stepping(made.step)
 
 
@@ -141,13 +148,15 @@ def theirs(
     return stepping(step)
 
 
-def measured(sides: Sequence[Side], base: Path, ids: np.ndarray, rounds: int) -> None:
+def measured(sides: Sequence[Side], base: Path, ids: np.ndarray, memory: int, rounds: int) -> None:
     """Steps in turn."""
     with ExitStack() as stack:
-        peers = [stack.enter_context(side.peer(base, ids)) for side in sides]
+        peers = [stack.enter_context(side.peer(base, ids, memory)) for side in sides]
         for turn in range(WARM + rounds):
             for side, peer in zip(sides, peers, strict=True):
                 side.steps.append(peer(turn == WARM - 1))
+                took = f"{side.steps[-1].seconds:.2f} s, {side.nbytes >> 20} MiB"
+                print(f"{side.program} {side.precision}, step {turn + 1}: {took}", file=sys.stderr)
 
 
 def parsed() -> argparse.Namespace:
@@ -158,6 +167,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--time", type=int, default=557, help="tokens of a row")
     parser.add_argument("--rounds", type=int, default=3, help="steps that count")
+    parser.add_argument("--memory", default="2GiB", help="what our side keeps to")
     parser.add_argument("--precision", nargs="+", choices=("f32", "bf16"),
                         default=("f32", "bf16") if has("avx512bf16") else ("f32",))  # fmt: skip
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=ATTENTION)
@@ -169,12 +179,13 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     given = parsed()
+    memory = parse_size(given.memory, "--memory")
     ids, good = text_ids(given.base, given.rows, given.time), True
     size = given.base.stat().st_size / 2**20
     for precision in given.precision:
         names = (OURS, *(f"PEFT {name}" for name in given.attention))
         sides = [Side(name, precision) for name in names]
-        measured(sides, given.base, ids, given.rounds)
+        measured(sides, given.base, ids, memory, given.rounds)
         title = f"A LoRA step on {given.base.name}, {given.rows} × {given.time} tokens"
         note = f"Ours maps {size:.0f} MiB of the base beside its private memory."
         rows = [side.row(sides[0]) for side in sides]

@@ -23,6 +23,7 @@ from packtrain.errors import InputError
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.placing import Step
+from packtrain.speed import BEGIN
 from tests import checks
 
 RATES = machine.Rates(fma_one=5e8, fma=1e9, product=8e8, near=1e9, far=1e8)
@@ -292,6 +293,25 @@ def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(one.seconds > 0 and one.wall > 0 for one in found)
     assert found[1].nbytes > 1 << 20 and found[0].nbytes == found[2].nbytes == 0
     assert found[0].loss > found[2].loss  # the same batch again and again
+
+
+def test_a_step_on_a_base_keeps_to_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, "PRESET", "1m")
+    monkeypatch.setattr(training, "private_nbytes", lambda: 0)
+    monkeypatch.setattr(training, "measured", lambda: (BEGIN, True))
+    base = llama.made(tmp_path, "F16")
+    whole = training.of_base(base, 4, 256)
+    limit = whole.engine.plans.nbytes // 2
+    parted = training.of_base(base, 4, 256, memory=limit)
+    assert parted.engine.plans.nbytes <= limit
+    assert len(whole.batches) == 1 and len(parted.batches) == 4
+    assert whole.tokens == parted.tokens == 1024
+    losses = [np.array([one.step() for _ in range(3)], np.float32) for one in (whole, parted)]
+    checks.close(*losses, "losses")
+    with pytest.raises(InputError, match="a step does not fit 1 MiB"):
+        training.of_base(base, 4, 256, memory=1 << 20)
 
 
 @pytest.mark.torch

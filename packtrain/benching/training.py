@@ -9,11 +9,16 @@ import numpy as np
 from packtrain import kernels
 from packtrain.benching.timing import Stepped, stepping
 from packtrain.design.plans import STEP, Base, StepShape, make_plans
+from packtrain.design.request import Request
+from packtrain.design.search import search
+from packtrain.errors import InputError
+from packtrain.memory import private_nbytes
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import open_model
 from packtrain.optim import AdamW
 from packtrain.run import Executor
+from packtrain.speed import measured
 from packtrain.training.engine import Batch, Engine
 from packtrain.training.job import shape_of
 from packtrain.training.settings import TuneSettings
@@ -26,21 +31,21 @@ LR, MAX_NORM = 1e-3, 1.0
 
 @dataclass
 class Training:
-    """An engine with the batch that it is fed, the same in each step."""
+    """An engine with the micro-batches that it is fed, the same in each step."""
 
     name: str
     engine: Engine
-    batch: Batch
+    batches: list[Batch]
     number: int = 0
 
     def step(self) -> float:
         """One step; its loss."""
         self.number += 1
-        return self.engine.step([self.batch], self.number, LR).loss
+        return self.engine.step(self.batches, self.number, LR).loss
 
     @property
     def tokens(self) -> int:
-        return int(self.batch["tokens"].size)
+        return sum(int(batch["tokens"].size) for batch in self.batches)
 
     @property
     def run(self) -> Executor:
@@ -68,21 +73,39 @@ def of_preset(name: str, precision: str = "f32") -> Training:
     shape = StepShape(config, rows, time, max_norm=MAX_NORM, evaluate=False)
     engine = Engine(make_plans(shape, update), update)
     transformer.initialise(config, 0, engine.session.fill)
-    return Training(f"{name}, {rows} × {time} tokens", engine, batch_of(config, rows, time))
+    return Training(f"{name}, {rows} × {time} tokens", engine, [batch_of(config, rows, time)])
 
 
-def of_base(path: Path, rows: int = 1, time: int = TIME, precision: str = "f32") -> Training:
-    """A step of `packtrain finetune` with its own adapters. Raises InputError."""
+def of_base(
+    path: Path, rows: int = 1, time: int = TIME, precision: str = "f32", memory: int | None = None
+) -> Training:
+    """A step of `packtrain finetune` with its own adapters; this process keeps to `memory` bytes. Raises InputError."""
     settings, model = TuneSettings(model=path, precision=precision), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)
     base = Base(tuple(model.types().items()))
     subject, update = Tuned(settings, model, config, base), AdamW(lr=LR)
     shape = replace(shape_of(settings, config, rows, time, False, base), max_norm=MAX_NORM)
+    if memory is not None:
+        shape = within(memory, shape, Request(update, measured()[0], private_nbytes()))
     engine = Engine(make_plans(shape, update), update, subject.shared())
     subject.begin(engine.session)
     name = f"LoRA on {path.name}, {rows} × {time} tokens"
-    return Training(name, engine, batch_of(config, rows, time))
+    return Training(name, engine, parts(batch_of(config, rows, time), shape.rows))
+
+
+def within(memory: int, shape: StepShape, request: Request) -> StepShape:
+    """The fastest step of so many bytes. Raises InputError."""
+    found = search(shape, request.within(memory))
+    if not found.fits:
+        raise InputError(f"a step does not fit {memory >> 20} MiB")
+    return found.shape
+
+
+def parts(batch: Batch, rows: int) -> list[Batch]:
+    """Micro-batches of so many rows."""
+    starts = range(0, len(batch["tokens"]), rows)
+    return [{name: array[at : at + rows] for name, array in batch.items()} for at in starts]
 
 
 def peer(threads: int, preset: str, precision: str) -> Callable[[], Stepped]:

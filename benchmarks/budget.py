@@ -1,12 +1,13 @@
 """Random budgets through `packtrain plan` and `packtrain train`, under a cap: python -m benchmarks.budget
 
-    python -m benchmarks.budget [--plans 200] [--runs 60] [--seed 0]
+    python -m benchmarks.budget [--plans 200] [--runs 60] [--seed 0] [--first 0]
 
 Each case is a random shape, batch, optimizer and budget. Its plan must fit or be refused with a smallest budget; that
 budget must be taken, and 3 % less refused. Runs make steps with the longest batches there are, evaluations, samples and
 saves, watched from outside with their children from beginning to end, with RLIMIT_DATA as a cap of the system: no kill,
-and a peak within the budget. That limit counts what is reserved and never touched too, such as stacks of threads: how
-much that is, a run without a cap tells. The text is tokenized before.
+and a peak within the budget. That limit counts what is reserved and not touched too, such as stacks of threads and what
+planning has given back to the heap: how much that is, a run of the deepest shape without a cap tells. The text is
+tokenized before.
 """
 
 import argparse
@@ -31,6 +32,7 @@ COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
 MOST_WORK = 3e10  # tokens of a step times parameters of all blocks
 SPARE = 4 * MIB  # by which what is reserved differs from run to run
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # each further one reserves 64 MiB, or does not, by chance
+DEEPEST = "--dim 128 --layers 24 --heads 4 --kv-heads 2 --ffn 256 --ctx 64 --batch-size 4 --vocab-size 1000"
 OFTEN = "--iters 6 --steps-per-eval 2 --val-batches 2 --save-every 2 --no-tensorboard --overwrite"
 
 
@@ -124,8 +126,8 @@ def counted(pid: int) -> tuple[int, int]:
 
 
 def overhead(base: list[str], folder: Path) -> int:
-    """What a run reserves and does not touch; the cap made with it is seen to bite."""
-    memory = "1GiB"
+    """What a run of the deepest shape reserves and does not touch; the cap made with it is seen to bite."""
+    base, memory = [*base, *DEEPEST.split()], "1GiB"
     planned(base, memory)  # tokenizes the text
     seen = trained(base, folder / "plain.gguf", memory, None)
     assert seen.code == 0, seen.said
@@ -141,20 +143,23 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=200)
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
     given = parser.parse_args()
     rng, wrong, used, refused, ran = random.Random(given.seed), Wrong(), [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "text.txt"
         data.write_text(text(120_000))
         asked = ["train", "--data", str(data)]
-        beyond = overhead([*asked, *case(random.Random(7))], Path(folder))
+        beyond = overhead(asked, Path(folder))
         print(
             f"runs reserve {beyond / MIB:.0f} MiB that they do not touch; the cap is the budget and this"
         )
         for number in range(given.plans):
             base = [*asked, *case(rng)]
-            _, _, whole = planned(base, None)
             share = rng.uniform(0.2, 1.1)
+            if number < given.first:
+                continue
+            _, _, whole = planned(base, None)
             nbytes = whole["baseline_bytes"] + int(
                 share * (whole["total_bytes"] - whole["baseline_bytes"])
             )

@@ -24,14 +24,17 @@ from packtrain.events import Events
 from packtrain.generation import Generator
 from packtrain.gguf import Value as Entry
 from packtrain.models import transformer
+from packtrain.models.adapted import has_rounded, with_activations
 from packtrain.models.config import PRESETS
 from packtrain.models.file import open_model, save_model
+from packtrain.models.rounding import F32, Q8
 from packtrain.tasks.quantize import Quantize, quantize
 from packtrain.tokenizer import BYTE, NORMAL, UNKNOWN
 
 PROGRAM = "llama-bench"
 PRESET, TYPES = "110m", ("F16", "Q8_0", "Q4_0", "Q4_K_M")
 READ, WRITTEN = 512, 64  # tokens
+ROUNDED = "--activations q8"
 PATIENCE = 30.0  # seconds for its help
 COLUMNS = {"model": "", "what": "", "tokens/s": ".1f"}
 BESIDE = {"llama.cpp tokens/s": ".1f", "× llama.cpp": ".2f"}
@@ -73,19 +76,23 @@ def tables(
         for i, name in enumerate(names):
             count(i + 1, len(names), name)
             path = base or made(Path(folder), TYPES[i])
-            reading, writing = Speeds(READ), Speeds(WRITTEN)
+            reading, writing, rounded = Speeds(READ), Speeds(WRITTEN), Speeds(WRITTEN)
             ours = Ours(path)
+            rough = Ours(path, Q8) if has_rounded(open_model(path)) else None
             for _ in range(rounds):
                 if bench:
                     about, seconds = theirs(bench, path)
                     reading.theirs.append(seconds[0])
                     writing.theirs.append(seconds[1])
+                    rounded.theirs.append(seconds[1])
                 reading.ours.append(ours.read(clock))
                 writing.ours.append(ours.write(clock))
+                rounded.ours += [rough.write(clock)] if rough else []
             rows += [
                 row(name, f"reading {READ}", reading),
                 row(name, f"writing {WRITTEN}", writing),
             ]
+            rows += [row(name, f"writing {WRITTEN}, {ROUNDED}", rounded)] if rough else []
     build = f"llama.cpp {about.get('build_number')} ({about.get('build_commit')})"
     notes = [f"{build}. The KV cache is f16 in both."] if bench else [WITHOUT]
     notes += [UNLIMITED] if bench and os.environ.get("PACKTRAIN_CPU") else []
@@ -101,8 +108,8 @@ def row(model: str, what: str, speeds: Speeds) -> list[Value]:
 class Ours:
     """A model, ready to read and write."""
 
-    def __init__(self, path: Path) -> None:
-        model = open_model(path)
+    def __init__(self, path: Path, activations: str = F32) -> None:
+        model = with_activations(open_model(path), activations)
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, READ)
         self.ids: list[int] = ids.tolist()
         self.generator = Generator.of(model, max(READ, WRITTEN) + 1, f16)

@@ -70,9 +70,14 @@ def _check_unmerged(model: ModelFile, name: str) -> None:
         )
 
 
+def has_rounded(model: ModelFile) -> bool:
+    """Whether rounded activations change anything."""
+    return bool(set(model.types().values()) & set(ROUNDABLE))
+
+
 def with_activations(model: ModelFile, kind: str) -> ModelFile:
     """The model with f32 or q8 activations. Raises InputError if that changes nothing."""
-    if kind == Q8 and not set(model.types().values()) & set(ROUNDABLE):
+    if kind == Q8 and not has_rounded(model):
         fits = ", ".join(t.name for t in ROUNDABLE)
         raise InputError(f"--activations q8: {model.gguf.path} has no matrix of {fits}")
     return replace(model, config=replace(model.config, activations=kind))

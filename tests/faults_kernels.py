@@ -20,14 +20,18 @@ from tests.faults import Change, fault, graphs, in_place, kernel, poisoned, valu
 @fault("kernel", value("matmul"))
 def a_product_that_starts_at_the_second_block(patch: MonkeyPatch) -> None:
     def late(run):
-        return lambda y, x, w, acc: run(y, x, np.roll(w, 1, -1) if w.dtype.names else w, acc)
+        return lambda y, x, w, acc, **how: run(
+            y, x, np.roll(w, 1, -1) if w.dtype.names else w, acc, **how
+        )
 
     kernel(patch, "matmul", late)
 
 
 @fault("kernel", value("matmul_back"))
 def a_gradient_through_packed_weights_that_forgets_the_earlier_one(patch: MonkeyPatch) -> None:
-    kernel(patch, "matmul_back", lambda run: lambda dx, dy, w, acc: run(dx, dy, w, None))
+    kernel(
+        patch, "matmul_back", lambda run: lambda dx, dy, w, acc, **how: run(dx, dy, w, None, **how)
+    )
 
 
 @fault("kernel", value("rms_norm"))
@@ -254,14 +258,14 @@ def an_op_without_samples(patch: MonkeyPatch) -> None:
 
 @fault("kernel", value("matmul"))
 def matmul_that_forgets_what_it_adds_to(patch: MonkeyPatch) -> None:
-    kernel(patch, "matmul", lambda run: lambda y, x, w, acc: run(y, x, w, None))
+    kernel(patch, "matmul", lambda run: lambda y, x, w, acc, **how: run(y, x, w, None, **how))
 
 
 @fault("kernel", value("matmul"))
 def matmul_without_its_last_columns(patch: MonkeyPatch) -> None:
     def short(run):
-        def wrong(y, x, w, acc):
-            run(y, x, w, acc)
+        def wrong(y, x, w, acc, **how):
+            run(y, x, w, acc, **how)
             y[..., y.shape[-1] // 16 * 16 :] = 0
 
         return wrong

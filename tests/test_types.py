@@ -96,7 +96,11 @@ def test_a_type_is_one_file(tmp_path: Path):
     ("old", "new", "again"),
     [
         ("scale = sum_lx / sum_ll", "scale = sum_lx / (sum_ll * 1)", {"quantize"}),
-        ("# of 32 values; q6_K", "# another comment: q6_K", set()),
+        (
+            "# of 32 values; q6_K",
+            "# another comment: q6_K",
+            {"dequantize", "dots", "quantize", "rounded"},
+        ),
         ("least = (low >> 4)", "least = (low // 16)", {"dequantize", "quantize"}),
         ("a = fma(v, load(x, at + 64), a)", "a = fma(load(x, at + 64), v, a)", {"dots"}),
         ("least = ((rest >> 4)", "least = ((rest // 16)", {"dots", "rounded"}),

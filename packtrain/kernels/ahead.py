@@ -31,7 +31,7 @@ from packtrain.kernels.runtime import (
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
-SINGLE_NBYTES = 112 * MIB  # of a child that ends after one module; 54 are numba and numpy
+SINGLE_NBYTES = 128 * MIB  # of a child that ends after one module; 54 are numba and numpy
 CHILDREN = 2  # most at a time
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 

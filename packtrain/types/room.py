@@ -4,6 +4,7 @@ A type packs `block` consecutive elements of a row into `block_nbytes` bytes; sc
 a record of one field named after its type, so an array of blocks knows its type. Sizes and numbers are ggml's.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,8 @@ class Dtype:
 
 
 def named(name: str) -> Dtype:
-    """The type of this name. Raises KeyError."""
+    """The type of this name, in a process that may not have loaded its room. Raises KeyError."""
+    importlib.import_module("packtrain.dtypes")
     return KNOWN[name]
 
 

@@ -269,7 +269,7 @@ def test_the_search_needs_less_than_what_it_plans_for(data, tmp_path):
     run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path), "--no-tensorboard"]
     assert subprocess.run(run, capture_output=True, check=False).returncode == 0
     total = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
-    limit = f"{total // MIB + 8}MiB"
+    limit = f"{total // MIB + 12}MiB"  # the searching child takes more than such a small run
     run += ["--overwrite", "--memory", limit]
     process = subprocess.Popen(run, stderr=subprocess.DEVNULL)
     peak = 0

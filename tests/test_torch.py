@@ -13,6 +13,8 @@ NO_PEER = {
     "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back",
     "cross_entropy_back", "weighted_rows_back",
     "group_rows",  # no f32 in it
+    "rounded",  # rounding is not differentiable, and has no peer
+    "matmul_rounded",
     "dropout",  # another generator of random numbers
     "count_equal",  # no f32 in it
     "pool_2d_back",

@@ -52,17 +52,17 @@ def cross_entropy(logits, targets, weights):
     return (losses * weights.flatten()).sum()
 
 
-def linear_cross_entropy(x, w, targets, weights, *, chunk, softcap):
+def linear_cross_entropy(x, w, targets, weights, *, chunk, softcap, precision):
     logits = torch.nn.functional.linear(x, w)
     logits = softcap * (logits / softcap).tanh() if softcap else logits
     return cross_entropy(logits, targets, weights)
 
 
-def matmul(x, w, acc):
+def matmul(x, w, acc, *, precision):
     return x @ w.mT + (0 if acc is None else acc)
 
 
-def matmul_back(dy, w, acc):
+def matmul_back(dy, w, acc, *, precision):
     return dy @ w + (0 if acc is None else acc)
 
 
@@ -91,7 +91,7 @@ def weighted_rows(x, ids, weights, acc):
     return (x[ids.long()] * weights[..., None]).sum(-2) + (0 if acc is None else acc)
 
 
-def out_prod(a, b, acc):
+def out_prod(a, b, acc, *, precision):
     return torch.einsum("...p,...q->pq", a, b) + (0 if acc is None else acc)
 
 

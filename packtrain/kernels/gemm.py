@@ -121,39 +121,50 @@ def emit_write(builder, value, alpha, beta, c, left):
     simd.call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), result, pointer, I32(4), mask)
 
 
-@intrinsic(prefer_literal=True)
-def tile(typingctx, half, width, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left):
-    """c = alpha * a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` columns.
+def emit_tile(builder, half, width, given):
+    """See tile; here half and width are constants."""
+    a, panel, depth, ahead, alpha, beta, c, ldc, rows, left = given
+    cells = [(r, w) for r in range(ROWS) for w in range(width)]
 
-    half and width are literals; without bf16 nothing is compiled for half = 1.
+    def place(r, w):
+        return beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
+
+    for cell in cells:
+        emit_prefetch(builder, place(*cell), write=1)
+    sums = emit_sums(builder, half, width, a, panel, depth, ahead)
+    for r in range(ROWS):
+        with builder.if_then(builder.icmp_signed("<", I64(r), rows), likely=True):
+            for w in range(width):
+                room = builder.sub(left, I64(w * LANES))
+                emit_write(builder, sums[r * width + w], alpha, beta, place(r, w), room)
+
+
+@intrinsic(prefer_literal=True)
+def tile(typingctx, width, half, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left):
+    """c = alpha * a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns.
+
+    half  whether a and panel are bf16; where the CPU does not multiply those, only f32 is compiled
     """
-    if not all(isinstance(x, types.IntegerLiteral) for x in (half, width)):
+    if not isinstance(width, types.IntegerLiteral):
         return None
 
     def codegen(context, builder, sig, args):
-        if half.literal_value and not HALF:
+        _, half, *given = args
+        if not HALF:
+            emit_tile(builder, 0, width.literal_value, given)
             return context.get_dummy_value()
-        _, _, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left = args
-        count = width.literal_value
-        for r in range(ROWS):
-            for w in range(count):
-                at = beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
-                emit_prefetch(builder, at, write=1)
-        sums = emit_sums(builder, half.literal_value, count, a, panel, depth, ahead)
-        for r in range(ROWS):
-            with builder.if_then(builder.icmp_signed("<", I64(r), rows), likely=True):
-                for w in range(count):
-                    at = beyond(builder, c, builder.add(builder.mul(I64(r), ldc), I64(w * LANES)))
-                    room = builder.sub(left, I64(w * LANES))
-                    emit_write(builder, sums[r * count + w], alpha, beta, at, room)
+        with builder.if_else(builder.icmp_signed("==", half, I64(1))) as (pairs, single):
+            for branch, bits in ((pairs, 1), (single, 0)):
+                with branch:
+                    emit_tile(builder, bits, width.literal_value, given)
         return context.get_dummy_value()
 
-    sig = types.void(half, width, i64, i64, i64, i64, f32, f32, i64, i64, i64, i64)
+    sig = types.void(width, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64, i64)
     return sig, codegen
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64))
-def block_product(m, n, a, b, deep, alpha, beta, c, ldc):
+@kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64, i64))
+def block_product(m, n, a, b, deep, alpha, beta, c, ldc, half):
     """c (m, n) = alpha * a @ b + beta * c, of packed a and b."""
     for i in range(0, m, ROWS):
         group = address(a, i // ROWS * deep * GROUP)
@@ -162,28 +173,11 @@ def block_product(m, n, a, b, deep, alpha, beta, c, ldc):
             ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
             target = address(c, i * ldc + j)
             if left > 2 * LANES:
-                tile(0, 3, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(3, half, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
             elif left > LANES:
-                tile(0, 2, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(2, half, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
             else:
-                tile(0, 1, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
-
-
-@kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64))
-def half_product(m, n, a, b, deep, alpha, beta, c, ldc):
-    """The same of a and b packed as bf16."""
-    for i in range(0, m, ROWS):
-        group = address(a, i // ROWS * deep * GROUP)
-        for j in range(0, n, PANEL):
-            panel, left, rows = address(b, j * deep), min(n - j, PANEL), m - i
-            ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
-            target = address(c, i * ldc + j)
-            if left > 2 * LANES:
-                tile(1, 3, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
-            elif left > LANES:
-                tile(1, 2, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
-            else:
-                tile(1, 1, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(1, half, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
 
 
 @kernel(i64(i64, i64, i64))
@@ -200,10 +194,7 @@ def times_block(ta, m, n, a, lda, block, depth, alpha, beta, c, ldc, half):
     for i in range(0, m, CHUNK):
         height, target = min(m - i, CHUNK), address(c, i * ldc)
         pack_a(chunk, address(a, i if ta else i * lda), ta, lda, depth, height, half)
-        if half:
-            half_product(height, n, chunk, block, deep, alpha, beta, target, ldc)
-        else:
-            block_product(height, n, chunk, block, deep, alpha, beta, target, ldc)
+        block_product(height, n, chunk, block, deep, alpha, beta, target, ldc, half)
 
 
 @kernel(types.void(i64))

@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from packtrain import kernels
 from packtrain.benching import training
 from packtrain.benching.peer import Peer
 from packtrain.benching.table import Table
-from packtrain.benching.timing import Stepped, paired, stepping
+from packtrain.benching.timing import Side, Stepped, paired, stepping
 from packtrain.kernels.runtime import has
 from packtrain.memory import parse_size
 from packtrain.models.file import open_model
@@ -45,13 +45,11 @@ COLUMNS = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Side:
-    """One program in one precision: what Peer calls, and the steps that it did."""
+@dataclass(slots=True, kw_only=True)
+class Tuned(Side):
+    """A program that tunes the base."""
 
-    program: str
-    precision: str
-    steps: list[Stepped] = field(default_factory=list)
+    warm: int = WARM
 
     def peer(self, base: Path, ids: np.ndarray, memory: int) -> Peer:
         given = kernels.threads(), base, ids
@@ -60,19 +58,7 @@ class Side:
         how = self.program.split()[-1], self.precision == "bf16"
         return Peer("benchmarks.peft_step", "theirs", *given, *how)
 
-    @property
-    def seconds(self) -> list[float]:
-        return [step.seconds for step in self.steps[WARM:]]
-
-    @property
-    def nbytes(self) -> int:
-        return self.steps[WARM - 1].nbytes
-
-    @property
-    def waited(self) -> float:
-        return sum(step.waited for step in self.steps) / sum(step.wall for step in self.steps)
-
-    def row(self, ours: "Side") -> list[str | float | None]:
+    def row(self, ours: Side) -> list[str | float | None]:
         speed = None if self is ours else paired(ours.seconds, self.seconds)
         memory = None if self is ours else ours.nbytes / self.nbytes
         return [
@@ -148,7 +134,7 @@ def theirs(
     return stepping(step)
 
 
-def measured(sides: Sequence[Side], base: Path, ids: np.ndarray, memory: int, rounds: int) -> None:
+def measured(sides: Sequence[Tuned], base: Path, ids: np.ndarray, memory: int, rounds: int) -> None:
     """Steps in turn."""
     with ExitStack() as stack:
         peers = [stack.enter_context(side.peer(base, ids, memory)) for side in sides]
@@ -184,7 +170,7 @@ def main() -> int:
     size = given.base.stat().st_size / 2**20
     for precision in given.precision:
         names = (OURS, *(f"PEFT {name}" for name in given.attention))
-        sides = [Side(name, precision) for name in names]
+        sides = [Tuned(program=name, precision=precision) for name in names]
         measured(sides, given.base, ids, memory, given.rounds)
         title = f"A LoRA step on {given.base.name}, {given.rows} × {given.time} tokens"
         note = f"Ours maps {size:.0f} MiB of the base beside its private memory."

@@ -245,12 +245,12 @@ TIMES = {
 
 
 def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(side: steps.Side, preset: str) -> Fake:
+    def fake(side: steps.Trained, preset: str) -> Fake:
         nbytes = (1 if side.program == steps.OURS else 2) << 20
         return Fake(TIMES.get((side.program, side.precision), []), nbytes)
 
     monkeypatch.setattr(steps, "has_torch", lambda: True)
-    monkeypatch.setattr(steps.Side, "peer", fake)
+    monkeypatch.setattr(steps.Trained, "peer", fake)
     monkeypatch.setattr(steps, "has", lambda feature: True)
     (with_bf16,) = steps.tables(["15m"], 3, counting)
     assert with_bf16.column("precision")[2:4] == ["bf16", steps.BF16]
@@ -288,7 +288,7 @@ def counting(what: str, part: str) -> Iterator[Callable[..., None]]:
 
 
 def test_our_side_of_a_comparison_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    with steps.Side(steps.OURS).peer("1m") as ours:
+    with steps.Trained(program=steps.OURS).peer("1m") as ours:
         found = [ours(watched) for watched in (False, True, False)]
     assert all(one.seconds > 0 and one.wall > 0 for one in found)
     assert found[1].nbytes > 1 << 20 and found[0].nbytes == found[2].nbytes == 0
@@ -319,7 +319,7 @@ def test_both_sides_take_the_same_step() -> None:
     pytest.importorskip("torch")
     losses = list[list[float]]()
     for program in (steps.OURS, steps.EAGER):
-        with steps.Side(program).peer("1m") as one:
+        with steps.Trained(program=program).peer("1m") as one:
             losses.append([one().loss for _ in range(3)])
     checks.close(*(np.array(each, np.float32) for each in losses), "losses")
 

@@ -3,13 +3,13 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from packtrain import kernels
 from packtrain.benching.peer import Peer, PeerFailed
 from packtrain.benching.products import TORCH, WITHOUT, Counting, has_torch
 from packtrain.benching.table import Table, Value
-from packtrain.benching.timing import Stepped, paired
+from packtrain.benching.timing import Side, paired
 from packtrain.benching.training import ROWS
 from packtrain.events import Counted
 from packtrain.kernels.runtime import has
@@ -24,26 +24,11 @@ COLUMNS = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Side:
-    """One program's steps in one precision."""
+@dataclass(slots=True, kw_only=True)
+class Trained(Side):
+    """A program that trains a preset."""
 
-    program: str
-    precision: str = F32
-    steps: list[Stepped] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> list[float]:
-        return [step.seconds for step in self.steps[WARM:]]
-
-    @property
-    def nbytes(self) -> int:
-        return self.steps[WARM - 1].nbytes
-
-    @property
-    def waited(self) -> float:
-        """The share of the time in which its threads waited for the processor."""
-        return sum(step.waited for step in self.steps) / sum(step.wall for step in self.steps)
+    warm: int = WARM
 
     def peer(self, preset: str) -> Peer:
         if self.program == OURS:
@@ -63,8 +48,12 @@ def tables(presets: Sequence[str], rounds: int, counting: Counting) -> Iterator[
     for preset in presets:
         rows, notes = list[list[Value]](), list[str]()
         for precision in (F32, BF16) if has_torch() else (F32,):
-            sides = [Side(OURS, ours_beside(precision))]
-            sides += [Side(p, precision) for p in (EAGER, COMPILED)] if has_torch() else []
+            sides = [Trained(program=OURS, precision=ours_beside(precision))]
+            sides += (
+                [Trained(program=p, precision=precision) for p in (EAGER, COMPILED)]
+                if has_torch()
+                else []
+            )
             with counting(f"steps of {preset}, {precision}", "round") as count:
                 notes += run(sides, preset, rounds, count)
             rows += rows_of(sides, tokens_of(preset))
@@ -82,7 +71,7 @@ def tokens_of(preset: str) -> int:
     return ROWS[preset] * PRESETS[preset].context_length
 
 
-def run(sides: list[Side], preset: str, rounds: int, count: Counted) -> list[str]:
+def run(sides: list[Trained], preset: str, rounds: int, count: Counted) -> list[str]:
     """Steps in turn; a peer that fails is dropped from `sides`. Returns what is said of those."""
     said = list[str]()
     with ExitStack() as stack:

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from packtrain.memory import Peak
 from packtrain.speed import waited
@@ -71,6 +71,29 @@ class Stepped:
     wall: float
     waited: float
     loss: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """A program's steps, whose first `warm` do not count; the last of those is watched for memory."""
+
+    program: str
+    precision: str = "f32"
+    warm: int
+    steps: list[Stepped] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [step.seconds for step in self.steps[self.warm :]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.steps[self.warm - 1].nbytes
+
+    @property
+    def waited(self) -> float:
+        """The share of the time in which its threads waited for the processor."""
+        return sum(step.waited for step in self.steps) / sum(step.wall for step in self.steps)
 
 
 def stepping(step: Callable[[], float]) -> Callable[..., Stepped]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from packtrain import Executor, Graph, Session, Stopped, interpret, ops
-from packtrain.dtypes import Dtype, f16, f32, i32
+from packtrain import Executor, Graph, Session, Stopped, interpret, ops, quant
+from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32, i32
 from packtrain.models import transformer
 from packtrain.models.cache import FREE, CacheFull, Cells
 from packtrain.models.config import Config
-from packtrain.tensor import constant, input
+from packtrain.tensor import constant, input, state
 from tests.models import CONFIG, bind, logits, same_bits, values
 
 TOLERANCE = 1e-5  # of the largest logit
@@ -208,20 +208,45 @@ def test_a_reply_stopped_between_two_ops_is_taken_back(after):
     assert close(model.say(0, tokens[8:]), full(tokens)[8:])
 
 
-@pytest.mark.parametrize(("time", "width"), [(1, 64), (3, 20), (17, 48), (90, 136)])
-def test_attention_reads_halves_as_the_values_they_are(time, width):
+@pytest.mark.parametrize("kind", [f16, BLOCK_TYPES["q8_0"]], ids=str)
+@pytest.mark.parametrize(("time", "width"), [(1, 64), (3, 32), (17, 96), (90, 160)])
+def test_attention_reads_what_is_packed_as_the_values_it_has(time, width, kind):
     rng, cells = np.random.default_rng(time), 150
-    halves = rng.standard_normal((2, 1, cells, 2, width)).astype(np.float16)
+    values = rng.standard_normal((2, 1, cells, 2, width)).astype(np.float32)
+    stored = values.astype(np.float16) if kind == f16 else quant.quantize(values, kind)
     pos = [constant("pos", cells - n + np.arange(n)[None], i32) for n in (time, cells)]
     found = []
-    for dtype in (f16, f32):
-        k, v = (constant(n, x, dtype) for n, x in zip("kv", halves, strict=True))
+    for dtype, pair in ((kind, stored), (f32, quant.dequantize(stored))):
+        k, v = (constant(n, x, dtype) for n, x in zip("kv", pair, strict=True))
         q = input("q", (1, time, 6, width))
         y = ops.attention(q, k, v, *pos, scale=width**-0.5, window=70, softcap=3.0)
         run = bind(Graph({"y": y[0], "lse": y[1]}))
         queries = np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
         found.append(run({"q": queries}))
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("kind", [f16, BLOCK_TYPES["q8_0"]], ids=str)
+@pytest.mark.parametrize("count", [3, 300])
+def test_rows_are_packed_as_the_quantizer_packs_them(kind, count):
+    rng = np.random.default_rng(count)
+    x, ids = (
+        rng.standard_normal((count, 2, 64)).astype(np.float32),
+        rng.permutation(2 * count)[:count],
+    )
+    ids[::3] = -1
+    leaf = state("cache", (2 * count, 2, 64), kind)
+    (handle,) = ops.set_rows(leaf, input("x", x.shape), constant("ids", ids, i32))
+    run = bind(Graph({}, [handle]))
+    run({"x": x})
+    want = run.session.get("cache")
+    want[ids[ids >= 0]] = (
+        x[ids >= 0].astype(np.float16) if kind == f16 else quant.quantize(x[ids >= 0], kind)
+    )
+    assert run.session.get("cache").tobytes() == want.tobytes()
+    assert (
+        not run.session.get("cache")[np.setdiff1d(np.arange(2 * count), ids)].tobytes().strip(b"\0")
+    )
 
 
 def test_a_cache_of_halves_is_near_and_rounds_to_nearest():

@@ -26,7 +26,9 @@ def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale, window, sof
     k_pos = torch.arange(s).expand(b, s) if k_pos is None else k_pos
     since = q_pos[:, :, None] - k_pos[:, None, :]
     seen = (since >= 0) & (since < window) if window else since >= 0
-    if q_seq is not None:
+    if q_seq is not None and k_seq.dtype == torch.int64 != q_seq.dtype:
+        seen = seen & ((k_seq[:, None, :] >> q_seq[:, :, None].long()) & 1 == 1)
+    elif q_seq is not None:
         seen = seen & (k_seq[:, None, :] == q_seq[:, :, None])
     if length is not None:
         seen = seen & (torch.arange(s) < length)

@@ -9,6 +9,7 @@ from packtrain.kernels.attention_few import attend_few
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.online import (
     FEW,
+    FEW_APART,
     KEYS,
     LN2,
     LOG2E,
@@ -52,6 +53,7 @@ from packtrain.kernels.visible import (
     SOME,
     hide,
     ids2,
+    is_sets,
     place_queries,
     sight,
 )
@@ -175,10 +177,16 @@ def attend(y, lse, q, k, v, places_of, keys, rule, task):
     finish(address(y, at), H * D, out, rows, sums, mixed, lanes, D)
 
 
+@part(i64(places))
+def few(places_of):
+    """Up to this many queries go one at a time: those of several sequences see different keys."""
+    return FEW_APART if is_sets(places_of[1], places_of[3]) else FEW
+
+
 @kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
 def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
-    """A block of queries of one head; if there are few queries, all of them for a kv head."""
-    if q.shape[1] > FEW:
+    """A block of queries of one head; if there are few queries, one of them for a kv head."""
+    if q.shape[1] > few(places_of):
         attend(y, lse, q, k, v, places_of, keys, rule, task)
     else:
         attend_few(y, lse, q, k, v, places_of, keys, rule, task)
@@ -203,10 +211,11 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
     window > 0: only keys with q_pos[i] - k_pos[j] < window; cap > 0: z = cap * tanh(z / cap)
 
         q, y          (B, T, H, D)  f32, D <= 512
-        k, v          (B, S, K, 4 D or 2 D)  the bytes of f32 or f16, both alike
+        k, v          (B, S, K, bytes)  of heads in f32, f16 or Q8_0, both alike
         lse           (B, H, T)     f32
         q_pos, q_seq  (B, T)        i32, or (0, 0): positions are indices (T = S), sequences equal
-        k_pos, k_seq  (B, S)        i32, or (0, 0)
+        k_pos         (B, S)        i32, or (0, 0)
+        k_seq         (B, S)        i32, or (0, 0), or (B, 2 S): i64, a set of sequences each
         length        (1,)          i32, or (0,): S
     """
     B, T, H, D = q.shape
@@ -215,7 +224,9 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
         (q_pos, k_pos, q_seq, k_seq),
         (scale, window, cap),
     )
-    tasks = B * k.shape[2] if T <= FEW else B * H * -(-T // queries_in_block(D))
+    tasks = B * H * -(-T // queries_in_block(D))
+    if few(places_of) >= T:
+        tasks = B * T * k.shape[2]
     if B * T * H * D * keys < SERIAL:
         for task in range(tasks):
             attention_task(y, lse, q, k, v, places_of, keys, rule, task)

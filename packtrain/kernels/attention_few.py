@@ -46,46 +46,43 @@ from packtrain.kernels.simd import (
     total,
 )
 from packtrain.kernels.tile import on_stack, rows_product
-from packtrain.kernels.visible import earliest, ids2
+from packtrain.kernels.visible import cells_seen, earliest, ids2, is_sets
 
 
-@kernel(
-    void(
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-        i64,
-        f32,
-        types.UniTuple(i64, 3),
-        ids2,
-        ids2,
-        i64,
-        types.UniTuple(i64, 2),
-    )
-)
-def score_few(scores, group, q, width, key, line, factor, place, k_pos, k_seq, b, own):
-    """scores = factor * q k for a group of heads of one query that share a kv head; -inf where masked.
+@kernel(void(i64, i64, i64, i64, i64, i64, f32, i64))
+def score_few(scores, group, q, width, key, line, factor, seen):
+    """scores = factor * q k for a group of heads of one query that share a kv head; -inf where `seen` has no bit.
 
     scores  (group, KEYS)
     q       (group, width)
     """
-    (position, since, sequence), (first, count) = place, own
-    for j in range(count):
-        at = i64(k_pos[b, first + j]) if k_pos.size else first + j
-        seen = since <= at <= position
-        seen = seen and (k_seq.size == 0 or i64(k_seq[b, first + j]) == sequence)
+    for at in range(0, group * KEYS, LANES):
+        store(scores, at, splat(-INFINITY))
+    for j in range(KEYS):
+        if seen >> j & 1 == 0:
+            continue
         for h in range(group):
-            score = f32(-INFINITY)
-            if seen:
-                dot = splat(0.0)
-                for d in range(0, width, LANES):
-                    left = width - d
-                    at_key = load_part(key, j * line + d, left)
-                    dot = fma(load_part(q, h * width + d, left), at_key, dot)
-                score = total(dot) * factor
-            poke(scores, h * KEYS + j, score)
+            dot = splat(0.0)
+            for d in range(0, width, LANES):
+                left = width - d
+                at_key = load_part(key, j * line + d, left)
+                dot = fma(load_part(q, h * width + d, left), at_key, dot)
+            poke(scores, h * KEYS + j, total(dot) * factor)
+
+
+@kernel(i64(ids2, ids2, types.boolean, i64, i64, i64, i64, i64, i64))
+def seen_of(k_pos, k_seq, sets, b, start, count, earliest, position, sequence):
+    """Which of the keys from `start` on a query sees, as bits."""
+    if k_pos.size == 0 or k_seq.size == 0:
+        found = i64(0)
+        for j in range(count):
+            at = i64(k_pos[b, start + j]) if k_pos.size else start + j
+            same = k_seq.size == 0 or i64(k_seq[b, start + j]) == sequence
+            found |= i64(earliest <= at <= position and same) << j
+        return found
+    positions = k_pos.ctypes.data + 4 * (b * k_pos.shape[1] + start)
+    sequences = k_seq.ctypes.data + 4 * (b * k_seq.shape[1] + start * (2 if sets else 1))
+    return cells_seen(positions, sequences, sets, count, earliest, position, sequence)
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64))
@@ -137,18 +134,21 @@ def attend_group(y, lse, q, k, v, places_of, keys, rule, at_group):
     at = ((b * T + t) * H + first) * D
     q_at, y_at = address(q, at), address(y, at)
     position = i64(q_pos[b, t]) if q_pos.size else t
-    place = position, earliest(position, window), i64(q_seq[b, t]) if q_seq.size else 0
+    since, sequence = earliest(position, window), i64(q_seq[b, t]) if q_seq.size else 0
+    sets = is_sets(k_pos, k_seq)
     clear(y_at, D, group, D)
     for h in range(group):
         poke(sums, h, LOWEST)
         poke(sums, FEW_HEADS + h, 0.0)
     for start in range(0, keys, KEYS):
         count = min(KEYS, keys - start)
+        seen = seen_of(k_pos, k_seq, sets, b, start, count, since, position, sequence)
+        if seen == 0:
+            continue
         at = ((b * S + start) * K + head) * D
         key, line = heads(k, at, count, D, spare)
         factor = f32(scale * LOG2E)
-        own = start, count
-        score_few(scores, group, q_at, D, key, line, factor, place, k_pos, k_seq, b, own)
+        score_few(scores, group, q_at, D, key, line, factor, seen)
         if cap > 0:
             squash(scores, group * KEYS, cap * LOG2E)
         for h in range(group):
@@ -160,10 +160,9 @@ def attend_group(y, lse, q, k, v, places_of, keys, rule, at_group):
 
 @kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
 def attend_few(y, lse, q, k, v, places_of, keys, rule, task):
-    """All queries, which are few, for one kv head."""
-    K = k.shape[2]
-    b, head, sharing = task // K, task % K, q.shape[2] // K
-    for t in range(q.shape[1]):
-        for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
-            group = min(FEW_HEADS, (head + 1) * sharing - first)
-            attend_group(y, lse, q, k, v, places_of, keys, rule, (b, t, head, first, group))
+    """One query for one kv head."""
+    T, K = q.shape[1], k.shape[2]
+    b, t, head, sharing = task // K // T, task // K % T, task % K, q.shape[2] // K
+    for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
+        group = min(FEW_HEADS, (head + 1) * sharing - first)
+        attend_group(y, lse, q, k, v, places_of, keys, rule, (b, t, head, first, group))

@@ -6,8 +6,11 @@ nothing.
 
 from numba import types
 
-from packtrain.kernels.call import kernel, spans
+from packtrain import dtypes
+from packtrain.kernels import bits, codes, simd
+from packtrain.kernels.call import kernel, part, spans
 from packtrain.kernels.dequantize import packed2, row
+from packtrain.kernels.rooms import compiled, explain
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -21,8 +24,14 @@ from packtrain.kernels.simd import (
 
 i64, f32, void = types.int64, types.float32, types.void
 SERIAL = 1 << 14
-BLOCK = 1 << 13
+BATCH = 1 << 13  # elements of a task
 COLUMNS = 64  # columns of one task where the order of rows matters
+bytes2 = types.Array(types.uint8, 2, "C")
+explain(simd, bits, codes)
+as_part = part(void(i64, i64, i64), forceinline=False)
+f16 = compiled(dtypes.f16.code["pack"], as_part, {})
+q8_0 = compiled(dtypes.BLOCK_TYPES["q8_0"].code["pack"], as_part, {})
+BLOCK = dtypes.BLOCK_TYPES["q8_0"].block
 
 
 @kernel(i64(ids1, i64))
@@ -71,7 +80,7 @@ def get_rows(y, kind, w, ids):
     if y.size <= SERIAL:
         gather(y, kind, w, ids, 0, n)
     else:
-        rows = max(1, BLOCK // width)
+        rows = max(1, BATCH // width)
         spans(gather, (y, kind, w, ids), n, rows)
     return -1
 
@@ -111,7 +120,7 @@ def clear_all(y):
     if size <= SERIAL:
         clear_span(y, 0, size)
         return
-    spans(clear_span, (y,), size, BLOCK)
+    spans(clear_span, (y,), size, BATCH)
 
 
 @kernel(i64(out2, in2, ids1, types.boolean))
@@ -145,6 +154,36 @@ def set_rows(w, x, ids):
     return bad
 
 
+@kernel(void(types.boolean, bytes2, in2, ids1, i64, i64))
+def pack_span(halves, w, x, ids, start, stop):
+    nbytes, width = w.shape[1], x.shape[1]
+    for i in range(start, stop):
+        if ids[i] >= 0:
+            target, source = w.ctypes.data + i64(ids[i]) * nbytes, address(x, i * width)
+            if halves:
+                f16(target, source, width)
+            else:
+                q8_0(target, source, width // BLOCK)
+
+
+@kernel(i64(types.boolean, bytes2, in2, ids1))
+def pack_rows(halves, w, x, ids):
+    """w[ids[i]] = x[i], as f16 or Q8_0; indices are distinct.
+
+    x    (N, C)          f32
+    ids  (N,)            i32
+    w    (V, row bytes)  u8
+    """
+    bad = first_bad(ids, w.shape[0])
+    if bad >= 0:
+        return bad
+    if x.size <= SERIAL:
+        pack_span(halves, w, x, ids, 0, ids.size)
+    else:
+        spans(pack_span, (halves, w, x, ids), ids.size, max(1, BATCH // x.shape[1]))
+    return -1
+
+
 @kernel(void(out2, in2, i64, i64))
 def copy_span(y, x, start, stop):
     copy(address(y, start), address(x, start), stop - start)
@@ -162,7 +201,7 @@ def zero_rows(y, x, ids):
     if bad >= 0:
         return bad
     if address(x, 0) != address(y, 0):
-        spans(copy_span, (y, x), x.size, BLOCK)
+        spans(copy_span, (y, x), x.size, BATCH)
     for i in range(ids.size):
         if ids[i] >= 0:
             clear(address(y, i64(ids[i]) * width), width)

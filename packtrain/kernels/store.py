@@ -49,7 +49,7 @@ MADE_OF = {
     "rooms": "bits call octets simd",
     "rounded": "bits call codes octets rooms simd",
     "rope": "call simd",
-    "rows": "call dequantize simd",
+    "rows": "bits call codes dequantize rooms simd",
     "simd": "",
     "softmax": "call simd",
     "splitting": "call",

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, f16, f32, i32
+from packtrain import kernels, quant
+from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, packed, start_with, table
 from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
@@ -128,12 +128,14 @@ def get_rows_back_samples():
 def set_rows(leaf: Tensor, x: Tensor, ids: Tensor) -> tuple[Spec, ...]:
     """Write rows of x into a leaf by index: leaf[ids[i]] = x[i]. ggml_set_rows; fills a KV cache.
 
-    leaf (V, ...) f32 or f16, x ids.shape + (...) f32, ids (...) i32: distinct, or negative to write nothing.
+    leaf  (V, ...)     f32, f16 or q8_0
+    x     ids.shape + ...  f32
+    ids   (...)        i32: distinct, or negative to write nothing
     Returns the leaf's new handle (as a tuple of one).
     """
     want(
-        leaf.dtype in (f32, f16) and x.dtype == f32,
-        f"leaf is {leaf.spec} and x is {x.spec}; leaf must be f32 or f16, x f32",
+        leaf.dtype in (f32, f16, Q8_0) and x.dtype == f32,
+        f"leaf is {leaf.spec} and x is {x.spec}; leaf must be f32, f16 or q8_0, x f32",
     )
     fits = x.shape == ids.shape + leaf.shape[1:] and ids.dtype == i32
     want(
@@ -151,16 +153,19 @@ def set_rows_vjp(dy, y, leaf, x, ids):
 @set_rows.kernel("numpy")
 def set_rows_numpy(out, leaf, x, ids):
     _check_numpy("set_rows", ids, len(leaf))
+    rows = x[ids >= 0]
     with np.errstate(over="ignore"):  # overflow of f16 becomes infinite
-        leaf[ids[ids >= 0]] = x[ids >= 0]
+        leaf[ids[ids >= 0]] = quant.quantize(rows, Q8_0) if dtype_of(leaf) == Q8_0 else rows
 
 
 @set_rows.kernel("cpu")
 def set_rows_cpu(out, leaf, x, ids):
-    if leaf.dtype != np.float32:
-        set_rows_numpy(out, leaf, x, ids)
-        return
-    bad = kernels.rows.set_rows(table(leaf, 1), table(x, ids.ndim), flat(ids))
+    given = table(x, ids.ndim), flat(ids)
+    if leaf.dtype == np.float32:
+        bad = kernels.rows.set_rows(table(leaf, 1), *given)
+    else:
+        kind, there = packed(table(leaf, 1))
+        bad = kernels.rows.pack_rows(kind == f16.number, there, *given)
     _check("set_rows", bad, ids, len(leaf))
 
 

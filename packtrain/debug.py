@@ -1,9 +1,10 @@
-"""The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse (any subset).
+"""The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse,calls (any subset).
 
 graph, place, plan  print that stage        time     seconds by op, after each run
 nan                 stop at the first value that is not finite, naming op, tensor, line and input ranges
 poison              fill bytes with NaN before they are written and after they are freed
 compare             run every op against its numpy kernel        noreuse  plan without reusing any byte
+calls               check the types of the arrays that kernels are given; of the environment only
 """
 
 import os
@@ -13,7 +14,7 @@ from contextvars import ContextVar
 
 from packtrain.errors import InputError
 
-FLAGS = ("graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse")
+FLAGS = ("graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse", "calls")
 _set: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
 
 

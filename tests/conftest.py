@@ -3,6 +3,7 @@
 slow.txt has the beginnings of the names of the tests that `make check` leaves out.
 """
 
+import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,10 @@ NEEDS = {
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
+
+os.environ.setdefault(
+    "PACKTRAIN_DEBUG", "calls"
+)  # read when kernels are loaded, here and by children
 
 # a shell's background job ignores these, and so would the children of tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

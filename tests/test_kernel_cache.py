@@ -34,7 +34,7 @@ def clean() -> Iterator[None]:
 
 def test_the_list_of_modules_says_what_each_imports():
     files = {file.stem: ast.parse(file.read_text()) for file in store.FOLDER.glob("*.py")}
-    others = {"__init__", "__main__", "ahead", "counter", "locator", "runtime", "store"}
+    others = {"__init__", "__main__", "ahead", "counter", "locator", "machine", "runtime", "store"}
     assert files.keys() - others == store.MADE_OF.keys()
     for name, listed in store.MADE_OF.items():
         nodes = [node for node in ast.walk(files[name]) if isinstance(node, ast.ImportFrom)]
@@ -45,7 +45,7 @@ def test_the_list_of_modules_says_what_each_imports():
 
 def test_a_module_needs_what_it_imports_however_far_away():
     assert {"attention", "visible", "tile", "simd"} <= store.needed("attention_back")
-    assert store.needed("softmax") == {"softmax", "simd", "call", "pool"}
+    assert store.needed("softmax") == {"softmax", "simd", "call", "pool", "crew"}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ import numpy as np
 from packtrain.dtypes import bf16
 from packtrain.quant import quantize
 assert (quantize(np.ones((4, 32), np.float32), bf16).view(np.uint16) == 0x3F80).all()
-assert "numba.np.arrayobj" not in sys.modules
+assert "numba" not in sys.modules
 import numba
 
 @numba.njit(parallel=True)
@@ -156,12 +156,69 @@ def test_cached_kernels_load_without_what_compiles_them_and_other_code_still_com
     subprocess.run([sys.executable, "-c", LEAN], check=True)
 
 
+SAME = """
+import sys
+import numpy as np
+from packtrain import kernels
+from packtrain.quant import quantize
+from packtrain.dtypes import WRITABLE
+x = np.random.default_rng(0).standard_normal((3, 512), np.float32)
+before = [quantize(x, dtype).tobytes() for dtype in WRITABLE]
+sums = np.empty((2, 3))
+light, packed = kernels.quantize, np.empty((3, 1024), np.uint8)
+assert "numba" not in sys.modules
+itself = kernels.ahead.with_numba("quantize")
+assert kernels.quantize is itself is not light and not hasattr(light.rows, "overloads")
+assert [quantize(x, dtype).tobytes() for dtype in WRITABLE] == before
+assert light.LINE == itself.LINE and light.squares_of is not itself.squares_of
+assert light.bytes2 is itself.bytes2  # what is no kernel and no constant
+"""
+
+
+def test_machine_code_from_the_cache_and_numba_beside_it_give_the_same_bits():
+    ahead.prepare(["quantize"])
+    subprocess.run([sys.executable, "-c", SAME], check=True)
+
+
+GIVEN = """
+import numpy as np
+from packtrain import kernels
+kernels.set_threads(1)
+x, none = np.ones((2, 4), np.float32), np.zeros((0, 0), np.float32)
+fixed = x.copy()
+fixed.flags.writeable = False
+kernels.softmax.soft_max(x, fixed, none, 1.0)
+for wrong in (x.astype(np.float64), x[0], x[:, ::2], fixed):
+    try:
+        kernels.softmax.soft_max(wrong, x, none, 1.0)
+    except TypeError as error:
+        assert "soft_max: argument 0" in str(error)
+    else:
+        raise AssertionError(wrong)
+"""
+
+
+def test_the_debug_flag_calls_refuses_arrays_of_other_types():
+    ahead.prepare(SMALL)
+    env = os.environ | {"PACKTRAIN_DEBUG": "nan,calls"}
+    subprocess.run([sys.executable, "-c", GIVEN], check=True, env=env)
+
+
+def test_a_variable_gives_the_number_of_threads():
+    code = "from packtrain import kernels; kernels.softmax; print(kernels.threads())"
+    for variable, count in (("NUMBA_NUM_THREADS", "3"), ("OMP_NUM_THREADS", "5")):
+        env = {**os.environ, variable: count}
+        assert (
+            subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+            == f"{count}\n"
+        )
+
+
 LATER = """
 import numba
 import numpy as np
 from packtrain import kernels
-kernels.quantize
-from packtrain.kernels import codes
+codes = kernels.ahead.with_numba("codes")
 assert not codes.reciprocal.overloads
 reciprocal = codes.reciprocal
 

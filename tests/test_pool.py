@@ -13,7 +13,7 @@ SOURCE = textwrap.dedent("""
     import numpy as np
     from numba import types
     from packtrain import kernels
-    kernels.load_all(["call"])
+    kernels.ahead.with_numba("call")
     from packtrain.kernels.call import each, kernel
 
     counts = types.Array(types.int64, 1, "C")

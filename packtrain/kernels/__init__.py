@@ -9,7 +9,7 @@ from types import ModuleType
 
 from packtrain.kernels import ahead, store
 from packtrain.kernels.ahead import is_loaded, load_all, prepare
-from packtrain.kernels.runtime import set_threads, threads
+from packtrain.kernels.crew import set_threads, threads
 
 __all__ = [
     "EXPERTS",

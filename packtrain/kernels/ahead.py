@@ -6,6 +6,7 @@ child, or one for each module, or an error that names the memory that compiling 
 
 import contextlib
 import importlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,20 +20,22 @@ from typing import IO, Any
 
 from packtrain.child import variables
 from packtrain.errors import DoesNotFit
-from packtrain.kernels import store
+from packtrain.kernels import machine, store
+from packtrain.kernels.crew import AVAILABLE, start, threads
 from packtrain.kernels.runtime import (
     allowed_cpus,
     limit_blas,
     not_collecting,
+    prepare_numba,
     say,
-    start_threads,
-    threads,
 )
 
 MIB = 1 << 20
 LASTING_NBYTES = 320 * MIB  # most private memory of a child that compiles several modules
 SINGLE_NBYTES = 128 * MIB  # of a child that ends after one module; 54 are numba and numpy
 CHILDREN = 2  # most at a time
+loaded: dict[str, Any] = {}  # the modules of this process
+loading = threading.RLock()
 PAUSE = 5.0  # seconds between progress lines where they cannot be redrawn
 
 
@@ -237,29 +240,64 @@ def compile_into(root: str) -> None:
     store.given = Path(root)
     for line in sys.stdin:
         name = line.strip()
-        load(name)
-        (store.folder_of(name) / store.COMPLETE).touch()
+        folder = store.folder_of(name)
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted child has left
+        for other in sorted(store.needed(name) - {name}):
+            with_numba(other)
+        before = len(machine.made)
+        machine.save(with_numba(name), machine.made[before:], folder)
+        (folder / store.COMPLETE).touch()
         print(name, flush=True)
 
 
-@cache
 def load(name: str) -> Any:
-    """Import one kernel module, and first those that it needs, under the policy."""
-    start_threads()
+    """A kernel module, and first those that it needs, under the policy; from the cache it comes without numba."""
+    with loading:
+        return loaded.get(name) or _loaded(name)
+
+
+def _loaded(name: str) -> Any:
     if store.given is None:
         prepare([name])
+    itself = sys.modules.get(f"{__package__}.{name}")
+    if itself is not None:  # crew, which has no kernels, or a module that was imported
+        return shown(name, itself)
+    needed = sorted(store.needed(name) - {name})
+    if not AVAILABLE or store.complete(name) is None or not all(map(store.complete, needed)):
+        return with_numba(name)
+    limit_blas()
+    for other in needed:
+        load(other)
+    found = machine.load(name, store.folder_of(name), with_numba)
+    if name == "call":
+        start(found.serve)
+    return shown(name, found)
+
+
+@cache
+def with_numba(name: str) -> Any:
+    """Import a kernel module itself, to compile it or with it, and first those that it needs."""
+    prepare_numba()
     limit_blas()
     for other in sorted(store.needed(name) - {name}):
-        load(other)
+        with_numba(other)
     folder = store.folder_of(name)
     if store.complete(name) is None:
         folder.mkdir(exist_ok=True)
     with not_collecting(), store.numba_cache(folder):
-        return importlib.import_module(f"{__package__}.{name}")
+        module = importlib.import_module(f"{__package__}.{name}")
+    return shown(name, module)
+
+
+def shown(name: str, module: Any) -> Any:
+    """Have `kernels.name` be this module."""
+    setattr(sys.modules[__package__], name, module)
+    loaded[name] = module
+    return module
 
 
 def is_loaded(name: str) -> bool:
-    return f"{__package__}.{name}" in sys.modules
+    return name in loaded
 
 
 def load_all(names: Collection[str] | None = None, limit: int | None = None, used: int = 0) -> None:

@@ -12,7 +12,7 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels import pool
+from packtrain.kernels import crew, machine, pool
 from packtrain.kernels.locator import InFolder
 from packtrain.kernels.pool import call_task
 
@@ -70,6 +70,7 @@ def with_symbol(dispatcher):
     del dispatcher.targetctx._defns[found.entry_point]
     dispatcher.targetctx.insert_user_function(found.entry_point, outside)
     dispatcher.outside = outside
+    machine.made.append(dispatcher)
     return dispatcher
 
 
@@ -85,12 +86,13 @@ def in_parallel(task, given, count):
         call_task(task, given, number)
 
 
-if pool.AVAILABLE:
+if crew.AVAILABLE:
     on_threads = kernel(void(i64, i64, i64))(pool.share_out)
-    pool.start(njit(void(i64), **ALWAYS)(pool.serve))
+    serve = kernel(void(i64))(pool.serve)
+    crew.start(serve)
 else:
     on_threads = kernel(void(i64, i64, i64), parallel=True)(in_parallel)
-threads = pool.get_num_threads  # how many on_threads uses
+threads = pool.threads  # how many on_threads uses
 
 
 def task_code(context, builder, function, kinds, given_type, places):

@@ -4,45 +4,47 @@ Each thread has a share of the tasks, and then takes those that others have not 
 After a region threads wait actively for a moment, then sleep. A region within a region, or beside one, has one thread.
 """
 
-import contextlib
-import os
 import platform
-import sys
-import threading
 
 import llvmlite.binding
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels import runtime
+from packtrain.kernels.crew import (
+    ADDRESS,
+    ASLEEP,
+    BED,
+    BUSY,
+    CREW,
+    END,
+    GATE,
+    GIVEN,
+    INSIDE,
+    NEXT,
+    NUMBER,
+    OPEN,
+    OWN,
+    REST,
+    SIZE,
+    TASK,
+    THREADS,
+    TIME,
+    USED,
+    WAITING,
+)
 
 llvmlite.binding.initialize_native_asmparser()
 I64 = ir.IntType(64)
 i32, i64, void = types.int32, types.int64, types.void
-REST = {"x86_64": "pause", "aarch64": "yield"}  # tells the core that a thread only waits
-AVAILABLE = sys.platform == "linux" and platform.machine() in REST
-COUNT = runtime.threads()  # also makes get_num_threads known to compiled code
 PATIENCE = 100_000  # nanoseconds of waiting actively: longer than the steps of a token that have one thread
 STACK = 1 << 20  # bytes of its stack that a thread touches first, to be measured with the kernels
 
-# words of what all threads share, each line of the cache with what changes together
-LINE = 8
-BUSY, OPEN, INSIDE, REGION, WAITING = (LINE * i for i in range(5))
-TASK, GIVEN, THREADS, NUMBER, CREW = (REGION + i for i in range(5))
-GATE = WAITING + 1  # a semaphore: where the first thread sleeps
-OWN, NEXT, END, TIME, ASLEEP, BED = 8 * LINE, 0, 1, 2, LINE, LINE + 1  # of each thread
-SIZE = 2 * LINE
-
-room = np.zeros(OWN + SIZE * COUNT + LINE, np.int64)
-words = room[-room.ctypes.data % (8 * LINE) // 8 :]
-llvmlite.binding.add_symbol("packtrain_pool", words.ctypes.data)
+llvmlite.binding.add_symbol("packtrain_pool", ADDRESS)
 sem_wait = types.ExternalFunction("sem_wait", i32(i64))
 sem_post = types.ExternalFunction("sem_post", i32(i64))
 clock_gettime = types.ExternalFunction("clock_gettime", i32(i32, i64))
-get_num_threads = types.ExternalFunction("get_num_threads", types.intp())
 
 
 def word(builder, index):
@@ -111,6 +113,12 @@ def touch_stack(typingctx):
 inlined = {"cache": True, "nogil": True, "error_model": "numpy", "forceinline": True}
 
 
+@njit(i64(), **inlined)
+def threads():
+    """How many threads a region uses."""
+    return get(USED)
+
+
 @njit(i64(i64), **inlined)
 def nanoseconds(own):
     clock_gettime(i32(1), place(own + TIME))
@@ -176,37 +184,22 @@ def serve(thread):
 
 def share_out(task, given, count):
     """Run tasks 0 … count - 1."""
-    threads = min(get_num_threads(), get(CREW) + 1, count)
-    if threads <= 1 or swap(BUSY, 1) == 1:
+    crew = min(threads(), get(CREW) + 1, count)
+    if crew <= 1 or swap(BUSY, 1) == 1:
         for number in range(count):
             call_task(task, given, number)
         return
     swap(TASK, task)
     swap(GIVEN, given)
-    swap(THREADS, threads)
-    for thread in range(threads):
-        swap(OWN + thread * SIZE + NEXT, thread * count // threads)
-        swap(OWN + thread * SIZE + END, (thread + 1) * count // threads)
+    swap(THREADS, crew)
+    for thread in range(crew):
+        swap(OWN + thread * SIZE + NEXT, thread * count // crew)
+        swap(OWN + thread * SIZE + END, (thread + 1) * count // crew)
     swap(OPEN, add(NUMBER, 1) + 1)
-    for thread in range(1, threads):
+    for thread in range(1, crew):
         if get(OWN + thread * SIZE + ASLEEP) == 1 and swap(OWN + thread * SIZE + ASLEEP, 0) == 1:
             sem_post(place(OWN + thread * SIZE + BED))
-    work(0, threads)
+    work(0, crew)
     swap(OPEN, 0)
     await_others()
     swap(BUSY, 0)
-
-
-def start(serve):
-    """Start all threads but the first, each on its core."""
-    cores = sorted(os.sched_getaffinity(0))
-
-    def live(thread):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, {cores[thread % len(cores)]})
-        serve(thread)
-
-    for thread in range(1, COUNT):
-        threading.Thread(target=live, args=(thread,), daemon=True).start()
-    words[CREW] = COUNT - 1
-    os.register_at_fork(after_in_child=lambda: words.fill(0))  # it has one thread

@@ -1,6 +1,6 @@
 """The policy of compiled code, set once, before the first kernel module loads.
 
-Number of threads from affinity, cgroup quota and environment variables; one BLAS
+Number of threads from environment variables, affinity and cgroup quota; one BLAS
 thread; a cache folder for kernels, filled by a short-lived child. Importing this loads neither numba nor numpy.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 # values of PACKTRAIN_CPU: compile for a lesser CPU than this one, to try what its users get
@@ -23,6 +24,15 @@ CPUS = {
         "CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe",
     }
 }
+
+
+NUMBERS = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number of threads
+
+
+def most_threads() -> int:
+    """The number of threads that the environment gives, else a thread for each core."""
+    given = (os.environ.get(name, "") for name in NUMBERS)
+    return next((int(text) for text in given if text.isdecimal() and int(text)), allowed_cpus())
 
 
 def allowed_cpus() -> int:
@@ -58,8 +68,8 @@ def not_collecting() -> Iterator[None]:
 
 
 @cache
-def start_threads() -> None:
-    """Choose the number of threads, and numba's own pool where ours is not available: OpenMP, else its workqueue."""
+def prepare_numba() -> None:
+    """Let numba compile for the chosen CPU, with our number of threads: OpenMP's, else those of its workqueue."""
     with not_collecting():
         import numba
 
@@ -68,13 +78,12 @@ def start_threads() -> None:
         layer = "omp"
     except ImportError:
         layer = "workqueue"
-    for name, value in CPUS.get(os.environ.get("PACKTRAIN_CPU", ""), {}).items():
+    for name, value in chosen_cpu().items():
         setattr(numba.config, name, value)
     if "NUMBA_THREADING_LAYER" not in os.environ:
         numba.config.THREADING_LAYER = layer
-    if not {"NUMBA_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
-        with contextlib.suppress(RuntimeError):
-            numba.config.NUMBA_NUM_THREADS = allowed_cpus()
+    with contextlib.suppress(RuntimeError):
+        numba.config.NUMBA_NUM_THREADS = most_threads()
 
 
 @cache
@@ -86,31 +95,44 @@ def limit_blas() -> None:
     threadpoolctl.threadpool_limits(1, "blas")
 
 
+def chosen_cpu() -> dict[str, str]:
+    """What numba is told of the CPU: nothing to compile for this one."""
+    chosen = CPUS.get(os.environ.get("PACKTRAIN_CPU", ""), {})
+    names = ("CPU_NAME", "CPU_FEATURES")
+    given = {name: os.environ.get(f"NUMBA_{name}") for name in names}
+    return {name: value for name, value in given.items() if value is not None} | chosen
+
+
 @cache
 def platform_parts() -> tuple[str, ...]:
     """What all compiled code depends on in addition to its source."""
-    import llvmlite
     import llvmlite.binding
-    import numba
 
-    start_threads()  # chooses the threading layer
     return (
-        numba.__version__,
-        llvmlite.__version__,
+        *map(version_of, ("numba", "llvmlite")),
         sys.version,
         llvmlite.binding.get_host_cpu_name(),
         llvmlite.binding.get_host_cpu_features().flatten(),
-        *map(str, (numba.config.THREADING_LAYER, numba.config.CPU_NAME, numba.config.CPU_FEATURES)),
+        *(part for item in sorted(chosen_cpu().items()) for part in item),
     )
+
+
+def version_of(package: str) -> str:
+    """What says a package's version, read without importing it."""
+    return (folder_of(package) / "_version.py").read_text(encoding="utf-8")
+
+
+def folder_of(package: str) -> Path:
+    found = find_spec(package)
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
 
 
 def has(feature: str) -> bool:
     """Whether code is compiled for a CPU with this feature, as LLVM calls it: `avx512f`."""
     import llvmlite.binding
-    import numba
 
-    start_threads()  # chooses the CPU
-    chosen = numba.config.CPU_FEATURES
+    chosen = chosen_cpu().get("CPU_FEATURES")
     found = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
     return f"+{feature}" in found.split(",")
 
@@ -154,22 +176,3 @@ def writable(root: Path) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     say(f"cannot write {root} ({why}); using {folder} this time")
     return folder
-
-
-def threads() -> int:
-    """The number of threads that kernels use."""
-    start_threads()
-    import numba
-
-    return int(numba.get_num_threads())
-
-
-def set_threads(count: int) -> None:
-    """Use `count` threads, at most as many as the pool has; results do not depend on it."""
-    start_threads()
-    import numba
-
-    limit = int(numba.config.NUMBA_NUM_THREADS)
-    if not 1 <= count <= limit:
-        raise ValueError(f"set_threads: count ({count}) must lie between 1 and {limit}")
-    numba.set_num_threads(count)

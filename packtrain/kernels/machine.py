@@ -1,0 +1,175 @@
+"""Compiled kernels as machine code, kept beside numba's cache: it runs without numba, which takes longest to import.
+
+`save` writes the objects that numba compiled, in order: each refers to earlier ones by symbol. `load` makes functions
+of them, with the wrappers that numba compiled, too; they need numba's C code and none of its Python. Arguments must be
+of the declared types: PACKTRAIN_DEBUG=calls checks it.
+"""
+
+import ctypes
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from packtrain.kernels.crew import ADDRESS
+from packtrain.kernels.runtime import folder_of
+
+FILE = "code"
+HELPERS = {"numba._helperlib": "numba_", "numba.core.runtime._nrt_python": "NRT_"}
+made: list[Any] = []  # numba's dispatchers of kernels, in the order in which they were compiled
+functions: dict[str, Any] = {}  # by symbol, of the kernels in this process
+lasting: list[Any] = []  # what compiled code points to
+
+
+class Array(NamedTuple):
+    """The type of an array argument."""
+
+    dtype: str
+    ndim: int
+    layout: str
+    written: bool
+
+    def fits(self, given: Any) -> bool:
+        flags = given.flags
+        return bool(
+            given.dtype.str == self.dtype
+            and given.ndim == self.ndim
+            and (self.layout != "C" or flags.c_contiguous)
+            and (flags.writeable or not self.written)
+        )
+
+
+class Kernel(NamedTuple):
+    """The object of a kernel, and its names there."""
+
+    symbol: str  # by which other kernels call it
+    function: str
+    wrapper: str
+    environment: str
+    given: tuple[Array | None, ...]  # its arguments; None is a number
+    code: bytes
+
+
+def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> None:
+    """Write the kernels compiled for a module, which of them are its attributes, and its constants."""
+    symbols = {id(dispatcher): dispatcher.outside.mangled_name for dispatcher in made}
+    attributes = vars(module).items()
+    shown = {name: symbols[id(value)] for name, value in attributes if id(value) in symbols}
+    constants = {name: value for name, value in attributes if name.isupper() and plain(value)}
+    content = [tuple(kernel_of(one)) for one in compiled], shown, constants
+    (folder / FILE).write_bytes(pickle.dumps(content))
+
+
+def plain(value: Any) -> bool:
+    """Whether it is a number, a text, or a dictionary of these."""
+    if isinstance(value, dict):
+        return all(map(plain, (*value, *value.values())))
+    return isinstance(value, (int, float, str))
+
+
+def kernel_of(dispatcher: Any) -> Kernel:
+    (found,) = dispatcher.overloads.values()
+    _, _, (code, _) = found.library.serialize_using_object_code()
+    about = found.fndesc
+    given = tuple(map(array_of, found.signature.args))
+    return Kernel(
+        dispatcher.outside.mangled_name,
+        about.llvm_func_name,
+        about.llvm_cpython_wrapper_name,
+        about.env_name,
+        given,
+        code,
+    )
+
+
+def array_of(kind: Any) -> Array | None:
+    """The type of an array, given numba's."""
+    if not hasattr(kind, "ndim"):
+        return None
+    as_dtype = sys.modules["numba"].np.numpy_support.as_dtype
+    return Array(as_dtype(kind.dtype).str, kind.ndim, kind.layout, kind.mutable)
+
+
+# ---- without numba ---------------------------------------------------------------------------------------------
+
+
+@cache
+def numbas(name: str) -> Any:
+    """A module of numba's C code, loaded without those around it."""
+    if name not in sys.modules:
+        folder = folder_of("numba").joinpath(*name.split(".")[1:-1])
+        spec = FileFinder(str(folder), (ExtensionFileLoader, EXTENSION_SUFFIXES)).find_spec(name)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@cache
+def engine() -> Any:
+    """LLVM's loader of objects, which knows the functions that wrappers call."""
+    import llvmlite.binding as llvm
+
+    for module, prefix in HELPERS.items():
+        for name, address in numbas(module).c_helpers.items():
+            llvm.add_symbol(name if name.startswith("_") else prefix + name, address)
+    llvm.add_symbol("packtrain_pool", ADDRESS)
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
+
+
+def load(name: str, folder: Path, itself: Callable[[str], Any]) -> Any:
+    """A module of what `save` wrote; it has any other attribute from `itself(name)`, the module with numba."""
+
+    def other(attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(f"{name} has no attribute {attribute}")
+        return getattr(itself(name), attribute)
+
+    kernels, shown, constants = pickle.loads((folder / FILE).read_bytes())
+    module = ModuleType(name)
+    for kernel in kernels:
+        functions[kernel[0]] = bound(module, Kernel(*kernel))
+    vars(module).update(constants, __getattr__=other)
+    vars(module).update({attribute: functions[symbol] for attribute, symbol in shown.items()})
+    return module
+
+
+def bound(module: ModuleType, kernel: Kernel) -> Callable[..., Any]:
+    """The kernel as a function, and known to others by its symbol."""
+    import llvmlite.binding as llvm
+
+    loader, dynamic = engine(), numbas("numba._dynfunc")
+    loader.add_object_file(llvm.ObjectFileRef.from_data(kernel.code))
+    llvm.add_symbol(kernel.symbol, loader.get_function_address(kernel.function))
+    environment = dynamic.Environment({})
+    place = loader.get_global_value_address(kernel.environment)
+    ctypes.c_void_p.from_address(place).value = id(environment)
+    lasting.append(environment)
+    address = loader.get_function_address(kernel.wrapper)
+    name = kernel.symbol.rpartition(".")[2]
+    function = dynamic.make_function(module, name, kernel.symbol, address, environment, ())
+    checking = "calls" in os.environ.get("PACKTRAIN_DEBUG", "").split(",")
+    return checked(function, kernel) if checking else function
+
+
+def checked(function: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
+    """The function, which then refuses arrays of other types."""
+
+    def call(*given: Any) -> Any:
+        for number, (value, wanted) in enumerate(zip(given, kernel.given, strict=True)):
+            if wanted is not None and not wanted.fits(value):
+                raise TypeError(
+                    f"{kernel.symbol}: argument {number} must be {wanted}: {value.dtype} {value.shape}"
+                )
+        return function(*given)
+
+    return call

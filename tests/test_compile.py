@@ -100,8 +100,9 @@ LOADED = """
 import json, sys
 from packtrain.cli import main
 code = main(sys.argv[1:])
-from packtrain.kernels import store
-print(json.dumps([n for n in store.modules() if f"packtrain.kernels.{n}" in sys.modules]))
+from packtrain import kernels
+assert "numba" not in sys.modules
+print(json.dumps([name for name in kernels.store.modules() if kernels.is_loaded(name)]))
 sys.exit(code)
 """
 

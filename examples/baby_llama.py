@@ -12,6 +12,7 @@ import numpy as np
 import packtrain as pt
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config
 from packtrain.models.lora import A, Lora
 
@@ -66,7 +67,7 @@ def learn(
 def go_on(config: Config, made: pt.Trainer, begun: np.ndarray, count: int) -> np.ndarray:
     """The wave, and `count` likeliest tokens after it, each fed back through the cache."""
     weights, cells = transformer.weights(config), Cells(config.context_length)
-    logits, handles = transformer.generation(config, weights, 1, config.context_length)
+    logits, handles = generation(config, weights, 1, Cache(config.context_length))
     decode = made.session.executor(pt.place(pt.Graph({"logits": logits}, handles)))
     tokens, one = [*begun], np.zeros(1, np.int32)
     for at in range(len(begun) + count - 1):

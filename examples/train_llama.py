@@ -7,6 +7,7 @@ import numpy as np
 import packtrain as pt
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config
 from packtrain.optim import AdamW, training
 
@@ -19,7 +20,7 @@ def main() -> None:
     weights = transformer.weights(config)
     made, optimizer = transformer.loss(config, weights, ROWS, TIME), AdamW(lr=3e-3)
     step_graph = training({"loss": made.loss}, list(weights.values()), optimizer, max_norm=1.0)
-    logits, handles = transformer.generation(config, weights, 1, CELLS)
+    logits, handles = generation(config, weights, 1, Cache(CELLS))
 
     session = pt.Session()
     train = session.executor(pt.place(step_graph))

@@ -16,6 +16,7 @@ from packtrain.version import __version__
 
 if typing.TYPE_CHECKING:
     from packtrain import backends, dtypes, ops
+    from packtrain.context import CacheFull, Context, ContextError
     from packtrain.dtypes import bf16, f16, f32, f64, i32, i64, u8
     from packtrain.fitting import (
         Callbacks,
@@ -62,7 +63,8 @@ if typing.TYPE_CHECKING:
     )
 
     __all__ = [
-        "LBFGS", "SGD", "AdamW", "Callbacks", "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph",
+        "LBFGS", "SGD", "AdamW", "CacheFull", "Callbacks", "Context", "ContextError",
+        "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph",
         "GraphError", "InputError", "Model", "Muon", "Op", "Placed", "Plan", "PlanError", "Result",
         "RunError", "Session", "Spec", "Stopped", "Tensor", "Trainer", "__version__", "backends", "bf16",
         "chat", "constant", "debug", "differentiate", "dtypes", "epoch", "evaluate", "f16", "f32", "f64",
@@ -73,6 +75,7 @@ if typing.TYPE_CHECKING:
 
 _LATE = {
     "library": ("chat", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start", "train"),
+    "context": ("CacheFull", "Context", "ContextError"),
     "fitting": (
         "Callbacks", "Dataset", "Fitted", "Model", "Result", "Trainer", "epoch", "fit", "load", "save",
     ),

@@ -5,105 +5,66 @@ prints.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 
 from packtrain.backends import CPU, Target
+from packtrain.context import Context
 from packtrain.dtypes import Dtype, f32
 from packtrain.errors import InputError
-from packtrain.graph import Graph
-from packtrain.models import transformer
-from packtrain.models.cache import Cells
-from packtrain.models.config import Config
 from packtrain.models.file import ModelFile
-from packtrain.placing import Placed, place
-from packtrain.run import Executor, Session
 from packtrain.sample import Sampling, choose, draws
 from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
 
-SEQUENCE = 0  # the only one there is
-CHUNKS = (512, 128, 32, 8, 1)  # tokens of a prompt per run
-
-
-def placements(
-    config: Config,
-    cells: int,
-    chunks: tuple[int, ...] = (64, 8, 1),
-    types: Mapping[str, Dtype] = transformer.NO_TYPES,
-    cache: Dtype = f32,
-    target: Target = CPU,
-) -> dict[int, Placed]:
-    """The graphs of a Generator with a cache of `cells` tokens, for each number of tokens one run can take.
-
-    chunks  those numbers, descending to 1; a prompt is split into them
-    types   of weights that are not f32
-    cache   type of the KV cache, f32 or f16
-    """
-    placed = {}
-    for size in (size for size in chunks if size <= cells):
-        leaves = transformer.weights(config, types)
-        logits, handles = transformer.generation(config, leaves, size, cells, cache=cache)
-        placed[size] = place(Graph({"logits": logits}, handles), target)
-    return placed
-
 
 class Generator:
-    """A model with a KV cache of `cells` tokens: feed it tokens, it returns the logits of the next one.
+    """One sequence of a context: feed it tokens, it returns the logits of the next one."""
 
-    runs  executors of its placements, the largest first
-    fed   the tokens in the cache, in order
-    """
-
-    def __init__(self, cells: int, runs: Mapping[int, Executor]) -> None:
-        self.cells, self._runs = Cells(cells), runs
-        self.fed: list[int] = []
+    def __init__(self, context: Context, seq: int = 0) -> None:
+        self.context, self.seq = context, seq
 
     @classmethod
     def of(
         cls, model: ModelFile, cells: int, cache: Dtype = f32, target: Target = CPU
     ) -> "Generator":
         """A generator with the mapped weights of a file, and a cache in its own session. Raises DoesNotFit."""
-        session = Session(target.limits)
-        session.share(model.stored())
-        graphs = placements(model.config, cells, CHUNKS, model.types(), cache, target)
-        return cls(cells, session.executors(graphs))
+        return cls(Context(model, cells=cells, cache=cache.name, target=target))
+
+    @property
+    def size(self) -> int:
+        """How many tokens fit."""
+        return self.context.cache.cells
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens in the cache, in order."""
+        return self.context.tokens(self.seq)
 
     @property
     def cells_left(self) -> int:
         """How many more tokens fit."""
-        return len(self.cells.pos) - self.cells.length
+        return self.size - self.context.next(self.seq)
 
     def forget(self, since: int = 0) -> None:
         """Drop the tokens from place `since` on; the text continues from there."""
-        self.cells.drop(SEQUENCE, since)
-        del self.fed[since:]
+        self.context.remove(self.seq, since)
 
     def resume(self, tokens: Sequence[int]) -> Sequence[int]:
         """Keep the longest prefix of a text that is cached; returns the tokens still to feed, at least one."""
-        same = (a == b for a, b in zip(self.fed, tokens[:-1], strict=False))
-        known = sum(takewhile(bool, same))
-        self.forget(known)
-        return tokens[known:]
+        return tokens[self.context.reuse(self.seq, tokens) :]
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits (V,) after the last of these tokens, at least one."""
-        logits, left = self.step(tokens)
-        while left:
-            logits, left = self.step(left)
+        logits: np.ndarray = self.context.decode(tokens, self.seq)[0]
         return logits
 
     def step(self, tokens: Sequence[int]) -> tuple[np.ndarray, Sequence[int]]:
         """Feed as many tokens as one run takes; returns the logits (V,) after them, and the remaining tokens."""
-        size = next(size for size in self._runs if size <= len(tokens))
-        ids, seqs = np.array(tokens[:size], np.int32), np.full(size, SEQUENCE, np.int32)
-        fed = self.cells.feed(ids, seqs, np.array([size - 1], np.int32))
-        logits = self._runs[size](fed)["logits"][0]
-        self.fed += tokens[:size]
-        return logits, tokens[size:]
+        size = self.context.sizes.next(len(tokens))
+        return self.feed(tokens[:size]), tokens[size:]
 
 
 @dataclass(slots=True)
@@ -157,9 +118,9 @@ class Reply:
             raise InputError(
                 "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
             )
-        if len(prompt) > len(generator.cells.pos):
+        if len(prompt) > generator.size:
             raise InputError(
-                f"the prompt has {plural(len(prompt), 'token')} and the context {len(generator.cells.pos)};"
+                f"the prompt has {plural(len(prompt), 'token')} and the context {generator.size};"
                 " the prompt must fit"
             )
         self.prompt, self.ids, self.ended = tuple(prompt), list[int](), ""

@@ -15,6 +15,7 @@ from packtrain.gguf import GGUF, Value, write
 from packtrain.models import transformer
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.cache import Cells
+from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.file import open_model
 from packtrain.models.metadata import metadata
@@ -105,7 +106,7 @@ def test_cached_generation_gives_the_logits_of_the_full_forward(name: str) -> No
     config, cells, parts = CONFIGS[name], Cells(TIME), []
     leaves = transformer.weights(config)
     for start, size in ((0, 24), (24, 8), *((at, 1) for at in range(32, TIME))):
-        made, handles = transformer.generation(config, leaves, size, TIME, wanted=size)
+        made, handles = generation(config, leaves, size, Cache(TIME), size)
         graph = Graph([made], handles)
         if not parts:
             run = bind(graph, used(graph, random_weights(config)))

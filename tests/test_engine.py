@@ -8,6 +8,7 @@ from packtrain.design.plans import EVALUATE, MICRO, STEP, UPDATE, StepShape, mak
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.cached import Cache, generation
 from packtrain.optim import AdamW
 from packtrain.placing import place
 from packtrain.recompute import uniform
@@ -117,9 +118,7 @@ def test_schedules():
 
 def test_accuracy_counts_the_targets_that_were_likeliest():
     made, given = engine(ROWS, 1), windows(5)
-    logits, handles = transformer.generation(
-        CONFIG, transformer.weights(CONFIG), TIME, TIME, wanted=TIME
-    )
+    logits, handles = generation(CONFIG, transformer.weights(CONFIG), TIME, Cache(TIME), TIME)
     run = made.session.executor(place(Graph({"logits": logits}, handles)))
     likeliest = []
     for row in range(ROWS):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from packtrain import Session
+from packtrain.context import Cache, Context, Sizes, placements
 from packtrain.errors import InputError
-from packtrain.generation import Generator, Limits, Reply, placements
+from packtrain.generation import Generator, Limits, Reply
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
 from packtrain.models.metadata import metadata
@@ -33,11 +34,9 @@ def generator(
     cells: int,
     chunks: tuple[int, ...] = (8, 1),
 ) -> Generator:
-    session = Session()
-    runs = {
-        size: session.executor(placed) for size, placed in placements(config, cells, chunks).items()
-    }
-    made = Generator(cells, runs)
+    session, cache, sizes = Session(), Cache(cells), Sizes(chunks, 1)
+    runs = session.executors(placements(config, cache, sizes))
+    made = Generator(Context.within(config, cache, sizes, runs))
     session.set(given)
     return made
 
@@ -130,7 +129,6 @@ class Parrot:
 
     def __init__(self, line: Sequence[int], size: int = 99) -> None:
         self.line, self.size, self.fed = list(line), size, list[int]()
-        self.cells = type("Cells", (), {"pos": np.zeros(size)})
 
     @property
     def cells_left(self) -> int:
@@ -222,8 +220,9 @@ def test_prompts_that_cannot_be_fed() -> None:
 
 def test_weights_are_the_sessions_own() -> None:
     given, session = values(CONFIG), Session()
-    placed = placements(CONFIG, 8)
-    made = Generator(8, {size: session.executor(placed[size]) for size in placed})
+    cache, sizes = Cache(8), Sizes((8, 1), 1)
+    runs = session.executors(placements(CONFIG, cache, sizes))
+    made = Generator(Context.within(CONFIG, cache, sizes, runs))
     session.set(given)
     before = made.feed([5])
     session.set({"output_norm.weight": given["output_norm.weight"] * 2})

@@ -9,7 +9,8 @@ import pytest
 from packtrain import Executor, Graph, Session, Stopped, interpret, ops, quant
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32, i32
 from packtrain.models import transformer
-from packtrain.models.cache import FREE, CacheFull, Cells
+from packtrain.models.cache import PADDING, CacheFull, Cells
+from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config
 from packtrain.tensor import constant, input, state
 from tests.models import CONFIG, bind, logits, same_bits, values
@@ -17,8 +18,6 @@ from tests.models import CONFIG, bind, logits, same_bits, values
 TOLERANCE = 1e-5  # of the largest logit
 CELLS = 48
 LONG = Config(50, 320, 64, 1, 96, 4, 2, tied=False)  # its cells fill several blocks of attention
-NO_ONE = -2
-PADDING = {"tokens": 0, "pos": 0, "seq": NO_ONE, "cell": -1, "rows": -1}
 
 
 @dataclass
@@ -34,13 +33,12 @@ class Cached:
 
     def __post_init__(self) -> None:
         for size in self.sizes:
-            made, handles = transformer.generation(
+            made, handles = generation(
                 self.config,
                 transformer.weights(self.config),
                 size,
-                len(self.cells.pos),
-                wanted=size,
-                cache=self.cache,
+                Cache(len(self.cells), dtype=self.cache),
+                size,
             )
             self.runs[size] = bind(Graph([made], handles), session=self.session)
         self.session.set(values(self.config))
@@ -121,7 +119,7 @@ def test_a_prompt_longer_than_a_block_of_attention(chunk):
 
 def test_logits_of_the_wanted_rows_alone():
     model, tokens = Cached((8,)), prompt(8, 1)
-    made, handles = transformer.generation(CONFIG, transformer.weights(CONFIG), 8, CELLS, wanted=2)
+    made, handles = generation(CONFIG, transformer.weights(CONFIG), 8, Cache(CELLS), 2)
     run = bind(Graph([made], handles), session=model.session)
     fed = model.cells.feed(tokens, np.zeros(8, np.int32), np.array([7, 2], np.int32))
     assert close(run(fed)["logits"], full(tokens)[[7, 2]])
@@ -149,7 +147,7 @@ def interleaved(model: Cached, first: np.ndarray, second: np.ndarray, order: str
     left = {"a": list(first), "b": list(second)}
     for group in order.split():
         tokens = np.array([left[c].pop(0) for c in group], np.int32)
-        seqs = np.array([ord(c) for c in group], np.int32)
+        seqs = np.array([ord(c) - ord("a") for c in group], np.int32)
         for c, row in zip(group, model.feed(tokens, seqs), strict=True):
             told[c].append(row)
     return np.array(told["a"] + told["b"])
@@ -179,11 +177,11 @@ def test_cells_of_a_dropped_sequence_are_used_again():
     model, gone, stays, comes = Cached(), prompt(20, 7), prompt(24, 8), prompt(22, 9)
     model.say(0, gone)
     got_stays = [model.say(1, stays[:12])]
-    left_by_gone = set(np.flatnonzero(model.cells.seq == 0))
+    left_by_gone = set(model.cells.of(0))
     model.cells.drop(0)
     got_comes = model.say(2, comes)
     got_stays.append(model.say(1, stays[12:]))
-    assert set(np.flatnonzero(model.cells.seq == 2)) & left_by_gone
+    assert set(model.cells.of(2)) & left_by_gone
     assert close(got_comes, full(comes))
     assert close(np.concatenate(got_stays), full(stays))
 
@@ -264,15 +262,15 @@ def test_a_cache_of_halves_is_near_and_rounds_to_nearest():
 def test_a_full_cache_refuses_and_takes_nothing():
     cells = Cells(6)
     cells.take(0, 4)
-    before = cells.seq.copy(), cells.pos.copy()
+    before = cells.sets.copy(), cells.pos.copy()
     with pytest.raises(CacheFull, match="3 cells wanted, 2 of 6 are free"):
         cells.take(1, 3)
     tokens = np.zeros(3, np.int32)
     with pytest.raises(CacheFull):
         cells.feed(tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
-    assert np.array_equal(cells.seq, before[0]) and np.array_equal(cells.pos, before[1])
+    assert np.array_equal(cells.sets, before[0]) and np.array_equal(cells.pos, before[1])
     cells.drop(0)
-    assert (cells.seq == FREE).all() and cells.length == 0
+    assert not cells.sets.any() and cells.length == 0
     cells.take(1, 6)
     assert cells.length == 6
 

@@ -57,16 +57,18 @@ LAYERS = {
     "merging": "backends types dtypes errors files tensor graph ops placing planning run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
     "sample": "errors",
-    "generation": "backends dtypes errors words tensor graph placing run tokenizer models sample",
+    "context": "backends dtypes errors files words memory graph placing planning run models",
+    "generation": "backends dtypes errors words tokenizer models sample context",
     "watch": "errors events words files memory planning",
     "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
-    " recompute models generation watch version backends",
+    " recompute models context watch version backends",
     "training": "child errors events words files settings dtypes tensor graph optim placing planning run memory stop"
     " kernels quant gguf tokenizer template corpus samples speed models watch design backends version",
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
-    " quant gguf tokenizer corpus samples models merging sample generation template watch design training backends",
+    " quant gguf tokenizer corpus samples models merging sample context generation template watch design training"
+    " backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",
     "library": "events settings tasks design training",

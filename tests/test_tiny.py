@@ -5,6 +5,7 @@ import numpy as np
 from packtrain import Graph, Session, make_plan, place, verify
 from packtrain.models import transformer
 from packtrain.models.cache import Cells
+from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config
 from packtrain.optim import AdamW, training
 
@@ -24,7 +25,7 @@ def test_build_train_and_generate():
     weights, optimizer = transformer.weights(CONFIG), AdamW(lr=0.02)
     loss = transformer.loss(CONFIG, weights, 1, TIME)
     graph = training({"loss": loss.loss}, list(weights.values()), optimizer, max_norm=1.0)
-    logits, handles = transformer.generation(CONFIG, weights, 1, CELLS)
+    logits, handles = generation(CONFIG, weights, 1, Cache(CELLS))
     session = Session()
     step, decode = (_bind(session, made) for made in (graph, Graph([logits], handles)))
     session.set(transformer.initial(CONFIG))

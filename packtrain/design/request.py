@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from packtrain.backends import CPU, HOST, Target
+from packtrain.context import Cache, Sizes, placements
 from packtrain.cost import Rates
 from packtrain.design.loaded import Loaded
 from packtrain.design.plans import Name, Plans, StepShape, leaves, make_plans, still
-from packtrain.generation import placements
 from packtrain.optim import Optimizer
 from packtrain.placing import Placed
 
+SAMPLED = (64,)  # tokens of a sample's prompt per run
 NO_KERNELS = Loaded(0)
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
 
@@ -48,8 +49,8 @@ class Request:
         if not self.cells:
             return {}
         types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
-        found = placements(still(shape.config), self.cells, types=types, target=self.target)
-        return dict[Name, Placed](found.items())
+        cache, sizes = Cache(self.cells), Sizes.of(self.cells, 1, SAMPLED)
+        return dict[Name, Placed](placements(still(shape.config), cache, sizes, types, self.target))
 
     def plans(self, shape: StepShape) -> Plans:
         return make_plans(shape, self.optimizer, self.samples(shape), self.target)

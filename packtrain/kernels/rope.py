@@ -48,7 +48,9 @@ odds = picking([2 * i + 1 for i in range(LANES)], 2)
 
 @kernel(void(out3, ids1, frequencies, f64, f64, i64, i64))
 def table_row(t, pos, inv_freq, magnitude, rate, length, i):
-    scale = magnitude * (1.0 + rate * math.log1p(f64(pos[i] // length)))
+    scale = magnitude
+    if rate != 0:  # otherwise positions may be negative
+        scale *= 1.0 + rate * math.log1p(f64(pos[i] // length))
     for j in range(inv_freq.size):
         angle = f64(pos[i]) * inv_freq[j]
         t[i, j, 0] = f32(scale * math.cos(angle))

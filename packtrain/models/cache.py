@@ -1,56 +1,110 @@
-"""Bookkeeping of the KV cache on the host: one pool of cells, each holding one position of one sequence.
+"""Bookkeeping of a KV cache on the host: which position of which sequences each cell holds.
 
 It builds the index inputs of `transformer.generation`; the session holds the keys and values.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-FREE = -1
+SEQUENCES = 63  # at most: bits of a set; the last bit belongs to padding, which sees nothing
+PADDING = {"tokens": 0, "pos": 0, "seq": SEQUENCES, "cell": -1, "rows": -1}
 
 
 class CacheFull(RuntimeError):
     """More cells are needed than are free."""
 
 
-class Cells:
-    """Which sequence and position each cell holds; cells of dropped sequences are reused."""
+def bit(seq: int) -> int:
+    """The set of one sequence."""
+    return 1 << seq
 
-    def __init__(self, count: int) -> None:
-        self.pos = np.zeros(count, np.int32)
-        self.seq = np.full(count, FREE, np.int32)
+
+class Cells:
+    """A position and a set of sequences for each cell; a cell without a sequence is free.
+
+    pos    (cells,)  i32
+    sets   (cells,)  i64  bit s: sequence s has that position here; several may share a cell
+    parts  equal parts of the cells, one for each sequence; with 1, all sequences share all cells
+    """
+
+    def __init__(self, count: int, parts: int = 1) -> None:
+        self.pos, self.sets = np.zeros(count, np.int32), np.zeros(count, np.int64)
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.pos)
 
     @property
     def length(self) -> int:
         """Cells up to the last one in use."""
-        used = np.flatnonzero(self.seq != FREE)
+        used = np.flatnonzero(self.sets)
         return int(used[-1]) + 1 if used.size else 0
+
+    def of(self, seq: int, since: int = 0, until: int | None = None) -> np.ndarray:
+        """The cells of a sequence from position `since` on, below `until`, by position."""
+        there = (self.sets & bit(seq) != 0) & (self.pos >= since)
+        if until is not None:
+            there &= self.pos < until
+        found = np.flatnonzero(there)
+        return found[np.argsort(self.pos[found], kind="stable")]
+
+    def next(self, seq: int) -> int:
+        """The position after the last one of a sequence."""
+        mine = self.pos[self.sets & bit(seq) != 0]
+        return int(mine.max()) + 1 if mine.size else 0
+
+    def free(self, seq: int) -> np.ndarray:
+        """Free cells that the sequence may take."""
+        if self.parts == 1:
+            return np.flatnonzero(self.sets == 0)
+        size = len(self) // self.parts
+        return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] == 0)
+
+    def find(self, seqs: np.ndarray) -> np.ndarray:
+        """A free cell for each of these sequences, i32; takes none. Raises CacheFull."""
+        found = np.empty(len(seqs), np.int32)
+        for seq in [0] if self.parts == 1 else np.unique(seqs):
+            mine = np.full(len(seqs), True) if self.parts == 1 else seqs == seq
+            free, count = self.free(int(seq)), int(mine.sum())
+            if len(free) < count:
+                most = len(self) // self.parts
+                raise CacheFull(f"{count} cells wanted, {len(free)} of {most} are free")
+            found[mine] = free[:count]
+        return found
+
+    def put(self, cells: np.ndarray, pos: np.ndarray, sets: np.ndarray | int) -> None:
+        self.pos[cells], self.sets[cells] = pos, sets
 
     def take(self, seq: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Cells and positions for the next `count` tokens of a sequence, i32 (count,) each."""
-        free = self._free(count)
-        mine = self.pos[self.seq == seq]
-        first = int(mine.max()) + 1 if mine.size else 0
-        self.seq[free] = seq
-        self.pos[free] = np.arange(first, first + count)
-        return free.astype(np.int32), self.pos[free]
+        cells = self.find(np.full(count, seq))
+        first = self.next(seq)
+        self.put(cells, np.arange(first, first + count), bit(seq))
+        return cells, self.pos[cells]
 
-    def _free(self, count: int) -> np.ndarray:
-        free = np.flatnonzero(self.seq == FREE)
-        if len(free) < count:
-            raise CacheFull(f"{count} cells wanted, {len(free)} of {len(self.seq)} are free")
-        return free[:count]
+    def drop(self, seq: int, since: int = 0, until: int | None = None) -> None:
+        """Drop positions of a sequence from `since` on, below `until`."""
+        self.sets[self.of(seq, since, until)] &= ~bit(seq)
 
-    def drop(self, seq: int, since: int = 0) -> None:
-        """Drop a sequence from position `since` on."""
-        self.seq[(self.seq == seq) & (self.pos >= since)] = FREE
+    def share(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
+        """Let another sequence have those positions, too, in the same cells."""
+        self.sets[self.of(seq, since, until)] |= bit(to)
 
-    def feed(self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """All inputs of a generation step for tokens (T,) of sequences (T,), in order; with logits at `rows`."""
-        self._free(len(seqs))
-        cell, pos = np.empty_like(seqs), np.empty_like(seqs)
+    def inputs(self, prefix: str = "") -> dict[str, np.ndarray]:
+        length = np.array([self.length], np.int32)
+        return {f"{prefix}pos": self.pos, f"{prefix}sets": self.sets, f"{prefix}length": length}
+
+    def feed(
+        self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray | Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """All inputs of a generation step for the next tokens (T,) of sequences (T,); with logits at `rows`."""
+        cell = self.find(seqs)
+        pos = np.empty(len(seqs), np.int32)
         for seq in np.unique(seqs):
-            cell[seqs == seq], pos[seqs == seq] = self.take(int(seq), int((seqs == seq).sum()))
-        return {
-            "tokens": tokens, "pos": pos, "seq": seqs, "cell": cell, "rows": rows,
-            "cell_pos": self.pos, "cell_seq": self.seq, "length": np.array([self.length], np.int32),
-        }  # fmt: skip
+            mine = seqs == seq
+            pos[mine] = self.next(int(seq)) + np.arange(mine.sum())
+        self.put(cell, pos, np.left_shift(np.int64(1), seqs.astype(np.int64)))
+        given = {"tokens": tokens, "pos": pos, "seq": seqs, "rows": np.asarray(rows)}
+        ids = {name: np.asarray(value, np.int32) for name, value in given.items()}
+        return ids | {"cell": cell} | self.inputs("cell_")

@@ -18,7 +18,7 @@ from packtrain.models.lora import EMBEDDING, KEY, A, B
 from packtrain.models.rounding import product, rounded
 from packtrain.ops.arrays import noise
 from packtrain.ops.experts import Low
-from packtrain.tensor import Tensor, input, named, state, weight
+from packtrain.tensor import Tensor, input, named, weight
 
 Weights = Mapping[str, Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -216,10 +216,13 @@ def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
     return ops.experts(x, choose, gate, up, down, h, used=used, low=low)
 
 
-def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables:
+def rope_tables(
+    config: Config, w: Weights, pos: Tensor, context: int, *, turn: bool = False
+) -> Tables:
     """The rope tables of all blocks for queries and keys, computed once for each kind of rotation.
 
     context  the longest possible text: beyond the context of pretraining, the long rope factors apply
+    turn     keys that have been rotated are rotated on by `pos`: their lengths stay
     """
     original, rate = config.original_context, config.temperature_scale
     length = "long" if context > original else "short"
@@ -227,9 +230,11 @@ def rope_tables(config: Config, w: Weights, pos: Tensor, context: int) -> Tables
     ropes = dict.fromkeys(config.rope_of(i) for i in range(config.block_count))
     tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
     for rope in (rope for rope in ropes if rope is not None):
-        for_k = rope_table(config, rope, pos, factors)
-        warmer = rope_table(config, rope, pos, factors, growth=(rate, original)) if rate else for_k
-        tables[rope] = warmer, for_k
+        how = replace(rope, magnitude=1.0) if turn else rope
+        for_k = for_q = rope_table(config, how, pos, factors)
+        if rate and not turn:
+            for_q = rope_table(config, rope, pos, factors, growth=(rate, original))
+        tables[rope] = for_q, for_k
     return tables
 
 
@@ -360,39 +365,3 @@ def in_parts(
         return stream(config, w, tokens, pos, attend, time)
 
     return zip(*(part(at) for at in reversed(range(parts))), strict=True)
-
-
-# ---- cached generation ---------------------------------------------------------------------------------------
-
-
-def generation(
-    config: Config, w: Weights, time: int, cells: int, wanted: int = 1, cache: Dtype = f32
-) -> tuple[Tensor, list[Tensor]]:
-    """Logits (wanted, V) for `time` new tokens of any sequences, and the updated cache handles.
-
-    Inputs, all i32: `tokens`, `pos`, `seq`, `cell` (time,), the cache cell of each token; `cell_pos`, `cell_seq`
-    (cells,) after that; `length` (1,), cells in use; `rows` (wanted,), the tokens whose logits are
-    returned. All of them are inputs, so one plan serves every position and every mix of sequences.
-    The cache holds keys and values as f32 or f16.
-    """
-    config = replace(config, precision="f32")  # with few rows, rounding only costs time
-    tokens, pos, seq, cell = (input(n, (time,), i32) for n in ("tokens", "pos", "seq", "cell"))
-    cell_pos, cell_seq = input("cell_pos", (cells,), i32), input("cell_seq", (cells,), i32)
-    length, wanted_rows = input("length", (1,), i32), input("rows", (wanted,), i32)
-    handles: list[Tensor] = []
-
-    def one(x: Tensor) -> Tensor:
-        return ops.reshape(x, shape=(1, *x.shape))
-
-    def remember(name: str, x: Tensor) -> Tensor:
-        leaf = state(name, (cells, config.head_count_kv, config.head_width), cache, "cache")
-        handles.extend(ops.set_rows(leaf, x, cell))
-        return one(handles[-1])
-
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = remember(f"cache.k.{i}", k), remember(f"cache.v.{i}", v)
-        where = one(pos), one(cell_pos), one(seq), one(cell_seq), length
-        return mixed(config, i, one(q), keys, values, *where)
-
-    *_, h = stream(config, w, tokens, pos, attend, cells)
-    return logits(config, w, ops.get_rows(h, wanted_rows)), handles

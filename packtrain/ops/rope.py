@@ -59,7 +59,7 @@ def rope_table(
 def rope_table_numpy(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     rate, length = growth
     angles = pos[..., None].astype(np.float64) * _frequencies(factors, dims, base, divisor, blend)
-    by = magnitude * (1 + rate * np.log1p(pos // length))[..., None]
+    by = magnitude * (1 + rate * np.log1p(pos // length))[..., None] if rate else magnitude
     t[..., 0], t[..., 1] = by * np.cos(angles), by * np.sin(angles)
 
 

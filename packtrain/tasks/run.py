@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packtrain.context import Cache, Context, Sizes
 from packtrain.design.pace import pace
 from packtrain.design.rates import correct
 from packtrain.errors import DoesNotFit, InputError, Interrupted
@@ -199,8 +200,9 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
 
 def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     """Text that the model generates after --sample-prompt."""
-    runs = {size: run for size, run in engine.run.items() if isinstance(size, int)}
-    generator = Generator(job.config.context_length, runs)
+    cells = job.config.context_length
+    sizes = Sizes(tuple(size for size in engine.run if isinstance(size, int)), 1)
+    generator = Generator(Context.within(job.config, Cache(cells), sizes, engine.run))
     prompt = tokenizer.encode(job.settings.sample_prompt)
     reply = Reply(
         generator, tokenizer, prompt, Sampling(), job.settings.seed, Limits(SAMPLE_TOKENS)

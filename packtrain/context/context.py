@@ -1,0 +1,370 @@
+"""Context: a model with a KV cache for many sequences, whose batches mix tokens of any of them.
+
+All runs are planned when it is made; nothing is allocated afterwards. A call that fails leaves it as it was, or, when
+it is stopped half-way, with the tokens that had been read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from packtrain.backends import CPU, Target
+from packtrain.context.checkpoints import Checkpoints
+from packtrain.context.plans import MOVE, MOVED, Name, Sizes, placements
+from packtrain.context.pools import SPARE, ContextError, Move, Piece, Pools, padded, shortage
+from packtrain.context.room import check_room
+from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes
+from packtrain.dtypes import DTYPES
+from packtrain.files import atomic_file
+from packtrain.models.cache import CacheFull
+from packtrain.models.cached import Cache
+from packtrain.models.config import Config
+from packtrain.models.file import ModelFile, open_model
+from packtrain.placing import Placed
+from packtrain.run import Executor, Session
+
+Stop = Callable[[], bool]
+Seqs = int | Sequence[int | Sequence[int]]
+
+
+def cache_of(
+    config: Config, cells: int, sequences: int, dtype: str, *, largest: int, swa_full: bool
+) -> Cache:
+    """The cells of a context whose runs take `largest` tokens at most; with a ring if that is smaller."""
+    windows = {config.window_of(i) for i in range(config.block_count)} - {0}
+    ring = sequences * (max(windows, default=0) - 1 + SPARE) + largest
+    fits = windows and ring < cells and not swa_full
+    return Cache(cells, ring if fits else 0, DTYPES[dtype])
+
+
+class Context:
+    """A model and the cells of its KV cache.
+
+    cells        tokens that fit, of all sequences together
+    sequences    how many there are, at most 63
+    cache        type of the cache: f16, f32 or q8_0
+    rows         most results of one run; default: one for each sequence
+    parts        each sequence has its own equal part of the cells, instead of all sharing all
+    swa_full     blocks with a sliding window keep all cells, not only those of the window
+    checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
+    spacing      tokens between them; 0: the window
+    hidden       results are the outputs of the last norm, for embeddings, instead of logits
+    memory       limit in bytes of this process; refused with DoesNotFit, which names the largest context that fits
+    say          is told what the caller may want to know
+    """
+
+    def __init__(
+        self,
+        model: ModelFile | str | Path,
+        *,
+        cells: int = 4096,
+        sequences: int = 1,
+        cache: str = "f16",
+        rows: int = 0,
+        parts: bool = False,
+        swa_full: bool = False,
+        checkpoints: int = 8,
+        spacing: int = 0,
+        hidden: bool = False,
+        memory: int | None = None,
+        target: Target = CPU,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        file = model if isinstance(model, ModelFile) else open_model(model)
+        sizes = Sizes.of(cells, rows or sequences)
+
+        def made(cells: int) -> tuple[Cache, dict[Name, Placed]]:
+            largest = sizes.tokens[0]
+            layout = cache_of(
+                file.config, cells, sequences, cache, largest=largest, swa_full=swa_full
+            )
+            graphs = placements(
+                file.config, layout, sizes, file.types(), target, hidden=hidden, moves=True
+            )
+            return layout, graphs
+
+        layout, graphs = made(cells)
+        if memory is not None:
+            check_room(cells, memory, lambda count: made(count)[1], file.stored())
+        session = Session(target.limits)
+        session.share(file.stored())
+        self._begin(file.config, layout, sizes, session.executors(graphs), sequences, parts)
+        self._checkpoints = Checkpoints(checkpoints, spacing or self.pools.window)
+        self._origin, self._say = origin_of(file, layout), say
+
+    @classmethod
+    def within(
+        cls,
+        config: Config,
+        cache: Cache,
+        sizes: Sizes,
+        runs: Mapping[Name, Executor],
+        sequences: int = 1,
+        *,
+        parts: bool = False,
+        checkpoints: int = 0,
+    ) -> "Context":
+        """A context with given executors of `placements`, whose session has the weights."""
+        self = cls.__new__(cls)
+        self._begin(config, cache, sizes, runs, sequences, parts)
+        self._checkpoints = Checkpoints(checkpoints, self.pools.window)
+        self._origin, self._say = Origin(), lambda line: None
+        return self
+
+    def _begin(
+        self,
+        config: Config,
+        cache: Cache,
+        sizes: Sizes,
+        runs: Mapping[Name, Executor],
+        sequences: int,
+        parts: bool,
+    ) -> None:
+        self.config, self.cache, self.sizes, self._runs = config, cache, sizes, runs
+        self._session = next(iter(runs.values())).session
+        window = max((config.window_of(i) for i in range(config.block_count)), default=0)
+        self.pools = Pools(cache.cells, sequences, cache.ring, window, parts)
+        self._leaves = leaves_of(config, cache)
+        self._released = dict[int, None]()  # idle sequences, the oldest first
+
+    # ---- running
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        seqs: Seqs = 0,
+        *,
+        wanted: Sequence[int] | None = None,
+        stop: Stop | None = None,
+    ) -> np.ndarray:
+        """Read the next tokens of some sequences; logits (len(wanted), V), or hidden values (len(wanted), C).
+
+        seqs    the sequence of all tokens, or of each: a number, or several that share it
+        wanted  places in `tokens`, ascending; default: the last token of each sequence
+        stop    called between ops; if true, Stopped is raised, and tokens of runs before stay
+
+        Raises CacheFull and ContextError; nothing has changed then.
+        """
+        sets = self._sets(tokens, seqs)
+        last = {own[0]: i for i, own in enumerate(sets)}
+        rows = sorted(last.values()) if wanted is None else [*wanted]
+        self._make_room(sets)
+        found = [self._run(*part, stop) for part in self._parts(tokens, sets, rows)]
+        for seq in {seq for own in sets for seq in own}:
+            self._released.pop(seq, None)
+        return np.concatenate(found)
+
+    def _sets(self, tokens: Sequence[int], seqs: Seqs) -> list[tuple[int, ...]]:
+        every = [seqs] * len(tokens) if isinstance(seqs, int) else [*seqs]
+        sets = [(own,) if isinstance(own, int | np.integer) else tuple(own) for own in every]
+        if not sets or len(sets) != len(tokens) or not all(sets):
+            raise ContextError(
+                f"there are {len(tokens)} tokens and sequences for {len(sets)}; each token needs one"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
+            raise ContextError(f"tokens are from 0 to {self.config.vocab_size - 1}")
+        for seq in {seq for own in sets for seq in own}:
+            self.pools.check(seq)
+            if not self.pools.whole(seq):
+                raise ContextError(
+                    f"sequence {seq} was taken back further than its window is kept: remove it whole, or call `reuse`"
+                )
+        return sets
+
+    def _make_room(self, sets: list[tuple[int, ...]]) -> None:
+        """Purge released sequences, the oldest first, until all tokens fit. Raises CacheFull."""
+        seqs = np.array([own[0] for own in sets], np.int32)
+        used = {seq for own in sets for seq in own}
+        while True:
+            try:
+                self.pools.all.find(seqs)
+                return
+            except CacheFull as error:
+                idle = next((seq for seq in self._released if seq not in used), None)
+                if idle is None:
+                    raise shortage(len(sets), error) from None
+                self.remove(idle)
+
+    def _parts(
+        self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int]
+    ) -> Iterator[tuple[int, np.ndarray, list[tuple[int, ...]], list[int]]]:
+        """Runs: their size, tokens, sequences, and the rows wanted of them."""
+        at = 0
+        while at < len(tokens):
+            size = self.sizes.next(len(tokens) - at)
+            end = min(at + size, len(tokens))
+            here = [row for row in rows if at <= row < end]
+            most = self.sizes.wanted(size)
+            if len(here) > most:
+                end = here[most]
+                here = here[:most]
+            ids = np.array(tokens[at:end], np.int32)
+            yield size, ids, sets[at:end], [row - at for row in here]
+            at = end
+
+    def _run(
+        self,
+        size: int,
+        ids: np.ndarray,
+        sets: list[tuple[int, ...]],
+        rows: list[int],
+        stop: Stop | None,
+    ) -> np.ndarray:
+        piece = self.pools.place(ids, sets)
+        wanted = np.full(self.sizes.wanted(size), -1, np.int32)
+        wanted[: len(rows)] = rows
+        try:
+            given = padded(piece.inputs, size) | {"rows": wanted}
+            found = self._runs[size](given, stop=stop)["result"][: len(rows)]
+        except BaseException:
+            self.pools.undo(piece)
+            raise
+        self._checkpoint(piece)
+        return found
+
+    # ---- sequences
+
+    def next(self, seq: int) -> int:
+        """The position of its next token: 0 if it is empty."""
+        return self.pools.all.next(seq)
+
+    def tokens(self, seq: int) -> list[int]:
+        """Those that it has, by position."""
+        return [int(t) for t in self.pools.tokens[self.pools.all.of(seq)]]
+
+    def copy(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
+        """Let `to` have the positions of another sequence from `since` on, below `until`. They share cells."""
+        self.pools.check(seq)
+        self.pools.check(to)
+        if seq != to:
+            self._move(self.pools.copy(seq, to, since, until))
+
+    def remove(self, seq: int, since: int = 0, until: int | None = None) -> None:
+        """Remove positions of a sequence; those after them stay where they are."""
+        self.pools.check(seq)
+        self.pools.drop(seq, since, until)
+        self._checkpoints.drop(seq, since)
+        if not len(self.pools.all.of(seq)):
+            self._released.pop(seq, None)
+
+    def keep(self, seq: int) -> None:
+        """Remove all other sequences."""
+        self.pools.check(seq)
+        for other in range(self.pools.sequences):
+            if other != seq:
+                self.remove(other)
+
+    def shift(self, seq: int, by: int, since: int = 0, until: int | None = None) -> None:
+        """Add `by` to positions of a sequence; those that come below 0 are removed."""
+        self._change(seq, since, until, by=by)
+
+    def divide(self, seq: int, divisor: int, since: int = 0, until: int | None = None) -> None:
+        """Divide positions of a sequence, rounding down: several tokens may then have one position."""
+        if divisor < 1:
+            raise ContextError(f"the divisor is {divisor}; it must be at least 1")
+        self._change(seq, since, until, divisor=divisor)
+
+    def _change(self, seq: int, since: int, until: int | None, **how: int) -> None:
+        self.pools.check(seq)
+        moves = self.pools.change(seq, since, until, **how)
+        self._checkpoints.drop(seq, since)
+        self._move(moves)
+
+    def release(self, seq: int) -> None:
+        """Say that a sequence is idle: it is removed when room is short, the oldest such first."""
+        self.pools.check(seq)
+        self._released.pop(seq, None)
+        self._released[seq] = None
+
+    def reuse(self, seq: int, tokens: Sequence[int]) -> int:
+        """Keep the longest beginning of this text that the sequence has; how many tokens that is, less than all."""
+        self.pools.check(seq)
+        known, own = 0, self.tokens(seq)
+        in_order = np.array_equal(self.pools.all.pos[self.pools.all.of(seq)], np.arange(len(own)))
+        while in_order and known < min(len(own), len(tokens) - 1) and own[known] == tokens[known]:
+            known += 1
+        self.pools.drop(seq, known)
+        if not self.pools.whole(seq):
+            known = self._restore_window(seq)
+        self._checkpoints.drop(seq, known)
+        return known
+
+    def _move(self, moves: Mapping[str, Move]) -> None:
+        count = max((len(move.to) for move in moves.values()), default=0)
+        for at in range(0, count, MOVED):
+            inputs = dict[str, np.ndarray]()
+            for pool in self.cache.pools(self.config):
+                none = np.empty(0, np.int32)
+                move = moves.get(pool, Move(none, none, none))
+                for name, value in (("from", move.source), ("to", move.to), ("by", move.by)):
+                    filled = np.full(MOVED, 0 if name == "by" else -1, np.int32)
+                    part = value[at : at + MOVED]
+                    filled[: len(part)] = part
+                    inputs[pool + name] = filled
+            self._runs[MOVE](inputs)
+
+    # ---- states
+
+    def save(self, seqs: Sequence[int] | None = None) -> bytes:
+        """The state of some sequences, or of all: for `restore` in a context of the same model and types."""
+        every = range(self.pools.sequences) if seqs is None else seqs
+        for seq in every:
+            self.pools.check(seq)
+        return to_bytes(Stored.of(self.pools, self._leaves, self._session, [*every]), self._origin)
+
+    def restore(self, state: bytes, seqs: Sequence[int] | None = None) -> None:
+        """Put sequences back that `save` saved, instead of what is there; as these, or as the numbers they had.
+
+        Raises ContextError for damaged states and those of another model, CacheFull if they do not fit; nothing has
+        changed then.
+        """
+        names = (name for leaves in self._leaves.values() for name in leaves)
+        stored = of_bytes(state, self._origin, {name: self._session.view(name) for name in names})
+        to = [*(stored.seqs if seqs is None else seqs)]
+        if len(to) != len(stored.seqs):
+            raise ContextError(
+                f"the state has {len(stored.seqs)} sequences; {len(to)} are given for them"
+            )
+        for seq in to:
+            self.pools.check(seq)
+        stored.put(self.pools, self._session, to)
+        for seq in to:
+            self._checkpoints.drop(seq, 0)
+            self._released.pop(seq, None)
+
+    def save_file(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
+        """`save` to a file, which is replaced whole."""
+        with atomic_file(path) as file:
+            file.write(self.save(seqs))
+
+    def restore_file(self, path: str | Path, seqs: Sequence[int] | None = None) -> None:
+        """`restore` from a file. Raises ContextError, which names it, and OSError."""
+        try:
+            self.restore(Path(path).read_bytes(), seqs)
+        except ContextError as error:
+            raise ContextError(f"{path}: {error}") from None
+
+    def _checkpoint(self, piece: Piece) -> None:
+        """Keep the windows of sequences that a piece took past the next checkpoint."""
+        if self.pools.ring and self._checkpoints.most:
+            for seq in {int(seq) for seq in piece.inputs["seq"]}:
+                if self._checkpoints.due(seq, self.next(seq)):
+                    stored = Stored.of(self.pools, self._leaves, self._session, [seq], "ring_")
+                    self._checkpoints.add(seq, self.next(seq), stored)
+
+    def _restore_window(self, seq: int) -> int:
+        """Take a sequence back to its last checkpoint, or to nothing; how many tokens it has then."""
+        found = self._checkpoints.last(seq, self.next(seq))
+        if found is None:
+            if self._checkpoints.most:
+                self._say(
+                    f"sequence {seq}: no checkpoint is left of its window; its text is read anew"
+                )
+            self.pools.drop(seq)
+            return 0
+        at, stored = found
+        self.pools.drop(seq, at)
+        self.pools.pools["ring_"].drop(seq)
+        stored.put(self.pools, self._session, [seq])
+        return at

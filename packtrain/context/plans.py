@@ -1,0 +1,70 @@
+"""The graphs of a context, placed: runs of several sizes, and moving cells."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from packtrain.backends import CPU, Target
+from packtrain.dtypes import Dtype
+from packtrain.graph import Graph
+from packtrain.models import transformer
+from packtrain.models.cached import Cache, generation, moving
+from packtrain.models.config import Config
+from packtrain.placing import Placed, place
+
+PROMPTS = 512, 128, 32  # tokens of a prompt per run
+FEW = 8, 1
+MOVED = 64  # cells that one run moves
+FIXED = 16  # a run costs as much as this many tokens, for reading the weights
+MOVE = "move"
+Name = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many tokens a run can take, descending to 1, and how many rows of results it gives at most."""
+
+    tokens: tuple[int, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, cells: int, rows: int, prompts: Sequence[int] = PROMPTS) -> "Sizes":
+        powers = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
+        return cls(
+            tuple(
+                sorted({n for n in (*prompts, *FEW, *powers) if n <= max(cells, 1)}, reverse=True)
+            ),
+            rows,
+        )
+
+    def wanted(self, size: int) -> int:
+        return min(size, self.rows)
+
+    def next(self, left: int) -> int:
+        """The size of the next run for so many tokens: it may be padded where that costs less."""
+        return min(self.tokens, key=lambda size: ((FIXED + size) / min(size, left), size))
+
+
+def placements(
+    config: Config,
+    cache: Cache,
+    sizes: Sizes,
+    types: Mapping[str, Dtype] = transformer.NO_TYPES,
+    target: Target = CPU,
+    *,
+    hidden: bool = False,
+    moves: bool = False,
+) -> dict[Name, Placed]:
+    """The graphs of a context by the number of tokens of a run, and `move`.
+
+    types   of weights that are not f32
+    hidden  the results are the output of the last norm instead of logits
+    """
+    placed = dict[Name, Placed]()
+    for size in sizes.tokens:
+        leaves = transformer.weights(config, types)
+        result, handles = generation(config, leaves, size, cache, sizes.wanted(size), hidden=hidden)
+        placed[size] = place(Graph({"result": result}, handles), target)
+    if moves:
+        handles = moving(config, transformer.weights(config, types), MOVED, cache)
+        placed[MOVE] = place(Graph({}, handles), target)
+    return placed

@@ -1,0 +1,201 @@
+"""Which cells the sequences of a context have: in the pool of all blocks, and in the ring of those with a window.
+
+Knows no session: it says which cells to read and write, and which to move. A ring's cells are taken again once no
+window has them; until then a sequence can be taken back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from packtrain.models.cache import PADDING, SEQUENCES, CacheFull, Cells, bit
+from packtrain.words import plural
+
+SPARE = 32  # positions before its window that a sequence keeps in the ring
+POOLS = "cell_", "ring_"
+
+
+class ContextError(ValueError):
+    """A context cannot do what is asked; it stays as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some tokens that run together: the inputs of a run of `size` tokens, and the cells they took."""
+
+    inputs: dict[str, np.ndarray]
+    cells: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Cells of a pool that are copied to others, or stay, with positions changed by `by`; i32 each."""
+
+    source: np.ndarray
+    to: np.ndarray
+    by: np.ndarray
+
+
+@dataclass(slots=True)
+class Pools:
+    """The cells of `sequences` sequences; `parts`: each has its own equal part of them.
+
+    ring    cells of the blocks with a window; 0: none
+    window  that window
+    tokens  (cells,)  i32  the token at each cell
+    """
+
+    cells: int
+    sequences: int
+    ring: int = 0
+    window: int = 0
+    parts: bool = False
+    pools: dict[str, Cells] = field(init=False)
+    tokens: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sequences <= SEQUENCES:
+            raise ContextError(f"sequences is {self.sequences}; it must be from 1 to {SEQUENCES}")
+        self.pools = {"cell_": Cells(self.cells, self.sequences if self.parts else 1)}
+        if self.ring:
+            self.pools["ring_"] = Cells(self.ring)
+        self.tokens = np.zeros(self.cells, np.int32)
+
+    @property
+    def all(self) -> Cells:
+        return self.pools["cell_"]
+
+    def check(self, seq: int) -> None:
+        if not 0 <= seq < self.sequences:
+            raise ContextError(f"there is no sequence {seq}; there are {self.sequences}, from 0 on")
+
+    # ---- taking cells
+
+    def place(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> Piece:
+        """Take cells for the next tokens, each of one or several sequences. Raises CacheFull, and takes none."""
+        seqs = np.array([own[0] for own in sets], np.int32)
+        pos = self._positions(sets)
+        found = {"cell_": self.all.find(seqs)}
+        if self.ring:
+            self.expire(len(tokens))
+            found["ring_"] = self.pools["ring_"].find(seqs)
+        whole = np.array([sum(map(bit, set(own))) for own in sets], np.int64)
+        for pool, cells in found.items():
+            self.pools[pool].put(cells, pos, whole)
+        self.tokens[found["cell_"]] = tokens
+        inputs = {"tokens": tokens, "pos": pos, "seq": seqs}
+        for pool, cells in found.items():
+            inputs |= {pool.rstrip("_"): cells} | self.pools[pool].inputs(pool)
+        return Piece(inputs, found)
+
+    def _positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
+        next = {seq: self.all.next(seq) for own in sets for seq in own}
+        pos = np.empty(len(sets), np.int32)
+        for i, own in enumerate(sets):
+            pos[i] = next[own[0]]
+            for seq in own:
+                if next[seq] != pos[i]:
+                    raise ContextError(
+                        f"a token is for sequences {own[0]} and {seq}, whose next positions are {pos[i]} and"
+                        f" {next[seq]}; they must be equal"
+                    )
+                next[seq] += 1
+        return pos
+
+    def undo(self, piece: Piece) -> None:
+        """Give back the cells of a piece that did not run."""
+        for pool, cells in piece.cells.items():
+            self.pools[pool].sets[cells] = 0
+
+    def expire(self, count: int) -> None:
+        """Free cells of the ring that no window has, if fewer than `count` are free."""
+        ring = self.pools["ring_"]
+        for spare in (SPARE, 0):
+            if (ring.sets == 0).sum() >= count:
+                return
+            for seq in range(self.sequences):
+                ring.drop(seq, until=self.all.next(seq) - self.window + 1 - spare)
+
+    def whole(self, seq: int) -> bool:
+        """Whether the ring has all positions that the next token of a sequence attends to."""
+        if not self.ring:
+            return True
+        since = max(self.all.next(seq) - self.window + 1, 0)
+        return len(self.pools["ring_"].of(seq, since)) >= len(self.all.of(seq, since))
+
+    # ---- changing sequences
+
+    def copy(self, seq: int, to: int, since: int, until: int | None) -> dict[str, Move]:
+        """Give `to` the positions of another sequence, instead of what it has there; what must be copied for that."""
+        moves = dict[str, Move]()
+        self.drop(to, since, until)
+        for pool, cells in self.pools.items():
+            if cells.parts == 1:
+                cells.share(seq, to, since, until)
+                continue
+            source = cells.of(seq, since, until)
+            new = cells.find(np.full(len(source), to))
+            cells.put(new, cells.pos[source], bit(to))
+            self.tokens[new] = self.tokens[source]
+            moves[pool] = Move(source.astype(np.int32), new, np.zeros(len(new), np.int32))
+        return moves
+
+    def drop(self, seq: int, since: int = 0, until: int | None = None) -> None:
+        for cells in self.pools.values():
+            cells.drop(seq, since, until)
+
+    def change(
+        self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1
+    ) -> dict[str, Move]:
+        """New positions pos // divisor + by for a sequence; those below 0 are dropped. What must be moved for that.
+
+        Cells that other sequences have, too, are copied first.
+        """
+        plans = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
+        for pool, cells in self.pools.items():
+            source = cells.of(seq, since, until)
+            pos = cells.pos[source] // divisor + by
+            others = np.setdiff1d(cells.of(seq), source)
+            same = np.intersect1d(cells.pos[others], pos)
+            if pool == "cell_" and same.size:
+                raise ContextError(
+                    f"sequence {seq} has position {same[0]} already; positions may not meet when they are changed"
+                )
+            shared = (cells.sets[source] & ~bit(seq) != 0) & (pos >= 0)
+            if pool == "ring_":
+                self.expire(int(shared.sum()))
+            to = source.astype(np.int32)
+            to[shared] = cells.find(np.full(shared.sum(), seq))
+            plans[pool] = source, to, pos
+        return {pool: self._moved(seq, pool, *plan) for pool, plan in plans.items()}
+
+    def _moved(
+        self, seq: int, pool: str, source: np.ndarray, to: np.ndarray, pos: np.ndarray
+    ) -> Move:
+        cells = self.pools[pool]
+        by = (pos - cells.pos[source]).astype(np.int32)
+        cells.sets[source] &= ~bit(seq)
+        stay = pos >= 0
+        cells.put(to[stay], pos[stay], cells.sets[to[stay]] | bit(seq))
+        if pool == "cell_":
+            self.tokens[to[stay]] = self.tokens[source[stay]]
+        needed = stay & ((by != 0) | (to != source))
+        return Move(source[needed].astype(np.int32), to[needed], by[needed])
+
+
+def padded(inputs: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+    """Inputs of a run of `size` tokens, whose last tokens see nothing and write nothing."""
+    filler = PADDING | {"cell": -1, "ring": -1}
+    filled = dict[str, np.ndarray]()
+    for name, value in inputs.items():
+        if name in filler and name != "rows" and len(value) < size:
+            value = np.concatenate((value, np.full(size - len(value), filler[name], np.int32)))
+        filled[name] = value
+    return filled
+
+
+def shortage(wanted: int, error: CacheFull) -> CacheFull:
+    return CacheFull(
+        f"{plural(wanted, 'token')} wanted: {error}; remove or release a sequence, or give more cells"
+    )

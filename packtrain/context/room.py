@@ -1,0 +1,62 @@
+"""Whether a context fits a memory limit, and the largest one that does."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from packtrain.context.plans import Name
+from packtrain.errors import DoesNotFit
+from packtrain.memory import private_nbytes
+from packtrain.placing import Placed
+from packtrain.planning import make_plan, size_text
+
+STEP = 32  # cells of a suggested context are a multiple of this
+PER_CALL = 4096  # bytes of an executor for each call
+REST = 24 << 20  # of compiled kernels, and what runs allocate for moments
+SLACK = 4 << 20  # by which another attempt may need more
+
+
+def needed(placed: Mapping[Name, Placed], shared: Mapping[str, np.ndarray]) -> int:
+    """Private bytes of the session and executors of these graphs; `shared` leaves are mapped from a file."""
+    plans = {name: make_plan(p) for name, p in placed.items()}
+    arena = max((a.nbytes for plan in plans.values() for a in plan.arenas), default=0)
+    own = {
+        leaf.label: leaf for p in placed.values() for leaf in p.graph.leaves if leaf.kind != "input"
+    }
+    leaves: int = sum(leaf.spec.nbytes for name, leaf in own.items() if name not in shared)
+    vectors = sum(value.nbytes for value in shared.values() if not is_mapped(value))
+    return arena + leaves + vectors + PER_CALL * sum(len(p.steps) for p in placed.values())
+
+
+def is_mapped(value: np.ndarray) -> bool:
+    """Whether an array is a view of a file."""
+    base: object = value
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    return base is not None
+
+
+def check_room(
+    cells: int,
+    limit: int,
+    made: Callable[[int], Mapping[Name, Placed]],
+    shared: Mapping[str, np.ndarray],
+) -> None:
+    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit."""
+    own = needed(made(cells), shared)
+    used = private_nbytes() + REST  # with what planning took
+    total = used + own
+    if total <= limit:
+        return
+    used += SLACK
+    least = used + needed(made(STEP), shared)
+    each = (total - least) / max(cells - STEP, 1)
+    most = STEP + int((limit - least) / each) // STEP * STEP
+    while most > 0 and used + needed(made(most), shared) > limit:
+        most -= STEP
+    advice = (
+        f"the largest that fits is {most:,}" if most > 0 else f"{size_text(least)} is the least"
+    )
+    raise DoesNotFit(
+        f"a context of {cells:,} tokens needs {size_text(total)}, and {size_text(limit)} are allowed; {advice}"
+    )

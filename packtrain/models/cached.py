@@ -1,0 +1,112 @@
+"""Generation with a KV cache as graph functions: new tokens of any sequences, and cells that move."""
+
+from dataclasses import dataclass, replace
+
+from packtrain import ops
+from packtrain.dtypes import Dtype, f32, i32, i64
+from packtrain.models.config import Config
+from packtrain.models.transformer import (
+    Weights,
+    logits,
+    mixed,
+    output_norm,
+    rope_tables,
+    stream,
+)
+from packtrain.tensor import Tensor, input, state
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The cells of a KV cache.
+
+    cells  of blocks that attend to all earlier tokens
+    ring   of blocks with a window, used again once no window has them; 0: these use `cells`, too
+    dtype  of keys and values: f32, f16 or q8_0
+    """
+
+    cells: int
+    ring: int = 0
+    dtype: Dtype = f32
+
+    def pool(self, config: Config, i: int) -> str:
+        """Which of both block i uses: the prefix of its inputs' names."""
+        return "ring_" if self.ring and config.window_of(i) else "cell_"
+
+    def count(self, pool: str) -> int:
+        return self.ring if pool == "ring_" else self.cells
+
+    def pools(self, config: Config) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.pool(config, i) for i in range(config.block_count)))
+
+    def leaf(self, config: Config, name: str, i: int) -> Tensor:
+        """The keys (name k) or values (v) of block i."""
+        shape = self.count(self.pool(config, i)), config.head_count_kv, config.head_width
+        return state(f"cache.{name}.{i}", shape, self.dtype, "cache")
+
+
+def generation(
+    config: Config, w: Weights, time: int, cache: Cache, wanted: int = 1, *, hidden: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits (wanted, V) for `time` new tokens of any sequences, and the updated cache handles.
+
+    Inputs, i32 unless said: `tokens`, `pos`, `seq` (time,); `rows` (wanted,), the tokens whose logits are returned. For
+    `cells`: `cell` (time,), the cell of each token; after that `cell_pos`, and `cell_sets` i64, (cells,), the set of
+    each cell's sequences; `cell_length` (1,), cells in use; likewise `ring`, `ring_pos` … All of them are inputs, so
+    that one plan serves every position and every mix of sequences.
+
+    hidden  the output of the last norm instead of logits, (wanted, C)
+    """
+    config = replace(config, precision="f32")  # with few rows, rounding only costs time
+    tokens, pos, seq = (input(n, (time,), i32) for n in ("tokens", "pos", "seq"))
+    wanted_rows, handles = input("rows", (wanted,), i32), list[Tensor]()
+    places = {pool: places_of(pool, cache.count(pool), time) for pool in cache.pools(config)}
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cell, cell_pos, cell_sets, length = places[cache.pool(config, i)]
+        for name, x in (("k", k), ("v", v)):
+            handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
+        q, keys, values, at, of = (single(x) for x in (q, *handles[-2:], pos, seq))
+        where = at, single(cell_pos), of, single(cell_sets), length
+        return mixed(config, i, q, keys, values, *where)
+
+    *_, h = stream(config, w, tokens, pos, attend, cache.cells)
+    last = ops.get_rows(h, wanted_rows)
+    return output_norm(config, w, last) if hidden else logits(config, w, last), handles
+
+
+def single(x: Tensor) -> Tensor:
+    """x with a first axis of 1."""
+    return ops.reshape(x, shape=(1, *x.shape))
+
+
+def places_of(pool: str, count: int, time: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs: the cells of new tokens, positions and sets of sequences of all cells, and how many are in use."""
+    return (
+        input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (count,), i32),
+        input(f"{pool}sets", (count,), i64), input(f"{pool}length", (1,), i32),
+    )  # fmt: skip
+
+
+def moving(config: Config, w: Weights, count: int, cache: Cache) -> list[Tensor]:
+    """Handles of a cache in which `count` cells at most of each pool move to others, with new positions.
+
+    Inputs, i32 (count,), of each pool: `cell_from`, `cell_to`, negative for none, and `cell_by`, the change of the
+    position; `ring_from` … Keys were rotated by their positions; they are rotated on.
+    """
+    handles = list[Tensor]()
+    names = "from", "to", "by"
+    inputs = {p: [input(p + n, (count,), i32) for n in names] for p in cache.pools(config)}
+    turns = {
+        p: rope_tables(config, w, by, cache.cells, turn=True) for p, (*_, by) in inputs.items()
+    }
+    for i in range(config.block_count):
+        pool, rope = cache.pool(config, i), config.rope_of(i)
+        source, to, _ = inputs[pool]
+        for name in "kv":
+            leaf = cache.leaf(config, name, i)
+            x = ops.get_rows(leaf, source)
+            if name == "k" and rope is not None:
+                x = ops.rope(x, turns[pool][rope][1], neox=config.traits.halves)
+            handles.extend(ops.set_rows(leaf, x, to))
+    return handles

@@ -1,0 +1,400 @@
+"""Contexts: random schedules against a cache of plain keys in float64; states, rings, and what is refused."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain import DoesNotFit, Session, Stopped
+from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements
+from packtrain.context.state import Origin, of_bytes
+from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32
+from packtrain.models.config import Config
+from tests.architectures import random_model
+from tests.models import values
+
+PLAIN = Config(50, 512, 64, 3, 96, 2, 1)
+WINDOWED = replace(PLAIN, window=9, window_pattern=(True, False, True))
+CELLS, RING, SEQUENCES, ROWS = 96, 48, 4, 4
+SIZES = Sizes((8, 4, 1), ROWS)
+Q8_0 = BLOCK_TYPES["q8_0"]
+OFF = {f32: 1e-5, f16: 1e-2, Q8_0: 0.15}  # of the largest logit
+
+
+def context(
+    config: Config = PLAIN, cells: int = CELLS, ring: int = 0, dtype: Dtype = f32, **how: int | bool
+) -> Context:
+    cache, session = Cache(cells, ring, dtype), Session()
+    runs = session.executors(placements(config, cache, SIZES, moves=True))
+    session.set(values(config))
+    return Context.within(config, cache, SIZES, runs, SEQUENCES, **how)
+
+
+# ---- the reference: each sequence has its own keys, not rotated
+
+
+@dataclass
+class Entry:
+    pos: int
+    token: int
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+
+class Plain:
+    """What a context computes, written down in float64: token by token, keys rotated when they are read."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.w = config, {n: v.astype(np.float64) for n, v in values(config).items()}
+        self.texts: dict[int, list[Entry]] = {seq: [] for seq in range(SEQUENCES)}
+
+    def next(self, seq: int) -> int:
+        return max((e.pos for e in self.texts[seq]), default=-1) + 1
+
+    def turned(self, x: np.ndarray, pos: int) -> np.ndarray:
+        angles = pos * self.config.rope_freq_base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
+        cos, sin = np.cos(angles), np.sin(angles)
+        a, b = x[..., ::2], x[..., 1::2]
+        return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(x.shape)
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean() + self.config.rms_eps) * self.w[f"{name}.weight"]
+
+    def add(self, token: int, seqs: Sequence[int]) -> np.ndarray:
+        c, text = self.config, self.texts[seqs[0]]
+        new = Entry(self.next(seqs[0]), token, [], [])
+        for seq in seqs:
+            self.texts[seq].append(new)
+        h = self.w["token_embd.weight"][token]
+        for i in range(c.block_count):
+            part = f"blk.{i}."
+            x = self.norm(f"{part}attn_norm", h)
+            q, k, v = (
+                (self.w[f"{part}attn_{n}.weight"] @ x).reshape(-1, c.head_width) for n in "qkv"
+            )
+            new.keys.append(k)
+            new.values.append(v)
+            window = c.window_of(i) or 1 << 30
+            seen = [e for e in text if new.pos - window < e.pos <= new.pos]
+            y = np.empty_like(q)
+            for head, turned in enumerate(self.turned(q, new.pos)):
+                kv = head * c.head_count_kv // c.head_count
+                z = np.array([self.turned(e.keys[i][kv], e.pos) @ turned for e in seen])
+                p = np.exp((z - z.max()) * c.attention_scale)
+                y[head] = p / p.sum() @ np.array([e.values[i][kv] for e in seen])
+            h = h + self.w[f"{part}attn_output.weight"] @ y.reshape(-1)
+            x = self.norm(f"{part}ffn_norm", h)
+            gate, up = (self.w[f"{part}ffn_{n}.weight"] @ x for n in ("gate", "up"))
+            h = h + self.w[f"{part}ffn_down.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+        return self.w["token_embd.weight"] @ self.norm("output_norm", h)
+
+    def change(self, seq: int, f: Callable[[int], int], since: int, until: int) -> None:
+        found = (replace(e, pos=f(e.pos)) if since <= e.pos < until else e for e in self.texts[seq])
+        self.texts[seq] = [e for e in found if e.pos >= 0]
+
+
+def off(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+# ---- random schedules
+
+
+class Schedule:
+    """Random calls on a context and on the reference; each kind is a method."""
+
+    def __init__(self, made: Context, seed: int) -> None:
+        self.made, self.want = made, Plain(made.config)
+        self.rng, self.worst, self.saved = np.random.default_rng(seed), 0.0, list[tuple]()
+
+    def seq(self) -> int:
+        return int(self.rng.integers(SEQUENCES))
+
+    def add(self, stop: int = -1) -> None:
+        """Tokens of several sequences in one batch; stopped between ops, it is tried again."""
+        seqs = np.sort(self.rng.integers(0, SEQUENCES, self.rng.integers(1, 14)))
+        seqs = [int(s) for s in seqs if self.usable(int(s))]
+        tokens = [int(t) for t in self.rng.integers(0, PLAIN.vocab_size, len(seqs))]
+        if not seqs or self.refused(tokens, seqs):
+            return
+        if stop >= 0:
+            calls, before = iter(range(10**6)), {s: self.made.next(s) for s in range(SEQUENCES)}
+            with pytest.raises(Stopped):
+                self.made.decode(tokens[:1], seqs[:1], stop=lambda: next(calls) >= stop)
+            assert before == {s: self.made.next(s) for s in range(SEQUENCES)}
+        wanted = np.flatnonzero(self.rng.random(len(seqs)) < 0.5).tolist()
+        got = self.made.decode(tokens, seqs, wanted=wanted)
+        want = [self.want.add(t, [s]) for t, s in zip(tokens, seqs, strict=True)]
+        assert len(got) == len(wanted)
+        for row, i in zip(got, wanted, strict=True):
+            self.worst = max(self.worst, off(row, want[i]))
+
+    def refused(self, tokens: list[int], seqs: list[int]) -> bool:
+        """Whether there is no room; then nothing changes."""
+        pool = self.made.pools.all
+        wanted = Counter(seqs if pool.parts > 1 else len(seqs) * [0])
+        if all(count <= len(pool.free(seq)) for seq, count in wanted.items()):
+            return False
+        before = pool.sets.copy()
+        with pytest.raises(CacheFull, match=r"tokens? wanted"):
+            self.made.decode(tokens, seqs)
+        assert np.array_equal(pool.sets, before)
+        return True
+
+    def usable(self, seq: int) -> bool:
+        """Whether it goes on; one taken back too far is refused, and begun again."""
+        if self.made.pools.whole(seq):
+            return True
+        with pytest.raises(ContextError, match="taken back further than its window"):
+            self.made.decode([1], seq)
+        self.made.remove(seq)
+        self.want.texts[seq] = []
+        return True
+
+    def abort(self) -> None:
+        self.add(stop=int(self.rng.integers(0, 40)))
+
+    def shared(self) -> None:
+        """One token for two sequences."""
+        a, b = self.seq(), self.seq()
+        equal = a != b and self.made.next(a) == self.made.next(b)
+        if equal and all(map(self.made.pools.whole, (a, b))):
+            same = [(e.pos, e.token) for e in self.want.texts[a]]
+            if (
+                same == [(e.pos, e.token) for e in self.want.texts[b]]
+                and self.made.pools.all.free(a).size
+            ):
+                got = self.made.decode([7], [(a, b)])
+                self.worst = max(self.worst, off(got[0], self.want.add(7, [a, b])))
+
+    def copy(self) -> None:
+        a, b = self.seq(), self.seq()
+        if a != b and self.fits(a, b):
+            self.made.remove(b)
+            self.made.copy(a, b)
+            self.want.texts[b] = [*self.want.texts[a]]
+
+    def fits(self, a: int, b: int) -> bool:
+        """Copies need cells where sequences have their own part."""
+        return self.made.pools.all.parts == 1 or self.made.next(a) <= CELLS // SEQUENCES
+
+    def remove(self) -> None:
+        seq = self.seq()
+        since = int(self.rng.integers(0, self.want.next(seq) + 1))
+        until = since + int(self.rng.integers(1, 40))
+        self.made.remove(seq, since, until)
+        self.want.texts[seq] = [e for e in self.want.texts[seq] if not since <= e.pos < until]
+
+    def shift(self) -> None:
+        seq = self.seq()
+        since, by = (
+            int(self.rng.integers(0, self.want.next(seq) + 1)),
+            int(self.rng.integers(-9, 6)),
+        )
+        stays = {e.pos for e in self.want.texts[seq] if e.pos < since}
+        moved = [e.pos + by for e in self.want.texts[seq] if e.pos >= since]
+        if stays & set(moved):
+            with pytest.raises(ContextError, match="positions may not meet"):
+                self.made.shift(seq, by, since)
+        elif self.room(len(moved)):
+            self.made.shift(seq, by, since)
+            self.want.change(seq, lambda pos: pos + by, since, 10**9)
+
+    def room(self, count: int) -> bool:
+        return all((pool.sets == 0).sum() >= count for pool in self.made.pools.pools.values())
+
+    def divide(self) -> None:
+        seq = self.seq()
+        if self.want.next(seq) and self.room(len(self.want.texts[seq])):
+            self.made.divide(seq, 2)
+            self.want.change(seq, lambda pos: pos // 2, 0, 10**9)
+
+    def save(self) -> None:
+        seqs = sorted({self.seq(), self.seq()})
+        texts = {seq: [replace(e) for e in self.want.texts[seq]] for seq in seqs}
+        self.saved.append((seqs, self.made.save(seqs), texts))
+
+    def restore(self) -> None:
+        if not self.saved:
+            return
+        _, state, texts = self.saved[self.rng.integers(len(self.saved))]
+        before = self.made.pools.all.sets.copy()
+        try:
+            self.made.restore(state)
+            self.want.texts |= {seq: [*text] for seq, text in texts.items()}
+        except CacheFull:
+            assert np.array_equal(self.made.pools.all.sets, before)
+
+    def purge(self) -> None:
+        """What is released makes room."""
+        seq, other = self.seq(), self.seq()
+        count = len(self.made.pools.all.free(other)) + 1
+        if seq == other or self.made.pools.all.parts > 1 or not self.usable(other):
+            return
+        alone = self.made.pools.all.sets == 1 << seq
+        if alone.any():
+            self.made.release(seq)
+            tokens = self.rng.integers(0, 50, count).tolist()
+            got = self.made.decode(tokens, other)
+            assert self.made.next(seq) == 0
+            self.want.texts[seq] = []
+            want = [self.want.add(t, [other]) for t in tokens][-1]
+            self.worst = max(self.worst, off(got[0], want))
+
+    def check(self) -> None:
+        for seq, text in self.want.texts.items():
+            assert self.made.next(seq) == self.want.next(seq)
+            ordered = [e.token for e in sorted(text, key=lambda e: e.pos)]
+            assert sorted(self.made.tokens(seq)) == sorted(ordered)
+
+
+KINDS = [
+    "add",
+    "add",
+    "add",
+    "add",
+    "abort",
+    "shared",
+    "copy",
+    "remove",
+    "shift",
+    "divide",
+    "save",
+    "restore",
+    "purge",
+]
+LAYOUTS = {
+    "plain": {},
+    "own parts": {"parts": True},
+    "windows": {"config": WINDOWED},
+    "rings": {"config": WINDOWED, "ring": RING},
+    "halves": {"config": WINDOWED, "ring": RING, "dtype": f16},
+    "q8_0": {"dtype": Q8_0},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 34))]
+)
+def test_schedules(layout: str, seed: int) -> None:
+    made = context(**LAYOUTS[layout])
+    generation, one = made._session.generation, Schedule(made, seed)
+    for kind in one.rng.choice(KINDS, 40):
+        getattr(one, kind)()
+        one.check()
+    assert 0 < one.worst <= OFF[made.cache.dtype]
+    assert made._session.generation == generation  # nothing was allocated
+
+
+# ---- what is refused
+
+
+def test_numbers_out_of_range_change_nothing():
+    made = context()
+    made.decode([1, 2, 3], 1)
+    before = made.pools.all.sets.copy()
+    for tokens, seqs, line in (
+        ([1], 4, "there is no sequence 4; there are 4, from 0 on"),
+        ([1, 2], [0], "there are 2 tokens and sequences for 1"),
+        ([], 0, "there are 0 tokens"),
+        ([50], 0, "tokens are from 0 to 49"),
+        (
+            [1],
+            [(0, 1)],
+            "for sequences 0 and 1, whose next positions are 0 and 3; they must be equal",
+        ),
+        ([1], [()], "each token needs one"),
+    ):
+        with pytest.raises(ContextError, match=line):
+            made.decode(tokens, seqs)
+    for call in (made.remove, made.keep, made.release):
+        with pytest.raises(ContextError, match="there is no sequence 9"):
+            call(9)
+    with pytest.raises(ContextError, match="the divisor is 0; it must be at least 1"):
+        made.divide(1, 0)
+    assert np.array_equal(made.pools.all.sets, before) and made.tokens(1) == [1, 2, 3]
+
+
+def test_states_that_are_damaged_or_of_others_are_refused(tmp_path: Path):
+    made = context()
+    made.decode([1, 2, 3], 1)
+    state, path = made.save([1]), tmp_path / "a.state"
+    made.save_file(path, [1])
+    assert path.read_bytes() == state
+    for at in (2, 5, 40, len(state) // 2, len(state) - 1):
+        damaged = bytearray(state)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        line = "not a state" if at < 4 else "does not|do not match its checksum"
+        with pytest.raises(ContextError, match=f"a.state: .*({line})"):
+            made.restore_file(path)
+    for cut in (0, 3, 20, len(state) - 1):
+        with pytest.raises(ContextError, match=r"not a state|checksum"):
+            made.restore(state[:cut])
+    with pytest.raises(ContextError, match="the state has 1 sequences; 2 are given"):
+        made.restore(state, [0, 1])
+    with pytest.raises(ContextError, match="saved with another type of cache"):
+        of_bytes(state, replace(Origin(), cache="f16"), {})
+    small = context(cells=2)
+    with pytest.raises(CacheFull, match="the state does not fit: 3 cells wanted, 2 of 2 are free"):
+        small.restore(state)
+    assert not small.pools.all.sets.any()
+
+
+# ---- rings and checkpoints
+
+
+def test_a_text_that_differs_late_reads_a_window_at_most():
+    rng, lines = np.random.default_rng(3), list[str]()
+    made = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=8)
+    made._say = lines.append
+    text = rng.integers(0, 50, 300).tolist()
+    made.decode(text)
+    turn = [*text[:280], *rng.integers(0, 50, 30).tolist()]
+    known = made.reuse(0, turn)
+    assert 280 - WINDOWED.window <= known <= 280
+    got = made.decode(turn[known:])
+    fresh = context(WINDOWED, cells=400)
+    assert off(got, fresh.decode(turn)) < 1e-5
+    far = [*text[:100], *rng.integers(0, 50, 10).tolist()]
+    assert made.reuse(0, far) == 0 and lines == [
+        "sequence 0: no checkpoint is left of its window; its text is read anew"
+    ]
+    assert off(made.decode(far), context(WINDOWED, cells=400).decode(far)) < 1e-5
+
+
+def test_what_is_known_is_less_than_all():
+    made = context()
+    made.decode([5, 6, 7])
+    assert made.reuse(0, [5, 6, 7]) == 2 and made.tokens(0) == [5, 6]
+    assert made.reuse(0, [5, 6, 7, 8]) == 2 and made.reuse(0, [9]) == 0 and made.next(0) == 0
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+def test_a_context_of_a_file_and_a_limit(tmp_path: Path, name: str):
+    random_model(tmp_path / "m.gguf", name)
+    made = Context(tmp_path / "m.gguf", cells=64, sequences=2, cache="f32")
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    first, second = made.decode([*tokens, *tokens[:3]], [0] * 8 + [1] * 3)
+    alone = Context(tmp_path / "m.gguf", cells=64, cache="f32")
+    assert off(first, alone.decode(tokens)[0]) < 1e-5
+    alone.remove(0)
+    assert off(second, alone.decode(tokens[:3])[0]) < 1e-5
+    with pytest.raises(
+        DoesNotFit,
+        match=r"a context of 50,000,000 tokens needs .* the largest that fits is ([\d,]+)",
+    ) as said:
+        Context(tmp_path / "m.gguf", cells=50_000_000, memory=2 << 30)
+    most = int(re.search(r"fits is ([\d,]+)", str(said.value))[1].replace(",", ""))
+    check = Context(tmp_path / "m.gguf", cells=most, memory=2 << 30)
+    assert check.cache.cells == most > 1000
+    with pytest.raises(DoesNotFit, match="is the least"):
+        Context(tmp_path / "m.gguf", memory=1 << 20)

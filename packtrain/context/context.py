@@ -150,7 +150,14 @@ class Context:
         last = {own[0]: i for i, own in enumerate(sets)}
         rows = sorted(last.values()) if wanted is None else [*wanted]
         self._make_room(sets)
-        found = [self._run(*part, stop) for part in self._parts(tokens, sets, rows)]
+        done, found = list[Piece](), list[np.ndarray]()
+        try:
+            for part in self._parts(tokens, sets, rows):
+                self._run(*part, stop, done, found)
+        except CacheFull:  # of the ring, where several tokens have one position
+            for piece in done:
+                self.pools.undo(piece)
+            raise
         for seq in {seq for own in sets for seq in own}:
             self._released.pop(seq, None)
         return np.concatenate(found)
@@ -188,8 +195,8 @@ class Context:
 
     def _parts(
         self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int]
-    ) -> Iterator[tuple[int, np.ndarray, list[tuple[int, ...]], list[int]]]:
-        """Runs: their size, tokens, sequences, and the rows wanted of them."""
+    ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:
+        """What runs together: tokens, their sequences, and the rows wanted of them."""
         at = 0
         while at < len(tokens):
             size = self.sizes.next(len(tokens) - at)
@@ -200,28 +207,41 @@ class Context:
                 end = here[most]
                 here = here[:most]
             ids = np.array(tokens[at:end], np.int32)
-            yield size, ids, sets[at:end], [row - at for row in here]
+            yield ids, sets[at:end], [row - at for row in here]
             at = end
 
     def _run(
         self,
-        size: int,
         ids: np.ndarray,
         sets: list[tuple[int, ...]],
         rows: list[int],
         stop: Stop | None,
-    ) -> np.ndarray:
-        piece = self.pools.place(ids, sets)
+        done: list[Piece],
+        found: list[np.ndarray],
+    ) -> None:
+        """Run some tokens at once, or in halves where the ring has no room for all."""
+        try:
+            piece = self.pools.place(ids, sets)
+        except CacheFull:
+            half = len(ids) // 2
+            if not half:
+                raise
+            before = [row for row in rows if row < half]
+            after = [row - half for row in rows if row >= half]
+            self._run(ids[:half], sets[:half], before, stop, done, found)
+            self._run(ids[half:], sets[half:], after, stop, done, found)
+            return
+        size = min(size for size in self.sizes.tokens if size >= len(ids))
         wanted = np.full(self.sizes.wanted(size), -1, np.int32)
         wanted[: len(rows)] = rows
         try:
             given = padded(piece.inputs, size) | {"rows": wanted}
-            found = self._runs[size](given, stop=stop)["result"][: len(rows)]
+            found.append(self._runs[size](given, stop=stop)["result"][: len(rows)])
         except BaseException:
             self.pools.undo(piece)
             raise
+        done.append(piece)
         self._checkpoint(piece)
-        return found
 
     # ---- sequences
 

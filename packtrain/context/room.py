@@ -6,7 +6,7 @@ import numpy as np
 
 from packtrain.context.plans import Name
 from packtrain.errors import DoesNotFit
-from packtrain.memory import private_nbytes
+from packtrain.memory import private_nbytes, settle
 from packtrain.placing import Placed
 from packtrain.planning import make_plan, size_text
 
@@ -44,7 +44,8 @@ def check_room(
 ) -> None:
     """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit."""
     own = needed(made(cells), shared)
-    used = private_nbytes() + REST  # with what planning took
+    settle()
+    used = private_nbytes() + REST
     total = used + own
     if total <= limit:
         return

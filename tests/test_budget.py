@@ -245,10 +245,12 @@ def arguments(data, tmp_path, *more):
     ]
 
 
+WIDE = ("--dim", "256", "--ffn", "768", "--batch-size", "8", "-c", "64", "--layers", "3")
+
+
 def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
     """In processes of their own: what this one holds is not the same twice."""
-    wide = ["--dim", "256", "--ffn", "768", "--batch-size", "8", "-c", "64", "--layers", "3"]
-    run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path, *wide, "--memory")]
+    run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path, *WIDE, "--memory")]
     refused = subprocess.run([*run, "20MiB"], capture_output=True, text=True, check=False)
     assert refused.returncode == 3
     screen = refused.stderr[refused.stderr.index("packtrain: error:") :].splitlines()
@@ -266,10 +268,11 @@ def test_a_refusal_is_one_screen_and_its_minimum_runs(data, tmp_path):
 
 def test_the_search_needs_less_than_what_it_plans_for(data, tmp_path):
     """A budget a little above a small run is taken, and all processes together stay within it from the first moment."""
-    run = [sys.executable, "-m", "packtrain", *arguments(data, tmp_path), "--no-tensorboard"]
+    given = arguments(data, tmp_path, *WIDE)  # the searching child takes more than smaller runs
+    run = [sys.executable, "-m", "packtrain", *given, "--no-tensorboard"]
     assert subprocess.run(run, capture_output=True, check=False).returncode == 0
     total = json.loads((tmp_path / "m.run/plan.json").read_text())["total_bytes"]
-    limit = f"{total // MIB + 12}MiB"  # the searching child takes more than such a small run
+    limit = f"{total // MIB + 12}MiB"
     run += ["--overwrite", "--memory", limit]
     process = subprocess.Popen(run, stderr=subprocess.DEVNULL)
     peak = 0

@@ -23,7 +23,7 @@ MIB = 1 << 20
 MARGIN_NBYTES = 1 << 20  # by how much the memory of kernels differs between processes
 ASIDE_NBYTES = 3 << 19  # by how much estimate and process differ, so that a second search is rare
 SPARE_NBYTES = 3 << 20  # by how much a process differs from the next one
-SEARCH_NBYTES = 48 << 20  # of a searching child, measured
+SEARCH_NBYTES = 36 << 20  # of a searching child that loads kernels; 27 MiB were measured without
 BLOCK_NBYTES = 900_000  # in addition for each block
 ROUNDS = 3  # searches, each with lower limits, until the result fits the process
 

@@ -17,9 +17,9 @@ from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
 from packtrain.optim import Optimizer
 
-GUESSED_NBYTES = 48 << 20  # if there is no memory for the child; 37 to 47 MiB were measured
-UNSURE_NBYTES = 16 << 20  # by how much the guess may be too high
-CHILD_NBYTES = 96 << 20  # 86 to 92 MiB were measured
+GUESSED_NBYTES = 10 << 20  # if there is no memory for the child; 6 to 7 MiB were measured
+UNSURE_NBYTES = 4 << 20  # by how much the guess may be too high
+CHILD_NBYTES = 44 << 20  # 34 to 36 MiB were measured
 
 
 class Loaded(NamedTuple):
@@ -71,13 +71,14 @@ def loaded(names: tuple[str, ...], free: float) -> Loaded:
 
 
 def _kept(names: Sequence[str]) -> Path:
-    parts = "cached code alone", str(kernels.threads()), *map(store.folder_name, names)
+    parts = "machine code alone", str(kernels.threads()), *map(store.folder_name, names)
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return cache_root() / f"loaded-{name}.json"
 
 
 def _load_in_child(threads: int, names: Sequence[str]) -> int:
     kernels.set_threads(threads)
+    kernels.prepare(names)  # loads what the asking process has loaded, too
     settle()
     before = private_nbytes()
     kernels.load_all(names)

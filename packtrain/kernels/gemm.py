@@ -16,8 +16,10 @@ from packtrain.kernels.panels import (
     HALVES,
     PANEL,
     ROWS,
+    SHIFT,
     UNROLL,
     ZERO,
+    apart,
     beyond,
     emit_prefetch,
     pack_a,
@@ -39,11 +41,11 @@ from packtrain.kernels.simd import (
 DEEP, BROAD = (512, 288) if AVX512 else (384, 384)  # most places of k and columns in a block of b
 GROUPS = 8  # packed at once
 CHUNK = GROUPS * ROWS
-B_SIZE, A_SIZE = DEEP * BROAD, DEEP * GROUP * GROUPS
+B_SIZE, A_SIZE = DEEP * BROAD, (DEEP * GROUP + SHIFT) * GROUPS
 USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those with packed weights
 PAGE = 1024  # f32 of a page of memory
 AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
-i64, f32 = types.int64, types.float32
+i64, f32, void = types.int64, types.float32, types.void
 SGEMM = types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, i64, f32, i64, i64, i64)
 
 
@@ -163,12 +165,32 @@ def tile(typingctx, width, half, a, panel, depth, ahead, alpha, beta, c, ldc, ro
     return sig, codegen
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64, i64))
-def block_product(m, n, a, b, deep, alpha, beta, c, ldc, half):
-    """c (m, n) = alpha * a @ b + beta * c, of packed a and b."""
+@intrinsic
+def fetch(typingctx, place):
+    """Prefetch a line of the cache into L2."""
+
+    def codegen(context, builder, sig, args):
+        emit_prefetch(builder, args[0], level=2)
+        return context.get_dummy_value()
+
+    return types.void(i64), codegen
+
+
+@kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64, i64, types.UniTuple(i64, 4)))
+def block_product(m, n, a, b, deep, alpha, beta, c, ldc, half, following):
+    """c (m, n) = alpha * a @ b + beta * c, of packed a and b.
+
+    following  what is packed next, prefetched tile by tile: address, number, distance and length of its rows
+    """
+    source, lines, distance, length = following
+    tiles, number = -(-m // ROWS) * -(-n // PANEL), 0
     for i in range(0, m, ROWS):
-        group = address(a, i // ROWS * deep * GROUP)
+        group = address(a, i // ROWS * apart(deep))
         for j in range(0, n, PANEL):
+            for r in range(number * lines // tiles, (number + 1) * lines // tiles):
+                for k in range(0, length, LANES):
+                    fetch(address(source, r * distance + k))
+            number += 1
             panel, left, rows = address(b, j * deep), min(n - j, PANEL), m - i
             ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
             target = address(c, i * ldc + j)
@@ -187,14 +209,17 @@ def even(size, most, unit):
     return max(-(-size // (count * unit)) * unit, unit)
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64))
+@kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64))
 def times_block(ta, m, n, a, lda, block, depth, alpha, beta, c, ldc, half):
     """c (m, n) = alpha * op(a) @ block + beta * c; the block was packed by `pack_b`, at most (DEEP, BROAD)."""
     chunk, deep = scratch(A_SIZE), places(depth, half)
     for i in range(0, m, CHUNK):
         height, target = min(m - i, CHUNK), address(c, i * ldc)
         pack_a(chunk, address(a, i if ta else i * lda), ta, lda, depth, height, half)
-        block_product(height, n, chunk, block, deep, alpha, beta, target, ldc, half)
+        after = i + CHUNK
+        source, left = address(a, after if ta else after * lda), max(min(m - after, CHUNK), 0)
+        following = (source, depth, lda, left) if ta else (source, left, lda, depth)
+        block_product(height, n, chunk, block, deep, alpha, beta, target, ldc, half, following)
 
 
 @kernel(types.void(i64))
@@ -203,6 +228,12 @@ def use_stack(number):
     block = scratch(USED)
     for at in range(0, USED, PAGE):
         poke(block, at, f32(0.0))
+
+
+@kernel(i64(i64, i64))
+def broad(depth, half):
+    """The most columns of a block of b."""
+    return B_SIZE // places(depth, half)
 
 
 @kernel(types.void(i64))
@@ -220,7 +251,8 @@ def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, half):
     A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack.
     """
     block = scratch(B_SIZE)
-    step, across = even(k, DEEP << half, LANES), even(n, BROAD, PANEL)
+    step = even(k, DEEP << half, LANES)
+    across = even(n, broad(step, half), PANEL)
     for p in range(0, max(k, 1), step):
         depth = min(k - p, step)
         keep = beta if p == 0 else f32(1.0)

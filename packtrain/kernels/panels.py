@@ -27,6 +27,7 @@ ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vec
 PANEL = WIDE * LANES
 UNROLL = 4  # steps of a tile's loop
 GROUP = 8  # places for the rows of a tile in packed a
+SHIFT = LANES  # f32 between groups of packed a, so that they do not fall into the same places of a cache
 ALONG, BELOW = 192, 4  # prefetched ahead of what is packed: bytes of a row, and rows
 i64 = types.int64
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
@@ -42,10 +43,10 @@ def beyond(builder, base, count):
     return builder.add(base, builder.mul(count, I64(4)))
 
 
-def emit_prefetch(builder, place, write=0):
+def emit_prefetch(builder, place, write=0, level=3):
     simd.call(
         builder, "llvm.prefetch.p0", ir.VoidType(),
-        builder.inttoptr(place, BYTE), I32(write), I32(3), I32(1),
+        builder.inttoptr(place, BYTE), I32(write), I32(level), I32(1),
     )  # fmt: skip
 
 
@@ -252,6 +253,12 @@ def pack_b(block, b, tb, ldb, depth, n, half):
                 store(block, j * deep + k * PANEL + w, splat(0.0))
 
 
+@part(i64(i64))
+def apart(deep):
+    """The distance of groups in packed a: never one that puts all of them into the same places of a cache."""
+    return deep * GROUP + SHIFT
+
+
 @kernel(types.void(i64, i64, i64, i64, i64, i64, i64))
 def pack_a(block, a, ta, lda, depth, m, half):
     """Groups (deep, GROUP) of ROWS rows of op(a) (m, depth), one behind the other, zeros beyond it."""
@@ -261,8 +268,8 @@ def pack_a(block, a, ta, lda, depth, m, half):
         whole = m // LANES * LANES
         for k in range(0, pairs, 2):
             for i in range(0, whole, LANES):
-                target = address(block, (i // ROWS * deep + k) * GROUP)
-                deal(address(a, k * lda + i), lda, target, deep * GROUP)
+                target = address(block, i // ROWS * apart(deep) + k * GROUP)
+                deal(address(a, k * lda + i), lda, target, apart(deep))
         for k in range(0, depth, per):
             for i in range(whole if k < pairs else 0, m, ROWS):
                 left = min(m - i, ROWS)
@@ -270,17 +277,17 @@ def pack_a(block, a, ta, lda, depth, m, half):
                 if half:
                     after = load_part(a, (k + 1) * lda + i, left if k + 1 < depth else 0)
                     values = pair(values, after)
-                store_part(block, (i // ROWS * deep + k // per) * GROUP, values, GROUP)
+                store_part(block, i // ROWS * apart(deep) + k // per * GROUP, values, GROUP)
     else:
         for i in range(0, m, ROWS):
             last = min(m - i, ROWS) - 1
             for k in range(0, depth, LANES):
                 source = address(a, i * lda + k)
-                target = address(block, (i // ROWS * deep + k // per) * GROUP)
+                target = address(block, i // ROWS * apart(deep) + k // per * GROUP)
                 if half:
                     turn_group_pairs(source, lda, last, depth - k, target)
                 else:
                     turn_group(source, lda, last, depth - k, target)
     for i in range(0, m, ROWS):
         for k in range(-(-depth // per), deep):
-            store_part(block, (i // ROWS * deep + k) * GROUP, splat(0.0), GROUP)
+            store_part(block, i // ROWS * apart(deep) + k * GROUP, splat(0.0), GROUP)

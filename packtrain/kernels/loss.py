@@ -7,11 +7,10 @@ import math
 
 from numba import types
 
-from packtrain.kernels.call import each, kernel, spans, threads
+from packtrain.kernels.call import each, kernel, part, spans
 from packtrain.kernels.dequantize import F32, packed2
 from packtrain.kernels.gemm import sgemm
-from packtrain.kernels.matmul import PACKING, shares
-from packtrain.kernels.packed import UNPACKING, multiply, multiply_back
+from packtrain.kernels.packed import multiply, multiply_back
 from packtrain.kernels.simd import (
     INFINITY,
     LANES,
@@ -31,12 +30,13 @@ from packtrain.kernels.simd import (
     total,
 )
 
-MOST_COLUMNS, LEAST_COLUMNS = 576, 64  # of logits in a task: 256 rows of them fit the L2 cache
+MOST_COLUMNS, LEAST_COLUMNS = 288, 64  # of logits in a slice, which stays in the L2 cache
 MOST_ROWS = 4096  # rows of a chunk, whatever the workspace
 SERIAL = 1 << 15  # elements below which a parallel region costs more than it saves
 
 i64, f32, void = types.int64, types.float32, types.void
-a2, a1, i1 = f32[:, ::1], f32[::1], types.int32[::1]
+a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
+chunk_of_rows = types.Tuple((i64, f32, i64, i64, i64, i64))  # lse, cap, counted, after, half, rows
 
 
 @kernel(f32(i64, i64))
@@ -177,10 +177,16 @@ def row_lse(losses, right, lse, logits, targets, cap, counted, i):
     losses[row] = value - logits[i, target]
 
 
-@kernel(void(a2, a2, a2, i1, a1, i64, f32, i64, i64, i64, i64, i64, i64))
-def slice_back(dw, logits, x, targets, weights, lse, cap, counted, after, half, rows, start, stop):
+@part(i64(i64, i64, i64))
+def slices_in_part(size, width, parts):
+    slices = -(-size // width)
+    return -(-slices // parts)
+
+
+@kernel(void(a2, a2, a2, i1, a1, chunk_of_rows, i64, i64))
+def slice_back(dw, logits, x, targets, weights, chunk, start, stop):
     """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x."""
-    C, V = x.shape[1], logits.shape[1]
+    C, V, (lse, cap, counted, after, half, rows) = x.shape[1], logits.shape[1], chunk
     for i in range(rows):
         row = i64(peek(counted, i))
         at, target, weight = address(logits, i * V), i64(targets[row]), weights[row]
@@ -195,19 +201,41 @@ def slice_back(dw, logits, x, targets, weights, lse, cap, counted, after, half, 
         sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, after, out, C, half)
 
 
-@kernel(void(a2, a2, i64, packed2, i64, i64, i64, i64, i64))
-def tile_back(dx, logits, kind, w, half, stop_row, high, across, task):
-    """dx[i, start:stop] = d_logits[i] @ w[:, start:stop] for up to `high` rows i and `across` columns."""
-    C, (V, nbytes) = dx.shape[1], w.shape
-    tiles = -(-C // across)
-    row, start = task // tiles * high, task % tiles * across
-    rows, stop = min(high, stop_row - row), min(C, start + across)
-    at, out, w_at = address(logits, row * V), address(dx, row * C), w.ctypes.data
+@kernel(void(a3, a2, i64, packed2, i64, i64, i64, types.boolean, i64, i64))
+def add_slice(sums, logits, kind, w, half, rows, number, add, start, stop):
+    """sums[number, :rows] = d_logits[:rows, start:stop] @ w[start:stop], + itself if `add`."""
+    (chunk, C), (V, nbytes) = sums.shape[1:], w.shape
+    at, out = address(logits, start), address(sums, number * chunk * C)
+    w_at, columns = w.ctypes.data + start * nbytes, stop - start
     if kind == F32:
-        columns, target = w_at + 4 * start, address(out, start)
-        sgemm(0, 0, rows, stop - start, V, 1.0, at, V, columns, C, 0.0, target, C, half)
+        beta = f32(1.0) if add else f32(0.0)
+        sgemm(0, 0, rows, C, columns, 1.0, at, V, w_at, C, beta, out, C, half)
     else:
-        multiply_back(kind, rows, V, C, start, stop, at, V, w_at, nbytes, False, out, C, half)
+        multiply_back(kind, rows, columns, C, 0, C, at, V, w_at, nbytes, add, out, C, half)
+
+
+@kernel(void(a2, a2, a3, a2, a2, i64, packed2, i1, a1, chunk_of_rows, i64, i64))
+def part_back(dx, dw, sums, logits, x, kind, w, targets, weights, chunk, width, number):
+    """All that follows from one of the parts of V: its d_logits, dw, and its share of dx, by slices of `width`."""
+    V, half, rows = logits.shape[1], chunk[4], chunk[5]
+    wide = slices_in_part(V, width, sums.shape[0]) * width
+    first = number * wide
+    for start in range(first, min(first + wide, V), width):
+        stop = min(start + width, V)
+        slice_back(dw, logits, x, targets, weights, chunk, start, stop)
+        if dx.size:
+            add_slice(sums, logits, kind, w, half, rows, number, start > first, start, stop)
+
+
+@kernel(void(a2, a3, i64, i64, i64))
+def add_parts(dx, sums, count, counted, i):
+    """dx[counted[i]] = the sum of sums[:count, i]."""
+    (chunk, C), row = sums.shape[1:], i64(peek(counted, i))
+    for j in range(0, C, LANES):
+        v = load_part(sums, i * C + j, C - j)
+        for number in range(1, count):
+            v = v + load_part(sums, (number * chunk + i) * C + j, C - j)
+        store_part(dx, row * C + j, v, C - j)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i1, i64, i64))
@@ -222,15 +250,12 @@ def find_targets(counted, targets, start, most):
     return count, start
 
 
-@kernel(void(a2, a2, i64, types.boolean, i64))
-def move_row(some, every, counted, back, i):
-    """some[i] = every[counted[i]], or the other way round if `back`."""
+@kernel(void(a2, a2, i64, i64))
+def move_row(some, every, counted, i):
+    """some[i] = every[counted[i]]."""
     C, row = some.shape[1], i64(peek(counted, i))
     for j in range(0, C, LANES):
-        if back:
-            store_part(every, row * C + j, load_part(some, i * C + j, C - j), C - j)
-        else:
-            store_part(some, i * C + j, load_part(every, row * C + j, C - j), C - j)
+        store_part(some, i * C + j, load_part(every, row * C + j, C - j), C - j)
 
 
 @kernel(types.UniTuple(i64, 2)(i64, i64, i64, i64))
@@ -241,9 +266,9 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@kernel(void(a1, a1, a1, a2, a2, a2, a2, a2, i64, i64, packed2, i1, a1, f32, i64))
+@kernel(void(a1, a1, a1, a2, a2, a2, a2, a3, a2, i64, packed2, i1, a1, f32, i64))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, logits, some, x, unit, kind, w, targets, weights, cap, half
+    loss, losses, right, dx, dw, logits, some, sums, x, kind, w, targets, weights, cap, half
 ):
     """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
@@ -251,11 +276,12 @@ def linear_cross_entropy(
     Rows without a target are left out: the others are gathered, `chunk` at a time.
 
         x, dx (N, C), w, dw (V, C), losses, right, targets int32, weights (N,), loss (1,)
-        logits (chunk, V), some (chunk, C): workspace
-        w u8 (V, row bytes), of a kind of `dequantize` with `unit` elements in a block
+        logits (chunk, V), some (chunk, C), sums (parts of V, chunk, C): workspace
+        w u8 (V, row bytes), of a kind of `dequantize`
+    dx is summed by parts of V, whose number does not depend on that of threads.
     With half = 1, factors of all products are rounded to bf16.
     """
-    C, V, N = x.shape[1], w.shape[0], x.shape[0]
+    V, N = w.shape[0], x.shape[0]
     chunk, lse, counted = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
     _, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
     for zeros in (losses, right):
@@ -266,18 +292,16 @@ def linear_cross_entropy(
         rows, at = find_targets(counted, targets, at, chunk)
         if rows == 0:
             break
-        each(move_row, (some, x, counted, False), rows)
+        each(move_row, (some, x, counted), rows)
         spans(project, (logits, some, kind, w, half, rows), V, width)
         each(row_lse, (losses, right, lse, logits, targets, cap, counted), rows)
         if dx.size + dw.size > 0:
-            sliced = (dw, logits, some, targets, weights, lse, cap, counted, after, half, rows)
-            spans(slice_back, sliced, V, width)
+            wide = slices_in_part(V, width, sums.shape[0]) * width
+            given = dx, dw, sums, logits, some, kind, w, targets, weights
+            kept = lse, cap, counted, after, half, rows
+            each(part_back, (*given, kept, width), -(-V // wide))
         if dx.size:
-            again = PACKING if kind == F32 else UNPACKING
-            high, across = shares(rows, C, threads(), max(unit, LANES), again)
-            given = (some, logits, kind, w, half, rows, high, across)
-            each(tile_back, given, -(-rows // high) * -(-C // across))
-            each(move_row, (some, dx, counted, True), rows)
+            each(add_parts, (dx, sums, -(-V // wide), counted), rows)
         after = 1
     if after == 0:
         fill_zero(address(dw, 0), dw.size)

@@ -19,7 +19,11 @@ SMALL = 1 << 19  # multiply-adds below which kernels.matmul uses one thread
 UNPACKING, PACKED_SMALL = 16, 1 << 21  # of kernels.packed
 LEAST_COLUMNS = 256  # dequantized at a time
 KEYS = 64  # of a block in attention
-SLICE = 576  # columns of logits in a task of the head
+SLICE = 288  # columns of logits at a time in the head
+PARTS, LEAST_PART = (
+    16,
+    64,
+)  # of the vocabulary: tasks of the head, by which it sums dx; rows of w in one
 WIDE = 128  # columns of an expert's task
 SERIAL = 1 << 14  # below this many elements a parallel region does not pay
 
@@ -115,12 +119,17 @@ def head(x: Tensor, w: Tensor, dx: Tensor | None, dw: Tensor | None, chunk: int)
     if dx is not None:
         work["multiply"] += multiplied(n, c, v)
         work[laid] += chunks * v * c
-        nbytes += 4.0 * logits
+        work["pack"] += logits * -(-c // BROAD)
     if dw is not None:
         work["multiply"] += chunks * multiplied(v, c, n / chunks)
         work["pack"] += logits * -(-c // BROAD) + logits * c / SLICE
         nbytes += 8.0 * chunks * v * c
-    return Cost(work, nbytes=nbytes, tasks=max(v // SLICE, 1), by_target=True)
+    return Cost(work, nbytes=nbytes, tasks=parts(v), by_target=True)
+
+
+def parts(v: int) -> int:
+    """Parts of a vocabulary in the head's backward pass."""
+    return max(min(PARTS, v // LEAST_PART), 1)
 
 
 def attended(q: Tensor, k: Tensor, window: int) -> float:

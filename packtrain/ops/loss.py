@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import READABLE, TRAINABLE, dtype_of, f16, f32, i32
+from packtrain.dtypes import READABLE, TRAINABLE, f16, f32, i32
 from packtrain.ops import costs
 from packtrain.ops.arrays import (
     flat,
@@ -19,6 +19,11 @@ from packtrain.ops.arrays import (
 from packtrain.ops.costs import Cost, elementwise
 from packtrain.ops.elementwise import mul
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+PARTS, LEAST_PART = (
+    16,
+    64,
+)  # of the vocabulary, by which dx of the head is summed, and rows of w in one
 
 
 def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> None:
@@ -217,7 +222,8 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 @linear_cross_entropy.workspace("cpu")
 def linear_cross_entropy_work(x, w, targets, weights, *, chunk, **how):
     rows = min(chunk, max(targets.spec.size, 1))
-    return Spec((rows, w.shape[0])), Spec((rows, w.shape[1]))
+    v, c = w.shape
+    return Spec((rows, v)), Spec((rows, c)), Spec((costs.parts(v), rows, c))
 
 
 @linear_cross_entropy.kernel("numpy")
@@ -244,7 +250,7 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, pre
     loss, losses, right, dx, dw = (*out, None)[:5]
     by_row = flat(loss), flat(losses), flat_or_absent(right)
     arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), *work
-    given = rows(x), dtype_of(w).block, *packed(w), flat(targets), flat(weights)
+    given = rows(x), *packed(w), flat(targets), flat(weights)
     kernels.loss.linear_cross_entropy(*arrays, *given, softcap, half(precision))
 
 

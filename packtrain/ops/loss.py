@@ -222,8 +222,7 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 @linear_cross_entropy.workspace("cpu")
 def linear_cross_entropy_work(x, w, targets, weights, *, chunk, **how):
     rows = min(chunk, max(targets.spec.size, 1))
-    v, c = w.shape
-    return Spec((rows, v)), Spec((rows, c)), Spec((costs.parts(v), rows, c))
+    return *(Spec((rows, n)) for n in w.shape), Spec((costs.parts(w.shape[0]), rows, w.shape[1]))
 
 
 @linear_cross_entropy.kernel("numpy")

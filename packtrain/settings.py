@@ -11,6 +11,7 @@ A field `batch_size` is the flag `--batch-size` and the YAML key `batch_size`; a
 
 import argparse
 import dataclasses
+import importlib
 import math
 import types
 import typing
@@ -19,8 +20,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import yaml
 
 from packtrain.errors import InputError
 from packtrain.words import did_you_mean
@@ -229,17 +228,22 @@ def _range(least: float | None, most: float | None) -> str:
     return f"{most} or less" if least is None else f"from {least} to {most}"
 
 
+def yaml() -> Any:
+    """The package, which takes long to load and is needed rarely."""
+    return importlib.import_module("yaml")
+
+
 def read_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     """Settings in a YAML file, as plain values by name. Raises InputError."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml().safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"--config: {path} cannot be read: {str(error.strerror).lower()}"
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"--config: {path} is not UTF-8 text: {error}") from None
-    except yaml.YAMLError as error:
+    except yaml().YAMLError as error:
         raise InputError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path}: a settings file has lines like `lr: 0.001`")
@@ -255,7 +259,7 @@ def to_yaml(settings: Any) -> str:
         return str(value) if isinstance(value, Path) else value
 
     values = {f.name: plain(getattr(settings, f.name)) for f in _fields(type(settings))}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return str(yaml().safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def unescaped(text: str) -> str:

@@ -24,7 +24,14 @@ SMALL = ("softmax",)
 @pytest.fixture
 def clean() -> Iterator[None]:
     """What these functions remember is forgotten before and after."""
-    remembering = (store.roots, store.target, store.modules, store.needed, store.folder_name)
+    remembering = (
+        store.roots,
+        store.target,
+        store.modules,
+        store.needed,
+        store.folder_name,
+        store.kept,
+    )
     for function in remembering:
         function.cache_clear()
     yield
@@ -234,6 +241,16 @@ assert [str(given) for (given,) in codes.reciprocal.overloads] == ["float32"]
 def test_parts_of_cached_kernels_load_when_new_code_calls_them():
     ahead.prepare(["quantize"])
     subprocess.run([sys.executable, "-c", LATER], check=True)
+
+
+def test_kept_fingerprints_are_those_of_the_sources(
+    filled: Path, clean: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled))
+    assert store.kept() == {name: store.fingerprint(name) for name in store.modules()}
+    store.kept.cache_clear()
+    monkeypatch.setattr(store, "platform_parts", lambda: ("another",))
+    assert store.kept() == {}
 
 
 def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packtrain.dtypes import NUMPY, Dtype
-from packtrain.files import atomic_file
+from packtrain.files import atomic_file, write_ahead
 from packtrain.gguf.format import (
     ALIGNMENT,
     ALIGNMENT_KEY,
@@ -25,6 +25,7 @@ from packtrain.gguf.format import (
     tensor_nbytes,
 )
 
+AHEAD = 8 << 20  # bytes that are handed to the disk at a time
 ITEMS = 4096  # list items encoded at a time: a vocabulary may have hundreds of thousands
 
 
@@ -105,11 +106,18 @@ def _write_parts(file: BinaryIO, thread: ThreadPoolExecutor, parts: Iterable[np.
     for part in map(np.ascontiguousarray, parts):
         if before is not None:
             before.result()
-        before = thread.submit(file.write, part.reshape(-1).view(np.uint8).data)
+        before = thread.submit(_put, file, part.reshape(-1).view(np.uint8).data)
         nbytes += part.nbytes
     if before is not None:
         before.result()
     return nbytes
+
+
+def _put(file: BinaryIO, data: memoryview) -> None:
+    start = file.tell() // AHEAD * AHEAD
+    file.write(data)
+    if (nbytes := file.tell() // AHEAD * AHEAD - start) > 0:
+        write_ahead(file, start, nbytes)
 
 
 def _text(text: str | bytes) -> bytes:

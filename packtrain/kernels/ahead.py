@@ -79,6 +79,7 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
         if missing:
             store.sweep(store.target())
             _compile(missing, chosen)
+            store.keep()
     return len(missing)
 
 

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import hashlib
 import importlib
+import json
 import os
 import shutil
 import stat
@@ -128,7 +129,31 @@ def first_line(node: ast.stmt) -> int:
 
 @cache
 def folder_name(name: str) -> str:
-    return f"{name}-{fingerprint(name)}"
+    return f"{name}-{kept().get(name) or fingerprint(name)}"
+
+
+def kept_name() -> str:
+    """The name of the file with all fingerprints, a hash of all that they depend on: parsing it takes longer."""
+    files = [*(FOLDER / f"{name}.py" for name in MADE_OF), LIST, *sorted(TYPES.glob("*.py"))]
+    parts = [*platform_parts(), *(f"{file.name}\0{file.read_text('utf-8')}" for file in files)]
+    return f"names-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
+
+
+@cache
+def kept() -> dict[str, str]:
+    """The fingerprints of all modules, if they have been kept."""
+    for root in roots():
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((root / kept_name()).read_text()))
+    return {}
+
+
+def keep() -> None:
+    """Keep the fingerprints of all modules for other processes."""
+    path = target() / kept_name()
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({name: fingerprint(name) for name in MADE_OF}))
+    part.replace(path)
 
 
 def own_folder(make: bool = False) -> list[Path]:
@@ -192,6 +217,8 @@ def sweep(root: Path) -> None:
         old = time.time() - folder.stat().st_mtime > DAYS_KEPT * 24 * 3600
         if folder.is_dir() and folder.name not in current and old:
             shutil.rmtree(folder, ignore_errors=True)
+        elif folder.suffix == ".json" and old:
+            folder.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """GGUF files: what is written is read again, real files come out byte for byte, bad ones get their line."""
 
+import importlib
 import shutil
 import struct
 import time
@@ -9,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtrain.dtypes import BLOCK_TYPES, bf16
-from packtrain.gguf import GGUF, GGUFError, Value, write
+from packtrain.dtypes import BLOCK_TYPES, bf16, f32
+from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 STORIES = SHARED / "models/stories260K/stories260K.gguf"
@@ -222,3 +223,22 @@ def test_every_truncation_is_refused(path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(GGUFError):
             GGUF(path)
+
+
+def test_what_is_written_is_handed_to_the_disk_once_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    handed: list[tuple[int, int]] = []
+    module = importlib.import_module("packtrain.gguf.write")
+    monkeypatch.setattr(module, "AHEAD", 1000)
+    monkeypatch.setattr(module, "write_ahead", lambda file, at, count: handed.append((at, count)))
+    x = np.arange(3000, dtype=np.float32)
+    write(
+        tmp_path / "m.gguf",
+        {},
+        {"a": x, "b": x[:7], "c": Deferred(f32, (3000,), lambda: np.split(x, 30))},
+    )
+    assert (GGUF(tmp_path / "m.gguf").array("c") == x).all()
+    assert handed[0][0] == 0 and all(count % 1000 == 0 for _, count in handed)
+    assert [at for at, _ in handed[1:]] == [at + count for at, count in handed[:-1]]
+    assert sum(count for _, count in handed) > (tmp_path / "m.gguf").stat().st_size - 1000

@@ -36,7 +36,7 @@ MADE_OF = {
     "elementwise": "call simd",
     "experts": "call dequantize matmul packed simd",
     "gemm": "call panels simd",
-    "loss": "call dequantize gemm matmul packed simd",
+    "loss": "call dequantize gemm packed simd",
     "matmul": "call gemm simd",
     "norm": "call simd",
     "octets": "simd",

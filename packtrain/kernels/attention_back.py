@@ -7,8 +7,9 @@ few of those, it is one head of the queries, with dk and dv of its own, which ar
 from numba import types
 
 from packtrain.kernels.attention import extent, pack, packed_rows, queries_in_block
-from packtrain.kernels.call import each, kernel, part
+from packtrain.kernels.call import each, kernel
 from packtrain.kernels.online import (
+    KEYS,
     LOG2E,
     SERIAL,
     STATE,
@@ -41,10 +42,6 @@ from packtrain.kernels.simd import (
 )
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
 from packtrain.kernels.visible import NO, PLACES, QUERIES, SOME, hide, ids2, place_queries, sight
-
-KEYS = 64  # keys in a block, if they fit
-LESS_KEYS = 48  # four tiles of 12 rows
-STACK = 15360  # f32 of packed queries and scores: 60 KiB, exceeded by heads wider than 192
 
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64, f32))
@@ -85,11 +82,6 @@ def soften_back(scores, d_scores, lanes, count, state, cap):
             store(d_scores, j, d)
 
 
-@part(i64(i64, i64))
-def keys_in_block(lanes, width):
-    return KEYS if 2 * (packed_rows(width) + KEYS) * lanes <= STACK else LESS_KEYS
-
-
 @kernel(
     void(types.UniTuple(out4, 3), in4, in4, in3, in4, in4, in4, places, i64, rule, i64, i64, i64)
 )
@@ -101,30 +93,26 @@ def attend_back(grads, dy, y, lse, q, k, v, places_of, keys, rule, b, h, first):
     rows = min(queries_in_block(D), T - first)
     lanes = -(-rows // LANES) * LANES
     q_columns, dy_columns = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
-    block = keys_in_block(lanes, D)
-    p, ds = on_stack(block * lanes), on_stack(block * lanes)
+    p, ds = on_stack(KEYS * lanes), on_stack(KEYS * lanes)
     spots, state = scratch(PLACES), scratch(STATE)
     at, wide, line = ((b * T + first) * H + h) * D, H * D, K * D
     q_rows, dy_rows, dq_rows = address(q, at), address(dy, at), address(dq, at)
-    key_columns, value_columns = on_stack(packed_rows(D) * block), on_stack(packed_rows(D) * block)
     pack(q_columns, lanes, q_rows, wide, rows, D, scale * LOG2E)
     pack(dy_columns, lanes, dy_rows, wide, rows, D, scale)
     from_lse = address(lse, (b * H + h) * T + first)
     prepare_back(state, dy_rows, address(y, at), wide, from_lse, rows, lanes, D, scale)
     span = place_queries(spots, q_pos, q_seq, b, first, rows, window)
     clear(dq_rows, wide, rows, D)
-    for start in range(0, keys, block):
-        count = min(block, keys - start)
+    for start in range(0, keys, KEYS):
+        count = min(KEYS, keys - start)
         seen = sight(span, k_pos, k_seq, b, start, count)
         if seen == NO:
             continue
         at = ((b * S + start) * K + h // (H // K)) * D
         key, value = address(k, at), address(v, at)
         to = ((b * S + start) * G + h // (H // G)) * D
-        pack(key_columns, block, key, line, count, D, 1.0)
-        pack(value_columns, block, value, line, count, D, 1.0)
-        columns_product(count, lanes, D, p, lanes, key_columns, block, q_columns, lanes, False)
-        columns_product(count, lanes, D, ds, lanes, value_columns, block, dy_columns, lanes, False)
+        rows_product(count, lanes, D, p, lanes, key, line, q_columns, lanes, False)
+        rows_product(count, lanes, D, ds, lanes, value, line, dy_columns, lanes, False)
         if cap > 0:
             squash(p, count * lanes, cap * LOG2E)
         if seen == SOME:

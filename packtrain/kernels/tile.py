@@ -8,6 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from packtrain.kernels import runtime
 from packtrain.kernels.call import kernel
 from packtrain.kernels.simd import (
     BITS,
@@ -26,7 +27,8 @@ POINTER = ir.PointerType()
 PRODUCT = types.void(*[types.int64] * 9, types.boolean)
 TURN = types.void(*[types.int64] * 8)
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
-HEIGHTS = (12, 4, 1)  # rows of a tile: 24 sums, 2 columns and a broadcast value fill 32 registers
+# rows and vectors of a tile, the largest first: sums, columns and a broadcast value fill the registers
+HEIGHTS, WIDEST = ((12, 4, 1), 2) if runtime.has("avx512f") else ((6, 2, 1), 1)
 
 
 def at(builder, base, row, stride, column):
@@ -85,12 +87,12 @@ def emit_tile(builder, height, width, mask, by_column, c, ldc, a, lda, b, ldb, d
 
 
 def emit_product(builder, by_column, m, n, depth, c, ldc, a, lda, b, ldb, add):
-    """c (m, n) = a b, + c where `add`: 32 columns at a time, then 16 or what is left of them."""
-    pairs = builder.and_(n, I64(-2 * LANES))
-    for start, stop, width in ((I64(0), pairs, 2), (pairs, n, 1)):
+    """c (m, n) = a b, + c where `add`: WIDEST vectors of columns at a time, then one or what is left of it."""
+    wide = builder.and_(n, I64(-WIDEST * LANES))
+    for start, stop, width in ((I64(0), wide, WIDEST), (wide, n, 1)):
         step = I64(width * LANES)
         with cgutils.for_range_slice(builder, start, stop, step, inc=True) as (j, _):
-            mask = None if width == 2 else first_lanes(builder, builder.sub(n, j))
+            mask = None if stop is wide else first_lanes(builder, builder.sub(n, j))
             done = I64(0)
             for height in HEIGHTS:
                 rest = builder.srem(builder.sub(m, done), I64(height))

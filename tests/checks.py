@@ -20,7 +20,7 @@ NO_GRADIENT = {
     "silu_back", "swiglu_back", "geglu_back", "soft_max_back", "rms_norm_back", "attention_back", "cross_entropy_back",
     "opt_step_adamw", "opt_step_sgd", "clip_gate", "accumulate", "top_k", "group_rows", "weighted_rows_back",
     "opt_momentum", "opt_step_lbfgs", "lbfgs_dots",
-    "rounded", "matmul_rounded", "rope_table", "argmax", "argsort", "count_equal", "pool_2d_back",
+    "rounded", "matmul_rounded", "attention_cells", "rope_table", "argmax", "argsort", "count_equal", "pool_2d_back",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ OFF = {f32: 1e-5, f16: 1e-2, Q8_0: 0.15}  # of the largest logit
 def context(
     config: Config = PLAIN, cells: int = CELLS, ring: int = 0, dtype: Dtype = f32, **how: int | bool
 ) -> Context:
-    cache, session = Cache(cells, ring, dtype), Session()
+    cache, session = Cache(cells, ring, dtype, SEQUENCES), Session()
     runs = session.executors(placements(config, cache, SIZES, moves=True))
     session.set(values(config))
     return Context.within(config, cache, SIZES, runs, SEQUENCES, **how)

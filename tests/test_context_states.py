@@ -11,8 +11,9 @@ import pytest
 
 from packtrain.context import CacheFull, Context, ContextError
 from packtrain.context.state import Origin, of_bytes
+from packtrain.dtypes import Dtype, f16, f32
 from tests.architectures import random_model
-from tests.test_context import WINDOWED, context, off
+from tests.test_context import Q8_0, RING, WINDOWED, context, off
 
 # ---- what is refused
 
@@ -67,6 +68,28 @@ def test_states_that_are_damaged_or_of_others_are_refused(tmp_path: Path):
     with pytest.raises(CacheFull, match="the state does not fit: 3 cells wanted, 2 of 2 are free"):
         small.restore(state)
     assert not small.pools.all.sets.any()
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, Q8_0], ids=str)
+def test_a_restored_text_goes_on_bit_for_bit(dtype: Dtype):
+    """In other cells, as another sequence, beside others, with a ring and without."""
+    draw = np.random.default_rng(1)
+    text, other = draw.integers(0, 50, (2, 40)).tolist()
+    made = context(WINDOWED, ring=RING, dtype=dtype)
+    made.decode(text, 2)
+    busy = context(WINDOWED, ring=RING, dtype=dtype)
+    busy.decode(other[:20], 1)
+    busy.restore(made.save([2]), [0])
+    busy.decode(other[20:], 1)
+    busy.remove(1, 5, 30)
+    full = context(WINDOWED, dtype=dtype)
+    full.decode(text, 3)
+    assert busy.tokens(0) == text == full.tokens(3)
+    for at in range(0, 24, 3):
+        part = text[at : at + 3]
+        want = made.decode(part, 2, wanted=[0, 1, 2])
+        assert np.array_equal(want, full.decode(part, 3, wanted=[0, 1, 2]))
+        assert np.array_equal(want, busy.decode(part, 0, wanted=[0, 1, 2]))
 
 
 # ---- rings and checkpoints

@@ -9,14 +9,14 @@ import pytest
 from packtrain import Executor, Graph, Session, Stopped, interpret, ops, quant
 from packtrain.dtypes import BLOCK_TYPES, Dtype, f16, f32, i32
 from packtrain.models import transformer
-from packtrain.models.cache import PADDING, CacheFull, Cells
+from packtrain.models.cache import CacheFull, Cells
 from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config
 from packtrain.tensor import constant, input, state
 from tests.models import CONFIG, bind, logits, same_bits, values
 
 TOLERANCE = 1e-5  # of the largest logit
-CELLS = 48
+CELLS, SEQUENCES = 48, 3
 LONG = Config(50, 320, 64, 1, 96, 4, 2, tied=False)  # its cells fill several blocks of attention
 
 
@@ -37,7 +37,7 @@ class Cached:
                 self.config,
                 transformer.weights(self.config),
                 size,
-                Cache(len(self.cells), dtype=self.cache),
+                Cache(len(self.cells), dtype=self.cache, sequences=SEQUENCES),
                 size,
             )
             self.runs[size] = bind(Graph([made], handles), session=self.session)
@@ -47,10 +47,8 @@ class Cached:
         """The logits of every token given; the smallest plan that holds them runs, filled with padding."""
         count = len(tokens)
         size = min(size for size in self.sizes if size >= count)
-        fed = self.cells.feed(tokens, seqs, np.arange(count, dtype=np.int32))
-        for name, value in PADDING.items():
-            filler = np.full(size - count, value, np.int32)
-            fed[name] = np.concatenate((fed[name], filler))
+        rows = np.append(np.arange(count), np.full(size - count, -1))
+        fed = self.cells.feed(tokens, seqs, rows, size=size, sequences=SEQUENCES)
         return self.runs[size](fed)["logits"][:count]
 
     def say(self, seq: int, tokens: np.ndarray, chunk: int = 8) -> np.ndarray:
@@ -198,7 +196,7 @@ def test_a_sequence_is_taken_back_to_an_earlier_position():
 def test_a_reply_stopped_between_two_ops_is_taken_back(after):
     model, tokens = Cached((8,)), prompt(16, 1)
     model.say(0, tokens[:8])
-    fed = model.cells.feed(tokens[8:], np.zeros(8, np.int32), np.arange(8, dtype=np.int32))
+    fed = model.cells.feed(tokens[8:], np.zeros(8, np.int32), np.arange(8), sequences=SEQUENCES)
     asked = iter(range(1000))
     with pytest.raises(Stopped):
         model.runs[8](fed, stop=lambda: next(asked) >= after)
@@ -210,15 +208,19 @@ def test_a_reply_stopped_between_two_ops_is_taken_back(after):
 @pytest.mark.parametrize(("time", "width"), [(1, 64), (3, 32), (17, 96), (90, 160)])
 def test_attention_reads_what_is_packed_as_the_values_it_has(time, width, kind):
     rng, cells = np.random.default_rng(time), 150
-    values = rng.standard_normal((2, 1, cells, 2, width)).astype(np.float32)
+    values = rng.standard_normal((2, cells, 2, width)).astype(np.float32)
     stored = values.astype(np.float16) if kind == f16 else quant.quantize(values, kind)
-    pos = [constant("pos", cells - n + np.arange(n)[None], i32) for n in (time, cells)]
-    found = []
+    found, pos = [], constant("pos", cells - time + np.arange(time), i32)
+    order = constant("order", rng.permutation(cells)[None], i32)
+    of_cells = constant("k_pos", np.argsort(order.value[0]), i32)
+    where = constant("row", np.zeros(time), i32), order, constant("counts", [cells], i32)
     for dtype, pair in ((kind, stored), (f32, quant.dequantize(stored))):
         k, v = (constant(n, x, dtype) for n, x in zip("kv", pair, strict=True))
-        q = input("q", (1, time, 6, width))
-        y = ops.attention(q, k, v, *pos, scale=width**-0.5, window=70, softcap=3.0)
-        run = bind(Graph({"y": y[0], "lse": y[1]}))
+        q = input("q", (time, 6, width))
+        y = ops.attention_cells(
+            q, k, v, pos, *where, of_cells, scale=width**-0.5, window=70, softcap=3.0
+        )
+        run = bind(Graph({"y": y}))
         queries = np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
         found.append(run({"q": queries}))
     assert same_bits(*found)
@@ -270,9 +272,8 @@ def test_a_full_cache_refuses_and_takes_nothing():
         cells.feed(tokens, np.array([1, 1, 1], np.int32), np.array([2], np.int32))
     assert np.array_equal(cells.sets, before[0]) and np.array_equal(cells.pos, before[1])
     cells.drop(0)
-    assert not cells.sets.any() and cells.length == 0
+    assert not cells.sets.any()
     cells.take(1, 6)
-    assert cells.length == 6
 
 
 def test_positions_go_on_where_a_sequence_stopped():
@@ -282,4 +283,3 @@ def test_positions_go_on_where_a_sequence_stopped():
     assert cells.take(5, 2)[1].tolist() == [2, 3]
     cells.drop(5, since=1)
     assert cells.take(5, 1)[1].tolist() == [1]
-    assert cells.length == 4

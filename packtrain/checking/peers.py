@@ -26,9 +26,7 @@ def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale, window, sof
     k_pos = torch.arange(s).expand(b, s) if k_pos is None else k_pos
     since = q_pos[:, :, None] - k_pos[:, None, :]
     seen = (since >= 0) & (since < window) if window else since >= 0
-    if q_seq is not None and k_seq.dtype == torch.int64 != q_seq.dtype:
-        seen = seen & ((k_seq[:, None, :] >> q_seq[:, :, None].long()) & 1 == 1)
-    elif q_seq is not None:
+    if q_seq is not None:
         seen = seen & (k_seq[:, None, :] == q_seq[:, :, None])
     if length is not None:
         seen = seen & (torch.arange(s) < length)
@@ -39,6 +37,16 @@ def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale, window, sof
         q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True
     )
     return y.transpose(1, 2)
+
+
+def attention_cells(q, k, v, q_pos, q_row, order, counts, k_pos, *, scale, window, softcap):
+    used = torch.arange(order.shape[1]) < counts[:, None]
+    there = torch.zeros(order.shape, dtype=torch.long).scatter_add(1, order.long(), used.long()) > 0
+    since = q_pos[:, None] - k_pos
+    seen = (since >= 0) & ((since < window) | (window == 0)) & there[q_row]
+    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    y = capped_attention(*heads, seen[None, None], scale, softcap or 1e30)
+    return y[0].transpose(0, 1)
 
 
 def capped_attention(q, k, v, seen, scale, softcap):
@@ -274,7 +282,8 @@ PEERS: dict[str, Any] = {
     "cast": lambda x, dtype: x.clone(),
     "log_soft_max": lambda x: x.log_softmax(-1),
     **{f.__name__: f for f in (
-        rms_norm, soft_max, attention, cross_entropy, linear_cross_entropy, matmul, out_prod, get_rows, get_rows_back,
+        rms_norm, soft_max, attention, attention_cells, cross_entropy, linear_cross_entropy, matmul, out_prod, get_rows,
+        get_rows_back,
         set_rows, zero_rows, rope, rope_table, narrow_back, clip_gate, opt_step_adamw, opt_step_sgd, matmul_back,
         acc, im2col, im2col_back, pool_2d, top_k, take_back, matmul_id, matmul_id_back, out_prod_id, weighted_rows,
     )},

@@ -12,7 +12,7 @@ import numpy as np
 from packtrain.backends import CPU, Target
 from packtrain.context.checkpoints import Checkpoints
 from packtrain.context.plans import MOVE, MOVED, Name, Sizes, placements
-from packtrain.context.pools import SPARE, ContextError, Move, Piece, Pools, padded, shortage
+from packtrain.context.pools import SPARE, ContextError, Move, Piece, Pools, shortage
 from packtrain.context.room import check_room
 from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes
 from packtrain.dtypes import DTYPES
@@ -35,7 +35,7 @@ def cache_of(
     windows = {config.window_of(i) for i in range(config.block_count)} - {0}
     ring = sequences * (max(windows, default=0) - 1 + SPARE) + largest
     fits = windows and ring < cells and not swa_full
-    return Cache(cells, ring if fits else 0, DTYPES[dtype])
+    return Cache(cells, ring if fits else 0, DTYPES[dtype], sequences)
 
 
 class Context:
@@ -235,7 +235,7 @@ class Context:
         wanted = np.full(self.sizes.wanted(size), -1, np.int32)
         wanted[: len(rows)] = rows
         try:
-            given = padded(piece.inputs, size) | {"rows": wanted}
+            given = self.pools.inputs(piece, size) | {"rows": wanted}
             found.append(self._runs[size](given, stop=stop)["result"][: len(rows)])
         except BaseException:
             self.pools.undo(piece)
@@ -368,7 +368,7 @@ class Context:
     def _checkpoint(self, piece: Piece) -> None:
         """Keep the windows of sequences that a piece took past the next checkpoint."""
         if self.pools.ring and self._checkpoints.most:
-            for seq in {int(seq) for seq in piece.inputs["seq"]}:
+            for seq in piece.seqs:
                 if self._checkpoints.due(seq, self.next(seq)):
                     stored = Stored.of(self.pools, self._leaves, self._session, [seq], "ring_")
                     self._checkpoints.add(seq, self.next(seq), stored)

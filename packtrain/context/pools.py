@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from packtrain.models.cache import PADDING, SEQUENCES, CacheFull, Cells, bit
+from packtrain.models.cache import SEQUENCES, CacheFull, Cells, bit, lines, padded
 from packtrain.words import plural
 
 SPARE = 32  # positions before its window that a sequence keeps in the ring
@@ -22,10 +22,11 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some tokens that run together: the inputs of a run of `size` tokens, and the cells they took."""
+    """Some tokens that run together: their inputs, the cells they took, and whose lines they read."""
 
     inputs: dict[str, np.ndarray]
     cells: dict[str, np.ndarray]
+    seqs: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,14 @@ class Pools:
         if self.ring:
             self.expire(len(tokens))
             found["ring_"] = self.pools["ring_"].find(seqs)
-        whole = np.array([sum(map(bit, set(own))) for own in sets], np.int64)
         for pool, cells in found.items():
-            self.pools[pool].put(cells, pos, whole)
+            self.pools[pool].append(cells, pos, sets)
         self.tokens[found["cell_"]] = tokens
-        inputs = {"tokens": tokens, "pos": pos, "seq": seqs}
-        for pool, cells in found.items():
-            inputs |= {pool.rstrip("_"): cells} | self.pools[pool].inputs(pool)
-        return Piece(inputs, found)
+        every = list(dict.fromkeys(seqs.tolist()))
+        line = np.array([every.index(seq) for seq in seqs], np.int32)
+        inputs = {"tokens": tokens, "pos": pos, "line": line}
+        inputs |= {pool.rstrip("_"): cells for pool, cells in found.items()}
+        return Piece(inputs, found, every)
 
     def _positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
         next = {seq: self.all.next(seq) for own in sets for seq in own}
@@ -103,10 +104,18 @@ class Pools:
                 next[seq] += 1
         return pos
 
+    def inputs(self, piece: Piece, size: int) -> dict[str, np.ndarray]:
+        """Of a run of `size` tokens, whose last ones see nothing and write nothing."""
+        count = lines(size, self.sequences)
+        given = padded(piece.inputs, size, count)
+        for pool, cells in self.pools.items():
+            given |= cells.inputs(piece.seqs, count, pool)
+        return given
+
     def undo(self, piece: Piece) -> None:
         """Give back the cells of a piece that did not run."""
         for pool, cells in piece.cells.items():
-            self.pools[pool].sets[cells] = 0
+            self.pools[pool].free_up(cells)
 
     def expire(self, count: int) -> None:
         """Free cells of the ring that no window has, if fewer than `count` are free."""
@@ -175,24 +184,13 @@ class Pools:
     ) -> Move:
         cells = self.pools[pool]
         by = (pos - cells.pos[source]).astype(np.int32)
-        cells.sets[source] &= ~bit(seq)
+        cells.put(source, cells.pos[source], cells.sets[source] & ~bit(seq))
         stay = pos >= 0
         cells.put(to[stay], pos[stay], cells.sets[to[stay]] | bit(seq))
         if pool == "cell_":
             self.tokens[to[stay]] = self.tokens[source[stay]]
         needed = stay & ((by != 0) | (to != source))
         return Move(source[needed].astype(np.int32), to[needed], by[needed])
-
-
-def padded(inputs: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-    """Inputs of a run of `size` tokens, whose last tokens see nothing and write nothing."""
-    filler = PADDING | {"cell": -1, "ring": -1}
-    filled = dict[str, np.ndarray]()
-    for name, value in inputs.items():
-        if name in filler and name != "rows" and len(value) < size:
-            value = np.concatenate((value, np.full(size - len(value), filler[name], np.int32)))
-        filled[name] = value
-    return filled
 
 
 def shortage(wanted: int, error: CacheFull) -> CacheFull:

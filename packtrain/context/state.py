@@ -102,7 +102,7 @@ class Stored:
         homes = {pool: self._homes(pools, pool, theirs, to) for pool in self.parts}
         for pool, part in self.parts.items():
             cells, there = pools.pools[pool], homes[pool]
-            cells.sets &= ~theirs
+            cells.put(np.arange(len(cells)), cells.pos, cells.sets & ~theirs)
             sets = np.zeros(len(there), np.int64)
             for i, seq in enumerate(to):
                 sets[part.sets & bit(i) != 0] |= bit(seq)

@@ -26,8 +26,15 @@ __all__ = [
 ]
 
 # kernel modules for generation, for training, for experts, and for writing quantized files
-WRITING = ("attention", "elementwise", "matmul", "norm", "packed", "rope", "rounded", "rows")
-LEARNING = (*WRITING, "attention_back", "loss", "packing", "reduce")  # plus those of the optimizer
+WRITING = ("attention_cells", "elementwise", "matmul", "norm", "packed", "rope", "rounded", "rows")
+LEARNING = (
+    *WRITING,
+    "attention",
+    "attention_back",
+    "loss",
+    "packing",
+    "reduce",
+)  # plus those of the optimizer
 EXPERTS = ("experts", "softmax")
 PACKING = ("quantize",)
 WINDOWS = ("convolution", "windows")  # of convolutions and pools

@@ -5,11 +5,8 @@ compare lane by lane, and the head width is only a number of rows. Queries are p
 scale * log2(e), for powers of two. Fully masked blocks are skipped.
 """
 
-from packtrain.kernels.attention_few import attend_few
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.online import (
-    FEW,
-    FEW_APART,
     KEYS,
     LN2,
     LOG2E,
@@ -53,7 +50,6 @@ from packtrain.kernels.visible import (
     SOME,
     hide,
     ids2,
-    is_sets,
     place_queries,
     sight,
 )
@@ -177,21 +173,6 @@ def attend(y, lse, q, k, v, places_of, keys, rule, task):
     finish(address(y, at), H * D, out, rows, sums, mixed, lanes, D)
 
 
-@part(i64(places))
-def few(places_of):
-    """Up to this many queries go one at a time: those of several sequences see different keys."""
-    return FEW_APART if is_sets(places_of[1], places_of[3]) else FEW
-
-
-@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
-def attention_task(y, lse, q, k, v, places_of, keys, rule, task):
-    """A block of queries of one head; if there are few queries, one of them for a kv head."""
-    if q.shape[1] > few(places_of):
-        attend(y, lse, q, k, v, places_of, keys, rule, task)
-    else:
-        attend_few(y, lse, q, k, v, places_of, keys, rule, task)
-
-
 @kernel(i64(i64, ids1, i64))
 def extent(count, length, width):
     """The number of keys in use; checks that heads fit the scratch."""
@@ -211,11 +192,10 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
     window > 0: only keys with q_pos[i] - k_pos[j] < window; cap > 0: z = cap * tanh(z / cap)
 
         q, y          (B, T, H, D)  f32, D <= 512
-        k, v          (B, S, K, bytes)  of heads in f32, f16 or Q8_0, both alike
+        k, v          (B, S, K, 4 D or 2 D)  the bytes of f32 or f16, both alike
         lse           (B, H, T)     f32
         q_pos, q_seq  (B, T)        i32, or (0, 0): positions are indices (T = S), sequences equal
-        k_pos         (B, S)        i32, or (0, 0)
-        k_seq         (B, S)        i32, or (0, 0), or (B, 2 S): i64, a set of sequences each
+        k_pos, k_seq  (B, S)        i32, or (0, 0)
         length        (1,)          i32, or (0,): S
     """
     B, T, H, D = q.shape
@@ -225,10 +205,8 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
         (scale, window, cap),
     )
     tasks = B * H * -(-T // queries_in_block(D))
-    if few(places_of) >= T:
-        tasks = B * T * k.shape[2]
     if B * T * H * D * keys < SERIAL:
         for task in range(tasks):
-            attention_task(y, lse, q, k, v, places_of, keys, rule, task)
+            attend(y, lse, q, k, v, places_of, keys, rule, task)
     else:
-        each(attention_task, (y, lse, q, k, v, places_of, keys, rule), tasks)
+        each(attend, (y, lse, q, k, v, places_of, keys, rule), tasks)

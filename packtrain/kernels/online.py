@@ -25,20 +25,12 @@ KEYS = 64  # keys in a block
 STATE = 2 * QUERIES
 WIDEST = 512  # the widest head
 SERIAL = 1 << 16  # products below which a parallel region costs more than it saves
-FEW, FEW_APART = (
-    3,
-    16,
-)  # up to this many queries, lanes run along the head width; of several sequences
-FEW_HEADS = 16  # heads of one query at a time
-FEW_SCORES = FEW_HEADS * KEYS
-FEW_STATE = 2 * FEW_HEADS
 LOWEST = -1e30  # initial running maximum
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 i64, f32, void = types.int64, types.float32, types.void
-Q8_0 = dtypes.BLOCK_TYPES["q8_0"]
-f16, q8_0, BLOCK = UNPACKERS[dtypes.f16], UNPACKERS[Q8_0], Q8_0.block
+f16 = UNPACKERS[dtypes.f16]
 in3, in4 = rank(3, readonly=True), rank(4, readonly=True)
 out3, out4 = rank(3), rank(4)
 bytes4 = types.Array(types.uint8, 4, "C", readonly=True)
@@ -93,11 +85,6 @@ def heads(x, at, count, width, spare):
     base, line = x.ctypes.data, x.shape[2] * width
     if x.shape[3] == 4 * width:
         return base + 4 * at, line
-    half, nbytes = x.shape[3] == 2 * width, x.shape[3]
     for j in range(count):
-        target, source = spare + 4 * j * width, base + (at + j * line) // width * nbytes
-        if half:
-            f16(target, source, width)
-        else:
-            q8_0(target, source, width // BLOCK)
+        f16(spare + 4 * j * width, base + 2 * (at + j * line), width)
     return spare, width

@@ -23,9 +23,9 @@ from packtrain.kernels.runtime import cache_root, platform_parts, refusal, writa
 FOLDER = Path(__file__).parent
 # the kernel modules with their imports, listed so that no file need be read; a test compares
 MADE_OF = {
-    "attention": "attention_few call online simd tile visible",
+    "attention": "call online simd tile visible",
     "attention_back": "attention call online simd tile visible",
-    "attention_few": "call online simd tile visible",
+    "attention_cells": "attention call dequantize online simd tile visible",
     "bits": "simd",
     "call": "crew pool",
     "codes": "bits call simd",

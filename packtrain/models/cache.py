@@ -3,12 +3,20 @@
 It builds the index inputs of `transformer.generation`; the session holds the keys and values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-SEQUENCES = 63  # at most: bits of a set; the last bit belongs to padding, which sees nothing
-PADDING = {"tokens": 0, "pos": 0, "seq": SEQUENCES, "cell": -1, "rows": -1}
+BEYOND = 1 << 31  # every position
+SEQUENCES = 63  # at most: bits of a set
+PADDING = {
+    "tokens": 0,
+    "pos": 0,
+    "line": -1,
+    "cell": -1,
+    "ring": -1,
+    "rows": -1,
+}  # line -1 is the last one, empty
 
 
 class CacheFull(RuntimeError):
@@ -30,29 +38,29 @@ class Cells:
 
     def __init__(self, count: int, parts: int = 1) -> None:
         self.pos, self.sets = np.zeros(count, np.int32), np.zeros(count, np.int64)
-        self.parts = parts
+        self.parts, self._orders = parts, dict[int, np.ndarray]()
 
     def __len__(self) -> int:
         return len(self.pos)
 
-    @property
-    def length(self) -> int:
-        """Cells up to the last one in use."""
-        used = np.flatnonzero(self.sets)
-        return int(used[-1]) + 1 if used.size else 0
+    def order(self, seq: int) -> np.ndarray:
+        """The cells of a sequence, by position."""
+        if seq not in self._orders:
+            found = np.flatnonzero(self.sets & bit(seq)).astype(np.int32)
+            self._orders[seq] = found[np.argsort(self.pos[found], kind="stable")]
+        return self._orders[seq]
 
     def of(self, seq: int, since: int = 0, until: int | None = None) -> np.ndarray:
-        """The cells of a sequence from position `since` on, below `until`, by position."""
-        there = (self.sets & bit(seq) != 0) & (self.pos >= since)
-        if until is not None:
-            there &= self.pos < until
-        found = np.flatnonzero(there)
-        return found[np.argsort(self.pos[found], kind="stable")]
+        """The same from position `since` on, below `until`."""
+        found = self.order(seq)
+        pos = self.pos[found]
+        kept: np.ndarray = found[(pos >= since) & (pos < (BEYOND if until is None else until))]
+        return kept
 
     def next(self, seq: int) -> int:
         """The position after the last one of a sequence."""
-        mine = self.pos[self.sets & bit(seq) != 0]
-        return int(mine.max()) + 1 if mine.size else 0
+        found = self.order(seq)
+        return int(self.pos[found[-1]]) + 1 if found.size else 0
 
     def free(self, seq: int) -> np.ndarray:
         """Free cells that the sequence may take."""
@@ -74,37 +82,86 @@ class Cells:
         return found
 
     def put(self, cells: np.ndarray, pos: np.ndarray, sets: np.ndarray | int) -> None:
+        """Give cells positions and sets."""
         self.pos[cells], self.sets[cells] = pos, sets
+        self._orders.clear()
+
+    def append(self, cells: np.ndarray, pos: np.ndarray, owners: Sequence[Sequence[int]]) -> None:
+        """Give free cells the next positions of sequences, which own them."""
+        mine = dict[int, list[int]]()
+        for cell, own in zip(cells.tolist(), owners, strict=True):
+            for seq in own:
+                mine.setdefault(seq, []).append(cell)
+        orders = {
+            seq: np.append(self.order(seq), np.array(new, np.int32)) for seq, new in mine.items()
+        }
+        self.pos[cells] = pos
+        for seq, new in mine.items():
+            self.sets[new] |= bit(seq)
+        self._orders |= orders
 
     def take(self, seq: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Cells and positions for the next `count` tokens of a sequence, i32 (count,) each."""
         cells = self.find(np.full(count, seq))
-        first = self.next(seq)
-        self.put(cells, np.arange(first, first + count), bit(seq))
+        self.append(cells, self.next(seq) + np.arange(count), [(seq,)] * count)
         return cells, self.pos[cells]
+
+    def free_up(self, cells: np.ndarray) -> None:
+        """No sequence has these any more."""
+        self.sets[cells] = 0
+        self._orders.clear()
 
     def drop(self, seq: int, since: int = 0, until: int | None = None) -> None:
         """Drop positions of a sequence from `since` on, below `until`."""
-        self.sets[self.of(seq, since, until)] &= ~bit(seq)
+        gone = self.of(seq, since, until)
+        if gone.size:
+            self.sets[gone] &= ~bit(seq)
+            del self._orders[seq]
 
     def share(self, seq: int, to: int, since: int = 0, until: int | None = None) -> None:
         """Let another sequence have those positions, too, in the same cells."""
         self.sets[self.of(seq, since, until)] |= bit(to)
+        self._orders.pop(to, None)
 
-    def inputs(self, prefix: str = "") -> dict[str, np.ndarray]:
-        length = np.array([self.length], np.int32)
-        return {f"{prefix}pos": self.pos, f"{prefix}sets": self.sets, f"{prefix}length": length}
+    def inputs(self, seqs: Sequence[int], lines: int, prefix: str) -> dict[str, np.ndarray]:
+        """What a run of tokens of these sequences reads: positions of cells, and a line of cells for each sequence."""
+        order, counts = np.zeros((lines, len(self)), np.int32), np.zeros(lines, np.int32)
+        for line, seq in enumerate(seqs):
+            own = self.order(seq)
+            order[line, : len(own)], counts[line] = own, len(own)
+        return {f"{prefix}pos": self.pos, f"{prefix}order": order, f"{prefix}counts": counts}
 
     def feed(
-        self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray | Sequence[int]
-    ) -> dict[str, np.ndarray]:
-        """All inputs of a generation step for the next tokens (T,) of sequences (T,); with logits at `rows`."""
-        cell = self.find(seqs)
+        self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray | Sequence[int], *, size: int = 0,
+        sequences: int = 1,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        """All inputs of a generation step for the next tokens of sequences, with results for some of them.
+
+        size       tokens of the step, the last of which are padding; 0: no padding
+        sequences  those of the Cache
+        """
+        cell, every = self.find(seqs), [int(seq) for seq in np.unique(seqs)]
         pos = np.empty(len(seqs), np.int32)
-        for seq in np.unique(seqs):
+        for seq in every:
             mine = seqs == seq
-            pos[mine] = self.next(int(seq)) + np.arange(mine.sum())
-        self.put(cell, pos, np.left_shift(np.int64(1), seqs.astype(np.int64)))
-        given = {"tokens": tokens, "pos": pos, "seq": seqs, "rows": np.asarray(rows)}
-        ids = {name: np.asarray(value, np.int32) for name, value in given.items()}
-        return ids | {"cell": cell} | self.inputs("cell_")
+            pos[mine] = self.next(seq) + np.arange(mine.sum())
+        self.append(cell, pos, [(int(seq),) for seq in seqs])
+        line, size = np.searchsorted(every, seqs), size or len(seqs)
+        count = lines(size, sequences)
+        given = {"tokens": tokens, "pos": pos, "line": line, "cell": cell}
+        given = padded(given, size, count) | {"rows": np.asarray(rows, np.int32)}
+        return given | self.inputs(every, count, "cell_")
+
+
+def lines(time: int, sequences: int) -> int:
+    """Lines of cells that a run of `time` tokens reads: one for each of its sequences, and an empty one for padding."""
+    return min(time, sequences) + 1
+
+
+def padded(given: Mapping[str, np.ndarray], size: int, lines: int) -> dict[str, np.ndarray]:
+    """Inputs of a run of `size` tokens, i32: the last ones see nothing and write nothing."""
+    filler = {"tokens": 0, "pos": 0, "line": lines - 1, "cell": -1, "ring": -1}
+    return {
+        name: np.append(value, [filler[name]] * (size - len(value))).astype(np.int32)
+        for name, value in given.items()
+    }

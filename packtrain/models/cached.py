@@ -3,31 +3,33 @@
 from dataclasses import dataclass, replace
 
 from packtrain import ops
-from packtrain.dtypes import Dtype, f32, i32, i64
+from packtrain.dtypes import Dtype, f32, i32
+from packtrain.models.cache import lines
 from packtrain.models.config import Config
 from packtrain.models.transformer import (
     Weights,
     logits,
-    mixed,
     output_norm,
     rope_tables,
     stream,
 )
-from packtrain.tensor import Tensor, input, state
+from packtrain.tensor import Tensor, input, named, state
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
     """The cells of a KV cache.
 
-    cells  of blocks that attend to all earlier tokens
-    ring   of blocks with a window, used again once no window has them; 0: these use `cells`, too
-    dtype  of keys and values: f32, f16 or q8_0
+    cells      of blocks that attend to all earlier tokens
+    ring       of blocks with a window, used again once no window has them; 0: these use `cells`, too
+    dtype      of keys and values: f32, f16 or q8_0
+    sequences  most of a run
     """
 
     cells: int
     ring: int = 0
     dtype: Dtype = f32
+    sequences: int = 1
 
     def pool(self, config: Config, i: int) -> str:
         """Which of both block i uses: the prefix of its inputs' names."""
@@ -50,41 +52,39 @@ def generation(
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits (wanted, V) for `time` new tokens of any sequences, and the updated cache handles.
 
-    Inputs, i32 unless said: `tokens`, `pos`, `seq` (time,); `rows` (wanted,), the tokens whose logits are returned. For
-    `cells`: `cell` (time,), the cell of each token; after that `cell_pos`, and `cell_sets` i64, (cells,), the set of
-    each cell's sequences; `cell_length` (1,), cells in use; likewise `ring`, `ring_pos` … All of them are inputs, so
-    that one plan serves every position and every mix of sequences.
+    Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (wanted,), the tokens whose logits are returned. For `cells`:
+    `cell` (time,), the cell of each token; after that, of all cells, `cell_pos` (cells,), and for each sequence of the
+    run a line of `cell_order` (lines, cells), its cells by position, as many as `cell_counts` (lines,) says. Likewise
+    `ring`, `ring_pos` … All of them are inputs, so that one plan serves every position and every mix of sequences.
 
     hidden  the output of the last norm instead of logits, (wanted, C)
     """
     config = replace(config, precision="f32")  # with few rows, rounding only costs time
-    tokens, pos, seq = (input(n, (time,), i32) for n in ("tokens", "pos", "seq"))
+    tokens, pos, line = (input(n, (time,), i32) for n in ("tokens", "pos", "line"))
     wanted_rows, handles = input("rows", (wanted,), i32), list[Tensor]()
-    places = {pool: places_of(pool, cache.count(pool), time) for pool in cache.pools(config)}
+    places = {pool: places_of(pool, cache, time) for pool in cache.pools(config)}
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cell, cell_pos, cell_sets, length = places[cache.pool(config, i)]
+        cell, cell_pos, order, counts = places[cache.pool(config, i)]
         for name, x in (("k", k), ("v", v)):
             handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
-        q, keys, values, at, of = (single(x) for x in (q, *handles[-2:], pos, seq))
-        where = at, single(cell_pos), of, single(cell_sets), length
-        return mixed(config, i, q, keys, values, *where)
+        y = ops.attention_cells(
+            q, handles[-2], handles[-1], pos, line, order, counts, cell_pos, scale=config.attention_scale,
+            window=config.window_of(i), softcap=config.attention_softcap,
+        )  # fmt: skip
+        return named(f"blk.{i}.attn", y)
 
     *_, h = stream(config, w, tokens, pos, attend, cache.cells)
     last = ops.get_rows(h, wanted_rows)
     return output_norm(config, w, last) if hidden else logits(config, w, last), handles
 
 
-def single(x: Tensor) -> Tensor:
-    """x with a first axis of 1."""
-    return ops.reshape(x, shape=(1, *x.shape))
-
-
-def places_of(pool: str, count: int, time: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs: the cells of new tokens, positions and sets of sequences of all cells, and how many are in use."""
+def places_of(pool: str, cache: Cache, time: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs: the cells of new tokens, positions of all cells, the lines of cells by position, and their lengths."""
+    count, rows = cache.count(pool), lines(time, cache.sequences)
     return (
         input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (count,), i32),
-        input(f"{pool}sets", (count,), i64), input(f"{pool}length", (1,), i32),
+        input(f"{pool}order", (rows, count), i32), input(f"{pool}counts", (rows,), i32),
     )  # fmt: skip
 
 

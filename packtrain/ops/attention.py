@@ -3,13 +3,11 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32, i64
-from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent, floats
+from packtrain.dtypes import f16, f32, i32
+from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
 from packtrain.ops.costs import Cost, attended, queries
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
-Q8_0 = BLOCK_TYPES["q8_0"]
-CACHED = f32, f16, Q8_0  # types of keys and values
 FEW_HEADS = 8  # kv heads of all batches, below which the gradient has a task for each query head
 
 
@@ -21,8 +19,8 @@ def _want_heads(q, k, v):
     )
     (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
     want(
-        q.dtype == f32 and k.dtype == v.dtype and k.dtype in CACHED,
-        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; q must be f32, k and v both f32, f16 or q8_0",
+        q.dtype == f32 and k.dtype == v.dtype and k.dtype in (f32, f16),
+        f"q, k, v are {q.spec}, {k.spec}, {v.spec}; q must be f32, k and v both f32 or f16",
     )
     fits = k.shape == (b, s, kv, d) == v.shape
     want(fits, f"k is {k.spec} and v is {v.spec}; for q {q.spec} both must be [{b}, S, K, {d}]")
@@ -45,12 +43,10 @@ def _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length):
         ("q_seq", q_seq, t),
         ("k_seq", k_seq, s),
     ):
-        sets = name == "k_seq" and ids is not None and ids.dtype == i64
         want(
-            ids is None or ids.spec == Spec((b, n), i64 if sets else i32),
+            ids is None or ids.spec == Spec((b, n), i32),
             f"{name} is {ids and ids.spec}; it must be i32[{b}, {n}]",
         )
-        want(not sets or k_pos is not None, "sets of sequences need k_pos")
     want(
         length is None or length.spec == Spec((1,), i32),
         f"length is {length and length.spec}; it must be i32[1]",
@@ -79,11 +75,9 @@ def attention(
     Without positions, position = index (S = T); a query that attends to nothing gives y = lse = 0.
 
         q, y          (B, T, H, D)  f32
-        k, v          (B, S, K, D)  f32, or f16, q8_0 without a gradient; a KV cache has B = 1 and S cells
+        k, v          (B, S, K, D)  f32, or f16 without a gradient; a KV cache has B = 1 and S cells
         q_pos, q_seq  (B, T)        i32
-        k_pos         (B, S)        i32
-        k_seq         (B, S)        i32; unused cells have a k_seq that no query has. Or i64: a set of sequences, number
-                                    n is bit n, below 64; it equals each of them
+        k_pos, k_seq  (B, S)        i32; unused cells have a k_seq that no query has
         length        (1,)          i32; cells from there on are ignored
         lse           (B, H, T)     f32, the second result: log of the softmax's denominator
     Dao 2023, arXiv 2307.08691; ggml_flash_attn_ext.
@@ -107,9 +101,7 @@ def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
     at_k = np.arange(s)[None] if k_pos is None else k_pos
     since = at_q[:, :, None].astype(np.int64) - at_k[:, None, :]
     hidden = np.broadcast_to((since < 0) | ((since >= window) & (window > 0)), (b, t, s)).copy()
-    if q_seq is not None and k_seq.dtype == np.int64:
-        hidden |= (k_seq[:, None, :] >> q_seq[:, :, None]) & 1 == 0
-    elif q_seq is not None:
+    if q_seq is not None:
         hidden |= k_seq[:, None, :] != q_seq[:, :, None]
     if length is not None:
         hidden |= np.arange(s) >= length[0]
@@ -121,7 +113,6 @@ def _probabilities(q, k, where, scale, window, softcap):
 
     P and lse are 0 for a query without keys.
     """
-    k = floats(k)
     wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
     z, slope = scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3), 1
     if softcap:
@@ -140,14 +131,13 @@ def _probabilities(q, k, where, scale, window, softcap):
 def attention_numpy(out, q, k, v, *where, **rule):
     y, lse = out
     p, lse[...], *_ = _probabilities(q, k, where, **rule)
-    v = floats(v)
     wide = np.repeat(v, q.shape[2] // v.shape[2], axis=2).swapaxes(1, 2)
     y[...] = (p @ wide).swapaxes(1, 2)
 
 
 def _where(q_pos, k_pos, q_seq, k_seq, length):
     absent = ABSENT_IDS.reshape(0, 0)
-    ids = [absent if x is None else x.view(np.int32) for x in (q_pos, k_pos, q_seq, k_seq)]
+    ids = [absent if x is None else x for x in (q_pos, k_pos, q_seq, k_seq)]
     return (*ids, flat_or_absent(length, ABSENT_IDS))
 
 
@@ -187,25 +177,6 @@ def _samples():
         t = len(q_pos[0])
         ids = constant("q_pos", q_pos, i32), cell_pos, constant("q_seq", q_seq, i32), cell_seq
         yield qkv(1, t, 4, 70, 2, 16), (*ids, constant("length", [50], i32)), rule
-    yield from _samples_of_sets(qkv)
-
-
-def _samples_of_sets(qkv):
-    """Cells that several sequences share: 0 and 1 a beginning, 2 and 63 cells here and there, 5 none."""
-    cells = np.arange(150)
-    sets = np.where(cells < 80, 0b11, 1 << cells % 2)
-    sets = np.where(cells % 3 == 0, (1 << 2) - (1 << 63), sets).astype(np.int64)
-    where = constant("k_pos", [cells], i32), constant("k_seq", [sets], i64)
-    for t in (1, 3, 16, 17, 70):
-        pos = constant("q_pos", [150 - np.arange(t)], i32)
-        seq = constant("q_seq", [np.array([0, 1, 2, 63, 5])[np.arange(t) % 5]], i32)
-        length = constant("length", [140], i32)
-        for window in (0, 60):
-            ids = pos, where[0], seq, where[1], length
-            yield qkv(1, t, 4, 150, 2, 32), ids, {"window": window}
-    for t in (1, 20):
-        pos, seq = constant("q_pos", [[145] * t], i32), constant("q_seq", [[1] * t], i32)
-        yield qkv(1, t, 2, 150, 1, 16), (pos, where[0], seq, where[1], None), {}
 
 
 @attention.cost

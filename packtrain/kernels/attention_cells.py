@@ -1,0 +1,265 @@
+"""Attention that reads a KV cache: the cells of each query's sequence by position, wherever they lie.
+
+Keys and values are gathered in blocks, counted from the first that a query sees, so that results depend neither on
+places nor on other sequences. A few queries go one at a time, a group of heads that share a kv head, lanes along the
+head width; many go in blocks, like those of `attention`.
+"""
+
+from numba import types
+
+from packtrain import dtypes
+from packtrain.kernels.attention import finish, pack, packed_rows, queries_in_block, soften
+from packtrain.kernels.call import each, kernel, part
+from packtrain.kernels.dequantize import UNPACKERS
+from packtrain.kernels.online import (
+    KEYS,
+    LOG2E,
+    LOWEST,
+    SERIAL,
+    STATE,
+    WIDEST,
+    clear,
+    f32,
+    i64,
+    larger,
+    power,
+    squash,
+    void,
+)
+from packtrain.kernels.simd import (
+    INFINITY,
+    LANES,
+    address,
+    fma,
+    ids1,
+    in3,
+    keep_first,
+    largest,
+    load_part,
+    out3,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store,
+    store_part,
+    total,
+)
+from packtrain.kernels.tile import columns_product, on_stack, rows_product
+from packtrain.kernels.visible import PLACES, QUERIES, earliest, hide_after, ids2, put_places
+
+FEW = 16  # up to this many queries go one at a time
+FEW_HEADS = 16  # heads of one query at a time
+FEW_SCORES = FEW_HEADS * KEYS
+FEW_STATE = 2 * FEW_HEADS
+Q8_0 = dtypes.BLOCK_TYPES["q8_0"]
+BLOCK = Q8_0.block
+f16, q8_0 = UNPACKERS[dtypes.f16], UNPACKERS[Q8_0]
+bytes3 = types.Array(types.uint8, 3, "C", readonly=True)
+places = types.Tuple((ids1, ids1, ids2, ids1, ids1))
+rule = types.Tuple((f32, i64, f32))
+
+
+@kernel(void(i64, bytes3, i64, i64, ids2, i64, i64, i64))
+def gather(target, x, head, width, order, row, start, count):
+    """Heads of cells order[row, start …] as f32 rows (count, width)."""
+    nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
+    for j in range(count):
+        to = target + 4 * j * width
+        source = x.ctypes.data + i64(order[row, start + j]) * line + head * nbytes
+        if nbytes == 4 * width:
+            for d in range(0, width, LANES):
+                store_part(to, d, load_part(source, d, width - d), width - d)
+        elif nbytes == 2 * width:
+            f16(to, source, width)
+        else:
+            q8_0(to, source, width // BLOCK)
+
+
+@part(i64(ids2, i64, i64, ids1, i64))
+def first_from(order, row, count, pos, since):
+    """The first of a row's cells, which are ordered by position, at `since` or later."""
+    low, high = i64(0), count
+    while low < high:
+        middle = (low + high) // 2
+        if i64(pos[order[row, middle]]) < since:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+# ---- few queries
+
+
+@kernel(void(i64, i64, i64, i64, i64, i64, f32))
+def score(scores, group, q, width, key, count, factor):
+    """scores (group, KEYS) = factor * q k of a group of heads of one query that share a kv head."""
+    for j in range(count):
+        for h in range(group):
+            dot = splat(0.0)
+            for d in range(0, width, LANES):
+                left = width - d
+                at_key = load_part(key, j * width + d, left)
+                dot = fma(load_part(q, h * width + d, left), at_key, dot)
+            poke(scores, h * KEYS + j, total(dot) * factor)
+
+
+@kernel(void(i64, i64, i64, i64, i64, i64))
+def soften_one(scores, count, sums, h, y, width):
+    """soften for row h of scores, whose values are mixed in place, in row h of y.
+
+    scores  (heads, KEYS)
+    sums    (2, FEW_HEADS)  top and sum
+    y       (heads, width)
+    """
+    old = peek(sums, h)
+    row, top, added = scores + 4 * KEYS * h, splat(old), splat(0.0)
+    hidden = splat(-INFINITY)
+    for j in range(0, count, LANES):
+        top = larger(top, keep_first(load_part(row, j, count - j), count - j, hidden))
+    high = largest(top)
+    for j in range(0, count, LANES):
+        e = power(keep_first(load_part(row, j, count - j), count - j, hidden) - high)
+        store(row, j, e)
+        added = added + e
+    fade = power(splat(old - high))
+    poke(sums, h, high)
+    poke(sums, FEW_HEADS + h, total(fade * peek(sums, FEW_HEADS + h) / LANES + added))
+    for d in range(0, width, LANES):
+        at = h * width + d
+        store_part(y, at, load_part(y, at, width - d) * fade, width - d)
+
+
+@kernel(void(i64, i64, i64, i64))
+def finish_one(group, sums, y, width):
+    """Divide rows y (group, width) by their sums; 0 for a query without keys."""
+    for h in range(group):
+        seen = peek(sums, FEW_HEADS + h)
+        by = f32(1.0) / seen if seen != 0 else seen
+        for d in range(0, width, LANES):
+            at = h * width + d
+            store_part(y, at, load_part(y, at, width - d) * by, width - d)
+
+
+@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64))
+def attend_one(y, q, k, v, places_of, rule, task):
+    """One query for one kv head."""
+    (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = places_of, rule
+    K, H, D = k.shape[1], q.shape[1], q.shape[2]
+    t, head, sharing = task // K, task % K, H // K
+    scores, sums = scratch(FEW_SCORES), scratch(FEW_STATE)
+    block = on_stack(KEYS * D)
+    row, position = i64(q_row[t]), i64(q_pos[t])
+    count = i64(counts[row])
+    low = first_from(order, row, count, k_pos, earliest(position, window))
+    end = first_from(order, row, count, k_pos, position + 1)
+    for first in range(head * sharing, (head + 1) * sharing, FEW_HEADS):
+        group = min(FEW_HEADS, (head + 1) * sharing - first)
+        at_q, at_y = address(q, (t * H + first) * D), address(y, (t * H + first) * D)
+        clear(at_y, D, group, D)
+        for h in range(group):
+            poke(sums, h, LOWEST)
+            poke(sums, FEW_HEADS + h, 0.0)
+        for start in range(low, end, KEYS):
+            some = min(KEYS, end - start)
+            gather(block, k, head, D, order, row, start, some)
+            score(scores, group, at_q, D, block, some, f32(scale * LOG2E))
+            if cap > 0:
+                squash(scores, group * KEYS, cap * LOG2E)
+            for h in range(group):
+                soften_one(scores, some, sums, h, at_y, D)
+            gather(block, v, head, D, order, row, start, some)
+            rows_product(group, D, some, at_y, D, scores, KEYS, block, D, True)
+        finish_one(group, sums, at_y, D)
+
+
+# ---- many queries
+
+
+@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64, i64, i64))
+def attend_run(y, q, k, v, places_of, rule, h, first, rows):
+    """Queries of one sequence, of one head."""
+    (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = places_of, rule
+    K, H, D = k.shape[1], q.shape[1], q.shape[2]
+    lanes, row, head = -(-rows // LANES) * LANES, i64(q_row[first]), h // (H // K)
+    columns, mixed = on_stack(packed_rows(D) * lanes), on_stack(packed_rows(D) * lanes)
+    scores, block = on_stack(KEYS * lanes), on_stack(KEYS * D)
+    spots, sums, lse = scratch(PLACES), scratch(STATE), scratch(QUERIES)
+    at = (first * H + h) * D
+    pack(columns, lanes, address(q, at), H * D, rows, D, f32(scale * LOG2E))
+    low_pos, high_pos = put_places(spots, q_pos, first, rows, window)
+    for i in range(0, lanes, LANES):
+        store(sums, i, splat(LOWEST))
+        store(sums, QUERIES + i, splat(0.0))
+    for i in range(0, D * lanes, LANES):
+        store(mixed, i, splat(0.0))
+    count = i64(counts[row])
+    low = first_from(order, row, count, k_pos, earliest(low_pos, window))
+    end = first_from(order, row, count, k_pos, high_pos + 1)
+    for start in range(low, end, KEYS):
+        some = min(KEYS, end - start)
+        gather(block, k, head, D, order, row, start, some)
+        rows_product(some, lanes, D, scores, lanes, block, D, columns, lanes, False)
+        if cap > 0:
+            squash(scores, some * lanes, cap * LOG2E)
+        hide_after(scores, lanes, spots, k_pos, order, row, start, some)
+        soften(scores, lanes, some, sums, mixed, D)
+        gather(block, v, head, D, order, row, start, some)
+        columns_product(D, lanes, some, mixed, lanes, block, D, scores, lanes, True)
+    finish(address(y, at), H * D, lse, rows, sums, mixed, lanes, D)
+
+
+@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64))
+def attend_block(y, q, k, v, places_of, rule, task):
+    """A block of queries of one head, sequence by sequence."""
+    T, D = q.shape[0], q.shape[2]
+    q_row, size = places_of[1], queries_in_block(D)
+    blocks = -(-T // size)
+    h, first = task // blocks, task % blocks * size
+    end = min(first + size, T)
+    while first < end:
+        stop = first + 1
+        while stop < end and q_row[stop] == q_row[first]:
+            stop += 1
+        attend_run(y, q, k, v, places_of, rule, h, first, stop - first)
+        first = stop
+
+
+@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64))
+def attend_task(y, q, k, v, places_of, rule, task):
+    if len(q) <= FEW:
+        attend_one(y, q, k, v, places_of, rule, task)
+    else:
+        attend_block(y, q, k, v, places_of, rule, task)
+
+
+@kernel(void(out3, in3, bytes3, bytes3, ids1, ids1, ids2, ids1, ids1, f32, i64, f32))
+def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, scale, window, cap):
+    """y_i = sum_j softmax_j(scale * q_i k_j) v_j over cells j of the query's row of `order`.
+
+    Of those, over k_pos[j] <= q_pos[i], and with a window q_pos[i] - k_pos[j] < window; cap > 0: scores are
+    cap * tanh(scores / cap). Query head h reads kv head h // (H / K).
+
+        q, y          (T, H, D)      f32, D <= 512
+        k, v          (S, K, bytes)  of heads in f32, f16 or Q8_0, both alike
+        q_pos, q_row  (T,)           i32
+        order         (R, S)         i32, cells by position
+        counts        (R,)           i32, how many of each row
+        k_pos         (S,)           i32, of cells
+    """
+    T, H, D = q.shape
+    if D > WIDEST:
+        raise ValueError("attention: heads are wider than 512")
+    tasks = H * -(-T // queries_in_block(D))
+    if T <= FEW:
+        tasks = T * k.shape[1]
+    most = i64(0)
+    for row in range(len(counts)):
+        most = max(most, i64(counts[row]))
+    given = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), (scale, window, cap))
+    if T * H * D * most < SERIAL:
+        for task in range(tasks):
+            attend_task(*given, task)
+    else:
+        each(attend_task, given, tasks)

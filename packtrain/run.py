@@ -23,7 +23,6 @@ from packtrain.planning import Place, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
 
 K = TypeVar("K")
-_running = threading.Lock()
 
 
 class RunError(RuntimeError):
@@ -68,7 +67,8 @@ class Session:
 
     Leaves that are allocated together, those of a graph or of several `executors`, share one buffer per space.
     Add all executors before the first run to allocate everything up front; one added later may move the arena.
-    An executor that needs more of a space than `limits` allow is refused with DoesNotFit.
+    An executor that needs more of a space than `limits` allow is refused with DoesNotFit. Sessions may run in threads
+    of their own: a region of kernels that finds the pool of threads taken runs on its own, with the same result.
     """
 
     def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -79,6 +79,19 @@ class Session:
         self._shared: dict[str, np.ndarray] = {}
         self._constants: dict[Tensor, _Leaf] = {}
         self._arenas: dict[Place, tuple[int, Any]] = {}
+        self._running = threading.Lock()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """`with session.alone():` nothing else runs in it; other sessions do. Raises RunError if something does."""
+        if not self._running.acquire(blocking=False):
+            raise RunError(
+                "another executor of this session is running; its arena has room for one"
+            )
+        try:
+            yield
+        finally:
+            self._running.release()
 
     def share(self, values: Mapping[str, np.ndarray]) -> None:
         """Use these arrays as leaves, such as weights mapped from a file: copied only if they are not contiguous and
@@ -316,7 +329,7 @@ class Executor:
         updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache are no
         update: they can be written again.
         """
-        with _one_at_a_time(), np.errstate(all="ignore"):
+        with self.session.alone(), np.errstate(all="ignore"):
             self._prepare(inputs or {})
             on = flags() & CHECKS
             if on or self.watchers:
@@ -373,7 +386,7 @@ class Executor:
 
     def diagnose(self, inputs: Mapping[str, Any]) -> str | None:
         """Run again without updates; returns which step first computes a non-finite value, or None."""
-        with _one_at_a_time(), np.errstate(all="ignore"):
+        with self.session.alone(), np.errstate(all="ignore"):
             self._prepare(inputs)
             try:
                 for call in self._observer(frozenset(["nan"])).calls(updates=False):
@@ -381,13 +394,3 @@ class Executor:
             except FloatingPointError as error:
                 return str(error)
         return None
-
-
-@contextmanager
-def _one_at_a_time():  # type: ignore[no-untyped-def]
-    if not _running.acquire(blocking=False):
-        raise RunError("another executor is running in this process; one runs at a time")
-    try:
-        yield
-    finally:
-        _running.release()

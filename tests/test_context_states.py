@@ -3,16 +3,21 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from packtrain.context import CacheFull, Context, ContextError
+from packtrain import Session
+from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements
 from packtrain.context.state import Origin, of_bytes
 from packtrain.dtypes import Dtype, f16, f32
+from packtrain.models.config import Config
+from packtrain.optim import AdamW
 from tests.architectures import random_model
+from tests.models import batch, bind, steps, values
 from tests.test_context import Q8_0, RING, WINDOWED, context, off
 
 # ---- what is refused
@@ -161,3 +166,39 @@ def test_a_limit_names_the_largest_context(tmp_path: Path):
     most = int(found[1].replace(",", ""))
     assert most > 1000 and said(most, 1 << 30) == f"cells {most}"
     assert "is the least" in said(4096, 1 << 20)
+
+
+# ---- threads
+
+
+def test_contexts_and_training_in_threads_of_their_own_give_what_they_give_alone():
+    """Large enough that regions of kernels meet."""
+    config = Config(300, 256, 192, 2, 512, 6, 2)
+    cache, sizes = Cache(256, dtype=f16), Sizes((32, 8, 1), 1)
+    text = np.random.default_rng(4).integers(0, 300, 120).tolist()
+
+    def write(seed: int) -> list[bytes]:
+        session = Session()
+        runs = session.executors(placements(config, cache, sizes))
+        session.set(values(config, seed))
+        made, found = Context.within(config, cache, sizes, runs), list[bytes]()
+        for _ in range(3):
+            found.append(made.decode(text)[0].tobytes())
+            for _ in range(20):
+                last = np.frombuffer(found[-1], np.float32)
+                found.append(made.decode([int(last.argmax())])[0].tobytes())
+            made.remove(0)
+        return found
+
+    def train(seed: int) -> list[bytes]:
+        optimizer = AdamW(lr=1e-3)
+        run = bind(steps(config, 2, 96, optimizer), values(config, seed))
+        given = batch(config, 2, 96, seed)
+        return [run(given | optimizer.inputs(t))["loss"].tobytes() for t in range(1, 16)]
+
+    jobs = (write, 0), (write, 1), (train, 2)
+    alone = [work(seed) for work, seed in jobs]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            running = [pool.submit(work, seed) for work, seed in jobs]
+            assert [one.result() for one in running] == alone

@@ -185,13 +185,14 @@ def test_stopping_inside_the_update_makes_the_session_dirty():
         run.session.get("token_embd.weight")
 
 
-def test_a_second_executor_at_the_same_time_is_refused():
-    run, other = update(), update()
-    refusals: list[str] = []
+def test_a_second_executor_of_a_session_at_the_same_time_is_refused():
+    run, apart = update(), update()
+    other, refusals = bind(evaluation(CONFIG, 1, 8), session=run.session), list[str]()
+    given = batch(CONFIG, 1, 8)
 
     def intrude() -> None:
         try:
-            other(fed())
+            other(given)
         except RunError as error:
             refusals.append(str(error))
 
@@ -200,11 +201,14 @@ def test_a_second_executor_at_the_same_time_is_refused():
         thread.start()
         thread.join()
         intrude()
+        apart(fed())
 
     run.watch("blk.0.attn_norm", see)
     run(fed())
-    assert refusals == ["another executor is running in this process; one runs at a time"] * 2
-    other(fed())
+    assert (
+        refusals == ["another executor of this session is running; its arena has room for one"] * 2
+    )
+    other(given)
 
 
 # ---- what a run needs ----------------------------------------------------------------------------------------

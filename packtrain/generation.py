@@ -7,6 +7,8 @@ prints.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +21,15 @@ from packtrain.sample import Sampling, choose, draws
 from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
 
+NONE: Sequence[int] = ()
+
+
+class Drafter(Protocol):
+    """Guesses how a text goes on, see drafting."""
+
+    def propose(self, text: Sequence[int], count: int) -> list[int]:
+        """At most `count` next tokens."""
+
 
 class Generator:
     """One sequence of a context: feed it tokens, it returns the logits of the next one."""
@@ -28,10 +39,20 @@ class Generator:
 
     @classmethod
     def of(
-        cls, model: ModelFile, cells: int, cache: Dtype = f32, target: Target = CPU
+        cls,
+        model: ModelFile,
+        cells: int,
+        cache: Dtype = f32,
+        target: Target = CPU,
+        rows: int = 1,
+        **how: Any,
     ) -> "Generator":
-        """A generator with the mapped weights of a file, and a cache in its own session. Raises DoesNotFit."""
-        return cls(Context(model, cells=cells, cache=cache.name, target=target))
+        """A generator with the mapped weights of a file, and a cache in its own session. Raises DoesNotFit.
+
+        rows  most tokens whose logits one run gives
+        how   more for Context
+        """
+        return cls(Context(model, cells=cells, cache=cache.name, target=target, rows=rows, **how))
 
     @property
     def size(self) -> int:
@@ -60,6 +81,10 @@ class Generator:
         """Logits (V,) after the last of these tokens, at least one."""
         logits: np.ndarray = self.context.decode(tokens, self.seq)[0]
         return logits
+
+    def rows(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits (len(tokens), V) after each of these tokens."""
+        return self.context.decode(tokens, self.seq, wanted=range(len(tokens)))
 
     def step(self, tokens: Sequence[int]) -> tuple[np.ndarray, Sequence[int]]:
         """Feed as many tokens as one run takes; returns the logits (V,) after them, and the remaining tokens."""
@@ -102,7 +127,8 @@ class Reply:
     """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
 
     Afterwards `ended` is the reason: end, stop, count, context or interrupted; `ids` are its tokens, `reading` and
-    `writing` the speeds of prompt and reply.
+    `writing` the speeds of prompt and reply; `drafted` and `accepted` count the tokens that a drafter guessed, at most
+    `draft_max` at once, and those that were right.
     """
 
     def __init__(
@@ -113,6 +139,8 @@ class Reply:
         sampling: Sampling,
         seed: int,
         limits: Limits = Limits(),
+        drafter: Drafter | None = None,
+        draft_max: int = 16,
     ) -> None:
         if not prompt:
             raise InputError(
@@ -127,6 +155,8 @@ class Reply:
         self.reading, self.writing = Speed(), Speed()
         self._generator, self._tokenizer = generator, tokenizer
         self._sampling, self._seed, self._limits = sampling, seed, limits
+        self._drafter, self._draft_max = drafter, draft_max
+        self.drafted = self.accepted = 0
 
     def __iter__(self) -> Iterator[str]:
         text, stream = _Text(self._limits.stops), Stream(self._tokenizer)
@@ -143,17 +173,47 @@ class Reply:
         """Tokens until the reply ends for any reason but a stop text, which is found in the text."""
         waiting = self._generator.resume(self.prompt)
         while not self._over():
-            speed = self.writing if self.ids else self.reading
-            began = time.perf_counter()
-            logits, left = self._generator.step(waiting)
-            chosen = () if left else (self._choose(logits),)
-            speed.add(len(waiting) - len(left), time.perf_counter() - began)
-            if self._tokenizer.ends.intersection(chosen):
-                self.ended = "end"
-                return
-            self.ids += chosen
-            yield from chosen
-            waiting = left or chosen
+            speed, began = self.writing if self.ids else self.reading, time.perf_counter()
+            guess, left = self._guess(), NONE
+            if guess:
+                rows = self._generator.rows([*waiting, *guess])
+            else:
+                logits, left = self._generator.step(waiting)
+                rows = logits[None][: not left]
+            read = len(waiting) - len(left)
+            for logits, guessed in zip_longest(rows, guess):
+                chosen = self._choose(logits)
+                speed.add(read, time.perf_counter() - began)
+                read, began = 1, time.perf_counter()
+                if chosen in self._tokenizer.ends:
+                    self.ended = "end"
+                    return
+                self.ids.append(chosen)
+                self.accepted += chosen == guessed
+                yield chosen
+                if chosen != guessed or self._over():
+                    break
+            else:
+                speed.add(read, time.perf_counter() - began)
+            if guess:
+                self._generator.forget(len(self.prompt) + len(self.ids) - 1)
+            waiting = left or self.ids[-1:]
+
+    def _guess(self) -> list[int]:
+        """Tokens that may come next: they are checked in one run."""
+        room = min(self._draft_max, self._room - 1)
+        if self._limits.count >= 0:
+            room = min(room, self._limits.count - len(self.ids) - 1)
+        if self._drafter is None or not self.ids or room <= 0:
+            return []
+        guess = self._drafter.propose((*self.prompt, *self.ids), room)
+        self.drafted += len(guess)
+        return guess
+
+    @property
+    def _room(self) -> int:
+        """How many more tokens the context can read."""
+        return self._generator.size - len(self.prompt) - max(len(self.ids) - 1, 0) + (not self.ids)
 
     def _over(self) -> bool:
         """Whether the reply is over."""
@@ -161,7 +221,7 @@ class Reply:
             self.ended = "interrupted"
         elif len(self.ids) == self._limits.count:
             self.ended = "count"
-        elif not self._generator.cells_left:
+        elif not self._room:
             self.ended = "context"
         return bool(self.ended)
 

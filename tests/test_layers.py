@@ -59,6 +59,7 @@ LAYERS = {
     "sample": "errors",
     "context": "backends dtypes errors files words memory graph placing planning run models",
     "generation": "backends dtypes errors words tokenizer models sample context",
+    "drafting": "errors generation models",
     "watch": "errors events words files memory planning",
     "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
     " recompute models context watch version backends",
@@ -67,8 +68,8 @@ LAYERS = {
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
-    " quant gguf tokenizer corpus samples models merging sample context generation template watch design training"
-    " backends",
+    " quant gguf tokenizer corpus samples models merging sample context generation drafting template watch"
+    " design training backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",
     "library": "events settings tasks design training",

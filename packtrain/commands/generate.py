@@ -3,6 +3,7 @@
 from packtrain.commands import DONE, INTERRUPTED, say
 from packtrain.commands.shown import Shown, write
 from packtrain.tasks.generate import Generate, generate
+from packtrain.words import plural
 
 ENDS = {
     "end": "an end token",
@@ -18,5 +19,10 @@ def run(settings: Generate) -> int:
     done = generate(settings, Shown())
     write("\n")
     say(f"prompt {done.reading}; generation {done.writing}")
+    if done.drafted:
+        share = done.accepted / done.drafted
+        say(
+            f"{plural(done.drafted, 'token')} guessed, {done.accepted:,} of them right ({share:.0%})"
+        )
     say(f"seed {done.seed}; ended by {ENDS[done.ended]}")
     return INTERRUPTED if done.ended == "interrupted" else DONE

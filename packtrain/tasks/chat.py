@@ -15,6 +15,7 @@ from packtrain.tasks.speak import (
     Generated,
     Speaking,
     cells,
+    drafter,
     load_generator,
     opened,
     written,
@@ -48,6 +49,7 @@ class Talk:
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config.context_length, CONTEXT, events)
+        self._drafter = drafter(settings, model, self.cells)
         self._generator = load_generator(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0
         self.messages: list[dict[str, str]] = []
@@ -99,5 +101,6 @@ class Talk:
         seed = (self._seed + self._answers) % (MOST_SEED + 1)
         self._answers += 1
         sampling = self._settings.sampling
-        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits)
+        how = self._drafter, self._settings.draft_max
+        reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *how)
         return written(reply, seed, self._events)

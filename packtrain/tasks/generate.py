@@ -13,6 +13,7 @@ from packtrain.tasks.speak import (
     Generated,
     Speaking,
     cells,
+    drafter,
     load_generator,
     opened,
     written,
@@ -46,7 +47,8 @@ def generate(settings: Generate, events: Events) -> Generated:
     generator, seed = load_generator(settings, model, most), settings.drawn_seed()
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
-        reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits)
+        how = drafter(settings, model, most), settings.draft_max
+        reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *how)
         if settings.display_prompt:
             events.text(prompt)
         return written(reply, seed, events)

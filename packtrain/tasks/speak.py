@@ -6,10 +6,11 @@ from pathlib import Path
 
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
+from packtrain.drafting import Lookup, SmallModel, check_vocabularies
 from packtrain.dtypes import DTYPES
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
-from packtrain.generation import Generator, Reply, Speed
+from packtrain.generation import Drafter, Generator, Reply, Speed
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
@@ -60,7 +61,22 @@ class Speaking:
         "LoRA adapter, FILE or FILE:SCALE; repeatable",
         metavar="FILE[:SCALE]",
     )
-    cache_type: str = MODEL("f16", "element type of the KV cache", choices=("f16", "f32"))
+    cache_type: str = MODEL("f16", "element type of the KV cache", choices=("f16", "f32", "q8_0"))
+    swa_full: bool = MODEL(
+        False, "layers with a sliding window keep all tokens in the cache, not only the window's"
+    )
+    model_draft: Path | None = MODEL(
+        None,
+        "a small model with the same vocabulary, which guesses tokens that this one checks together: the text stays",
+        flags="-md",
+    )
+    draft_lookup: bool = MODEL(
+        False, "guess tokens from what followed earlier in the text; needs no other model"
+    )
+    draft_max: int = MODEL(16, "most tokens guessed at once", least=1, most=32)
+    draft_p_min: float = MODEL(
+        0.75, "the draft model stops guessing below this probability", least=0, most=1
+    )
     activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
     device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
 
@@ -74,6 +90,8 @@ class Speaking:
     def check(self) -> None:
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
+        if self.draft_lookup and self.model_draft:
+            raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
 
 
 def opened(settings: Speaking) -> ModelFile:
@@ -85,7 +103,7 @@ def opened(settings: Speaking) -> ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Generated text and token ids, why it ended (see `Reply`), the seed, and the speeds."""
+    """Generated text and token ids, why it ended, the seed, speeds, and how many tokens were guessed: see `Reply`."""
 
     text: str
     ids: tuple[int, ...]
@@ -93,6 +111,8 @@ class Generated:
     seed: int
     reading: Speed
     writing: Speed
+    drafted: int = 0
+    accepted: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -105,7 +125,10 @@ def written(reply: Reply, seed: int, events: Events) -> Generated:
         pieces.append(piece)
         events.text(piece)
     ids = tuple(reply.ids)
-    return Generated("".join(pieces), ids, reply.ended, seed, reply.reading, reply.writing)
+    speeds = reply.reading, reply.writing
+    return Generated(
+        "".join(pieces), ids, reply.ended, seed, *speeds, reply.drafted, reply.accepted
+    )
 
 
 def cells(settings: Speaking, context: int, wanted: int, events: Events) -> int:
@@ -117,7 +140,18 @@ def cells(settings: Speaking, context: int, wanted: int, events: Events) -> int:
     return settings.ctx
 
 
-def load_generator(settings: Speaking, model: ModelFile, cells: int) -> Generator:
+def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
+    """What guesses tokens, if anything does. Raises InputError, DoesNotFit."""
+    if settings.draft_lookup:
+        return Lookup()
+    if settings.model_draft is None:
+        return None
+    small = open_model(settings.model_draft)
+    check_vocabularies(model, small)
+    return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min)
+
+
+def load_generator(settings: Speaking, model: ModelFile, cells: int, rows: int = 0) -> Generator:
     """A generator with the model's weights and its kernels loaded. Raises DoesNotFit."""
     c, there, kind = model.config, total_nbytes(), DTYPES[settings.cache_type]
     cache = 2 * cells * c.block_count * c.head_count_kv * kind.row_nbytes(c.head_width)
@@ -126,6 +160,13 @@ def load_generator(settings: Speaking, model: ModelFile, cells: int) -> Generato
             f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"
         )
     kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if c.expert_count else ())))
-    generator = Generator.of(model, cells, kind, target(settings.device))
+    if c.head_width % kind.block:
+        raise InputError(
+            f"--cache-type: {kind} packs {kind.block} values, and heads have {c.head_width}; use f16 or f32"
+        )
+    guessing = settings.draft_lookup or settings.model_draft
+    rows = rows or (settings.draft_max + 1 if guessing else 1)
+    how = target(settings.device), rows
+    generator = Generator.of(model, cells, kind, *how, swa_full=settings.swa_full)
     generator.feed([0])  # loads the kernels, so that the prompt's time does not include it
     return generator

@@ -1,0 +1,74 @@
+"""Speculative decoding: tokens are guessed ahead, by a small model or from the text itself, and checked in one run.
+
+What is written does not change: the model chooses every token as it would alone (Leviathan et al. 2022, arXiv
+2211.17192, where the guess is always a single token; llama.cpp's speculative example).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from packtrain.errors import InputError
+from packtrain.generation import Generator
+from packtrain.models.file import TOKENS, ModelFile
+
+APART = 128  # by how many tokens the sizes of both vocabularies may differ, as in llama.cpp
+NGRAMS = 4, 3, 2  # lengths of the ends that are looked up, the longest first
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What followed the last time that the text had its last few tokens."""
+
+    seen: dict[tuple[int, ...], int] = field(default_factory=dict)
+    known: list[int] = field(default_factory=list)
+
+    def propose(self, text: Sequence[int], count: int) -> list[int]:
+        if [*text[: len(self.known)]] != self.known:
+            self.seen.clear()
+            self.known.clear()
+        for end in range(len(self.known) + 1, len(text)):  # the last token has no next one yet
+            for n in NGRAMS:
+                if n <= end:
+                    self.seen[tuple(text[end - n : end])] = end
+        self.known = [*text[:-1]]
+        for n in NGRAMS:
+            at = self.seen.get(tuple(text[-n:]))
+            if at is not None and n <= len(text):
+                return [*text[at : at + count]]
+        return []
+
+
+@dataclass(slots=True)
+class SmallModel:
+    """The likeliest next tokens of another model, as long as each has at least the probability `least`."""
+
+    generator: Generator
+    least: float = 0.75
+
+    def propose(self, text: Sequence[int], count: int) -> list[int]:
+        found, room = list[int](), self.generator.size - len(text)
+        while len(found) < min(count, room):
+            logits = self.generator.feed(self.generator.resume([*text, *found]))
+            token = int(logits.argmax())
+            if 1 / np.exp(logits - logits[token], dtype=np.float64).sum() < self.least:
+                break
+            found.append(token)
+        return found
+
+
+def check_vocabularies(model: ModelFile, draft: ModelFile) -> None:
+    """Raise InputError unless both have the same tokens."""
+    ours, theirs = (file.gguf.metadata[TOKENS] for file in (model, draft))
+    if abs(len(ours) - len(theirs)) > APART:
+        raise InputError(
+            f"{draft.gguf.path}: its vocabulary has {len(theirs):,} tokens and that of {model.gguf.path} {len(ours):,};"
+            " a draft needs the same vocabulary"
+        )
+    for id, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            raise InputError(
+                f"{draft.gguf.path}: token {id} is {b!r}, and in {model.gguf.path} {a!r}; a draft needs the same"
+                " vocabulary"
+            )

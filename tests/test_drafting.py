@@ -1,0 +1,122 @@
+"""Speculative decoding: the text is what it would be alone, whatever is guessed; wrong vocabularies."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.context import Cache, Context, Sizes, placements
+from packtrain.drafting import Lookup, SmallModel, check_vocabularies
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.generation import Drafter, Generator, Limits, Reply
+from packtrain.run import Session
+from packtrain.sample import Sampling
+from packtrain.tasks.generate import Generate, generate
+from tests.architectures import random_model
+from tests.models import CONFIG, values
+from tests.test_generate import PROMPT, tokenizer
+
+KNOWN = replace(CONFIG, vocab_size=len(tokenizer().tokens))
+
+
+def generator(seed: int = 0, cells: int = 64, rows: int = 9) -> Generator:
+    session, cache, sizes = Session(), Cache(cells), Sizes.of(cells, rows)
+    runs = session.executors(placements(KNOWN, cache, sizes))
+    session.set(values(KNOWN, seed))
+    return Generator(Context.within(KNOWN, cache, sizes, runs))
+
+
+def reply(sampling: Sampling, drafter: Drafter | None = None, count: int = 40, **how: int) -> Reply:
+    made = Reply(generator(**how), tokenizer(), PROMPT, sampling, 7, Limits(count), drafter, 8)
+    "".join(made)
+    return made
+
+
+class Wild:
+    """Guesses at random, sometimes rightly."""
+
+    def __init__(self, right: Sequence[int]) -> None:
+        self.right, self.draw = [*PROMPT, *right], np.random.default_rng(0)
+
+    def propose(self, text: Sequence[int], count: int) -> list[int]:
+        good = self.right[len(text) : len(text) + count]
+        wrong = self.draw.random(len(good)) < 0.2
+        return [(t + w) % KNOWN.vocab_size for t, w in zip(good, wrong, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temp=0), Sampling(temp=1.5, top_k=0, top_p=1, min_p=0)]
+)
+def test_guesses_do_not_change_the_text(sampling: Sampling):
+    alone = reply(sampling)
+    drafters = (
+        Wild(alone.ids),
+        Lookup(),
+        SmallModel(generator(0), 0.0),
+        SmallModel(generator(1), 0.0),
+    )
+    for drafter in drafters:
+        guessed = reply(sampling, drafter)
+        assert guessed.ids == alone.ids and guessed.ended == alone.ended == "count"
+        assert 0 <= guessed.accepted <= guessed.drafted
+        assert guessed.writing.tokens == alone.writing.tokens
+    assert reply(sampling, Wild(alone.ids)).accepted > 10
+
+
+def test_a_model_guesses_itself():
+    greedy = Sampling(temp=0)
+    alone, guessed = reply(greedy), reply(greedy, SmallModel(generator(), 0.0))
+    assert guessed.ids == alone.ids and guessed.accepted == guessed.drafted > 30
+    sure = reply(greedy, SmallModel(generator(), 1.1))
+    assert sure.ids == alone.ids and sure.drafted == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 200])
+def test_guesses_respect_the_number_of_tokens_and_the_context(count: int):
+    alone = reply(Sampling(temp=0), count=count, cells=40)
+    guessed = reply(Sampling(temp=0), Wild(alone.ids), count=count, cells=40)
+    assert guessed.ids == alone.ids and guessed.ended == alone.ended
+    assert alone.ended == ("context" if count == 200 else "count")
+
+
+def test_what_followed_before_is_looked_up():
+    lookup = Lookup()
+    assert lookup.propose([1, 2, 3], 4) == []
+    assert lookup.propose([1, 2, 3, 9, 1, 2], 4) == [3, 9, 1, 2]
+    assert lookup.propose([1, 2, 3, 9, 1, 2, 3, 7, 8, 2, 3], 2) == [7, 8]
+    assert lookup.propose([5, 6, 5, 6], 1) == [5]  # another text
+
+
+def test_other_vocabularies_are_refused():
+    def model(name: str, *tokens: str) -> Any:
+        metadata = {"tokenizer.ggml.tokens": list(tokens)}
+        return SimpleNamespace(gguf=SimpleNamespace(path=name, metadata=metadata))
+
+    ours = model("a.gguf", "x", "y", "z")
+    for same in (("x", "y", "z"), ("x", "y"), ("x", "y", "z", *128 * "w")):
+        check_vocabularies(ours, model("b.gguf", *same))
+    with pytest.raises(
+        InputError, match=r"b.gguf: token 1 is 'odd', and in a.gguf 'y'; a draft needs the same"
+    ):
+        check_vocabularies(ours, model("b.gguf", "x", "odd", "z"))
+    with pytest.raises(
+        InputError, match=r"b.gguf: its vocabulary has 132 tokens and that of a.gguf 3; a draft"
+    ):
+        check_vocabularies(ours, model("b.gguf", "x", "y", "z", *129 * "w"))
+
+
+def test_the_commands_guess(tmp_path: Path):
+    random_model(tmp_path / "a.gguf", "llama")
+    given = {"prompt": "the", "n_predict": 30, "temp": 0.0, "ctx": 64}
+    alone = generate(Generate(tmp_path / "a.gguf", **given), Events())
+    looked = generate(Generate(tmp_path / "a.gguf", **given, draft_lookup=True), Events())
+    small = Generate(tmp_path / "a.gguf", **given, model_draft=tmp_path / "a.gguf", draft_p_min=0.0)
+    guessed = generate(small, Events())
+    assert alone.text == looked.text == guessed.text and guessed.drafted == guessed.accepted > 20
+    with pytest.raises(InputError, match="--draft-lookup and --model-draft both guess"):
+        generate(replace(small, draft_lookup=True), Events())

@@ -1,5 +1,6 @@
 """Offsets for any list of (start, end, size): best on small problems, anytime on large ones, checked by a sweep."""
 
+import importlib
 import itertools
 import re
 import subprocess
@@ -18,7 +19,7 @@ from packtrain import kernels
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS
 from packtrain.optim import AdamW, training
-from packtrain.packing import Packing, clash, exact, height, lower_bound, pack, packings
+from packtrain.packing import Packing, clash, exact, height, large, lower_bound, pack, packings
 from packtrain.packing.clock import Clock
 
 ROOT = Path(__file__).parent.parent
@@ -328,10 +329,46 @@ def test_an_ordinary_plan_loads_no_kernels() -> None:
         "from packtrain.optim import AdamW, training; config = PRESETS['1m']; "
         "weights = transformer.weights(config); made = transformer.loss(config, weights, 4, 256); "
         "graph = training({'loss': made.loss}, list(weights.values()), AdamW(), keep=made.blocks, max_norm=1.0); "
-        "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print('numba' in sys.modules)"
+        "assert pt.make_plan(pt.place(graph)).arena().gap == 0; print(pt.kernels.is_loaded('packing'))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "False"
+
+
+def many(seed: int, count: int) -> Problem:
+    rng = np.random.default_rng(seed)
+    start = rng.integers(0, 2 * count, count)
+    life = 1 + np.minimum(rng.pareto(1.0, count) * 4, count).astype(np.int64)
+    return start, start + life, 64 * rng.integers(1, 99, count)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_compiled_heuristics_give_the_offsets_of_the_plain_ones(seed: int) -> None:
+    module = importlib.import_module("packtrain.packing.pack")
+    columns = many(seed, 50 + 150 * seed)
+    for packer, keys in module._orders(*columns):
+        order, limits = np.lexsort(keys), np.zeros(4, np.int64)
+        given = packer.__name__, np.stack(columns, 1), order, limits, Clock(None)
+        assert np.array_equal(large.compiled(*given), packer(*columns, order))
+
+
+def test_many_buffers_are_packed_by_kernels_until_the_caller_or_the_clock_stops_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = many(0, 500)
+    plain = [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)]
+    monkeypatch.setattr(large, "MANY", 499)
+    assert [p.nbytes for p, _ in zip(packings(*columns), range(3), strict=False)] == plain
+    kernels.load_all(["packing"])
+    limited = packings(*columns, seconds=30)
+    assert clash(*columns, next(limited).offsets) is None  # shelves
+    assert clash(*columns, next(limited).offsets) is None
+    limited.close()
+    over = Clock(0.0)
+    assert (
+        large.compiled("skyline", np.stack(columns, 1), np.arange(500), np.ones(4, int), over)
+        is None
+    )
 
 
 # ---- the command for problems in files -------------------------------------------------------------------------

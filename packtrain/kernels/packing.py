@@ -294,3 +294,103 @@ def pack(buffers, sections, stack, offsets, limits):
             return NONE
     choose(buffers, sections, stack, 0, n, n, 0, count, bits, offsets[1])
     return search(buffers, sections, stack, n, n, 2 * n, 0, count, 0, offsets, limits)
+
+
+# ---- heuristics for many buffers -------------------------------------------------------------------------------
+
+START, END, NBYTES = 0, 1, 2  # columns of lives
+BOTTOM, TOP = 2, 3  # columns of placed, after START and END
+KEYS, FIRST_START, LAST_END, LEAST = 0, 1, 2, 3  # columns of left
+BLOCK = 128
+
+
+@part(i64(table, i64, i64), forceinline=False)
+def first_above(placed, n, floor):
+    """The first of n placed buffers whose bottom is not below the floor."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        if placed[middle, BOTTOM] < floor:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel(i64(table, line, line, table, line))
+def first_fit(lives, order, offsets, placed, limits):
+    """Offsets as those of `packing.pack.first_fit`: FOUND, or STOPPED.
+
+    lives   (n, 3)  start, end, bytes
+    placed  (n, 4)  scratch: start, end, bottom and top of the placed buffers, by bottom
+    """
+    for n in range(len(order)):
+        if limits[STOP] != 0:
+            return STOPPED
+        i = order[n]
+        start, end, size = lives[i, START], lives[i, END], lives[i, NBYTES]
+        floor, at = 0, 0
+        while at < n and placed[at, BOTTOM] - floor < size:  # higher ones leave room, too
+            if placed[at, START] < end and start < placed[at, END]:
+                floor = max(floor, placed[at, TOP])
+            at += 1
+        slot = first_above(placed, n, floor)
+        for k in range(n, slot, -1):
+            for column in range(4):
+                placed[k, column] = placed[k - 1, column]
+        placed[slot, START], placed[slot, END] = start, end
+        placed[slot, BOTTOM], placed[slot, TOP] = floor, floor + size
+        offsets[i] = floor
+    return FOUND
+
+
+@part(void(table, table, i64, i64), forceinline=False)
+def measure(lives, left, b, n):
+    """First start, last end and least key of a block; what has been placed does not count."""
+    start, end, least = 1 << KEY, -(1 << KEY), 1 << KEY
+    for i in range(b * BLOCK, min(n, (b + 1) * BLOCK)):
+        if left[i, KEYS] < 1 << KEY:
+            start, end = min(start, lives[i, START]), max(end, lives[i, END])
+            least = min(least, left[i, KEYS])
+    left[b, FIRST_START], left[b, LAST_END], left[b, LEAST] = start, end, least
+
+
+@part(void(table, table, i64, i64, i64, i64), forceinline=False)
+def lift(lives, left, start, end, floor, n):
+    """Raise the keys of what is alive during an interval to a floor."""
+    for b in range((n + BLOCK - 1) // BLOCK):
+        met = left[b, FIRST_START] < end and start < left[b, LAST_END]
+        if met and left[b, LEAST] < floor * n:
+            for i in range(b * BLOCK, min(n, (b + 1) * BLOCK)):
+                if left[i, KEYS] < floor * n and lives[i, START] < end and start < lives[i, END]:
+                    left[i, KEYS] = floor * n + left[i, KEYS] % n
+            measure(lives, left, b, n)
+
+
+@kernel(i64(table, line, line, table, line))
+def skyline(lives, order, offsets, left, limits):
+    """Offsets as those of `packing.pack.skyline`, fastest if lives are sorted by start: FOUND, or STOPPED.
+
+    left  (n, 4)  scratch: its key for each buffer, then for each BLOCK of them first start, last end and least key
+    """
+    n = len(order)
+    for rank in range(n):
+        left[order[rank], KEYS] = rank
+    blocks = (n + BLOCK - 1) // BLOCK
+    for b in range(blocks):
+        measure(lives, left, b, n)
+    for _ in range(n):
+        if limits[STOP] != 0:
+            return STOPPED
+        b = 0
+        for other in range(1, blocks):
+            if left[other, LEAST] < left[b, LEAST]:
+                b = other
+        i = b * BLOCK
+        while left[i, KEYS] != left[b, LEAST]:
+            i += 1
+        offsets[i] = left[i, KEYS] // n
+        left[i, KEYS] = 1 << KEY
+        measure(lives, left, b, n)
+        lift(lives, left, lives[i, START], lives[i, END], offsets[i] + lives[i, NBYTES], n)
+    return FOUND

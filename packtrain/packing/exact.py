@@ -27,7 +27,7 @@ ENDLESS = 1 << 62
 ROOM = 1 << 26  # most numbers in the search's own stack; few of them are ever used
 STACK, STEP = 16 << 20, 2 << 10  # bytes of a thread's stack: least, for each buffer; one is a level
 LOADING, COMPILING = (
-    2.0,
+    0.5,
     15.0,
 )  # seconds without which kernels are not begun to be loaded, or compiled
 LOOK = 0.02  # seconds between two looks at the clock
@@ -50,7 +50,7 @@ def lower(
     enough   bytes at which to stop
     clock    when to stop; one that is limited replaces the limit on work
     """
-    if not _can_load(clock):
+    if not can_load(clock):
         return
     unit = int(np.gcd.reduce(size))
     parts = [_Part(start, end, size, offsets, unit, members) for members in _parts(start, end)]
@@ -69,7 +69,7 @@ def lower(
             yield offsets.copy(), proved
 
 
-def _can_load(clock: Clock) -> bool:
+def can_load(clock: Clock) -> bool:
     """Whether there is time for loading the search's kernels."""
     if kernels.is_loaded("packing"):
         return not clock.over
@@ -181,19 +181,24 @@ class _Part:
 
 
 def _deep(run: Callable[[], int], depth: int, clock: Clock, limits: Ints) -> int:
-    """Call `run` in a thread whose stack is deep enough, and have it stop by limits[1] when the clock says so."""
+    """The same in a thread whose stack is deep enough."""
     before = threading.stack_size(max(STACK, depth * STEP))
     try:
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(run)
-            try:
-                while not wait([running], max(0.0, min(LOOK, clock.left))).done and not clock.over:
-                    pass
-            finally:
-                limits[1] = 1
-            return running.result()
+        return stopped_by(clock, run, limits)
     finally:
         threading.stack_size(before)
+
+
+def stopped_by(clock: Clock, run: Callable[[], int], limits: Ints) -> int:
+    """Call `run` in a thread, and have it stop by limits[1] when the clock says so."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            while not wait([running], max(0.0, min(LOOK, clock.left))).done and not clock.over:
+                pass
+        finally:
+            limits[1] = 1
+        return running.result()
 
 
 def _dense(columns: list[Ints], n: int) -> Ints:

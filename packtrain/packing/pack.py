@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from packtrain.packing import exact
+from packtrain.packing import exact, large
 from packtrain.packing.clock import Clock
 
 Ints = npt.NDArray[np.int64]
@@ -135,7 +135,11 @@ def _guesses(start: Ints, end: Ints, size: Ints, clock: Clock) -> Iterator[Ints]
     """
     if clock.limited:
         yield shelves(start, end, size)
-    for packer, keys in _orders(start, end, size):
+    orders = _orders(start, end, size)
+    if large.worth(len(size), clock):
+        yield from large.guesses(orders, np.stack((start, end, size), 1), clock)
+        return
+    for packer, keys in orders:
         offsets = packer(start, end, size, np.lexsort(keys), clock)
         if offsets is None:
             return

@@ -1,0 +1,59 @@
+"""The heuristics of `pack` for many buffers: compiled, with the same offsets. Knows no tensors."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from packtrain import kernels
+from packtrain.packing.clock import Clock
+from packtrain.packing.exact import FOUND, can_load, stopped_by
+
+Ints = npt.NDArray[np.int64]
+
+MANY = 8_000  # buffers with which loading kernels pays
+
+
+def worth(count: int, clock: Clock) -> bool:
+    """Whether so many buffers are packed sooner by kernels, loading included."""
+    return count > MANY and can_load(clock)
+
+
+def guesses(
+    orders: Iterable[tuple[Callable[..., Ints | None], tuple[Ints, ...]]], lives: Ints, clock: Clock
+) -> Iterator[Ints]:
+    """The offsets of each packer for its order, in turn, until time runs out; several are made side by side."""
+    running = deque[tuple[Future[Ints | None], Ints]]()
+    with ThreadPoolExecutor(kernels.threads()) as pool:
+        try:
+            for packer, keys in orders:
+                limits = np.zeros(4, np.int64)
+                given = packer.__name__, lives, np.lexsort(keys), limits, clock
+                running.append((pool.submit(compiled, *given), limits))
+                if len(running) < kernels.threads():
+                    continue
+                offsets = running.popleft()[0].result()
+                if offsets is None:
+                    return
+                yield offsets
+            for future, _ in running:
+                offsets = future.result()
+                if offsets is None:
+                    return
+                yield offsets
+        finally:
+            for _, limits in running:
+                limits[1] = 1
+
+
+def compiled(name: str, lives: Ints, order: Ints, limits: Ints, clock: Clock) -> Ints | None:
+    """What the function of that name in `pack` returns for lives (n, 3): start, end, size."""
+    by = np.argsort(lives[:, 0], kind="stable")  # neighbours are alive together
+    place = np.empty_like(by)
+    place[by] = np.arange(len(by))
+    scratch, made = np.empty((len(lives), 4), np.int64), np.zeros(len(lives), np.int64)
+    run = partial(getattr(kernels.packing, name), lives[by], place[order], made, scratch, limits)
+    return made[place] if stopped_by(clock, run, limits) == FOUND else None

@@ -72,6 +72,7 @@ def prepare(names: Collection[str], limit: int | None = None, used: int = 0) -> 
     With a limit, all processes together stay within it; this one has `used` bytes. Raises DoesNotFit.
     """
     if not store.missing(names):
+        store.keep()
         return 0
     chosen = way(limit, used)
     with alone(store.target() / "lock"):

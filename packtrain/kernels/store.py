@@ -149,8 +149,11 @@ def kept() -> dict[str, str]:
 
 
 def keep() -> None:
-    """Keep the fingerprints of all modules for other processes."""
-    path = target() / kept_name()
+    """Keep the fingerprints of all modules for other processes, where that is possible and has not been done."""
+    root = next((root for root in roots() if os.access(root, os.W_OK)), None)
+    if root is None or kept():
+        return
+    path = root / kept_name()
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps({name: fingerprint(name) for name in MADE_OF}))
     part.replace(path)

@@ -12,36 +12,19 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from packtrain.kernels.crew import (
-    ADDRESS,
-    ASLEEP,
-    BED,
-    BUSY,
-    CREW,
-    END,
-    GATE,
-    GIVEN,
-    INSIDE,
-    NEXT,
-    NUMBER,
-    OPEN,
-    OWN,
-    REST,
-    SIZE,
-    TASK,
-    THREADS,
-    TIME,
-    USED,
-    WAITING,
-)
+from packtrain.kernels import crew
 
 llvmlite.binding.initialize_native_asmparser()
 I64 = ir.IntType(64)
 i32, i64, void = types.int32, types.int64, types.void
+BUSY, OPEN, INSIDE, WAITING, USED = crew.BUSY, crew.OPEN, crew.INSIDE, crew.WAITING, crew.USED
+TASK, GIVEN, THREADS, NUMBER, CREW = crew.TASK, crew.GIVEN, crew.THREADS, crew.NUMBER, crew.CREW
+OWN, NEXT, END, TIME, ASLEEP = crew.OWN, crew.NEXT, crew.END, crew.TIME, crew.ASLEEP
+BED, GATE, SIZE = crew.BED, crew.GATE, crew.SIZE
 PATIENCE = 100_000  # nanoseconds of waiting actively: longer than the steps of a token that have one thread
 STACK = 1 << 20  # bytes of its stack that a thread touches first, to be measured with the kernels
 
-llvmlite.binding.add_symbol("packtrain_pool", ADDRESS)
+llvmlite.binding.add_symbol("packtrain_pool", crew.ADDRESS)
 sem_wait = types.ExternalFunction("sem_wait", i32(i64))
 sem_post = types.ExternalFunction("sem_post", i32(i64))
 clock_gettime = types.ExternalFunction("clock_gettime", i32(i32, i64))
@@ -77,7 +60,7 @@ def rest(typingctx):
 
     def codegen(context, builder, sig, args):
         form = ir.FunctionType(ir.VoidType(), [])
-        builder.asm(form, "\n".join([REST[platform.machine()]] * 4), "", [], True)
+        builder.asm(form, "\n".join([crew.REST[platform.machine()]] * 4), "", [], True)
         return context.get_dummy_value()
 
     return void(), codegen
@@ -184,22 +167,22 @@ def serve(thread):
 
 def share_out(task, given, count):
     """Run tasks 0 … count - 1."""
-    crew = min(threads(), get(CREW) + 1, count)
-    if crew <= 1 or swap(BUSY, 1) == 1:
+    workers = min(threads(), get(CREW) + 1, count)
+    if workers <= 1 or swap(BUSY, 1) == 1:
         for number in range(count):
             call_task(task, given, number)
         return
     swap(TASK, task)
     swap(GIVEN, given)
-    swap(THREADS, crew)
-    for thread in range(crew):
-        swap(OWN + thread * SIZE + NEXT, thread * count // crew)
-        swap(OWN + thread * SIZE + END, (thread + 1) * count // crew)
+    swap(THREADS, workers)
+    for thread in range(workers):
+        swap(OWN + thread * SIZE + NEXT, thread * count // workers)
+        swap(OWN + thread * SIZE + END, (thread + 1) * count // workers)
     swap(OPEN, add(NUMBER, 1) + 1)
-    for thread in range(1, crew):
+    for thread in range(1, workers):
         if get(OWN + thread * SIZE + ASLEEP) == 1 and swap(OWN + thread * SIZE + ASLEEP, 0) == 1:
             sem_post(place(OWN + thread * SIZE + BED))
-    work(0, crew)
+    work(0, workers)
     swap(OPEN, 0)
     await_others()
     swap(BUSY, 0)

@@ -2,15 +2,14 @@
 
 import math
 
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
 
 from packtrain.kernels import bits, codes, simd
+from packtrain.kernels.bits import squares
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.dequantize import row as unpack_row
 from packtrain.kernels.rooms import choice, explain, from_rooms
-from packtrain.kernels.simd import LANES, address, f32x16, fold, in2, load_part, scratch
+from packtrain.kernels.simd import LANES, address, in2, load_part, scratch
 
 i64, f64, void = types.int64, types.float64, types.void
 LINE = 256  # values measured at a time: whole blocks of every type
@@ -26,63 +25,25 @@ def row(kind, target, source, count):
     pack(kind, target, source, count)
 
 
-class Wide(types.Type):
-    """The numba type of 16 f64 in one LLVM vector: a sum of its own for each lane."""
-
-    def __init__(self):
-        super().__init__(name="f64x16")
-
-
-WIDE, wide = ir.VectorType(ir.DoubleType(), LANES), Wide()
-
-
-@register_model(Wide)
-class WideModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, WIDE)
-
-
-@intrinsic
-def no_sums(typingctx):
-    return wide(), lambda context, builder, sig, args: ir.Constant(WIDE, [0.0] * LANES)
-
-
-@intrinsic
-def add_squares(typingctx, sums, v):
-    def codegen(context, builder, sig, args):
-        values = builder.fpext(args[1], WIDE)
-        return builder.fadd(args[0], builder.fmul(values, values))
-
-    return wide(wide, f32x16), codegen
-
-
-@intrinsic
-def total(typingctx, sums):
-    def codegen(context, builder, sig, args):
-        return fold(builder, args[0], lambda builder, a, b: builder.fadd(a, b))
-
-    return f64(wide), codegen
-
-
 @kernel(f64(i64, i64))
 def squares_of(x, count):
-    found = no_sums()
+    found = f64(0.0)
     for i in range(0, count, LANES):
-        found = add_squares(found, load_part(x, i, count - i))
-    return total(found)
+        found += squares(load_part(x, i, count - i))
+    return found
 
 
 @kernel(f64(i64, i64, i64, i64, i64))
 def squared_error(kind, packed, nbytes, x, count):
     """Of one row: squares of the f32 differences."""
-    line, found = scratch(LINE), no_sums()
+    line, found = scratch(LINE), f64(0.0)
     for at in range(0, count, LINE):
         left = min(count - at, LINE)
         unpack_row(kind, line, packed + at * nbytes // count, left)
         for i in range(0, left, LANES):
             given = load_part(x, at + i, left - i)
-            found = add_squares(found, load_part(line, i, left - i) - given)
-    return total(found)
+            found += squares(load_part(line, i, left - i) - given)
+    return found
 
 
 @kernel(void(i64, bytes2, types.Array(f64, 2, "C"), in2, i64))

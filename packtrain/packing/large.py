@@ -1,8 +1,7 @@
 """The heuristics of `pack` for many buffers: compiled, with the same offsets. Knows no tensors."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -26,26 +25,18 @@ def guesses(
     orders: Iterable[tuple[Callable[..., Ints | None], tuple[Ints, ...]]], lives: Ints, clock: Clock
 ) -> Iterator[Ints]:
     """The offsets of each packer for its order, in turn, until time runs out; several are made side by side."""
-    running = deque[tuple[Future[Ints | None], Ints]]()
+    given = [(packer.__name__, np.lexsort(keys), np.zeros(4, np.int64)) for packer, keys in orders]
     with ThreadPoolExecutor(kernels.threads()) as pool:
+        made = [pool.submit(compiled, name, lives, by, stop, clock) for name, by, stop in given]
         try:
-            for packer, keys in orders:
-                limits = np.zeros(4, np.int64)
-                given = packer.__name__, lives, np.lexsort(keys), limits, clock
-                running.append((pool.submit(compiled, *given), limits))
-                if len(running) < kernels.threads():
-                    continue
-                offsets = running.popleft()[0].result()
-                if offsets is None:
-                    return
-                yield offsets
-            for future, _ in running:
+            for future in made:
                 offsets = future.result()
                 if offsets is None:
                     return
                 yield offsets
         finally:
-            for _, limits in running:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for *_, limits in given:
                 limits[1] = 1
 
 

@@ -123,6 +123,18 @@ class Limits:
     interrupted: Callable[[], bool] = lambda: False
 
 
+def check_prompt(prompt: Sequence[int], size: int) -> None:
+    """Raise InputError unless a context of `size` tokens has room for the prompt."""
+    if not prompt:
+        raise InputError(
+            "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
+        )
+    if len(prompt) > size:
+        raise InputError(
+            f"the prompt has {plural(len(prompt), 'token')} and the context {size}; the prompt must fit"
+        )
+
+
 class Reply:
     """The model's reply to a prompt; iterate over it for pieces of text as they are complete.
 
@@ -142,15 +154,7 @@ class Reply:
         drafter: Drafter | None = None,
         draft_max: int = 16,
     ) -> None:
-        if not prompt:
-            raise InputError(
-                "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
-            )
-        if len(prompt) > generator.size:
-            raise InputError(
-                f"the prompt has {plural(len(prompt), 'token')} and the context {generator.size};"
-                " the prompt must fit"
-            )
+        check_prompt(prompt, generator.size)
         self.prompt, self.ids, self.ended = tuple(prompt), list[int](), ""
         self.reading, self.writing = Speed(), Speed()
         self._generator, self._tokenizer = generator, tokenizer
@@ -159,7 +163,7 @@ class Reply:
         self.drafted = self.accepted = 0
 
     def __iter__(self) -> Iterator[str]:
-        text, stream = _Text(self._limits.stops), Stream(self._tokenizer)
+        text, stream = Pieces(self._limits.stops), Stream(self._tokenizer)
         for id in self.prompt:  # so that the space before the first word is part of the text
             stream.feed(id)
         for id in self._tokens():
@@ -230,7 +234,7 @@ class Reply:
         return choose(logits, seen, self._sampling, rng)
 
 
-class _Text:
+class Pieces:
     """Releases text piece by piece, holding back an end that could become a stop text."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:

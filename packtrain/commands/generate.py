@@ -24,5 +24,6 @@ def run(settings: Generate) -> int:
         say(
             f"{plural(done.drafted, 'token')} guessed, {done.accepted:,} of them right ({share:.0%})"
         )
-    say(f"seed {done.seed}; ended by {ENDS[done.ended]}")
+    for one in (done, *done.others):
+        say(f"seed {one.seed}; ended by {ENDS[one.ended]}")
     return INTERRUPTED if done.ended == "interrupted" else DONE

@@ -1,15 +1,19 @@
 """Continue a prompt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from packtrain.answers import Answers
+from packtrain.context import Context
 from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.files import existing
 from packtrain.generation import Limits, Reply
+from packtrain.models.cache import SEQUENCES
 from packtrain.settings import option
 from packtrain.tasks.speak import (
     CONTEXT,
+    MOST_SEED,
     Generated,
     Speaking,
     cells,
@@ -18,6 +22,7 @@ from packtrain.tasks.speak import (
     opened,
     written,
 )
+from packtrain.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class Generate(Speaking):
         flags="-n",
         least=-1,
     )
+    parallel: int = option(
+        1, "answers to write at once; the prompt is read once", flags="-np", least=1, most=SEQUENCES
+    )
     display_prompt: bool = option(True, "print the prompt before the text")
 
 
@@ -42,9 +50,20 @@ def generate(settings: Generate, events: Events) -> Generated:
     model = opened(settings)
     tokenizer = model.tokenizer()
     ids = tokenizer.encode(prompt, eos=False)
-    wanted = len(ids) + settings.n_predict if settings.n_predict >= 0 else CONTEXT
+    wanted = (
+        len(ids) + settings.n_predict * settings.parallel if settings.n_predict >= 0 else CONTEXT
+    )
     most = cells(settings, model.config.context_length, max(wanted, len(ids) + 1), events)
-    generator, seed = load_generator(settings, model, most), settings.drawn_seed()
+    generator, seed = (
+        load_generator(settings, model, most, sequences=settings.parallel),
+        settings.drawn_seed(),
+    )
+    if settings.parallel > 1 and (settings.draft_lookup or settings.model_draft):
+        raise InputError(
+            "--parallel writes tokens of all answers together; it takes no --model-draft"
+        )
+    if settings.parallel > 1:
+        return several(settings, generator.context, tokenizer, ids, seed, events)
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
         how = drafter(settings, model, most), settings.draft_max
@@ -52,6 +71,34 @@ def generate(settings: Generate, events: Events) -> Generated:
         if settings.display_prompt:
             events.text(prompt)
         return written(reply, seed, events)
+
+
+def several(
+    settings: Generate,
+    context: Context,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    seed: int,
+    events: Events,
+) -> Generated:
+    """--parallel answers, each with the seed after that of the one before."""
+    seeds = [(seed + n) % (MOST_SEED + 1) for n in range(settings.parallel)]
+    begun = -1
+    with events.stopping() as stopped:
+        limits = Limits(settings.n_predict, settings.stop, stopped)
+        answers = Answers(context, tokenizer, ids, settings.sampling, seeds, limits)
+        for number, piece in answers:
+            if number > begun:
+                begun = number
+                events.text(
+                    f"{chr(10) * 2 * (number > 0)}--- {number + 1}, seed {seeds[number]} ---\n"
+                )
+            events.text(piece)
+    speeds = answers.reading, answers.writing
+    first, *others = (
+        Generated(one.text, tuple(one.ids), one.ended, one.seed, *speeds) for one in answers.every
+    )
+    return replace(first, others=tuple(others))
 
 
 def _prompt(settings: Generate) -> str:

@@ -113,6 +113,7 @@ class Generated:
     writing: Speed
     drafted: int = 0
     accepted: int = 0
+    others: tuple["Generated", ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -151,7 +152,9 @@ def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
     return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min)
 
 
-def load_generator(settings: Speaking, model: ModelFile, cells: int, rows: int = 0) -> Generator:
+def load_generator(
+    settings: Speaking, model: ModelFile, cells: int, rows: int = 0, sequences: int = 1
+) -> Generator:
     """A generator with the model's weights and its kernels loaded. Raises DoesNotFit."""
     c, there, kind = model.config, total_nbytes(), DTYPES[settings.cache_type]
     cache = 2 * cells * c.block_count * c.head_count_kv * kind.row_nbytes(c.head_width)
@@ -165,8 +168,10 @@ def load_generator(settings: Speaking, model: ModelFile, cells: int, rows: int =
             f"--cache-type: {kind} packs {kind.block} values, and heads have {c.head_width}; use f16 or f32"
         )
     guessing = settings.draft_lookup or settings.model_draft
-    rows = rows or (settings.draft_max + 1 if guessing else 1)
-    how = target(settings.device), rows
-    generator = Generator.of(model, cells, kind, *how, swa_full=settings.swa_full)
+    rows = rows or (settings.draft_max + 1 if guessing else sequences)
+    generator = Generator.of(
+        model, cells, kind, target(settings.device), rows,
+        sequences=sequences, swa_full=settings.swa_full,
+    )  # fmt: skip
     generator.feed([0])  # loads the kernels, so that the prompt's time does not include it
     return generator

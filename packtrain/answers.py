@@ -1,0 +1,105 @@
+"""Several answers to one prompt, which is read once: their tokens are computed together."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from packtrain.context import Context
+from packtrain.generation import Limits, Pieces, Speed, check_prompt
+from packtrain.sample import Sampling, choose, draws
+from packtrain.tokenizer import Stream, Tokenizer
+
+
+class Answer:
+    """One of them: `ids`, and `ended` by end, stop, count, context or interrupted."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...], seed: int
+    ) -> None:
+        self.prompt, self.seed, self.ids, self.ended = prompt, seed, list[int](), ""
+        self.text, self._ends = "", tokenizer.ends
+        self._pieces, self._stream = Pieces(stops), Stream(tokenizer)
+        for id in prompt:  # so that the space before the first word is part of the text
+            self._stream.feed(id)
+
+    def take(self, logits: np.ndarray, sampling: Sampling) -> None:
+        """Choose the next token."""
+        rng = draws(self.seed, len(self.ids))
+        chosen = choose(logits, (*self.prompt, *self.ids), sampling, rng)
+        if chosen in self._ends:
+            self.end("end")
+            return
+        self.ids.append(chosen)
+        self.text += self._pieces.add(self._stream.feed(chosen))
+        if self._pieces.stopped:
+            self.ended = "stop"
+
+    def end(self, reason: str) -> None:
+        self.ended = reason
+        self.text += self._pieces.add(self._stream.flush()) + self._pieces.rest()
+
+
+class Answers:
+    """Answers of sequences 0 … of a context; iterate over it until all have ended, for what is new in the first that
+    has not.
+
+    reading, writing  speeds of the prompt, and of all answers together
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Limits,
+    ) -> None:
+        check_prompt(prompt, context.cache.cells)
+        self._context, self._sampling, self._limits = context, sampling, limits
+        self.prompt, self.reading, self.writing = tuple(prompt), Speed(), Speed()
+        self.every = [Answer(tokenizer, self.prompt, limits.stops, seed) for seed in seeds]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        """Number of an answer, and a piece of its text, all of one before the next."""
+        shown = [0] * len(self.every)
+        for _ in self._run():
+            for number, answer in enumerate(self.every):
+                yield number, answer.text[shown[number] :]
+                shown[number] = len(answer.text)
+                if not answer.ended:
+                    break
+
+    def _run(self) -> Iterator[None]:
+        began, context = time.perf_counter(), self._context
+        known = context.reuse(0, self.prompt)
+        logits = np.repeat(context.decode(self.prompt[known:], 0), len(self.every), axis=0)
+        for seq in range(1, len(self.every)):
+            context.remove(seq)
+            context.copy(0, seq)
+        self.reading.add(len(self.prompt) - known, time.perf_counter() - began)
+        going = [*enumerate(self.every)]
+        while going:
+            began = time.perf_counter()
+            for (_, answer), row in zip(going, logits, strict=True):
+                answer.take(row, self._sampling)
+            self._limit([answer for _, answer in going if not answer.ended])
+            going = [(seq, answer) for seq, answer in going if not answer.ended]
+            if going:
+                tokens = [answer.ids[-1] for _, answer in going]
+                seqs = [seq for seq, _ in going]
+                logits = context.decode(tokens, seqs, wanted=range(len(seqs)))
+                self.writing.add(len(seqs), time.perf_counter() - began)
+            yield
+
+    def _limit(self, going: list[Answer]) -> None:
+        """End those that may not go on."""
+        room = np.count_nonzero(self._context.pools.all.sets == 0)
+        for answer in going:
+            if self._limits.interrupted():
+                answer.end("interrupted")
+            elif len(answer.ids) == self._limits.count:
+                answer.end("count")
+            elif room < len(going):
+                answer.end("context")

@@ -1,0 +1,78 @@
+"""Several answers to one prompt: each is what its seed gives alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.answers import Answers
+from packtrain.context import Cache, Context, Sizes, placements
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.generation import Generator, Limits, Reply
+from packtrain.run import Session
+from packtrain.sample import Sampling
+from packtrain.tasks.generate import Generate, generate
+from tests.architectures import random_model
+from tests.models import values
+from tests.test_drafting import KNOWN
+from tests.test_generate import PROMPT, tokenizer
+
+SEEDS, WIDE = (7, 8, 9), Sampling(temp=1.5, top_k=0, top_p=1, min_p=0)
+
+
+def context(cells: int) -> Context:
+    session, cache, sizes = Session(), Cache(cells, sequences=3), Sizes.of(cells, 3)
+    runs = session.executors(placements(KNOWN, cache, sizes))
+    session.set(values(KNOWN))
+    return Context.within(KNOWN, cache, sizes, runs, 3)
+
+
+def alone(seed: int, limits: Limits, cells: int) -> tuple[list[int], str, str]:
+    reply = Reply(Generator(context(cells)), tokenizer(), PROMPT, WIDE, seed, limits)
+    text = "".join(reply)
+    return reply.ids, text, reply.ended
+
+
+@pytest.mark.parametrize("stops", [(), ("e",)])
+def test_each_answer_is_what_its_seed_gives_alone(stops: tuple[str, ...]):
+    limits, cells = Limits(20, stops), 90
+    answers = Answers(context(cells), tokenizer(), PROMPT, WIDE, SEEDS, limits)
+    pieces = [*answers]
+    for number, (seed, answer) in enumerate(zip(SEEDS, answers.every, strict=True)):
+        ids, text, ended = alone(seed, limits, cells)
+        assert (answer.ids, answer.text, answer.ended) == (ids, text, ended)
+        assert "".join(piece for n, piece in pieces if n == number) == text
+    assert [n for n, _ in pieces] == sorted(n for n, _ in pieces)
+    assert len({tuple(answer.ids) for answer in answers.every}) == 3
+    assert answers.reading.tokens == len(PROMPT)
+
+
+def test_the_prompt_is_read_once_and_shared():
+    made = context(90)
+    answers = Answers(made, tokenizer(), PROMPT, WIDE, SEEDS, Limits(1))
+    assert [*answers]
+    assert np.count_nonzero(made.pools.all.sets) == len(PROMPT)
+
+
+def test_a_full_context_ends_all():
+    answers = Answers(context(16), tokenizer(), PROMPT, WIDE, SEEDS, Limits())
+    assert [*answers]
+    assert {answer.ended for answer in answers.every} <= {"context", "end"}
+    assert sum(len(answer.ids) for answer in answers.every) >= 16 - len(PROMPT)
+
+
+def test_the_command_writes_them_one_after_the_other(tmp_path: Path):
+    random_model(tmp_path / "a.gguf", "llama")
+    pieces = list[str]()
+    events = type("Heard", (Events,), {"text": lambda self, piece: pieces.append(piece)})()
+    given = Generate(tmp_path / "a.gguf", prompt="the", n_predict=12, seed=5, temp=1.0, parallel=3)
+    done = generate(given, events)
+    every = (done, *done.others)
+    single = [generate(replace(given, parallel=1, seed=5 + n), Events()) for n in range(3)]
+    assert [one.text for one in every] == [one.text for one in single]
+    want = "\n\n".join(f"--- {n}, seed {4 + n} ---\n{one.text}" for n, one in enumerate(every, 1))
+    assert "".join(pieces) == want
+    with pytest.raises(InputError, match="--parallel writes tokens of all answers together"):
+        generate(replace(given, draft_lookup=True), Events())

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from packtrain.context import Context
-from packtrain.generation import Limits, Pieces, Speed, check_prompt
-from packtrain.sample import Sampling, choose, draws
+from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt
+from packtrain.sampling import Chain, Sampling
 from packtrain.tokenizer import Stream, Tokenizer
 
 
@@ -15,18 +15,18 @@ class Answer:
     """One of them: `ids`, and `ended` by end, stop, count, context or interrupted."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...], seed: int
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...], chain: Chain
     ) -> None:
-        self.prompt, self.seed, self.ids, self.ended = prompt, seed, list[int](), ""
+        self.chain, self.seed, self.ids, self.ended = chain, chain.seed, list[int](), ""
         self.text, self._ends = "", tokenizer.ends
         self._pieces, self._stream = Pieces(stops), Stream(tokenizer)
         for id in prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
 
-    def take(self, logits: np.ndarray, sampling: Sampling) -> None:
+    def take(self, logits: np.ndarray) -> None:
         """Choose the next token."""
-        rng = draws(self.seed, len(self.ids))
-        chosen = choose(logits, (*self.prompt, *self.ids), sampling, rng)
+        chosen = self.chain.choose(logits)
+        self.chain.accept(chosen)
         if chosen in self._ends:
             self.end("end")
             return
@@ -57,9 +57,10 @@ class Answers:
         limits: Limits,
     ) -> None:
         check_prompt(prompt, context.cache.cells)
-        self._context, self._sampling, self._limits = context, sampling, limits
+        self._context, self._limits = context, limits
         self.prompt, self.reading, self.writing = tuple(prompt), Speed(), Speed()
-        self.every = [Answer(tokenizer, self.prompt, limits.stops, seed) for seed in seeds]
+        chains = [chain_of(tokenizer, sampling, seed, prompt) for seed in seeds]
+        self.every = [Answer(tokenizer, self.prompt, limits.stops, chain) for chain in chains]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         """Number of an answer, and a piece of its text, all of one before the next."""
@@ -83,7 +84,7 @@ class Answers:
         while going:
             began = time.perf_counter()
             for (_, answer), row in zip(going, logits, strict=True):
-                answer.take(row, self._sampling)
+                answer.take(row)
             self._limit([answer for _, answer in going if not answer.ended])
             going = [(seq, answer) for seq, answer in going if not answer.ended]
             if going:

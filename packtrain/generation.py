@@ -7,6 +7,7 @@ prints.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ from packtrain.context import Context
 from packtrain.dtypes import Dtype, f32
 from packtrain.errors import InputError
 from packtrain.models.file import ModelFile
-from packtrain.sample import Sampling, choose, draws
+from packtrain.sampling import Chain, Sampling, find_breakers
+from packtrain.sampling.dry import Breakers
 from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
 
@@ -158,7 +160,8 @@ class Reply:
         self.prompt, self.ids, self.ended = tuple(prompt), list[int](), ""
         self.reading, self.writing = Speed(), Speed()
         self._generator, self._tokenizer = generator, tokenizer
-        self._sampling, self._seed, self._limits = sampling, seed, limits
+        self._limits = limits
+        self._chain = chain_of(tokenizer, sampling, seed, prompt)
         self._drafter, self._draft_max = drafter, draft_max
         self.drafted = self.accepted = 0
 
@@ -186,7 +189,8 @@ class Reply:
                 rows = logits[None][: not left]
             read = len(waiting) - len(left)
             for logits, guessed in zip_longest(rows, guess):
-                chosen = self._choose(logits)
+                chosen = self._chain.choose(logits)
+                self._chain.accept(chosen)
                 speed.add(read, time.perf_counter() - began)
                 read, began = 1, time.perf_counter()
                 if chosen in self._tokenizer.ends:
@@ -229,9 +233,22 @@ class Reply:
             self.ended = "context"
         return bool(self.ended)
 
-    def _choose(self, logits: np.ndarray) -> int:
-        seen, rng = (*self.prompt, *self.ids), draws(self._seed, len(self.ids))
-        return choose(logits, seen, self._sampling, rng)
+
+def chain_of(tokenizer: Tokenizer, sampling: Sampling, seed: int, prompt: Sequence[int]) -> Chain:
+    """The samplers of a sequence that begins with this prompt. Raises InputError."""
+    sampling.check_sampling(tokenizer.vocab_size)
+    return Chain(sampling, seed, prompt, _breakers(tokenizer, sampling))
+
+
+@lru_cache(maxsize=4)
+def _breakers(tokenizer: Tokenizer, sampling: Sampling) -> Breakers:
+    """Where DRY ends repetitions, in tokens."""
+    if not sampling.dry_multiplier:
+        return {}
+    pieces = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
+    return find_breakers(
+        sampling.breakers, pieces, lambda text: tokenizer.encode(text, False, False, False)
+    )
 
 
 class Pieces:

@@ -15,7 +15,7 @@ from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.generation import Drafter, Generator, Limits, Reply
 from packtrain.run import Session
-from packtrain.sample import Sampling
+from packtrain.sampling import Sampling
 from packtrain.tasks.generate import Generate, generate
 from tests.architectures import random_model
 from tests.models import CONFIG, values

@@ -13,7 +13,7 @@ from packtrain.generation import Generator, Limits, Reply
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
 from packtrain.models.metadata import metadata
-from packtrain.sample import Sampling
+from packtrain.sampling import Sampling
 from packtrain.tokenizer import Tokenizer
 from tests.models import bind, values
 from tests.models import logits as full_logits

@@ -56,11 +56,11 @@ LAYERS = {
     "convert": "dtypes errors files gguf tokenizer quant models",
     "merging": "backends types dtypes errors files tensor graph ops placing planning run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
-    "sample": "errors",
+    "sampling": "errors words settings",
     "context": "backends dtypes errors files words memory graph placing planning run models",
-    "generation": "backends dtypes errors words tokenizer models sample context",
+    "generation": "backends dtypes errors words tokenizer models sampling context",
     "drafting": "errors generation models",
-    "answers": "context generation sample tokenizer",
+    "answers": "context generation sampling tokenizer",
     "watch": "errors events words files memory planning",
     "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
     " recompute models context watch version backends",
@@ -69,7 +69,7 @@ LAYERS = {
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
-    " quant gguf tokenizer corpus samples models merging sample context generation drafting answers template watch"
+    " quant gguf tokenizer corpus samples models merging sampling context generation drafting answers template watch"
     " design training backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",

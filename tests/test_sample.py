@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from packtrain.errors import InputError
-from packtrain.sample import Sampling, choose, draws
+from packtrain.sampling import Chain, Sampling
 
 PLAIN = Sampling(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
 LIKELY = np.array([0.1, 0.4, 0.2, 0.05, 0.25])
@@ -14,11 +14,19 @@ LOGITS = np.log(LIKELY).astype(np.float32)
 COUNT = 4000
 
 
+def choose(
+    logits: np.ndarray, recent: tuple[int, ...], sampling: Sampling, seed: int, index: int
+) -> int:
+    chain = Chain(sampling, seed, recent)
+    chain.index = index
+    return chain.choose(logits)
+
+
 def shares(
     sampling: Sampling, recent: tuple[int, ...] = (), logits: np.ndarray = LOGITS
 ) -> np.ndarray:
     """How often each id is chosen in COUNT draws."""
-    chosen = [choose(logits, recent, sampling, draws(1, i)) for i in range(COUNT)]
+    chosen = [choose(logits, recent, sampling, 1, i) for i in range(COUNT)]
     return np.bincount(chosen, minlength=len(logits)) / COUNT
 
 
@@ -81,9 +89,9 @@ def test_recent_tokens_are_less_likely() -> None:
 def test_temperature_0_takes_the_likeliest_and_of_equals_the_lowest() -> None:
     greedy = Sampling(temp=0.0, repeat_penalty=4.0)
     logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
-    assert choose(logits, (), greedy, draws(0, 0)) == 1
-    assert choose(logits, (1,), greedy, draws(0, 0)) == 2
-    assert choose(logits, (1, 2), greedy, draws(0, 0)) == 3
+    assert choose(logits, (), greedy, 0, 0) == 1
+    assert choose(logits, (1,), greedy, 0, 0) == 2
+    assert choose(logits, (1, 2), greedy, 0, 0) == 3
     assert logits.tolist() == [1, 3, 3, 2]
 
 
@@ -94,9 +102,9 @@ def test_of_equal_logits_top_k_keeps_the_lowest_ids() -> None:
 
 def test_a_draw_depends_on_seed_and_index_alone() -> None:
     logits = np.zeros(1000, np.float32)
-    texts = [[choose(logits, (), PLAIN, draws(s, i)) for i in range(8)] for s in (1, 1, 2)]
+    texts = [[choose(logits, (), PLAIN, s, i) for i in range(8)] for s in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    assert choose(logits, (), PLAIN, draws(1, 5)) == texts[0][5]
+    assert choose(logits, (), PLAIN, 1, 5) == texts[0][5]
     assert len(set(texts[0])) > 4
 
 
@@ -105,10 +113,10 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
 def test_logits_that_are_not_finite_are_refused(bad: float, temp: float) -> None:
     logits = np.array([0, 1, bad], np.float32)
     with pytest.raises(InputError, match=f"the logit of token 2 is {bad}"):
-        choose(logits, (), Sampling(temp=temp), draws(0, 0))
+        choose(logits, (), Sampling(temp=temp), 0, 0)
 
 
 def test_the_smallest_temperature_is_nearly_none():
     logits = np.array([1.0, 3.0, 2.0], np.float32)
     for temp in (1e-310, 1e-30):
-        assert choose(logits, [], Sampling(temp=temp), draws(0, 0)) == 1
+        assert choose(logits, [], Sampling(temp=temp), 0, 0) == 1

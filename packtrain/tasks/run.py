@@ -20,7 +20,7 @@ from packtrain.generation import Generator, Limits, Reply
 from packtrain.memory import settle, total_nbytes
 from packtrain.picture import page
 from packtrain.planning import size_text
-from packtrain.sample import Sampling
+from packtrain.sampling import Sampling
 from packtrain.settings import to_yaml
 from packtrain.tasks.ready import Prepare, Ready, facts
 from packtrain.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, Q8
 from packtrain.planning import size_text
-from packtrain.sample import Sampling
+from packtrain.sampling import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
 from packtrain.training.settings import DEVICE
 from packtrain.words import long_context
@@ -26,22 +26,16 @@ MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Speaking:
-    """Settings of the commands that generate text."""
+class Speaker:
+    """What text is generated with."""
 
     model: Path = positional("the model, a GGUF file")
-    temp: float = SAMPLING(
-        0.8, "temperature; 0 always picks the likeliest token", flags="--temperature", least=0
-    )
-    top_k: int = SAMPLING(40, "sample from the N likeliest tokens; 0: from all", least=0)
-    top_p: float = SAMPLING(
-        0.95, "sample from the likeliest tokens whose probabilities add up to this", least=0, most=1
-    )
-    min_p: float = SAMPLING(
-        0.05, "drop tokens less likely than this share of the likeliest", least=0, most=1
-    )
-    repeat_penalty: float = SAMPLING(1.0, "penalty on recent tokens; 1: none", least=0.01)
-    repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", least=-1)
+
+
+@dataclass(frozen=True)
+class Speaking(Sampling, Speaker):
+    """Settings of the commands that generate text."""
+
     seed: int | None = SAMPLING(
         None,
         "random seed; -1: a new one each time",
@@ -82,12 +76,13 @@ class Speaking:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(*(getattr(self, field.name) for field in fields(Sampling)))
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     def drawn_seed(self) -> int:
         return secrets.randbits(32) if self.seed in (None, -1) else self.seed
 
     def check(self) -> None:
+        self.check_sampling()
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
         if self.draft_lookup and self.model_draft:

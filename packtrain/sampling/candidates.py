@@ -1,0 +1,46 @@
+"""What samplers work on: ids that can come next with their logits, in float64 from the model's float32.
+
+A sampler takes Candidates and returns Candidates; arrays are never changed in place.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Candidates(NamedTuple):
+    """Tokens that can come next.
+
+    ids     (N,) int64
+    logits  (N,) float64; −inf: this token cannot come
+    sorted  whether logits fall; of equal ones the lower id is first
+    """
+
+    ids: np.ndarray
+    logits: np.ndarray
+    sorted: bool = False
+
+    def take(self, which: np.ndarray | slice) -> "Candidates":
+        """Some of them, in their order."""
+        return Candidates(self.ids[which], self.logits[which], self.sorted)
+
+
+def ranked(c: Candidates) -> Candidates:
+    """The likeliest first; of equals the lowest id."""
+    if c.sorted:
+        return c
+    order = np.lexsort((c.ids, -c.logits))
+    return Candidates(c.ids[order], c.logits[order], True)
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """softmax(logits), summed from first to last, as kernels do."""
+    e: np.ndarray = np.exp(logits - logits.max())
+    e /= np.cumsum(e)[-1]
+    return e
+
+
+def entropy(p: np.ndarray) -> float:
+    """−Σ p log p, in nats."""
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())

@@ -1,0 +1,122 @@
+"""The chain of samplers of one sequence: its settings, the recent tokens, mirostat's mu."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from packtrain.errors import InputError
+from packtrain.sampling.bias import logit_bias
+from packtrain.sampling.candidates import Candidates
+from packtrain.sampling.draw import draw, draws
+from packtrain.sampling.dry import Breakers, dry
+from packtrain.sampling.min_p import min_p
+from packtrain.sampling.mirostat import learnt, mirostat, mirostat_2
+from packtrain.sampling.penalties import penalties
+from packtrain.sampling.settings import Sampling
+from packtrain.sampling.tail_free import tail_free
+from packtrain.sampling.temperature import dynamic, temperature
+from packtrain.sampling.top_k import top_k
+from packtrain.sampling.top_n_sigma import top_n_sigma
+from packtrain.sampling.top_p import top_p
+from packtrain.sampling.typical import typical
+from packtrain.sampling.xtc import xtc
+
+Step = Callable[["Chain", Candidates, np.random.Generator], Candidates]
+STEPS: dict[str, Step] = {
+    "penalties": lambda own, c, rng: own.penalised(c),
+    "dry": lambda own, c, rng: own.dried(c),
+    "top_n_sigma": lambda own, c, rng: top_n_sigma(c, own.sampling.top_n_sigma),
+    "top_k": lambda own, c, rng: top_k(c, own.sampling.top_k),
+    "tfs_z": lambda own, c, rng: tail_free(c, own.sampling.tfs),
+    "typ_p": lambda own, c, rng: typical(c, own.sampling.typical),
+    "top_p": lambda own, c, rng: top_p(c, own.sampling.top_p),
+    "min_p": lambda own, c, rng: min_p(c, own.sampling.min_p),
+    "xtc": lambda own, c, rng: xtc(
+        c, own.sampling.xtc_probability, own.sampling.xtc_threshold, rng
+    ),
+    "temperature": lambda own, c, rng: dynamic(
+        c, own.sampling.temp, own.sampling.dynatemp_range, own.sampling.dynatemp_exp
+    ),
+}
+
+
+class Chain:
+    """The samplers of one sequence. `choose` the next token, then `accept` it; `copy` for a fork of the sequence."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        seed: int = 0,
+        recent: Iterable[int] = (),
+        breakers: Breakers | None = None,
+    ) -> None:
+        """recent: tokens before the first one chosen; breakers: of DRY, see `find_breakers`. Raises InputError."""
+        self.sampling: Sampling = sampling
+        self.seed, self.index = seed, 0
+        self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
+        self._breakers, self._biases = breakers or {}, sampling.biases
+        self._steps = [STEPS[name] for name in sampling.order]
+
+    def copy(self) -> "Chain":
+        """A chain of the same state that goes its own way."""
+        other = Chain(self.sampling, self.seed, self.recent, self._breakers)
+        other.index, other.mu = self.index, self.mu
+        return other
+
+    def choose(self, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
+        """The next token; of equal logits the lowest id wins. Raises InputError if a logit is not finite.
+
+        allowed  (V,) bool: tokens that a grammar lets come; at least one
+        """
+        check_finite(logits)
+        ids = np.arange(len(logits)) if allowed is None else np.flatnonzero(allowed)
+        return self.finish(Candidates(ids, logits[ids].astype(np.float64)), len(logits))
+
+    def finish(self, c: Candidates, vocab_size: int) -> int:
+        """The next token out of candidates."""
+        rng = draws(self.seed, self.index)
+        c = logit_bias(c, self._biases)
+        c = c.take(c.logits > -np.inf)
+        if not len(c.ids):
+            raise InputError("--logit-bias: no token is left that could come next")
+        if self.sampling.mirostat:
+            return self._mirostat(c, vocab_size, rng)
+        for step in self._steps:
+            c = step(self, c, rng)
+        return draw(c, rng)
+
+    def accept(self, id: int) -> None:
+        """The token that came, whether or not it was chosen here."""
+        self.recent.append(id)
+        self.index += 1
+
+    def last(self, count: int) -> Sequence[int]:
+        """The last tokens; -1: all."""
+        return self.recent if count < 0 else self.recent[max(len(self.recent) - count, 0) :]
+
+    def penalised(self, c: Candidates) -> Candidates:
+        s = self.sampling
+        how = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+        return penalties(c, self.last(s.repeat_last_n), *how)
+
+    def dried(self, c: Candidates) -> Candidates:
+        s = self.sampling
+        how = s.dry_multiplier, s.dry_base, s.dry_allowed_length
+        return dry(c, self.last(s.dry_penalty_last_n), self._breakers, *how)
+
+    def _mirostat(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> int:
+        s = self.sampling
+        c = temperature(c, s.temp)
+        c = mirostat(c, self.mu, vocab_size) if s.mirostat == 1 else mirostat_2(c, self.mu)
+        id = draw(c, rng)
+        self.mu = learnt(c, id, self.mu, s.mirostat_ent, s.mirostat_lr)
+        return id
+
+
+def check_finite(logits: np.ndarray) -> None:
+    """Raises InputError if a logit is not finite."""
+    if not np.isfinite(logits).all():
+        bad = int(np.flatnonzero(~np.isfinite(logits))[0])
+        raise InputError(
+            f"the logit of token {bad} is {logits[bad]}; the model's weights must give finite numbers"
+        )

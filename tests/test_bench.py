@@ -361,9 +361,18 @@ def test_reading_and_writing_beside_llama_cpp(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("PACKTRAIN_CPU", raising=False)
     assert llama.program(None) == llama.program(bench) == bench
+    monkeypatch.setattr(llama, "has", lambda feature: True)
+    half = "1m Q8_0", "reading 512, --precision bf16", 512.0, 512.0, 1.0
+    plain = llama.Ours.__init__
+    monkeypatch.setattr(
+        llama.Ours,
+        "__init__",
+        lambda self, path, how="f32", precision="f32": plain(self, path, how),
+    )
     (made,) = llama.tables(None, bench, 2, counting, clock())
     assert made.rows == [
         ["1m Q8_0", "reading 512", 512.0, 512.0, 1.0],  # ours takes a second by that clock
+        [*half],
         ["1m Q8_0", "writing 64", 64.0, 32.0, 2.0],
         ["1m Q8_0", "writing 64, --activations q8", 64.0, 32.0, 2.0],
     ]
@@ -372,7 +381,11 @@ def test_reading_and_writing_beside_llama_cpp(
     assert llama.program(None) is None
     base = llama.made(tmp_path, "F16")
     (alone,) = llama.tables(base, None, 1, counting, clock())
-    assert alone.rows == [["F16", "reading 512", 512.0], ["F16", "writing 64", 64.0]]
+    assert alone.rows == [
+        ["F16", "reading 512", 512.0],
+        ["F16", "reading 512, --precision bf16", 512.0],
+        ["F16", "writing 64", 64.0],
+    ]
     assert [*alone.notes] == [llama.WITHOUT]
 
 

@@ -1,5 +1,8 @@
 """Products whose factors are rounded to bf16: both backends round alike, and threads change no bit."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,9 +11,14 @@ from packtrain import backends, kernels, ops
 from packtrain.checking.running import run
 from packtrain.dtypes import BLOCK_TYPES, i32
 from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.models.file import open_model
 from packtrain.ops.arrays import rounded
 from packtrain.quant import quantize
+from packtrain.tasks.evaluate import Evaluate, evaluate
+from packtrain.tasks.generate import Generate, generate
 from packtrain.tensor import Tensor, constant, input
+from tests.architectures import random_model
 from tests.checks import same_bits
 
 pytestmark = pytest.mark.skipif(not kernels.panels.HALF, reason="this CPU has no AVX512_BF16")
@@ -102,3 +110,30 @@ def test_without_the_instruction_the_product_is_refused(monkeypatch: pytest.Monk
 def test_other_precisions_are_refused() -> None:
     with pytest.raises(pt.GraphError, match="precision is bf61; it must be f32 or bf16"):
         ops.matmul(input("x", (5, 8)), input("w", (3, 8)), precision="bf61")
+
+
+def test_a_prompt_is_read_in_it_and_a_few_tokens_are_not(tmp_path: Path) -> None:
+    random_model(tmp_path / "m.gguf", "llama")
+    model = open_model(tmp_path / "m.gguf")
+    half = replace(model, config=replace(model.config, precision="bf16"))
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, 40).tolist()
+    exact, rounded = (pt.Context(one, cells=64, cache="f32") for one in (model, half))
+    a, b = exact.decode(ids), rounded.decode(ids)
+    off = np.abs(a - b).max() / np.abs(a).max()
+    assert 1e-5 < off < 0.03
+    exact.remove(0), rounded.remove(0)
+    assert np.array_equal(exact.decode(ids[:9]), rounded.decode(ids[:9]))
+
+
+@pytest.mark.parametrize("task", [Generate, Evaluate])
+def test_without_the_instruction_the_commands_refuse_it(
+    task: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model(tmp_path / "m.gguf", "llama")
+    monkeypatch.setattr("packtrain.training.job.has", lambda feature: False)
+    with pytest.raises(InputError, match="--precision bf16: this CPU has no AVX512_BF16"):
+        if task is Generate:
+            generate(Generate(tmp_path / "m.gguf", prompt="a", precision="bf16"), Events())
+        else:
+            given = {"data": tmp_path / "m.gguf", "precision": "bf16"}
+            evaluate(Evaluate((tmp_path / "m.gguf",), **given), Events())

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.generation import Generator
 from packtrain.gguf import Value as Entry
+from packtrain.kernels.runtime import has
 from packtrain.models import transformer
 from packtrain.models.adapted import has_rounded, with_activations
 from packtrain.models.config import PRESETS
@@ -34,7 +35,7 @@ from packtrain.tokenizer import BYTE, NORMAL, UNKNOWN
 PROGRAM = "llama-bench"
 PRESET, TYPES = "110m", ("F16", "Q8_0", "Q4_0", "Q4_K_M")
 READ, WRITTEN = 512, 64  # tokens
-ROUNDED = "--activations q8"
+ROUNDED, HALF = "--activations q8", "--precision bf16"
 PATIENCE = 30.0  # seconds for its help
 COLUMNS = {"model": "", "what": "", "tokens/s": ".1f"}
 BESIDE = {"llama.cpp tokens/s": ".1f", "× llama.cpp": ".2f"}
@@ -79,19 +80,21 @@ def tables(
             reading, writing, rounded = Speeds(READ), Speeds(WRITTEN), Speeds(WRITTEN)
             ours = Ours(path)
             rough = Ours(path, Q8) if has_rounded(open_model(path)) else None
+            half, halved = Ours(path, precision="bf16") if has("avx512bf16") else None, Speeds(READ)
             for _ in range(rounds):
                 if bench:
                     about, seconds = theirs(bench, path)
                     reading.theirs.append(seconds[0])
                     writing.theirs.append(seconds[1])
                     rounded.theirs.append(seconds[1])
+                    halved.theirs.append(seconds[0])
                 reading.ours.append(ours.read(clock))
                 writing.ours.append(ours.write(clock))
                 rounded.ours += [rough.write(clock)] if rough else []
-            rows += [
-                row(name, f"reading {READ}", reading),
-                row(name, f"writing {WRITTEN}", writing),
-            ]
+                halved.ours += [half.read(clock)] if half else []
+            rows.append(row(name, f"reading {READ}", reading))
+            rows += [row(name, f"reading {READ}, {HALF}", halved)] if half else []
+            rows.append(row(name, f"writing {WRITTEN}", writing))
             rows += [row(name, f"writing {WRITTEN}, {ROUNDED}", rounded)] if rough else []
     build = f"llama.cpp {about.get('build_number')} ({about.get('build_commit')})"
     notes = [f"{build}. The KV cache is f16 in both."] if bench else [WITHOUT]
@@ -108,8 +111,9 @@ def row(model: str, what: str, speeds: Speeds) -> list[Value]:
 class Ours:
     """A model, ready to read and write."""
 
-    def __init__(self, path: Path, activations: str = F32) -> None:
+    def __init__(self, path: Path, activations: str = F32, precision: str = F32) -> None:
         model = with_activations(open_model(path), activations)
+        model = replace(model, config=replace(model.config, precision=precision))
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, READ)
         self.ids: list[int] = ids.tolist()
         self.generator = Generator.of(model, max(READ, WRITTEN) + 1, f16)

@@ -15,7 +15,6 @@ from packtrain.kernels.online import (
     KEYS,
     LOG2E,
     LOWEST,
-    SERIAL,
     STATE,
     WIDEST,
     clear,
@@ -48,6 +47,7 @@ from packtrain.kernels.simd import (
 from packtrain.kernels.tile import columns_product, on_stack, rows_product
 from packtrain.kernels.visible import PLACES, QUERIES, earliest, hide_after, ids2, put_places
 
+SMALL = 1 << 13  # products below which a parallel region costs more than it saves
 FEW = 16  # up to this many queries go one at a time
 FEW_HEADS = 16  # heads of one query at a time
 FEW_SCORES = FEW_HEADS * KEYS
@@ -258,7 +258,7 @@ def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, scale, window, cap
     for row in range(len(counts)):
         most = max(most, i64(counts[row]))
     given = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), (scale, window, cap))
-    if T * H * D * most < SERIAL:
+    if T * H * D * most < SMALL:
         for task in range(tasks):
             attend_task(*given, task)
     else:

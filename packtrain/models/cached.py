@@ -15,6 +15,8 @@ from packtrain.models.transformer import (
 )
 from packtrain.tensor import Tensor, input, named, state
 
+FEW = 16  # up to this many tokens bf16 only costs time: weights are read and converted, not multiplied
+
 
 @dataclass(frozen=True, slots=True)
 class Cache:
@@ -59,7 +61,8 @@ def generation(
 
     hidden  the output of the last norm instead of logits, (wanted, C)
     """
-    config = replace(config, precision="f32")  # with few rows, rounding only costs time
+    if time <= FEW:
+        config = replace(config, precision="f32")
     tokens, pos, line = (input(n, (time,), i32) for n in ("tokens", "pos", "line"))
     wanted_rows, handles = input("rows", (wanted,), i32), list[Tensor]()
     places = {pool: places_of(pool, cache, time) for pool in cache.pools(config)}

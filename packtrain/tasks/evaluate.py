@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +13,19 @@ from packtrain.backends import DEVICES, Target, target
 from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.design.budget import Say
+from packtrain.dtypes import PRECISIONS
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import existing
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
-from packtrain.models.rounding import ACTIVATIONS, F32, Q8
+from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required, unescaped
 from packtrain.template import template_named
 from packtrain.training.effects import VAL_SPLIT, check_idle
+from packtrain.training.job import check_precision
 from packtrain.training.measure import Mean, counted, losses_of
 from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.settings import CHAT_TEMPLATE, DEVICE, SKIP_BAD
@@ -80,6 +82,7 @@ class Evaluate:
     skip_bad: bool = option(False, SKIP_BAD)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
     activations: str = option("f32", ACTIVATIONS, choices=(F32, Q8))
+    precision: str = option("f32", PRECISION, choices=PRECISIONS)
     device: str = option("cpu", DEVICE, choices=tuple(DEVICES))
 
 
@@ -131,14 +134,17 @@ def evaluate(settings: Evaluate, events: Events) -> Measured:
     return Measured(losses, first.method, same)
 
 
+def _opened(settings: Evaluate, path: Path) -> ModelFile:
+    check_precision(settings.precision, settings.device)
+    model = with_activations(open_model(path), settings.activations)
+    return replace(model, config=replace(model.config, precision=settings.precision))
+
+
 def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
     """The models to measure, by their printed names."""
     if settings.compare and not settings.lora:
         raise InputError("--compare: there is no adapter to compare; name some with --lora")
-    (path, base), *others = [
-        (str(path), with_activations(open_model(path), settings.activations))
-        for path in settings.model
-    ]
+    (path, base), *others = [(str(path), _opened(settings, path)) for path in settings.model]
     scaled = read_scaled(settings.lora, base.gguf)
     found = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
     if settings.compare:

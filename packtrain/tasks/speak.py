@@ -1,23 +1,24 @@
 """What generate and chat have in common: sampling settings, and loading a model to generate with."""
 
 import secrets
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
 from packtrain.drafting import Lookup, SmallModel, check_vocabularies
-from packtrain.dtypes import DTYPES
+from packtrain.dtypes import DTYPES, PRECISIONS
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
 from packtrain.generation import Drafter, Generator, Reply, Speed
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
-from packtrain.models.rounding import ACTIVATIONS, F32, Q8
+from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.planning import size_text
 from packtrain.sampling import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
+from packtrain.training.job import check_precision
 from packtrain.training.settings import DEVICE
 from packtrain.words import long_context
 
@@ -72,6 +73,7 @@ class Speaking(Sampling, Speaker):
         0.75, "the draft model stops guessing below this probability", least=0, most=1
     )
     activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
     device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
 
     @property
@@ -93,7 +95,9 @@ def opened(settings: Speaking) -> ModelFile:
     """The model with the requested adapters. Raises InputError."""
     model = open_model(settings.model)
     model = adapted(model, read_scaled(settings.lora, model.gguf))
-    return with_activations(model, settings.activations)
+    check_precision(settings.precision, settings.device)
+    model = with_activations(model, settings.activations)
+    return replace(model, config=replace(model.config, precision=settings.precision))
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,7 @@ def shape_of(
     base: Base | None = None,
 ) -> StepShape:
     """What a step of the settings computes. Raises InputError for a precision that this CPU has not."""
-    check_precision(settings)
+    check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision)
     optimizer = OPTIMIZERS[settings.optimizer]
     norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
@@ -261,13 +261,6 @@ def shape_of(
         base=base,
         max_value=value,
     )
-
-
-def check_precision(settings: RunSettings) -> None:
-    if settings.precision == "bf16" and settings.device == "cpu" and not has("avx512bf16"):
-        raise InputError(
-            "--precision bf16: this CPU has no AVX512_BF16, without which it is not faster; leave it out"
-        )
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:
@@ -321,3 +314,11 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
         settings.warmup_lr,
         settings.lr_half_every or math.ceil(batches / settings.grad_accumulation_steps),
     )
+
+
+def check_precision(precision: str, device: str) -> None:
+    """Raise InputError for a precision that this CPU has not."""
+    if precision == "bf16" and device == "cpu" and not has("avx512bf16"):
+        raise InputError(
+            "--precision bf16: this CPU has no AVX512_BF16, without which it is not faster; leave it out"
+        )

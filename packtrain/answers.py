@@ -7,7 +7,7 @@ import numpy as np
 
 from packtrain.context import Context
 from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt
-from packtrain.sampling import Chain, Sampling
+from packtrain.sampling import Chain, Constraint, Sampling
 from packtrain.tokenizer import Stream, Tokenizer
 
 
@@ -26,10 +26,10 @@ class Answer:
     def take(self, logits: np.ndarray) -> None:
         """Choose the next token."""
         chosen = self.chain.choose(logits)
-        self.chain.accept(chosen)
         if chosen in self._ends:
             self.end("end")
             return
+        self.chain.accept(chosen)
         self.ids.append(chosen)
         self.text += self._pieces.add(self._stream.feed(chosen))
         if self._pieces.stopped:
@@ -55,11 +55,12 @@ class Answers:
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Limits,
+        grammar: Constraint | None = None,
     ) -> None:
         check_prompt(prompt, context.cache.cells)
         self._context, self._limits = context, limits
         self.prompt, self.reading, self.writing = tuple(prompt), Speed(), Speed()
-        chains = [chain_of(tokenizer, sampling, seed, prompt) for seed in seeds]
+        chains = [chain_of(tokenizer, sampling, seed, prompt, grammar) for seed in seeds]
         self.every = [Answer(tokenizer, self.prompt, limits.stops, chain) for chain in chains]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -100,6 +101,8 @@ class Answers:
         for answer in going:
             if self._limits.interrupted():
                 answer.end("interrupted")
+            elif answer.chain.over:
+                answer.end("end")
             elif len(answer.ids) == self._limits.count:
                 answer.end("count")
             elif room < len(going):

@@ -102,6 +102,16 @@ def existing(path: str | Path, field: str) -> Path:
     return path
 
 
+def read_text(path: Path, field: str) -> str:
+    """The text of a file. Raises InputError."""
+    if existing(path, field).is_dir():
+        raise InputError(f"{field}: {path} is a folder; give a text file")
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{field}: {path} is not UTF-8 text: {error}") from None
+
+
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Lock `path` against other processes. Raises InputError if one holds it; the system frees it if this one dies."""

@@ -18,7 +18,7 @@ from packtrain.context import Context
 from packtrain.dtypes import Dtype, f32
 from packtrain.errors import InputError
 from packtrain.models.file import ModelFile
-from packtrain.sampling import Chain, Sampling, find_breakers
+from packtrain.sampling import Chain, Constraint, Sampling, find_breakers
 from packtrain.sampling.dry import Breakers
 from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
@@ -155,13 +155,14 @@ class Reply:
         limits: Limits = Limits(),
         drafter: Drafter | None = None,
         draft_max: int = 16,
+        grammar: Constraint | None = None,
     ) -> None:
         check_prompt(prompt, generator.size)
         self.prompt, self.ids, self.ended = tuple(prompt), list[int](), ""
         self.reading, self.writing = Speed(), Speed()
         self._generator, self._tokenizer = generator, tokenizer
         self._limits = limits
-        self._chain = chain_of(tokenizer, sampling, seed, prompt)
+        self._chain = chain_of(tokenizer, sampling, seed, prompt, grammar)
         self._drafter, self._draft_max = drafter, draft_max
         self.drafted = self.accepted = 0
 
@@ -190,12 +191,12 @@ class Reply:
             read = len(waiting) - len(left)
             for logits, guessed in zip_longest(rows, guess):
                 chosen = self._chain.choose(logits)
-                self._chain.accept(chosen)
                 speed.add(read, time.perf_counter() - began)
                 read, began = 1, time.perf_counter()
                 if chosen in self._tokenizer.ends:
                     self.ended = "end"
                     return
+                self._chain.accept(chosen)
                 self.ids.append(chosen)
                 self.accepted += chosen == guessed
                 yield chosen
@@ -227,6 +228,8 @@ class Reply:
         """Whether the reply is over."""
         if self._limits.interrupted():
             self.ended = "interrupted"
+        elif self._chain.over:
+            self.ended = "end"
         elif len(self.ids) == self._limits.count:
             self.ended = "count"
         elif not self._room:
@@ -234,10 +237,16 @@ class Reply:
         return bool(self.ended)
 
 
-def chain_of(tokenizer: Tokenizer, sampling: Sampling, seed: int, prompt: Sequence[int]) -> Chain:
+def chain_of(
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    seed: int,
+    prompt: Sequence[int],
+    grammar: Constraint | None = None,
+) -> Chain:
     """The samplers of a sequence that begins with this prompt. Raises InputError."""
     sampling.check_sampling(tokenizer.vocab_size)
-    return Chain(sampling, seed, prompt, _breakers(tokenizer, sampling))
+    return Chain(sampling, seed, prompt, _breakers(tokenizer, sampling), grammar)
 
 
 @lru_cache(maxsize=4)

@@ -18,6 +18,7 @@ NEEDS = {
     "shared": (SHARED.exists(), "no shared data beside the checkout"),
     "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
     "pyarrow": (find_spec("pyarrow") is not None, "the extra `data` is not installed"),
+    "grammar": (find_spec("llguidance") is not None, "the extra `grammar` is not installed"),
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())

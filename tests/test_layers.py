@@ -56,6 +56,7 @@ LAYERS = {
     "convert": "dtypes errors files gguf tokenizer quant models",
     "merging": "backends types dtypes errors files tensor graph ops placing planning run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
+    "grammar": "errors tokenizer",
     "sampling": "errors words settings",
     "context": "backends dtypes errors files words memory graph placing planning run models",
     "generation": "backends dtypes errors words tokenizer models sampling context",
@@ -69,8 +70,8 @@ LAYERS = {
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
-    " quant gguf tokenizer corpus samples models merging sampling context generation drafting answers template watch"
-    " design training backends",
+    " quant gguf tokenizer corpus samples models merging grammar sampling context generation drafting answers template"
+    " watch design training backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",
     "library": "events settings tasks design training",

@@ -398,13 +398,39 @@ def test_a_copy_goes_its_own_way():
         chain.accept(id)
 
 
+class Few:
+    """Lets 3 and 8 come, as often as asked."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    @property
+    def over(self) -> bool:
+        return not self.left
+
+    def allowed(self, size: int) -> np.ndarray:
+        return np.isin(np.arange(size), [3, 8])
+
+    def accept(self, id: int) -> None:
+        assert id in (3, 8)
+        self.left -= 1
+
+    def copy(self) -> "Few":
+        return Few(self.left)
+
+
 def test_only_allowed_tokens_come():
     logits = np.arange(100, dtype=np.float32)
-    allowed = np.zeros(100, bool)
-    allowed[[3, 8]] = True
-    assert Chain(Sampling(temp=0)).choose(logits, allowed) == 8
-    got = {Chain(Sampling(temp=50, min_p=0, top_p=1), i).choose(logits, allowed) for i in range(50)}
+    assert Chain(Sampling(temp=0), constraint=Few(1)).choose(logits) == 8
+    wide = Sampling(temp=50, min_p=0, top_p=1)
+    got = {Chain(wide, i, constraint=Few(1)).choose(logits) for i in range(50)}
     assert got == {3, 8}
+    chain = Chain(wide, constraint=Few(2))
+    other = chain.copy()
+    for _ in range(2):
+        assert not chain.over
+        chain.accept(chain.choose(logits))
+    assert chain.over and not other.over
 
 
 def test_a_chain_without_temperature_or_limits_draws_from_all():

@@ -4,9 +4,9 @@
 """
 
 from packtrain.sampling.candidates import Candidates
-from packtrain.sampling.chain import Chain
+from packtrain.sampling.chain import Chain, Constraint
 from packtrain.sampling.draw import draws
 from packtrain.sampling.dry import find_breakers
 from packtrain.sampling.settings import ORDER, Sampling
 
-__all__ = ["ORDER", "Candidates", "Chain", "Sampling", "draws", "find_breakers"]
+__all__ = ["ORDER", "Candidates", "Chain", "Constraint", "Sampling", "draws", "find_breakers"]

@@ -1,6 +1,7 @@
 """The chain of samplers of one sequence: its settings, the recent tokens, mirostat's mu."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -20,6 +21,24 @@ from packtrain.sampling.top_n_sigma import top_n_sigma
 from packtrain.sampling.top_p import top_p
 from packtrain.sampling.typical import typical
 from packtrain.sampling.xtc import xtc
+
+
+class Constraint(Protocol):
+    """What decides which tokens can come, see grammar."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can come."""
+
+    def allowed(self, size: int) -> np.ndarray | None:
+        """(size,) bool; None: all."""
+
+    def accept(self, id: int) -> None:
+        """The token that came."""
+
+    def copy(self) -> "Constraint":
+        """In the same state."""
+
 
 Step = Callable[["Chain", Candidates, np.random.Generator], Candidates]
 STEPS: dict[str, Step] = {
@@ -49,8 +68,10 @@ class Chain:
         seed: int = 0,
         recent: Iterable[int] = (),
         breakers: Breakers | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         """recent: tokens before the first one chosen; breakers: of DRY, see `find_breakers`. Raises InputError."""
+        self._constraint = constraint.copy() if constraint else None
         self.sampling: Sampling = sampling
         self.seed, self.index = seed, 0
         self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
@@ -59,16 +80,19 @@ class Chain:
 
     def copy(self) -> "Chain":
         """A chain of the same state that goes its own way."""
-        other = Chain(self.sampling, self.seed, self.recent, self._breakers)
+        other = Chain(self.sampling, self.seed, self.recent, self._breakers, self._constraint)
         other.index, other.mu = self.index, self.mu
         return other
 
-    def choose(self, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
-        """The next token; of equal logits the lowest id wins. Raises InputError if a logit is not finite.
+    @property
+    def over(self) -> bool:
+        """Whether a grammar lets nothing more come."""
+        return self._constraint is not None and self._constraint.over
 
-        allowed  (V,) bool: tokens that a grammar lets come; at least one
-        """
+    def choose(self, logits: np.ndarray) -> int:
+        """The next token; of equal logits the lowest id wins. Raises InputError if a logit is not finite."""
         check_finite(logits)
+        allowed = self._constraint.allowed(len(logits)) if self._constraint else None
         ids = np.arange(len(logits)) if allowed is None else np.flatnonzero(allowed)
         return self.finish(Candidates(ids, logits[ids].astype(np.float64)), len(logits))
 
@@ -78,7 +102,9 @@ class Chain:
         c = logit_bias(c, self._biases)
         c = c.take(c.logits > -np.inf)
         if not len(c.ids):
-            raise InputError("--logit-bias: no token is left that could come next")
+            raise InputError(
+                "no token is left that could come next: see --logit-bias and --grammar"
+            )
         if self.sampling.mirostat:
             return self._mirostat(c, vocab_size, rng)
         for step in self._steps:
@@ -89,6 +115,8 @@ class Chain:
         """The token that came, whether or not it was chosen here."""
         self.recent.append(id)
         self.index += 1
+        if self._constraint:
+            self._constraint.accept(id)
 
     def last(self, count: int) -> Sequence[int]:
         """The last tokens; -1: all."""

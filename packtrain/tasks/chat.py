@@ -16,6 +16,7 @@ from packtrain.tasks.speak import (
     Speaking,
     cells,
     drafter,
+    grammar_of,
     load_generator,
     opened,
     written,
@@ -41,6 +42,7 @@ class Talk:
         settings.check()
         model = opened(settings)
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
+        self._grammar = grammar_of(settings, self._tokenizer)
         metadata = model.gguf.metadata
         asked = settings.chat_template and template_named(settings.chat_template)
         taken = choose_template(metadata, template_source(metadata), asked)
@@ -101,6 +103,6 @@ class Talk:
         seed = (self._seed + self._answers) % (MOST_SEED + 1)
         self._answers += 1
         sampling = self._settings.sampling
-        how = self._drafter, self._settings.draft_max
+        how = self._drafter, self._settings.draft_max, self._grammar
         reply = Reply(self._generator, self._tokenizer, ids, sampling, seed, limits, *how)
         return written(reply, seed, self._events)

@@ -7,7 +7,7 @@ from packtrain.answers import Answers
 from packtrain.context import Context
 from packtrain.errors import InputError
 from packtrain.events import Events
-from packtrain.files import existing
+from packtrain.files import read_text
 from packtrain.generation import Limits, Reply
 from packtrain.models.cache import SEQUENCES
 from packtrain.settings import option
@@ -18,6 +18,7 @@ from packtrain.tasks.speak import (
     Speaking,
     cells,
     drafter,
+    grammar_of,
     load_generator,
     opened,
     written,
@@ -49,6 +50,7 @@ def generate(settings: Generate, events: Events) -> Generated:
     settings.check()
     model = opened(settings)
     tokenizer = model.tokenizer()
+    grammar = grammar_of(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
     wanted = (
         len(ids) + settings.n_predict * settings.parallel if settings.n_predict >= 0 else CONTEXT
@@ -66,7 +68,7 @@ def generate(settings: Generate, events: Events) -> Generated:
         return several(settings, generator.context, tokenizer, ids, seed, events)
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
-        how = drafter(settings, model, most), settings.draft_max
+        how = drafter(settings, model, most), settings.draft_max, grammar
         reply = Reply(generator, tokenizer, ids, settings.sampling, seed, limits, *how)
         if settings.display_prompt:
             events.text(prompt)
@@ -86,7 +88,15 @@ def several(
     begun = -1
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
-        answers = Answers(context, tokenizer, ids, settings.sampling, seeds, limits)
+        answers = Answers(
+            context,
+            tokenizer,
+            ids,
+            settings.sampling,
+            seeds,
+            limits,
+            grammar_of(settings, tokenizer),
+        )
         for number, piece in answers:
             if number > begun:
                 begun = number
@@ -109,9 +119,4 @@ def _prompt(settings: Generate) -> str:
         return prompt
     if settings.prompt is not None:
         raise InputError("--prompt and --file are both given; leave one of them out")
-    if existing(settings.file, "--file").is_dir():
-        raise InputError(f"--file: {settings.file} is a folder; give a text file")
-    try:
-        return settings.file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"--file: {settings.file} is not UTF-8 text: {error}") from None
+    return read_text(settings.file, "--file")

@@ -10,7 +10,9 @@ from packtrain.drafting import Lookup, SmallModel, check_vocabularies
 from packtrain.dtypes import DTYPES, PRECISIONS
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
+from packtrain.files import read_text
 from packtrain.generation import Drafter, Generator, Reply, Speed
+from packtrain.grammar import Grammar
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
@@ -18,6 +20,7 @@ from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.planning import size_text
 from packtrain.sampling import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
+from packtrain.tokenizer import Tokenizer
 from packtrain.training.job import check_precision
 from packtrain.training.settings import DEVICE
 from packtrain.words import long_context
@@ -45,6 +48,14 @@ class Speaking(Sampling, Speaker):
         most=MOST_SEED,
     )
     stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
+    grammar: str | None = SAMPLING(None, "the text follows this grammar, in GBNF")
+    grammar_file: Path | None = SAMPLING(None, "the text follows the grammar in this file")
+    json_schema: str | None = SAMPLING(
+        None, "the text is JSON of this schema; {}: any JSON", flags="-j", metavar="SCHEMA"
+    )
+    json_schema_file: Path | None = SAMPLING(
+        None, "the text is JSON of the schema in this file", flags="-jf"
+    )
     ctx: int | None = MODEL(
         None,
         "context length in tokens (default: as needed, up to the model's)",
@@ -87,6 +98,11 @@ class Speaking(Sampling, Speaker):
         self.check_sampling()
         if "" in self.stop:
             raise InputError("--stop: the text is empty; it must have at least one character")
+        given = (self.grammar, self.grammar_file, self.json_schema, self.json_schema_file)
+        if sum(one is not None for one in given) > 1:
+            raise InputError(
+                "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
+            )
         if self.draft_lookup and self.model_draft:
             raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
 
@@ -98,6 +114,19 @@ def opened(settings: Speaking) -> ModelFile:
     check_precision(settings.precision, settings.device)
     model = with_activations(model, settings.activations)
     return replace(model, config=replace(model.config, precision=settings.precision))
+
+
+def grammar_of(settings: Speaking, tokenizer: Tokenizer) -> Grammar | None:
+    """The grammar that texts follow, if any. Raises InputError."""
+    schema = settings.json_schema
+    if settings.json_schema_file is not None:
+        schema = read_text(settings.json_schema_file, "--json-schema-file")
+    if schema is not None:
+        return Grammar.from_schema(tokenizer, schema)
+    text = settings.grammar
+    if settings.grammar_file is not None:
+        text = read_text(settings.grammar_file, "--grammar-file")
+    return None if text is None else Grammar.from_gbnf(tokenizer, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,89 @@
+"""What a grammar is made of. Sets of characters are sorted ranges of code points, both ends included."""
+
+from dataclasses import dataclass
+
+MOST_CODE = 0x10FFFF
+Ranges = tuple[tuple[int, int], ...]
+EVERY: Ranges = ((0, MOST_CODE),)
+
+
+@dataclass(frozen=True, eq=False)
+class Chars:
+    """One character out of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """One token by its id, or any other one."""
+
+    id: int
+    other: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Name:
+    """What a rule says."""
+
+    rule: str
+    at: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True, eq=False)
+class Repeat:
+    """`least` to `most` times; most None: without limit."""
+
+    part: "Node"
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Lexeme:
+    """What the lexer reads at once, see lexemes; `empty`: or nothing."""
+
+    number: int
+    empty: bool
+
+
+Node = Lexeme | Chars | Token | Name | Sequence | Choice | Repeat
+Rules = dict[str, Node]
+
+
+def parts_of(node: Node) -> "tuple[Node, ...]":
+    if isinstance(node, Sequence | Choice):
+        return node.parts
+    return (node.part,) if isinstance(node, Repeat) else ()
+
+
+def names_in(node: Node) -> list[Name]:
+    """Every rule that it names, in order."""
+    if isinstance(node, Name):
+        return [node]
+    return [name for part in parts_of(node) for name in names_in(part)]
+
+
+def merged(ranges: list[tuple[int, int]], negated: bool = False) -> Ranges:
+    """Sorted and joined, or all other characters."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(r for r in ranges if r[0] <= r[1]):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    if not negated:
+        return tuple(found)
+    ends = [-1, *(high for _, high in found)]
+    begins = [*(low for low, _ in found), MOST_CODE + 1]
+    return tuple((a + 1, b - 1) for a, b in zip(ends, begins, strict=True) if a + 1 <= b - 1)

@@ -1,0 +1,449 @@
+"""Grammars: llama.cpp's cases (tests/test-grammar-integration.cpp, rewritten) with the same verdicts, random grammars
+against a matcher that shares no line, JSON schemas, triggers, and what is refused."""
+
+import json
+import random
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.grammar import Grammar
+from packtrain.grammar.gbnf import parse
+from packtrain.grammar.lark import to_lark
+from packtrain.tasks.generate import Generate, generate
+from packtrain.tokenizer import Tokenizer
+from tests.architectures import random_model
+
+BYTES, CONTROLS = 3, 3 + 256
+NAMES = [f"<|{n}|>" for n in range(30)]
+
+
+def _tokenizer() -> Tokenizer:
+    """All bytes, 30 control tokens and a few words."""
+    bytes_ = [f"<0x{n:02X}>" for n in range(256)]
+    words = ["ab", "abc", '{"', '":', "true", "hello"]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *NAMES, *words]
+    kinds = [2, 3, 3, *[6] * 256, *[3] * 30, *[1] * len(words)]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [t.encode() for t in tokens],
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+        "tokenizer.ggml.scores": np.zeros(len(tokens), np.float32),
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    return Tokenizer(metadata)
+
+
+TOKENIZER = _tokenizer()
+needed = pytest.mark.grammar
+
+
+def ids_of(text: str | list[int | str]) -> list[int]:
+    """Bytes of texts; control tokens by number."""
+    if isinstance(text, str):
+        return [BYTES + byte for byte in text.encode()]
+    return [
+        i for part in text for i in ([CONTROLS + part] if isinstance(part, int) else ids_of(part))
+    ]
+
+
+def matches(grammar: Grammar, text: str | list[int | str]) -> bool:
+    own = grammar.copy()
+    for id in ids_of(text):
+        allowed = own.allowed(TOKENIZER.vocab_size)
+        assert allowed is not None
+        if not allowed[id]:
+            with pytest.raises(InputError, match="grammar: token"):
+                own.accept(id)
+            return False
+        own.accept(id)
+    ends = own.allowed(TOKENIZER.vocab_size)
+    assert ends is not None and ends[2] == own.complete
+    return own.complete
+
+
+def control(number: int) -> str:
+    return f"<[{CONTROLS + number}]>"
+
+
+SIMPLE = """
+    root ::= expr
+    expr ::= term ("+" term)*
+    term ::= number
+    number ::= [0-9]+"""
+MEDIUM = r"""
+    root ::= expression
+    expression ::= term ws (("+"|"-") ws term)*
+    term ::= factor ws (("*"|"/") ws factor)*
+    factor ::= number | variable | "(" expression ")" | function-call
+    number ::= [0-9]+
+    variable ::= [a-zA-Z_][a-zA-Z0-9_]*
+    function-call ::= variable ws "(" (expression ("," ws expression)*)? ")"
+    ws ::= [ \t\n\r]?"""
+SPLIT = f"root ::= {control(10)} content {control(11)}\ncontent ::= (!{control(11)})*"
+TOOLS = f"""
+    root ::= reasoning+ content tool-call*
+    reasoning ::= {control(10)} (!{control(11)})* {control(11)}
+    content ::= {control(20)} (!{control(21)})* {control(21)}
+    tool-call ::= {control(12)} name {control(13)} args {control(14)}
+    name ::= (!{control(13)})+
+    args ::= (!{control(14)})*"""
+SOUNDS = """
+    root ::= cons+ vowel* cons? (vowel cons)*
+    vowel ::= [aeiouy]
+    cons ::= [bcdfghjklmnpqrstvwxyz]"""
+LONG = "123+456*789-123/456+789*123-456/789+123*456-789/123+456*789-123/456+789*123-456"
+CASES: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "simple": (SIMPLE, ["42", "1+2+3+4+5", "123+456"], ["+", "/ 3", "1+2+3+4+5+", "12a45"]),
+    "tokens": (
+        SPLIT,
+        [
+            [10, "hello world", 11],
+            [10, "text with ", 12, " other tokens ", 13, " mixed in", 11],
+            [10, 11],
+            [10, 12, 13, 14, 15, 11],
+            [10, "a", 11],
+        ],
+        [[10, "missing end token"], [10], ["missing start token", 11], [10, 11, 11], [11, "wrong order", 10]],
+    ),
+    "medium": (
+        MEDIUM,
+        [
+            "42", "1*2*3*4*5", "x", "x+10", "x1+y2", "(a+b)*(c-d)", "func()", "func(x,y+2)", "a*(b+c)-d/e",
+            "f(g(x),h(y,z))", "x + 10", "x1 + y2", "(a + b) * (c - d)", "func(x, y + 2)", "a * (b + c) - d / e",
+            "f(g(x), h(y, z))", "123+456", "123*456*789-123/456+789*123", LONG,
+        ],
+        [
+            "+", "/ 3x", "x + + y", "a * / b", "func(,)", "func(x y)", "(a + b", "x + y)", "a + b * (c - d", "42 +",
+            "x +", "x + 10 +", "(a + b) * (c - d", "func(", "func(x, y + 2", "a * (b + c) - d /", "f(g(x), h(y, z)",
+            f"{LONG}/",
+        ],
+    ),
+    "tools": (
+        TOOLS,
+        [
+            [10, "I am thinking", 11, 20, "hello world!", 21, 12, "search", 13, "query=test", 14],
+            [10, "reasoning 1", 11, 10, "reasoning 2", 11, 20, 21, 12, "tool", 13, 14],
+            [10, 11, 20, "content", 21],
+            [10, "think", 12, " nested", 11, 20, 10, "more content", 21, 12, "fn", 13, "x=1", 14, 12, "fn2", 13, 14],
+        ],
+        [
+            [20, "content only", 21],
+            [10, "no closing reasoning"],
+            [10, 11, 20, "no closing content"],
+            [10, 11, 20, 21, 12, "incomplete tool"],
+            [10, 11, 11, 20, 21],
+        ],
+    ),
+    "special characters": (
+        'root ::= ... "abc" ...',
+        ["abcabcabc", "aaaabcccc", "🔵🟠✅abc❌🟠🔵"],
+        ["aaabcccc", "aaaaabcccc", "aaaabccc", "aaaabccccc", "🔵🟠✅❌abc❌✅🟠🔵", "🔵🟠abc🟠🔵"],
+    ),
+    "*": ('root ::= "a"*', ["", "a", "aaaaa", "a" * 62], ["b", "ab", "aab", "ba", "a" * 62 + "b"]),
+    "+": ('root ::= "a"+', ["a", "aaaaa", "a" * 62], ["", "b", "ab", "aab", "ba", "a" * 62 + "b"]),
+    "?": ('root ::= "a"?', ["", "a"], ["b", "ab", "aa", "ba"]),
+    "mixed": (SOUNDS, ["yes", "no", "noyes", "crwth", "four", "bryyyy"], ["yess", "yesno", "forty", "catyyy"]),
+    "exactly": ("root ::= [ab]{4}", ["aaaa", "bbbb", "abab"], ["a", "b", "aaaaa"]),
+    "at least": ("root ::= [ab]{4,}", ["aaaa", "aaaaab", "bbbb", "ababab"], ["", "aba"]),
+    "at most": ("root ::= [ab]{0,4}", ["", "a", "aa", "aaa", "aaab"], ["aaaaa"]),
+    "groups": (
+        'root ::= ([ab]{2,3} ":" [cd]{1,2}){1,2}',
+        ["ab:c", "abb:dd", "ab:cab:d"],
+        ["", "a:c", "ab:", "ab:cccc", "ab:cab:dab:c"],
+    ),
+    "escapes": (
+        r'root ::= "\x41\u00e4\U0001F535\n\t\"\\" [\]\[a-c-]+ # a comment',
+        ['Aä🔵\n\t"\\a-]['],
+        ["Aä🔵\n\t\"\\d", "A"],
+    ),
+    "a greedy lexer would fail": (
+        'root ::= [ab]* x\nx ::= "(" x ")" | "ab"',
+        ["aab", "ab", "ba((ab))"],
+        ["aa", "(a)", ""],
+    ),
+}  # fmt: skip
+
+
+@needed
+@pytest.mark.parametrize("name", CASES)
+def test_llama_cpps_cases(name: str):
+    text, good, bad = CASES[name]
+    grammar = Grammar.from_gbnf(TOKENIZER, text)
+    assert [t for t in good if not matches(grammar, t)] == []
+    assert [t for t in bad if matches(grammar, t)] == []
+
+
+def written(rng: random.Random, depth: int, names: list[str]) -> Any:
+    """A random node: a text, or a list that begins with its kind."""
+    kind = rng.choice(
+        ["text", "text", "set", "seq", "or", "rep", "name"] if depth else ["text", "set"]
+    )
+    if kind == "text":
+        return "".join(rng.choices("abc", k=rng.randint(1, 2)))
+    if kind == "set":
+        return ["set", "".join(sorted(rng.sample("abc", 2)))]
+    if kind == "name":  # behind a character, so that no rule begins with itself
+        return ["seq", rng.choice("abc"), ["name", rng.choice(names)]]
+    if kind == "rep":
+        return [
+            "rep",
+            written(rng, depth - 1, names),
+            *rng.choice([(0, None), (1, None), (0, 1), (1, 2)]),
+        ]
+    return [kind, *(written(rng, depth - 1, names) for _ in range(rng.randint(2, 3)))]
+
+
+def shown(node: Any) -> str:
+    if isinstance(node, str):
+        return f'"{node}"'
+    kind, *parts = node
+    if kind == "set":
+        return f"[{parts[0]}]"
+    if kind == "name":
+        return str(parts[0])
+    if kind == "rep":
+        return f"({shown(parts[0])}){{{parts[1]},{'' if parts[2] is None else parts[2]}}}"
+    return f"({(' | ' if kind == 'or' else ' ').join(map(shown, parts))})"
+
+
+def ends(rules: dict[str, Any], node: Any, text: str, at: int) -> frozenset[int]:
+    """Where a text of this node that begins here can end."""
+    if isinstance(node, str):
+        return frozenset([at + len(node)] if text.startswith(node, at) else [])
+    kind, *parts = node
+    if kind == "set":
+        return frozenset([at + 1] if text[at : at + 1] and text[at] in parts[0] else [])
+    if kind == "name":
+        return ends(rules, rules[parts[0]], text, at)
+    if kind == "or":
+        return frozenset().union(*(ends(rules, part, text, at) for part in parts))
+    if kind == "rep":
+        part, least, most = parts
+        found, here, count = set(), {at}, 0
+        while here and (most is None or count <= most) and count <= len(text) + 2:
+            found |= here if count >= least else set()
+            here = {e for h in here for e in ends(rules, part, text, h)}
+            count += 1
+        return frozenset(found)
+    places = {at}
+    for part in parts:
+        places = {e for p in places for e in ends(rules, part, text, p)}
+    return frozenset(places)
+
+
+@cache
+def texts(longest: int) -> list[str]:
+    found = [""]
+    for text in found:
+        if len(text) < longest:
+            found += [text + c for c in "abc"]
+    return found
+
+
+@needed
+@pytest.mark.parametrize("seed", range(40))
+def test_random_grammars_match_what_their_characters_say(seed: int):
+    rng = random.Random(seed)
+    names = ["root", "x", "y"]
+    rules = {name: written(rng, 3, names) for name in names}
+    text = "\n".join(f"{name} ::= {shown(rule)}" for name, rule in rules.items())
+    grammar = Grammar.from_gbnf(TOKENIZER, text)
+    sample = texts(4) + ["".join(rng.choices("abc", k=rng.randint(5, 7))) for _ in range(60)]
+    want = [t for t in sample if len(t) in ends(rules, rules["root"], t, 0)]
+    assert [t for t in sample if matches(grammar, t)] == want, text
+
+
+def lexemes(text: str) -> list[str]:
+    """The regular expressions of a grammar's lexemes, with characters as they are."""
+    lines = [line for line in to_lark(parse(text)).splitlines() if line.startswith("T")]
+    return sorted(
+        re.sub(r"\[\\x\{(\w+)}-\\x\{\1}]", lambda m: chr(int(m[1], 16)), line) for line in lines
+    )
+
+
+def test_lexemes_are_large_where_that_is_safe():
+    safe = lexemes('root ::= "[" (word ("," word)*)? "]"\nword ::= "\\"" [c]* "\\"" | root')
+    assert any("c){0,}" in line for line in safe)
+    split = lexemes('root ::= [a]* x\nx ::= "(" x ")" | "ab"')
+    assert not any("{0,}" in line for line in split)
+
+
+WRONG = {
+    'root ::= "a': (1, 12, "inside quotes"),
+    "root ::= (a": (1, 12, r"\) is expected"),
+    "root = x": (1, 6, "::= is expected"),
+    "root ::= x": (1, 10, "no rule x"),
+    'rot ::= "a"': (1, 1, "no rule root"),
+    'root ::= "b"\nx ::= *': (2, 7, "nothing before it"),
+    'root ::= "a"{2': (1, 15, "} is expected"),
+    'root ::= "a"{x}': (1, 14, "a number of times is expected"),
+    'root ::= "a"{9999}': (1, 19, "more than 2000"),
+    'root ::= "\\q"': (1, 11, r"q is no escape"),
+    "root ::= [\\u12]": (1, 11, "needs 4 hex digits"),
+    "root ::= []": (1, 12, "no character"),
+    'root ::= "a" )': (1, 14, r"'\)' is not expected"),
+    "root ::= <|nix|>": (1, 10, "no token <|nix|>"),
+    "root ::= 'a'": (1, 10, "is not expected"),
+    'root ::= "a" | root "a"': (1, 16, "begin with itself"),
+    'root ::= asdf\nasdf ::= "a" | asdf "a"': (2, 16, "begin with itself"),
+    'root ::= asdf\nasdf ::= "a" | foo "b"\nfoo ::= "c" | asdf "d" | "e"': (3, 15, "begin with itself"),
+    'root ::= x\nx ::= "a" | foo "b"\nfoo ::= "c" | empty x "d" | "e"\nempty ::= "blah" | ': (3, 21, "itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_grammars_are_refused_by_line_and_column(text: str):
+    line, column, fact = WRONG[text]
+    with pytest.raises(
+        InputError, match=f"^grammar, line {line}, column {column}: .*{fact.replace('|', '[|]')}"
+    ):
+        parse(text)
+
+
+@needed
+def test_tokens_by_name_and_control_tokens_are_no_text():
+    grammar = Grammar.from_gbnf(TOKENIZER, "root ::= <|4|> [^x] [^x] !<|5|>")
+    assert matches(grammar, [4, "ab", 6]) and not matches(grammar, [4, "ab", 5])
+    assert not matches(grammar, [5, "ab", 6])
+    plain = Grammar.from_gbnf(TOKENIZER, "root ::= .+")
+    allowed = plain.allowed(TOKENIZER.vocab_size + 7)
+    assert allowed is not None and len(allowed) == TOKENIZER.vocab_size + 7
+    assert not allowed[[0, 1, 2, *range(CONTROLS, CONTROLS + 30)]].any() and not allowed[-7:].any()
+
+
+SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
+    ({"type": "integer", "minimum": 0}, ["0", "10", "10000"], ["-1", "00", "01", "-0"]),
+    ({"type": "integer", "minimum": -123, "maximum": 42}, ["-123", "-11", "0", "42"], ["-124", "43", "0123"]),
+    ({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 10000}, ["1", "9999"], ["0", "01", "10000"]),
+    ({"type": "string", "minLength": 1, "maxLength": 2}, ['"a"', '"🔵b"'], ['""', '"abc"', "a"]),
+    ({"enum": ["red", 3, None, ["a"]]}, ['"red"', "3", "null", '["a"]'], ['"blue"', "4", "red"]),
+    ({"const": "foo"}, ['"foo"'], ['"bar"', "foo"]),
+    ({"type": "boolean"}, ["true", "false"], ["True", "1", '"true"']),
+    ({"type": ["boolean", "null"]}, ["null", "true"], ["0"]),
+    ({"type": "array", "items": {"type": "number"}, "minItems": 1}, ["[1]", "[1.5, -2e3]"], ["[]", '["a"]']),
+    ({"type": "array", "prefixItems": [{"type": "string"}], "items": False}, ['["a"]'], ['["a", 1]', "[1]"]),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ['"a"', "null"], ["1"]),
+    ({"type": "string", "pattern": "^a{3}b$"}, ['"aaab"'], ['"aab"', '"aaabc"']),
+    ({"type": "string", "format": "date"}, ['"2026-02-28"'], ['"2026-13-01"', '"today"']),
+    (
+        {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]},
+        ['{"a":"x"}', '{"a": "x", "b": 2}', '{\n  "a": "x"\n}'],
+        ["{}", '{"b": 2}', '{"a":"x","c":1}', '{"b":1,"a":"x"}', "\n\n\n{}"],
+    ),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, ['{"a":1,"z":2}', "{}"], ['{"a"}']),
+    ({"type": "object"}, ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1"]),
+    (
+        {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {
+            "v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}, "required": ["v"]}}},
+        ['{"v": 1}', '{"v": 1, "next": {"v": 2}}'],
+        ['{"next": {"v": 2}}', '{"v": 1, "next": 2}'],
+    ),
+    (
+        {"allOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                   {"properties": {"b": {"type": "integer"}}, "required": ["b"]}], "type": "object"},
+        ['{"a": 1, "b": 2}'],
+        ['{"a": 1}'],
+    ),
+]  # fmt: skip
+
+
+@needed
+@pytest.mark.parametrize("number", range(len(SCHEMAS)))
+def test_schemas(number: int):
+    schema, good, bad = SCHEMAS[number]
+    grammar = Grammar.from_schema(TOKENIZER, json.dumps(schema))
+    assert [t for t in good if not matches(grammar, t)] == []
+    assert [t for t in bad if matches(grammar, t)] == []
+
+
+@needed
+def test_schemas_that_are_refused():
+    with pytest.raises(InputError, match="JSON schema, line 2, column 3"):
+        Grammar.from_schema(TOKENIZER, "{\n  x}")
+    with pytest.raises(InputError, match="must be an object"):
+        Grammar.from_schema(TOKENIZER, "[]")
+    for wrong in (
+        {"type": "banana"},
+        {"$ref": "#/nowhere"},
+        {"type": "integer", "minimum": 5, "maximum": 4},
+    ):
+        with pytest.raises(InputError, match="grammar: it cannot be used"):
+            Grammar.from_schema(TOKENIZER, json.dumps(wrong))
+
+
+@needed
+def test_rollback_and_copies():
+    grammar = Grammar.from_gbnf(TOKENIZER, 'root ::= "ab" ("c" | "d") "e"')
+    grammar.accept(ids_of("a")[0])
+    other = grammar.copy()
+    for id in ids_of("bde"):
+        grammar.accept(id)
+    assert grammar.over and grammar.complete and not other.over
+    grammar.rollback(2)
+    assert matches(grammar, "ce") and not matches(grammar, "e") and matches(other, "bce")
+
+
+@needed
+def test_lazy_grammars_begin_with_their_trigger():
+    text = 'root ::= "<tool>" [0-9]+ "</tool>"'
+    lazy = Grammar.from_gbnf(TOKENIZER, text, words=["<tool>"])
+    for id in ids_of('some {" text <too'):
+        assert lazy.allowed(9) is None and not lazy.over
+        lazy.accept(id)
+    for id in ids_of("l>"):
+        lazy.accept(id)
+    assert not lazy.awaits and matches(lazy, "12</tool>") and not matches(lazy, "x")
+    lazy.rollback(1)
+    assert lazy.awaits and lazy.allowed(9) is None
+    lazy.accept(ids_of(">")[0])
+    assert matches(lazy, "1</tool>")
+    token = Grammar.from_gbnf(TOKENIZER, "root ::= <|7|> [0-9]+", tokens=[CONTROLS + 7])
+    for id in ids_of(["<|7|>", 6, 7]):
+        assert token.awaits
+        token.accept(id)
+    assert matches(token, "42") and not matches(token, "x")
+
+
+@needed
+def test_a_trigger_in_the_middle_of_a_token():
+    lazy = Grammar.from_gbnf(TOKENIZER, 'root ::= "bc" "d"+', words=["bc"])
+    lazy.accept(TOKENIZER.vocab_size - 5)  # abc
+    assert not lazy.awaits and matches(lazy, "dd") and not matches(lazy, "c")
+    with pytest.raises(InputError, match="does not follow it"):
+        wrong = Grammar.from_gbnf(TOKENIZER, 'root ::= "bd"', words=["bc"])
+        wrong.accept(TOKENIZER.vocab_size - 5)
+
+
+@needed
+def test_the_command_writes_what_the_grammar_says(tmp_path):
+    path = tmp_path / "m.gguf"
+    random_model(path, "llama")
+    file = tmp_path / "g.gbnf"
+    file.write_text('root ::= [a-e] [a-e] ("x" | "yy")')
+    how = {"prompt": "the", "temp": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "n_predict": 40}
+    seen = set()
+    for seed in range(4):
+        done = generate(Generate(path, seed=seed, grammar_file=file, **how), Events())
+        seen.add(done.text.strip())
+        assert (
+            done.ended == "end"
+            and len(done.text.strip()) in (3, 4)
+            and set(done.text) <= set(" abcdexy")
+        )
+    assert len(seen) > 1
+    with pytest.raises(InputError, match="exclude each other"):
+        generate(Generate(path, grammar="x", json_schema="{}"), Events())
+    with pytest.raises(InputError, match=r"--grammar-file: .* does not exist"):
+        generate(Generate(path, grammar_file=tmp_path / "no"), Events())
+
+
+def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("packtrain.grammar.table.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install llguidance .*extra grammar"):
+        Grammar.from_gbnf(_tokenizer(), 'root ::= "a"')

@@ -25,6 +25,7 @@ from packtrain.kernels.online import (
     squash,
     void,
 )
+from packtrain.kernels.panels import fetch
 from packtrain.kernels.simd import (
     INFINITY,
     LANES,
@@ -53,7 +54,7 @@ FEW_HEADS = 16  # heads of one query at a time
 FEW_SCORES = FEW_HEADS * KEYS
 FEW_STATE = 2 * FEW_HEADS
 Q8_0 = dtypes.BLOCK_TYPES["q8_0"]
-BLOCK = Q8_0.block
+BLOCK, CACHE_LINE = Q8_0.block, 64
 f16, q8_0 = UNPACKERS[dtypes.f16], UNPACKERS[Q8_0]
 bytes3 = types.Array(types.uint8, 3, "C", readonly=True)
 places = types.Tuple((ids1, ids1, ids2, ids1, ids1))
@@ -74,6 +75,16 @@ def gather(target, x, head, width, order, row, start, count):
             f16(to, source, width)
         else:
             q8_0(to, source, width // BLOCK)
+
+
+@kernel(void(bytes3, i64, ids2, i64, i64, i64))
+def fetch_heads(x, head, order, row, start, count):
+    """Prefetch what gather reads."""
+    nbytes, line = x.shape[2], x.shape[1] * x.shape[2]
+    for j in range(start, start + count):
+        source = x.ctypes.data + i64(order[row, j]) * line + head * nbytes
+        for at in range(0, nbytes, CACHE_LINE):
+            fetch(source + at)
 
 
 @part(i64(ids2, i64, i64, ids1, i64))
@@ -161,9 +172,12 @@ def attend_one(y, q, k, v, places_of, rule, task):
         for h in range(group):
             poke(sums, h, LOWEST)
             poke(sums, FEW_HEADS + h, 0.0)
+        fetch_heads(k, head, order, row, low, min(KEYS, end - low))
         for start in range(low, end, KEYS):
             some = min(KEYS, end - start)
+            fetch_heads(v, head, order, row, start, some)
             gather(block, k, head, D, order, row, start, some)
+            fetch_heads(k, head, order, row, start + some, min(KEYS, end - start - some))
             score(scores, group, at_q, D, block, some, f32(scale * LOG2E))
             if cap > 0:
                 squash(scores, group * KEYS, cap * LOG2E)

@@ -22,6 +22,7 @@ from packtrain.kernels.panels import (
     apart,
     beyond,
     emit_prefetch,
+    fetch,
     pack_a,
     pack_b,
     places,
@@ -163,17 +164,6 @@ def tile(typingctx, width, half, a, panel, depth, ahead, alpha, beta, c, ldc, ro
 
     sig = types.void(width, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64, i64)
     return sig, codegen
-
-
-@intrinsic
-def fetch(typingctx, place):
-    """Prefetch a line of the cache into L2."""
-
-    def codegen(context, builder, sig, args):
-        emit_prefetch(builder, args[0], level=2)
-        return context.get_dummy_value()
-
-    return types.void(i64), codegen
 
 
 @kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64, i64, types.UniTuple(i64, 4)))

@@ -50,6 +50,17 @@ def emit_prefetch(builder, place, write=0, level=3):
     )  # fmt: skip
 
 
+@intrinsic
+def fetch(typingctx, place):
+    """Prefetch a line of the cache into L2."""
+
+    def codegen(context, builder, sig, args):
+        emit_prefetch(builder, args[0], level=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 class Bfloat(ir.Type):
     """LLVM's bfloat, which llvmlite does not know."""
 

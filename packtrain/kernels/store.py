@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 MADE_OF = {
     "attention": "call online simd tile visible",
     "attention_back": "attention call online simd tile visible",
-    "attention_cells": "attention call dequantize online simd tile visible",
+    "attention_cells": "attention call dequantize online panels simd tile visible",
     "bits": "simd",
     "call": "crew pool",
     "codes": "bits call simd",

@@ -1,6 +1,6 @@
 """Activations rounded to 8 bits: what the rounding is, and what generate and eval do with it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +9,11 @@ import pytest
 import packtrain as pt
 from packtrain import kernels, ops
 from packtrain.commands import evaluate, quantize
+from packtrain.context.plans import Sizes
 from packtrain.dtypes import DTYPES, ROUNDABLE, Dtype, f32
 from packtrain.errors import InputError
 from packtrain.generation import Generator
+from packtrain.models import cached, transformer
 from packtrain.models.adapted import with_activations
 from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
@@ -125,3 +127,21 @@ def test_eval_takes_it_too(models: dict[str, Path], tmp_path: Path, capsys) -> N
 def test_a_model_without_such_a_matrix_is_refused(models: dict[str, Path]) -> None:
     with pytest.raises(InputError, match=r"--activations q8: .*plain\.gguf has no matrix of q4_0"):
         opened(Speaking(models["plain"], activations="q8"))
+
+
+def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:
+    config, cache = replace(CONFIG, precision="bf16"), cached.Cache(200)
+    for time, kinds in ((cached.EXACT, {"f32"}), (cached.EXACT + 1, {"bf16"})):
+        result, handles = cached.generation(config, transformer.weights(config), time, cache)
+        products = [
+            call.attrs["precision"]
+            for call in pt.Graph({"result": result}, handles).calls
+            if call.op.name == "matmul"
+        ]
+        assert products.pop() == "f32"
+        assert len(products) >= 7 * config.block_count and set(products) == kinds
+
+
+def test_guesses_are_checked_as_they_would_be_written() -> None:
+    most = next(f for f in fields(Speaking) if f.name == "draft_max").metadata["bounds"][1]
+    assert Sizes.of(4096, 1 + most).next(1 + most) <= cached.EXACT

@@ -15,7 +15,9 @@ from packtrain.models.transformer import (
 )
 from packtrain.tensor import Tensor, input, named, state
 
-FEW = 16  # up to this many tokens bf16 only costs time: weights are read and converted, not multiplied
+EXACT = (
+    64  # up to this many tokens products stay in f32: guesses are checked as they would be written
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ def generation(
 
     hidden  the output of the last norm instead of logits, (wanted, C)
     """
-    if time <= FEW:
-        config = replace(config, precision="f32")
+    exact = replace(config, precision="f32")
+    config = config if time > EXACT else exact
     tokens, pos, line = (input(n, (time,), i32) for n in ("tokens", "pos", "line"))
     wanted_rows, handles = input("rows", (wanted,), i32), list[Tensor]()
     places = {pool: places_of(pool, cache, time) for pool in cache.pools(config)}
@@ -79,7 +81,7 @@ def generation(
 
     *_, h = stream(config, w, tokens, pos, attend, cache.cells)
     last = ops.get_rows(h, wanted_rows)
-    return output_norm(config, w, last) if hidden else logits(config, w, last), handles
+    return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
 
 
 def places_of(pool: str, cache: Cache, time: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from packtrain.models.config import Config
 from packtrain.tensor import Tensor
 
 FEW_ROWS = (
-    4  # up to this many rows have products in integers; more are rounded, then multiplied in f32
+    8  # up to this many rows have products in integers; more are rounded, then multiplied in f32
 )
 F32, Q8 = "f32", "q8"
 ACTIVATIONS = (

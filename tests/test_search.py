@@ -1,11 +1,15 @@
 """What a search knows of ways to run a block before it builds them, and that it finds no worse for it."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from packtrain.design.search import SLACK, Search
+from packtrain.cost import Rates
+from packtrain.design.request import Request
+from packtrain.design.search import FREE, SLACK, Search, unlimited
+from packtrain.optim import AdamW
 from tests.search_checks import REQUEST, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]
@@ -53,6 +57,30 @@ def test_a_bound_lets_nothing_be_built_that_is_too_slow():
     built = set(blocks.found)
     blocks.within(nbytes, blocks.bound(nbytes) * 0.99)
     assert set(blocks.found) == built
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_without_a_limit_auto_recomputes_what_is_nearly_free(form):
+    form, looking = replace(form, rows=16), Search(REQUEST)
+    whole, free = looking.draft(form), looking.draft(looking.freely(form))
+    assert free.shape.keep is not None and free.nbytes < whole.nbytes * 0.99
+    assert whole.seconds < free.seconds <= whole.seconds * (1 + FREE)
+    none = replace(REQUEST, recompute="none")
+    assert unlimited(form, none) == form and unlimited(form, REQUEST) == free.shape
+
+
+def test_what_takes_time_to_recompute_is_kept():
+    """Where each call takes long, nothing is free."""
+    slow = Request(AdamW(), Rates(1e11, 1e10, call=1.0))
+    assert unlimited(SHAPE, slow) == SHAPE
+
+
+def test_more_time_keeps_no_more():
+    block = fresh(SHAPE).block
+    places = {at for at, t in enumerate(block.values) if t in block._read}
+    kept = [set(block.free(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)]
+    assert kept[0] == places and kept[-1] == set() < kept[2] < kept[0]
+    assert all(fewer <= more for more, fewer in pairwise(kept))
 
 
 def test_two_passes_take_at_least_what_one_takes_without_its_gradients():

@@ -8,9 +8,10 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.benching.timing import Stepped, stepping
-from packtrain.design.plans import STEP, Base, StepShape, make_plans
+from packtrain.design.plans import STEP, Base, StepShape, make_plans, packed_types
+from packtrain.design.rates import rates_apart
 from packtrain.design.request import Request
-from packtrain.design.search import search
+from packtrain.design.search import search, unlimited
 from packtrain.errors import InputError
 from packtrain.memory import private_nbytes
 from packtrain.models import transformer
@@ -18,7 +19,6 @@ from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import open_model
 from packtrain.optim import AdamW
 from packtrain.run import Executor
-from packtrain.speed import measured
 from packtrain.training.engine import Batch, Engine
 from packtrain.training.job import shape_of
 from packtrain.training.settings import TuneSettings
@@ -71,6 +71,7 @@ def of_preset(name: str, precision: str = "f32") -> Training:
     rows, time = ROWS[name], config.context_length
     update = AdamW(lr=LR)
     shape = StepShape(config, rows, time, max_norm=MAX_NORM, evaluate=False)
+    shape = unlimited(shape, Request(update, rates_apart(False, _quiet)))
     engine = Engine(make_plans(shape, update), update)
     transformer.initialise(config, 0, engine.session.fill)
     return Training(f"{name}, {rows} × {time} tokens", engine, [batch_of(config, rows, time)])
@@ -86,12 +87,17 @@ def of_base(
     base = Base(tuple(model.types().items()))
     subject, update = Tuned(settings, model, config, base), AdamW(lr=LR)
     shape = replace(shape_of(settings, config, rows, time, False, base), max_norm=MAX_NORM)
-    if memory is not None:
-        shape = within(memory, shape, Request(update, measured()[0], private_nbytes()))
+    speed = rates_apart(False, _quiet, packed_types(shape))
+    request = Request(update, speed, private_nbytes())
+    shape = unlimited(shape, request) if memory is None else within(memory, shape, request)
     engine = Engine(make_plans(shape, update), update, subject.shared())
     subject.begin(engine.session)
     name = f"LoRA on {path.name}, {rows} × {time} tokens"
     return Training(name, engine, parts(batch_of(config, rows, time), shape.rows))
+
+
+def _quiet(_: str) -> None:
+    """Says nothing of what is measured."""
 
 
 def within(memory: int, shape: StepShape, request: Request) -> StepShape:

@@ -12,7 +12,7 @@ from packtrain.backends import HOST
 from packtrain.child import ask
 from packtrain.design.plans import Plans, StepShape
 from packtrain.design.request import Request
-from packtrain.design.search import as_asked, search, smallest
+from packtrain.design.search import search, smallest, unlimited
 from packtrain.design.table import choices, rows
 from packtrain.memory import private_nbytes, settle
 from packtrain.planning import size_text
@@ -34,7 +34,7 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
     if not request.limits:
         if request.runs:
             kernels.load()
-        plans = planned_here(as_asked(shape, request), request)
+        plans = planned_here(unlimited(shape, request), request)
     else:
         plans, change = searched(shape, request, say)
         fits = most is None or plans.needed_nbytes - kernels.unsure <= most

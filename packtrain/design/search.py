@@ -31,6 +31,7 @@ from packtrain.recompute import (
 ROUNDS, MORE_ROUNDS = 3, 6  # choices built for a shape; more where another space must hold it, too
 SLACK = 0.03  # relative error of estimates
 CLOSE = 0.01  # if two estimates are this close, both are built
+FREE = 0.005  # share of a step that recomputation may take by estimate where no limit asks for it
 WORTH = 0.02  # share of the bytes that a smaller chunk must save
 SAME = MICRO, MEASURE, EVALUATE  # graphs without an optimizer
 
@@ -200,7 +201,7 @@ class Search(Drafts):
         return left + int(self.chain(shape).call_nbytes * sizes.inside)
 
     def as_asked(self, shape: StepShape) -> StepShape:
-        """The shape with the requested recomputation; `auto` without a limit recomputes nothing."""
+        """The shape with the requested recomputation; that of `auto` is none."""
         count = reached(shape)
         keep = None
         if self.request.recompute == "blocks":
@@ -208,6 +209,18 @@ class Search(Drafts):
         elif self.request.recompute == "sqrt":
             keep = spaced(count, spacing(self.chain(shape)))
         return replace(shape, keep=keep)
+
+    def freely(self, shape: StepShape) -> StepShape:
+        """The same; `auto` recomputes what takes next to no time, if that saves bytes."""
+        count, asked = reached(shape), self.as_asked(shape)
+        if not count or not self.recomputes(shape):
+            return asked
+        whole = self.rough(shape)
+        seconds = FREE * whole.seconds
+        places = self.chain(shape).block.free(seconds / (count * repeats(shape)))
+        again = self.draft(replace(shape, keep=uniform(count, places)))
+        pays = again.nbytes < whole.nbytes and again.seconds <= whole.seconds + seconds
+        return again.shape if pays else asked
 
     # ---- the least
 
@@ -293,6 +306,6 @@ def _smaller(shape: StepShape) -> str:
     return "use a smaller base model, or train fewer weights (--lora-rank, --lora-modules, --num-layers)"
 
 
-def as_asked(shape: StepShape, request: Request) -> StepShape:
+def unlimited(shape: StepShape, request: Request) -> StepShape:
     """The shape without a limit."""
-    return Search(request).as_asked(shape)
+    return Search(request).freely(shape)

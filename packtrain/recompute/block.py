@@ -159,6 +159,20 @@ class BlockCosts:
             return np.inf
         return self.parts * least_again(self._front, whole - nbytes / self.parts)
 
+    def free(self, seconds: float) -> tuple[int, ...]:
+        """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
+        inside, kept = set(self._calls), set(self._read)
+        price = {t: self._again({t}, kept - {t}, inside) / t.spec.nbytes for t in self.values}
+        for t in sorted(kept, key=lambda t: (price[t], self.values.index(t))):
+            if self._again(self._read, kept - {t}, inside) <= seconds:
+                kept.remove(t)
+        return tuple(place for place, t in enumerate(self.values) if t in kept)
+
+    def _again(self, wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> float:
+        """Seconds to compute `wanted` from kept values."""
+        again = needed(wanted - kept, {self._ends[0], *kept}, inside)
+        return self.parts * sum(map(self.seconds, again))
+
     # ---- lower bounds
 
     @cached_property

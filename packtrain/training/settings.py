@@ -135,7 +135,7 @@ class RunSettings:
     recompute: str = MEMORY(
         "auto",
         "activation checkpointing: recompute no activations, those of every block, those of about sqrt(blocks)"
-        " segments, or as --memory requires",
+        " segments, or as --memory requires; without --memory, auto recomputes what takes next to no time",
         choices=("none", "blocks", "sqrt", "auto"),
     )
     seed: int = TRAINING(

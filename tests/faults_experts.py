@@ -99,3 +99,23 @@ def matmul_id_with_the_packed_matrix_of_the_last_expert(patch: MonkeyPatch) -> N
         return last
 
     kernel(patch, "matmul_id", wrong)
+
+
+@fault("kernel", value("candidates"))
+def candidates_that_prefer_the_last_of_equal_ones(patch: MonkeyPatch) -> None:
+    def wrong(out, x, **how):
+        out[0][...] = np.argsort(x, axis=-1, kind="stable")[..., ::-1][..., : out[0].shape[-1]]
+        out[1][...] = np.take_along_axis(x, out[0], -1)
+
+    kernel(patch, "candidates", lambda run: wrong)
+
+
+@fault("kernel", value("draw"))
+def a_draw_by_the_index_before(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def late(y, ids, x, numbers, counts, **how):
+            run(y, ids, x, numbers, counts - [0, 0, 1] * (counts[:, 2:] > 0), **how)
+
+        return late
+
+    kernel(patch, "draw", wrong)

@@ -17,6 +17,7 @@ NO_PEER = {
     "matmul_rounded",
     "dropout",  # another generator of random numbers
     "count_equal",  # no f32 in it
+    "draw",  # another generator of random numbers
     "pool_2d_back",
     "opt_step_lbfgs", "lbfgs_dots",  # torch.optim.LBFGS as a whole is compared in test_lbfgs
 }  # fmt: skip

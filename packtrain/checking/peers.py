@@ -80,6 +80,11 @@ def top_k(x, *, k):
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
+def candidates(x, *, k):
+    values, ids = x.sort(dim=-1, descending=True, stable=True)
+    return ids[..., :k], values[..., :k]
+
+
 def take_back(dy, ids, *, width):
     return torch.zeros((*dy.shape[:-1], width), dtype=dy.dtype).scatter_add(-1, ids.long(), dy)
 
@@ -285,7 +290,8 @@ PEERS: dict[str, Any] = {
         rms_norm, soft_max, attention, attention_cells, cross_entropy, linear_cross_entropy, matmul, out_prod, get_rows,
         get_rows_back,
         set_rows, zero_rows, rope, rope_table, narrow_back, clip_gate, opt_step_adamw, opt_step_sgd, matmul_back,
-        acc, im2col, im2col_back, pool_2d, top_k, take_back, matmul_id, matmul_id_back, out_prod_id, weighted_rows,
+        acc, im2col, im2col_back, pool_2d, top_k, candidates, take_back, matmul_id, matmul_id_back, out_prod_id,
+        weighted_rows,
     )},
 }  # fmt: skip
 

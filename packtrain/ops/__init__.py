@@ -4,6 +4,7 @@ from packtrain.ops.activation import dropout, geglu, geglu_back, swiglu, swiglu_
 from packtrain.ops.attention import attention, attention_back
 from packtrain.ops.attention_cells import attention_cells
 from packtrain.ops.cast import add_cast, cast
+from packtrain.ops.choosing import candidates, draw
 from packtrain.ops.composed import (
     alibi,
     alibi_slopes,
@@ -76,10 +77,10 @@ from packtrain.ops.windows import im2col, im2col_back
 
 __all__ = [
     "abs", "acc", "accumulate", "add", "add_cast", "alibi", "alibi_slopes", "argmax", "argsort", "attention",
-    "attention_back", "attention_cells", "attention_to_all", "broadcast_to", "cast", "clamp", "clip_gate", "concat",
-    "cont", "conv_1d",
+    "attention_back", "attention_cells", "attention_to_all", "broadcast_to", "candidates", "cast", "clamp", "clip_gate",
+    "concat", "cont", "conv_1d",
     "conv_2d", "conv_2d_back", "conv_2d_back_w", "cos", "count_equal", "cross_entropy", "cross_entropy_back",
-    "cumsum", "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "dropout", "elu", "erf", "exp",
+    "cumsum", "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "draw", "dropout", "elu", "erf", "exp",
     "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
     "group_rows", "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
     "matmul", "matmul_back", "matmul_id", "matmul_id_back", "matmul_rounded", "mean", "mean_rows",

@@ -89,18 +89,36 @@ class Chain:
         """Whether a grammar lets nothing more come."""
         return self._constraint is not None and self._constraint.over
 
+    @property
+    def candidates(self) -> int | None:
+        """How many of the largest logits `finish` needs; None: all."""
+        s = self.sampling
+        idle = {
+            "penalties": (s.repeat_penalty, s.frequency_penalty, s.presence_penalty) == (1, 0, 0),
+            "dry": not s.dry_multiplier,
+            "top_n_sigma": s.top_n_sigma <= 0,
+        }
+        first = next((name for name in s.order if not idle.get(name)), "")
+        plain = not (s.mirostat or self._biases or self._constraint)
+        return s.top_k if plain and first == "top_k" and s.top_k else None
+
     def choose(self, logits: np.ndarray) -> int:
         """The next token; of equal logits the lowest id wins. Raises InputError if a logit is not finite."""
         check_finite(logits)
         allowed = self._constraint.allowed(len(logits)) if self._constraint else None
-        ids = np.arange(len(logits)) if allowed is None else np.flatnonzero(allowed)
-        return self.finish(Candidates(ids, logits[ids].astype(np.float64)), len(logits))
+        if allowed is None:
+            c = Candidates(np.arange(len(logits)), logits.astype(np.float64))
+        else:
+            ids = np.flatnonzero(allowed)
+            c = Candidates(ids, logits[ids].astype(np.float64))
+        return self.finish(c, len(logits))
 
     def finish(self, c: Candidates, vocab_size: int) -> int:
         """The next token out of candidates."""
         rng = draws(self.seed, self.index)
-        c = logit_bias(c, self._biases)
-        c = c.take(c.logits > -np.inf)
+        if self._biases:
+            c = logit_bias(c, self._biases)
+            c = c.take(c.logits > -np.inf)
         if not len(c.ids):
             raise InputError(
                 "no token is left that could come next: see --logit-bias and --grammar"

@@ -7,7 +7,7 @@ from packtrain.sampling.candidates import Candidates
 
 def top_n_sigma(c: Candidates, n: float) -> Candidates:
     """Keep logits ≥ max − n · std of the finite ones; n ≤ 0 keeps all."""
-    finite = c.logits[np.isfinite(c.logits)]
-    if n <= 0 or len(finite) <= 1:
+    if n <= 0 or len(c.ids) <= 1:
         return c
+    finite = c.logits[np.isfinite(c.logits)]
     return c.take(c.logits >= finite.max() - n * finite.std())

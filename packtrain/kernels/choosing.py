@@ -1,0 +1,138 @@
+"""The likeliest tokens of rows of logits, and the draw of one, as `packtrain.sampling` draws it.
+
+Rows are independent of each other: results depend on no thread and on no neighbour. Sums are in float64, in order.
+"""
+
+import math
+
+import numpy as np
+from numba import types
+
+from packtrain.kernels.call import kernel, spans
+from packtrain.kernels.simd import in2, out2
+
+i64, f64, u64, void = types.int64, types.float64, types.uint64, types.void
+ids2, out_ids2 = types.Array(types.int32, 2, "C", readonly=True), types.Array(types.int32, 2, "C")
+out_ids1 = types.Array(types.int32, 1, "C")
+numbers2 = types.Array(f64, 2, "C", readonly=True)
+counts2 = types.Array(i64, 2, "C", readonly=True)
+# Philox4x64-10 (Salmon et al. 2011): factors, and what is added to the keys
+M0, M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
+W0, W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+LOW, HALF, REST = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(11)
+ROUNDS = 10
+
+
+@kernel(void(out_ids2, out2, i64, i64, i64))
+def sift(ids, values, row, at, count):
+    """Restore the heap below `at`: no child is worse than its parent, smaller or, of equals, of a higher id."""
+    while True:
+        worst = at
+        for child in range(2 * at + 1, min(2 * at + 3, count)):
+            v, w = values[row, child], values[row, worst]
+            if v < w or (v == w and ids[row, child] > ids[row, worst]):
+                worst = child
+        if worst == at:
+            return
+        values[row, at], values[row, worst] = values[row, worst], values[row, at]
+        ids[row, at], ids[row, worst] = ids[row, worst], ids[row, at]
+        at = worst
+
+
+@kernel(void(out_ids2, out2, in2, i64, i64))
+def candidate_rows(ids, values, x, start, stop):
+    k = ids.shape[1]
+    for row in range(start, stop):
+        for e in range(k):
+            ids[row, e] = e
+            values[row, e] = x[row, e]
+        for at in range(k // 2 - 1, -1, -1):
+            sift(ids, values, row, at, k)
+        for e in range(k, x.shape[1]):
+            if x[row, e] > values[row, 0]:
+                values[row, 0] = x[row, e]
+                ids[row, 0] = e
+                sift(ids, values, row, 0, k)
+        for end in range(k - 1, 0, -1):
+            values[row, 0], values[row, end] = values[row, end], values[row, 0]
+            ids[row, 0], ids[row, end] = ids[row, end], ids[row, 0]
+            sift(ids, values, row, 0, end)
+
+
+@kernel(void(out_ids2, out2, in2))
+def candidates(ids, values, x):
+    """The k largest of each row with their indices, the largest first; the lower index on ties.
+
+    x            (N, V)  f32
+    ids, values  (N, k)  i32, f32
+    """
+    spans(candidate_rows, (ids, values, x), x.shape[0], 1)
+
+
+@kernel(u64(u64, u64))
+def high_word(a, b):
+    """The upper half of a product of 128 bits."""
+    a0, a1, b0, b1 = a & LOW, a >> HALF, b & LOW, b >> HALF
+    middle = a1 * b0 + ((a0 * b0) >> HALF)
+    other = a0 * b1 + (middle & LOW)
+    return a1 * b1 + (middle >> HALF) + (other >> HALF)
+
+
+@kernel(f64(i64, i64))
+def uniform(seed, index):
+    """The first number of NumPy's Generator(Philox(key=seed, counter=index)).random()."""
+    a, b, c, d = u64(index) + u64(1), u64(0), u64(0), u64(0)
+    k0, k1 = u64(seed), u64(0)
+    for _ in range(ROUNDS):
+        h0, l0, h1, l1 = high_word(M0, a), M0 * a, high_word(M1, c), M1 * c
+        a, b, c, d = h1 ^ b ^ k0, l1, h0 ^ d ^ k1, l0
+        k0, k1 = k0 + W0, k1 + W1
+    return f64(a >> REST) * 2.0**-53
+
+
+@kernel(i64(in2, i64, i64, f64, f64))
+def kept(x, row, count, top_p, min_p):
+    """How many of the sorted candidates top-p and min-p leave."""
+    if top_p < 1.0:
+        total = 0.0
+        for j in range(count):
+            total += math.exp(f64(x[row, j]) - f64(x[row, 0]))
+        sum = 0.0
+        for j in range(count):
+            sum += math.exp(f64(x[row, j]) - f64(x[row, 0])) / total
+            if sum >= top_p:
+                count = j + 1
+                break
+    if min_p > 0.0:
+        least = f64(x[row, 0]) + min(math.log(min_p), 0.0)
+        while count > 1 and f64(x[row, count - 1]) < least:
+            count -= 1
+    return count
+
+
+@kernel(void(out_ids1, ids2, in2, numbers2, counts2))
+def draw(y, ids, x, numbers, counts):
+    """One candidate of each row, see ops.choosing.draw.
+
+    ids, x   (N, k)  i32, f32, the largest first
+    numbers  (N, 3)  f64: temperature, top-p, min-p
+    counts   (N, 3)  i64: top-k, seed, index
+    y        (N,)    i32
+    """
+    for row in range(x.shape[0]):
+        temp, count = numbers[row, 0], x.shape[1]
+        if counts[row, 0] > 0:
+            count = min(count, counts[row, 0])
+        count = kept(x, row, count, numbers[row, 1], numbers[row, 2])
+        if temp <= 0.0:
+            count = 1
+        total = 0.0
+        for j in range(count):
+            total += math.exp((f64(x[row, j]) - f64(x[row, 0])) / temp) if j else 1.0
+        target, sum, at = uniform(counts[row, 1], counts[row, 2]) * total, 0.0, count - 1
+        for j in range(count):
+            sum += math.exp((f64(x[row, j]) - f64(x[row, 0])) / temp) if j else 1.0
+            if sum > target:
+                at = j
+                break
+        y[row] = ids[row, at]

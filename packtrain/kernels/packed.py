@@ -31,7 +31,7 @@ from packtrain.kernels.simd import (
 
 i64, f32, void = types.int64, types.float32, types.void
 COLUMNS = 256  # dequantized at a time: the most that a block can have
-FEW_ROWS, SUMS = 4, 64  # up to this many rows use dot products
+FEW_ROWS, SUMS = 8, 128  # up to this many rows use dot products
 LINE = COLUMNS + PANEL  # scratch: the values of a long block, and space after them
 LINES = 2 * LINE
 FLAT = DEEP * PANEL
@@ -90,7 +90,7 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, ha
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))
 def dots(y, x, kind, w, add, start, stop):
-    """y[:, start:stop] = x @ w[start:stop].T for up to 4 rows: every block is read and dequantized once."""
+    """y[:, start:stop] = x @ w[start:stop].T for up to 8 rows: every block is read and dequantized once."""
     m, k = x.shape
     nbytes, n = w.shape[1], y.shape[1]
     line, sums = scratch(LINE), scratch(SUMS)
@@ -142,7 +142,7 @@ def product(y, x, kind, w, add, half):
         w  (N, row bytes)  packed
         y  (M, N)          f32
 
-    Up to 4 rows use dot products, bound by reading w once, unless half = 1: x and w are rounded to bf16.
+    Up to 8 rows use dot products, bound by reading w once, unless half = 1: x and w are rounded to bf16.
     """
     m, k = x.shape
     n = w.shape[0]

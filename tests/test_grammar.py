@@ -334,7 +334,7 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     (
         {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]},
         ['{"a":"x"}', '{"a": "x", "b": 2}', '{\n  "a": "x"\n}'],
-        ["{}", '{"b": 2}', '{"a":"x","c":1}', '{"b":1,"a":"x"}', "\n\n\n{}"],
+        ["{}", '{"b": 2}', '{"a":"x","c":1}', '{"b":1,"a":"x"}', "\n\n\n{}", '{"a":   "x"}', '{"a":\n\n\n"x"}'],
     ),
     ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, ['{"a":1,"z":2}', "{}"], ['{"a"}']),
     ({"type": "object"}, ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1"]),
@@ -373,7 +373,7 @@ def test_schemas_that_are_refused():
         {"$ref": "#/nowhere"},
         {"type": "integer", "minimum": 5, "maximum": 4},
     ):
-        with pytest.raises(InputError, match="grammar: it cannot be used"):
+        with pytest.raises(InputError, match=r"grammar: it cannot be used: [^a]"):
             Grammar.from_schema(TOKENIZER, json.dumps(wrong))
 
 

@@ -1,5 +1,6 @@
 """A grammar that the text of one sequence follows: the tokens that can come, what came, whether it is over."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from packtrain.grammar.lark import to_lark
 from packtrain.grammar.schema import of_schema
 from packtrain.grammar.table import matcher, table
 from packtrain.tokenizer import Tokenizer
+
+PLACE = re.compile(r"^at \d+\(\d+\): ")  # in llguidance's notation, which nobody wrote
 
 
 class Grammar:
@@ -132,7 +135,7 @@ class Grammar:
         if self._matcher.is_error():
             why: Any = self._matcher.get_error()
             line = next((line for line in str(why).splitlines() if line.strip()), "")
-            raise InputError(f"grammar: {fact}: {line}")
+            raise InputError(f"grammar: {fact}: {PLACE.sub('', line)}")
 
 
 def _text(piece: bytes) -> str:

@@ -32,6 +32,11 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     pattern = config.window_pattern
     if isinstance(pattern, tuple) and whole > len(pattern):
         pattern = (pattern * whole)[:whole]
+    if isinstance(pattern, int) and 1 < whole < pattern <= config.block_count:
+        pattern = (
+            False,
+            *(True,) * (whole - 1),
+        )  # one without a window, which may have a rope of its own
     short = replace(config, block_count=whole, window_pattern=pattern)
     if base is None:
         return replace(shape, config=short)

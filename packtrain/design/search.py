@@ -61,8 +61,8 @@ def search(shape: StepShape, request: Request) -> Answer:
     if best is not None:
         return Answer(best.shape, True)
     least = looking[0].least_of(extremes(shape, request.fixed)).shape
-    full = (one for one in looking if one.draft(least).nbytes > one.limit)
-    return Answer(least, False, next(full, looking[0]).change(least))
+    full = next((one for one in looking if one.draft(least).nbytes > one.limit), None)
+    return Answer(least, True) if full is None else Answer(least, False, full.change(least))
 
 
 def smallest(shape: StepShape, request: Request) -> StepShape:

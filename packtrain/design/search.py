@@ -148,10 +148,11 @@ class Search(Drafts):
     def _best_chunk(self, form: StepShape, limit: int, below: float, fixed: bool) -> Draft | None:
         """The fastest of the form's chunks, if it takes less than `below` seconds."""
         best, head = None, math.inf
+        worth = WORTH * (self._at_least(form) - self.request.before(self.space))  # at any limit
         for chunk in (form.chunk,) if fixed else CHUNKS:
             one = replace(form, chunk=chunk)
             work = self.chain(one).head_work if self.inside(one) else int(self.sizes(one).arena)
-            if work > head - WORTH * (limit - self.request.before(self.space)):
+            if work > head - worth:
                 continue
             head, found = work, self.fitted(one, limit, below)
             if found is not None and found.seconds < below:

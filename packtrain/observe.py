@@ -25,6 +25,7 @@ TOLERANCE = (
 )
 
 See = Callable[[str, np.ndarray], None]
+Run = Callable[[], Any]  # None, or a shorter call that does the same, see ops.arrays.again
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Bound:
     results: tuple[Any, ...]
     inputs: tuple[Any, ...]
     work: tuple[Any, ...]
-    run: Callable[[], None]
+    run: Run
 
 
 def report(placed: Placed, plan: Plan) -> None:
@@ -68,7 +69,7 @@ class Observer:
         self.seconds: dict[str, float] = defaultdict(float)
         self.freed = self._freed() if "poison" in on else {}
 
-    def calls(self, *, updates: bool = True) -> list[Callable[[], None]]:
+    def calls(self, *, updates: bool = True) -> list[Run]:
         """The steps as calls; without those that write leaves if not `updates`."""
         steps = enumerate(self.steps)
         return [partial(self._step, i, s) for i, s in steps if updates or not s.step.op.writes]

@@ -17,7 +17,7 @@ import numpy as np
 from packtrain.backends import Backend, aligned
 from packtrain.debug import flags
 from packtrain.errors import DoesNotFit
-from packtrain.observe import CHECKS, Bound, Observer, See, report
+from packtrain.observe import CHECKS, Bound, Observer, Run, See, report
 from packtrain.placing import Placed, Step
 from packtrain.planning import Place, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
@@ -275,6 +275,7 @@ class Executor:
     def _bind(self) -> None:
         self.generation = self.session.generation
         self.calls = [bound.run for bound in self._bound()]
+        self.complete = False  # whether all weights are known to have values
         inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
         self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
         outputs = self.placed.graph.outputs.items()
@@ -344,18 +345,18 @@ class Executor:
         arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
         return Observer(self.placed, self.plan, [*self._bound()], arenas, self.watchers, on)
 
-    def _run(self, calls: Iterable[Callable[[], None]], stop: Callable[[], bool] | None) -> None:
+    def _run(self, calls: list[Run], stop: Callable[[], bool] | None) -> None:
         for at, call in enumerate(calls):
             if stop is not None and stop():
                 raise Stopped(f"stopped before {self.placed.steps[at].op.name}")
             self.at = at
-            call()
+            again = call()
+            if again is not None:
+                calls[at] = again
         for sync in self.syncs:
             sync()
 
-    def _guarded(
-        self, calls: Iterable[Callable[[], None]], stop: Callable[[], bool] | None
-    ) -> None:
+    def _guarded(self, calls: list[Run], stop: Callable[[], bool] | None) -> None:
         try:
             self._run(calls, stop)
         except BaseException as error:
@@ -378,9 +379,9 @@ class Executor:
             missing = sorted(self.inputs.keys() - inputs.keys()) or "none"
             unknown = sorted(inputs.keys() - self.inputs.keys()) or "none"
             raise RunError(f"inputs missing: {missing}; unknown: {unknown}")
-        unset = self.session.unset(self.placed)
-        if unset:
+        if not self.complete and (unset := self.session.unset(self.placed)):
             raise RunError(f"weights without a value: {', '.join(unset)}")
+        self.complete = True
         for name, (backend, array, spec) in self.inputs.items():
             backend.write(array, _fitting(name, inputs[name], spec))
 

@@ -253,9 +253,9 @@ Takes = Callable[[int, Tensor], bool]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One backend's `(out, *inputs, **attrs) -> None`, and which of its inputs may be views that are not dense."""
+    """One backend's `(out, *inputs, **attrs)`, which may return `ops.arrays.again`, and which inputs may be strided."""
 
-    run: Callable[..., None]
+    run: Callable[..., Callable[[], None] | None]
     strided: bool | Takes
 
     def takes(self, index: int, t: Tensor) -> bool:

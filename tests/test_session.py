@@ -113,6 +113,18 @@ def fed(t: int = 1) -> dict[str, np.ndarray]:
     return batch(CONFIG, 1, 8, t) | OPTIMIZER.inputs(t)
 
 
+def test_later_runs_read_their_own_inputs():
+    """Also the sum that a product starts with, where it has to be copied."""
+    x, acc = pt.input("x", (2, 3)), pt.input("acc", (2, 4))
+    y = ops.matmul(x, pt.weight("w", (4, 3)), acc)
+    session = Session()
+    run = session.executor(place(Graph({"y": y, "both": ops.add(y, acc)})))
+    session.set({"w": np.ones((4, 3))})
+    for value in (1.0, 2.0, 3.0):
+        got = run({"x": np.full((2, 3), value), "acc": np.full((2, 4), value)})
+        assert (got["y"] == 4 * value).all() and (got["both"] == 5 * value).all()
+
+
 def test_an_exception_inside_the_update_makes_the_session_dirty(monkeypatch):
     left = [3]
     real = opt_step_adamw.kernels["cpu"].run

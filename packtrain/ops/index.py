@@ -4,7 +4,7 @@ import numpy as np
 
 from packtrain import kernels, quant
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
-from packtrain.ops.arrays import flat, floats, packed, start_with, table
+from packtrain.ops.arrays import again, flat, floats, packed, start_with, table
 from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
@@ -16,6 +16,10 @@ def _check(op_name: str, bad: int, ids, count: int) -> None:
         raise IndexError(
             f"{op_name}: index {ids.flat[bad]} at position {bad} is outside the {count} rows"
         )
+
+
+def _checked(op_name: str, kernel, given, ids, count: int) -> None:
+    _check(op_name, kernel(*given), ids, count)
 
 
 def _check_numpy(op_name: str, ids, count: int) -> None:
@@ -53,8 +57,8 @@ def get_rows_numpy(y, w, ids):
 
 @get_rows.kernel("cpu")
 def get_rows_cpu(y, w, ids):
-    bad = kernels.rows.get_rows(table(y, ids.ndim), *packed(table(w, 1)), flat(ids))
-    _check("get_rows", bad, ids, len(w))
+    given = table(y, ids.ndim), *packed(table(w, 1)), flat(ids)
+    return again(_checked, "get_rows", kernels.rows.get_rows, given, ids, len(w))
 
 
 @get_rows.cost
@@ -160,13 +164,13 @@ def set_rows_numpy(out, leaf, x, ids):
 
 @set_rows.kernel("cpu")
 def set_rows_cpu(out, leaf, x, ids):
-    given = table(x, ids.ndim), flat(ids)
+    from_rows = table(x, ids.ndim), flat(ids)
     if leaf.dtype == np.float32:
-        bad = kernels.rows.set_rows(table(leaf, 1), *given)
+        kernel, to = kernels.rows.set_rows, (table(leaf, 1),)
     else:
         kind, there = packed(table(leaf, 1))
-        bad = kernels.rows.pack_rows(kind == f16.number, there, *given)
-    _check("set_rows", bad, ids, len(leaf))
+        kernel, to = kernels.rows.pack_rows, (kind == f16.number, there)
+    return again(_checked, "set_rows", kernel, (*to, *from_rows), ids, len(leaf))
 
 
 @set_rows.cost

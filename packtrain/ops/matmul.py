@@ -8,6 +8,7 @@ from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.ops import costs
 from packtrain.ops.arrays import (
+    again,
     demand,
     floats,
     half,
@@ -97,18 +98,17 @@ def matmul_numpy(y, x, w, acc, precision):
 @matmul.kernel("cpu", strided=_is_matrix)
 def matmul_cpu(y, x, w, acc, precision):
     how = acc is not None, half(precision)
-    if acc is not None:
-        start_with(y, acc)
-    if w.dtype != np.float32:
-        kernels.packed.product(rows(y), rows(x), *packed(w), *how)
-        return
+    same = acc is None or start_with(y, acc)
     if w.ndim == 2:
-        kernels.matmul.product(rows(y), rows(x), w.T, *how)
-        return
+        plain = w.dtype == np.float32
+        product = kernels.matmul.product if plain else kernels.packed.product
+        call = again(product, rows(y), rows(x), *((w.T,) if plain else packed(w)), *how)
+        return call if same else None
     leading = y.shape[:-2]
     x, w = (np.broadcast_to(t, (*leading, *t.shape[-2:])) for t in (x, w))
     for at in np.ndindex(leading):
         kernels.matmul.product(y[at], x[at], w[at].T, *how)
+    return None
 
 
 @matmul.cost

@@ -6,7 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32
-from packtrain.ops.arrays import flat_or_absent, rows, rows_or_absent
+from packtrain.ops.arrays import again, flat_or_absent, rows, rows_or_absent
 from packtrain.ops.costs import elementwise
 from packtrain.ops.elementwise import scale, sub
 from packtrain.ops.reduce import sum_like, sum_rows
@@ -57,7 +57,7 @@ def rms_norm_numpy(y, x, w, *, eps):
 
 @rms_norm.kernel("cpu")
 def rms_norm_cpu(y, x, w, *, eps):
-    kernels.norm.rms_norm(rows(y), rows(x), flat_or_absent(w), eps)
+    return again(kernels.norm.rms_norm, rows(y), rows(x), flat_or_absent(w), eps)
 
 
 rms_norm.cost(elementwise(0.75))

@@ -6,6 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f32, i32
+from packtrain.ops.arrays import again
 from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -67,7 +68,8 @@ def rope_table_numpy(t, pos, factors, *, dims, base, divisor, blend, magnitude, 
 def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     frequencies = _frequencies(factors, dims, base, divisor, blend)
     places = t.reshape(pos.size, dims // 2, 2), pos.reshape(-1)
-    kernels.rope.table(*places, frequencies, magnitude, *growth)
+    call = again(kernels.rope.table, *places, frequencies, magnitude, *growth)
+    return call if factors is None else None
 
 
 @rope_table.cost
@@ -139,7 +141,7 @@ def rope_cpu(y, x, table, *, neox, inverse):
     n = math.prod(x.shape[:-2])
     heads = (n, *x.shape[-2:])
     turns = table.reshape(n, *table.shape[-2:])
-    kernels.rope.rope(y.reshape(heads), x.reshape(heads), turns, neox, inverse)
+    return again(kernels.rope.rope, y.reshape(heads), x.reshape(heads), turns, neox, inverse)
 
 
 @rope.cost

@@ -5,7 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.ops import costs
-from packtrain.ops.arrays import flat, floats, packed, rows, start_with
+from packtrain.ops.arrays import again, flat, floats, packed, rows, start_with
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 BLOCK = 32
@@ -44,7 +44,7 @@ def rounded_numpy(y, x):
 
 @rounded.kernel("cpu")
 def rounded_cpu(y, x):
-    kernels.rounded.rounded(flat(y), flat(x))
+    return again(kernels.rounded.rounded, flat(y), flat(x))
 
 
 @rounded.samples
@@ -84,9 +84,10 @@ def matmul_rounded_workspace(x, w, acc):
 
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
-    if acc is not None:
-        start_with(y, acc)
-    kernels.rounded.product(rows(y), rows(x), *packed(w), acc is not None, work[0])
+    same = acc is None or start_with(y, acc)
+    given = rows(y), rows(x), *packed(w), acc is not None, work[0]
+    call = again(kernels.rounded.product, *given)
+    return call if same else None
 
 
 @matmul_rounded.cost

@@ -109,9 +109,16 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
-def random_model(path: Path, name: str, *, seed: int = 0, dtype: str = "f32") -> Config:
+def random_model(
+    path: Path, name: str, *, seed: int = 0, dtype: str = "f32", feed_forward: int = 0
+) -> Config:
     """Write a model of random weights, one of CONFIGS by name (each architecture is one), of any type of matrices."""
     config = CONFIGS[name]
+    if feed_forward:
+        experts = feed_forward // 4 if config.expert_feed_forward_length else 0
+        config = replace(
+            config, feed_forward_length=feed_forward, expert_feed_forward_length=experts
+        )
     values = random_weights(config, seed)
     # by its name alone llama.cpp would take it for a phi-3, whose vocabulary has other tokens
     save_model(path, config, vocabulary(), values.__getitem__, name="random", dtype=dtype)

@@ -291,7 +291,7 @@ def test_the_table_of_a_refusal_adds_up_to_its_minimum(data, tmp_path, capsys):
     sizes = {name: float(n) * {"K": 1 << 10, "M": MIB}[unit] for name, n, unit in rows}
     total = sizes.pop("total")
     assert total == least and abs(sum(sizes.values()) - total) < MIB / 2
-    assert {"weights", "arena", "process", "spare"} <= sizes.keys()
+    assert {"weights", "arena", "process", "planning", "spare"} <= sizes.keys()
 
 
 def test_a_refused_plan_is_drawn_all_the_same(data, tmp_path, capsys):

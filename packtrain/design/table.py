@@ -79,7 +79,12 @@ def rows(plans: Plans, spare: int = 0) -> list[str]:
     lines = [line for space in plans.spaces for line in _rows_apart(plans, space)]
     *found, loop, process = parts(plans)
     found += [*_arena(plans, HOST), loop, process]
-    found += [("spare", spare, "by which a process differs from the next")] if spare else []
+    if spare:
+        planning = max(plans.searching - plans.total_nbytes, 0)
+        found += [("planning", planning, "by which the search before the run needs more")] * bool(
+            planning
+        )
+        found += [("spare", spare - planning, "by which a process differs from the next")]
     found.append(("total", plans.total_nbytes + spare, ""))
     base = plans.shape.base
     if base is not None and not base.strict and not plans.target.apart:

@@ -26,7 +26,17 @@ __all__ = [
 ]
 
 # kernel modules for generation, for training, for experts, and for writing quantized files
-WRITING = ("attention_cells", "elementwise", "matmul", "norm", "packed", "rope", "rounded", "rows")
+WRITING = (
+    "attention_cells",
+    "choosing",
+    "elementwise",
+    "matmul",
+    "norm",
+    "packed",
+    "rope",
+    "rounded",
+    "rows",
+)
 LEARNING = (
     *WRITING,
     "attention",

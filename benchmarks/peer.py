@@ -4,6 +4,7 @@
                                                                    logits at each of `tokens` go to the .npy file;
                                                                    with "lora": [PATH, SCALE] beside an adapter
     {"model": PATH, "texts": [...], "special": BOOL}               ids of each text, the vocabulary alone is loaded
+    {"model": PATH, "embed": [...], "pooling": N}                  vectors of texts, see llama_pooling_type
     {}                                                             its version
 
 It runs under a Python that has llama-cpp-python and needs nothing of packtrain. The KV cache is f32 and flash
@@ -29,6 +30,8 @@ def answer(question: dict) -> dict:
         return version | {
             "ids": [model.tokenize(text.encode(), True, special) for text in question["texts"]]
         }
+    if "embed" in question:
+        return version | {"vectors": vectors(question)}
     tokens, count = question["tokens"], question["count"]
     lora, scale = question.get("lora", (None, 1.0))
     model = llama_cpp.Llama(
@@ -50,6 +53,20 @@ def answer(question: dict) -> dict:
         reply.append(int(model.scores[model.n_tokens - 1].argmax()))
         model.eval(reply[-1:])
     return version | {"reply": reply}
+
+
+def vectors(question: dict) -> list[list[float]]:
+    model = llama_cpp.Llama(
+        question["model"],
+        embedding=True,
+        pooling_type=question["pooling"],
+        type_k=F32,
+        type_v=F32,
+        flash_attn=False,
+        n_threads=2,
+        verbose=False,
+    )
+    return model.embed(question["embed"], normalize=False)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ COMMANDS = {
     "merge": ("merge", "Merge"),
     "generate": ("generate", "Generate"),
     "chat": ("chat", "Chat"),
+    "embed": ("embed", "Embedding"),
     "eval": ("evaluate", "Evaluate"),
     "data": ("data", "Data"),
     "inspect": ("inspect", "Inspect"),

@@ -8,13 +8,16 @@ message. A task runs in the calling thread; `start` runs it in a new thread and 
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from packtrain.events import Callbacks
 from packtrain.settings import from_values
 from packtrain.tasks import chat as chatting
+from packtrain.tasks import embed as embedding
 from packtrain.tasks import evaluate as evaluating
 from packtrain.tasks import finetune as tuning
 from packtrain.tasks import generate as generating
@@ -22,6 +25,7 @@ from packtrain.tasks import merge as merging
 from packtrain.tasks import quantize as quantizing
 from packtrain.tasks import train as training
 from packtrain.tasks.chat import Chat, Talk
+from packtrain.tasks.embed import Embed
 from packtrain.tasks.evaluate import Evaluate, Measured
 from packtrain.tasks.generate import Generate
 from packtrain.tasks.merge import Merge
@@ -114,6 +118,18 @@ def chat(model: File, **settings: Any) -> Talk:
     return chatting.Talk(*settings_of(Chat, settings | {"model": model}))
 
 
+def embed(
+    model: File, texts: Sequence[str], *, normalize: bool = True, **settings: Any
+) -> np.ndarray:
+    """Embeddings (N, C) f32 of N texts, as `packtrain embed`; normalize=False is embd_normalize=-1.
+
+    Raises InputError, DoesNotFit; Interrupted if it is stopped.
+    """
+    given = {} if normalize else {"embd_normalize": -1}
+    asked = given | settings | {"model": model, "prompt": texts}
+    return embedding.embed(*settings_of(Embed, asked)).vectors
+
+
 def quantize(model: File, output: File, type: str, **settings: Any) -> Written:
     """Convert the weights of a GGUF file to other types, as `packtrain quantize`. Raises InputError."""
     given = settings | {"model": model, "output": output, "type": type}
@@ -177,6 +193,7 @@ for _cls, _function in (
     (Evaluate, evaluate),
     (Generate, generate),
     (Chat, chat),
+    (Embed, embed),
     (Quantize, quantize),
     (Merge, merge),
 ):

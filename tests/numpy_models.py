@@ -33,8 +33,8 @@ class Model:
         )
         self.long = context > self.original
 
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (T, V) of one sequence of tokens (T,)."""
+    def hidden(self, tokens: np.ndarray) -> np.ndarray:
+        """What the last norm gives (T, C) for one sequence of tokens (T,)."""
         h = self.w["token_embd.weight"][tokens]
         if self.arch in GEMMAS:
             h = h * np.sqrt(self.width)
@@ -45,10 +45,12 @@ class Model:
             h = h + self.after(
                 i, "post_ffw_norm", self.feed_forward(i, self.normed(h, f"blk.{i}.ffn_norm"))
             )
-        y = (
-            self.normed(h, "output_norm")
-            @ self.w.get("output.weight", self.w["token_embd.weight"]).T
-        )
+        return self.normed(h, "output_norm")
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (T, V) of one sequence of tokens (T,)."""
+        head = self.w.get("output.weight", self.w["token_embd.weight"])
+        y = self.hidden(tokens) @ head.T
         return capped(
             y, self.keys.get("final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0)
         )

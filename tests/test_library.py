@@ -112,12 +112,13 @@ def test_tuning_measuring_and_writing(text: Path, tmp_path: Path) -> None:
     assert merged.changed > 0 and merged.output.exists()
     smaller = pt.quantize(base, tmp_path / "q.gguf", "Q8_0")
     assert 0 < smaller.nbytes < smaller.before_nbytes
+    assert pt.embed(base, ["the", "cat"], on_message=pieces.append).shape == (2, 32)
     talk = pt.chat(base, n_predict=4, temp=0)
     assert len(talk.answer("the").ids) <= 4 and talk.messages[-1]["role"] == "assistant"
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "finetune", "evaluate", "generate", "chat", "quantize", "merge"]
+    "name", ["train", "finetune", "evaluate", "generate", "chat", "embed", "quantize", "merge"]
 )
 def test_signatures_show_settings_and_callbacks(name: str) -> None:
     shown = inspect.signature(getattr(pt, name)).parameters

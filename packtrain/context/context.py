@@ -44,7 +44,7 @@ class Context:
     cells        tokens that fit, of all sequences together
     sequences    how many there are, at most 63
     cache        type of the cache: f16, f32 or q8_0
-    rows         most results of one run; default: one for each sequence
+    rows         most results of one run; default: one for each sequence, with `hidden` one for each token
     parts        each sequence has its own equal part of the cells, instead of all sharing all
     swa_full     blocks with a sliding window keep all cells, not only those of the window
     checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
@@ -73,6 +73,8 @@ class Context:
     ) -> None:
         file = model if isinstance(model, ModelFile) else open_model(model)
         sizes = Sizes.of(cells, rows or sequences)
+        if hidden and not rows:
+            sizes = Sizes(sizes.tokens, sizes.tokens[0])
 
         def made(cells: int) -> tuple[Cache, dict[Name, Placed]]:
             largest = sizes.tokens[0]

@@ -3,6 +3,7 @@
 import secrets
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Protocol
 
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
@@ -27,6 +28,24 @@ from packtrain.words import long_context
 
 CONTEXT = 4096  # at most, without --ctx
 MOST_SEED = 2**63 - 1
+CTX = "context length in tokens (default: as needed, up to the model's)"
+LORA = "LoRA adapter, FILE or FILE:SCALE; repeatable"
+CACHE = "element type of the KV cache"
+
+
+class Opening(Protocol):
+    """Settings that say how a model is opened."""
+
+    @property
+    def model(self) -> Path: ...
+    @property
+    def lora(self) -> tuple[str, ...]: ...
+    @property
+    def activations(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def device(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -56,18 +75,9 @@ class Speaking(Sampling, Speaker):
     json_schema_file: Path | None = SAMPLING(
         None, "the text is JSON of the schema in this file", flags="-jf"
     )
-    ctx: int | None = MODEL(
-        None,
-        "context length in tokens (default: as needed, up to the model's)",
-        flags="-c",
-        least=1,
-    )
-    lora: tuple[str, ...] = MODEL(
-        (),
-        "LoRA adapter, FILE or FILE:SCALE; repeatable",
-        metavar="FILE[:SCALE]",
-    )
-    cache_type: str = MODEL("f16", "element type of the KV cache", choices=("f16", "f32", "q8_0"))
+    ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
+    lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
     swa_full: bool = MODEL(
         False, "layers with a sliding window keep all tokens in the cache, not only the window's"
     )
@@ -107,7 +117,7 @@ class Speaking(Sampling, Speaker):
             raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
 
 
-def opened(settings: Speaking) -> ModelFile:
+def opened(settings: Opening) -> ModelFile:
     """The model with the requested adapters. Raises InputError."""
     model = open_model(settings.model)
     model = adapted(model, read_scaled(settings.lora, model.gguf))
@@ -180,25 +190,30 @@ def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
     return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min)
 
 
-def load_generator(
-    settings: Speaking, model: ModelFile, cells: int, rows: int = 0, sequences: int = 1
-) -> Generator:
-    """A generator with the model's weights and its kernels loaded. Raises DoesNotFit."""
-    c, there, kind = model.config, total_nbytes(), DTYPES[settings.cache_type]
+def check_cache(model: ModelFile, cells: int, type: str) -> None:
+    """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
+    c, there, kind = model.config, total_nbytes(), DTYPES[type]
     cache = 2 * cells * c.block_count * c.head_count_kv * kind.row_nbytes(c.head_width)
     if cache > there:
         raise DoesNotFit(
             f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"
         )
-    kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if c.expert_count else ())))
     if c.head_width % kind.block:
         raise InputError(
             f"--cache-type: {kind} packs {kind.block} values, and heads have {c.head_width}; use f16 or f32"
         )
+    kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if c.expert_count else ())))
+
+
+def load_generator(
+    settings: Speaking, model: ModelFile, cells: int, rows: int = 0, sequences: int = 1
+) -> Generator:
+    """A generator with the model's weights and its kernels loaded. Raises DoesNotFit."""
+    check_cache(model, cells, settings.cache_type)
     guessing = settings.draft_lookup or settings.model_draft
     rows = rows or (settings.draft_max + 1 if guessing else sequences)
     generator = Generator.of(
-        model, cells, kind, target(settings.device), rows,
+        model, cells, DTYPES[settings.cache_type], target(settings.device), rows,
         sequences=sequences, swa_full=settings.swa_full,
     )  # fmt: skip
     generator.feed([0])  # loads the kernels, so that the prompt's time does not include it

@@ -1,5 +1,7 @@
 """Contexts: states, rings and checkpoints, files and memory limits, and what is refused."""
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from packtrain import Session
 from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements
-from packtrain.context.state import Origin, of_bytes
+from packtrain.context.state import DIGEST, HEAD, MAGIC, VERSION, Origin, of_bytes
 from packtrain.dtypes import Dtype, f16, f32
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
@@ -38,9 +40,15 @@ def test_numbers_out_of_range_change_nothing():
             "for sequences 0 and 1, whose next positions are 0 and 3; they must be equal",
         ),
         ([1], [()], "each token needs one"),
+        ([1] * 20, [*[0] * 19, (0, 1)], "for sequences 0 and 1, whose next positions are 19 and 3"),
     ):
         with pytest.raises(ContextError, match=line):
             made.decode(tokens, seqs)
+    for wanted in ([3], [-1], [1, 0], [1, 1]):
+        with pytest.raises(
+            ContextError, match=r"wanted places must ascend, from 0 to 2; these are"
+        ):
+            made.decode([1, 2, 3], 0, wanted=wanted)
     for call in (made.remove, made.keep, made.release):
         with pytest.raises(ContextError, match="there is no sequence 9"):
             call(9)
@@ -67,12 +75,53 @@ def test_states_that_are_damaged_or_of_others_are_refused(tmp_path: Path):
             made.restore(state[:cut])
     with pytest.raises(ContextError, match="the state has 1 sequences; 2 are given"):
         made.restore(state, [0, 1])
+    with pytest.raises(ContextError, match=r"one sequence cannot take several .*\[2, 2\]"):
+        made.restore(made.save([0, 1]), [2, 2])
     with pytest.raises(ContextError, match="saved with another type of cache"):
         of_bytes(state, replace(Origin(), cache="f16"), {})
     small = context(cells=2)
     with pytest.raises(CacheFull, match="the state does not fit: 3 cells wanted, 2 of 2 are free"):
         small.restore(state)
     assert not small.pools.all.sets.any()
+
+
+def signed(about: bytes, rest: bytes) -> bytes:
+    """A state whose checksum fits."""
+    whole = HEAD.pack(MAGIC, VERSION, len(about)) + about + rest
+    return whole + hashlib.sha256(whole).digest()
+
+
+def test_states_that_fit_their_checksum_but_no_context_are_refused():
+    made = context()
+    made.decode([1, 2, 3], 1)
+    state = made.save([1])
+    size = HEAD.unpack(state[: HEAD.size])[2]
+    about = json.loads(state[HEAD.size : HEAD.size + size])
+    rest = state[HEAD.size + size : -DIGEST]
+    assert signed(json.dumps(about).encode(), rest) == state
+    far = np.array([7, 7, 7], "i8").tobytes()
+    for how, line in (
+        ({"cells": {"cell_": 10**30}}, r"has no 1,000,.* cells"),
+        ({"cells": {"cell_": -3}}, "has no -3 cells"),
+        ({"cells": {}}, "has no -1 cells"),
+        ({"cells": {"cell_": 1e999}}, "description cannot be read"),
+        ({"cells": 5}, "description cannot be read"),
+        ({"seqs": "x"}, "description cannot be read"),
+        ({"seqs": []}, "cells belong to no sequence"),
+        ({"origin": {"model": [1]}}, "another model"),
+        ({"origin": {"cache": {}, "other": 1}}, "description cannot be read"),
+    ):
+        with pytest.raises(ContextError, match=line):
+            made.restore(signed(json.dumps(about | how).encode(), rest))
+    for text in (b"", b"[]", b"[" * 10**5, b"\xff"):
+        with pytest.raises(ContextError, match="description cannot be read"):
+            made.restore(signed(text, rest))
+    for damaged in (rest[:12] + far + rest[36:], b"\xff" * 12 + rest[12:]):
+        with pytest.raises(ContextError, match="cells belong to no sequence"):
+            made.restore(signed(json.dumps(about).encode(), damaged))
+    with pytest.raises(ContextError, match="has no 3 cells"):
+        made.restore(signed(json.dumps(about).encode(), rest[:-1]))
+    assert made.tokens(1) == [1, 2, 3] and not made.next(0)
 
 
 @pytest.mark.parametrize("dtype", [f32, f16, Q8_0], ids=str)
@@ -124,6 +173,69 @@ def test_what_is_known_is_less_than_all():
     made.decode([5, 6, 7])
     assert made.reuse(0, [5, 6, 7]) == 2 and made.tokens(0) == [5, 6]
     assert made.reuse(0, [5, 6, 7, 8]) == 2 and made.reuse(0, [9]) == 0 and made.next(0) == 0
+
+
+def test_a_copy_is_not_taken_back_to_what_the_sequence_was():
+    one, other = np.random.default_rng(5).integers(0, 50, (2, 150)).tolist()
+    made = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=100)
+    made.decode(one, 1)
+    made.decode(other, 0)
+    made.release(1)
+    made.copy(0, 1)
+    turn = [*other[:60], 1, 2, 3]
+    got = made.decode(turn[made.reuse(1, turn) :], 1)
+    assert off(got, context(WINDOWED, cells=400).decode(turn)) < 1e-5
+
+
+def test_tokens_that_were_given_back_leave_no_checkpoint():
+    made = context(replace(WINDOWED, window=40), cells=400, ring=60, checkpoints=20)
+    made._checkpoints.spacing = 4
+    draw = np.random.default_rng(6)
+    made.decode(draw.integers(0, 50, 56).tolist())
+    made.divide(0, 4)
+    with pytest.raises(CacheFull):
+        made.decode(draw.integers(0, 50, 30).tolist())
+    assert made.next(0) == 14 and made._checkpoints.last(0, 1000) is None
+
+
+def test_states_have_the_window_and_fit_beside_full_ones():
+    """A sequence alone has all of the ring; its states do not."""
+    draw = np.random.default_rng(7)
+    made = context(WINDOWED, cells=400, ring=4 * 8 + 4 * 32 + 8, checkpoints=8)
+    text = draw.integers(0, 50, 150).tolist()
+    made.decode(text)
+    state = made.save([0])
+    for seq in (1, 2, 3):
+        made.decode(draw.integers(0, 50, 60).tolist(), seq)
+    turn = [*text[:130], 1, 2]
+    fresh = context(WINDOWED, cells=400)
+    assert off(made.decode(turn[made.reuse(0, turn) :]), fresh.decode(turn)) < 1e-5
+    made.restore(state)
+    fresh.remove(0)
+    assert off(made.decode([3]), fresh.decode([*text, 3])) < 1e-5
+
+
+# ---- room
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_what_is_released_stays_where_it_would_not_make_enough_room(parts: bool):
+    made = context(cells=40, parts=parts)
+    made.decode([1, 2, 3], 1)
+    made.release(1)
+    with pytest.raises(CacheFull, match="41 tokens wanted"):
+        made.decode([1] * 41, 0)
+    assert made.tokens(1) == [1, 2, 3]
+
+
+def test_a_copy_without_room_changes_nothing():
+    made = context(cells=32, parts=True)
+    made.decode([1] * 8, 0)
+    made.decode([2] * 8, 1)
+    made.shift(1, 4)
+    with pytest.raises(CacheFull):
+        made.copy(0, 1, 0, 8)
+    assert made.tokens(1) == [2] * 8 and made.next(1) == 12
 
 
 # ---- files

@@ -5,6 +5,7 @@ it is stopped half-way, with the tokens that had been read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ import numpy as np
 from packtrain.backends import CPU, Target
 from packtrain.context.checkpoints import Checkpoints
 from packtrain.context.plans import MOVE, MOVED, Name, Sizes, placements
-from packtrain.context.pools import SPARE, ContextError, Move, Piece, Pools, shortage
+from packtrain.context.pools import SPARE, ContextError, Move, Piece, Pools
 from packtrain.context.room import check_room
-from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes
+from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes, views
 from packtrain.dtypes import DTYPES
 from packtrain.files import atomic_file
 from packtrain.models.cache import CacheFull
@@ -151,6 +152,10 @@ class Context:
         sets = self._sets(tokens, seqs)
         last = {own[0]: i for i, own in enumerate(sets)}
         rows = sorted(last.values()) if wanted is None else [*wanted]
+        if any(a >= b for a, b in pairwise((-1, *rows, len(tokens)))):
+            raise ContextError(
+                f"wanted places must ascend, from 0 to {len(tokens) - 1}; these are {rows}"
+            )
         self._make_room(sets)
         done, found = list[Piece](), list[np.ndarray]()
         try:
@@ -159,13 +164,15 @@ class Context:
         except CacheFull:  # of the ring, where several tokens have one position
             for piece in done:
                 self.pools.undo(piece)
+            for seq in last:
+                self._checkpoints.drop(seq, self.next(seq))
             raise
         for seq in {seq for own in sets for seq in own}:
             self._released.pop(seq, None)
         return np.concatenate(found)
 
     def _sets(self, tokens: Sequence[int], seqs: Seqs) -> list[tuple[int, ...]]:
-        every = [seqs] * len(tokens) if isinstance(seqs, int) else [*seqs]
+        every = [seqs] * len(tokens) if isinstance(seqs, int | np.integer) else [*seqs]
         sets = [(own,) if isinstance(own, int | np.integer) else tuple(own) for own in every]
         if not sets or len(sets) != len(tokens) or not all(sets):
             raise ContextError(
@@ -179,21 +186,15 @@ class Context:
                 raise ContextError(
                     f"sequence {seq} was taken back further than its window is kept: remove it whole, or call `reuse`"
                 )
+        self.pools.positions(sets)
         return sets
 
     def _make_room(self, sets: list[tuple[int, ...]]) -> None:
-        """Purge released sequences, the oldest first, until all tokens fit. Raises CacheFull."""
+        """Remove released sequences, the oldest first, until all tokens fit. Raises CacheFull, and removes none."""
         seqs = np.array([own[0] for own in sets], np.int32)
         used = {seq for own in sets for seq in own}
-        while True:
-            try:
-                self.pools.all.find(seqs)
-                return
-            except CacheFull as error:
-                idle = next((seq for seq in self._released if seq not in used), None)
-                if idle is None:
-                    raise shortage(len(sets), error) from None
-                self.remove(idle)
+        for seq in self.pools.purged(seqs, [seq for seq in self._released if seq not in used]):
+            self.remove(seq)
 
     def _parts(
         self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int]
@@ -260,7 +261,10 @@ class Context:
         self.pools.check(seq)
         self.pools.check(to)
         if seq != to:
-            self._move(self.pools.copy(seq, to, since, until))
+            moves = self.pools.copy(seq, to, since, until)
+            self._checkpoints.drop(to, since)
+            self._released.pop(to, None)
+            self._move(moves)
 
     def remove(self, seq: int, since: int = 0, until: int | None = None) -> None:
         """Remove positions of a sequence; those after them stay where they are."""
@@ -341,8 +345,7 @@ class Context:
         Raises ContextError for damaged states and those of another model, CacheFull if they do not fit; nothing has
         changed then.
         """
-        names = (name for leaves in self._leaves.values() for name in leaves)
-        stored = of_bytes(state, self._origin, {name: self._session.view(name) for name in names})
+        stored = of_bytes(state, self._origin, views(self.pools, self._leaves, self._session))
         to = [*(stored.seqs if seqs is None else seqs)]
         if len(to) != len(stored.seqs):
             raise ContextError(
@@ -350,6 +353,8 @@ class Context:
             )
         for seq in to:
             self.pools.check(seq)
+        if len({*to}) < len(to):
+            raise ContextError(f"one sequence cannot take several of a state; these are {to}")
         stored.put(self.pools, self._session, to)
         for seq in to:
             self._checkpoints.drop(seq, 0)

@@ -76,7 +76,7 @@ class Pools:
     def place(self, tokens: np.ndarray, sets: Sequence[tuple[int, ...]]) -> Piece:
         """Take cells for the next tokens, each of one or several sequences. Raises CacheFull, and takes none."""
         seqs = np.array([own[0] for own in sets], np.int32)
-        pos = self._positions(sets)
+        pos = self.positions(sets)
         found = {"cell_": self.all.find(seqs)}
         if self.ring:
             self.expire(len(tokens))
@@ -90,7 +90,8 @@ class Pools:
         inputs |= {pool.rstrip("_"): cells for pool, cells in found.items()}
         return Piece(inputs, found, every)
 
-    def _positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
+    def positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Of the next tokens. Raises ContextError where those of sequences that share a token differ."""
         next = {seq: self.all.next(seq) for own in sets for seq in own}
         pos = np.empty(len(sets), np.int32)
         for i, own in enumerate(sets):
@@ -103,6 +104,18 @@ class Pools:
                     )
                 next[seq] += 1
         return pos
+
+    def purged(self, seqs: np.ndarray, idle: list[int]) -> list[int]:
+        """The first of these idle sequences, without which tokens of `seqs` fit. Raises CacheFull."""
+        for count in range(len(idle) + 1):
+            try:
+                self.all.find(seqs, sum(map(bit, idle[:count])))
+                return idle[:count]
+            except CacheFull as error:
+                lack = error
+        raise CacheFull(
+            f"{plural(len(seqs), 'token')} wanted: {lack}; remove or release a sequence, or give more cells"
+        )
 
     def inputs(self, piece: Piece, size: int) -> dict[str, np.ndarray]:
         """Of a run of `size` tokens, whose last ones see nothing and write nothing."""
@@ -117,20 +130,24 @@ class Pools:
         for pool, cells in piece.cells.items():
             self.pools[pool].free_up(cells)
 
-    def expire(self, count: int) -> None:
-        """Free cells of the ring that no window has, if fewer than `count` are free."""
+    def begin(self, pool: str, seq: int, spare: int = SPARE) -> int:
+        """The first position that a sequence needs in a pool."""
+        return max(self.all.next(seq) - self.window + 1 - spare, 0) if pool == "ring_" else 0
+
+    def expire(self, count: int, gone: int = 0) -> None:
+        """Free cells of the ring that no window has, if fewer than `count` are free without the set `gone`."""
         ring = self.pools["ring_"]
         for spare in (SPARE, 0):
-            if (ring.sets == 0).sum() >= count:
+            if len(ring.free(0, gone)) >= count:
                 return
             for seq in range(self.sequences):
-                ring.drop(seq, until=self.all.next(seq) - self.window + 1 - spare)
+                ring.drop(seq, until=self.begin("ring_", seq, spare))
 
     def whole(self, seq: int) -> bool:
         """Whether the ring has all positions that the next token of a sequence attends to."""
         if not self.ring:
             return True
-        since = max(self.all.next(seq) - self.window + 1, 0)
+        since = self.begin("ring_", seq, 0)
         return len(self.pools["ring_"].of(seq, since)) >= len(self.all.of(seq, since))
 
     # ---- changing sequences
@@ -138,6 +155,9 @@ class Pools:
     def copy(self, seq: int, to: int, since: int, until: int | None) -> dict[str, Move]:
         """Give `to` the positions of another sequence, instead of what it has there; what must be copied for that."""
         moves = dict[str, Move]()
+        if self.parts:
+            more = len(self.all.of(seq, since, until)) - len(self.all.of(to, since, until))
+            self.all.find(np.full(max(more, 0), to))  # before anything changes
         self.drop(to, since, until)
         for pool, cells in self.pools.items():
             if cells.parts == 1:
@@ -191,9 +211,3 @@ class Pools:
             self.tokens[to[stay]] = self.tokens[source[stay]]
         needed = stay & ((by != 0) | (to != source))
         return Move(source[needed].astype(np.int32), to[needed], by[needed])
-
-
-def shortage(wanted: int, error: CacheFull) -> CacheFull:
-    return CacheFull(
-        f"{plural(wanted, 'token')} wanted: {error}; remove or release a sequence, or give more cells"
-    )

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
@@ -17,10 +18,11 @@ from packtrain.models.file import ModelFile
 from packtrain.planning import size_text
 from packtrain.run import Session
 
-MAGIC, VERSION = b"PTCS", 1
+MAGIC, VERSION = b"PTCS", 2
 HEAD = struct.Struct("<4sII")  # magic, version, bytes of the description
 DIGEST = 32
 SAMPLED = 4096  # bytes of each tensor that identify a model
+Leaves = Mapping[str, Mapping[str, np.ndarray]]  # arrays of a context by pool and name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ def leaves_of(config: Config, cache: Cache) -> dict[str, list[str]]:
     return leaves
 
 
+def views(pools: Pools, leaves: Mapping[str, list[str]], session: Session) -> Leaves:
+    """The arrays of each pool by name."""
+    return {pool: {n: session.view(n) for n in leaves.get(pool, ())} for pool in pools.pools}
+
+
 @dataclass(slots=True)
 class Part:
     """Cells of a pool: positions, the set of each one's sequences (bit i: the i-th saved), and tokens.
@@ -86,14 +93,13 @@ class Stored:
         for pool, cells in pools.pools.items():
             if only not in ("", pool):
                 continue
-            every = sum(map(bit, set(seqs)))
-            there = np.flatnonzero(cells.sets & every)
-            sets = np.zeros(len(there), np.int64)
+            sets = np.zeros(len(cells), np.int64)
             for i, seq in enumerate(seqs):
-                sets[cells.sets[there] & bit(seq) != 0] |= bit(i)
-            tokens = pools.tokens[there] if pool == "cell_" else np.zeros(0, np.int32)
-            part = parts[pool] = Part(cells.pos[there], sets, tokens)
-            part.rows = {name: session.view(name)[there] for name in leaves.get(pool, ())}
+                sets[cells.of(seq, pools.begin(pool, seq))] |= bit(i)
+            there = np.flatnonzero(sets)
+            tokens = pools.tokens[there] if pool == "cell_" else np.zeros(len(there), np.int32)
+            rows = {name: session.view(name)[there] for name in leaves.get(pool, ())}
+            parts[pool] = Part(cells.pos[there], sets[there], tokens, rows)
         return cls(list(seqs), parts)
 
     def put(self, pools: Pools, session: Session, to: Sequence[int]) -> None:
@@ -116,15 +122,12 @@ class Stored:
         """A cell for each of a part's, free once `theirs` are."""
         cells, part = pools.pools[pool], self.parts[pool]
         if pool == "ring_":
-            pools.expire(len(part.pos))
-        kept, cells.sets = cells.sets, cells.sets & ~theirs
+            pools.expire(len(part.pos), theirs)
+        first = [next(seq for i, seq in enumerate(to) if own & bit(i)) for own in part.sets]
         try:
-            first = [next(seq for i, seq in enumerate(to) if own & bit(i)) for own in part.sets]
-            return cells.find(np.array(first, np.int32))
+            return cells.find(np.array(first, np.int32), theirs)
         except CacheFull as error:
             raise CacheFull(f"the state does not fit: {error}") from None
-        finally:
-            cells.sets = kept
 
 
 def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
@@ -135,22 +138,18 @@ def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
 
 
 def to_bytes(stored: Stored, origin: Origin) -> bytes:
-    """Head, description, arrays, and the SHA-256 of all before it."""
-    listed, data = dict[str, list[list[object]]](), list[bytes]()
-    for pool, part in stored.parts.items():
-        arrays = {"pos": part.pos, "sets": part.sets, "tokens": part.tokens} | part.rows
-        listed[pool] = [[n, a.dtype.str, [*a.shape], a.nbytes] for n, a in arrays.items()]
-        data += [a.tobytes() for a in arrays.values()]
-    about = json.dumps({"origin": asdict(origin), "seqs": stored.seqs, "parts": listed}).encode()
-    whole = b"".join((HEAD.pack(MAGIC, VERSION, len(about)), about, *data))
+    """Head, description, the arrays of each part, and the SHA-256 of all before it."""
+    parts = stored.parts.items()
+    counts = {pool: len(part.pos) for pool, part in parts}
+    about = {"origin": asdict(origin), "seqs": stored.seqs, "cells": counts}
+    text = json.dumps(about).encode()
+    data = (a.tobytes() for _, p in parts for a in (p.pos, p.sets, p.tokens, *p.rows.values()))
+    whole = b"".join((HEAD.pack(MAGIC, VERSION, len(text)), text, *data))
     return whole + hashlib.sha256(whole).digest()
 
 
-def of_bytes(state: bytes, origin: Origin, leaves: dict[str, np.ndarray]) -> Stored:
-    """The state in these bytes. Raises ContextError if they are damaged, or of another origin.
-
-    leaves  arrays of the context by name, whose types and shapes those of the state have
-    """
+def of_bytes(state: bytes, origin: Origin, leaves: Leaves) -> Stored:
+    """The state in these bytes. Raises ContextError if they are damaged, or of another origin."""
     if state[:4] != MAGIC:
         raise ContextError("this is not a state of a context; save one with packtrain")
     whole, digest = memoryview(state)[:-DIGEST], state[-DIGEST:]
@@ -163,19 +162,44 @@ def of_bytes(state: bytes, origin: Origin, leaves: dict[str, np.ndarray]) -> Sto
         raise ContextError(
             f"the state has version {version}; this packtrain reads version {VERSION}"
         )
-    about = json.loads(bytes(whole[HEAD.size : HEAD.size + size]))
+    theirs, seqs, counts = _described(bytes(whole[HEAD.size : HEAD.size + size]))
     for name, value in asdict(origin).items():
-        if about["origin"][name] != value:
+        if getattr(theirs, name) != value:
             raise ContextError(
                 f"the state was saved with another {NAMES[name]}; use the same, or read the text anew"
             )
-    parts, at = dict[str, Part](), HEAD.size + size
-    for pool, listed in about["parts"].items():
-        arrays = dict[str, np.ndarray]()
-        for name, dtype, shape, nbytes in listed:
-            kind = leaves[name].dtype if name in leaves else np.dtype(dtype)
-            arrays[name] = np.frombuffer(whole[at : at + nbytes], kind).reshape(shape)
-            at += nbytes
-        pos, sets, tokens = (arrays.pop(name) for name in ("pos", "sets", "tokens"))
-        parts[pool] = Part(pos, sets, tokens, arrays)
-    return Stored(about["seqs"], parts)
+    parts = _parts(whole[HEAD.size + size :], counts, leaves)
+    for part in parts.values():
+        owned = (part.sets > 0) & (part.sets < bit(len(seqs)))
+        if not owned.all() or not (part.pos >= 0).all():
+            raise ContextError("the state is damaged: its cells belong to no sequence of it")
+    return Stored(seqs, parts)
+
+
+def _described(text: bytes) -> tuple[Origin, list[int], dict[str, int]]:
+    """What the description says: the origin, the sequences, and the number of cells of each pool."""
+    try:
+        about = json.loads(text)
+        counts = {pool: int(count) for pool, count in about["cells"].items()}
+        return Origin(**about["origin"]), [int(seq) for seq in about["seqs"]], counts
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
+        raise ContextError("the state is damaged: its description cannot be read") from None
+
+
+def _parts(data: memoryview, counts: Mapping[str, int], leaves: Leaves) -> dict[str, Part]:
+    parts, at = dict[str, Part](), 0
+    for pool, named in leaves.items():
+        count, arrays = counts.get(pool, -1), list[np.ndarray]()
+        kinds = (
+            *((np.dtype(kind), ()) for kind in ("i4", "i8", "i4")),
+            *((a.dtype, a.shape[1:]) for a in named.values()),
+        )
+        for kind, shape in kinds:
+            end = at + count * kind.itemsize * math.prod(shape)
+            if not at <= end <= len(data):
+                raise ContextError(f"the state is damaged: it has no {count:,} cells")
+            arrays.append(np.frombuffer(data[at:end], kind).reshape(count, *shape))
+            at = end
+        pos, sets, tokens, *rows = arrays
+        parts[pool] = Part(pos, sets, tokens, dict(zip(named, rows, strict=True)))
+    return parts

@@ -62,19 +62,19 @@ class Cells:
         found = self.order(seq)
         return int(self.pos[found[-1]]) + 1 if found.size else 0
 
-    def free(self, seq: int) -> np.ndarray:
-        """Free cells that the sequence may take."""
+    def free(self, seq: int, gone: int = 0) -> np.ndarray:
+        """Cells that the sequence may take: those that are free once the set `gone` of sequences is."""
         if self.parts == 1:
-            return np.flatnonzero(self.sets == 0)
+            return np.flatnonzero(self.sets & ~gone == 0)
         size = len(self) // self.parts
-        return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] == 0)
+        return seq * size + np.flatnonzero(self.sets[seq * size : (seq + 1) * size] & ~gone == 0)
 
-    def find(self, seqs: np.ndarray) -> np.ndarray:
-        """A free cell for each of these sequences, i32; takes none. Raises CacheFull."""
+    def find(self, seqs: np.ndarray, gone: int = 0) -> np.ndarray:
+        """A cell for each of these sequences, i32, free once the set `gone` is; takes none. Raises CacheFull."""
         found = np.empty(len(seqs), np.int32)
         for seq in [0] if self.parts == 1 else np.unique(seqs):
             mine = np.full(len(seqs), True) if self.parts == 1 else seqs == seq
-            free, count = self.free(int(seq)), int(mine.sum())
+            free, count = self.free(int(seq), gone), int(mine.sum())
             if len(free) < count:
                 most = len(self) // self.parts
                 raise CacheFull(f"{count} cells wanted, {len(free)} of {most} are free")

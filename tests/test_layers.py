@@ -62,6 +62,7 @@ LAYERS = {
     "generation": "backends dtypes errors words tokenizer models sampling context",
     "drafting": "errors generation models",
     "answers": "context generation sampling tokenizer",
+    "beams": "context generation tokenizer",
     "embedding": "context errors models words",
     "watch": "errors events words files memory planning",
     "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
@@ -72,7 +73,7 @@ LAYERS = {
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
     " quant gguf tokenizer corpus samples models merging grammar sampling context generation drafting answers"
-    " embedding template watch design training backends",
+    " beams embedding template watch design training backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",
     "library": "events settings tasks design training",

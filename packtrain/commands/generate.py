@@ -25,5 +25,6 @@ def run(settings: Generate) -> int:
             f"{plural(done.drafted, 'token')} guessed, {done.accepted:,} of them right ({share:.0%})"
         )
     for one in (done, *done.others):
-        say(f"seed {one.seed}; ended by {ENDS[one.ended]}")
+        what = f"seed {one.seed}" if one.score is None else f"score {one.score:.4f}"
+        say(f"{what}; ended by {ENDS[one.ended]}")
     return INTERRUPTED if done.ended == "interrupted" else DONE

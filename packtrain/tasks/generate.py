@@ -1,15 +1,17 @@
 """Continue a prompt."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from packtrain.answers import Answers
+from packtrain.beams import Beams, Search
 from packtrain.context import Context
 from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.files import read_text
 from packtrain.generation import Limits, Reply
 from packtrain.models.cache import SEQUENCES
+from packtrain.sampling import Sampling
 from packtrain.settings import option
 from packtrain.tasks.speak import (
     CONTEXT,
@@ -24,6 +26,17 @@ from packtrain.tasks.speak import (
     written,
 )
 from packtrain.tokenizer import Tokenizer
+from packtrain.training.effects import Rule, check_idle
+
+SAMPLED = " ".join(field.name for field in fields(Sampling) if field.name != "logit_bias")
+IDLE: tuple[Rule, ...] = (
+    (
+        f"{SAMPLED} seed grammar grammar_file json_schema json_schema_file draft_lookup model_draft",
+        lambda s: s.num_beams > 0,
+        "with --num-beams, which searches for the likeliest text",
+    ),
+    ("length_penalty", lambda s: not s.num_beams, "without --num-beams"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,19 @@ class Generate(Speaking):
     parallel: int = option(
         1, "answers to write at once; the prompt is read once", flags="-np", least=1, most=SEQUENCES
     )
+    num_beams: int = option(
+        0,
+        "search for the likeliest text, following this many at once; -np prints the best of them; 0: sample",
+        flags="--beams",
+        least=0,
+        most=SEQUENCES,
+    )
+    length_penalty: float = option(
+        1.0,
+        "beams: the sum of log-probabilities is divided by the length to this power; 0: short texts are favoured",
+        least=-10,
+        most=10,
+    )
     display_prompt: bool = option(True, "print the prompt before the text")
 
 
@@ -48,18 +74,20 @@ def generate(settings: Generate, events: Events) -> Generated:
     """Continue the prompt. Raises InputError, DoesNotFit."""
     prompt = _prompt(settings)
     settings.check()
+    _check_beams(settings)
     model = opened(settings)
     tokenizer = model.tokenizer()
     grammar = grammar_of(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
-    wanted = (
-        len(ids) + settings.n_predict * settings.parallel if settings.n_predict >= 0 else CONTEXT
-    )
+    sequences, count = max(settings.parallel, settings.num_beams), settings.n_predict
+    wanted = len(ids) + count * sequences if count >= 0 else CONTEXT
     most = cells(settings, model.config.context_length, max(wanted, len(ids) + 1), events)
     generator, seed = (
-        load_generator(settings, model, most, sequences=settings.parallel),
+        load_generator(settings, model, most, sequences=sequences),
         settings.drawn_seed(),
     )
+    if settings.num_beams:
+        return searched(settings, generator.context, tokenizer, ids, prompt, events)
     if settings.parallel > 1 and (settings.draft_lookup or settings.model_draft):
         raise InputError(
             "--parallel writes tokens of all answers together; it takes no --model-draft"
@@ -109,6 +137,42 @@ def several(
         Generated(one.text, tuple(one.ids), one.ended, one.seed, *speeds) for one in answers.every
     )
     return replace(first, others=tuple(others))
+
+
+def _check_beams(settings: Generate) -> None:
+    check_idle(settings, IDLE)
+    if settings.num_beams and settings.parallel > settings.num_beams:
+        raise InputError(
+            f"--parallel is {settings.parallel}, and --num-beams {settings.num_beams} follows fewer texts"
+        )
+
+
+def searched(
+    settings: Generate,
+    context: Context,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    prompt: str,
+    events: Events,
+) -> Generated:
+    """The --parallel best texts of a search."""
+    search = Search(settings.num_beams, settings.parallel, settings.length_penalty, settings.biases)
+    with events.stopping() as stopped:
+        limits = Limits(settings.n_predict, settings.stop, stopped)
+        beams = Beams(context, tokenizer, ids, search, limits)
+        found = beams.run()
+    made = list[Generated]()
+    for number, beam in enumerate(found):
+        text, score = beams.text(beam), beam.score(search.penalty)
+        speeds = beams.reading, beams.writing
+        made.append(Generated(text, beam.ids, beam.ended, 0, *speeds, score=score))
+        if settings.parallel > 1:
+            begin = "\n\n" * (number > 0)
+            events.text(f"{begin}--- {number + 1}, score {score:.4f} ---\n")
+        elif settings.display_prompt:
+            events.text(prompt)
+        events.text(text)
+    return replace(made[0], others=tuple(made[1:]))
 
 
 def _prompt(settings: Generate) -> str:

@@ -141,7 +141,10 @@ def grammar_of(settings: Speaking, tokenizer: Tokenizer) -> Grammar | None:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Generated text and token ids, why it ended, the seed, speeds, and how many tokens were guessed: see `Reply`."""
+    """Generated text and token ids, why it ended, the seed, speeds, and how many tokens were guessed: see `Reply`.
+
+    score  of a beam, whose ids have the one that ended it
+    """
 
     text: str
     ids: tuple[int, ...]
@@ -151,6 +154,7 @@ class Generated:
     writing: Speed
     drafted: int = 0
     accepted: int = 0
+    score: float | None = None
     others: tuple["Generated", ...] = ()
 
     def __str__(self) -> str:

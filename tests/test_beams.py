@@ -1,0 +1,241 @@
+"""Beam search: exact where it is wide enough, greedy where it is one beam, else what full forward passes find."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.beams import Beam, Beams, Search, likeliest, log_probabilities
+from packtrain.cli import main
+from packtrain.context import Cache, Context, Sizes, placements
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.generation import Generator, Limits, Reply
+from packtrain.models.config import Config
+from packtrain.run import Session
+from packtrain.sampling import Sampling
+from packtrain.tasks.generate import Generate, generate
+from tests.architectures import random_model
+from tests.models import CONFIG, bind, logits, values
+from tests.test_drafting import KNOWN
+from tests.test_generate import PROMPT, tokenizer
+
+TINY = replace(CONFIG, vocab_size=5)
+WINDOWED = replace(CONFIG, vocab_size=9, window=4, window_pattern=(True, False))
+END = 2
+
+
+class Letters:
+    """A vocabulary of tokens 0, 1, … whose token 2 ends texts; what a search needs of it."""
+
+    ends, add_space_prefix, kinds = (END,), False, [1] * 64
+
+    def piece(self, id: int) -> bytes:
+        return bytes((48 + id,))
+
+
+@lru_cache
+def context(config: Config, width: int, cells: int = 64, ring: int = 0) -> Context:
+    session, sizes = Session(), Sizes.of(cells, width)
+    cache = Cache(cells, ring, sequences=width)
+    runs = session.executors(placements(config, cache, sizes, moves=True))
+    session.set(values(config))
+    return Context.within(config, cache, sizes, runs, width)
+
+
+def found(
+    config: Config, prompt: Sequence[int], search: Search, count: int, ring: int = 0, **how: object
+) -> list[Beam]:
+    made = context(config, search.width, ring=ring)
+    for seq in range(search.width):
+        made.remove(seq)
+    return Beams(made, Letters(), prompt, search, Limits(count, **how)).run()  # type: ignore[arg-type]
+
+
+@lru_cache
+def forward(config: Config, time: int) -> Callable[[dict[str, np.ndarray]], Mapping]:
+    return bind(logits(config, 1, time), values(config))
+
+
+@lru_cache
+def after(config: Config, text: tuple[int, ...]) -> np.ndarray:
+    """Log-probabilities of the token after a text, by a forward pass over all of it."""
+    at = np.arange(len(text), dtype=np.int32)[None]
+    given = {"tokens": np.array([text], np.int32), "pos": at, "seq": np.zeros_like(at)}
+    return log_probabilities(forward(config, len(text))(given)["logits"].reshape(len(text), -1)[-1])
+
+
+def total(config: Config, prompt: tuple[int, ...], ids: Sequence[int]) -> float:
+    return sum(after(config, (*prompt, *ids[:n]))[id] for n, id in enumerate(ids))
+
+
+def every(config: Config, count: int) -> Iterator[tuple[int, ...]]:
+    """All texts of `count` tokens, and all that end earlier."""
+    others = [id for id in range(config.vocab_size) if id != END]
+    for length in range(1, count + 1):
+        for begin in product(others, repeat=length - 1):
+            yield from (
+                (*begin, id) for id in range(config.vocab_size) if length == count or id == END
+            )
+
+
+@pytest.mark.parametrize("prompt", [(1,), (0, 3, 4), (4, 4, 1, 0)])
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_search_wide_enough_finds_the_best_of_all_texts(
+    prompt: tuple[int, ...], penalty: float, count: int
+):
+    width = TINY.vocab_size ** (count - 1)  # for two tokens, the vocabulary
+    scores = {ids: total(TINY, prompt, ids) / len(ids) ** penalty for ids in every(TINY, count)}
+    want = sorted(scores, key=lambda ids: -scores[ids])[:4]
+    got = found(TINY, prompt, Search(width, 4, penalty), count)
+    assert [beam.ids for beam in got] == want
+    assert [beam.score(penalty) for beam in got] == pytest.approx(
+        [scores[ids] for ids in want], rel=1e-5
+    )
+    assert [beam.ended for beam in got] == ["end" if ids[-1] == END else "count" for ids in want]
+
+
+def plain(
+    config: Config, prompt: tuple[int, ...], search: Search, count: int
+) -> list[tuple[int, ...]]:
+    """The search over full forward passes, which never ends early."""
+    going, ended = [((), 0.0)], list[tuple[float, tuple[int, ...]]]()
+    for _ in range(count):
+        longer = [
+            ((*ids, id), sum + value)
+            for ids, sum in going
+            for id, value in enumerate(after(config, (*prompt, *ids)))
+        ]
+        longer.sort(key=lambda one: -one[1])
+        for ids, sum in longer[: search.width]:
+            if ids[-1] == END:
+                ended.append((sum / len(ids) ** search.penalty, ids))
+        going = [one for one in longer if one[0][-1] != END][: search.width]
+    ended += [(sum / count**search.penalty, ids) for ids, sum in going]
+    return [ids for _, ids in sorted(ended, key=lambda one: -one[0])[: search.wanted]]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize(("config", "ring"), [(CONFIG, 0), (WINDOWED, 0), (WINDOWED, 40)])
+@pytest.mark.parametrize("width", [2, 3, 6])
+def test_it_finds_what_full_forward_passes_find(
+    config: Config, ring: int, width: int, penalty: float
+):
+    for prompt in ((1, 4, 3), (7, 0, 5, 5, 6)):
+        search = Search(width, 2, penalty)
+        got = [beam.ids for beam in found(config, prompt, search, 9, ring)]
+        assert got == plain(config, prompt, search, 9)
+
+
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5])
+def test_the_search_ends_when_nothing_better_can_come(penalty: float):
+    made, prompt, search = context(TINY, 4, ring=0), (1, 3), Search(4, 2, penalty)
+    got = found(TINY, prompt, search, 14)
+    assert [beam.ids for beam in got] == plain(TINY, prompt, search, 14)
+    assert {beam.ended for beam in got} == {"end"}
+    assert max(made.next(seq) for seq in range(4)) < len(prompt) + 13
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_beam_is_greedy(seed: int):
+    def fresh() -> Context:
+        session, cache, sizes = Session(), Cache(64), Sizes.of(64, 1)
+        runs = session.executors(placements(KNOWN, cache, sizes))
+        session.set(values(KNOWN, seed))
+        return Context.within(KNOWN, cache, sizes, runs)
+
+    for penalty in (0.0, 1.0):
+        made = Beams(fresh(), tokenizer(), PROMPT, Search(1, penalty=penalty), Limits(40))
+        (beam,) = made.run()
+        reply = Reply(Generator(fresh()), tokenizer(), PROMPT, Sampling(temp=0), 0, Limits(40))
+        assert "".join(reply) == made.text(beam)
+        assert (beam.ids[: len(reply.ids)], beam.ended) == (tuple(reply.ids), reply.ended)
+
+
+def test_beams_share_cells_and_none_is_copied(monkeypatch: pytest.MonkeyPatch):
+    made = context(CONFIG, 6, ring=0)
+    monkeypatch.setattr(Context, "_move", lambda self, moves: pytest.fail() if moves else None)
+    prompt, count = tuple(range(10, 22)), 9
+    found(CONFIG, prompt, Search(6), count)
+    texts = [tuple(made.tokens(seq)) for seq in range(6) if made.next(seq)]
+    beginnings = {text[:n] for text in texts for n in range(1, len(text) + 1)}
+    used = np.count_nonzero(made.pools.all.sets)
+    assert len(texts) == 6
+    assert used == len(beginnings) < sum(map(len, texts))
+    assert all(text[: len(prompt)] == prompt for text in texts)
+
+
+def test_a_stop_text_ends_a_beam_and_a_bias_forbids_a_token():
+    prompt, search = (1, 4, 3), Search(3, 1, 0.0)
+    (free,) = found(CONFIG, prompt, search, 6)
+    stop = chr(48 + free.ids[1])
+    limits, many = Limits(6, (stop,)), replace(search, wanted=20)
+    made = Beams(context(CONFIG, 3, ring=0), Letters(), prompt, many, limits)  # type: ignore[arg-type]
+    stopped = [beam for beam in made.run() if beam.ended == "stop"]
+    assert free.ids[:2] in {beam.ids for beam in stopped}
+    assert not any(stop in made.text(beam) for beam in stopped)
+    banned = found(CONFIG, prompt, replace(search, bias={free.ids[0]: -np.inf}), 6)
+    assert free.ids[0] not in banned[0].ids
+
+
+def test_a_full_context_and_an_interruption_end_all():
+    made = context(CONFIG, 4)
+    beams = Beams(made, Letters(), [9] * 20, Search(4, 2, 5.0), Limits())  # type: ignore[arg-type]
+    got = beams.run()
+    assert {beam.ended for beam in got} <= {"context", "end"} and len(got) == 2
+    stopped = found(CONFIG, (1, 2), Search(4), 50, interrupted=lambda: True)
+    assert [(beam.ids, beam.ended) for beam in stopped] == [((), "interrupted")]
+
+
+def test_equal_values_come_in_order():
+    assert likeliest(np.array([1.0, 3, 2, 3, 3]), 2).tolist() == [1, 3]
+    assert likeliest(np.array([1.0, 3]), 5).tolist() == [1, 0]
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("beams") / "a.gguf"
+    random_model(path, "gemma3")
+    return path
+
+
+def test_the_command_prints_the_best(path: Path, capsys: pytest.CaptureFixture[str]):
+    given = Generate(path, prompt="the cat", n_predict=6, num_beams=4, parallel=3)
+    best = generate(given, Events())
+    scores = [one.score for one in (best, *best.others)]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    command = ["generate", str(path), "-p", "the cat", "-n", "6", "--beams", "4"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert said.out == f"the cat{best.text}\n"
+    assert f"score {best.score:.4f}; ended by the number of tokens" in said.err
+    assert main([*command, "-np", "3"]) == 0
+    texts = [
+        f"--- {n} , score {one.score:.4f} ---\n{one.text}"
+        for n, one in enumerate((best, *best.others), 1)
+    ]
+    assert capsys.readouterr().out == "\n\n".join(texts).replace(" , ", ", ") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"parallel": 5}, "--parallel is 5, and --num-beams 4 follows fewer texts"),
+        ({"temp": 1.0}, "--temp has no effect with --num-beams, which searches for the likeliest text"),
+        ({"draft_lookup": True}, "--draft-lookup has no effect with --num-beams"),
+        ({"grammar": "root ::= [a]"}, "--grammar has no effect with --num-beams"),
+        ({"num_beams": 0, "length_penalty": 2.0}, "--length-penalty has no effect without --num-beams"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(path: Path, how: dict, said: str):
+    settings = Generate(path, prompt="the", num_beams=4)
+    with pytest.raises(InputError, match=said):
+        generate(replace(settings, **how), Events())

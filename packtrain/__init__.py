@@ -50,6 +50,7 @@ if typing.TYPE_CHECKING:
     from packtrain.placing import Placed, place
     from packtrain.planning import Plan, PlanError, least_order, make_plan, verify
     from packtrain.run import Executor, RunError, Session, Stopped
+    from packtrain.sampling import Chain, Sampling
     from packtrain.tensor import (
         GraphError,
         Op,
@@ -64,10 +65,10 @@ if typing.TYPE_CHECKING:
     )
 
     __all__ = [
-        "LBFGS", "SGD", "AdamW", "CacheFull", "Callbacks", "Context", "ContextError",
+        "LBFGS", "SGD", "AdamW", "CacheFull", "Callbacks", "Chain", "Context", "ContextError",
         "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph",
         "GraphError", "InputError", "Model", "Muon", "Op", "Placed", "Plan", "PlanError", "Result",
-        "RunError", "Session", "Spec", "Stopped", "Tensor", "Trainer", "__version__", "backends", "bf16",
+        "RunError", "Sampling", "Session", "Spec", "Stopped", "Tensor", "Trainer", "__version__", "backends", "bf16",
         "chat", "constant", "debug", "differentiate", "dtypes", "embed", "epoch", "evaluate", "f16", "f32", "f64",
         "finetune", "fit", "generate", "i32", "i64", "input", "interpret", "least_order", "load",
         "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "save", "start", "state",
@@ -88,6 +89,7 @@ _LATE = {
     "placing": ("Placed", "place"),
     "planning": ("Plan", "PlanError", "least_order", "make_plan", "verify"),
     "run": ("Executor", "RunError", "Session", "Stopped"),
+    "sampling": ("Chain", "Sampling"),
     "tensor": (
         "GraphError", "Op", "Spec", "Tensor", "constant", "input", "named", "op", "state", "weight",
     ),

@@ -7,7 +7,7 @@ import numpy as np
 
 from packtrain.context import Context
 from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt
-from packtrain.sampling import Chain, Constraint, Sampling
+from packtrain.sampling import Chain, Constraint, Given, Sampling
 from packtrain.tokenizer import Stream, Tokenizer
 
 
@@ -23,9 +23,9 @@ class Answer:
         for id in prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
 
-    def take(self, logits: np.ndarray) -> None:
-        """Choose the next token."""
-        chosen = self.chain.choose(logits)
+    def take(self, given: Given) -> None:
+        """Choose the next token, out of what left the device."""
+        chosen = self.chain.choose(given)
         if chosen in self._ends:
             self.end("end")
             return
@@ -76,7 +76,8 @@ class Answers:
     def _run(self) -> Iterator[None]:
         began, context = time.perf_counter(), self._context
         known = context.reuse(0, self.prompt)
-        logits = np.repeat(context.decode(self.prompt[known:], 0), len(self.every), axis=0)
+        first = context.decode(self.prompt[known:], 0)[0]  # of which each chain takes its own
+        found: list[Given] = [first] * len(self.every)
         for seq in range(1, len(self.every)):
             context.remove(seq)
             context.copy(0, seq)
@@ -84,14 +85,15 @@ class Answers:
         going = [*enumerate(self.every)]
         while going:
             began = time.perf_counter()
-            for (_, answer), row in zip(going, logits, strict=True):
-                answer.take(row)
+            for (_, answer), given in zip(going, found, strict=True):
+                answer.take(given)
             self._limit([answer for _, answer in going if not answer.ended])
             going = [(seq, answer) for seq, answer in going if not answer.ended]
             if going:
                 tokens = [answer.ids[-1] for _, answer in going]
                 seqs = [seq for seq, _ in going]
-                logits = context.decode(tokens, seqs, wanted=range(len(seqs)))
+                chains = [answer.chain for _, answer in going]
+                found = context.choices(tokens, chains, seqs)
                 self.writing.add(len(seqs), time.perf_counter() - began)
             yield
 

@@ -18,7 +18,7 @@ from packtrain.context import Context
 from packtrain.dtypes import Dtype, f32
 from packtrain.errors import InputError
 from packtrain.models.file import ModelFile
-from packtrain.sampling import Chain, Constraint, Sampling, find_breakers
+from packtrain.sampling import Chain, Constraint, Given, Sampling, find_breakers
 from packtrain.sampling.dry import Breakers
 from packtrain.tokenizer import Stream, Tokenizer
 from packtrain.words import plural
@@ -84,14 +84,17 @@ class Generator:
         logits: np.ndarray = self.context.decode(tokens, self.seq)[0]
         return logits
 
-    def rows(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits (len(tokens), V) after each of these tokens."""
-        return self.context.decode(tokens, self.seq, wanted=range(len(tokens)))
-
-    def step(self, tokens: Sequence[int]) -> tuple[np.ndarray, Sequence[int]]:
-        """Feed as many tokens as one run takes; returns the logits (V,) after them, and the remaining tokens."""
+    def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[Given], Sequence[int]]:
+        """Feed as many tokens as one run takes; returns what the chain needs after the last, and those that remain."""
         size = self.context.sizes.next(len(tokens))
-        return self.feed(tokens[:size]), tokens[size:]
+        here, left = tokens[:size], tokens[size:]
+        wanted = [] if left else [len(here) - 1]
+        return self.context.choices(here, [chain] * len(wanted), self.seq, wanted=wanted), left
+
+    def checked(self, tokens: Sequence[int], chain: Chain) -> list[Given]:
+        """Feed tokens of which all but the first are guesses; what the chain needs after each."""
+        every = range(len(tokens))
+        return self.context.choices(tokens, [chain] * len(tokens), self.seq, wanted=every)
 
 
 @dataclass(slots=True)
@@ -184,13 +187,12 @@ class Reply:
             speed, began = self.writing if self.ids else self.reading, time.perf_counter()
             guess, left = self._guess(), NONE
             if guess:
-                rows = self._generator.rows([*waiting, *guess])
+                rows = self._generator.checked([*waiting, *guess], self._chain)
             else:
-                logits, left = self._generator.step(waiting)
-                rows = logits[None][: not left]
+                rows, left = self._generator.step(waiting, self._chain)
             read = len(waiting) - len(left)
-            for logits, guessed in zip_longest(rows, guess):
-                chosen = self._chain.choose(logits)
+            for given, guessed in zip_longest(rows, guess):
+                chosen = self._chain.choose(given)
                 speed.add(read, time.perf_counter() - began)
                 read, began = 1, time.perf_counter()
                 if chosen in self._tokenizer.ends:

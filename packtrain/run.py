@@ -5,7 +5,7 @@ nothing; it is a list of calls with their arrays.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,8 @@ from packtrain.planning import Place, Plan, make_plan
 from packtrain.tensor import Spec, Tensor
 
 K = TypeVar("K")
+Stop = Callable[[], bool] | None
+Names = Container[str] | None
 
 
 class RunError(RuntimeError):
@@ -322,9 +324,9 @@ class Executor:
         self.watchers.append((pattern, see))
 
     def __call__(
-        self, inputs: Mapping[str, Any] | None = None, *, stop: Callable[[], bool] | None = None
+        self, inputs: Mapping[str, Any] | None = None, *, stop: Stop = None, only: Names = None
     ) -> dict[str, np.ndarray]:
-        """Run once. Outputs are copies. `stop()` is called before each step; if true, raises Stopped.
+        """Run once. Outputs are copies: all, or these. `stop()` is called before each step; if true, raises Stopped.
 
         Raises RunError if inputs or weights are missing or another run is in progress. A step that fails after
         updates have begun leaves the session dirty: its leaves can no longer be read. Rows of a cache are no
@@ -339,13 +341,14 @@ class Executor:
                 observer.report()
             else:
                 self._guarded(self.calls, stop)
-            return {name: backend.read(array) for name, (backend, array) in self.outputs.items()}
+            wanted = self.outputs.items()
+            return {name: b.read(a) for name, (b, a) in wanted if only is None or name in only}
 
     def _observer(self, on: frozenset[str]) -> Observer:
         arenas = {a.place: self.session.buffer(*a.place) for a in self.plan.arenas}
         return Observer(self.placed, self.plan, [*self._bound()], arenas, self.watchers, on)
 
-    def _run(self, calls: list[Run], stop: Callable[[], bool] | None) -> None:
+    def _run(self, calls: list[Run], stop: Stop) -> None:
         for at, call in enumerate(calls):
             if stop is not None and stop():
                 raise Stopped(f"stopped before {self.placed.steps[at].op.name}")
@@ -356,7 +359,7 @@ class Executor:
         for sync in self.syncs:
             sync()
 
-    def _guarded(self, calls: list[Run], stop: Callable[[], bool] | None) -> None:
+    def _guarded(self, calls: list[Run], stop: Stop) -> None:
         try:
             self._run(calls, stop)
         except BaseException as error:

@@ -13,7 +13,7 @@ from packtrain.generation import Generator, Limits, Reply
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
 from packtrain.models.metadata import metadata
-from packtrain.sampling import Sampling
+from packtrain.sampling import Chain, Given, Sampling
 from packtrain.tokenizer import Tokenizer
 from tests.models import bind, values
 from tests.models import logits as full_logits
@@ -138,11 +138,11 @@ class Parrot:
         self.fed.clear()
         return tokens
 
-    def step(self, tokens: Sequence[int]) -> tuple[np.ndarray, Sequence[int]]:
+    def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[Given], Sequence[int]]:
         self.fed.append(tokens[0])
         logits = np.zeros(len(TOKENS), np.float32)
         logits[self.line[max(len(self.fed) - len(PROMPT), 0)]] = 9
-        return logits, tokens[1:]
+        return [] if tokens[1:] else [logits], tokens[1:]
 
 
 IDS = {text: id for id, text in enumerate(TOKENS)}

@@ -58,7 +58,7 @@ LAYERS = {
     "peft": "errors files gguf quant convert models",
     "grammar": "errors tokenizer",
     "sampling": "errors words settings",
-    "context": "backends dtypes errors files words memory graph placing planning run models",
+    "context": "backends dtypes errors files words memory tensor graph ops placing planning run models sampling",
     "generation": "backends dtypes errors words tokenizer models sampling context",
     "drafting": "errors generation models",
     "answers": "context generation sampling tokenizer",

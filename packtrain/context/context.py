@@ -4,7 +4,7 @@ All runs are planned when it is made; nothing is allocated afterwards. A call th
 it is stopped half-way, with the tokens that had been read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import numpy as np
 
 from packtrain.backends import CPU, Target
 from packtrain.context.checkpoints import Checkpoints
-from packtrain.context.plans import MOVE, MOVED, Name, Sizes, placements
-from packtrain.context.pools import SPARE, ContextError, Move, Piece, Pools
+from packtrain.context.plans import MOVE, MOVED, Name, Sizes, cache_of, placements
+from packtrain.context.pools import ContextError, Move, Piece, Pools
+from packtrain.context.results import NUMBERS, Results
 from packtrain.context.room import check_room
 from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes, views
-from packtrain.dtypes import DTYPES
 from packtrain.files import atomic_file
 from packtrain.models.cache import CacheFull
 from packtrain.models.cached import Cache
@@ -24,19 +24,10 @@ from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
 from packtrain.placing import Placed
 from packtrain.run import Executor, Session
+from packtrain.sampling import Chain, Given
 
 Stop = Callable[[], bool]
 Seqs = int | Sequence[int | Sequence[int]]
-
-
-def cache_of(
-    config: Config, cells: int, sequences: int, dtype: str, *, largest: int, swa_full: bool
-) -> Cache:
-    """The cells of a context whose runs take `largest` tokens at most; with a ring if that is smaller."""
-    windows = {config.window_of(i) for i in range(config.block_count)} - {0}
-    ring = sequences * (max(windows, default=0) - 1 + SPARE) + largest
-    fits = windows and ring < cells and not swa_full
-    return Cache(cells, ring if fits else 0, DTYPES[dtype], sequences)
 
 
 class Context:
@@ -125,7 +116,7 @@ class Context:
         parts: bool,
     ) -> None:
         self.config, self.cache, self.sizes, self._runs = config, cache, sizes, runs
-        self._session = next(iter(runs.values())).session
+        self._session, self._chooses = runs[1].session, NUMBERS in runs[1].inputs
         window = max((config.window_of(i) for i in range(config.block_count)), default=0)
         self.pools = Pools(cache.cells, sequences, cache.ring, window, parts)
         self._leaves = leaves_of(config, cache)
@@ -149,6 +140,33 @@ class Context:
 
         Raises CacheFull and ContextError; nothing has changed then.
         """
+        found = self._read(tokens, seqs, wanted, stop)
+        width = self._runs[1].placed.graph.outputs["result"].shape[1]
+        return np.array(found, np.float32).reshape(len(found), width)
+
+    def choices(
+        self,
+        tokens: Sequence[int],
+        chains: Sequence[Chain],
+        seqs: Seqs = 0,
+        *,
+        wanted: Sequence[int] | None = None,
+        stop: Stop | None = None,
+    ) -> list[Given]:
+        """The same, but of each wanted row only what its chain needs: `chain.choose(given)` is the next token.
+
+        chains  one for each wanted row; rows of one chain are consecutive tokens of its text
+        """
+        return self._read(tokens, seqs, wanted, stop, chains)
+
+    def _read(
+        self,
+        tokens: Sequence[int],
+        seqs: Seqs,
+        wanted: Sequence[int] | None,
+        stop: Stop | None,
+        chains: Sequence[Chain] | None = None,
+    ) -> list[Given]:
         sets = self._sets(tokens, seqs)
         last = {own[0]: i for i, own in enumerate(sets)}
         rows = sorted(last.values()) if wanted is None else [*wanted]
@@ -156,11 +174,12 @@ class Context:
             raise ContextError(
                 f"wanted places must ascend, from 0 to {len(tokens) - 1}; these are {rows}"
             )
+        results = Results.of(len(rows), chains)
         self._make_room(sets)
-        done, found = list[Piece](), list[np.ndarray]()
+        done = list[Piece]()
         try:
-            for part in self._parts(tokens, sets, rows):
-                self._run(*part, stop, done, found)
+            for part in self.sizes.parts(tokens, sets, rows):
+                self._run(*part, stop, done, results)
         except CacheFull:  # of the ring, where several tokens have one position
             for piece in done:
                 self.pools.undo(piece)
@@ -169,7 +188,7 @@ class Context:
             raise
         for seq in {seq for own in sets for seq in own}:
             self._released.pop(seq, None)
-        return np.concatenate(found)
+        return results.found
 
     def _sets(self, tokens: Sequence[int], seqs: Seqs) -> list[tuple[int, ...]]:
         every = [seqs] * len(tokens) if isinstance(seqs, int | np.integer) else [*seqs]
@@ -196,23 +215,6 @@ class Context:
         for seq in self.pools.purged(seqs, [seq for seq in self._released if seq not in used]):
             self.remove(seq)
 
-    def _parts(
-        self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int]
-    ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:
-        """What runs together: tokens, their sequences, and the rows wanted of them."""
-        at = 0
-        while at < len(tokens):
-            size = self.sizes.next(len(tokens) - at)
-            end = min(at + size, len(tokens))
-            here = [row for row in rows if at <= row < end]
-            most = self.sizes.wanted(size)
-            if len(here) > most:
-                end = here[most]
-                here = here[:most]
-            ids = np.array(tokens[at:end], np.int32)
-            yield ids, sets[at:end], [row - at for row in here]
-            at = end
-
     def _run(
         self,
         ids: np.ndarray,
@@ -220,7 +222,7 @@ class Context:
         rows: list[int],
         stop: Stop | None,
         done: list[Piece],
-        found: list[np.ndarray],
+        results: Results,
     ) -> None:
         """Run some tokens at once, or in halves where the ring has no room for all."""
         try:
@@ -231,15 +233,15 @@ class Context:
                 raise
             before = [row for row in rows if row < half]
             after = [row - half for row in rows if row >= half]
-            self._run(ids[:half], sets[:half], before, stop, done, found)
-            self._run(ids[half:], sets[half:], after, stop, done, found)
+            self._run(ids[:half], sets[:half], before, stop, done, results)
+            self._run(ids[half:], sets[half:], after, stop, done, results)
             return
         size = min(size for size in self.sizes.tokens if size >= len(ids))
-        wanted = np.full(self.sizes.wanted(size), -1, np.int32)
-        wanted[: len(rows)] = rows
         try:
-            given = self.pools.inputs(piece, size) | {"rows": wanted}
-            found.append(self._runs[size](given, stop=stop)["result"][: len(rows)])
+            given = self.pools.inputs(piece, size)
+            given |= results.inputs(rows, self.sizes.wanted(size), chosen=self._chooses)
+            names = results.names(len(rows))
+            results.add(len(rows), self._runs[size](given, stop=stop, only=names))
         except BaseException:
             self.pools.undo(piece)
             raise

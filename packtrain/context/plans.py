@@ -1,10 +1,14 @@
 """The graphs of a context, placed: runs of several sizes, and moving cells."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from packtrain.backends import CPU, Target
-from packtrain.dtypes import Dtype
+from packtrain.context.pools import SPARE
+from packtrain.context.results import outputs
+from packtrain.dtypes import DTYPES, Dtype
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.cached import Cache, generation, moving
@@ -43,6 +47,33 @@ class Sizes:
         """The size of the next run for so many tokens: it may be padded where that costs less."""
         return min(self.tokens, key=lambda size: ((FIXED + size) / min(size, left), size))
 
+    def parts(
+        self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int]
+    ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:
+        """What runs together: tokens, their sequences, and the rows wanted of them."""
+        at = 0
+        while at < len(tokens):
+            size = self.next(len(tokens) - at)
+            end = min(at + size, len(tokens))
+            here = [row for row in rows if at <= row < end]
+            most = self.wanted(size)
+            if len(here) > most:
+                end = here[most]
+                here = here[:most]
+            ids = np.array(tokens[at:end], np.int32)
+            yield ids, sets[at:end], [row - at for row in here]
+            at = end
+
+
+def cache_of(
+    config: Config, cells: int, sequences: int, dtype: str, *, largest: int, swa_full: bool
+) -> Cache:
+    """The cells of a context whose runs take `largest` tokens at most; with a ring if that is smaller."""
+    windows = {config.window_of(i) for i in range(config.block_count)} - {0}
+    ring = sequences * (max(windows, default=0) - 1 + SPARE) + largest
+    fits = windows and ring < cells and not swa_full
+    return Cache(cells, ring if fits else 0, DTYPES[dtype], sequences)
+
 
 def placements(
     config: Config,
@@ -63,7 +94,8 @@ def placements(
     for size in sizes.tokens:
         leaves = transformer.weights(config, types)
         result, handles = generation(config, leaves, size, cache, sizes.wanted(size), hidden=hidden)
-        placed[size] = place(Graph({"result": result}, handles), target)
+        leaving = {"result": result} if hidden else outputs(result)
+        placed[size] = place(Graph(leaving, handles), target)
     if moves:
         handles = moving(config, transformer.weights(config, types), MOVED, cache)
         placed[MOVE] = place(Graph({}, handles), target)

@@ -8,10 +8,20 @@ import math
 import numpy as np
 from numba import types
 
-from packtrain.kernels.call import kernel, spans
-from packtrain.kernels.simd import in2, out2
+from packtrain.kernels.call import kernel, part, spans
+from packtrain.kernels.simd import (
+    LANES,
+    absolute,
+    in2,
+    largest,
+    load,
+    maximum,
+    out2,
+    select_less,
+    splat,
+)
 
-i64, f64, u64, void = types.int64, types.float64, types.uint64, types.void
+i64, f32, f64, u64, void = types.int64, types.float32, types.float64, types.uint64, types.void
 ids2, out_ids2 = types.Array(types.int32, 2, "C", readonly=True), types.Array(types.int32, 2, "C")
 out_ids1 = types.Array(types.int32, 1, "C")
 numbers2 = types.Array(f64, 2, "C", readonly=True)
@@ -21,6 +31,8 @@ M0, M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 W0, W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 LOW, HALF, REST = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(11)
 ROUNDS = 10
+LARGEST, INFINITY = np.float32(3.4028235e38), np.float32(np.inf)
+SPAN = 64
 
 
 @kernel(void(out_ids2, out2, i64, i64, i64))
@@ -39,20 +51,47 @@ def sift(ids, values, row, at, count):
         at = worst
 
 
+@part(f32(f32))
+def seen(x):
+    """x, or infinity where it is not finite."""
+    return x if -LARGEST <= x <= LARGEST else INFINITY
+
+
+@part(f32(in2, i64))
+def largest_of(x, first):
+    """Of the values `seen` in a span."""
+    most = splat(-INFINITY)
+    for i in range(first, first + SPAN, LANES):
+        v = load(x, i)
+        most = maximum(select_less(absolute(v), INFINITY, v, INFINITY), most)
+    return largest(most)
+
+
+@kernel(void(out_ids2, out2, in2, i64, i64, i64, i64))
+def offer(ids, values, x, row, start, stop, k):
+    """Put values that are greater than the worst of the heap in its place."""
+    for e in range(start, stop):
+        v = seen(x[row, e])
+        if v > values[row, 0]:
+            values[row, 0] = v
+            ids[row, 0] = e
+            sift(ids, values, row, 0, k)
+
+
 @kernel(void(out_ids2, out2, in2, i64, i64))
 def candidate_rows(ids, values, x, start, stop):
-    k = ids.shape[1]
+    k, size = ids.shape[1], x.shape[1]
     for row in range(start, stop):
         for e in range(k):
             ids[row, e] = e
-            values[row, e] = x[row, e]
+            values[row, e] = seen(x[row, e])
         for at in range(k // 2 - 1, -1, -1):
             sift(ids, values, row, at, k)
-        for e in range(k, x.shape[1]):
-            if x[row, e] > values[row, 0]:
-                values[row, 0] = x[row, e]
-                ids[row, 0] = e
-                sift(ids, values, row, 0, k)
+        whole = k + (size - k) // SPAN * SPAN
+        for first in range(k, whole, SPAN):  # most have nothing new
+            if largest_of(x, row * size + first) > values[row, 0]:
+                offer(ids, values, x, row, first, first + SPAN, k)
+        offer(ids, values, x, row, whole, size, k)
         for end in range(k - 1, 0, -1):
             values[row, 0], values[row, end] = values[row, end], values[row, 0]
             ids[row, 0], ids[row, end] = ids[row, end], ids[row, 0]
@@ -63,7 +102,7 @@ def candidate_rows(ids, values, x, start, stop):
 def candidates(ids, values, x):
     """The k largest of each row with their indices, the largest first; the lower index on ties.
 
-    x            (N, V)  f32
+    x            (N, V)  f32; what is not finite counts as infinity
     ids, values  (N, k)  i32, f32
     """
     spans(candidate_rows, (ids, values, x), x.shape[0], 1)
@@ -120,6 +159,9 @@ def draw(y, ids, x, numbers, counts):
     y        (N,)    i32
     """
     for row in range(x.shape[0]):
+        if x[row, 0] == INFINITY:
+            y[row] = -1 - ids[row, 0]
+            continue
         temp, count = numbers[row, 0], x.shape[1]
         if counts[row, 0] > 0:
             count = min(count, counts[row, 0])

@@ -16,6 +16,8 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 def candidates(x: Tensor, *, k: int) -> tuple[Spec, ...]:
     """The k largest along the last axis, the largest first; the lower index on ties. ggml_top_k, ggml_get_rows.
 
+    A value that is not finite counts as infinity, so that it is seen.
+
     x       (..., V)  f32
     ids     (..., k)  i32
     values  (..., k)  f32
@@ -29,6 +31,7 @@ def candidates(x: Tensor, *, k: int) -> tuple[Spec, ...]:
 @candidates.kernel("numpy")
 def candidates_numpy(out, x, *, k):
     ids, values = out
+    x = np.where(np.isfinite(x), x, np.inf)
     ids[...] = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     values[...] = np.take_along_axis(x, ids, -1)
 
@@ -59,7 +62,7 @@ def draw(ids: Tensor, x: Tensor, numbers: Tensor, counts: Tensor) -> Spec:
     x        (N, k)  f32  logits, the largest first
     numbers  (N, 3)  f64  temperature (0: the first), top-p, min-p
     counts   (N, 3)  i64  top-k (0: all), seed, index of the token in its text
-    y        (N,)    i32
+    y        (N,)    i32  −1 − id where the first is infinity, see candidates
 
     The same seed and index give the token that sampling.Chain chooses: the first at which the running sum exceeds
     u times the total, u from Philox with the seed as key and the index as counter.
@@ -76,6 +79,9 @@ def draw(ids: Tensor, x: Tensor, numbers: Tensor, counts: Tensor) -> Spec:
 def draw_numpy(y, ids, x, numbers, counts):
     each = zip(x.astype(float), numbers.tolist(), counts.tolist(), strict=True)
     for row, (logits, (temp, top_p, min_p), (k, seed, index)) in enumerate(each):
+        if logits[0] == np.inf:
+            y[row] = -1 - ids[row, 0]
+            continue
         logits = logits[: k or None] - logits[0]
         if top_p < 1:
             e = np.exp(logits)

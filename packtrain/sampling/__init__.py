@@ -4,9 +4,13 @@
 """
 
 from packtrain.sampling.candidates import Candidates
-from packtrain.sampling.chain import Chain, Constraint
+from packtrain.sampling.chain import Chain, Constraint, Given
+from packtrain.sampling.cut import CANDIDATES, LOGITS, MOST, TOKEN, Cut
 from packtrain.sampling.draw import draws
 from packtrain.sampling.dry import find_breakers
 from packtrain.sampling.settings import ORDER, Sampling
 
-__all__ = ["ORDER", "Candidates", "Chain", "Constraint", "Sampling", "draws", "find_breakers"]
+__all__ = [
+    "CANDIDATES", "LOGITS", "MOST", "ORDER", "TOKEN", "Candidates", "Chain", "Constraint", "Cut", "Given", "Sampling",
+    "draws", "find_breakers",
+]  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 from packtrain.errors import InputError
 from packtrain.sampling.bias import logit_bias
 from packtrain.sampling.candidates import Candidates
+from packtrain.sampling.cut import Cut, cut
 from packtrain.sampling.draw import draw, draws
 from packtrain.sampling.dry import Breakers, dry
 from packtrain.sampling.min_p import min_p
@@ -40,6 +41,7 @@ class Constraint(Protocol):
         """In the same state."""
 
 
+Given = int | Candidates | np.ndarray  # what leaves the device: the token, candidates or all logits
 Step = Callable[["Chain", Candidates, np.random.Generator], Candidates]
 STEPS: dict[str, Step] = {
     "penalties": lambda own, c, rng: own.penalised(c),
@@ -89,31 +91,34 @@ class Chain:
         """Whether a grammar lets nothing more come."""
         return self._constraint is not None and self._constraint.over
 
-    @property
-    def candidates(self) -> int | None:
-        """How many of the largest logits `finish` needs; None: all."""
-        s = self.sampling
-        idle = {
-            "penalties": (s.repeat_penalty, s.frequency_penalty, s.presence_penalty) == (1, 0, 0),
-            "dry": not s.dry_multiplier,
-            "top_n_sigma": s.top_n_sigma <= 0,
-        }
-        first = next((name for name in s.order if not idle.get(name)), "")
-        plain = not (s.mirostat or self._biases or self._constraint)
-        return s.top_k if plain and first == "top_k" and s.top_k else None
+    def cut(self, ahead: int = 0) -> Cut:
+        """What must leave the device for the token `ahead` of the next one."""
+        index, constrained = self.index + ahead, self._constraint is not None
+        return cut(self.sampling, self.seed, index, constrained=constrained)
 
-    def choose(self, logits: np.ndarray) -> int:
-        """The next token; of equal logits the lowest id wins. Raises InputError if a logit is not finite."""
-        check_finite(logits)
+    def choose(self, given: Given) -> int:
+        """The next token, out of what left the device; of equal logits the lowest id wins.
+
+        Raises InputError if a logit is not finite.
+        """
+        if isinstance(given, np.ndarray):
+            return self._finish(self._allowed(given), len(given))
+        if isinstance(given, Candidates):
+            check_finite(given.ids[:1], given.logits[:1])
+            return self._finish(given, len(given.ids))
+        if given < 0:
+            raise not_finite(-1 - given)
+        return given
+
+    def _allowed(self, logits: np.ndarray) -> Candidates:
+        """All tokens, or those of the grammar."""
+        every = np.arange(len(logits))
+        check_finite(every, logits)
         allowed = self._constraint.allowed(len(logits)) if self._constraint else None
-        if allowed is None:
-            c = Candidates(np.arange(len(logits)), logits.astype(np.float64))
-        else:
-            ids = np.flatnonzero(allowed)
-            c = Candidates(ids, logits[ids].astype(np.float64))
-        return self.finish(c, len(logits))
+        ids = every if allowed is None else np.flatnonzero(allowed)
+        return Candidates(ids, logits[ids].astype(np.float64))
 
-    def finish(self, c: Candidates, vocab_size: int) -> int:
+    def _finish(self, c: Candidates, vocab_size: int) -> int:
         """The next token out of candidates."""
         rng = draws(self.seed, self.index)
         if self._biases:
@@ -159,10 +164,14 @@ class Chain:
         return id
 
 
-def check_finite(logits: np.ndarray) -> None:
+def check_finite(ids: np.ndarray, logits: np.ndarray) -> None:
     """Raises InputError if a logit is not finite."""
-    if not np.isfinite(logits).all():
-        bad = int(np.flatnonzero(~np.isfinite(logits))[0])
-        raise InputError(
-            f"the logit of token {bad} is {logits[bad]}; the model's weights must give finite numbers"
-        )
+    good = np.isfinite(logits)
+    if not good.all():
+        raise not_finite(int(ids[~good][0]))
+
+
+def not_finite(id: int) -> InputError:
+    return InputError(
+        f"the logit of token {id} is not finite; the model's weights must give finite numbers"
+    )

@@ -1,0 +1,251 @@
+"""Tokens chosen in the graph of a run: those that the host's chain chooses out of all logits, for any chain."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtrain.answers import Answers
+from packtrain.context import Cache, Context, ContextError, Sizes, placements
+from packtrain.drafting import SmallModel
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.generation import Generator, Limits, Reply
+from packtrain.run import Session
+from packtrain.sampling import (
+    CANDIDATES,
+    LOGITS,
+    MOST,
+    TOKEN,
+    Candidates,
+    Chain,
+    Cut,
+    Sampling,
+    chain,
+)
+from packtrain.sampling.cut import cut
+from packtrain.tasks.generate import Generate, generate
+from tests.architectures import random_model
+from tests.models import CONFIG, values
+from tests.test_drafting import KNOWN, Wild
+from tests.test_generate import PROMPT, tokenizer
+
+SEQUENCES = 3
+LARGE = replace(CONFIG, vocab_size=700)
+# settings of a chain, and what leaves the device
+CHAINS: list[tuple[dict[str, Any], str]] = [
+    ({}, TOKEN),
+    ({"temp": 0.0}, TOKEN),
+    ({"temp": 0.0, "top_k": 0, "top_n_sigma": 1.0, "tfs": 0.5}, TOKEN),
+    ({"temp": 0.0, "samplers": "temperature;top_k;top_k"}, TOKEN),
+    ({"temp": 1.7, "top_k": MOST, "top_p": 1.0, "min_p": 0.0}, TOKEN),
+    ({"temp": 3.0, "top_k": 3, "top_p": 0.9}, TOKEN),
+    ({"samplers": "top_k"}, TOKEN),
+    ({"samplers": "top_k;min_p", "temp": 0.0}, TOKEN),
+    ({"samplers": "top_k;temperature", "temp": 2.0}, TOKEN),
+    ({"xtc_probability": 1.0, "xtc_threshold": 0.6}, TOKEN),
+    ({"top_k": 1}, TOKEN),
+    ({"typical": 0.7, "temp": 1.5}, CANDIDATES),
+    ({"tfs": 0.9, "temp": 1.5}, CANDIDATES),
+    ({"xtc_probability": 0.6, "xtc_threshold": 0.05, "temp": 1.5}, CANDIDATES),
+    ({"dynatemp_range": 0.7, "temp": 1.0}, CANDIDATES),
+    ({"dynatemp_range": 0.7, "temp": 0.0}, CANDIDATES),
+    ({"typical": 0.5, "temp": 0.0}, CANDIDATES),
+    ({"samplers": "top_k;temperature;top_p", "temp": 2.0}, CANDIDATES),
+    ({"samplers": "min_p;top_k;temperature", "temp": 2.0}, CANDIDATES),
+    ({"samplers": "top_k;top_k;temperature", "temp": 2.0}, CANDIDATES),
+    ({"samplers": "top_k;penalties", "repeat_penalty": 1.5}, CANDIDATES),
+    ({"top_k": 0}, LOGITS),
+    ({"top_k": MOST + 1}, LOGITS),
+    ({"samplers": "top_p;top_k"}, LOGITS),
+    ({"samplers": "temperature;top_k"}, LOGITS),
+    ({"samplers": ""}, LOGITS),
+    ({"top_n_sigma": 1.0}, LOGITS),
+    ({"repeat_penalty": 1.2}, LOGITS),
+    ({"repeat_penalty": 1.2, "temp": 0.0}, LOGITS),
+    ({"presence_penalty": 0.5}, LOGITS),
+    ({"dry_multiplier": 0.8}, LOGITS),
+    ({"logit_bias": ("3+2",)}, LOGITS),
+    ({"mirostat": 1}, LOGITS),
+    ({"mirostat": 2, "temp": 0.0}, LOGITS),
+]
+each_chain = pytest.mark.parametrize(
+    ("how", "leaves"), CHAINS, ids=[f"{n}-{leaves}" for n, (_, leaves) in enumerate(CHAINS)]
+)
+
+
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """All logits leave the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "cut", lambda *given, **how: Cut())
+        yield
+
+
+def context(config: Any = LARGE, cells: int = 96, rows: int = 9) -> Context:
+    session, cache, sizes = Session(), Cache(cells, sequences=SEQUENCES), Sizes.of(cells, rows)
+    runs = session.executors(placements(config, cache, sizes))
+    session.set(values(config))
+    return Context.within(config, cache, sizes, runs, SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def large() -> Context:
+    return context()
+
+
+@pytest.fixture(scope="module")
+def known() -> Context:
+    return context(KNOWN)
+
+
+@pytest.fixture(scope="module")
+def small() -> Context:
+    return context(KNOWN)
+
+
+def texts(made: Context, chains: list[Chain], count: int) -> tuple[list[list[int]], set[type]]:
+    """What each chain writes in a sequence of its own, and the types that left the device."""
+    seen, ids = set[type](), [list[int]() for _ in chains]
+    for seq in range(len(chains)):
+        made.remove(seq)
+    tokens, seqs = [5, 5, *range(5, 5 + len(chains))], [0, 0, *range(len(chains))]
+    for _ in range(count):
+        given = made.choices(tokens, chains, seqs)
+        seen.update(map(type, given))
+        tokens, seqs = [], [*range(len(chains))]
+        for own, one, written in zip(chains, given, ids, strict=True):
+            tokens.append(own.choose(one))
+            own.accept(tokens[-1])
+            written.append(tokens[-1])
+    return ids, seen
+
+
+KINDS = {TOKEN: int, CANDIDATES: Candidates, LOGITS: np.ndarray}
+
+
+@each_chain
+def test_sequences_of_a_context(large: Context, how: dict[str, Any], leaves: str) -> None:
+    made, sampling = large, Sampling(**how)
+    assert cut(sampling, 1, 0).leaves == leaves
+    different = set[int]()
+    for seed in range(0, 12, SEQUENCES):
+        every = [Chain(sampling, seed + n, [1, 2, 3]) for n in range(SEQUENCES)]
+        same = [one.copy() for one in every]
+        got, seen = texts(made, every, 10)
+        assert seen == {KINDS[leaves]}
+        with on_the_host():
+            want, seen = texts(made, same, 10)
+        assert seen == {np.ndarray} and got == want
+        assert [own.mu for own in every] == [own.mu for own in same]
+        different.update(*got)
+    assert len(different) > 3
+
+
+def test_chains_of_several_kinds_in_one_batch(large: Context) -> None:
+    made = large
+    kinds = [Sampling(**CHAINS[n][0]) for n in (0, 13, 27)]
+    got, seen = texts(made, [Chain(kind, 4) for kind in kinds], 20)
+    assert seen == {int, Candidates, np.ndarray}
+    with on_the_host():
+        assert texts(made, [Chain(kind, 4) for kind in kinds], 20)[0] == got
+
+
+@each_chain
+def test_replies_with_and_without_guesses(
+    known: Context, small: Context, how: dict[str, Any], leaves: str
+) -> None:
+    made = Generator(known)
+
+    def reply(drafter: Any = None) -> list[int]:
+        own = Reply(made, tokenizer(), PROMPT, Sampling(**how), 7, Limits(40), drafter, 8)
+        "".join(own)
+        return own.ids
+
+    with on_the_host():
+        want = reply()
+    guessing = SmallModel(Generator(small), 0.0)
+    assert all(reply(drafter) == want for drafter in (None, Wild(want), guessing))
+
+
+@each_chain
+def test_several_answers(known: Context, how: dict[str, Any], leaves: str) -> None:
+
+    def answers() -> list[list[int]]:
+        every = Answers(known, tokenizer(), PROMPT, Sampling(**how), (7, 8, 9), Limits(20))
+        assert [*every]
+        return [one.ids for one in every.every]
+
+    got = answers()
+    with on_the_host():
+        assert answers() == got
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_the_command(tmp_path: Path, parallel: int) -> None:
+    random_model(tmp_path / "a.gguf", "llama")
+    for seed in (1, 2):
+        given = Generate(
+            tmp_path / "a.gguf", prompt="the", n_predict=30, seed=seed, temp=1.5, parallel=parallel
+        )
+        got = generate(given, Events())
+        with on_the_host():
+            want = generate(given, Events())
+        assert (got.ids, [o.ids for o in got.others]) == (want.ids, [o.ids for o in want.others])
+
+
+def test_only_what_is_needed_leaves() -> None:
+    """Logits are read from the device only for chains that need them."""
+    made, read = context(), list[str]()
+    for run in made._runs.values():
+        for name, (backend, array) in run.outputs.items():
+            run.outputs[name] = Reading(backend, name, read), array
+    for n, want in ((0, {"token"}), (13, {"ids", "values"}), (27, {"result"})):
+        read.clear()
+        made.choices([3, 4, 5], [Chain(Sampling(**CHAINS[n][0]))])
+        assert set(read) == want
+    read.clear()
+    made.choices([3, 4, 5], [], wanted=[])
+    assert not read
+
+
+class Reading:
+    """A backend that notes which outputs are read."""
+
+    def __init__(self, backend: Any, name: str, read: list[str]) -> None:
+        self.backend, self.name, self.noted = backend, name, read
+
+    def read(self, array: Any) -> Any:
+        self.noted.append(self.name)
+        return self.backend.read(array)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [0, 1, 13, 27])
+def test_logits_that_are_not_finite_are_seen(n: int, bad: float) -> None:
+    made = context()
+    given = values(LARGE)["output_norm.weight"]
+    given[0] = bad
+    made._session.set({"output_norm.weight": given})
+    own = Chain(Sampling(**CHAINS[n][0]))
+    with pytest.raises(InputError, match="the logit of token 0 is not finite"):
+        own.choose(made.choices([3, 4], [own])[0])
+
+
+def test_each_row_needs_a_chain(large: Context) -> None:
+    with pytest.raises(
+        ContextError, match="2 results wanted, 1 chain given; each result needs one"
+    ):
+        large.choices([3, 4], [Chain(Sampling())], [0, 1])
+
+
+def test_seeds_of_any_size(large: Context) -> None:
+    made = large
+    for seed in (0, 2**63 - 1, 2**63, 2**100):
+        got, _ = texts(made, [Chain(Sampling(temp=2.0), seed)], 8)
+        with on_the_host():
+            assert texts(made, [Chain(Sampling(temp=2.0), seed)], 8)[0] == got

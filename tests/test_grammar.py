@@ -287,6 +287,13 @@ WRONG = {
     'root ::= "\\q"': (1, 11, r"q is no escape"),
     "root ::= [\\u12]": (1, 11, "needs 4 hex digits"),
     "root ::= []": (1, 12, "no character"),
+    'root ::= "a"{' + "9" * 5000 + "}": (1, 5014, "5,000 digits"),
+    'root ::= "a"{1,' + "9" * 5000 + "}": (1, 5016, "5,000 digits"),
+    'root ::= "a"' + "*" * 5000: (1, 113, "repetitions are more than 100 deep"),
+    'root ::= "a\\uD800"': (1, 12, "D800 is half a character"),
+    "root ::= [\\uD800-\\uDFFF]": (1, 25, "no character"),
+    "root ::= <[" + "9" * 5000 + "]>": (1, 10, r"no token <\["),
+    "root ::= r0\n" + "".join(f'r{i} ::= "(" r{i + 1}\n' for i in range(600)) + "r600 ::= root": (500, 14, "500 deep"),
     'root ::= "a" )': (1, 14, r"'\)' is not expected"),
     "root ::= <|nix|>": (1, 10, "no token <|nix|>"),
     "root ::= 'a'": (1, 10, "is not expected"),
@@ -304,6 +311,47 @@ def test_wrong_grammars_are_refused_by_line_and_column(text: str):
         InputError, match=f"^grammar, line {line}, column {column}: .*{fact.replace('|', '[|]')}"
     ):
         parse(text)
+
+
+@needed
+def test_large_grammars_are_read():
+    """Long chains of rules, rules that double 40 times, many words, long words, many groups in each other."""
+    rules = "\n".join(f'r{n} ::= ("," "k{n}" r{n + 1}) | r{n + 1}' for n in range(300))
+    grammar = Grammar.from_gbnf(TOKENIZER, f'root ::= r0\n{rules}\nr300 ::= "."')
+    assert matches(grammar, ",k7,k150,k299.") and not matches(grammar, ",k7,k5.")
+    doubled = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(40)) + '\nr40 ::= "x"'
+    allowed = Grammar.from_gbnf(TOKENIZER, f"root ::= r0\n{doubled}").allowed(300)
+    assert allowed is not None and np.flatnonzero(allowed).tolist() == ids_of("x")
+    words = " | ".join(f'"w{n}"' for n in range(5000))
+    grammar = Grammar.from_gbnf(TOKENIZER, f'root ::= {words} | "{"z" * 9000}"')
+    assert matches(grammar, "w4999") and not matches(grammar, "w5000")
+    opened, closed = "(" * 50, ')+ "."' * 50
+    grammar = Grammar.from_gbnf(TOKENIZER, f'root ::= {opened} "x" {closed}')
+    assert matches(grammar, "x" + "." * 50) and not matches(grammar, "x" + "." * 49)
+
+
+@needed
+def test_what_llguidance_refuses_is_one_clear_line():
+    for text, line in (
+        (
+            "root ::= <[99999]>",
+            r"grammar, line 1, column 10: the vocabulary has no token <\[99999\]>",
+        ),
+        (f'root ::= "(" root ")" | "{"x" * 70000}"', "it is too large or too deep for llguidance"),
+    ):
+        with pytest.raises(InputError, match=f"{line}$"):
+            Grammar.from_gbnf(TOKENIZER, text)
+    for schema, line in (
+        ('{"items":' * 900 + "{}" + "}" * 900, "JSON schema: it is nested too deep"),
+        (f'{{"maximum": {"9" * 5000}}}', "JSON schema: a number has too many digits"),
+        ('{"type": "string", "pattern": "("}', "regex parse error: unclosed group"),
+        (
+            '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}',
+            "no token of this vocabulary can come next",
+        ),
+    ):
+        with pytest.raises(InputError, match=f"{re.escape(line)}$"):
+            Grammar.from_schema(TOKENIZER, schema)
 
 
 @needed

@@ -7,6 +7,7 @@ from typing import NoReturn
 from packtrain.errors import InputError
 from packtrain.grammar.nodes import (
     EVERY,
+    SURROGATES,
     Chars,
     Choice,
     Name,
@@ -17,28 +18,34 @@ from packtrain.grammar.nodes import (
     Token,
     merged,
     names_in,
+    ordered,
 )
 
-WORD, INTEGER = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"\d+")
+WORD, INTEGER = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"[0-9]+")
 SPACE, LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-TOKEN, HEX = re.compile(r"!?<(?:\[(\d+)\]|[^>\s]*)>"), {"x": 2, "u": 4, "U": 8}
+TOKEN, HEX = re.compile(r"!?<(?:\[([0-9]{1,9})\]|[^>\s]*)>"), {"x": 2, "u": 4, "U": 8}
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 TIMES = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+MOST_DIGITS = 18
 MOST_TIMES = 2000  # llama.cpp's MAX_REPETITION_THRESHOLD
 MOST_DEPTH = 100
+MOST_CHAIN = 500  # llguidance calls itself for each rule that names another
 
 
-def parse(text: str, token_id: Callable[[str], int | None] = lambda name: None) -> Rules:
+def parse(
+    text: str, token_id: Callable[[str], int | None] = lambda name: None, size: int = 10**9
+) -> Rules:
     """The rules of a grammar that begins at `root`. Raises InputError.
 
     token_id  the id of `<name>`
+    size      of the vocabulary
     """
-    return _Reader(text, token_id).rules()
+    return _Reader(text, token_id, size).rules()
 
 
 class _Reader:
-    def __init__(self, text: str, token_id: Callable[[str], int | None]) -> None:
-        self.text, self.at, self.depth, self.token_id = text, 0, 0, token_id
+    def __init__(self, text: str, token_id: Callable[[str], int | None], size: int) -> None:
+        self.text, self.at, self.depth, self.token_id, self.size = text, 0, 0, token_id, size
 
     def rules(self) -> Rules:
         rules: Rules = {}
@@ -64,20 +71,34 @@ class _Reader:
                     self.fail(f"there is no rule {name.rule}", name.at)
         if "root" not in rules:
             self.fail("there is no rule root, where a grammar begins", 0)
-        for own in rules:
-            self.check_left(rules, own)
-
-    def check_left(self, rules: Rules, rule: str) -> None:
-        """llama.cpp refuses rules that begin with themselves."""
+        self.check_depth(rules)
         empty = nullable(rules)
-        seen, waiting = set[str](), [*begins(rules[rule], empty)]
+        first = {name: begins(rule, empty) for name, rule in rules.items()}
+        for own in rules:
+            self.check_left(first, own)
+
+    def check_depth(self, rules: Rules) -> None:
+        seen, path = {"root"}, [iter(names_in(rules["root"]))]
+        while path:
+            name = next((name for name in path[-1] if name.rule not in seen), None)
+            if name is None:
+                path.pop()
+                continue
+            seen.add(name.rule)
+            path.append(iter(names_in(rules[name.rule])))
+            if len(path) > MOST_CHAIN:
+                self.fail(f"rules name one another more than {MOST_CHAIN} deep", name.at)
+
+    def check_left(self, first: dict[str, list[Name]], rule: str) -> None:
+        """llama.cpp refuses rules that begin with themselves."""
+        seen, waiting = set[str](), [*first[rule]]
         while waiting:
             name = waiting.pop()
             if name.rule == rule:
                 self.fail(f"rule {rule} can begin with itself", name.at)
             if name.rule not in seen:
                 seen.add(name.rule)
-                waiting += begins(rules[name.rule], empty)
+                waiting += first[name.rule]
 
     def fail(self, fact: str, at: int | None = None) -> NoReturn:
         before = self.text[: self.at if at is None else at]
@@ -176,7 +197,10 @@ class _Reader:
         self.at += 1
         codes = []
         while self.peek() != '"':
+            begun = self.at
             codes.append(self.char())
+            if codes[-1] in SURROGATES:
+                self.fail(f"{codes[-1]:X} is half a character", begun)
         self.at += 1
         return Sequence(tuple(Chars(((code, code),)) for code in codes))
 
@@ -203,23 +227,25 @@ class _Reader:
         match = TOKEN.fullmatch(given)
         number = match[1] if match else None
         id = int(number) if number else self.token_id(given.lstrip("!"))
-        if id is None:
+        if id is None or id >= self.size:
             self.fail(f"the vocabulary has no token {given.lstrip('!')}", begun)
         return Token(id, given.startswith("!"))
 
     def repeat(self, part: Node, inside: bool) -> Node:
         sign = self.peek()
+        if repetitions(part) == MOST_DEPTH:
+            self.fail(f"repetitions are more than {MOST_DEPTH} deep")
         self.at += 1
         if sign != "{":
             return Repeat(part, *TIMES[sign])
         self.space(inside)
-        least = int(self.take(INTEGER, "a number of times"))
+        least = self.times()
         most: int | None = least
         self.space(inside)
         if self.peek() == ",":
             self.at += 1
             self.space(inside)
-            most = int(self.take(INTEGER, "")) if self.peek().isdecimal() else None
+            most = self.times() if INTEGER.match(self.peek()) else None
             self.space(inside)
         if self.peek() != "}":
             self.fail("} is expected")
@@ -229,6 +255,20 @@ class _Reader:
         if most is not None and most < least:
             self.fail(f"{{{least},{most}}} ends before it begins")
         return Repeat(part, least, None if most is not None and most > MOST_TIMES else most)
+
+    def times(self) -> int:
+        digits = self.take(INTEGER, "a number of times")
+        if len(digits) > MOST_DIGITS:
+            self.fail(f"a number of {len(digits):,} digits is too large")
+        return int(digits)
+
+
+def repetitions(node: Node) -> int:
+    """How many of them repeat one another."""
+    count = 0
+    while isinstance(node, Repeat):
+        node, count = node.part, count + 1
+    return count
 
 
 def begins(node: Node, empty: dict[str, bool]) -> list[Name]:
@@ -260,9 +300,10 @@ def is_empty(node: Node, empty: dict[str, bool]) -> bool:
 
 def nullable(rules: Rules) -> dict[str, bool]:
     """Which rules have the empty text."""
-    found = dict.fromkeys(rules, False)
+    found, order = dict.fromkeys(rules, False), ordered(rules)
     while True:
-        now = {name: is_empty(rule, found) for name, rule in rules.items()}
-        if now == found:
+        before = sum(found.values())
+        for name in order:
+            found[name] = is_empty(rules[name], found)
+        if sum(found.values()) == before:
             return found
-        found = now

@@ -13,7 +13,8 @@ from packtrain.grammar.schema import of_schema
 from packtrain.grammar.table import matcher, table
 from packtrain.tokenizer import Tokenizer
 
-PLACE = re.compile(r"^at \d+\(\d+\): ")  # in llguidance's notation, which nobody wrote
+DEAD_END, REASON = "NoExtensionBias", "error: "  # in what llguidance says
+PLACE = re.compile(r"^(at )?\d+\(\d+\): ")  # in llguidance's notation, which nobody wrote
 
 
 class Grammar:
@@ -34,7 +35,9 @@ class Grammar:
         self._words, self._triggers = [word.encode() for word in words], frozenset(tokens)
         self._matcher = matcher(self._table, source)
         self._check("it cannot be used")
-        if not self.complete and not self._mask().any():
+        begun = self._mask().any()
+        self._check("it cannot be used")
+        if not self.complete and not begun:
             raise InputError("grammar: no token of this vocabulary can begin a text of it")
         self._fresh = self._matcher.deep_copy()
         self.awaits = bool(words or tokens)
@@ -50,8 +53,11 @@ class Grammar:
     ) -> "Grammar":
         """A grammar in llama.cpp's notation. Raises InputError with line and column."""
         names = {token.decode(errors="replace"): id for id, token in enumerate(tokenizer.tokens)}
-        rules = parse(text, names.get)
-        return cls(tokenizer, to_lark(rules), words, tokens)
+        try:
+            source = to_lark(parse(text, names.get, tokenizer.vocab_size))
+        except RecursionError:
+            raise InputError("grammar: it is nested too deep") from None
+        return cls(tokenizer, source, words, tokens)
 
     @classmethod
     def from_schema(cls, tokenizer: Tokenizer, text: str) -> "Grammar":
@@ -134,8 +140,13 @@ class Grammar:
     def _check(self, fact: str) -> None:
         if self._matcher.is_error():
             why: Any = self._matcher.get_error()
-            line = next((line for line in str(why).splitlines() if line.strip()), "")
-            raise InputError(f"grammar: {fact}: {PLACE.sub('', line)}")
+            lines = [line.strip() for line in str(why).splitlines() if line.strip()] or [""]
+            if "panic: " in lines[0] or "too deeply nested" in lines[0]:
+                raise InputError(f"grammar: {fact}: it is too large or too deep for llguidance")
+            if lines[0] == DEAD_END:
+                raise InputError("grammar: no token of this vocabulary can come next")
+            more = "".join(f" {line[len(REASON) :]}" for line in lines if line.startswith(REASON))
+            raise InputError(f"grammar: {fact}: {PLACE.sub('', lines[0])}{more}")
 
 
 def _text(piece: bytes) -> str:

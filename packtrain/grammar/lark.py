@@ -4,6 +4,7 @@ Parts without recursion are regular and become one lexeme, a regular expression:
 lexeme would swallow what belongs to the next one (see lexing) a lexeme is one character.
 """
 
+from collections.abc import Mapping
 from itertools import groupby
 
 from packtrain.grammar.gbnf import is_empty, nullable
@@ -14,17 +15,19 @@ from packtrain.grammar.nodes import (
     Lexeme,
     Name,
     Node,
-    Ranges,
     Repeat,
     Rules,
     Sequence,
     Token,
+    has_token,
     names_in,
+    ordered,
     parts_of,
 )
 
 HEAD = '%llguidance {"no_forcing": true}\n'  # any tokens that spell a text can come, not only the canonical ones
-SURROGATES = 0xD800, 0xDFFF
+MOST_GROUPS = 120  # in each other: half of what Rust reads, which counts their contents, too
+MOST_TEXT = 1 << 20  # characters of the rules in a lexeme
 
 
 def to_lark(rules: Rules) -> str:
@@ -32,13 +35,16 @@ def to_lark(rules: Rules) -> str:
     made = _Lexemes(rules)
     while True:
         read = made.read()
+        follow = followers(read, len(made.nodes))
+        if not any(follow):
+            return _printed(read, made)
         automaton = Automaton(rules)
         try:
             for node in made.nodes:
                 automaton.add(node)
             automaton.classify()
-            wrong = automaton.conflicts(followers(read, len(made.nodes)))
-        except TooLarge:
+            wrong = automaton.conflicts(follow)
+        except (TooLarge, RecursionError):
             wrong = {*range(len(made.nodes))}
         large = [n for n in wrong if not isinstance(made.nodes[n], Chars)]
         if not large:
@@ -55,32 +61,26 @@ class _Lexemes:
         self._divided, self._groups = set[Node](), dict[tuple[Node, ...], Node]()
         self._alike = list[list[Node]]()
         self._numbers: dict[str, int] = {}
-        self._regular: dict[str, bool] = {}
-        for name in rules:
-            self._regular[name] = not self._is_recursive(name)
-        while True:  # a rule that names one that is not regular is not
-            wrong = [
-                n for n, good in self._regular.items() if good and not self.is_regular(rules[n])
-            ]
-            if not wrong:
-                break
-            self._regular |= dict.fromkeys(wrong, False)
+        self.texts: dict[str, str] = {}  # of regular rules, as regular expressions
+        self.depths: dict[str, int] = {}
+        for name in ordered(rules):
+            if self.is_regular(rules[name]):
+                self.texts[name] = regex(rules[name], self.texts)
+                self.depths[name] = self.depth(rules[name])
 
-    def _is_recursive(self, rule: str) -> bool:
-        seen, waiting = set[str](), [rule]
-        while waiting:
-            for name in names_in(self.rules[waiting.pop()]):
-                if name.rule == rule:
-                    return True
-                if name.rule not in seen:
-                    seen.add(name.rule)
-                    waiting.append(name.rule)
-        return False
+    def is_regular(self, *nodes: Node) -> bool:
+        """Whether these name only rules that are, no tokens, and are not too large together."""
+        names = [name for node in nodes for name in names_in(node)]
+        if any(name.rule not in self.texts for name in names) or any(map(has_token, nodes)):
+            return False
+        size = sum(len(self.texts[name.rule]) for name in names)
+        return size <= MOST_TEXT and max(map(self.depth, nodes)) <= MOST_GROUPS
 
-    def is_regular(self, node: Node) -> bool:
+    def depth(self, node: Node) -> int:
+        """How deep the groups of its text are, at most."""
         if isinstance(node, Name):
-            return self._regular[node.rule]
-        return not isinstance(node, Token) and all(map(self.is_regular, parts_of(node)))
+            return self.depths[node.rule]
+        return 1 + max(map(self.depth, parts_of(node)), default=0)
 
     def divide(self, number: int) -> None:
         """Read the parts of a lexeme one by one."""
@@ -106,7 +106,8 @@ class _Lexemes:
             parts: list[Node] = []
             for whole, run in groupby(node.parts, self._is_whole):
                 group = tuple(run)
-                parts += [self._read(self._group(node, group))] if whole else map(self._read, group)
+                one = whole and self.is_regular(*group)
+                parts += [self._read(self._group(node, group))] if one else map(self._read, group)
             return type(node)(tuple(parts))
         if isinstance(node, Repeat):
             return Repeat(self._read(node.part), node.least, node.most)
@@ -124,7 +125,7 @@ class _Lexemes:
     def _lexeme(self, node: Node) -> Node:
         if isinstance(node, Sequence) and not node.parts:
             return node
-        number = self._numbers.setdefault(regex(node, self.rules), len(self.nodes))
+        number = self._numbers.setdefault(regex(node, self.texts), len(self.nodes))
         if number == len(self.nodes):
             self.nodes.append(node)
             self._alike.append([])
@@ -138,7 +139,7 @@ def _printed(read: Rules, made: _Lexemes) -> str:
     lines += [f"{names[name]}: {_shown(rule, names)}" for name, rule in read.items()]
     for number, node in enumerate(made.nodes):
         least = " & /(?s:.+)/" if is_empty(node, made.empty) else ""
-        lines.append(f"T{number}: /{regex(node, made.rules)}/{least}")
+        lines.append(f"T{number}: /{regex(node, made.texts)}/{least}")
     return "\n".join(lines) + "\n"
 
 
@@ -161,20 +162,14 @@ def _times(node: Repeat) -> str:
     return f"{{{node.least},{'' if node.most is None else node.most}}}"
 
 
-def regex(node: Node, rules: Rules) -> str:
-    """A regular node, as Rust's regular expressions are written."""
+def regex(node: Node, texts: Mapping[str, str]) -> str:
+    """A regular node, as Rust's regular expressions are written; texts: those of rules."""
     if isinstance(node, Chars):
-        return f"[{''.join(_classes(node.ranges))}]"
+        ranges = (f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in node.ranges)
+        return f"[{''.join(ranges)}]"
     if isinstance(node, Name):
-        return regex(rules[node.rule], rules)
+        return texts[node.rule]
     if isinstance(node, Repeat):
-        return f"(?:{regex(node.part, rules)}){_times(node)}"
+        return f"(?:{regex(node.part, texts)}){_times(node)}"
     sign = "|" if isinstance(node, Choice) else ""
-    return f"(?:{sign.join(regex(part, rules) for part in parts_of(node))})"
-
-
-def _classes(ranges: Ranges) -> list[str]:
-    """Ranges without surrogates, which no text has."""
-    low, high = SURROGATES
-    cut = [(a, min(b, low - 1)) for a, b in ranges] + [(max(a, high + 1), b) for a, b in ranges]
-    return [f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in cut if a <= b]
+    return f"(?:{sign.join(regex(part, texts) for part in parts_of(node))})"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 MOST_CODE = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
-EVERY: Ranges = ((0, MOST_CODE),)
+SURROGATES = range(0xD800, 0xE000)  # no text has them
+EVERY: Ranges = ((0, 0xD7FF), (0xE000, MOST_CODE))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,10 @@ def parts_of(node: Node) -> "tuple[Node, ...]":
     return (node.part,) if isinstance(node, Repeat) else ()
 
 
+def has_token(node: Node) -> bool:
+    return isinstance(node, Token) or any(map(has_token, parts_of(node)))
+
+
 def names_in(node: Node) -> list[Name]:
     """Every rule that it names, in order."""
     if isinstance(node, Name):
@@ -74,16 +79,34 @@ def names_in(node: Node) -> list[Name]:
     return [name for part in parts_of(node) for name in names_in(part)]
 
 
+def ordered(rules: Rules) -> list[str]:
+    """All rules, those that a rule names before it, but where it is recursive."""
+    found, seen = list[str](), set[str]()
+    path = [("", iter([Name(name, 0) for name in rules]))]
+    while path:
+        own, names = path[-1]
+        name = next((name.rule for name in names if name.rule not in seen), None)
+        if name is None:
+            found.append(own)
+            path.pop()
+        else:
+            seen.add(name)
+            path.append((name, iter(names_in(rules[name]))))
+    return found[:-1]
+
+
 def merged(ranges: list[tuple[int, int]], negated: bool = False) -> Ranges:
-    """Sorted and joined, or all other characters."""
+    """Sorted and joined, or all other characters; without surrogates."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(r for r in ranges if r[0] <= r[1]):
         if found and low <= found[-1][1] + 1:
             found[-1] = found[-1][0], max(high, found[-1][1])
         else:
             found.append((low, high))
-    if not negated:
-        return tuple(found)
-    ends = [-1, *(high for _, high in found)]
-    begins = [*(low for low, _ in found), MOST_CODE + 1]
-    return tuple((a + 1, b - 1) for a, b in zip(ends, begins, strict=True) if a + 1 <= b - 1)
+    if negated:
+        ends = [-1, *(high for _, high in found)]
+        begins = [*(low for low, _ in found), MOST_CODE + 1]
+        found = [(a + 1, b - 1) for a, b in zip(ends, begins, strict=True)]
+    low, high = SURROGATES[0] - 1, SURROGATES[-1] + 1
+    cut = [(a, min(b, low)) for a, b in found] + [(max(a, high), b) for a, b in found]
+    return tuple(sorted((a, b) for a, b in cut if a <= b))

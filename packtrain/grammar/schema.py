@@ -19,9 +19,14 @@ def of_schema(text: str) -> str:
         raise InputError(f"JSON schema, {where}: {error.msg}") from None
     except RecursionError:
         raise InputError("JSON schema: it is nested too deep") from None
+    except ValueError:
+        raise InputError("JSON schema: a number has too many digits") from None
     if not isinstance(schema, dict):
         raise InputError("JSON schema: it must be an object, like {}")
-    closed = _closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
+    try:
+        closed = _closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
+    except RecursionError:
+        raise InputError("JSON schema: it is nested too deep") from None
     return f"{HEAD}start: %json {json.dumps(closed)}\n"
 
 

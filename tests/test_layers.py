@@ -50,7 +50,7 @@ LAYERS = {
     "run": "errors backends dtypes tensor debug placing planning observe",
     "cost": "tensor ops placing",
     "speed": "backends dtypes tensor graph kernels ops placing run cost",
-    "recompute": "backends graph placing packing planning tensor cost",
+    "recompute": "backends graph ops placing packing planning tensor cost",
     "checking": "backends dtypes tensor graph kernels quant ops grad optim interpreting placing run words",
     "models": "types dtypes errors tensor ops gguf quant tokenizer",
     "convert": "dtypes errors files gguf tokenizer quant models",

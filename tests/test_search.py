@@ -14,6 +14,8 @@ from tests.search_checks import REQUEST, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]
 FORMS += [replace(form, two_passes=True) for form in (FORMS[0], FORMS[2])]
+SAVED = replace(SHAPE, config=replace(SHAPE.config, saved="bf16"))
+FORMS += [SAVED]
 
 
 @pytest.mark.parametrize("form", FORMS)

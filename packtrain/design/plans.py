@@ -370,5 +370,5 @@ def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def still(config: Config) -> Config:
-    """The config without dropout, which is only for training."""
-    return replace(config, lora=config.lora and replace(config.lora, dropout=0.0))
+    """The config without what is only for training: dropout, and rounding activations to save them."""
+    return replace(config, lora=config.lora and replace(config.lora, dropout=0.0), saved="f32")

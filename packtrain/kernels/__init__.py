@@ -41,6 +41,7 @@ LEARNING = (
     *WRITING,
     "attention",
     "attention_back",
+    "cast",
     "loss",
     "packing",
     "reduce",

@@ -28,6 +28,7 @@ MADE_OF = {
     "attention_cells": "attention call dequantize online panels simd tile visible",
     "bits": "simd",
     "call": "crew pool",
+    "cast": "bits call simd",
     "choosing": "call simd",
     "codes": "bits call simd",
     "convolution": "call gemm panels simd",

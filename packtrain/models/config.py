@@ -88,6 +88,7 @@ class Config(Sizes):
                        "rope_freqs.weight"
     lora               LoRA adapters of its matrices
     precision          of the products of a training step, see ops.matmul; not part of a file
+    saved              of activations that the backward pass reads: f32, or bf16, in which they are stored
     activations        f32, or q8: rounded for products with quantized weights; of a run, not of a file
     """
 
@@ -106,6 +107,7 @@ class Config(Sizes):
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
     precision: str = "f32"
+    saved: str = "f32"
     activations: str = "f32"
 
     @property

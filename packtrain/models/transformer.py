@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from packtrain import ops
-from packtrain.dtypes import Dtype, f32, i32, i64
+from packtrain.dtypes import Dtype, bf16, f32, i32, i64
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
 from packtrain.models.rounding import product, rounded
@@ -159,6 +159,10 @@ class Block:
 
         return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2]), drop
 
+    def saved(self, x: Tensor) -> Tensor:
+        """x as the backward pass will read it: all read the rounded value, so that recomputation changes no bit."""
+        return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
+
     def norm(self, name: str, x: Tensor) -> Tensor:
         return self.named(name, ops.rms_norm(x, self.weight(name), eps=self.config.rms_eps))
 
@@ -171,39 +175,40 @@ class Block:
         """h + x @ weight.T, normalized before the sum if the architecture does so."""
         if not self.config.traits.post_norms:
             return self.linear(name, x, h)
-        return ops.add(self.norm(norm, self.linear(name, x)), h)
+        return ops.add(self.norm(norm, self.saved(self.linear(name, x))), h)
 
 
 def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend: Attend) -> Tensor:
     """One transformer block: h (..., C) -> (..., C)."""
     part, traits = Block(config, w, i), config.traits
-    x = part.norm("attn_norm", h)
+    x = part.saved(part.norm("attn_norm", h))
     q = part.heads("attn_q", x, config.head_count)
     k = part.heads("attn_k", x, config.head_count_kv)
     v = part.heads("attn_v", x, config.head_count_kv)
     if traits.head_norms:
-        q, k = part.norm("attn_q_norm", q), part.norm("attn_k_norm", k)
+        q = part.norm("attn_q_norm", part.saved(q))
+        k = part.norm("attn_k_norm", part.saved(k))
     rope = config.rope_of(i)
     if rope is not None:
         for_q, for_k = tables[rope]
         q = part.named("q_rope", ops.rope(q, for_q, neox=traits.halves))
         k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
-    y = attend(i, q, k, v)
+    y = attend(i, *map(part.saved, (q, k, v)))
     y = ops.reshape(y, shape=(*h.shape[:-1], config.head_count * config.head_width))
     return feed_forward(part, part.join("attn_output", y, "post_attention_norm", h))
 
 
 def feed_forward(part: Block, h: Tensor) -> Tensor:
     """The second half of a block: h (..., C) -> (..., C)."""
-    x = part.norm("ffn_norm", h)
+    x = part.saved(part.norm("ffn_norm", h))
     if part.config.expert_count:
         return part.named("ffn_experts", mixture(part, x, h))
-    gate, up = part.linear("ffn_gate", x), part.linear("ffn_up", x)
+    gate, up = (part.saved(part.linear(name, x)) for name in ("ffn_gate", "ffn_up"))
     if part.config.traits.gelu:
         y = part.named("ffn_geglu", ops.geglu(gate, up))
     else:
         y = part.named("ffn_swiglu", ops.swiglu(gate, up))
-    return part.join("ffn_down", y, "post_ffw_norm", h)
+    return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
 
 
 def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from packtrain import quant
-from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, Dtype, bf16, f16, f32
-from packtrain.ops.arrays import floats
+from packtrain import kernels
+from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, Dtype, bf16, dtype_of, f16, f32
+from packtrain.ops.arrays import flat, floats, rounded
 from packtrain.ops.elementwise import add
-from packtrain.tensor import Spec, Tensor, constant, input, op, want
+from packtrain.tensor import Call, Spec, Tensor, constant, input, op, want
 
 FLOATS = (f32, f16, bf16)
 
@@ -29,14 +29,23 @@ def cast_vjp(dy, y, x, *, dtype):
 
 @cast.kernel("numpy")
 def cast_numpy(y, x, *, dtype):
-    if dtype == bf16 and x.size:
-        y[...] = quant.quantize(floats(x), bf16)
+    if dtype == bf16:
+        x = floats(x).astype(np.float32)
+        short = np.where(np.isnan(x), 0x7FC0, rounded(x, "bf16").view(np.uint32) >> 16)
+        y[...] = short.astype(np.uint16).view(bf16.numpy)
     else:
         with np.errstate(over="ignore"):  # beyond f16 is infinite
             y[...] = floats(x)
 
 
-cast.kernel("cpu")(cast_numpy)
+@cast.kernel("cpu")
+def cast_cpu(y, x, *, dtype):
+    if (dtype_of(y), dtype_of(x)) == (bf16, f32):
+        kernels.cast.narrow(flat(y.view(np.uint16)), flat(x))
+    elif (dtype_of(y), dtype_of(x)) == (f32, bf16):
+        kernels.cast.widen(flat(y), flat(x.view(np.uint16)))
+    else:
+        cast_numpy(y, x, dtype=dtype)
 
 
 @cast.samples
@@ -49,6 +58,11 @@ def cast_samples():
     blocks[..., :2] = np.float16([0.01]).view(np.uint8)  # scales
     q8_0 = BLOCK_TYPES["q8_0"]
     yield cast(constant("w", blocks.view(q8_0.numpy)[..., 0], q8_0))
+
+
+def widens(call: Call | None) -> bool:
+    """Whether a call only reads what was stored in bf16 back: there is no need to keep its result."""
+    return call is not None and call.op is cast and call.reads[0].dtype == bf16
 
 
 def add_cast(a: Tensor, b: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 from packtrain import cost
 from packtrain.backends import CPU, Target
 from packtrain.cost import Rates
+from packtrain.ops.cast import widens
 from packtrain.packing import alive
 from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
@@ -96,7 +97,7 @@ class BlockCosts:
         return self.parts * len(self._calls)
 
     def seconds(self, call: Call) -> float:
-        return 0.0 if call.op.view else cost.call_seconds(call, self.rates)
+        return 0.0 if _costs_nothing(call) else cost.call_seconds(call, self.rates)
 
     @cached_property
     def values(self) -> list[Tensor]:
@@ -196,7 +197,7 @@ class BlockCosts:
     def _calls_again(self, places: tuple[int, ...]) -> int:
         kept = {self._ends[0], *(self.values[at] for at in places)}
         again = needed(self._read - kept, kept, set(self._calls))
-        return sum(not call.op.view for call in again)
+        return sum(not _costs_nothing(call) for call in again)
 
     @cached_property
     def _alive(self) -> tuple[np.ndarray, np.ndarray]:
@@ -254,6 +255,11 @@ class BlockCosts:
             work = max(curve.most(first, last) - (before - saved) - later, 0)
             seconds = sum(map(self.seconds, again))
             self._known[way] = Option(way, saved, seconds, len(again), work)
+
+
+def _costs_nothing(call: Call) -> bool:
+    """A view, or a value stored in bf16 that is read back, as the backward pass does in any case."""
+    return call.op.view or widens(call)
 
 
 def _kept(way: Inner) -> tuple[int, ...]:

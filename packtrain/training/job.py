@@ -245,7 +245,7 @@ def shape_of(
 ) -> StepShape:
     """What a step of the settings computes. Raises InputError for a precision that this CPU has not."""
     check_precision(settings.precision, settings.device)
-    config = replace(config, precision=settings.precision)
+    config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     optimizer = OPTIMIZERS[settings.optimizer]
     norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
     if optimizer.first_length is not None:

@@ -138,6 +138,12 @@ class RunSettings:
         " segments, or as --memory requires; without --memory, auto recomputes what takes next to no time",
         choices=("none", "blocks", "sqrt", "auto"),
     )
+    saved_activations: str = MEMORY(
+        "f32",
+        "type in which activations are saved for the backward pass: bf16 rounds them and halves their bytes, but for"
+        " the residual stream and what attention returns",
+        choices=PRECISIONS,
+    )
     seed: int = TRAINING(
         0, "seed of initial values, data order and dropout", least=0, most=2**63 - 1
     )

@@ -1,0 +1,140 @@
+"""Activations saved in bf16: fewer bytes for the backward pass, and the same bits whatever is recomputed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from packtrain import Graph, backends, input, kernels, ops, place
+from packtrain.checking.running import run
+from packtrain.design.plans import EVALUATE, STEP, Base, StepShape, build_graph, make_plans
+from packtrain.design.search import Search, search
+from packtrain.dtypes import bf16
+from packtrain.models.lora import Lora
+from packtrain.optim import AdamW
+from packtrain.recompute import spaced, uniform
+from packtrain.training.engine import Engine
+from tests.architectures import CONFIGS
+from tests.models import CONFIG, apart, batch, bind, gradients, same_bits, values
+from tests.search_checks import REQUEST
+from tests.search_checks import SHAPE as LARGE
+
+SAVED = replace(CONFIG, saved="bf16")
+SHAPE = StepShape(SAVED, 2, 17, max_norm=1.0)
+COUNT = CONFIG.block_count
+
+
+def in_bf16(shape: StepShape) -> StepShape:
+    return replace(shape, config=replace(shape.config, saved="bf16"))
+
+
+def after_steps(shape: StepShape) -> dict[str, np.ndarray]:
+    """Losses and weights of three steps."""
+    engine = Engine(make_plans(shape, AdamW()), AdamW())
+    engine.session.set(values(CONFIG))
+    made = [batch(CONFIG, shape.rows, shape.time, at) for at in range(3)]
+    losses = [engine.step([one], at + 1, 1e-2).loss for at, one in enumerate(made)]
+    return {"losses": np.array(losses)} | {n: engine.session.get(n) for n in values(CONFIG)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SHAPE, keep=uniform(COUNT, ())),
+        replace(SHAPE, keep=uniform(COUNT, range(3, 30, 4))),
+        replace(SHAPE, keep=spaced(COUNT, 2)),
+        replace(SHAPE, two_passes=True),
+    ],
+)
+def test_what_is_recomputed_changes_no_bit(other):
+    graph = build_graph("apply" if other.two_passes else STEP, other, AdamW()).graph
+    assert any(call.phase == "recomputed" for call in graph.calls) != other.two_passes
+    assert same_bits(after_steps(other), after_steps(SHAPE))
+
+
+def test_gradients_are_near_those_of_f32_and_not_the_same():
+    exact, rounded = (
+        bind(gradients(config, 2, 17), values(CONFIG))(batch(CONFIG, 2, 17))
+        for config in (CONFIG, SAVED)
+    )
+    off = {name: apart(rounded[name], exact[name]) for name in exact}
+    assert all(1e-5 < one < 3e-2 for one in off.values()), off
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "phi3"])
+def test_backward_reads_bf16_and_the_residual_stream(name):
+    """And what attention returns; what was read back for the forward pass is read back again."""
+    config = replace(CONFIGS[name], saved="bf16")
+    graph = build_graph(STEP, StepShape(config, 1, 16), AdamW()).graph
+    backward = (call for call in graph.calls if call.phase == "backward")
+    read = {t.base for call in backward for t in call.reads}
+    made = [t for t in read if t.call is not None and t.call.phase == "forward"]
+    wide = {t.call.op.name for t in made if t.call is not None and t.dtype != bf16}
+    assert wide.isdisjoint({"cast", "rms_norm", "rope", "swiglu", "geglu"})
+    width = config.embedding_length
+    assert all(t.shape[-1] == width for t in made if t.call and t.call.op.name == "matmul")
+    assert sum(t.dtype == bf16 for t in made) >= 5 * config.block_count
+
+
+def test_a_plan_needs_fewer_bytes():
+    none = replace(REQUEST, recompute="none")
+    arenas = [
+        make_plans(search(shape, none.within(1 << 40)).shape, AdamW()).arena_nbytes
+        for shape in (replace(LARGE, rows=8), in_bf16(replace(LARGE, rows=8)))
+    ]
+    assert arenas[1] < 0.75 * arenas[0]
+
+
+def test_a_search_recomputes_less_within_the_same_limit():
+    """The type itself is chosen by the settings alone."""
+    shape = replace(LARGE, rows=8)
+    limit = int(Search(REQUEST).rough(in_bf16(shape)).nbytes * 1.05)
+    exact, rounded = (search(one, REQUEST.within(limit)) for one in (shape, in_bf16(shape)))
+    assert exact.fits and exact.shape.config.saved == "f32" and exact.shape.keep is not None
+    assert rounded.fits and rounded.shape == in_bf16(shape)
+
+
+def test_evaluation_rounds_nothing():
+    casts = [
+        sum(call.op.name == "cast" for call in build_graph(name, SHAPE, AdamW()).graph.calls)
+        for name in (STEP, EVALUATE)
+    ]
+    assert casts[0] > 0 and casts[1] == 0
+
+
+def test_lora_on_a_frozen_base_keeps_what_its_adapters_read():
+    lora = Lora((("blk.*", 2),))
+    config = replace(SAVED, lora=lora)
+    built = build_graph(STEP, StepShape(config, 2, 17, base=Base(())), AdamW())
+    read = {t.base for c in built.graph.calls if c.phase == "backward" for t in c.reads}
+    assert sum(t.dtype == bf16 for t in read) >= 5 * COUNT
+
+
+# ---- the kernels of cast -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 40_001])
+def test_casts_have_the_bits_of_the_specification(size):
+    x = input("x", (size,))
+    stored = ops.cast(x, dtype=bf16)
+    graph = Graph({"stored": stored, "back": ops.cast(stored)})
+    given = np.random.default_rng(0).integers(0, 2**32, size, np.uint32).view(np.float32)
+    given[: min(size, 6)] = [np.nan, np.inf, -np.inf, 3.4e38, 1e-45, -0.0][: min(size, 6)]
+    ours, spec = (run(graph, {"x": given}, (one,)) for one in (backends.cpu, backends.numpy))
+    assert same_bits(ours, spec)
+    back = ours["back"]
+    assert (np.isnan(back) == np.isnan(given)).all()
+    finite = np.isfinite(given) & (np.abs(given) < 3e38) & (np.abs(given) > 1e-37)
+    assert (np.abs(back[finite] - given[finite]) <= 2.0**-8 * np.abs(given[finite])).all()
+    count = kernels.threads()
+    kernels.set_threads(1)
+    try:
+        assert same_bits(run(graph, {"x": given}, (backends.cpu,)), ours)
+    finally:
+        kernels.set_threads(count)
+
+
+def test_placing_needs_no_other_backend():
+    x = input("x", (3, 8))
+    placed = place(Graph({"y": ops.cast(ops.cast(x, dtype=bf16))}))
+    assert {step.backend.name for step in placed.steps} == {"cpu"}

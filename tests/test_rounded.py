@@ -62,11 +62,36 @@ def test_products_are_those_of_the_rounded_values(dtype: Dtype) -> None:
     for place in dtype.layout.halves if dtype.layout else (0,):
         bits[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
     w = bits.view(dtype.numpy)[..., 0]
-    y, work = np.empty((1, 17), np.float32), np.empty(k * 9 // 16, np.float32)
+    y, work = np.empty((1, 17), np.float32), np.empty(k // 128 * 80, np.float32)
     packed = w.view(np.uint8).reshape(17, -1)
     kernels.rounded.product(y, x, dtype.number, packed, False, work)
     wanted = x.astype(np.float64) @ dequantize(w).astype(np.float64).T
     np.testing.assert_allclose(y, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
+def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype) -> None:
+    random, k, n = np.random.default_rng(0), 416 if dtype.block == 32 else 512, 13
+    bits = random.integers(0, 256, (n, k // dtype.block, dtype.block_nbytes), np.uint8)
+    for place in dtype.layout.halves if dtype.layout else (0,):
+        bits[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
+    w = bits.reshape(n, -1)
+    x, acc = (
+        random.standard_normal((15, k), np.float32),
+        random.standard_normal((15, n), np.float32),
+    )
+
+    def product(rows: slice) -> np.ndarray:
+        y, work = acc[rows].copy(), np.empty(15 * 4 * 80, np.float32)
+        kernels.rounded.product(y, x[rows], dtype.number, w, True, work)
+        return y
+
+    every = product(slice(None))  # 8, 4, 2 rows and 1
+    alone = [product(slice(i, i + 1)) for i in range(15)]
+    np.testing.assert_array_equal(every, np.concatenate(alone))
+    rough = rounded(x.reshape(-1)).reshape(x.shape).astype(np.float64)
+    wanted = acc + rough @ dequantize(w.view(dtype.numpy)).T
+    np.testing.assert_allclose(every, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_what_it_does_not_take_is_refused() -> None:

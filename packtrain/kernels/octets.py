@@ -1,7 +1,7 @@
-"""Vectors of 32 codes of a byte, and of 8 f32: words for dot products in integers.
+"""Vectors of 64 codes of a byte: words for dot products in integers.
 
-Codes are unsigned, unless a word says otherwise; `c >> 4`, `c & 15`, `c | d` work by code. Products of 32 codes are
-summed by fours, to 8 sums.
+Codes are unsigned, unless a word says otherwise; `c >> 4`, `c & 15`, `c | d` work by code. Products of 64 codes are
+summed by fours, to 16 sums.
 """
 
 import operator
@@ -13,75 +13,65 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
 from packtrain.kernels import runtime
-from packtrain.kernels.simd import F32, I32, I64, call, f32x16, fold
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, VECTOR, call, f32x16
 
 llvmlite.binding.initialize_native_asmparser()
-VNNI = runtime.has("avx512vnni") and runtime.has("avx512vl")
+VNNI = runtime.has("avx512vnni")
 AVX2 = runtime.has("avx2")
 I8, I16 = ir.IntType(8), ir.IntType(16)
-CODES, EIGHT, SUMS = ir.VectorType(I8, 32), ir.VectorType(F32, 8), ir.VectorType(I32, 8)
-PAIRS, HALF = ir.VectorType(I16, 16), ir.HalfType()
+COUNT = 64
+CODES, HALF = ir.VectorType(I8, COUNT), ir.HalfType()
+i64, void = types.int64, types.void
 
 
-def vector_type(name, kind):
-    class Vector(types.Type):
-        def __init__(self):
-            super().__init__(name=name)
+class Codes(types.Type):
+    """The numba type of 64 bytes in one LLVM vector."""
 
-    @register_model(Vector)
-    class VectorModel(models.PrimitiveModel):
-        def __init__(self, dmm, fe_type):
-            super().__init__(dmm, fe_type, kind)
-
-    return Vector()
+    def __init__(self):
+        super().__init__(name="codes64")
 
 
-codes32, f32x8 = vector_type("codes32", CODES), vector_type("f32x8", EIGHT)
+codes64 = Codes()
 
 
-def spread(builder, value, kind):
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return shuffled(builder, first, [0] * kind.count)
+@register_model(Codes)
+class CodesModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, CODES)
 
 
-def shuffled(builder, value, order):
+def shuffled(builder, value, order, other=None):
     places = ir.Constant(ir.VectorType(I32, len(order)), order)
-    return builder.shuffle_vector(value, value, places)
+    return builder.shuffle_vector(value, value if other is None else other, places)
 
 
-@lower_cast(types.Integer, type(codes32))
+def spread(builder, value):
+    first = builder.insert_element(ir.Constant(CODES, ir.Undefined), value, I32(0))
+    return shuffled(builder, first, [0] * COUNT)
+
+
+@lower_cast(types.Integer, Codes)
 def integer_to_codes(context, builder, fromty, toty, value):
-    return spread(builder, context.cast(builder, value, fromty, types.int8), CODES)
+    return spread(builder, context.cast(builder, value, fromty, types.int8))
 
 
-@lower_cast(types.Number, type(f32x8))
-def number_to_eight(context, builder, fromty, toty, value):
-    return spread(builder, context.cast(builder, value, fromty, types.float32), EIGHT)
-
-
-def binary_operator(symbol, instruction, kind):
+def binary_operator(symbol, instruction):
     @infer_global(symbol)
     class Operator(AbstractTemplate):
         def generic(self, args, kws):
-            if kind in args and all(isinstance(a, (type(kind), types.Number)) for a in args):
-                return signature(kind, kind, kind)
+            if codes64 in args and all(isinstance(a, (Codes, types.Integer)) for a in args):
+                return signature(codes64, codes64, codes64)
             return None
 
-    @lower_builtin(symbol, kind, kind)
+    @lower_builtin(symbol, codes64, codes64)
     def lower(context, builder, sig, args):
         return getattr(builder, instruction)(*args)
 
 
 for name, instruction in {
-    "and_": "and_",
-    "or_": "or_",
-    "sub": "sub",
-    "lshift": "shl",
-    "rshift": "lshr",
-}.items():
-    binary_operator(getattr(operator, name), instruction, codes32)
-for name, instruction in {"add": "fadd", "mul": "fmul"}.items():
-    binary_operator(getattr(operator, name), instruction, f32x8)
+    "and_": "and_", "or_": "or_", "xor": "xor", "lshift": "shl", "rshift": "lshr"
+}.items():  # fmt: skip
+    binary_operator(getattr(operator, name), instruction)
 
 
 def word(result, *given):
@@ -89,50 +79,58 @@ def word(result, *given):
 
     def named(emit):
         def codegen(context, builder, sig, args):
-            return emit(builder, *args)
+            made = emit(builder, *args)
+            return context.get_dummy_value() if result == void else made
 
         typed = {
-            1: lambda typingctx, a: (result(*given), codegen),
             2: lambda typingctx, a, b: (result(*given), codegen),
             3: lambda typingctx, a, b, c: (result(*given), codegen),
+            5: lambda typingctx, a, b, c, d, e: (result(*given), codegen),
         }
         return intrinsic(typed[len(given)])
 
     return named
 
 
-def read(builder, kind, address, nbytes):
+def read(builder, kind, address, nbytes=0):
+    nbytes = I64(nbytes) if isinstance(nbytes, int) else nbytes
     at = builder.inttoptr(builder.add(address, nbytes), kind.as_pointer())
     return builder.load(at, align=1)
 
 
-i64, f32 = types.int64, types.float32
+def put(builder, value, address, nbytes=0):
+    at = builder.inttoptr(builder.add(address, I64(nbytes)), value.type.as_pointer())
+    builder.store(value, at, align=1)
 
 
-@word(codes32, i64, i64)
-def codes_at(builder, address, i):
-    """32 codes, `i` bytes from an address."""
-    return read(builder, CODES, address, i)
+@word(codes64, *[i64] * 5)
+def pieces(builder, address, *places):
+    """Sixteen bytes from each of these places."""
+    a, b, c, d = (read(builder, ir.VectorType(I8, 16), address, place) for place in places)
+    first, last = (shuffled(builder, p, [*range(32)], q) for p, q in ((a, b), (c, d)))
+    return shuffled(builder, first, [*range(64)], last)
 
 
-@word(codes32, i64, i64)
-def nibbles_at(builder, address, i):
-    """The low nibbles of 16 bytes, then the high ones."""
-    both = shuffled(builder, read(builder, ir.VectorType(I8, 16), address, i), [*range(16)] * 2)
-    words = builder.bitcast(both, ir.VectorType(I64, 4))
-    words = builder.lshr(words, ir.Constant(words.type, [0, 0, 4, 4]))
-    return builder.and_(builder.bitcast(words, CODES), ir.Constant(CODES, [15] * 32))
+@word(codes64, codes64, *[i64] * 4)
+def quarters_right(builder, codes, *counts):
+    """Shift right words of 8 bytes, by a count for each 16 bytes: bits of the neighbours come in."""
+    words = ir.VectorType(I64, 8)
+    by = ir.Constant(words, ir.Undefined)
+    for place, count in enumerate(counts):
+        for lane in (2 * place, 2 * place + 1):
+            by = builder.insert_element(by, count, I32(lane))
+    return builder.bitcast(builder.lshr(builder.bitcast(codes, words), by), CODES)
 
 
-@word(codes32, i64, i64)
+@word(codes64, i64, i64)
 def codes_where(builder, bits, code):
     """A code where a bit is set, elsewhere 0."""
-    mask = builder.bitcast(builder.trunc(bits, I32), ir.VectorType(ir.IntType(1), 32))
-    some = spread(builder, builder.trunc(code, I8), CODES)
-    return builder.select(mask, some, ir.Constant(CODES, [0] * 32))
+    mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), COUNT))
+    some = spread(builder, builder.trunc(code, I8))
+    return builder.select(mask, some, ir.Constant(CODES, [0] * COUNT))
 
 
-@word(codes32, codes32, i64, i64)
+@word(codes64, codes64, i64, i64)
 def look_up(builder, codes, low, high):
     """Codes below 16 become the bytes of two words."""
     table = ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
@@ -140,124 +138,120 @@ def look_up(builder, codes, low, high):
         table = builder.insert_element(table, half, I32(place))
     table = builder.bitcast(table, ir.VectorType(I8, 16))
     if AVX2:
-        both = shuffled(builder, table, [*range(16)] * 2)
-        return call(builder, "llvm.x86.avx2.pshuf.b", CODES, both, codes)
+        both, half = shuffled(builder, table, [*range(16)] * 2), ir.VectorType(I8, 32)
+        return by_halves(
+            builder, lambda c: call(builder, "llvm.x86.avx2.pshuf.b", half, both, c), codes
+        )
     found = ir.Constant(CODES, ir.Undefined)
-    for lane in map(I32, range(32)):
+    for lane in map(I32, range(COUNT)):
         place = builder.zext(builder.extract_element(codes, lane), I32)
         found = builder.insert_element(found, builder.extract_element(table, place), lane)
     return found
 
 
-@word(f32x8, i64, i64)
-def eight_at(builder, address, i):
-    """Elements i … i + 7."""
-    return read(builder, EIGHT, address, builder.shl(i, I64(2)))
+@word(f32x16, i64, i64)
+def halves_every(builder, address, nbytes):
+    """Four f16, so many bytes apart, in the first lanes; zeros in the others."""
+    four = I64(0)
+    for i in range(4):
+        one = read(builder, I16, address, builder.mul(nbytes, I64(i)))
+        four = builder.or_(four, builder.shl(builder.zext(one, I64), I64(16 * i)))
+    values = builder.fpext(
+        builder.bitcast(four, ir.VectorType(HALF, 4)), ir.VectorType(F32, 4)
+    )  # through one word: LLVM inserts halves one by one, each waiting for the last use of a register
+    zeros = ir.Constant(values.type, [0.0] * 4)
+    return shuffled(builder, values, [*range(4), *[4] * 12], zeros)
 
 
-@word(f32x8, i64, i64)
-def fours_at(builder, address, i):
-    """Element i four times, then the next one four times."""
-    two = read(builder, ir.VectorType(F32, 2), address, builder.shl(i, I64(2)))
-    return shuffled(builder, two, [0] * 4 + [1] * 4)
+@word(f32x16, f32x16, f32x16)
+def fours(builder, v, w):
+    """The first four lanes of v, those of w, and zeros."""
+    return shuffled(builder, v, [*range(4), *range(16, 20), *[20] * 8], w)
 
 
-@word(f32x8, i64, i64)
-def eight_halves(builder, address, i):
-    """The i-th f16, in all lanes."""
-    one = read(builder, I16, address, builder.shl(i, I64(1)))
-    eight = spread(builder, one, ir.VectorType(I16, 8))
-    return builder.fpext(builder.bitcast(eight, ir.VectorType(HALF, 8)), EIGHT)
+# ---- sums ------------------------------------------------------------------------------------------------------
 
 
-@word(f32x8, f32x16)
-def first_eight(builder, v):
-    return shuffled(builder, v, [*range(8)])
-
-
-@word(f32x8, f32x16)
-def last_eight(builder, v):
-    return shuffled(builder, v, [*range(8, 16)])
-
-
-@word(f32x8, f32x8, f32x8, f32x8)
-def fma8(builder, a, b, c):
-    return call(builder, "llvm.fma.v8f32", EIGHT, a, b, c)
-
-
-@word(f32, f32x8)
-def total8(builder, v):
-    return fold(builder, v, lambda builder, a, b: builder.fadd(a, b))
-
-
-@word(f32x8, f32)
-def eight(builder, v):
-    return spread(builder, v, EIGHT)
+def by_halves(builder, emit, *vectors):
+    """emit(*halves) for both halves of 64 bytes."""
+    count = [v.type.count // 2 for v in vectors]
+    low = emit(*(shuffled(builder, v, [*range(n)]) for v, n in zip(vectors, count, strict=True)))
+    high = emit(
+        *(shuffled(builder, v, [*range(n, 2 * n)]) for v, n in zip(vectors, count, strict=True))
+    )
+    return shuffled(builder, low, [*range(2 * low.type.count)], high)
 
 
 def by_fours(builder, codes, others, start):
     """start + sums of four products each: codes are unsigned, `others` signed."""
     if VNNI:
-        words = (builder.bitcast(v, SUMS) for v in (codes, others))
-        return call(builder, "llvm.x86.avx512.vpdpbusd.256", SUMS, start, *words)
+        words = (builder.bitcast(v, BITS) for v in (codes, others))
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", BITS, start, *words)
     if AVX2:
-        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", PAIRS, codes, others)
-        ones = ir.Constant(PAIRS, [1] * 16)
-        return builder.add(start, call(builder, "llvm.x86.avx2.pmadd.wd", SUMS, pairs, ones))
-    wide = ir.VectorType(I32, 32)
+        return builder.add(start, by_halves(builder, lambda *v: pairs(builder, *v), codes, others))
+    wide = ir.VectorType(I32, COUNT)
     every = builder.mul(builder.zext(codes, wide), builder.sext(others, wide))
     for first in range(4):
-        start = builder.add(start, shuffled(builder, every, [*range(first, 32, 4)]))
+        start = builder.add(start, shuffled(builder, every, [*range(first, COUNT, 4)]))
     return start
 
 
-@word(f32, i64, i64, i64)
-def sum_codes(builder, x, n, i):
-    """Write the 8 sums of four of the i-th 32 of n codes; returns their sum."""
-    none, ones = ir.Constant(SUMS, [0] * 8), ir.Constant(CODES, [1] * 32)
-    sums = by_fours(builder, ones, read(builder, CODES, x, i), none)
-    at = builder.inttoptr(builder.add(x, builder.add(n, i)), SUMS.as_pointer())
-    builder.store(sums, at, align=1)
-    return builder.sitofp(fold(builder, sums, lambda builder, a, b: builder.add(a, b)), F32)
+def pairs(builder, codes, others):
+    """by_fours of 32 codes with AVX2: sums of two products must fit into 16 bits."""
+    two, four = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+    sums = call(builder, "llvm.x86.avx2.pmadd.ub.sw", two, codes, others)
+    return call(builder, "llvm.x86.avx2.pmadd.wd", four, sums, ir.Constant(two, [1] * 16))
 
 
-@word(types.void, i64, i64, f32x8)
-def put_eight(builder, address, i, v):
-    """Write elements i … i + 7."""
-    at = builder.inttoptr(builder.add(address, builder.shl(i, I64(2))), EIGHT.as_pointer())
-    builder.store(v, at, align=1)
-    return ir.Constant(ir.PointerType(I8), None)
-
-
-def product_less(offset):
-    """An intrinsic (codes, x, n, i): sums of four products of (code - offset) and x's i-th 32 of n rounded values."""
-
-    def emit(builder, codes, x, n, i):
-        start = ir.Constant(SUMS, [0] * 8)
-        if offset:
-            sums = read(builder, SUMS, x, builder.add(n, i))
-            start = builder.mul(sums, ir.Constant(SUMS, [-offset] * 8))
-        sums = by_fours(builder, codes, read(builder, CODES, x, i), start)
-        return builder.sitofp(sums, EIGHT)
-
-    def codegen(context, builder, sig, args):
-        return emit(builder, *args)
-
-    typed = f32x8(codes32, i64, i64, i64), codegen
-    return intrinsic(lambda typingctx, c, x, n, i: typed)
-
-
-times, times_less_8, times_less_16, times_less_32 = map(product_less, (0, 8, 16, 32))
-
-
-@word(f32x8, codes32, i64, i64)
-def times_signed(builder, codes, x, i):
-    """Sums of four products of signed codes and rounded values."""
-    others, none = read(builder, CODES, x, i), ir.Constant(CODES, [0] * 32)
+def by_fours_signed(builder, codes, others, start):
+    """The same with signed codes, to which 128 is added; with VNNI, `start` has what that adds, else nothing."""
+    if VNNI:
+        return by_fours(builder, codes, others, start)
+    codes = builder.xor(codes, ir.Constant(CODES, [128] * COUNT))
+    none = ir.Constant(CODES, [0] * COUNT)
     below = builder.icmp_signed("<", codes, none)
+    size = builder.select(below, builder.neg(codes), codes)
     if AVX2:
-        others = call(builder, "llvm.x86.avx2.psign.b", CODES, others, codes)
+        sign = ir.VectorType(I8, 32)
+        others = by_halves(
+            builder, lambda *v: call(builder, "llvm.x86.avx2.psign.b", sign, *v), others, codes
+        )
     else:
         others = builder.select(below, builder.neg(others), others)
-    size = builder.select(below, builder.sub(none, codes), codes)
-    return builder.sitofp(by_fours(builder, size, others, ir.Constant(SUMS, [0] * 8)), EIGHT)
+    return by_fours(builder, size, others, start)
+
+
+SIGNED = 128  # what is added to signed codes
+
+
+def added(less):
+    """What a product with codes, of which `less` is too much, has too much for each unit of a rounded value."""
+    return 0 if less == SIGNED and not VNNI else less
+
+
+def sums_of(builder, address):
+    """Sums of four of 64 codes."""
+    ones, none = ir.Constant(CODES, [1] * COUNT), ir.Constant(BITS, [0] * LANES)
+    return by_fours(builder, ones, read(builder, CODES, address), none)
+
+
+@word(void, i64, i64, i64)
+def put_starts(builder, to, codes, less):
+    """Write -less times the sums of four of 64 codes, i32."""
+    by = builder.insert_element(
+        ir.Constant(BITS, ir.Undefined), builder.trunc(builder.neg(less), I32), I32(0)
+    )
+    put(builder, builder.mul(sums_of(builder, codes), shuffled(builder, by, [0] * LANES)), to)
+
+
+@word(void, i64, i64)
+def add_starts(builder, to, others):
+    """Add 16 i32."""
+    put(builder, builder.add(read(builder, BITS, to), read(builder, BITS, others)), to)
+
+
+@word(f32x16, i64, i64)
+def sums_at(builder, codes, others):
+    """Sums of four of 64 codes and of four of 64 others, together."""
+    both = builder.add(sums_of(builder, codes), sums_of(builder, others))
+    return builder.sitofp(both, VECTOR)

@@ -16,14 +16,14 @@ from numba.extending import intrinsic
 from packtrain.dtypes import DTYPES
 from packtrain.kernels.bits import i32x16
 from packtrain.kernels.call import kernel, part, settle
-from packtrain.kernels.octets import codes32, f32x8
+from packtrain.kernels.octets import codes64
 from packtrain.kernels.simd import f32x16
-from packtrain.types.words import ASKED, Code, Codes, Eight, Floats, Ints
+from packtrain.types.words import ASKED, Code, Codes, Floats, Ints
 
 I64 = ir.IntType(64)
 i64, f32, void = types.int64, types.float32, types.void
 MEANT: dict[Any, Any] = {int: i64, np.float32: f32, None: void, Ints: i32x16, Floats: f32x16}
-MEANT |= {Codes: codes32, Eight: f32x8}
+MEANT[Codes] = codes64
 MEANT[tuple[np.float32, np.float32]] = types.UniTuple(f32, 2)
 
 

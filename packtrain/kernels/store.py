@@ -34,6 +34,7 @@ MADE_OF = {
     "convolution": "call gemm panels simd",
     "crew": "",
     "dequantize": "bits call rooms simd",
+    "dot_tile": "call octets panels simd",
     "dots": "bits call rooms simd",
     "elementwise": "call simd",
     "experts": "call dequantize matmul packed simd",
@@ -51,7 +52,7 @@ MADE_OF = {
     "quantize": "bits call codes dequantize rooms simd",
     "reduce": "call simd",
     "rooms": "bits call octets simd",
-    "rounded": "bits call codes octets rooms simd",
+    "rounded": "bits call codes dot_tile octets rooms simd",
     "rope": "call simd",
     "rows": "bits call codes dequantize rooms simd",
     "simd": "",
@@ -67,9 +68,9 @@ TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
 ROLES = {
     "dequantize": "unpack",
     "dots": "dot",
-    "rounded": "dot_rounded",
+    "rounded": "codes scales",
     "quantize": "pack",
-}  # module -> function of a type that it compiles
+}  # module -> functions of a type that it compiles
 COMPLETE = "complete"
 DAYS_KEPT = 30
 given: Path | None = None  # in a compiling child: the folder for results
@@ -108,20 +109,22 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 @cache
 def of_role(source: str, role: str) -> str:
-    """The part of the files in types/ that a role depends on: all but functions used only by other roles."""
+    """The part of the files in types/ that some roles depend on: all but functions used only by others."""
     nodes = _parsed(source)
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
-    for_role = [
-        f
-        for f in functions
-        if role in {d.attr for d in f.decorator_list if isinstance(d, ast.Attribute)}
-    ]
+    for_role = [f for f in functions if not decorators(f).isdisjoint(role.split())]
     called = [*for_role, *(node for node in nodes if node not in functions)]
     for node in called:  # grows
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         called += [f for f in functions if f.name in names and f not in called]
     lines = source.splitlines()
     return "\n".join(line for node in called for line in lines[first_line(node) : node.end_lineno])
+
+
+def decorators(function: ast.FunctionDef) -> set[str]:
+    """The last names of a function's decorators."""
+    called = (d.func if isinstance(d, ast.Call) else d for d in function.decorator_list)
+    return {d.attr for d in called if isinstance(d, ast.Attribute)}
 
 
 def first_line(node: ast.stmt) -> int:

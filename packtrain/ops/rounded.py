@@ -10,7 +10,7 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 BLOCK = 32
 TINY = np.float32(2**-126)  # smaller steps are 0
-WORK = 18  # f32 in memory that 32 rounded values take
+LINE, WORK = 128, 80  # rounded values, and f32 in memory that they take
 
 
 @op(inplace=(0,))
@@ -79,7 +79,8 @@ def matmul_rounded_numpy(y, x, w, acc):
 
 @matmul_rounded.workspace("cpu")
 def matmul_rounded_workspace(x, w, acc):
-    return (Spec((x.spec.size // BLOCK * WORK,)),)
+    k = x.shape[-1]
+    return (Spec((x.spec.size // k * -(-k // LINE) * WORK,)),)
 
 
 @matmul_rounded.kernel("cpu")

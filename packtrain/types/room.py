@@ -65,7 +65,7 @@ class Dtype:
     richer   llama-quantize's choice for matrices that are used more than others
     instead  the type to write if this one can only be read: the next larger one with the same block
     mixes    mixes with this type, the usual one last
-    code     its kernels: unpack, dot, dot_rounded and pack
+    code     its kernels: unpack, dot, codes and scales (for rounded values), pack
     """
 
     name: str
@@ -99,9 +99,18 @@ class Dtype:
         self.code["dot"] = Code(function)
         return function
 
-    def dot_rounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare (x, w, n): the same with values that `kernels.rounded` has rounded to 8 bits."""
-        self.code["dot_rounded"] = Code(function)
+    def codes(self, *, less: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare (w, i): the i-th 64 codes, see types/rounded; of each, `less` is too much."""
+
+        def named(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.code["codes"] = Code(function, less=less)
+            return function
+
+        return named
+
+    def scales(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (w): their scales, and offsets if nothing is too much."""
+        self.code["scales"] = Code(function)
         return function
 
     def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,10 +22,11 @@ class Code(Word):
     """A function in types/, to be compiled; int is i64, np.float32 f32, Ints and Floats are vectors of 16.
 
     inlined  into its callers; else it is compiled once, and called
+    less     what is too much in codes that it gives
     """
 
-    def __init__(self, function: Callable[..., Any], inlined: bool = False) -> None:
-        self.function, self.inlined = function, inlined
+    def __init__(self, function: Callable[..., Any], inlined: bool = False, less: int = 0) -> None:
+        self.function, self.inlined, self.less = function, inlined, less
 
 
 class Ints:
@@ -36,12 +37,8 @@ class Floats:
     """The type of 16 f32 in one register."""
 
 
-class Eight:
-    """The type of 8 f32 in one register."""
-
-
 class Codes:
-    """The type of 32 bytes in one register."""
+    """The type of 64 bytes in one register."""
 
 
 ASKED: dict[str, Word] = {}  # names used in types/

@@ -66,11 +66,12 @@ def off(got: np.ndarray, name: str) -> float:
 # ---- right
 
 
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_an_independent_forward(name: str) -> None:
-    weights = random_weights(CONFIGS[name])
-    assert off(forward(CONFIGS[name], weights), name) <= F64
-    assert off(forward(CONFIGS[name], weights, exact=False), name) <= F32
+def test_logits_are_those_of_an_independent_forward(name: str, flash: bool) -> None:
+    config, weights = replace(CONFIGS[name], flash=flash), random_weights(CONFIGS[name])
+    assert off(forward(config, weights), name) <= F64
+    assert off(forward(config, weights, exact=False), name) <= F32
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -82,10 +83,11 @@ def test_a_file_opens_as_it_was_written(tmp_path: Path, name: str) -> None:
     assert all(np.array_equal(model.weight(n), weights[n]) for n in model.names)
 
 
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_gradient_of_the_loss(name: str) -> None:
+def test_the_gradient_of_the_loss(name: str, flash: bool) -> None:
     """Against central differences in float64; the cpu's against those of the specification."""
-    config, weights = CONFIGS[name], random_weights(CONFIGS[name])
+    config, weights = replace(CONFIGS[name], flash=flash), random_weights(CONFIGS[name])
     leaves = transformer.weights(config)
     made = transformer.loss(config, leaves, 2, 12, chunk=16)
     trained = [leaf for n, leaf in leaves.items() if not n.startswith("rope_")]
@@ -101,9 +103,10 @@ def test_the_gradient_of_the_loss(name: str) -> None:
     assert max(apart(got[n], exact[n]) for n in got) <= F32
 
 
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cached_generation_gives_the_logits_of_the_full_forward(name: str) -> None:
-    config, cells, parts = CONFIGS[name], Cells(TIME), []
+def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash: bool) -> None:
+    config, cells, parts = replace(CONFIGS[name], flash=flash), Cells(TIME), []
     leaves = transformer.weights(config)
     for start, size in ((0, 24), (24, 8), *((at, 1) for at in range(32, TIME))):
         made, handles = generation(config, leaves, size, Cache(TIME), size)
@@ -113,7 +116,8 @@ def test_cached_generation_gives_the_logits_of_the_full_forward(name: str) -> No
         elif size != parts[-1].shape[0]:
             run = bind(graph, session=run.session)
         tokens, seqs = TOKENS[start : start + size], np.zeros(size, np.int32)
-        parts.append(run(cells.feed(tokens, seqs, np.arange(size, dtype=np.int32)))["logits"])
+        rows = np.arange(size, dtype=np.int32)
+        parts.append(run(cells.feed(tokens, seqs, rows, flash=flash))["logits"])
     assert off(np.concatenate(parts), name) <= F32
 
 

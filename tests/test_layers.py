@@ -53,6 +53,7 @@ LAYERS = {
     "recompute": "backends graph ops placing packing planning tensor cost",
     "checking": "backends dtypes tensor graph kernels quant ops grad optim interpreting placing run words",
     "models": "types dtypes errors tensor ops gguf quant tokenizer",
+    "flash": "backends dtypes errors models ops tensor",
     "convert": "dtypes errors files gguf tokenizer quant models",
     "merging": "backends types dtypes errors files tensor graph ops placing planning run kernels quant gguf models",
     "peft": "errors files gguf quant convert models",
@@ -68,11 +69,11 @@ LAYERS = {
     "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
     " recompute models context watch version backends",
     "training": "child errors events words files settings dtypes tensor graph optim placing planning run memory stop"
-    " kernels quant gguf tokenizer template corpus samples speed models watch design backends version",
+    " kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
-    " quant gguf tokenizer corpus samples models merging grammar sampling context generation drafting answers"
+    " quant gguf tokenizer corpus samples models flash merging grammar sampling context generation drafting answers"
     " beams embedding template watch design training backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from packtrain.backends.host import BACKENDS, HOST, Backend
-from packtrain.tensor import GraphError, Tensor
+from packtrain.backends.host import BACKENDS, HOST, Backend, Inputs
+from packtrain.tensor import GraphError, Op, Tensor
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Target:
     def every(self) -> list[Backend]:
         """All its backends, in order."""
         return list({b.name: b for b in (*self.backends, *self.homes.values())}.values())
+
+    def supports(self, op: Op[..., Any], inputs: Inputs) -> bool:
+        """Whether a backend has the op for such inputs; nothing is allocated."""
+        return any(backend.kernel(op, inputs) is not None for backend in self.every)
 
     @property
     def space(self) -> str:

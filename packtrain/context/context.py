@@ -238,7 +238,7 @@ class Context:
             return
         size = min(size for size in self.sizes.tokens if size >= len(ids))
         try:
-            given = self.pools.inputs(piece, size)
+            given = self.pools.inputs(piece, size, flash=self.config.flash)
             given |= results.inputs(rows, self.sizes.wanted(size), chosen=self._chooses)
             names = results.names(len(rows))
             results.add(len(rows), self._runs[size](given, stop=stop, only=names))

@@ -117,12 +117,12 @@ class Pools:
             f"{plural(len(seqs), 'token')} wanted: {lack}; remove or release a sequence, or give more cells"
         )
 
-    def inputs(self, piece: Piece, size: int) -> dict[str, np.ndarray]:
+    def inputs(self, piece: Piece, size: int, *, flash: bool = True) -> dict[str, np.ndarray]:
         """Of a run of `size` tokens, whose last ones see nothing and write nothing."""
         count = lines(size, self.sequences)
         given = padded(piece.inputs, size, count)
         for pool, cells in self.pools.items():
-            given |= cells.inputs(piece.seqs, count, pool)
+            given |= cells.inputs(piece.seqs, count, pool, flash=flash)
         return given
 
     def undo(self, piece: Piece) -> None:

@@ -40,7 +40,7 @@ NAMES = {"model": "model", "adapters": "adapters", "cache": "type of cache", "ri
 
 def origin_of(model: ModelFile, cache: Cache) -> Origin:
     digest, added = hashlib.sha256(), hashlib.sha256()
-    digest.update(repr(replace(model.config, lora=None)).encode())
+    digest.update(repr(replace(model.config, lora=None, flash=True)).encode())
     for name in model.gguf.entries:
         sample = model.gguf.array(name).reshape(-1)[:SAMPLED].tobytes()[:SAMPLED]
         digest.update(name.encode() + sample)

@@ -43,13 +43,19 @@ class Loaded(NamedTuple):
             self.load()
 
 
-def needed(experts: bool, packed: bool, optimizer: type[Optimizer]) -> tuple[str, ...]:
-    """The kernel modules that a run calls, for a model with experts, and one written with quantized matrices."""
+def needed(
+    experts: bool, packed: bool, optimizer: type[Optimizer], *, flash: bool = True
+) -> tuple[str, ...]:
+    """The kernel modules that a run calls, for a model with experts, and one written with quantized matrices.
+
+    flash  as in the config of the model
+    """
     return (
         *kernels.LEARNING,
         *optimizer.kernels,
         *(kernels.EXPERTS if experts else ()),
         *(kernels.PACKING if packed else ()),
+        *(() if flash else kernels.WRITTEN),
     )
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "PACKING",
     "WINDOWS",
     "WRITING",
+    "WRITTEN",
     "is_loaded",
     "load_all",
     "prepare",
@@ -47,6 +48,7 @@ LEARNING = (
     "reduce",
 )  # plus those of the optimizer
 EXPERTS = ("experts", "softmax")
+WRITTEN = ("softmax",)  # of attention that is written out
 PACKING = ("quantize",)
 WINDOWS = ("convolution", "windows")  # of convolutions and pools
 

@@ -123,8 +123,15 @@ class Cells:
         self.sets[self.of(seq, since, until)] |= bit(to)
         self._orders.pop(to, None)
 
-    def inputs(self, seqs: Sequence[int], lines: int, prefix: str) -> dict[str, np.ndarray]:
+    def inputs(
+        self, seqs: Sequence[int], lines: int, prefix: str, *, flash: bool = True
+    ) -> dict[str, np.ndarray]:
         """What a run of tokens of these sequences reads: positions of cells, and a line of cells for each sequence."""
+        if not flash:
+            seen = np.zeros((lines, len(self)), np.float32)
+            for line, seq in enumerate(seqs):
+                seen[line, self.order(seq)] = 1
+            return {f"{prefix}pos": self.pos, f"{prefix}seen": seen}
         order, counts = np.zeros((lines, len(self)), np.int32), np.zeros(lines, np.int32)
         for line, seq in enumerate(seqs):
             own = self.order(seq)
@@ -133,12 +140,13 @@ class Cells:
 
     def feed(
         self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray | Sequence[int], *, size: int = 0,
-        sequences: int = 1,
+        sequences: int = 1, flash: bool = True,
     ) -> dict[str, np.ndarray]:  # fmt: skip
         """All inputs of a generation step for the next tokens of sequences, with results for some of them.
 
         size       tokens of the step, the last of which are padding; 0: no padding
         sequences  those of the Cache
+        flash      as in the config
         """
         cell, every = self.find(seqs), [int(seq) for seq in np.unique(seqs)]
         pos = np.empty(len(seqs), np.int32)
@@ -150,7 +158,7 @@ class Cells:
         count = lines(size, sequences)
         given = {"tokens": tokens, "pos": pos, "line": line, "cell": cell}
         given = padded(given, size, count) | {"rows": np.asarray(rows, np.int32)}
-        return given | self.inputs(every, count, "cell_")
+        return given | self.inputs(every, count, "cell_", flash=flash)
 
 
 def lines(time: int, sequences: int) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32
+from packtrain.models import written
 from packtrain.models.cache import lines
 from packtrain.models.config import Config
 from packtrain.models.transformer import (
@@ -11,6 +12,7 @@ from packtrain.models.transformer import (
     logits,
     output_norm,
     rope_tables,
+    rule_of,
     stream,
 )
 from packtrain.tensor import Tensor, input, named, state
@@ -58,7 +60,8 @@ def generation(
 
     Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (wanted,), the tokens whose logits are returned. For `cells`:
     `cell` (time,), the cell of each token; after that, of all cells, `cell_pos` (cells,), and for each sequence of the
-    run a line of `cell_order` (lines, cells), its cells by position, as many as `cell_counts` (lines,) says. Likewise
+    run a line of `cell_order` (lines, cells), its cells by position, as many as `cell_counts` (lines,) says; where
+    attention is written out, instead `cell_seen` (lines, cells) f32 is 1 for the cells of a line, else 0. Likewise
     `ring`, `ring_pos` … All of them are inputs, so that one plan serves every position and every mix of sequences.
 
     hidden  the output of the last norm instead of logits, (wanted, C)
@@ -67,16 +70,19 @@ def generation(
     config = config if time > EXACT else exact
     tokens, pos, line = (input(n, (time,), i32) for n in ("tokens", "pos", "line"))
     wanted_rows, handles = input("rows", (wanted,), i32), list[Tensor]()
-    places = {pool: places_of(pool, cache, time) for pool in cache.pools(config)}
+    places = {pool: places_of(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cell, cell_pos, order, counts = places[cache.pool(config, i)]
+        cell, cell_pos, *own = places[cache.pool(config, i)]
         for name, x in (("k", k), ("v", v)):
             handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
-        y = ops.attention_cells(
-            q, handles[-2], handles[-1], pos, line, order, counts, cell_pos, scale=config.attention_scale,
-            window=config.window_of(i), softcap=config.attention_softcap,
-        )  # fmt: skip
+        k, v, rule = *handles[-2:], rule_of(config, i)
+        if config.flash:
+            order, counts = own
+            y = ops.attention_cells(q, k, v, pos, line, order, counts, cell_pos, **rule)
+        else:
+            (seen,) = own
+            y = written.attention_cells(q, k, v, pos, line, seen, cell_pos, **rule)
         return named(f"blk.{i}.attn", y)
 
     *_, h = stream(config, w, tokens, pos, attend, cache.cells)
@@ -84,13 +90,16 @@ def generation(
     return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
 
 
-def places_of(pool: str, cache: Cache, time: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs: the cells of new tokens, positions of all cells, the lines of cells by position, and their lengths."""
+def places_of(pool: str, cache: Cache, time: int, flash: bool = True) -> tuple[Tensor, ...]:
+    """Inputs: the cells of new tokens, positions of all cells, the lines of cells by position, and their lengths.
+
+    flash  else, instead of those two, which line has which cells
+    """
     count, rows = cache.count(pool), lines(time, cache.sequences)
-    return (
-        input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (count,), i32),
-        input(f"{pool}order", (rows, count), i32), input(f"{pool}counts", (rows,), i32),
-    )  # fmt: skip
+    new = input(pool.rstrip("_"), (time,), i32), input(f"{pool}pos", (count,), i32)
+    if not flash:
+        return *new, input(f"{pool}seen", (rows, count))
+    return *new, input(f"{pool}order", (rows, count), i32), input(f"{pool}counts", (rows,), i32)
 
 
 def moving(config: Config, w: Weights, count: int, cache: Cache) -> list[Tensor]:

@@ -90,6 +90,7 @@ class Config(Sizes):
     precision          of the products of a training step, see ops.matmul; not part of a file
     saved              of activations that the backward pass reads: f32, or bf16, in which they are stored
     activations        f32, or q8: rounded for products with quantized weights; of a run, not of a file
+    flash              attention is one op, else written out, see written; of a run, not of a file
     """
 
     rope_freq_base: float = 10_000.0
@@ -109,6 +110,7 @@ class Config(Sizes):
     precision: str = "f32"
     saved: str = "f32"
     activations: str = "f32"
+    flash: bool = True
 
     @property
     def traits(self) -> Architecture:

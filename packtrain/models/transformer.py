@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
+from typing import TypedDict
 
 import numpy as np
 
 from packtrain import ops
 from packtrain.dtypes import Dtype, bf16, f32, i32, i64
+from packtrain.models import written
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
 from packtrain.models.rounding import product, rounded
@@ -25,6 +27,14 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
 Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Rule(TypedDict):
+    """Attributes of an attention."""
+
+    scale: float
+    window: int
+    softcap: float
 
 
 def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, Tensor]:
@@ -280,11 +290,22 @@ def stream(
 
 def mixed(config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, *where: Tensor) -> Tensor:
     """The attention output of block i, see ops.attention."""
-    y, _ = ops.attention(
-        q, k, v, *where, scale=config.attention_scale, window=config.window_of(i),
-        softcap=config.attention_softcap,
-    )  # fmt: skip
+    rule = rule_of(config, i)
+    y = (
+        ops.attention(q, k, v, *where, **rule)[0]
+        if config.flash
+        else written.attention(q, k, v, *where, **rule)
+    )
     return named(f"blk.{i}.attn", y)
+
+
+def rule_of(config: Config, i: int) -> Rule:
+    """Attributes of the attention of block i."""
+    return {
+        "scale": config.attention_scale,
+        "window": config.window_of(i),
+        "softcap": config.attention_softcap,
+    }
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:

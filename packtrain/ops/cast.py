@@ -3,7 +3,7 @@
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, Dtype, bf16, dtype_of, f16, f32
+from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, Dtype, bf16, dtype_of, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, rounded
 from packtrain.ops.elementwise import add
 from packtrain.tensor import Call, Spec, Tensor, constant, input, op, want
@@ -13,11 +13,11 @@ FLOATS = (f32, f16, bf16)
 
 @op()
 def cast(x: Tensor, *, dtype: Dtype = f32) -> Spec:
-    """x in f32, f16 or bf16, rounded to nearest even; x of any readable type. ggml_cpy, ggml_cast.
+    """x in f32, f16 or bf16, rounded to nearest even; x of any readable type, or i32. ggml_cpy, ggml_cast.
 
     The gradient is f32 and passes unchanged. f16 carries none.
     """
-    want(x.dtype in READABLE, f"x is {x.spec}, a type that cannot be read")
+    want(x.dtype in (*READABLE, i32), f"x is {x.spec}, a type that cannot be read")
     want(dtype in FLOATS, f"dtype is {dtype}; it must be one of {', '.join(map(str, FLOATS))}")
     return Spec(x.shape, dtype)
 
@@ -30,12 +30,16 @@ def cast_vjp(dy, y, x, *, dtype):
 @cast.kernel("numpy")
 def cast_numpy(y, x, *, dtype):
     if dtype == bf16:
-        x = floats(x).astype(np.float32)
+        x = _floats(x).astype(np.float32)
         short = np.where(np.isnan(x), 0x7FC0, rounded(x, "bf16").view(np.uint32) >> 16)
         y[...] = short.astype(np.uint16).view(bf16.numpy)
     else:
         with np.errstate(over="ignore"):  # beyond f16 is infinite
-            y[...] = floats(x)
+            y[...] = _floats(x)
+
+
+def _floats(x):
+    return x.astype(np.float32) if x.dtype == np.int32 else floats(x)
 
 
 @cast.kernel("cpu")
@@ -52,6 +56,7 @@ def cast_cpu(y, x, *, dtype):
 def cast_samples():
     for dtype in FLOATS:
         yield cast(input("x", (3, 256)), dtype=dtype)
+    yield cast(constant("ids", [[3, -1], [1 << 24, 0]], i32))
     upper = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32).view(np.uint16)
     yield cast(constant("w", np.ascontiguousarray(upper[:, 1::2]).view(bf16.numpy), bf16))
     blocks = np.arange(4 * 2 * 34, dtype=np.uint8).reshape(4, 2, 34)

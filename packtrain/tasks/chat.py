@@ -40,7 +40,7 @@ class Talk:
     def __init__(self, settings: Chat, events: Events) -> None:
         """Open the model. Raises InputError, DoesNotFit."""
         settings.check()
-        model = opened(settings)
+        model = opened(settings, events.message)
         self._settings, self._events, self._tokenizer = settings, events, model.tokenizer()
         self._grammar = grammar_of(settings, self._tokenizer)
         metadata = model.gguf.metadata

@@ -12,6 +12,7 @@ from packtrain.embedding import POOLINGS, check_texts, embeddings, normalized, p
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import read_text
+from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.settings import MODEL, option
 from packtrain.tasks.speak import CACHE, CTX, LORA, Speaker, check_cache, opened
@@ -40,6 +41,7 @@ class Embed(Speaker):
     ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
     lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
     cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
+    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
     activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
     precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
     device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
@@ -57,7 +59,7 @@ class Embedded:
 def embed(settings: Embed, events: Events) -> Embedded:
     """The embeddings. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
     texts = _texts(settings)
-    model = opened(settings)
+    model = opened(settings, events.message)
     pooling = settings.pooling or pooling_of(model)
     ids = _encoded(model.tokenizer(), texts)
     most = settings.ctx or model.config.context_length

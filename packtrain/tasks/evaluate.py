@@ -17,6 +17,7 @@ from packtrain.dtypes import PRECISIONS
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import existing
+from packtrain.flash import AUTO, FLASH, MODES, with_flash
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.file import ModelFile, open_model
@@ -81,6 +82,7 @@ class Evaluate:
     )
     skip_bad: bool = option(False, SKIP_BAD)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    flash_attn: str = option(AUTO, FLASH, flags="-fa", choices=MODES)
     activations: str = option("f32", ACTIVATIONS, choices=(F32, Q8))
     precision: str = option("f32", PRECISION, choices=PRECISIONS)
     device: str = option("cpu", DEVICE, choices=tuple(DEVICES))
@@ -120,7 +122,7 @@ class Measured:
 def evaluate(settings: Evaluate, events: Events) -> Measured:
     """Losses and perplexities. Raises InputError, and Interrupted if it is stopped."""
     check_idle(settings, (SPLIT, VAL_SPLIT))
-    subjects = _subjects(settings)
+    subjects = _subjects(settings, events.message)
     context = min(model.config.context_length for _, model in subjects)
     prepared: dict[Path, Prepared] = {}
     losses, where = dict[str, np.ndarray](), target(settings.device)
@@ -134,17 +136,19 @@ def evaluate(settings: Evaluate, events: Events) -> Measured:
     return Measured(losses, first.method, same)
 
 
-def _opened(settings: Evaluate, path: Path) -> ModelFile:
+def _opened(settings: Evaluate, path: Path, say: Say) -> ModelFile:
     check_precision(settings.precision, settings.device)
     model = with_activations(open_model(path), settings.activations)
-    return replace(model, config=replace(model.config, precision=settings.precision))
+    config = replace(model.config, precision=settings.precision)
+    where = target(settings.device)
+    return replace(model, config=with_flash(config, settings.flash_attn, where, say, None))
 
 
-def _subjects(settings: Evaluate) -> list[tuple[str, ModelFile]]:
+def _subjects(settings: Evaluate, say: Say) -> list[tuple[str, ModelFile]]:
     """The models to measure, by their printed names."""
     if settings.compare and not settings.lora:
         raise InputError("--compare: there is no adapter to compare; name some with --lora")
-    (path, base), *others = [(str(path), _opened(settings, path)) for path in settings.model]
+    (path, base), *others = [(str(path), _opened(settings, path, say)) for path in settings.model]
     scaled = read_scaled(settings.lora, base.gguf)
     found = [(" + ".join([path, *settings.lora]), adapted(base, scaled))]
     if settings.compare:
@@ -260,7 +264,8 @@ def _measured(
     """The losses (N,) f32 of all scored tokens."""
     batches = data.batches
     experts = kernels.EXPERTS if model.config.expert_count else ()
-    kernels.prepare((*kernels.WRITING, "loss", *experts))
+    written = () if model.config.flash else kernels.WRITTEN
+    kernels.prepare((*kernels.WRITING, "loss", *experts, *written))
     executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=where)
     found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
     everything = f"{plural(batches.windows, 'window')}{f' of {name}' if several else ''}"

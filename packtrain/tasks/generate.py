@@ -75,7 +75,7 @@ def generate(settings: Generate, events: Events) -> Generated:
     prompt = _prompt(settings)
     settings.check()
     _check_beams(settings)
-    model = opened(settings)
+    model = opened(settings, events.message)
     tokenizer = model.tokenizer()
     grammar = grammar_of(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)

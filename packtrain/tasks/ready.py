@@ -97,7 +97,8 @@ def ready(
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     own = {} if limit is None else {HOST: limit}
     job = _job(settings, build_job, say)
-    modules = needed(job.config.expert_count > 0, job.shape.base is not None, type(job.optimizer))
+    packed, kind = job.shape.base is not None, type(job.optimizer)
+    modules = needed(job.config.expert_count > 0, packed, kind, flash=job.shape.config.flash)
     kernels.prepare(modules, limit, private_nbytes())
     free = math.inf if limit is None else limit - private_nbytes()
     speed, learning = _speed(job, say, free)

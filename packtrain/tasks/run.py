@@ -202,7 +202,7 @@ def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     """Text that the model generates after --sample-prompt."""
     cells = job.config.context_length
     sizes = Sizes(tuple(size for size in engine.run if isinstance(size, int)), 1)
-    generator = Generator(Context.within(job.config, Cache(cells), sizes, engine.run))
+    generator = Generator(Context.within(job.shape.config, Cache(cells), sizes, engine.run))
     prompt = tokenizer.encode(job.settings.sample_prompt)
     reply = Reply(
         generator, tokenizer, prompt, Sampling(), job.settings.seed, Limits(SAMPLE_TOKENS)

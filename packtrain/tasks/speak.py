@@ -7,15 +7,18 @@ from typing import Protocol
 
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
+from packtrain.design.budget import Say
 from packtrain.drafting import Lookup, SmallModel, check_vocabularies
-from packtrain.dtypes import DTYPES, PRECISIONS
+from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
 from packtrain.files import read_text
+from packtrain.flash import AUTO, FLASH, MODES, with_flash
 from packtrain.generation import Drafter, Generator, Reply, Speed
 from packtrain.grammar import Grammar
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled, with_activations
+from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.planning import size_text
@@ -46,6 +49,10 @@ class Opening(Protocol):
     def precision(self) -> str: ...
     @property
     def device(self) -> str: ...
+    @property
+    def cache_type(self) -> str: ...
+    @property
+    def flash_attn(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Speaking(Sampling, Speaker):
     ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
     lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
     cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
+    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
     swa_full: bool = MODEL(
         False, "layers with a sliding window keep all tokens in the cache, not only the window's"
     )
@@ -117,13 +125,15 @@ class Speaking(Sampling, Speaker):
             raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
 
 
-def opened(settings: Opening) -> ModelFile:
+def opened(settings: Opening, say: Say) -> ModelFile:
     """The model with the requested adapters. Raises InputError."""
     model = open_model(settings.model)
     model = adapted(model, read_scaled(settings.lora, model.gguf))
     check_precision(settings.precision, settings.device)
     model = with_activations(model, settings.activations)
-    return replace(model, config=replace(model.config, precision=settings.precision))
+    config = replace(model.config, precision=settings.precision)
+    where, cache = target(settings.device), cache_dtype(config, settings.cache_type)
+    return replace(model, config=with_flash(config, settings.flash_attn, where, say, cache))
 
 
 def grammar_of(settings: Speaking, tokenizer: Tokenizer) -> Grammar | None:
@@ -194,19 +204,26 @@ def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
     return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min)
 
 
+def cache_dtype(config: Config, type: str) -> Dtype:
+    """The element type of a cache. Raises InputError if heads do not fit its blocks."""
+    kind, width = DTYPES[type], config.head_width
+    if width % kind.block:
+        raise InputError(
+            f"--cache-type: {kind} packs {kind.block} values, and heads have {width}; use f16 or f32"
+        )
+    return kind
+
+
 def check_cache(model: ModelFile, cells: int, type: str) -> None:
     """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
-    c, there, kind = model.config, total_nbytes(), DTYPES[type]
+    c, there, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
     cache = 2 * cells * c.block_count * c.head_count_kv * kind.row_nbytes(c.head_width)
     if cache > there:
         raise DoesNotFit(
             f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"
         )
-    if c.head_width % kind.block:
-        raise InputError(
-            f"--cache-type: {kind} packs {kind.block} values, and heads have {c.head_width}; use f16 or f32"
-        )
-    kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if c.expert_count else ())))
+    experts = kernels.EXPERTS if c.expert_count else ()
+    kernels.prepare((*kernels.WRITING, *experts, *(() if c.flash else kernels.WRITTEN)))
 
 
 def load_generator(

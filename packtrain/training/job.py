@@ -13,6 +13,7 @@ from packtrain.corpus import Text, prepare
 from packtrain.design.plans import Base, StepShape
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
+from packtrain.flash import with_flash
 from packtrain.gguf import Value
 from packtrain.kernels.runtime import cache_root, has, writable
 from packtrain.models import transformer
@@ -200,7 +201,7 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     for note in (*corpus.notes, *_longer(settings.preset, config.context_length)):
         say(note)
     size = settings.batch_size, config.context_length
-    shape = shape_of(settings, config, *size, corpus.valid is not None)
+    shape = shape_of(settings, config, *size, corpus.valid is not None, say=say)
     fill = settings.fill_samples and settings.sample_start is None
     train = Batches(
         corpus.train,
@@ -242,10 +243,12 @@ def shape_of(
     time: int,
     evaluate: bool,
     base: Base | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> StepShape:
     """What a step of the settings computes. Raises InputError for a precision that this CPU has not."""
     check_precision(settings.precision, settings.device)
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
+    config = with_flash(config, settings.flash_attn, settings.target, say, None)
     optimizer = OPTIMIZERS[settings.optimizer]
     norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
     if optimizer.first_length is not None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, get_type_hints
 from packtrain.backends import DEVICES, Target, target
 from packtrain.dtypes import PRECISIONS, WRITABLE
 from packtrain.errors import InputError
+from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.config import PRESETS, Config
 from packtrain.optim import OPTIMIZERS
 from packtrain.samples import TRUNCATE
@@ -116,6 +117,7 @@ class RunSettings:
         " on CPUs with AVX512_BF16",
         choices=PRECISIONS,
     )
+    flash_attn: str = TRAINING(AUTO, FLASH, flags="-fa", choices=MODES)
     weight_decay: float = TRAINING(0.1, "weight decay", least=0)
     max_grad_norm: float = TRAINING(
         1.0, "clip gradients to this global norm; 0 turns clipping off", least=0

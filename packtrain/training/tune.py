@@ -189,7 +189,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     if not subject.trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, config, say)
-    shape = shape_of(settings, config, train.rows, train.time, valid is not None, base)
+    shape = shape_of(settings, config, train.rows, train.time, valid is not None, base, say)
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",

@@ -1,0 +1,53 @@
+"""Which attention a run uses: one op, where a backend has it, or products and a softmax."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from packtrain import ops
+from packtrain.backends import Target
+from packtrain.dtypes import Dtype, f32, i32
+from packtrain.errors import InputError
+from packtrain.models.config import Config
+from packtrain.tensor import Tensor, input, state
+
+AUTO, ON, OFF = MODES = "auto", "on", "off"
+FLASH = (
+    "attention as one operation (on), or written out as products and a softmax, which needs memory for all pairs (off);"
+    " auto: on where the device has it"
+)
+
+
+def with_flash(
+    config: Config, mode: str, target: Target, say: Callable[[str], None], cache: Dtype | None
+) -> Config:
+    """The config with the attention that is asked for, of a cache of this type, or of a batch. Raises InputError."""
+    lacking = "" if mode == OFF else missing(config, target, cache)
+    if lacking and mode == ON:
+        raise InputError(f"--flash-attn on: {lacking}")
+    if lacking or mode == OFF:
+        say(f"attention is written out: {lacking or '--flash-attn off'}")
+    return replace(config, flash=not (lacking or mode == OFF))
+
+
+def missing(config: Config, target: Target, cache: Dtype | None) -> str:
+    """What the target has not of the ops for such keys and values; "" if it has all."""
+    for y in asked(config, cache):
+        call = y.call
+        if call is not None and not target.supports(call.op, call.inputs):
+            names = " and ".join(backend.name for backend in target.every)
+            given = ", ".join(str(t.spec) for t in call.inputs[:3] if t is not None)
+            return f"{names} has no {call.op.name} of {given}"
+    return ""
+
+
+def asked(config: Config, cache: Dtype | None) -> list[Tensor]:
+    """Calls of one token that attends to one; nothing is allocated."""
+    d, heads, kv = config.head_width, config.head_count, config.head_count_kv
+    one = input("one", (1,), i32)
+    if cache is not None:
+        q, order = input("q", (1, heads, d)), input("order", (1, 1), i32)
+        k, v = (state(name, (1, kv, d), cache) for name in "kv")
+        return [ops.attention_cells(q, k, v, one, one, order, one, one, scale=1.0)]
+    q, k, v = (input(n, (1, 1, count, d), f32) for n, count in (("q", heads), ("k", kv), ("v", kv)))
+    y, lse = ops.attention(q, k, v, scale=1.0)
+    return [y, ops.attention_back(q, y, lse, q, k, v, scale=1.0)[0]]

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from packtrain.context import Context
 from packtrain.generation import Limits, Pieces, Speed, chain_of, check_prompt
 from packtrain.sampling import Chain, Constraint, Given, Sampling
@@ -56,9 +54,11 @@ class Answers:
         seeds: Sequence[int],
         limits: Limits,
         grammar: Constraint | None = None,
+        size: int = 0,
     ) -> None:
-        check_prompt(prompt, context.cache.cells)
-        self._context, self._limits = context, limits
+        """size: most tokens of prompt and answer; 0: those of the context."""
+        self._context, self._limits, self._size = context, limits, size or context.cache.cells
+        check_prompt(prompt, self._size)
         self.prompt, self.reading, self.writing = tuple(prompt), Speed(), Speed()
         chains = [chain_of(tokenizer, sampling, seed, prompt, grammar) for seed in seeds]
         self.every = [Answer(tokenizer, self.prompt, limits.stops, chain) for chain in chains]
@@ -82,12 +82,14 @@ class Answers:
             context.remove(seq)
             context.copy(0, seq)
         self.reading.add(len(self.prompt) - known, time.perf_counter() - began)
-        going = [*enumerate(self.every)]
+        self._limit(self.every, len(self.every))
+        going = [(seq, answer) for seq, answer in enumerate(self.every) if not answer.ended]
         while going:
             began = time.perf_counter()
             for (_, answer), given in zip(going, found, strict=True):
                 answer.take(given)
-            self._limit([answer for _, answer in going if not answer.ended])
+            room = int((context.pools.all.sets == 0).sum())
+            self._limit([answer for _, answer in going if not answer.ended], room)
             going = [(seq, answer) for seq, answer in going if not answer.ended]
             if going:
                 tokens = [answer.ids[-1] for _, answer in going]
@@ -97,9 +99,8 @@ class Answers:
                 self.writing.add(len(seqs), time.perf_counter() - began)
             yield
 
-    def _limit(self, going: list[Answer]) -> None:
-        """End those that may not go on."""
-        room = np.count_nonzero(self._context.pools.all.sets == 0)
+    def _limit(self, going: list[Answer], room: int) -> None:
+        """End those that may not go on, with so many cells free."""
         for answer in going:
             if self._limits.interrupted():
                 answer.end("interrupted")
@@ -107,5 +108,5 @@ class Answers:
                 answer.end("end")
             elif len(answer.ids) == self._limits.count:
                 answer.end("count")
-            elif room < len(going):
+            elif room < len(going) or len(self.prompt) + len(answer.ids) > self._size:
                 answer.end("context")

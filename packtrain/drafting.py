@@ -42,17 +42,24 @@ class Lookup:
 
 @dataclass(slots=True)
 class SmallModel:
-    """The likeliest next tokens of another model, as long as each has at least the probability `least`."""
+    """The likeliest next tokens of another model, as long as each has at least the probability `least`.
+
+    shared  ids below this are the same tokens in both models
+    """
 
     generator: Generator
-    least: float = 0.75
+    least: float
+    shared: int
 
     def propose(self, text: Sequence[int], count: int) -> list[int]:
         found, room = list[int](), self.generator.size - len(text)
+        if max(text) >= self.shared:
+            return found
         while len(found) < min(count, room):
             logits = self.generator.feed(self.generator.resume([*text, *found]))
             token = int(logits.argmax())
-            if 1 / np.exp(logits - logits[token], dtype=np.float64).sum() < self.least:
+            likely = 1 / np.exp(logits - logits[token], dtype=np.float64).sum()
+            if likely < self.least or token >= self.shared:
                 break
             found.append(token)
         return found

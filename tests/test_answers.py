@@ -63,6 +63,26 @@ def test_a_full_context_ends_all():
     assert sum(len(answer.ids) for answer in answers.every) >= 16 - len(PROMPT)
 
 
+def test_no_tokens_and_texts_as_long_as_the_context():
+    none = Answers(context(64), tokenizer(), PROMPT, WIDE, SEEDS, Limits(0))
+    assert not "".join(text for _, text in none) and not any(one.ids for one in none.every)
+    assert {one.ended for one in none.every} == {"count"}
+    full = Answers(context(200), tokenizer(), PROMPT, WIDE, SEEDS, Limits(), size=20)
+    assert [*full]
+    for one in full.every:
+        assert one.ended == "end" or (len(PROMPT) + len(one.ids) == 21 and one.ended == "context")
+
+
+def test_each_answer_may_be_as_long_as_the_context_of_the_model(tmp_path: Path):
+    config = random_model(tmp_path / "a.gguf", "llama")
+    how = {"logit_bias": ("2-inf",), "seed": 1}
+    given = Generate(tmp_path / "a.gguf", prompt="the", n_predict=10**6, parallel=3, **how)
+    done = generate(given, Events())
+    alone = generate(replace(given, parallel=1), Events())
+    for one in (done, *done.others):
+        assert one.ended == "context" and len(one.ids) == len(alone.ids) > config.context_length / 2
+
+
 def test_the_command_writes_them_one_after_the_other(tmp_path: Path):
     random_model(tmp_path / "a.gguf", "llama")
     pieces = list[str]()

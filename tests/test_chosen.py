@@ -168,7 +168,7 @@ def test_replies_with_and_without_guesses(
 
     with on_the_host():
         want = reply()
-    guessing = SmallModel(Generator(small), 0.0)
+    guessing = SmallModel(Generator(small), 0.0, small.config.vocab_size)
     assert all(reply(drafter) == want for drafter in (None, Wild(want), guessing))
 
 

@@ -24,17 +24,31 @@ from tests.test_generate import PROMPT, tokenizer
 KNOWN = replace(CONFIG, vocab_size=len(tokenizer().tokens))
 
 
-def generator(seed: int = 0, cells: int = 64, rows: int = 9) -> Generator:
+def generator(seed: int = 0, cells: int = 64, rows: int = 9, more: int = 0) -> Generator:
+    """more: tokens that the tokenizer does not have."""
+    config = replace(KNOWN, vocab_size=KNOWN.vocab_size + more)
     session, cache, sizes = Session(), Cache(cells), Sizes.of(cells, rows)
-    runs = session.executors(placements(KNOWN, cache, sizes))
-    session.set(values(KNOWN, seed))
-    return Generator(Context.within(KNOWN, cache, sizes, runs))
+    runs = session.executors(placements(config, cache, sizes))
+    session.set(values(config, seed))
+    return Generator(Context.within(config, cache, sizes, runs))
 
 
 def reply(sampling: Sampling, drafter: Drafter | None = None, count: int = 40, **how: int) -> Reply:
     made = Reply(generator(**how), tokenizer(), PROMPT, sampling, 7, Limits(count), drafter, 8)
     "".join(made)
     return made
+
+
+def test_tokens_that_only_one_model_has_are_not_guessed():
+    """The larger vocabulary may be either's."""
+    wide = Sampling(temp=1.5, top_k=0, top_p=1, min_p=0)
+    alone = reply(wide)
+    large = SmallModel(generator(1, more=90), 0.0, KNOWN.vocab_size)
+    proposed = [large.propose([*PROMPT, token], 8) for token in range(KNOWN.vocab_size)]
+    assert any(len(guess) < 8 for guess in proposed)
+    assert max(map(max, filter(None, proposed))) < KNOWN.vocab_size
+    assert reply(wide, large).ids == alone.ids
+    assert SmallModel(generator(1), 0.0, 9).propose([8, 9], 8) == []
 
 
 class Wild:
@@ -57,8 +71,8 @@ def test_guesses_do_not_change_the_text(sampling: Sampling):
     drafters = (
         Wild(alone.ids),
         Lookup(),
-        SmallModel(generator(0), 0.0),
-        SmallModel(generator(1), 0.0),
+        SmallModel(generator(0), 0.0, KNOWN.vocab_size),
+        SmallModel(generator(1), 0.0, KNOWN.vocab_size),
     )
     for drafter in drafters:
         guessed = reply(sampling, drafter)
@@ -70,9 +84,9 @@ def test_guesses_do_not_change_the_text(sampling: Sampling):
 
 def test_a_model_guesses_itself():
     greedy = Sampling(temp=0)
-    alone, guessed = reply(greedy), reply(greedy, SmallModel(generator(), 0.0))
+    alone, guessed = reply(greedy), reply(greedy, SmallModel(generator(), 0.0, KNOWN.vocab_size))
     assert guessed.ids == alone.ids and guessed.accepted == guessed.drafted > 30
-    sure = reply(greedy, SmallModel(generator(), 1.1))
+    sure = reply(greedy, SmallModel(generator(), 1.1, KNOWN.vocab_size))
     assert sure.ids == alone.ids and sure.drafted == 0
 
 

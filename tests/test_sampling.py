@@ -194,6 +194,7 @@ def test_dry_breakers_are_found_in_pieces_and_across_them():
 def test_the_penalty_of_dry_is_bounded():
     got = dry(made([0.5, 0.5]), [0] * 300, {}, 1.0, 1.75, 2).logits
     assert np.isfinite(got).all() and got[0] < -1e30
+    assert dry(made([0.5, 0.5]), [0] * 300, {}, 1.0, 1e300, 0).logits[0] == -1e300
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_biases():
         Chain(Sampling(logit_bias=tuple(f"{i}-inf" for i in range(4)))).choose(logits)
 
 
-@pytest.mark.parametrize("given", ["12", "x+1", "3*2", "3+", "3+inf", "3+nan", "-1+2"])
+@pytest.mark.parametrize("given", ["3+1e31", "12", "x+1", "3*2", "3+", "3+inf", "3+nan", "-1+2"])
 def test_biases_that_cannot_be_read(given):
     with pytest.raises(InputError, match="--logit-bias is"):
         Sampling(logit_bias=(given,)).check_sampling()

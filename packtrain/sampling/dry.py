@@ -28,7 +28,7 @@ def dry(
     most = _unbroken(recent, breakers)
     if most < allowed:
         return c
-    longest = int(MOST_LOG / math.log(base)) if base > 1.000001 else 0
+    longest = max(int(MOST_LOG / math.log(base)), 1) if base > 1.000001 else 0
     logits = c.logits.copy()
     for id, length in _extended(recent, most).items():
         if length >= allowed and () not in breakers.get(id, ()):

@@ -25,6 +25,7 @@ ORDER = (
 )
 ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical": "typ_p"}
 BIAS = re.compile(r"(\d+)([+-])(.+)")
+MOST = 1e30  # with larger ones sums are no longer finite
 BREAKERS = ("\n", ":", '"', "*")
 
 
@@ -50,6 +51,7 @@ class Sampling:
     top_n_sigma: float = SAMPLING(
         -1.0,
         "drop logits more than this many standard deviations below the largest; -1: none",
+        most=MOST,
         flags="--top-nsigma",
     )
     typical: float = SAMPLING(
@@ -66,12 +68,18 @@ class Sampling:
     xtc_threshold: float = SAMPLING(
         0.1, "all but the last of the tokens this likely are excluded; over 0.5: none", least=0
     )
-    repeat_penalty: float = SAMPLING(1.0, "penalty on recent tokens; 1: none", least=0.01)
-    frequency_penalty: float = SAMPLING(0.0, "penalty for each time that a token is recent")
-    presence_penalty: float = SAMPLING(0.0, "penalty on recent tokens, however often they are")
+    repeat_penalty: float = SAMPLING(
+        1.0, "penalty on recent tokens; 1: none", least=0.01, most=MOST
+    )
+    frequency_penalty: float = SAMPLING(
+        0.0, "penalty for each time that a token is recent", least=-MOST, most=MOST
+    )
+    presence_penalty: float = SAMPLING(
+        0.0, "penalty on recent tokens, however often they are", least=-MOST, most=MOST
+    )
     repeat_last_n: int = SAMPLING(64, "how many tokens count as recent; -1: all", least=-1)
     dry_multiplier: float = SAMPLING(
-        0.0, "DRY: penalty on tokens that extend a repetition; 0: none", least=0
+        0.0, "DRY: penalty on tokens that extend a repetition; 0: none", least=0, most=MOST
     )
     dry_base: float = SAMPLING(
         1.75, "DRY: the penalty grows by this for each token repeated", least=1
@@ -141,7 +149,7 @@ def parsed_bias(given: str) -> tuple[int, float]:
         bias = float(match[2] + match[3]) if match else math.nan
     except ValueError:
         bias = math.nan
-    if match is None or math.isnan(bias) or bias == math.inf:
+    if match is None or not (abs(bias) <= MOST or bias == -math.inf):
         raise InputError(
             f"--logit-bias is {given!r}; it must be like 15043+1.5, 15043-1 or 15043-inf"
         )

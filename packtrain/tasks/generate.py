@@ -10,6 +10,7 @@ from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.files import read_text
 from packtrain.generation import Limits, Reply
+from packtrain.grammar import Grammar
 from packtrain.models.cache import SEQUENCES
 from packtrain.sampling import Sampling
 from packtrain.settings import option
@@ -79,13 +80,10 @@ def generate(settings: Generate, events: Events) -> Generated:
     tokenizer = model.tokenizer()
     grammar = grammar_of(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
-    sequences, count = max(settings.parallel, settings.num_beams), settings.n_predict
-    wanted = len(ids) + count * sequences if count >= 0 else CONTEXT
-    most = cells(settings, model.config.context_length, max(wanted, len(ids) + 1), events)
-    generator, seed = (
-        load_generator(settings, model, most, sequences=sequences),
-        settings.drawn_seed(),
-    )
+    sequences = max(settings.parallel, settings.num_beams)
+    size, most = _sizes(settings, len(ids), sequences, model.config.context_length, events)
+    generator = load_generator(settings, model, most, sequences=sequences)
+    seed = settings.drawn_seed()
     if settings.num_beams:
         return searched(settings, generator.context, tokenizer, ids, prompt, events)
     if settings.parallel > 1 and (settings.draft_lookup or settings.model_draft):
@@ -93,7 +91,7 @@ def generate(settings: Generate, events: Events) -> Generated:
             "--parallel writes tokens of all answers together; it takes no --model-draft"
         )
     if settings.parallel > 1:
-        return several(settings, generator.context, tokenizer, ids, seed, events)
+        return several(settings, generator.context, tokenizer, ids, seed, grammar, size, events)
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
         how = drafter(settings, model, most), settings.draft_max, grammar
@@ -103,12 +101,27 @@ def generate(settings: Generate, events: Events) -> Generated:
         return written(reply, seed, events)
 
 
+def _sizes(
+    settings: Generate, prompt: int, sequences: int, context: int, events: Events
+) -> tuple[int, int]:
+    """The most tokens of one text, and of all together, which share the prompt."""
+    count = settings.n_predict
+    wanted = CONTEXT if count < 0 else prompt + count
+    size = cells(settings, context, max(wanted, prompt + 1), events)
+    if settings.ctx is not None or count < 0:
+        return size, size
+    every = size + (sequences - 1) * max(size - prompt, 0)
+    return size, max(size, min(every, context)) if settings.num_beams else every
+
+
 def several(
     settings: Generate,
     context: Context,
     tokenizer: Tokenizer,
     ids: list[int],
     seed: int,
+    grammar: Grammar | None,
+    size: int,
     events: Events,
 ) -> Generated:
     """--parallel answers, each with the seed after that of the one before."""
@@ -116,15 +129,8 @@ def several(
     begun = -1
     with events.stopping() as stopped:
         limits = Limits(settings.n_predict, settings.stop, stopped)
-        answers = Answers(
-            context,
-            tokenizer,
-            ids,
-            settings.sampling,
-            seeds,
-            limits,
-            grammar_of(settings, tokenizer),
-        )
+        how = settings.sampling, seeds, limits, grammar, size
+        answers = Answers(context, tokenizer, ids, *how)
         for number, piece in answers:
             if number > begun:
                 begun = number

@@ -201,7 +201,8 @@ def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
         return None
     small = open_model(settings.model_draft)
     check_vocabularies(model, small)
-    return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min)
+    shared = min(model.config.vocab_size, small.config.vocab_size)
+    return SmallModel(load_generator(settings, small, cells, 1), settings.draft_p_min, shared)
 
 
 def cache_dtype(config: Config, type: str) -> Dtype:

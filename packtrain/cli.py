@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": ("generate", "Generate"),
     "chat": ("chat", "Chat"),
     "embed": ("embed", "Embedding"),
+    "serve": ("serve", "Serve"),
     "eval": ("evaluate", "Evaluate"),
     "data": ("data", "Data"),
     "inspect": ("inspect", "Inspect"),

@@ -263,18 +263,19 @@ def _breakers(tokenizer: Tokenizer, sampling: Sampling) -> Breakers:
 
 
 class Pieces:
-    """Releases text piece by piece, holding back an end that could become a stop text."""
+    """Releases text piece by piece, holding back an end that could become a stop text; `found` is the one that came."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stops, self.stopped, self._held = stops, False, ""
+        self.stops, self.stopped, self.found, self._held = stops, False, "", ""
 
     def add(self, piece: str) -> str:
         """The text that can be released now, up to the first stop text."""
         text = self._held + piece
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
+            at, self.found = min(found)
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[:at]
         keep = max(
             (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
             default=0,

@@ -70,11 +70,12 @@ LAYERS = {
     " recompute models context watch version backends",
     "training": "child errors events words files settings dtypes tensor graph optim placing planning run memory stop"
     " kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
+    "serving": "errors words template samples tokenizer models sampling grammar context generation embedding version",
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
-    " quant gguf tokenizer corpus samples models flash merging grammar sampling context generation drafting answers"
-    " beams embedding template watch design training backends",
+    " quant gguf tokenizer corpus samples serving models flash merging grammar sampling context generation drafting"
+    " answers beams embedding template watch design training backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",
     "library": "events settings tasks design training",
@@ -85,6 +86,7 @@ LAYERS = {
     "__main__": "cli",
 }
 OUTSIDE = {
+    "serving": {"numpy", "starlette", "uvicorn"},
     "kernels": {"numpy", "numba", "llvmlite", "threadpoolctl"},
     "settings": {"yaml"},
     "template": {"jinja2", "numpy"},

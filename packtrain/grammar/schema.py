@@ -30,6 +30,14 @@ def of_schema(text: str) -> str:
     return f"{HEAD}start: %json {json.dumps(closed)}\n"
 
 
+def of_calls(schema: Any, opening: str, closing: str, several: bool) -> str:
+    """The grammar of texts between which a JSON document stands, once or several times; as llguidance writes them."""
+    closed = _closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
+    call = " ".join(filter(None, (opening, "document", closing)))
+    again = f" (/\\s*/ {call})*" if several else ""
+    return f"{HEAD}start: {call}{again}\ndocument: %json {json.dumps(closed)}\n"
+
+
 def _closed(schema: Any, merged: bool = False) -> Any:
     """Objects with properties take no others, where the schema does not say; parts of allOf are `merged`."""
     if isinstance(schema, list):

@@ -62,14 +62,21 @@ def parsed(given: Any, at: str) -> Any:
     return _json(given, at, '[{"role": …}]') if isinstance(given, str) and given.strip() else given
 
 
-def read_messages(turns: Any, where: str, name: str) -> list[Message]:
+def question(turns: Any, tools: Any, where: str) -> Conversation:
+    """A conversation that waits for an answer; contents may be empty."""
+    messages = read_messages(turns, where, "messages", empty=True)
+    _name_calls(messages)
+    return Conversation(where, messages, _tools(tools, where))
+
+
+def read_messages(turns: Any, where: str, name: str, empty: bool = False) -> list[Message]:
     turns = parsed(turns, f"{where}: {name}")
     if not isinstance(turns, list) or not turns:
         raise InputError(f"{where}: {name} must be a list of messages", WANTED)
-    return [_message(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(turns)]
+    return [_message(turn, f"{where}: {name}[{i}]", empty) for i, turn in enumerate(turns)]
 
 
-def _message(turn: Any, at: str) -> Message:
+def _message(turn: Any, at: str, empty: bool) -> Message:
     turn = an_object(turn, at)
     given = turn.get("role", turn.get("from"))
     role = ROLES.get(given.lower()) if isinstance(given, str) else None
@@ -84,13 +91,13 @@ def _message(turn: Any, at: str) -> Message:
         parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
         words = _content(content, at) if content else ""
         return {"role": role, "content": words, **kept, "tool_calls": parsed_calls}
-    return new_message(role, content, at) | kept
+    return new_message(role, content, at, empty) | kept
 
 
-def new_message(role: str, content: Any, at: str) -> Message:
-    """A message; only a tool's may be empty."""
+def new_message(role: str, content: Any, at: str, empty: bool = False) -> Message:
+    """A message; only a tool's may be empty, unless all may."""
     text = _content(content, at)
-    if role != "tool" and not text.strip():
+    if role != "tool" and not empty and not text.strip():
         raise InputError(f"{at}: the {role}'s content is empty", "it must have words")
     return {"role": role, "content": text}
 

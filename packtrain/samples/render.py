@@ -85,6 +85,11 @@ class Renderer:
         self.notes[UNSTABLE] += 1
         return alone
 
+    def prompt(self, conversation: Conversation) -> str:
+        """The text up to the answer that comes next."""
+        messages, tools = self._fitted(conversation)
+        return self.template.render(messages, tools, add_generation_prompt=True)
+
     def _turn(self, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
         """The conversation up to a turn of the assistant, with the span of this turn."""
         prompt = self.template.render(messages[:i], tools, add_generation_prompt=True)

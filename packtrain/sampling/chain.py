@@ -76,6 +76,7 @@ class Chain:
         self._constraint = constraint.copy() if constraint else None
         self.sampling: Sampling = sampling
         self.seed, self.index = seed, 0
+        self.whole = False  # whether all logits are wanted, whatever the samplers need
         self.recent, self.mu = [*recent], 2 * sampling.mirostat_ent
         self._breakers, self._biases = breakers or {}, sampling.biases
         self._steps = [STEPS[name] for name in sampling.order]
@@ -83,7 +84,7 @@ class Chain:
     def copy(self) -> "Chain":
         """A chain of the same state that goes its own way."""
         other = Chain(self.sampling, self.seed, self.recent, self._breakers, self._constraint)
-        other.index, other.mu = self.index, self.mu
+        other.index, other.mu, other.whole = self.index, self.mu, self.whole
         return other
 
     @property
@@ -93,6 +94,8 @@ class Chain:
 
     def cut(self, ahead: int = 0) -> Cut:
         """What must leave the device for the token `ahead` of the next one."""
+        if self.whole:
+            return Cut()
         index, constrained = self.index + ahead, self._constraint is not None
         return cut(self.sampling, self.seed, index, constrained=constrained)
 

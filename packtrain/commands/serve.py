@@ -1,0 +1,26 @@
+"""packtrain serve: answer clients of llama-server and OpenAI's API, and show a page to compare models."""
+
+from importlib import import_module
+
+from packtrain.commands import DONE, say
+from packtrain.commands.shown import Shown
+from packtrain.tasks.serve import Serve, check_extra, load
+
+__all__ = ["Serve", "run"]
+
+
+def run(settings: Serve) -> int:
+    """Serve until a signal. Raises InputError, DoesNotFit."""
+    check_extra()
+    app, listen = (import_module(f"packtrain.serving.{name}") for name in ("app", "listen"))
+    keys = settings.keys()
+    sock = listen.bound(settings.host, settings.port)
+    server = load(settings, Shown())
+    host, port = sock.getsockname()[:2]
+    engine = server.engine
+    say(
+        f"{server.name}: {len(engine.slots)} slots, a context of {engine.context.cache.cells:,} tokens"
+        f"\nlistening on http://{f'[{host}]' if ':' in host else host}:{port}, stop with Ctrl-C"
+    )
+    listen.listen(app.app(server, keys), engine, sock, say)
+    return DONE

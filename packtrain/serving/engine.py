@@ -1,0 +1,312 @@
+"""The engine: a thread that runs the model for all slots together, one batch after the other."""
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from packtrain.context import Context
+from packtrain.errors import InputError
+from packtrain.models.cache import CacheFull
+from packtrain.sampling import Chain, Given
+from packtrain.serving.jobs import CANCELLED, FAILED, Busy, Counts, End, Job, Ticket, Told
+from packtrain.serving.slots import Slot, Writing
+from packtrain.tokenizer import Tokenizer
+
+T = TypeVar("T")
+CHUNK = 128  # tokens of one run: what a short prompt waits for while a long one is read
+PATIENCE = 4  # runs after which a prompt is read even if shorter ones wait
+SHARED = 16  # tokens that another prompt must have in common with this one to be waited for
+SIMILAR = (
+    0.1  # share of a prompt that a slot must know to be taken for that, as llama-server's -sps
+)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start: tokens and seconds of prompts and of answers, runs, and slots that were busy in them."""
+
+    read: int = 0
+    reading: float = 0.0
+    written: int = 0
+    writing: float = 0.0
+    runs: int = 0
+    busy: int = 0
+
+
+class Engine:
+    """Jobs in, text out. All calls of the context are made by its own thread.
+
+    waiting  most jobs that wait for a slot
+    similar  share of a prompt that a slot must know to be preferred for it
+    """
+
+    def __init__(
+        self, context: Context, tokenizer: Tokenizer, *, waiting: int = 256, chunk: int = CHUNK,
+        similar: float = SIMILAR,
+    ) -> None:  # fmt: skip
+        self.context, self.totals = context, Totals()
+        self.slots = [Slot(number) for number in range(context.pools.sequences)]
+        self._tokenizer, self._waiting, self._similar = tokenizer, waiting, similar
+        self._chunk = max(chunk, len(self.slots) + 1)
+        self._queue, self._calls = deque[Ticket](), deque[Callable[[], None]]()
+        self._change, self._closing = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def limit(self) -> int:
+        """How many tokens a sequence can have."""
+        pools = self.context.pools
+        return pools.cells // pools.sequences if pools.parts else pools.cells
+
+    # ---- from any thread
+
+    def submit(self, job: Job, tell: Callable[[Told], None]) -> Ticket:
+        """Queue a job. Raises Busy."""
+        ticket = Ticket(job, tell)
+        with self._change:
+            if self._closing:
+                raise Busy("the server is shutting down")
+            if len(self._queue) >= self._waiting:
+                raise Busy(f"{self._waiting} requests are waiting already; try again later")
+            self._queue.append(ticket)
+            self._change.notify()
+        return ticket
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function in the engine's thread, between two runs."""
+        future = Future[T]()
+
+        def work() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._change:
+            self._calls.append(work)
+            self._change.notify()
+        return future
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for a slot."""
+        return len(self._queue)
+
+    def close(self, patience: float) -> None:
+        """Take no more jobs; after `patience` seconds, those that are not done end as cancelled."""
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        self._thread.join(patience)
+        for ticket in [*self._queue, *(w.ticket for w in self._all())]:
+            ticket.cancel()
+        self._thread.join()
+
+    # ---- in its own thread
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                while not (self._queue or self._calls or self._all() or self._closing):
+                    self._change.wait()
+                if self._closing and not (self._queue or self._calls or self._all()):
+                    return
+                calls = [self._calls.popleft() for _ in range(len(self._calls))]
+            for work in calls:
+                work()
+            self._end_cancelled()
+            self._admit()
+            try:
+                self._step()
+            except Exception as error:  # a fault of ours: who waits is told, and the server goes on
+                traceback.print_exc()
+                for slot in self.slots:
+                    if slot.writing:
+                        self._finish(slot, FAILED, f"internal error: {type(error).__name__}")
+                        self.context.remove(slot.number)
+
+    def _all(self) -> list[Writing]:
+        return [slot.writing for slot in self.slots if slot.writing]
+
+    def _end_cancelled(self) -> None:
+        for slot in self.slots:
+            if slot.writing and slot.writing.ticket.cancelled:
+                self._finish(slot, CANCELLED)
+        with self._change:
+            gone = [ticket for ticket in self._queue if ticket.cancelled]
+            for ticket in gone:
+                self._queue.remove(ticket)
+        for ticket in gone:
+            ticket.tell(End(CANCELLED, Counts(len(ticket.job.prompt))))
+
+    def _finish(self, slot: Slot, reason: str, why: str = "") -> None:
+        """End the answer of a slot, whose cells stay until room is short; those that pause may go on."""
+        assert slot.writing
+        slot.writing.end(reason, why)
+        slot.writing = None
+        self.context.release(slot.number)
+        for writing in self._all():
+            writing.paused = False
+
+    # ---- which slot
+
+    def _admit(self) -> None:
+        """Give jobs to idle slots, the first come first; one whose beginning is just being read waits for that."""
+        for ticket in [*self._queue]:
+            if len(self._all()) == len(self.slots):
+                return
+            slot = self._slot_for(ticket.job)
+            if slot is not None:
+                with self._change:
+                    self._queue.remove(ticket)
+                self._begin(slot, ticket)
+
+    def _slot_for(self, job: Job) -> Slot | None:
+        idle = [slot for slot in self.slots if not slot.writing]
+        if job.slot >= 0:
+            idle = [slot for slot in idle if slot.number == job.slot]
+        if not idle or self._is_being_read(job):
+            return None
+        best = max(idle, key=lambda slot: (self._known(slot, job), -slot.used))
+        if self._known(best, job) > self._similar * len(job.prompt):
+            return best
+        return min(idle, key=lambda slot: slot.used)
+
+    def _known(self, slot: Slot, job: Job) -> int:
+        """How much of a prompt is in the cells of a slot."""
+        if slot.scales != job.adapters:
+            return 0
+        pools = self.context.pools
+        return common(pools.tokens[pools.all.of(slot.number)], job.prompt)
+
+    def _is_being_read(self, job: Job) -> bool:
+        """Whether a slot reads a prompt that begins like this one, further than any slot has got."""
+        there = max(self._known(slot, job) for slot in self.slots)
+        coming = (
+            common(w.job.prompt, job.prompt)
+            for w in self._all()
+            if w.reading and not w.paused and w.job.adapters == job.adapters
+        )
+        return job.reuse and max(coming, default=0) >= there + SHARED
+
+    def _begin(self, slot: Slot, ticket: Ticket) -> None:
+        job, context = ticket.job, self.context
+        try:
+            writing = Writing(ticket, self._tokenizer, slot.number)
+        except InputError as error:
+            ticket.tell(End(FAILED, Counts(len(job.prompt)), why=str(error)))
+            return
+        if not job.reuse:
+            context.remove(slot.number)
+        else:
+            self._share(slot, job)
+        if slot.scales != job.adapters:
+            context.remove(slot.number)
+        slot.scales, slot.used, slot.writing = job.adapters, time.monotonic(), writing
+        writing.cached = context.reuse(slot.number, job.prompt)
+        writing.left = [*job.prompt[writing.cached :]]
+
+    def _share(self, slot: Slot, job: Job) -> None:
+        """If another slot knows more of the prompt, have the same cells."""
+        if self.context.pools.parts:
+            return
+        best = max(self.slots, key=lambda one: self._known(one, job))
+        known = self._known(best, job)
+        if known >= self._known(slot, job) + SHARED:
+            self.context.remove(slot.number)
+            self.context.copy(best.number, slot.number, 0, known)
+            slot.scales = job.adapters
+
+    # ---- one run
+
+    def _step(self) -> None:
+        """Run the model once for the tokens that come next, and choose tokens from the results."""
+        tokens, seqs, rows, chains = list[int](), list[int](), list[int](), list[Chain]()
+        parts = self._batch()
+        for slot, count in parts:
+            assert slot.writing
+            tokens += slot.writing.left[:count]
+            seqs += [slot.number] * count
+            if count == len(slot.writing.left):
+                rows.append(len(tokens) - 1)
+                chains.append(slot.writing.chain)
+        if not tokens:
+            return
+        began = time.perf_counter()
+        try:
+            found = self.context.choices(tokens, chains, seqs, wanted=rows)
+        except CacheFull:
+            self._make_room()
+            return
+        self._read(parts, found)
+        self._count(parts, time.perf_counter() - began)
+
+    def _batch(self) -> list[tuple[Slot, int]]:
+        """Slots, and how many of their tokens are read: one of each that writes, and prompts or a part of one."""
+        going = [s for s in self.slots if s.writing and not s.writing.paused]
+        batch = [(s, 1) for s in going if s.writing and not s.writing.reading]
+        prompts = [(s, s.writing) for s in going if s.writing and s.writing.reading]
+        prompts.sort(key=lambda p: (p[1].waited < PATIENCE, len(p[1].left)))
+        room = self._chunk - len(batch)
+        for i, (slot, writing) in enumerate(prompts):
+            count = min(len(writing.left), room)
+            writing.waited += 1
+            if i == 0 or count == len(writing.left):  # short ones do not wait for parts of others
+                batch.append((slot, count))
+                writing.waited, room = 0, room - count
+        return batch
+
+    def _read(self, parts: Sequence[tuple[Slot, int]], found: Sequence[Given]) -> None:
+        """Give the results of a run to the slots that have read all they had."""
+        rows = iter(found)
+        for slot, count in parts:
+            writing = slot.writing
+            assert writing
+            writing.left = writing.left[count:]
+            if writing.left:
+                continue
+            try:
+                writing.take(next(rows))
+            except InputError as error:
+                self._finish(slot, FAILED, str(error))
+                continue
+            if writing.ended:
+                self._finish(slot, "")
+            elif len(writing.resume()) > self.limit:
+                self._finish(slot, "context")
+
+    def _make_room(self) -> None:
+        """Let the answer that began last pause; its text is read again later. One alone is over."""
+        going = [slot for slot in self.slots if slot.writing and not slot.writing.paused]
+        last = max(going, key=lambda slot: slot.used)
+        assert last.writing
+        if len(going) == 1:
+            self._finish(last, "context")
+            return
+        last.writing.paused, last.writing.left = True, last.writing.resume()
+        self.context.remove(last.number)
+
+    def _count(self, parts: Sequence[tuple[Slot, int]], seconds: float) -> None:
+        totals, every = self.totals, sum(count for _, count in parts)
+        written = sum(1 for _, count in parts if count == 1)
+        totals.runs += 1
+        totals.busy += len(parts)
+        totals.read += every - written
+        totals.written += written
+        totals.reading += seconds * (every - written) / every
+        totals.writing += seconds * written / every
+
+
+def common(known: Sequence[int], text: Sequence[int]) -> int:
+    """How many tokens two texts have in common at the beginning."""
+    size = min(len(known), len(text))
+    differ = np.flatnonzero(np.asarray(known[:size]) != np.asarray(text[:size]))
+    return int(differ[0]) if len(differ) else size

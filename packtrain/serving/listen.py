@@ -1,0 +1,62 @@
+"""Listening: the HTTP server around the application, until a signal ends it."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from packtrain.errors import InputError
+from packtrain.serving.engine import Engine
+
+HEADERS = 64 << 10  # most bytes of a request's headers
+CONNECTIONS = 512  # at once; more are refused
+LINGER = 30.0  # seconds that running answers have once a signal came
+BACKLOG = 128
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises InputError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        why = str(error.strerror or error).lower()
+        raise InputError(
+            f"--host {host} --port {port}: cannot listen there: {why}", "use another port"
+        ) from None
+
+
+class _Listener(uvicorn.Server):
+    """Ends running answers before it stops."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, say: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._engine, self._say = engine, say
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            self._say(
+                f"stopping: running answers have {LINGER:g} s; a second signal ends them at once"
+            )
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        patience = 0.0 if self.force_exit else LINGER
+        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, patience))
+        await super().shutdown(sockets)
+        await closing
+
+
+def listen(app: Starlette, engine: Engine, sock: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve until a signal; running answers may finish, for a while."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
+        date_header=True, h11_max_incomplete_event_size=HEADERS, limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=int(LINGER) + 5, timeout_keep_alive=30,
+    )  # fmt: skip
+    with suppress(KeyboardInterrupt):  # the signal again, once all has ended
+        _Listener(config, engine, say).run(sockets=[sock])

@@ -1,0 +1,284 @@
+"""What each route does. Functions of POST run in a thread, and get the body."""
+
+import base64
+import math
+import re
+import time
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from packtrain.errors import InputError
+from packtrain.serving import reading
+from packtrain.serving.asked import Body, adapters_of, prompt_of, prompts_of
+from packtrain.serving.completions import Chats, Texts
+from packtrain.serving.jobs import Job
+from packtrain.serving.metrics import metrics_text
+from packtrain.serving.native import Native, settings_of
+from packtrain.serving.server import Server
+from packtrain.serving.shapes import FINGERPRINT, Refused
+from packtrain.serving.stream import answer
+from packtrain.serving.tools import Tools
+
+VOCABULARIES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
+MOST_TEXTS = 2048
+NAME = re.compile(r"[\w.-]{1,128}")
+
+
+# ---- answers
+
+
+def completion(server: Server, body: Body, request: Request) -> Response:
+    jobs = reading.completions(server, body)
+    shape = Native(body, jobs, server.name, server.tokenizer)
+    return answer(server, jobs, shape, body.flag("stream"))
+
+
+def text_completion(server: Server, body: Body, request: Request) -> Response:
+    jobs = reading.texts(server, body)
+    told = body.get("logprobs") not in (None, False)
+    shape = Texts(server.name, server.tokenizer, counted(body), told)
+    return answer(server, jobs, shape, body.flag("stream"))
+
+
+def chat_completion(server: Server, body: Body, request: Request) -> Response:
+    chat = reading.chat(server, body)
+    how = counted(body), body.flag("logprobs"), chat.tools, len(chat.jobs)
+    shape = Chats(server.name, server.tokenizer, *how)
+    return answer(server, chat.jobs, shape, body.flag("stream"))
+
+
+def counted(body: Body) -> bool:
+    """Whether a stream ends with the counts of tokens."""
+    return body.has("stream_options") and Body(body.get("stream_options")).flag("include_usage")
+
+
+# ---- texts and tokens
+
+
+def tokenize(server: Server, body: Body, request: Request) -> Any:
+    ids = tokens_of(server, body)
+    if not body.flag("with_pieces"):
+        return {"tokens": ids}
+    return {"tokens": [{"id": id, "piece": piece_of(server, id)} for id in ids]}
+
+
+def tokens_of(server: Server, body: Body) -> list[int]:
+    content, special = body.get("content"), body.flag("parse_special", True)
+    begun = None if body.flag("add_special") else False
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return server.tokenizer.encode(content, bos=begun, eos=False, special=special)
+    return prompt_of(content, server.tokenizer)
+
+
+def piece_of(server: Server, id: int) -> str | list[int]:
+    """The text of a token, or its bytes where they are no text."""
+    piece = server.tokenizer.piece(id)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return [*piece]
+
+
+def detokenize(server: Server, body: Body, request: Request) -> Any:
+    ids = body.listed("tokens", 1 << 22)
+    if not all(isinstance(id, int) and 0 <= id < server.tokenizer.vocab_size for id in ids):
+        raise InputError(f"tokens must be ids below {server.tokenizer.vocab_size:,}")
+    return {"content": server.tokenizer.decode(ids)}
+
+
+def apply_template(server: Server, body: Body, request: Request) -> Any:
+    return {"prompt": asked_text(server, body)}
+
+
+def count_tokens(server: Server, body: Body, request: Request) -> Any:
+    return {"input_tokens": len(server.ids(asked_text(server, body)))}
+
+
+def asked_text(server: Server, body: Body) -> str:
+    conversation = reading.conversation_of(body)
+    tools = Tools.of(body, conversation, server.source)
+    return reading.prompt_text(server, conversation, tools)
+
+
+# ---- embeddings
+
+
+def embeddings(server: Server, body: Body, request: Request) -> Any:
+    """OpenAI's shape: `input` is a text or tokens, or several."""
+    kind = body.text("encoding_format", "float")
+    if kind not in ("float", "base64"):
+        raise InputError(f"encoding_format is {kind!r}; it must be float or base64")
+    if body.has("dimensions"):
+        raise InputError("dimensions: this model's embeddings have one size")
+    texts = prompts_of(body.get("input"), server.tokenizer, MOST_TEXTS)
+    data = [
+        {"object": "embedding", "index": index, "embedding": encoded(vector, kind)}
+        for index, vector in enumerate(server.embed(texts))
+    ]
+    tokens = sum(map(len, texts))
+    counts = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": server.name, "data": data, "usage": counts}
+
+
+def encoded(vector: np.ndarray, kind: str) -> Any:
+    """Numbers, or the bytes of f32 as base64."""
+    if kind == "float":
+        return [float(x) for x in vector]
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def embedding(server: Server, body: Body, request: Request) -> Any:
+    """llama-server's own shape."""
+    given = body.get("content") if body.has("content") else body.get("input")
+    texts = prompts_of(given, server.tokenizer, MOST_TEXTS)
+    vectors = server.embed(texts)
+    return [
+        {"index": i, "embedding": [encoded(vector, "float")]} for i, vector in enumerate(vectors)
+    ]
+
+
+# ---- the server
+
+
+def health(server: Server, request: Request) -> Any:
+    return {"status": "ok"}
+
+
+def models(server: Server, request: Request) -> Any:
+    config, gguf = server.model.config, server.model.gguf
+    about = {
+        "vocab_type": VOCABULARIES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0),
+        "n_vocab": config.vocab_size,
+        "n_ctx": server.engine.limit,
+        "n_ctx_train": config.context_length,
+        "n_embd": config.embedding_length,
+        "n_params": sum(math.prod(entry.shape) for entry in gguf.entries.values()),
+        "size": sum(entry.nbytes for entry in gguf.entries.values()),
+    }
+    one = {
+        "id": server.name,
+        "object": "model",
+        "created": int(server.began),
+        "owned_by": "packtrain",
+    }
+    return {"object": "list", "data": [one | {"aliases": [server.name], "meta": about}]}
+
+
+def props(server: Server, request: Request) -> Any:
+    text = server.tokenizer.piece
+    bos, eos = server.tokenizer.bos, server.tokenizer.eos
+    params = settings_of(Job(prompt=(0,), sampling=server.sampling, seed=server.seed))
+    return {
+        "default_generation_settings": {"params": params, "n_ctx": server.engine.limit},
+        "total_slots": len(server.engine.slots),
+        "model_alias": server.name,
+        "model_path": server.model.gguf.path.name,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": server.source,
+        "bos_token": "" if bos is None else text(bos).decode(errors="replace"),
+        "eos_token": "" if eos is None else text(eos).decode(errors="replace"),
+        "build_info": FINGERPRINT,
+    }
+
+
+def slots(server: Server, request: Request) -> Any:
+    every = server.engine.slots
+    if "fail_on_no_slot" in request.query_params and all(slot.writing for slot in every):
+        raise Refused(503, "no slot available")
+    return [
+        {
+            "id": slot.number,
+            "n_ctx": server.engine.limit,
+            "is_processing": slot.writing is not None,
+            "n_prompt_tokens": len(w.job.prompt) if (w := slot.writing) else 0,
+            "n_decoded": len(w.ids) if w else 0,
+        }
+        for slot in every
+    ]
+
+
+def metrics(server: Server, request: Request) -> Response:
+    if not server.measured:
+        raise Refused(
+            501, "This server does not support metrics endpoint. Start it with `--metrics`"
+        )
+    return PlainTextResponse(metrics_text(server.engine), media_type="text/plain; version=0.0.4")
+
+
+# ---- adapters, and slots as files
+
+
+def adapters(server: Server, request: Request) -> Any:
+    both = zip(server.adapters, server.scales, strict=True)
+    return [{"id": id, "path": path, "scale": scale} for id, (path, scale) in enumerate(both)]
+
+
+def set_adapters(server: Server, given: Any, request: Request) -> Any:
+    server.scales = adapters_of(given, server.scales)
+    return {"success": True}
+
+
+def slot_action(server: Server, body: Body, request: Request) -> Any:
+    """Save a slot to a file, restore it, or erase it."""
+    try:
+        number = int(request.path_params["id"])
+    except ValueError:
+        number = -1
+    if not 0 <= number < len(server.engine.slots):
+        raise InputError(f"there is no such slot; there are {len(server.engine.slots)}, from 0 on")
+    action = request.query_params.get("action")
+    if action == "erase":
+        return {"id_slot": number, "n_erased": server.erase(number)}
+    if action not in ("save", "restore"):
+        raise InputError("action must be save, restore or erase")
+    if server.slots is None:
+        raise Refused(
+            501, "This server does not support slots action. Start it with `--slot-save-path`"
+        )
+    name = body.text("filename")
+    if not NAME.fullmatch(name) or name.strip(".") == "":
+        raise InputError(
+            "filename must be a name of letters, digits, '.', '_' and '-', without a folder"
+        )
+    path, began = server.slots / name, time.perf_counter()
+    count = (server.save if action == "save" else server.restore)(number, path)
+    verb, moved = ("saved", "written") if action == "save" else ("restored", "read")
+    return {
+        "id_slot": number,
+        "filename": name,
+        f"n_{verb}": count,
+        f"n_{moved}": path.stat().st_size,
+        "timings": {f"{action}_ms": 1e3 * (time.perf_counter() - began)},
+    }
+
+
+ALL = (
+    ("/health", "GET", health),
+    ("/v1/health", "GET", health),
+    ("/models", "GET", models),
+    ("/v1/models", "GET", models),
+    ("/props", "GET", props),
+    ("/slots", "GET", slots),
+    ("/metrics", "GET", metrics),
+    ("/lora-adapters", "GET", adapters),
+    ("/lora-adapters", "POST list", set_adapters),
+    ("/slots/{id}", "POST", slot_action),
+    ("/completion", "POST", completion),
+    ("/completions", "POST", completion),
+    ("/v1/completions", "POST", text_completion),
+    ("/chat/completions", "POST", chat_completion),
+    ("/v1/chat/completions", "POST", chat_completion),
+    ("/chat/completions/input_tokens", "POST", count_tokens),
+    ("/v1/chat/completions/input_tokens", "POST", count_tokens),
+    ("/embedding", "POST", embedding),
+    ("/embeddings", "POST", embedding),
+    ("/v1/embeddings", "POST", embeddings),
+    ("/tokenize", "POST", tokenize),
+    ("/detokenize", "POST", detokenize),
+    ("/apply-template", "POST", apply_template),
+)

@@ -1,0 +1,210 @@
+"""What all routes share: the model, its engine, and how answers travel from the engine's thread to a request."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from packtrain.context import Context, ContextError
+from packtrain.embedding import batches, check_texts, embeddings, normalized
+from packtrain.errors import InputError
+from packtrain.models.cache import CacheFull
+from packtrain.models.file import ModelFile
+from packtrain.samples.messages import Conversation
+from packtrain.samples.render import Renderer
+from packtrain.sampling import Sampling
+from packtrain.serving.engine import Engine
+from packtrain.serving.jobs import End, Job, Told
+from packtrain.serving.shapes import Refused
+from packtrain.tokenizer import Tokenizer
+
+
+class TooLong(InputError):
+    """A prompt that does not fit into the context."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the request ({tokens:,} tokens) exceeds the available context size ({limit:,} tokens);"
+            " shorten it, or start the server with a larger --ctx-size"
+        )
+        self.tokens, self.limit = tokens, limit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests may ask for.
+
+    body      most bytes of a request
+    answer    most tokens of an answer; -1: as many as fit
+    seconds   for an answer
+    patience  seconds in which a client must send a request, and take each piece of an answer
+    """
+
+    body: int = 8 << 20
+    answer: int = -1
+    seconds: float = 3600.0
+    patience: float = 30.0
+
+
+@dataclass
+class Server:
+    """A model being served.
+
+    source    the chat template
+    bos       text of the BOS token, with which a template may begin
+    name      of the model, as clients see it
+    scales    of the adapters, where a request does not say
+    embedder  a context for embeddings, and how they are pooled; None: they are off
+    slots     where slots are saved; None: nowhere
+    measured  whether /metrics answers
+    """
+
+    model: ModelFile
+    tokenizer: Tokenizer
+    renderer: Renderer
+    source: str
+    bos: str
+    engine: Engine
+    name: str
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = -1
+    limits: Limits = Limits()
+    adapters: tuple[str, ...] = ()
+    scales: tuple[float, ...] = ()
+    embedder: Context | None = None
+    pooling: str = "mean"
+    slots: Path | None = None
+    measured: bool = False
+    began: float = field(default_factory=time.time)
+    _lock: Lock = field(default_factory=Lock)
+
+    # ---- texts
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self.renderer.takes_tools
+
+    def prompt(self, conversation: Conversation) -> str:
+        """The text of a conversation. Raises InputError."""
+        with self._lock:  # one child renders
+            return self.renderer.prompt(conversation)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a rendered conversation, with at most one BOS."""
+        begun = bool(self.bos) and text.startswith(self.bos)
+        return self.tokenizer.encode(text, bos=False if begun else None, eos=False)
+
+    # ---- jobs
+
+    def check(self, job: Job) -> None:
+        """Raises InputError unless the prompt has tokens, and room for one more."""
+        if not job.prompt:
+            raise InputError(
+                "the prompt has no tokens; the vocabulary adds none at its beginning, so give some text"
+            )
+        if len(job.prompt) >= self.engine.limit:
+            raise TooLong(len(job.prompt), self.engine.limit)
+        if job.slot >= len(self.engine.slots):
+            raise InputError(
+                f"id_slot is {job.slot}; there are {len(self.engine.slots)} slots, from 0 on"
+            )
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The vector of each text. Raises Refused, InputError."""
+        embedder = self.embedder
+        if embedder is None:
+            raise Refused(
+                501, "This server does not support embeddings. Start it with `--embeddings`"
+            )
+        most = embedder.cache.cells
+        for ids in texts:
+            if len(ids) > most:
+                raise TooLong(len(ids), most)
+        check_texts(texts, most)
+        found = list[np.ndarray]()
+        for batch in batches([len(ids) for ids in texts], most, embedder.pools.sequences):
+            here = [texts[i] for i in batch]
+            work = partial(embeddings, embedder, here, self.pooling)
+            found += self.engine.call(lambda work=work: [*work()]).result()  # type: ignore[misc]
+        return [normalized(vector, 2) for vector in found]
+
+    # ---- slots as files
+
+    def save(self, number: int, path: Path) -> int:
+        """Save a slot's state to a file; how many tokens it has. Raises Refused, OSError."""
+        context = self.engine.context
+
+        def work() -> int:
+            self._idle(number)
+            context.save_file(path, [number])
+            return context.next(number)
+
+        return self.engine.call(work).result()
+
+    def restore(self, number: int, path: Path) -> int:
+        """Restore a slot's state from a file; how many tokens it has. Raises Refused, InputError."""
+        context = self.engine.context
+
+        def work() -> int:
+            self._idle(number)
+            try:
+                context.restore_file(path, [number])
+            except FileNotFoundError:
+                raise InputError(f"there is no saved slot {path.name}") from None
+            except (ContextError, CacheFull) as error:
+                raise InputError(str(error).replace(str(path), path.name)) from None
+            self.engine.slots[number].scales = self.scales
+            context.release(number)
+            return context.next(number)
+
+        return self.engine.call(work).result()
+
+    def erase(self, number: int) -> int:
+        """Forget a slot's tokens; how many it had. Raises Refused."""
+        context = self.engine.context
+
+        def work() -> int:
+            self._idle(number)
+            count = context.next(number)
+            context.remove(number)
+            return count
+
+        return self.engine.call(work).result()
+
+    def _idle(self, number: int) -> None:
+        if self.engine.slots[number].writing:
+            raise Refused(503, f"slot {number} is busy; try again later")
+
+    # ---- answers
+
+    async def told(self, jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Told]]:
+        """What the engine tells of jobs: the number of one, and a Part or its End. Who stops listening cancels them.
+
+        Raises Busy, InputError.
+        """
+        for job in jobs:
+            self.check(job)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Told]]()
+
+        def teller(number: int, told: Told) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, (number, told))
+
+        tickets = []
+        try:
+            for number, job in enumerate(jobs):
+                tell = lambda told, number=number: teller(number, told)  # noqa: E731
+                tickets.append(self.engine.submit(job, tell))
+            left = len(jobs)
+            while left:
+                number, told = await queue.get()
+                left -= isinstance(told, End)
+                yield number, told
+        finally:
+            for ticket in tickets:
+                ticket.cancel()

@@ -1,0 +1,165 @@
+"""Answers over HTTP: as they are written (server-sent events), or whole. Who goes away stops them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from packtrain.serving.jobs import CANCELLED, FAILED, Chosen, Counts, End, Job, Part
+from packtrain.serving.server import Server
+from packtrain.serving.shapes import error
+
+QUIET = 15.0  # seconds without an event after which a comment keeps the connection open
+
+
+class Shape(Protocol):
+    """How a kind of answers looks; see native and completions."""
+
+    ends_with_done: bool
+
+    def begin(self) -> list[dict[str, Any]]: ...
+
+    def part(self, number: int, part: Part) -> list[dict[str, Any]]: ...
+
+    def end(self, number: int, end: End) -> list[dict[str, Any]]: ...
+
+    def close(self, counts: Sequence[Counts]) -> list[dict[str, Any]]: ...
+
+    def whole(self, found: Sequence[tuple[str, tuple[Chosen, ...], End]]) -> Any: ...
+
+
+class Failure(RuntimeError):
+    """An answer that could not be written, by a fault of the request or of ours."""
+
+
+def answer(server: Server, jobs: Sequence[Job], shape: Shape, streams: bool) -> Response:
+    """The response to a request. Raises InputError."""
+    for job in jobs:
+        server.check(job)
+    return Events(server, jobs, shape) if streams else Whole(server, jobs, shape)
+
+
+class _Answer(Response):
+    """A response that ends when the client goes away."""
+
+    def __init__(self, server: Server, jobs: Sequence[Job], shape: Shape) -> None:
+        super().__init__()
+        self._server, self._jobs, self._shape = server, jobs, shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self.run(scope, receive, send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            limit = self._server.limits.seconds
+            await asyncio.wait((work, gone), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Whole(_Answer):
+    """All answers as one JSON document."""
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        texts, tokens = [""] * len(self._jobs), [list[Chosen]() for _ in self._jobs]
+        ends = dict[int, End]()
+        async for number, told in self._server.told(self._jobs):
+            if isinstance(told, Part):
+                texts[number] += told.text
+                tokens[number] += told.tokens
+            else:
+                ends[number] = told
+        failed = next((end for end in ends.values() if end.reason in (FAILED, CANCELLED)), None)
+        if failed is not None:
+            response = JSONResponse(*failure(failed))
+        else:
+            every = [(texts[n], tuple(tokens[n]), ends[n]) for n in range(len(self._jobs))]
+            response = JSONResponse(self._shape.whole(every))
+        await response(scope, receive, send)
+
+
+def failure(end: End) -> tuple[dict[str, Any], int]:
+    """Body and status of an answer that failed."""
+    if end.reason == CANCELLED:
+        return error(503, "the server is shutting down"), 503
+    code = 500 if end.why.startswith("internal") else 400
+    return error(code, end.why), code
+
+
+class Events(_Answer):
+    """A stream of events. One that cannot be sent in time ends it."""
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self._events():
+            async with asyncio.timeout(self._server.limits.patience):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        for event in self._shape.begin():
+            yield _data(event)
+        counts = list[Counts]()
+        async for item in with_pauses(self._server.told(self._jobs), QUIET):
+            if item is None:
+                yield b": still working\n\n"
+                continue
+            number, told = item
+            if isinstance(told, Part):
+                events = self._shape.part(number, told)
+            elif told.reason in (FAILED, CANCELLED):
+                yield _data(failure(told)[0])
+                return
+            else:
+                events = self._shape.end(number, told)
+                counts.append(told.counts)
+            for event in events:
+                yield _data(event)
+        for event in self._shape.close(counts):
+            yield _data(event)
+        if self._shape.ends_with_done:
+            yield b"data: [DONE]\n\n"
+
+
+def _data(event: Any) -> bytes:
+    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+
+
+async def with_pauses(items: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
+    """The items, and None whenever none came for so long."""
+    coming = asyncio.ensure_future(anext(items, StopAsyncIteration))
+    try:
+        while True:
+            done, _ = await asyncio.wait((coming,), timeout=seconds)
+            if not done:
+                yield None
+                continue
+            item = coming.result()
+            if item is StopAsyncIteration:
+                return
+            coming = asyncio.ensure_future(anext(items, StopAsyncIteration))
+            yield item
+    finally:
+        coming.cancel()
+        with suppress(asyncio.CancelledError, StopAsyncIteration):
+            await coming

@@ -1,0 +1,167 @@
+"""Serving a model over HTTP."""
+
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+from packtrain import kernels
+from packtrain.backends import DEVICES, target
+from packtrain.context import Context
+from packtrain.dtypes import PRECISIONS
+from packtrain.embedding import POOLINGS, pooling_of
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.files import read_text
+from packtrain.flash import AUTO, FLASH, MODES
+from packtrain.memory import parse_size
+from packtrain.models.file import ModelFile
+from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
+from packtrain.samples.render import Renderer
+from packtrain.sampling import Sampling
+from packtrain.serving.engine import CHUNK, SIMILAR, Engine
+from packtrain.serving.server import Limits, Server
+from packtrain.settings import MEMORY, MODEL, SAMPLING, option
+from packtrain.tasks.speak import CACHE, LORA, MOST_SEED, Speaker, check_cache, opened
+from packtrain.template import ChatTemplate, choose_template, template_named, template_source
+from packtrain.tokenizer import Tokenizer
+from packtrain.training.settings import CHAT_TEMPLATE, DEVICE
+
+CONTEXT = 8192  # at most, without --ctx
+NEEDED = "starlette", "uvicorn"
+
+
+@dataclass(frozen=True)
+class Serve(Sampling, Speaker):
+    """Settings of the server: llama-server's names and defaults, where it has them."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    port: int = option(8080, "port to listen on; 0: any that is free", least=0, most=65535)
+    alias: str | None = option(
+        None, "name of the model for clients (default: its file's)", flags="-a"
+    )
+    api_key: tuple[str, ...] = option((), "requests need this key; repeatable", metavar="KEY")
+    api_key_file: Path | None = option(
+        None, "requests need one of the keys in this file, one a line"
+    )
+    ctx: int | None = MODEL(
+        None,
+        f"tokens that fit, of all slots together (default: the model's own, up to {CONTEXT:,})",
+        flags="-c --ctx-size",
+        least=1,
+    )
+    parallel: int = option(4, "slots: answers written at once", flags="-np", least=1, most=63)
+    kv_unified: bool = option(
+        True, "slots share all of the context, instead of each having a part", flags="-kvu"
+    )
+    slot_prompt_similarity: float = option(
+        SIMILAR, "a slot that knows this share of a prompt is taken for it", flags="-sps", least=0, most=1,
+    )  # fmt: skip
+    ubatch_size: int = option(
+        CHUNK, "most tokens of a run: longer prompts are read in parts between others' tokens", flags="-ub",
+        least=32, most=512,
+    )  # fmt: skip
+    n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
+    queue: int = option(256, "most requests that wait for a slot; others are refused", least=1)
+    timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", least=1)
+    seed: int = SAMPLING(
+        -1, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
+    )
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
+    cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
+    swa_full: bool = MODEL(
+        False, "layers with a sliding window keep all tokens in the cache, not only the window's"
+    )
+    swa_checkpoints: int = MODEL(
+        8, "states of the windows that are kept", flags="--ctx-checkpoints", least=0
+    )
+    activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
+    precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
+    device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))
+    flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
+    embeddings: bool = option(False, "answer /v1/embeddings, too", flags="--embedding")
+    pooling: str | None = option(
+        None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
+    )
+    metrics: bool = option(False, "answer /metrics, for Prometheus")
+    slot_save_path: Path | None = option(None, "folder in which requests may save slots")
+    memory: str | None = MEMORY(
+        None, "memory limit, such as 2GiB; refused if it does not fit", metavar="SIZE"
+    )
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    def keys(self) -> list[str]:
+        """The API keys. Raises InputError."""
+        found = [*self.api_key]
+        if self.api_key_file is not None:
+            lines = read_text(self.api_key_file, "--api-key-file").splitlines()
+            found += [line.strip() for line in lines if line.strip()]
+            if not found:
+                raise InputError(
+                    f"--api-key-file: {self.api_key_file} has no key; write one a line"
+                )
+        if "" in found:
+            raise InputError("--api-key is empty; give a key, or leave it out")
+        return found
+
+
+def check_extra() -> None:
+    """Raises InputError unless the extra `server` is installed."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"packtrain serve needs {' and '.join(missing)}: pip install {' '.join(missing)} (or packtrain with its"
+            " extra server)"
+        )
+
+
+def load(settings: Serve, events: Events) -> Server:
+    """The model, all its memory planned and reserved, and its engine running. Raises InputError, DoesNotFit."""
+    settings.check_sampling()
+    if settings.slot_save_path is not None and not settings.slot_save_path.is_dir():
+        raise InputError(f"--slot-save-path: {settings.slot_save_path} is not a folder")
+    model = opened(settings, events.message)
+    tokenizer = model.tokenizer()
+    renderer, source, bos = template_of(settings, model, tokenizer, events)
+    cells = settings.ctx or min(model.config.context_length, CONTEXT)
+    check_cache(model, cells, settings.cache_type)
+    kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if model.config.expert_count else ())))
+    context = Context(
+        model, cells=cells, sequences=settings.parallel, cache=settings.cache_type,
+        parts=not settings.kv_unified, swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints,
+        memory=None if settings.memory is None else parse_size(settings.memory, "--memory"),
+        target=target(settings.device), say=events.message,
+    )  # fmt: skip
+    context.decode([0])  # loads the kernels
+    context.remove(0)
+    engine = Engine(
+        context, tokenizer, waiting=settings.queue, chunk=settings.ubatch_size,
+        similar=settings.slot_prompt_similarity,
+    )  # fmt: skip
+    return Server(
+        model, tokenizer, renderer, source, bos, engine,
+        name=settings.alias or settings.model.name, sampling=settings.sampling, seed=settings.seed,
+        limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
+        slots=settings.slot_save_path, measured=settings.metrics,
+        pooling=settings.pooling or (pooling_of(model) if settings.embeddings else ""),
+    )  # fmt: skip
+
+
+def template_of(
+    settings: Serve, model: ModelFile, tokenizer: Tokenizer, events: Events
+) -> tuple[Renderer, str, str]:
+    """What renders conversations, the template's text, and the text of BOS. Raises InputError."""
+    metadata = model.gguf.metadata
+    asked = settings.chat_template and template_named(settings.chat_template)
+    taken = choose_template(metadata, template_source(metadata), asked)
+    if taken.why:
+        events.message(taken.note)
+    bos, eos = (
+        "" if id is None else tokenizer.tokens[id].decode(errors="replace")
+        for id in (tokenizer.bos, tokenizer.eos)
+    )
+    ends = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.ends]
+    return Renderer(ChatTemplate(taken.source, bos, eos), ends), taken.source, bos

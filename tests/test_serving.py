@@ -1,0 +1,294 @@
+"""The server on a small model: answers of each shape, neighbours, cancelling, slots as files, keys, bad requests."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+starlette = pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from packtrain.dtypes import f16  # noqa: E402
+from packtrain.events import Events  # noqa: E402
+from packtrain.generation import Generator, Limits, Reply  # noqa: E402
+from packtrain.models.file import open_model  # noqa: E402
+from packtrain.sampling import Sampling  # noqa: E402
+from packtrain.serving.app import app  # noqa: E402
+from packtrain.serving.jobs import CANCELLED, End, Job, Part, Told  # noqa: E402
+from packtrain.serving.server import Server  # noqa: E402
+from packtrain.tasks.serve import Serve, load  # noqa: E402
+from tests.architectures import random_model  # noqa: E402
+
+KEY = "secret-key"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("serving") / "m.gguf"
+    random_model(path, "llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("slots")
+    how = {
+        "ctx": 512,
+        "chat_template": "chatml",
+        "seed": 1,
+        "slot_save_path": folder,
+        "metrics": True,
+    }
+    made = load(Serve(model, **how), Events())
+    yield made
+    made.engine.close(0)
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[TestClient]:
+    with TestClient(app(server), raise_server_exceptions=False) as client:
+        yield client
+
+
+def alone(model: Path, prompt: list[int], count: int, **how: Any) -> list[int]:
+    """The tokens that generate writes."""
+    file = open_model(model)
+    reply = Reply(
+        Generator.of(file, 512, f16), file.tokenizer(), prompt, Sampling(**how), 5, Limits(count)
+    )
+    "".join(reply)
+    return reply.ids
+
+
+def told(server: Server, jobs: list[Job]) -> list[tuple[list[int], End]]:
+    """The tokens and the end of each job, all written together."""
+
+    async def run() -> list[tuple[list[int], End]]:
+        ids, ends = [list[int]() for _ in jobs], dict[int, End]()
+        async for number, one in server.told(jobs):
+            if isinstance(one, Part):
+                ids[number] += [token.id for token in one.tokens]
+            else:
+                ends[number] = one
+        return [(ids[n], ends[n]) for n in range(len(jobs))]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "how", [{"temp": 0.0}, {"temp": 1.5}, {"temp": 1.0, "repeat_penalty": 1.3}]
+)
+def test_answers_are_those_of_generate_alone_and_with_neighbours(server, model, how):
+    """Nine at once: more than there are slots."""
+    prompts = [[1, *range(40 + n, 40 + 3 * n + 5)] for n in range(9)]
+    want = [alone(model, prompt, 12, **how) for prompt in prompts]
+    jobs = [Job(tuple(prompt), Sampling(**how), 5, 12) for prompt in prompts]
+    for job, ids in zip(jobs, want, strict=True):
+        (got, end) = told(server, [job])[0]
+        assert got == ids or end.reason == "end"
+        assert [*got] == ids[: len(got)]
+    for (got, end), ids in zip(told(server, jobs), want, strict=True):
+        assert [*got] == ids[: len(got)] and (end.reason == "end" or len(got) == 12)
+
+
+def test_a_full_context_pauses_the_last_and_loses_no_token(server, model):
+    """Four answers of 200 tokens do not fit 512 cells together."""
+    prompts = [[1, 50 + n, 60, 70] for n in range(4)]
+    jobs = [Job(tuple(p), Sampling(temp=0), 5, 200, endless=True) for p in prompts]
+    for (got, end), prompt in zip(told(server, jobs), prompts, strict=True):
+        assert end.reason == "count" and len(got) == 200
+        assert alone(model, prompt, 40, temp=0)[:40] == got[: len(alone(model, prompt, 40, temp=0))]
+
+
+def test_a_prompt_that_is_being_read_is_read_once(server):
+    prompt = (1, *(30 + n % 90 for n in range(150)))
+    found = told(server, [Job(prompt, Sampling(temp=1), n, 4) for n in range(4)])
+    cached = sorted(end.counts.cached for _, end in found)
+    assert cached == [0, 150, 150, 150]
+
+
+def test_who_goes_away_frees_the_slot(server):
+    seen, ended = threading.Event(), threading.Event()
+    ends = list[Told]()
+
+    def tell(one: Told) -> None:
+        (seen if isinstance(one, Part) else ended).set()
+        ends.append(one)
+
+    ticket = server.engine.submit(Job((1, 40, 41), Sampling(temp=1), 3, 400, endless=True), tell)
+    assert seen.wait(30)
+    ticket.cancel()
+    assert ended.wait(30)
+    assert isinstance(ends[-1], End) and ends[-1].reason == CANCELLED
+    assert not any(slot.writing for slot in server.engine.slots)
+
+
+# ---- over HTTP
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+CHAT = {"messages": [{"role": "user", "content": "the a"}], "max_tokens": 8, "temperature": 0}
+
+
+def test_a_chat_whole_and_streamed_is_the_same(client):
+    whole = client.post("/v1/chat/completions", json=CHAT).json()
+    assert whole["object"] == "chat.completion" and whole["usage"]["completion_tokens"] <= 8
+    asked = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+    first, *parts, last, counts, done = events(client.post("/v1/chat/completions", json=asked).text)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    text = "".join(part["choices"][0]["delta"]["content"] for part in parts)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert last["choices"][0]["delta"] == {} and done == "[DONE]"
+    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert (
+        counts["choices"] == []
+        and counts["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    )
+    assert {part["id"] for part in (first, *parts, last, counts)} == {first["id"]}
+
+
+def test_completions_have_probabilities_that_add_up(client, server):
+    size = server.tokenizer.vocab_size
+    asked = {"prompt": "the", "n_predict": 3, "n_probs": size, "temperature": 0}
+    found = client.post("/completion", json=asked).json()
+    assert found["stop"] is True and found["stop_type"] in ("limit", "eos")
+    for token in found["completion_probabilities"]:
+        total = sum(2.718281828459045 ** one["logprob"] for one in token["top_logprobs"])
+        assert total == pytest.approx(1, abs=1e-6)
+        assert token["logprob"] == token["top_logprobs"][0]["logprob"]
+
+
+def test_several_prompts_and_answers_come_in_order(client):
+    asked = {"prompt": ["the", "a"], "max_tokens": 4, "n": 2, "temperature": 0}
+    choices = client.post("/v1/completions", json=asked).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert choices[0]["text"] == choices[1]["text"] and choices[2]["text"] == choices[3]["text"]
+    pair = client.post("/completion", json={"prompt": [[1, 40], "a"], "n_predict": 2}).json()
+    assert len(pair) == 2 and [one["index"] for one in pair] == [0, 1]
+
+
+def test_tokens_and_templates(client):
+    ids = client.post("/tokenize", json={"content": "the a", "add_special": True}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["content"] == "the a"
+    pieces = client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()["tokens"]
+    assert any(isinstance(one["piece"], list) for one in pieces)
+    prompt = client.post("/apply-template", json=CHAT).json()["prompt"]
+    assert prompt == "<|im_start|>user\nthe a<|im_end|>\n<|im_start|>assistant\n"
+    begun = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": "I am"}]}
+    assert client.post("/apply-template", json=begun).json()["prompt"] == f"{prompt}I am"
+
+
+def test_a_slot_is_saved_restored_and_erased(client, server):
+    asked = {"prompt": [1, *range(40, 60)], "n_predict": 4, "id_slot": 1, "temperature": 0}
+    first = client.post("/completion", json=asked).json()
+    assert first["id_slot"] == 1
+    saved = client.post("/slots/1?action=save", json={"filename": "one.bin"}).json()
+    assert (
+        saved["n_saved"] == 24 and saved["n_written"] == (server.slots / "one.bin").stat().st_size
+    )
+    assert (
+        client.post("/slots/2?action=restore", json={"filename": "one.bin"}).json()["n_restored"]
+        == 24
+    )
+    again = client.post("/completion", json=asked | {"id_slot": 2}).json()
+    assert again["content"] == first["content"] and again["timings"]["cache_n"] == 20
+    assert client.post("/slots/2?action=erase", json={}).json()["n_erased"] > 20
+    assert (
+        client.post("/completion", json=asked | {"id_slot": 2, "cache_prompt": False}).json()[
+            "timings"
+        ]["cache_n"]
+        == 0
+    )
+    for name in ("../one.bin", "", ".", "..", "a/b", "none.bin"):
+        refused = client.post("/slots/1?action=restore", json={"filename": name})
+        assert refused.status_code == 400, name
+
+
+def test_the_server_describes_itself(client):
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/v1/models").json()["data"][0]["id"] == "m.gguf"
+    props = client.get("/props").json()
+    assert props["total_slots"] == 4 and props["default_generation_settings"]["n_ctx"] == 512
+    assert props["model_path"] == "m.gguf"
+    assert [slot["is_processing"] for slot in client.get("/slots").json()] == [False] * 4
+    lines = client.get("/metrics").text.splitlines()
+    assert any(line.startswith("llamacpp:tokens_predicted_total ") for line in lines)
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("/completion", {}, "'prompt' is required"),
+    ("/completion", {"prompt": 5}, "prompt must be"),
+    ("/completion", {"prompt": [1, 100000]}, "prompt[1]"),
+    ("/completion", {"prompt": "a", "temperature": "hot"}, "temperature must be a number"),
+    ("/completion", {"prompt": "a", "temperature": -1}, "temperature is -1"),
+    ("/completion", {"prompt": "a", "temperature": True}, "temperature must be a number"),
+    ("/completion", {"prompt": "a", "top_k": 1.5}, "top_k must be a whole number"),
+    ("/completion", {"prompt": "a", "samplers": ["none such"]}, "none such"),
+    ("/completion", {"prompt": "a", "logit_bias": [[100000, 1]]}, "there is no token 100000"),
+    ("/completion", {"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias"),
+    ("/completion", {"prompt": "a", "id_slot": 9}, "id_slot is 9"),
+    ("/completion", {"prompt": "a", "lora": [{"id": 3, "scale": 1}]}, "there is no adapter 3"),
+    ("/completion", {"prompt": "a", "stop": [1]}, "stop must be"),
+    ("/completion", {"prompt": "a", "grammar": "root ::= ("}, "line 1"),
+    ("/completion", {"prompt": "a", "json_schema": {"type": "hiccup"}}, "hiccup"),
+    ("/v1/completions", {"prompt": "a", "n": 1000}, "n is 1000"),
+    ("/v1/chat/completions", {}, "'messages' is required"),
+    ("/v1/chat/completions", {"messages": "text"}, "'messages' is required"),
+    ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "role is 'king'"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 123}]}, "content"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "sound"}}, "response_format"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools[0]"),
+    ("/v1/chat/completions", {**CHAT, "tool_choice": "some"}, "there is no such tool"),
+    ("/detokenize", {"tokens": [-1]}, "tokens must be ids"),
+    ("/slots/9?action=save", {"filename": "x"}, "no such slot"),
+    ("/slots/0?action=burn", {}, "action must be"),
+]
+
+
+@pytest.mark.parametrize("path, body, words", BAD)
+def test_bad_requests_say_what_is_wrong(client, path, body, words):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    fault = answer.json()["error"]
+    assert fault["type"] == "invalid_request_error" and words in fault["message"]
+
+
+def test_other_refusals(client):
+    assert client.post("/completion", content=b"{").status_code == 400
+    assert client.post("/completion", content=b"[" * 100_000).status_code == 400
+    assert client.post("/completion", content=b" " * (9 << 20)).status_code == 413
+    assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
+    assert client.get("/completion").status_code == 405
+    assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 501
+    long = client.post("/completion", json={"prompt": [5] * 600})
+    fault = long.json()["error"]
+    assert long.status_code == 400 and fault["type"] == "exceed_context_size_error"
+    assert (fault["n_prompt_tokens"], fault["n_ctx"]) == (600, 512)
+
+
+def test_keys(server):
+    with TestClient(app(server, [KEY, "other"])) as client:
+        assert client.get("/health").status_code == client.get("/v1/models").status_code == 200
+        for headers in (
+            {},
+            {"Authorization": "Bearer no"},
+            {"Authorization": KEY[:-1]},
+            {"X-Api-Key": ""},
+        ):
+            refused = client.post("/completion", json={"prompt": "a"}, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["type"] == "authentication_error"
+        for headers in ({"Authorization": f"Bearer {KEY}"}, {"X-Api-Key": "other"}):
+            assert (
+                client.post("/tokenize", json={"content": "a"}, headers=headers).status_code == 200
+            )

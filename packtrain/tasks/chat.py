@@ -21,6 +21,7 @@ from packtrain.tasks.speak import (
     opened,
     written,
 )
+from packtrain.tasks.warm import warm
 from packtrain.template import ChatTemplate, choose_template, template_named, template_source
 from packtrain.training.settings import CHAT_TEMPLATE
 
@@ -51,6 +52,8 @@ class Talk:
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
         self.cells = cells(settings, model.config.context_length, CONTEXT, events)
+        if settings.warmup:
+            warm(model, events)
         self._drafter = drafter(settings, model, self.cells)
         self._generator = load_generator(settings, model, self.cells)
         self._seed, self._answers = settings.drawn_seed(), 0

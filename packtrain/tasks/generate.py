@@ -26,6 +26,7 @@ from packtrain.tasks.speak import (
     opened,
     written,
 )
+from packtrain.tasks.warm import warm
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import Rule, check_idle
 
@@ -80,6 +81,8 @@ def generate(settings: Generate, events: Events) -> Generated:
     tokenizer = model.tokenizer()
     grammar = grammar_of(settings, tokenizer)
     ids = tokenizer.encode(prompt, eos=False)
+    if settings.warmup:
+        warm(model, events)
     sequences = max(settings.parallel, settings.num_beams)
     size, most = _sizes(settings, len(ids), sequences, model.config.context_length, events)
     generator = load_generator(settings, model, most, sequences=sequences)

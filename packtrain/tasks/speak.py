@@ -24,6 +24,7 @@ from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.planning import size_text
 from packtrain.sampling import Sampling
 from packtrain.settings import MODEL, SAMPLING, positional
+from packtrain.tasks.warm import WARMUP
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.job import check_precision
 from packtrain.training.settings import DEVICE
@@ -101,6 +102,7 @@ class Speaking(Sampling, Speaker):
     draft_p_min: float = MODEL(
         0.75, "the draft model stops guessing below this probability", least=0, most=1
     )
+    warmup: bool = MODEL(True, WARMUP)
     activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
     precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)
     device: str = MODEL("cpu", DEVICE, choices=tuple(DEVICES))

@@ -7,8 +7,10 @@ from packtrain.dtypes import Dtype, f32, i32
 from packtrain.models import written
 from packtrain.models.cache import lines
 from packtrain.models.config import Config
+from packtrain.models.rounding import rounded
 from packtrain.models.transformer import (
     Weights,
+    head,
     logits,
     output_norm,
     rope_tables,
@@ -88,6 +90,17 @@ def generation(
     *_, h = stream(config, w, tokens, pos, attend, cache.cells)
     last = ops.get_rows(h, wanted_rows)
     return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
+
+
+def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> Tensor:
+    """Losses (count,) of `targets` (count,) after `x` (count, C), what the last norm gives; `weights` are not used."""
+    x = rounded(config, input("x", (count, config.embedding_length)), head(w))
+    targets, weights = input("targets", (count,), i32), input("weights", (count,))
+    cap, how = config.final_softcap, config.precision
+    _, losses, *_ = ops.linear_cross_entropy(
+        x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how
+    )
+    return losses
 
 
 def places_of(pool: str, cache: Cache, time: int, flash: bool = True) -> tuple[Tensor, ...]:

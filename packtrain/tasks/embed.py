@@ -15,7 +15,7 @@ from packtrain.files import read_text
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.settings import MODEL, option
-from packtrain.tasks.speak import CACHE, CTX, LORA, Speaker, check_cache, opened
+from packtrain.tasks.speak import CACHE, CACHES, CTX, LORA, Speaker, check_cache, opened
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.settings import DEVICE
 from packtrain.words import long_context
@@ -40,7 +40,7 @@ class Embed(Speaker):
     )
     ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
     lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
+    cache_type: str = MODEL("f16", CACHE, choices=CACHES)
     flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
     activations: str = MODEL("f32", ACTIVATIONS, choices=(F32, Q8))
     precision: str = MODEL("f32", PRECISION, choices=PRECISIONS)

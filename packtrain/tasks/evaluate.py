@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,10 @@ from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required, unescaped
+from packtrain.tasks.speak import CACHES, SWA_FULL, cache_dtype, check_cache
+from packtrain.tasks.through import Through
 from packtrain.template import template_named
-from packtrain.training.effects import VAL_SPLIT, check_idle
+from packtrain.training.effects import VAL_SPLIT, Rule, check_idle
 from packtrain.training.job import check_precision
 from packtrain.training.measure import Mean, counted, losses_of
 from packtrain.training.samples import SampleBatches, row_length
@@ -34,12 +37,14 @@ from packtrain.training.windows import Windows, read_whole
 from packtrain.watch.progress import clock
 from packtrain.words import long_context, plural
 
+Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, without --ctx
 BATCH_TOKENS = 2048
 TEST = "test"
 SPLITS = {TEST: (TEST,), VALID: (VALID, "val"), TRAIN: (TRAIN,)}  # and the names of their files
 
-SPLIT = "val_split", lambda s: s.split is None, "without --split"
+SWA: Rule = "swa_full", lambda s: s.cache_type is None, "without --cache-type"
+SPLIT: Rule = "val_split", lambda s: s.split is None, "without --split"
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ class Evaluate:
     )
     skip_bad: bool = option(False, SKIP_BAD)
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    cache_type: str | None = option(
+        None,
+        "read through a KV cache of this element type, as `generate` does, instead of all at once",
+        choices=CACHES,
+    )
+    swa_full: bool = option(False, SWA_FULL)
     flash_attn: str = option(AUTO, FLASH, flags="-fa", choices=MODES)
     activations: str = option("f32", ACTIVATIONS, choices=(F32, Q8))
     precision: str = option("f32", PRECISION, choices=PRECISIONS)
@@ -121,7 +132,7 @@ class Measured:
 
 def evaluate(settings: Evaluate, events: Events) -> Measured:
     """Losses and perplexities. Raises InputError, and Interrupted if it is stopped."""
-    check_idle(settings, (SPLIT, VAL_SPLIT))
+    check_idle(settings, (SPLIT, VAL_SPLIT, SWA))
     subjects = _subjects(settings, events.message)
     context = min(model.config.context_length for _, model in subjects)
     prepared: dict[Path, Prepared] = {}
@@ -130,18 +141,21 @@ def evaluate(settings: Evaluate, events: Events) -> Measured:
         path = model.gguf.path
         if path not in prepared:
             prepared[path] = _prepared(settings, model, context, events.message)
-        losses[name] = _measured(name, model, prepared[path], len(subjects) > 1, events, where)
+        run = _reader(settings, model, prepared[path], where)
+        losses[name] = _measured(name, run, prepared[path], len(subjects) > 1, events)
     first, *others = prepared.values()
     same = all(np.array_equal(first.ids, other.ids) for other in others)
-    return Measured(losses, first.method, same)
+    through = settings.cache_type and f"; read through a cache in {settings.cache_type}"
+    return Measured(losses, first.method + (through or ""), same)
 
 
 def _opened(settings: Evaluate, path: Path, say: Say) -> ModelFile:
     check_precision(settings.precision, settings.device)
     model = with_activations(open_model(path), settings.activations)
     config = replace(model.config, precision=settings.precision)
-    where = target(settings.device)
-    return replace(model, config=with_flash(config, settings.flash_attn, where, say, None))
+    where, kind = target(settings.device), settings.cache_type
+    cache = None if kind is None else cache_dtype(config, kind)
+    return replace(model, config=with_flash(config, settings.flash_attn, where, say, cache))
 
 
 def _subjects(settings: Evaluate, say: Say) -> list[tuple[str, ModelFile]]:
@@ -258,15 +272,23 @@ def _rows(settings: Evaluate, time: int, windows: int) -> int:
 # ---- measuring -----------------------------------------------------------------------------------------------
 
 
-def _measured(
-    name: str, model: ModelFile, data: Prepared, several: bool, events: Events, where: Target
-) -> np.ndarray:
-    """The losses (N,) f32 of all scored tokens."""
-    batches = data.batches
+def _reader(settings: Evaluate, model: ModelFile, data: Prepared, where: Target) -> Losses:
+    """What gives the losses of batches, with its kernels loaded."""
+    batches, cache = data.batches, settings.cache_type
     experts = kernels.EXPERTS if model.config.expert_count else ()
     written = () if model.config.flash else kernels.WRITTEN
     kernels.prepare((*kernels.WRITING, "loss", *experts, *written))
-    executor = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=where)
+    if cache is None:
+        run = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=where)
+        return partial(counted, run)
+    check_cache(model, batches.time, cache)
+    scored, full = batches.time - data.skipped, settings.swa_full
+    return Through(model, batches.time, scored, cache, swa_full=full, target=where).losses
+
+
+def _measured(name: str, run: Losses, data: Prepared, several: bool, events: Events) -> np.ndarray:
+    """The losses (N,) f32 of all scored tokens."""
+    batches = data.batches
     found, total, count, began = list[np.ndarray](), 0.0, 0, time.monotonic()
     everything = f"{plural(batches.windows, 'window')}{f' of {name}' if several else ''}"
     events.message(f"measuring {everything} …")
@@ -274,7 +296,7 @@ def _measured(
         events.counting(name if several else "measuring", "window") as told,
         events.stopping() as stopped,
     ):
-        for losses in counted(executor, _until(stopped, batches)):
+        for losses in run(_until(stopped, batches)):
             found.append(losses)
             total, count = total + float(losses.sum(dtype=np.float64)), count + len(losses)
             if not math.isfinite(total):

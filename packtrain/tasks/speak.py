@@ -34,7 +34,8 @@ CONTEXT = 4096  # at most, without --ctx
 MOST_SEED = 2**63 - 1
 CTX = "context length in tokens (default: as needed, up to the model's)"
 LORA = "LoRA adapter, FILE or FILE:SCALE; repeatable"
-CACHE = "element type of the KV cache"
+CACHE, CACHES = "element type of the KV cache", ("f16", "f32", "q8_0")
+SWA_FULL = "layers with a sliding window keep all tokens in the cache, not only the window's"
 
 
 class Opening(Protocol):
@@ -85,11 +86,9 @@ class Speaking(Sampling, Speaker):
     )
     ctx: int | None = MODEL(None, CTX, flags="-c", least=1)
     lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
-    cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
+    cache_type: str = MODEL("f16", CACHE, choices=CACHES)
     flash_attn: str = MODEL(AUTO, FLASH, flags="-fa", choices=MODES)
-    swa_full: bool = MODEL(
-        False, "layers with a sliding window keep all tokens in the cache, not only the window's"
-    )
+    swa_full: bool = MODEL(False, SWA_FULL)
     model_draft: Path | None = MODEL(
         None,
         "a small model with the same vocabulary, which guesses tokens that this one checks together: the text stays",

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from packtrain import kernels
 from packtrain.child import variables
 from packtrain.cli import main
 from packtrain.commands import compile
-from packtrain.kernels import ahead, store
+from packtrain.kernels import ahead, machine, store
 from tests.test_model_file import save
 
 SMALL = ("softmax",)
@@ -251,6 +251,56 @@ def test_kept_fingerprints_are_those_of_the_sources(
     store.kept.cache_clear()
     monkeypatch.setattr(store, "platform_parts", lambda: ("another",))
     assert store.kept() == {}
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file: Path) -> None:
+    code = bytearray(file.read_bytes())
+    for at in range(len(code) // 3, len(code) // 3 + 40):
+        code[at] ^= 16
+    file.write_bytes(code)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_damaged_machine_code_is_compiled_again(
+    damage: Callable[[Path], None], filled: Path, tmp_path: Path
+):
+    shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "packtrain/kernels"
+    code = folder / store.folder_name("softmax") / machine.FILE
+    damage(code)
+    where, said = used(tmp_path, tmp_path)
+    assert where == str(folder) and said.count("compiling 1 kernel modules") == 1
+    assert f"{code.parent} is damaged" in said
+    assert used(tmp_path, tmp_path) == (str(folder), "")
+
+
+def test_a_damaged_cache_of_numba_is_compiled_again(filled: Path, tmp_path: Path):
+    """Such as after a power failure: softmax is missing, and what it needs cannot be read."""
+    shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "packtrain/kernels"
+    shutil.rmtree(folder / store.folder_name("softmax"))
+    for file in (folder / store.folder_name("simd")).glob("*.nb?"):
+        cut(file)
+    where, said = used(tmp_path, tmp_path)
+    assert where == str(folder) and "failed" not in said
+
+
+@pytest.mark.parametrize("text", ["5", "{}", '{"simd": "../../x"}', "\xff", "[" * 10**5])
+def test_damaged_fingerprints_are_made_again(
+    text: str, clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    name = store.kept_name()
+    want = {one: store.fingerprint(one) for one in store.MADE_OF}
+    monkeypatch.setattr(store, "roots", lambda: [tmp_path])
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    assert store.kept() == {} and store.folder_name("simd") == f"simd-{want['simd']}"
+    store.keep()
+    store.kept.cache_clear()
+    assert store.kept() == want
 
 
 def test_a_copy_of_the_package_elsewhere_uses_the_same_kernels(filled: Path, tmp_path: Path):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from packtrain.child import variables
@@ -247,8 +248,8 @@ def compile_into(root: str) -> None:
         for other in sorted(store.needed(name) - {name}):
             with_numba(other)
         before = len(machine.made)
-        machine.save(with_numba(name), machine.made[before:], folder)
-        (folder / store.COMPLETE).touch()
+        checksum = machine.save(with_numba(name), machine.made[before:], folder)
+        (folder / store.COMPLETE).write_text(checksum)
         print(name, flush=True)
 
 
@@ -264,31 +265,62 @@ def _loaded(name: str) -> Any:
     itself = sys.modules.get(f"{__package__}.{name}")
     if itself is not None:  # crew, which has no kernels, or a module that was imported
         return shown(name, itself)
-    needed = sorted(store.needed(name) - {name})
-    if not AVAILABLE or store.complete(name) is None or not all(map(store.complete, needed)):
+    if not AVAILABLE or not all(map(store.complete, store.needed(name))):
         return with_numba(name)
     limit_blas()
-    for other in needed:
+    for other in sorted(store.needed(name) - {name}):
         load(other)
-    found = machine.load(name, store.folder_of(name), with_numba)
+    found = _from_cache(name)
+    if found is None:
+        return with_numba(name)
     if name == "call":
         start(found.serve)
     return shown(name, found)
 
 
+def _from_cache(name: str) -> Any:
+    """The module as machine code, compiled again if that is damaged; None if that does not help."""
+    for _ in range(2):
+        folder = store.complete(name)
+        if folder is None:
+            break
+        try:
+            checksum = (folder / store.COMPLETE).read_text("utf-8", "replace")
+            return machine.load(name, folder, checksum, with_numba)
+        except (machine.Damaged, OSError):
+            say(f"{folder} is damaged")
+            store.distrust(folder)
+            prepare([name])
+    return None
+
+
 @cache
 def with_numba(name: str) -> Any:
-    """Import a kernel module itself, to compile it or with it, and first those that it needs."""
+    """Import a kernel module itself, to compile it or with it, and first those that it needs.
+
+    One whose cache cannot be read is compiled again.
+    """
     prepare_numba()
     limit_blas()
     for other in sorted(store.needed(name) - {name}):
         with_numba(other)
+    try:
+        return shown(name, _imported(name))
+    except Exception:
+        folder = store.complete(name)
+        if folder is None:
+            raise
+    store.distrust(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return shown(name, _imported(name))
+
+
+def _imported(name: str) -> ModuleType:
     folder = store.folder_of(name)
     if store.complete(name) is None:
         folder.mkdir(exist_ok=True)
     with not_collecting(), store.numba_cache(folder):
-        module = importlib.import_module(f"{__package__}.{name}")
-    return shown(name, module)
+        return importlib.import_module(f"{__package__}.{name}")
 
 
 def shown(name: str, module: Any) -> Any:

@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from hashlib import sha256
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -56,14 +57,20 @@ class Kernel(NamedTuple):
     code: bytes
 
 
-def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> None:
-    """Write the kernels compiled for a module, which of them are its attributes, and its constants."""
+class Damaged(Exception):
+    """A file is not what was written."""
+
+
+def save(module: ModuleType, compiled: Sequence[Any], folder: Path) -> str:
+    """Write the kernels compiled for a module, which of them are its attributes, and its constants; the checksum."""
     symbols = {id(dispatcher): dispatcher.outside.mangled_name for dispatcher in made}
     attributes = vars(module).items()
     shown = {name: symbols[id(value)] for name, value in attributes if id(value) in symbols}
     constants = {name: value for name, value in attributes if name.isupper() and plain(value)}
     content = [tuple(kernel_of(one)) for one in compiled], shown, constants
-    (folder / FILE).write_bytes(pickle.dumps(content))
+    written = pickle.dumps(content)
+    (folder / FILE).write_bytes(written)
+    return sha256(written).hexdigest()
 
 
 def plain(value: Any) -> bool:
@@ -126,15 +133,21 @@ def engine() -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
 
 
-def load(name: str, folder: Path, itself: Callable[[str], Any]) -> Any:
-    """A module of what `save` wrote; it has any other attribute from `itself(name)`, the module with numba."""
+def load(name: str, folder: Path, checksum: str, itself: Callable[[str], Any]) -> Any:
+    """A module of what `save` wrote; it has any other attribute from `itself(name)`, the module with numba.
+
+    Raises Damaged if it is not what was written, which LLVM does not survive.
+    """
+    written = (folder / FILE).read_bytes()
+    if sha256(written).hexdigest() != checksum:
+        raise Damaged
 
     def other(attribute: str) -> Any:
         if attribute.startswith("_"):
             raise AttributeError(f"{name} has no attribute {attribute}")
         return getattr(itself(name), attribute)
 
-    kernels, shown, constants = pickle.loads((folder / FILE).read_bytes())
+    kernels, shown, constants = pickle.loads(written)
     module = ModuleType(name)
     for kernel in kernels:
         functions[kernel[0]] = bound(module, Kernel(*kernel))

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -71,9 +72,11 @@ ROLES = {
     "rounded": "codes scales",
     "quantize": "pack",
 }  # module -> functions of a type that it compiles
-COMPLETE = "complete"
+COMPLETE = "complete"  # a file with the checksum of the machine code
+FINGERPRINT = re.compile("[0-9a-f]{16}")
 DAYS_KEPT = 30
 given: Path | None = None  # in a compiling child: the folder for results
+distrusted: set[Path] = set()  # damaged folders that cannot be written
 
 
 @cache
@@ -148,8 +151,12 @@ def kept_name() -> str:
 def kept() -> dict[str, str]:
     """The fingerprints of all modules, if they have been kept."""
     for root in roots():
-        with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((root / kept_name()).read_text()))
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads((root / kept_name()).read_text())
+            if isinstance(found, dict) and all(
+                FINGERPRINT.fullmatch(str(found.get(n))) for n in MADE_OF
+            ):
+                return found
     return {}
 
 
@@ -160,8 +167,11 @@ def keep() -> None:
         return
     path = root / kept_name()
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({name: fingerprint(name) for name in MADE_OF}))
-    part.replace(path)
+    with contextlib.suppress(OSError):  # a full disk
+        part.write_text(json.dumps({name: fingerprint(name) for name in MADE_OF}))
+        part.replace(path)
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
 
 
 def own_folder(make: bool = False) -> list[Path]:
@@ -204,7 +214,16 @@ def target() -> Path:
 def complete(name: str) -> Path | None:
     """The folder with a module's complete compiled code, or None."""
     folders = (root / folder_name(name) for root in roots())
-    return next((folder for folder in folders if (folder / COMPLETE).exists()), None)
+    good = (folder for folder in folders if folder not in distrusted)
+    return next((folder for folder in good if (folder / COMPLETE).exists()), None)
+
+
+def distrust(folder: Path) -> None:
+    """Have a damaged folder compiled again."""
+    try:
+        (folder / COMPLETE).unlink(missing_ok=True)
+    except OSError:
+        distrusted.add(folder)
 
 
 def folder_of(name: str) -> Path:

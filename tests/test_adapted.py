@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from packtrain.commands import evaluate, generate, merge
+from packtrain.context import Context, ContextError
 from packtrain.dtypes import f32
 from packtrain.errors import InputError
 from packtrain.generation import Generator
@@ -92,3 +93,29 @@ def test_what_works_merged_only_says_so(tmp_path: Path):
         write_adapter(tmp_path / "a.gguf", Adapter("llama", 1.0, {name: pair}), "a")
         with pytest.raises(InputError, match=f"changes {name}, which only works merged; use pack"):
             adapted(model, read_scaled((str(tmp_path / "a.gguf"),), model.gguf))
+
+
+def test_each_sequence_has_its_own_scales(tmp_path):
+    """Three sequences in one batch, without, with one and with both adapters, give the logits of fixed ones alone."""
+    base = tmp_path / "m.gguf"
+    random_model(base, "qwen2")
+    file = open_model(base)
+    paths = [random_adapter(tmp_path / f"{n}.gguf", file, seed=n) for n in range(2)]
+    read = read_scaled(paths, file.gguf)
+    chosen = [(0.0, 0.0), (1.0, 0.0), (0.5, -2.0)]
+    tokens = [1, 40, 41, 42]
+    want = []
+    for scales in chosen:
+        fixed = adapted(file, [(adapter, by) for (adapter, _), by in zip(read, scales, strict=True) if by])
+        want.append(Context(fixed, cells=64, cache="f32").decode(tokens)[0])
+    context = Context(adapted(file, read, by_token=True), cells=64, sequences=3, cache="f32")
+    context.adapters.set(range(3), chosen)
+    got = context.decode(tokens * 3, [seq for seq in range(3) for _ in tokens])
+    assert not np.allclose(want[0], want[1], atol=1e-3)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+    state = context.save([2])
+    context.adapters.set([0], [(0, 0)])
+    context.restore(state, [0])
+    assert tuple(context.adapters.scales[0]) == chosen[2]
+    with pytest.raises(ContextError, match="1 scales of adapters are given; there are 2"):
+        context.adapters.set([0], [[1]])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.backends import CPU, Target
+from packtrain.context.adapters import Adapters
 from packtrain.context.checkpoints import Checkpoints
 from packtrain.context.plans import MOVE, MOVED, Name, Sizes, cache_of, placements
 from packtrain.context.pools import ContextError, Move, Piece, Pools
@@ -119,6 +120,7 @@ class Context:
         self._session, self._chooses = runs[1].session, NUMBERS in runs[1].inputs
         window = max((config.window_of(i) for i in range(config.block_count)), default=0)
         self.pools = Pools(cache.cells, sequences, cache.ring, window, parts)
+        self.adapters = Adapters(config.lora, sequences)
         self._leaves = leaves_of(config, cache)
         self._released = dict[int, None]()  # idle sequences, the oldest first
 
@@ -239,6 +241,7 @@ class Context:
         size = min(size for size in self.sizes.tokens if size >= len(ids))
         try:
             given = self.pools.inputs(piece, size, flash=self.config.flash)
+            given |= self.adapters.inputs(sets, size)
             given |= results.inputs(rows, self.sizes.wanted(size), chosen=self._chooses)
             names = results.names(len(rows))
             results.add(len(rows), self._runs[size](given, stop=stop, only=names))
@@ -339,7 +342,9 @@ class Context:
         every = range(self.pools.sequences) if seqs is None else seqs
         for seq in every:
             self.pools.check(seq)
-        return to_bytes(Stored.of(self.pools, self._leaves, self._session, [*every]), self._origin)
+        stored = Stored.of(self.pools, self._leaves, self._session, [*every])
+        stored.scales = self.adapters.scales[[*every]].tolist()
+        return to_bytes(stored, self._origin)
 
     def restore(self, state: bytes, seqs: Sequence[int] | None = None) -> None:
         """Put sequences back that `save` saved, instead of what is there; as these, or as the numbers they had.
@@ -348,16 +353,12 @@ class Context:
         changed then.
         """
         stored = of_bytes(state, self._origin, views(self.pools, self._leaves, self._session))
-        to = [*(stored.seqs if seqs is None else seqs)]
-        if len(to) != len(stored.seqs):
-            raise ContextError(
-                f"the state has {len(stored.seqs)} sequences; {len(to)} are given for them"
-            )
+        to = stored.homes(seqs)
         for seq in to:
             self.pools.check(seq)
-        if len({*to}) < len(to):
-            raise ContextError(f"one sequence cannot take several of a state; these are {to}")
+        self.adapters.set([], stored.scales)  # raises where they do not fit
         stored.put(self.pools, self._session, to)
+        self.adapters.set(to, stored.scales)
         for seq in to:
             self._checkpoints.drop(seq, 0)
             self._released.pop(seq, None)

@@ -18,7 +18,7 @@ from packtrain.models.file import ModelFile
 from packtrain.planning import size_text
 from packtrain.run import Session
 
-MAGIC, VERSION = b"PTCS", 2
+MAGIC, VERSION = b"PTCS", 3
 HEAD = struct.Struct("<4sII")  # magic, version, bytes of the description
 DIGEST = 32
 SAMPLED = 4096  # bytes of each tensor that identify a model
@@ -78,10 +78,11 @@ class Part:
 
 @dataclass(slots=True)
 class Stored:
-    """Sequences out of a context: their numbers, and their cells by pool."""
+    """Sequences out of a context: their numbers, their cells by pool, and the scales of their adapters."""
 
     seqs: list[int]
     parts: dict[str, Part]
+    scales: list[list[float]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -101,6 +102,17 @@ class Stored:
             rows = {name: session.view(name)[there] for name in leaves.get(pool, ())}
             parts[pool] = Part(cells.pos[there], sets[there], tokens, rows)
         return cls(list(seqs), parts)
+
+    def homes(self, seqs: Sequence[int] | None) -> list[int]:
+        """The sequences that will be those saved: these, or of the same numbers. Raises ContextError."""
+        to = [*(self.seqs if seqs is None else seqs)]
+        if len(to) != len(self.seqs):
+            raise ContextError(
+                f"the state has {len(self.seqs)} sequences; {len(to)} are given for them"
+            )
+        if len({*to}) < len(to):
+            raise ContextError(f"one sequence cannot take several of a state; these are {to}")
+        return to
 
     def put(self, pools: Pools, session: Session, to: Sequence[int]) -> None:
         """Put the cells into a context, as these sequences, whose cells there are freed. Raises CacheFull."""
@@ -141,7 +153,12 @@ def to_bytes(stored: Stored, origin: Origin) -> bytes:
     """Head, description, the arrays of each part, and the SHA-256 of all before it."""
     parts = stored.parts.items()
     counts = {pool: len(part.pos) for pool, part in parts}
-    about = {"origin": asdict(origin), "seqs": stored.seqs, "cells": counts}
+    about = {
+        "origin": asdict(origin),
+        "seqs": stored.seqs,
+        "cells": counts,
+        "scales": stored.scales,
+    }
     text = json.dumps(about).encode()
     data = (a.tobytes() for _, p in parts for a in (p.pos, p.sets, p.tokens, *p.rows.values()))
     whole = b"".join((HEAD.pack(MAGIC, VERSION, len(text)), text, *data))
@@ -162,7 +179,7 @@ def of_bytes(state: bytes, origin: Origin, leaves: Leaves) -> Stored:
         raise ContextError(
             f"the state has version {version}; this packtrain reads version {VERSION}"
         )
-    theirs, seqs, counts = _described(bytes(whole[HEAD.size : HEAD.size + size]))
+    theirs, seqs, counts, scales = _described(bytes(whole[HEAD.size : HEAD.size + size]))
     for name, value in asdict(origin).items():
         if getattr(theirs, name) != value:
             raise ContextError(
@@ -173,15 +190,17 @@ def of_bytes(state: bytes, origin: Origin, leaves: Leaves) -> Stored:
         owned = (part.sets > 0) & (part.sets < bit(len(seqs)))
         if not owned.all() or not (part.pos >= 0).all():
             raise ContextError("the state is damaged: its cells belong to no sequence of it")
-    return Stored(seqs, parts)
+    return Stored(seqs, parts, scales)
 
 
-def _described(text: bytes) -> tuple[Origin, list[int], dict[str, int]]:
-    """What the description says: the origin, the sequences, and the number of cells of each pool."""
+def _described(text: bytes) -> tuple[Origin, list[int], dict[str, int], list[list[float]]]:
+    """What the description says: the origin, the sequences, the number of cells of each pool, scales of adapters."""
     try:
         about = json.loads(text)
         counts = {pool: int(count) for pool, count in about["cells"].items()}
-        return Origin(**about["origin"]), [int(seq) for seq in about["seqs"]], counts
+        seqs = [int(seq) for seq in about["seqs"]]
+        scales = [[float(scale) for scale in about["scales"][i]] for i in range(len(seqs))]
+        return Origin(**about["origin"]), seqs, counts, scales
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
         raise ContextError("the state is damaged: its description cannot be read") from None
 

@@ -42,31 +42,41 @@ def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:
     return found
 
 
-def adapted(model: ModelFile, adapters: Sequence[Scaled]) -> ModelFile:
-    """The model with these adapters in its graphs. Raises InputError for adapters that only work merged."""
+def adapted(model: ModelFile, adapters: Sequence[Scaled], *, by_token: bool = False) -> ModelFile:
+    """The model with these adapters in its graphs. Raises InputError for adapters that only work merged.
+
+    by_token  each token has its own scale for each adapter, instead of those given: see context.adapters
+    """
     touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
-    ranks, added = [], {}
+    ranks, added, owners = [], {}, []
     for name in touched:
-        _check_unmerged(model, name)
-        ours = [(adapter, by) for adapter, by in adapters if name in adapter.pairs]
-        pairs = [adapter.pairs[name] for adapter, _ in ours]
-        scales = [np.float32(by * adapter.scale(name)) for adapter, by in ours]
+        _check_unmerged(model, name, by_token)
+        ours = [(n, *scaled) for n, scaled in enumerate(adapters) if name in scaled[0].pairs]
+        pairs = [adapter.pairs[name] for _, adapter, _ in ours]
+        scales = [np.float32((1 if by_token else by) * one.scale(name)) for _, one, by in ours]
         inner = -1 if name == EMBEDDING else -2  # the axis of A that is the rank
         added[name + A] = np.concatenate([a for a, _ in pairs], axis=inner)
         scaled = [by * b for by, (_, b) in zip(scales, pairs, strict=True)]
         added[name + B] = np.concatenate(scaled, axis=-1)
         ranks.append((name, added[name + B].shape[-1]))
-    lora = Lora(tuple(ranks)) if ranks else None
+        rows = [b.shape[-1] for _, b in pairs]
+        owners.append((name, tuple(np.repeat([n for n, *_ in ours], rows).tolist())))
+    lora = Lora(tuple(ranks), owners=tuple(owners) if by_token else ()) if ranks else None
     return replace(model, config=replace(model.config, lora=lora), added=added)
 
 
-def _check_unmerged(model: ModelFile, name: str) -> None:
+def _check_unmerged(model: ModelFile, name: str, by_token: bool) -> None:
     """Unmerged adapters work for matrices of the blocks, and for an embedding that is not also the output head."""
     config, axes = model.config, len(model.gguf.entries[name].shape)
     inside = name.startswith("blk.") and axes > 1
     if not inside and (name != EMBEDDING or config.tied):
         raise InputError(
             f"{model.gguf.path}: an adapter changes {name}, which only works merged; use packtrain merge"
+        )
+    if by_token and (axes > 2 or (model.config.expert_count and "gate_inp" in name)):
+        raise InputError(
+            f"{model.gguf.path}: an adapter changes the experts {name}, whose scale requests cannot choose; use"
+            " packtrain merge"
         )
 
 

@@ -66,12 +66,17 @@ def generation(
     attention is written out, instead `cell_seen` (lines, cells) f32 is 1 for the cells of a line, else 0. Likewise
     `ring`, `ring_pos` … All of them are inputs, so that one plan serves every position and every mix of sequences.
 
+    LoRA adapters whose scale each token has add their inputs, see Lora.
+
     hidden  the output of the last norm instead of logits, (wanted, C)
     """
     exact = replace(config, precision="f32")
     config = config if time > EXACT else exact
     tokens, pos, line = (input(n, (time,), i32) for n in ("tokens", "pos", "line"))
     wanted_rows, handles = input("rows", (wanted,), i32), list[Tensor]()
+    if config.lora is not None:
+        scales = config.lora.inputs().items()
+        w = {**w, **{name: input(name, (time, len(owners))) for owners, name in scales}}
     places = {pool: places_of(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

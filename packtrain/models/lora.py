@@ -21,12 +21,14 @@ class Lora:
     last     only in the last N blocks; 0: in all
     alpha    the scale is alpha / rank; 0 means a scale of 1
     dropout  dropout probability of A's input in training
+    owners   by tensor name, which adapter each row of A belongs to, where each token has its own scale for each adapter
     """
 
     ranks: tuple[tuple[str, int], ...]
     last: int = 0
     alpha: float = 0.0
     dropout: float = 0.0
+    owners: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def rank(self, name: str) -> int:
         """The rank of a tensor's adapter; 0 for none."""
@@ -34,6 +36,16 @@ class Lora:
 
     def scale(self, rank: int) -> float:
         return scale_of(self.alpha, rank)
+
+    def inputs(self) -> dict[tuple[int, ...], str]:
+        """Inputs (T, rank) with the scales of tokens for rows of A, by the adapters that these rows belong to."""
+        kinds = dict.fromkeys(owners for _, owners in self.owners)
+        return {owners: f"lora_scales.{number}" for number, owners in enumerate(kinds)}
+
+    def input_of(self, name: str) -> str:
+        """The input of a tensor; empty if its scale is one number."""
+        owners = dict(self.owners).get(name)
+        return "" if owners is None else self.inputs()[owners]
 
     def shapes(
         self, shapes: Mapping[str, tuple[int, ...]], blocks: int

@@ -148,17 +148,22 @@ class Block:
 
     def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """y plus the output of the weight's LoRA adapter for x, if it has one."""
-        found = self.low(name)
-        if found is None:
+        found, lora = self.low(name), self.config.lora
+        if found is None or lora is None:
             return y
         a, b, by, drop = found
-        how = self.config.precision
-        low = ops.scale(ops.matmul(drop(x), a, precision=how), by=by)
+        how, rows = self.config.precision, self.w.get(lora.input_of(self.whole(name)))
+        low = ops.matmul(drop(x), a, precision=how)
+        low = ops.scale(low, by=by) if rows is None else ops.mul(low, rows)
         return ops.matmul(low, b, y, precision=how)
+
+    def whole(self, name: str) -> str:
+        """The tensor that a weight is, or is part of."""
+        return f"blk.{self.number}.{self.config.slices.get(name, (name,))[0]}.weight"
 
     def low(self, name: str) -> Low | None:
         """A, B and scale of a weight's LoRA adapter, and its dropout function; None if it has none."""
-        whole = f"blk.{self.number}.{self.config.slices.get(name, (name,))[0]}.weight"
+        whole = self.whole(name)
         a, lora = self.w.get(whole + A), self.config.lora
         if a is None or lora is None:
             return None
@@ -269,7 +274,8 @@ def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
     h = ops.get_rows(w[EMBEDDING], tokens)
     a, lora = w.get(EMBEDDING + A), config.lora
     if a is not None and lora is not None:
-        low = ops.scale(ops.get_rows(a, tokens), by=lora.scale(a.shape[-1]))
+        low, rows = ops.get_rows(a, tokens), w.get(lora.input_of(EMBEDDING))
+        low = ops.scale(low, by=lora.scale(a.shape[-1])) if rows is None else ops.mul(low, rows)
         h = ops.matmul(low, w[EMBEDDING + B], h)
     if config.traits.scaled_embedding:
         h = ops.scale(h, by=config.embedding_length**0.5)

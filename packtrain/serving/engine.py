@@ -211,6 +211,7 @@ class Engine:
         if slot.scales != job.adapters:
             context.remove(slot.number)
         slot.scales, slot.used, slot.writing = job.adapters, time.monotonic(), writing
+        context.adapters.set([slot.number], [job.adapters])
         writing.cached = context.reuse(slot.number, job.prompt)
         writing.left = [*job.prompt[writing.cached :]]
 

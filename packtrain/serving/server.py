@@ -159,7 +159,7 @@ class Server:
                 raise InputError(f"there is no saved slot {path.name}") from None
             except (ContextError, CacheFull) as error:
                 raise InputError(str(error).replace(str(path), path.name)) from None
-            self.engine.slots[number].scales = self.scales
+            self.engine.slots[number].scales = tuple(context.adapters.scales[number].tolist())
             context.release(number)
             return context.next(number)
 

@@ -123,7 +123,7 @@ def load(settings: Serve, events: Events) -> Server:
     settings.check_sampling()
     if settings.slot_save_path is not None and not settings.slot_save_path.is_dir():
         raise InputError(f"--slot-save-path: {settings.slot_save_path} is not a folder")
-    model = opened(settings, events.message)
+    model = opened(settings, events.message, by_token=True)
     tokenizer = model.tokenizer()
     renderer, source, bos = template_of(settings, model, tokenizer, events)
     cells = settings.ctx or min(model.config.context_length, CONTEXT)

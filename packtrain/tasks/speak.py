@@ -126,10 +126,10 @@ class Speaking(Sampling, Speaker):
             raise InputError("--draft-lookup and --model-draft both guess tokens; use one of them")
 
 
-def opened(settings: Opening, say: Say) -> ModelFile:
-    """The model with the requested adapters. Raises InputError."""
+def opened(settings: Opening, say: Say, *, by_token: bool = False) -> ModelFile:
+    """The model with the requested adapters; by_token: with scales that each token has. Raises InputError."""
     model = open_model(settings.model)
-    model = adapted(model, read_scaled(settings.lora, model.gguf))
+    model = adapted(model, read_scaled(settings.lora, model.gguf), by_token=by_token)
     check_precision(settings.precision, settings.device)
     model = with_activations(model, settings.activations)
     config = replace(model.config, precision=settings.precision)

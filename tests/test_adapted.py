@@ -106,7 +106,9 @@ def test_each_sequence_has_its_own_scales(tmp_path):
     tokens = [1, 40, 41, 42]
     want = []
     for scales in chosen:
-        fixed = adapted(file, [(adapter, by) for (adapter, _), by in zip(read, scales, strict=True) if by])
+        fixed = adapted(
+            file, [(adapter, by) for (adapter, _), by in zip(read, scales, strict=True) if by]
+        )
         want.append(Context(fixed, cells=64, cache="f32").decode(tokens)[0])
     context = Context(adapted(file, read, by_token=True), cells=64, sequences=3, cache="f32")
     context.adapters.set(range(3), chosen)

@@ -1,12 +1,14 @@
 """The server on a small model: answers of each shape, neighbours, cancelling, slots as files, keys, bad requests."""
 
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 starlette = pytest.importorskip("starlette")
@@ -14,14 +16,18 @@ starlette = pytest.importorskip("starlette")
 from starlette.testclient import TestClient  # noqa: E402
 
 from packtrain.dtypes import f16  # noqa: E402
+from packtrain.errors import DoesNotFit  # noqa: E402
 from packtrain.events import Events  # noqa: E402
 from packtrain.generation import Generator, Limits, Reply  # noqa: E402
-from packtrain.models.file import open_model  # noqa: E402
+from packtrain.models.adapted import adapted, read_scaled  # noqa: E402
+from packtrain.models.file import ModelFile, open_model  # noqa: E402
 from packtrain.sampling import Sampling  # noqa: E402
 from packtrain.serving.app import app  # noqa: E402
 from packtrain.serving.jobs import CANCELLED, End, Job, Part, Told  # noqa: E402
 from packtrain.serving.server import Server  # noqa: E402
+from packtrain.tasks.embed import Embed, embed  # noqa: E402
 from packtrain.tasks.serve import Serve, load  # noqa: E402
+from tests.adapters import random_adapter  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
 
 KEY = "secret-key"
@@ -55,9 +61,9 @@ def client(server) -> Iterator[TestClient]:
         yield client
 
 
-def alone(model: Path, prompt: list[int], count: int, **how: Any) -> list[int]:
+def alone(model: Path | ModelFile, prompt: list[int], count: int, **how: Any) -> list[int]:
     """The tokens that generate writes."""
-    file = open_model(model)
+    file = model if isinstance(model, ModelFile) else open_model(model)
     reply = Reply(
         Generator.of(file, 512, f16), file.tokenizer(), prompt, Sampling(**how), 5, Limits(count)
     )
@@ -266,7 +272,7 @@ def test_bad_requests_say_what_is_wrong(client, path, body, words):
 def test_other_refusals(client):
     assert client.post("/completion", content=b"{").status_code == 400
     assert client.post("/completion", content=b"[" * 100_000).status_code == 400
-    assert client.post("/completion", content=b" " * (9 << 20)).status_code == 413
+    assert client.post("/completion", content=b" " * (2 << 20)).status_code == 413
     assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
     assert client.get("/completion").status_code == 405
     assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 501
@@ -292,3 +298,64 @@ def test_keys(server):
             assert (
                 client.post("/tokenize", json={"content": "a"}, headers=headers).status_code == 200
             )
+
+
+def test_requests_choose_the_scales_of_adapters(model, tmp_path):
+    """Base and tuned in one batch answer as each does alone; the default is that of the command line."""
+    file = open_model(model)
+    adapter = random_adapter(tmp_path / "a.gguf", file)
+    tuned = adapted(file, read_scaled([f"{adapter}:0.5"], file.gguf))
+    want = {0.0: alone(file, [1, 40, 41], 10, temp=0), 0.5: alone(tuned, [1, 40, 41], 10, temp=0)}
+    assert want[0.0] != want[0.5]
+    made = load(Serve(model, ctx=256, lora=(f"{adapter}:0.5",), chat_template="chatml"), Events())
+    try:
+        jobs = [Job((1, 40, 41), Sampling(temp=0), 1, 10, adapters=(by,)) for by in (0.0, 0.5, 0.0)]
+        for (got, _), job in zip(told(made, jobs), jobs, strict=True):
+            assert got == want[job.adapters[0]][: len(got)] and got
+        with TestClient(app(made)) as client:
+            listed = client.get("/lora-adapters").json()
+            assert listed == [{"id": 0, "path": "a.gguf", "scale": 0.5}]
+            asked = {
+                "prompt": [1, 40, 41],
+                "n_predict": 10,
+                "temperature": 0,
+                "return_tokens": True,
+            }
+            assert client.post("/completion", json=asked).json()["tokens"] == want[0.5]
+            without = asked | {"lora": [{"id": 0, "scale": 0.0}]}
+            assert client.post("/completion", json=without).json()["tokens"] == want[0.0]
+            assert client.post("/lora-adapters", json=[{"id": 0, "scale": 0}]).json() == {
+                "success": True
+            }
+            assert client.post("/completion", json=asked).json()["tokens"] == want[0.0]
+    finally:
+        made.engine.close(0)
+
+
+def test_embeddings_are_those_of_embed(model):
+    made = load(Serve(model, ctx=256, embeddings=True, chat_template="chatml"), Events())
+    try:
+        with TestClient(app(made)) as client:
+            asked = {"input": ["the a", "a"]}
+            found = client.post("/v1/embeddings", json=asked).json()
+            want = embed(Embed(model, prompt=("the a", "a")), Events()).vectors
+            got = [one["embedding"] for one in found["data"]]
+            np.testing.assert_allclose(got, want, atol=1e-6)
+            packed = client.post(
+                "/v1/embeddings", json=asked | {"encoding_format": "base64"}
+            ).json()
+            raw = base64.b64decode(packed["data"][1]["embedding"])
+            np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), np.float32(got[1]))
+            native = client.post("/embedding", json={"content": "a"}).json()
+            np.testing.assert_allclose(native[0]["embedding"][0], want[1], atol=1e-6)
+    finally:
+        made.engine.close(0)
+
+
+def test_memory_is_planned_before_it_listens(model):
+    """The largest context that fits is named, and fits."""
+    with pytest.raises(DoesNotFit, match="the largest that fits is") as error:
+        load(Serve(model, ctx=1 << 20, memory="400MiB", chat_template="chatml"), Events())
+    most = int(str(error.value).split(" is ")[1].replace(",", ""))
+    made = load(Serve(model, ctx=most, memory="400MiB", chat_template="chatml"), Events())
+    made.engine.close(0)

@@ -16,7 +16,7 @@ from packtrain.context.checkpoints import Checkpoints
 from packtrain.context.plans import MOVE, MOVED, Name, Sizes, cache_of, placements
 from packtrain.context.pools import ContextError, Move, Piece, Pools
 from packtrain.context.results import NUMBERS, Results
-from packtrain.context.room import check_room
+from packtrain.context.room import check_room, windows_nbytes
 from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes, views
 from packtrain.files import atomic_file
 from packtrain.models.cache import CacheFull
@@ -70,9 +70,8 @@ class Context:
             sizes = Sizes(sizes.tokens, sizes.tokens[0])
 
         def made(cells: int) -> tuple[Cache, dict[Name, Placed]]:
-            largest = sizes.tokens[0]
             layout = cache_of(
-                file.config, cells, sequences, cache, largest=largest, swa_full=swa_full
+                file.config, cells, sequences, cache, largest=sizes.tokens[0], swa_full=swa_full
             )
             graphs = placements(
                 file.config, layout, sizes, file.types(), target, hidden=hidden, moves=True
@@ -81,7 +80,8 @@ class Context:
 
         layout, graphs = made(cells)
         if memory is not None:
-            check_room(cells, memory, lambda count: made(count)[1], file.stored())
+            more = windows_nbytes(file.config, layout, checkpoints)
+            check_room(cells, memory, lambda count: made(count)[1], file.stored(), more)
         session = Session(target.limits)
         session.share(file.stored())
         self._begin(file.config, layout, sizes, session.executors(graphs), sequences, parts)
@@ -116,7 +116,7 @@ class Context:
         sequences: int,
         parts: bool,
     ) -> None:
-        self.config, self.cache, self.sizes, self._runs = config, cache, sizes, runs
+        self.config, self.cache, self.sizes, self.runs = config, cache, sizes, runs
         self._session, self._chooses = runs[1].session, NUMBERS in runs[1].inputs
         window = max((config.window_of(i) for i in range(config.block_count)), default=0)
         self.pools = Pools(cache.cells, sequences, cache.ring, window, parts)
@@ -143,7 +143,7 @@ class Context:
         Raises CacheFull and ContextError; nothing has changed then.
         """
         found = self._read(tokens, seqs, wanted, stop)
-        width = self._runs[1].placed.graph.outputs["result"].shape[1]
+        width = self.runs[1].placed.graph.outputs["result"].shape[1]
         return np.array(found, np.float32).reshape(len(found), width)
 
     def choices(
@@ -244,7 +244,7 @@ class Context:
             given |= self.adapters.inputs(sets, size)
             given |= results.inputs(rows, self.sizes.wanted(size), chosen=self._chooses)
             names = results.names(len(rows))
-            results.add(len(rows), self._runs[size](given, stop=stop, only=names))
+            results.add(len(rows), self.runs[size](given, stop=stop, only=names))
         except BaseException:
             self.pools.undo(piece)
             raise
@@ -333,7 +333,7 @@ class Context:
                     part = value[at : at + MOVED]
                     filled[: len(part)] = part
                     inputs[pool + name] = filled
-            self._runs[MOVE](inputs)
+            self.runs[MOVE](inputs)
 
     # ---- states
 

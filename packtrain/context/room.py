@@ -7,6 +7,8 @@ import numpy as np
 from packtrain.context.plans import Name
 from packtrain.errors import DoesNotFit
 from packtrain.memory import private_nbytes, settle
+from packtrain.models.cached import Cache
+from packtrain.models.config import Config
 from packtrain.placing import Placed
 from packtrain.planning import make_plan, size_text
 
@@ -36,16 +38,27 @@ def is_mapped(value: np.ndarray) -> bool:
     return base is not None
 
 
+def windows_nbytes(config: Config, cache: Cache, count: int) -> int:
+    """Bytes of so many checkpoints, while another one is made."""
+    leaves = (cache.leaf(config, name, i) for i in range(config.block_count) for name in "kv")
+    rings = sum(leaf.spec.nbytes for leaf in leaves if leaf.shape[0] == cache.ring)
+    return (count + 1) * rings // max(cache.sequences, 1) if cache.ring and count else 0
+
+
 def check_room(
     cells: int,
     limit: int,
     made: Callable[[int], Mapping[Name, Placed]],
     shared: Mapping[str, np.ndarray],
+    more: int = 0,
 ) -> None:
-    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit."""
+    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit.
+
+    more  bytes that are needed in addition, whatever the number of cells
+    """
     own = needed(made(cells), shared)
     settle()
-    used = private_nbytes() + REST
+    used = private_nbytes() + REST + more
     total = used + own
     if total <= limit:
         return

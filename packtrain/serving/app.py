@@ -24,6 +24,7 @@ from packtrain.serving.jobs import Busy
 from packtrain.serving.server import Server, TooLong
 from packtrain.serving.shapes import Refused, error
 
+READERS = 2  # requests of a route that are read at once
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
 
 
@@ -72,21 +73,24 @@ class Keys:
 
 def _route(server: Server, path: str, method: str, work: Any) -> Route:
     """A route whose function gets the server and, for POST, the body."""
+    turns = asyncio.Semaphore(READERS)
 
     async def endpoint(request: Request) -> Response:
         if method == "GET":
             found = work(server, request)
         else:
-            given = await read(request, server.limits.body, server.limits.patience)
-            body = given if method == "POST list" else Body(given)
-            found = await run_in_threadpool(work, server, body, request)
+            text = await read(request, server.limits.body, server.limits.patience)
+            async with turns:  # what requests need while they are read is bounded
+                given = await run_in_threadpool(parsed, text)
+                body = given if method == "POST list" else Body(given)
+                found = await run_in_threadpool(work, server, body, request)
         return found if isinstance(found, Response) else JSONResponse(found)
 
     return Route(path, endpoint, methods=[method.split()[0]])
 
 
-async def read(request: Request, most: int, seconds: float) -> Any:
-    """The JSON of a request. Raises InputError, HTTPException."""
+async def read(request: Request, most: int, seconds: float) -> bytes:
+    """The body of a request. Raises HTTPException."""
     found = bytearray()
     try:
         async with asyncio.timeout(seconds):
@@ -96,8 +100,13 @@ async def read(request: Request, most: int, seconds: float) -> Any:
                     raise HTTPException(413, f"the request has more than {most:,} bytes")
     except TimeoutError:
         raise HTTPException(408, f"the request did not come within {seconds:g} s") from None
+    return bytes(found)
+
+
+def parsed(text: bytes) -> Any:
+    """JSON; nothing is an empty object. Raises InputError."""
     try:
-        return json.loads(found) if found else {}
+        return json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         raise InputError("the body is not JSON") from None
 

@@ -23,7 +23,7 @@ OWN = {"samplers", "logit_bias", "dry_sequence_breaker"}  # which are read in an
 SETTINGS = {field.name: field for field in dataclasses.fields(Sampling)}
 FIELDS = {name: name for name in SETTINGS if name not in (*NAMES.values(), *OWN)} | NAMES
 KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
-MOST_BIAS, MOST_STOPS, MOST_TOP, MOST_ANSWERS = 10_000, 64, 100, 32
+MOST_BIAS, MOST_STOPS, MOST_TOP, MOST_ANSWERS = 10_000, 64, 20, 32
 MOST_SEED = 2**63 - 1
 
 

@@ -13,7 +13,7 @@ from packtrain.errors import InputError
 from packtrain.serving.engine import Engine
 
 HEADERS = 64 << 10  # most bytes of a request's headers
-CONNECTIONS = 512  # at once; more are refused
+CONNECTIONS = 128  # at once; more are refused
 LINGER = 30.0  # seconds that running answers have once a signal came
 BACKLOG = 128
 

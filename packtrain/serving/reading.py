@@ -22,6 +22,7 @@ from packtrain.serving.server import Server
 from packtrain.serving.tools import Tools, explained
 
 LONGEST_GRAMMAR = 1 << 18  # characters
+MOST_TOLD = 1 << 18  # probabilities of an answer
 
 
 def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | None) -> Job:
@@ -42,6 +43,16 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
         adapters=adapters_of(body.get("lora"), server.scales),
         endless=body.flag("ignore_eos"),
     )
+
+
+def with_top(server: Server, job: Job, top: int) -> Job:
+    """The job with `top` probabilities for each token. Raises InputError if these are too many to keep."""
+    most = server.engine.limit if job.count < 0 else min(job.count, server.engine.limit)
+    if top * most > MOST_TOLD:
+        raise InputError(
+            f"{top} probabilities of {most:,} tokens are more than {MOST_TOLD:,}; ask for fewer, or set max_tokens"
+        )
+    return replace(job, top=top)
 
 
 def several(job: Job, count: int) -> list[Job]:
@@ -92,7 +103,7 @@ def completions(server: Server, body: Body) -> list[Job]:
     prompts = prompts_of(body.get("prompt"), server.tokenizer, MOST_ANSWERS)
     grammar = grammar_of(server, body)
     top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
-    jobs = [replace(job_of(server, body, prompt, grammar), top=top) for prompt in prompts]
+    jobs = [with_top(server, job_of(server, body, prompt, grammar), top) for prompt in prompts]
     return jobs if len(jobs) == 1 else [replace(job, slot=-1) for job in jobs]
 
 
@@ -109,7 +120,7 @@ def texts(server: Server, body: Body) -> list[Job]:
     return [
         job
         for prompt in prompts
-        for job in several(replace(job_of(server, body, prompt, grammar), top=top), count)
+        for job in several(with_top(server, job_of(server, body, prompt, grammar), top), count)
     ]
 
 
@@ -133,7 +144,7 @@ def chat(server: Server, body: Body) -> Chat:
     grammar = tools.grammar(server.tokenizer) if tools else grammar_of(server, body)
     job = job_of(server, body, server.ids(text), grammar)
     special = tools is not None and tools.token(server.tokenizer) is not None
-    job = replace(job, top=top, special=special)
+    job = replace(with_top(server, job, top), special=special)
     return Chat(several(job, body.number("n", 1, 1, MOST_ANSWERS)), tools)
 
 

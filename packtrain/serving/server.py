@@ -45,7 +45,7 @@ class Limits:
     patience  seconds in which a client must send a request, and take each piece of an answer
     """
 
-    body: int = 8 << 20
+    body: int = 1 << 20
     answer: int = -1
     seconds: float = 3600.0
     patience: float = 30.0
@@ -127,6 +127,9 @@ class Server:
             if len(ids) > most:
                 raise TooLong(len(ids), most)
         check_texts(texts, most)
+        embedder.adapters.set(
+            range(embedder.pools.sequences), [self.scales] * embedder.pools.sequences
+        )
         found = list[np.ndarray]()
         for batch in batches([len(ids) for ids in texts], most, embedder.pools.sequences):
             here = [texts[i] for i in batch]

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
 from packtrain.context import Context
+from packtrain.context.room import needed
 from packtrain.dtypes import PRECISIONS
 from packtrain.embedding import POOLINGS, pooling_of
 from packtrain.errors import InputError
@@ -14,6 +16,7 @@ from packtrain.events import Events
 from packtrain.files import read_text
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.memory import parse_size
+from packtrain.models.adapted import split_scale
 from packtrain.models.file import ModelFile
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples.render import Renderer
@@ -27,6 +30,8 @@ from packtrain.tokenizer import Tokenizer
 from packtrain.training.settings import CHAT_TEMPLATE, DEVICE
 
 CONTEXT = 8192  # at most, without --ctx
+EMBEDDED = 2048  # tokens of texts to embed, at once
+REQUESTS = 48 << 20  # bytes that requests need while they are read
 NEEDED = "starlette", "uvicorn"
 
 
@@ -126,28 +131,60 @@ def load(settings: Serve, events: Events) -> Server:
     model = opened(settings, events.message, by_token=True)
     tokenizer = model.tokenizer()
     renderer, source, bos = template_of(settings, model, tokenizer, events)
-    cells = settings.ctx or min(model.config.context_length, CONTEXT)
-    check_cache(model, cells, settings.cache_type)
     kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if model.config.expert_count else ())))
-    context = Context(
-        model, cells=cells, sequences=settings.parallel, cache=settings.cache_type,
-        parts=not settings.kv_unified, swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints,
-        memory=None if settings.memory is None else parse_size(settings.memory, "--memory"),
-        target=target(settings.device), say=events.message,
-    )  # fmt: skip
-    context.decode([0])  # loads the kernels
-    context.remove(0)
+    context, embedder = contexts(settings, model, events)
     engine = Engine(
         context, tokenizer, waiting=settings.queue, chunk=settings.ubatch_size,
         similar=settings.slot_prompt_similarity,
     )  # fmt: skip
-    return Server(
+    given = [split_scale(one) for one in settings.lora]
+    server = Server(
         model, tokenizer, renderer, source, bos, engine,
         name=settings.alias or settings.model.name, sampling=settings.sampling, seed=settings.seed,
         limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
-        slots=settings.slot_save_path, measured=settings.metrics,
-        pooling=settings.pooling or (pooling_of(model) if settings.embeddings else ""),
+        adapters=tuple(path.name for path, _ in given), scales=tuple(scale for _, scale in given),
+        embedder=embedder, slots=settings.slot_save_path, measured=settings.metrics,
     )  # fmt: skip
+    if embedder is not None:
+        server.pooling = settings.pooling or pooling_of(model)
+    return server
+
+
+def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context, Context | None]:
+    """The context of answers, and that of embeddings if they are asked for. Raises InputError, DoesNotFit."""
+    most = settings.ctx or min(model.config.context_length, CONTEXT)
+    check_cache(model, most, settings.cache_type)
+    limit = None if settings.memory is None else parse_size(settings.memory, "--memory") - REQUESTS
+    how: Any = {
+        "cache": settings.cache_type,
+        "target": target(settings.device),
+        "say": events.message,
+    }
+    embedder = None
+    if settings.embeddings:
+        cells = min(most, EMBEDDED)
+        embedder = Context(
+            model,
+            cells=cells,
+            sequences=settings.parallel,
+            checkpoints=0,
+            hidden=True,
+            memory=limit,
+            **how,
+        )
+        if limit is not None:
+            limit -= needed(
+                {name: run.placed for name, run in embedder.runs.items()}, model.stored()
+            )
+    context = Context(
+        model, cells=most, sequences=settings.parallel, parts=not settings.kv_unified,
+        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, memory=limit, **how,
+    )  # fmt: skip
+    for one in (context, embedder):
+        if one is not None:  # loads the kernels
+            one.decode([0])
+            one.remove(0)
+    return context, embedder
 
 
 def template_of(

@@ -86,7 +86,7 @@ def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype) -> None
         kernels.rounded.product(y, x[rows], dtype.number, w, True, work)
         return y
 
-    every = product(slice(None))  # 8, 4, 2 rows and 1
+    every = product(slice(None))  # 4 rows, 2 and 1
     alone = [product(slice(i, i + 1)) for i in range(15)]
     np.testing.assert_array_equal(every, np.concatenate(alone))
     rough = rounded(x.reshape(-1)).reshape(x.shape).astype(np.float64)

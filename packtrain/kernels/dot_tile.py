@@ -28,7 +28,11 @@ from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, call, f32x16, 
 i64, void = types.int64, types.void
 VALUES, LINE = 128, 320
 SECOND, STEPS, RESTS, LATER = 64, 128, 192, 256
-ROWS = {1: 4, 2: 4, 4: 3, 8: 2}  # of weights, by rows of activations
+ROWS = {
+    1: 4,
+    2: 4,
+    4: 3,
+}  # of weights, by rows of activations; 8 need more registers than there are
 AHEAD = 4096  # bytes after the rows that follow, where weights are prefetched
 CACHE_LINE = 64
 CODES_FORM, SCALES_FORM = codes64(i64, i64), f32x16(i64)

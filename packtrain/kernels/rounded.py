@@ -34,7 +34,7 @@ i64, f32, void = types.int64, types.float32, types.void
 BLOCK = 32
 SMALL = 1 << 17  # below this many weights a parallel region does not pay
 TINY = f32(1.1754944e-38)  # steps below are 0
-OF_8, OF_4, OF_2, OF_1 = (ROWS[m] for m in (8, 4, 2, 1))
+OF_4, OF_2, OF_1 = (ROWS[m] for m in (4, 2, 1))
 PANEL = 24  # rows of weights that all rows of x are multiplied with while they are in the cache
 explain(octets, simd, bits)
 packed2 = types.Array(types.uint8, 2, "C", readonly=True)
@@ -113,12 +113,7 @@ def panel(m, n, k, kind, x, w, stride, y, add, start, stop):
     i, down = i64(0), 4 * n
     while i < m:
         left, at, row = m - i, x + i * nbytes(k), y + i * down
-        if left >= 8:
-            for j in range(start, stop, OF_8):
-                to, some = row + 4 * j, min(OF_8, stop - j)
-                tile(kind, 8, at, w + j * stride, stride, k, to, down, some, add)
-            i += 8
-        elif left >= 4:
+        if left >= 4:
             for j in range(start, stop, OF_4):
                 to, some = row + 4 * j, min(OF_4, stop - j)
                 tile(kind, 4, at, w + j * stride, stride, k, to, down, some, add)

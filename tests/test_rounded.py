@@ -64,34 +64,61 @@ def test_products_are_those_of_the_rounded_values(dtype: Dtype) -> None:
     w = bits.view(dtype.numpy)[..., 0]
     y, work = np.empty((1, 17), np.float32), np.empty(k // 128 * 80, np.float32)
     packed = w.view(np.uint8).reshape(17, -1)
-    kernels.rounded.product(y, x, dtype.number, packed, False, work)
+    kernels.rounded.product(y, x, dtype.number, packed, False, 1, work)
     wanted = x.astype(np.float64) @ dequantize(w).astype(np.float64).T
     np.testing.assert_allclose(y, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
-def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype) -> None:
-    random, k, n = np.random.default_rng(0), 416 if dtype.block == 32 else 512, 13
+def random_rows(dtype: Dtype, n: int, k: int) -> np.ndarray:
+    """Blocks of random bits between small scales."""
+    random = np.random.default_rng(0)
     bits = random.integers(0, 256, (n, k // dtype.block, dtype.block_nbytes), np.uint8)
     for place in dtype.layout.halves if dtype.layout else (0,):
         bits[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
-    w = bits.reshape(n, -1)
+    return bits.reshape(n, -1)
+
+
+def product_in_integers(
+    acc: np.ndarray, x: np.ndarray, dtype: Dtype, w: np.ndarray, planes: int
+) -> np.ndarray:
+    y, work = acc.copy(), np.empty(2 * x.size, np.float32)
+    kernels.rounded.product(y, x, dtype.number, w, True, planes, work)
+    return y
+
+
+@pytest.mark.parametrize("planes", [1, 3])
+@pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
+def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype, planes: int) -> None:
+    random, k, n = np.random.default_rng(0), 416 if dtype.block == 32 else 512, 13
+    w = random_rows(dtype, n, k)
     x, acc = (
         random.standard_normal((15, k), np.float32),
         random.standard_normal((15, n), np.float32),
     )
-
-    def product(rows: slice) -> np.ndarray:
-        y, work = acc[rows].copy(), np.empty(15 * 4 * 80, np.float32)
-        kernels.rounded.product(y, x[rows], dtype.number, w, True, work)
-        return y
-
-    every = product(slice(None))  # 4 rows, 2 and 1
-    alone = [product(slice(i, i + 1)) for i in range(15)]
+    every = product_in_integers(acc, x, dtype, w, planes)  # 4 rows, 2 and 1
+    alone = [product_in_integers(acc[i : i + 1], x[i : i + 1], dtype, w, planes) for i in range(15)]
     np.testing.assert_array_equal(every, np.concatenate(alone))
-    rough = rounded(x.reshape(-1)).reshape(x.shape).astype(np.float64)
-    wanted = acc + rough @ dequantize(w.view(dtype.numpy)).T
-    np.testing.assert_allclose(every, wanted, rtol=1e-4, atol=1e-4)
+    taken = rounded(x.reshape(-1)).reshape(x.shape) if planes == 1 else x
+    wanted = acc + taken.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(np.float64)
+    assert np.abs(every - wanted).max() < 1e-6 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
+def test_integers_of_24_bits_neither_overflow_nor_lose_more_than_f32(dtype: Dtype) -> None:
+    """The largest codes with the largest values, alike in sign; values of all sizes; and what is not finite."""
+    k, random = 4096, np.random.default_rng(0)
+    w = random_rows(dtype, 3, k)
+    exact = dequantize(w.view(dtype.numpy)).astype(np.float64)
+    x = np.stack(
+        [np.sign(exact[0]), -np.sign(exact[0]), np.full(k, -1), random.standard_normal(k) ** 5]
+    )
+    x = (x * 1.7).astype(np.float32)
+    y = product_in_integers(np.zeros((4, 3), np.float32), x, dtype, w, 3)
+    size = np.abs(x.astype(np.float64)) @ np.abs(exact).T
+    assert (np.abs(y - x.astype(np.float64) @ exact.T) < 1e-6 * size).all()
+    x[1, 70] = np.inf
+    y = product_in_integers(np.zeros((4, 3), np.float32), x, dtype, w, 3)
+    assert np.isnan(y[1]).all() and np.isfinite(np.delete(y, 1, axis=0)).all()
 
 
 def test_what_it_does_not_take_is_refused() -> None:
@@ -151,7 +178,7 @@ def test_eval_takes_it_too(models: dict[str, Path], tmp_path: Path, capsys) -> N
 
 def test_a_model_without_such_a_matrix_is_refused(models: dict[str, Path]) -> None:
     with pytest.raises(InputError, match=r"--activations q8: .*plain\.gguf has no matrix of q4_0"):
-        opened(Speaking(models["plain"], activations="q8"))
+        opened(Speaking(models["plain"], activations="q8"), lambda line: None)
 
 
 def test_only_long_runs_and_not_their_head_are_in_bf16() -> None:

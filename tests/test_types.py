@@ -14,6 +14,7 @@ from packtrain.types.room import KNOWN
 from tests.copied import copy_package, own_cache, python_in
 
 TOY = """
+from packtrain.types.words import fma, splat, total
 
 # a type of a test: 32 bytes with a sign behind a scale of four bytes
 toy = packed("toy", 99, 32, 36, smaller=q8_0, layout=Layout(32, 255, -127, (0,), 4))
@@ -102,8 +103,8 @@ def test_a_type_is_one_file(tmp_path: Path):
             {"dequantize", "dots", "quantize", "rounded"},
         ),
         ("least = (low >> 4)", "least = (low // 16)", {"dequantize", "quantize"}),
-        ("a = fma(v, load(x, at + 64), a)", "a = fma(load(x, at + 64), v, a)", {"dots"}),
-        ("least = ((rest >> 4)", "least = ((rest // 16)", {"dots", "rounded"}),
+        ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
+        ("least = ((rest >> 4)", "least = ((rest // 16)", {"rounded"}),
         ("to_floats(q & 3) *", "to_floats(3 & q) *", {"dequantize", "quantize"}),
     ],
 )

@@ -67,7 +67,7 @@ def binary_operator(symbol, instruction):
 
 
 for name, instruction in {
-    "and_": "and_", "or_": "or_", "sub": "sub", "lshift": "shl", "rshift": "lshr"
+    "and_": "and_", "or_": "or_", "add": "add", "sub": "sub", "mul": "mul", "lshift": "shl", "rshift": "lshr"
 }.items():  # fmt: skip
     binary_operator(getattr(operator, name), instruction)
 
@@ -188,7 +188,7 @@ def low_bits(count):
     return intrinsic(lambda typingctx, b, d, m: (f32x16(i32x16, f32x16, f32x16), codegen))
 
 
-low_2, low_4 = low_bits(2), low_bits(4)
+low_2 = low_bits(2)
 
 
 def where_set(emit):
@@ -202,7 +202,6 @@ def where_set(emit):
     return intrinsic(lambda typingctx, v, bits, w: (f32x16(f32x16, types.int64, f32x16), codegen))
 
 
-add_where = where_set(lambda builder, v, w: builder.fadd(v, w))
 put_where = where_set(lambda builder, v, w: w)
 
 

@@ -1,10 +1,12 @@
-"""Dot products of some rows of weights with some rows of activations that are rounded to 8 bits, in registers.
+"""Dot products of some rows of weights with some rows of activations that are integers, 32 with a step, in registers.
 
-Weights are taken a chunk at a time, four blocks of 32 or one of 256; `codes` of its type gives 64 codes of it, and
-`scales` its scales. 128 rounded values lie in LINE bytes: the first halves of four groups of 32, codes of a byte; the
-second halves; for each 8 sums by fours their step; and what codes have too much, see `added`, or for types with
-offsets the steps times the sums.
+Integers are the sum of `planes` signed bytes, the first times the largest power of 256. Weights are taken a chunk at a
+time, four blocks of 32 or one of 256; `codes` of its type gives 64 codes of it, and `scales` its scales. 128 integers
+lie in line(planes) bytes: by plane, the first halves of four groups of 32, then the second ones; by lane of a sum the
+steps; and what products with codes have too much, i32, or for types with offsets the steps times the sums of integers.
 """
+
+from itertools import product
 
 from llvmlite import ir
 from numba import types
@@ -26,8 +28,9 @@ from packtrain.kernels.panels import emit_prefetch
 from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, call, f32x16, fold
 
 i64, void = types.int64, types.void
-VALUES, LINE = 128, 320
-SECOND, STEPS, RESTS, LATER = 64, 128, 192, 256
+VALUES, SECOND = 128, 64  # bytes of a plane, and where the second halves begin
+MORE = 64  # bytes of 16 lanes
+PLANES, KINDS = (1, 3), 64
 ROWS = {
     1: 4,
     2: 4,
@@ -38,16 +41,21 @@ CACHE_LINE = 64
 CODES_FORM, SCALES_FORM = codes64(i64, i64), f32x16(i64)
 
 
+def line(planes):
+    return VALUES * planes + 3 * MORE
+
+
 class Tile:
     """The code for one type, `m` rows of activations and `r` of weights."""
 
-    def __init__(self, context, module, dtype, code, m):
+    def __init__(self, context, module, dtype, code, m, planes):
         self.context, self.code, self.m, self.r = context, code, m, ROWS[m]
+        self.planes, self.steps, self.line = range(planes), VALUES * planes, line(planes)
         self.less = dtype.code["codes"].less
         self.split = dtype.layout is not None and dtype.layout.group < 32
         self.halves = max(1, dtype.block // VALUES)
         self.nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)
-        name = module.get_unique_name(f"tile_{dtype.name}_{m}")
+        name = module.get_unique_name(f"tile_{dtype.name}_{m}_{planes}")
         form = ir.FunctionType(ir.VoidType(), [I64] * 10)
         self.function = ir.Function(module, form, name)
         self.function.linkage = "internal"
@@ -76,7 +84,7 @@ class Tile:
             here = [b.add(j, through) for j in at]
             self.prefetch(b.add(ahead, b.mul(loop.index, I64(self.nbytes * self.r))))
             here = [b.select(whole, j, other) for j, other in zip(here, rest, strict=True)]
-            first = b.add(x, b.mul(loop.index, I64(LINE * self.halves)))
+            first = b.add(x, b.mul(loop.index, I64(self.line * self.halves)))
             self.chunk([b.add(first, b.mul(along, I64(i))) for i in range(self.m)], here)
         for j in range(self.r):
             with b.if_then(b.icmp_signed("<", I64(j), rows)):
@@ -125,26 +133,47 @@ class Tile:
             ]
             by = [self.spread(s, half) for s in scales]
             for i, first in enumerate(x):
-                at = b.add(first, I64(half * LINE))
-                given = [read(b, CODES, at), read(b, CODES, at, SECOND)]
-                step = read(b, VECTOR, at, STEPS)
+                at = b.add(first, I64(half * self.line))
+                given = [
+                    [read(b, CODES, at, VALUES * p + place) for p in self.planes]
+                    for place in (0, SECOND)
+                ]
+                step = read(b, VECTOR, at, self.steps)
                 for j in range(self.r):
                     sums = self.sums[i * self.r + j]
                     b.store(self.added(b.load(sums), codes[j], by[j], given, step, at), sums)
 
     def added(self, sums, codes, by, given, step, at):
         """The sums of one row with one, and 128 products more."""
-        b, times = self.builder, by_fours_signed if self.less == SIGNED else by_fours
+        b, both = self.builder, [*zip(codes, given, strict=True)]
+        rests = [b.add(at, I64(self.steps + MORE * i)) for i in (1, 2)]
         if self.split:
-            for place, code, other, d in zip((RESTS, LATER), codes, given, by, strict=True):
-                products = times(b, code, other, read(b, BITS, at, place))
-                sums = self.fma(b.sitofp(products, VECTOR), b.fmul(d, step), sums)
+            for rest, one, d in zip(rests, both, by, strict=True):
+                products = b.sitofp(self.products([one], self.planes, rest), VECTOR)
+                sums = self.fma(products, b.fmul(d, step), sums)
             return sums
-        none = ir.Constant(BITS, [0] * LANES)
-        start = read(b, BITS, at, RESTS) if self.less else none
-        products = times(b, codes[1], given[1], times(b, codes[0], given[0], start))
-        sums = self.fma(b.sitofp(products, VECTOR), b.fmul(by[0], step), sums)
-        return sums if self.less else self.fma(by[1], read(b, VECTOR, at, RESTS), sums)
+        if self.less == SIGNED and len(self.planes) > 1:  # they do not fit into 32 bits
+            high = self.products(both, self.planes[:-1], rests[0])
+            low = self.products(both, self.planes[-1:], rests[1])
+            by_256 = ir.Constant(VECTOR, [256.0] * LANES)
+            products = self.fma(b.sitofp(high, VECTOR), by_256, b.sitofp(low, VECTOR))
+        else:
+            products = b.sitofp(self.products(both, self.planes, rests[0]), VECTOR)
+        sums = self.fma(products, b.fmul(by[0], step), sums)
+        return sums if self.less else self.fma(by[1], read(b, VECTOR, rests[0]), sums)
+
+    def products(self, pairs, planes, rest):
+        """Sums by fours of products of codes with some planes of integers."""
+        b, times = self.builder, by_fours_signed if self.less == SIGNED else by_fours
+        found = ir.Constant(BITS, [0] * LANES)
+        for p in planes:
+            if p != planes[0]:
+                found = b.shl(found, ir.Constant(BITS, [8] * LANES))
+            if p == planes[-1] and self.less:
+                found = b.add(found, read(b, BITS, rest))
+            for codes, integers in pairs:
+                found = times(b, codes, integers[p], found)
+        return found
 
     def spread(self, scales, half):
         """Of 128 codes, by lane of a sum: scales, and offsets if there are any, or scales of both halves of groups."""
@@ -165,6 +194,7 @@ class Tile:
 
     def called(self, role, form, *given):
         """What a part gives; it raises nothing."""
+        settle(self.code[role])
         (found,) = self.code[role].overloads.values()
         self.context.add_linking_libs((found.library,))
         function = self.context.declare_function(self.builder.module, found.fndesc)
@@ -176,33 +206,29 @@ class Tile:
 
 
 def tiles(codes, scales):
-    """An intrinsic (kind, m, x, w, stride, k, y, down, rows, add), of a literal m: see Tile.emit."""
+    """An intrinsic (m, kind, planes, x, w, stride, k, y, down, rows, add), of a literal m: see Tile.emit."""
 
     def codegen(context, builder, sig, args):
-        m = sig.args[1].literal_value
-        kind, _, x, w, stride, k, y, down, rows, add = args
-        along = builder.mul(builder.udiv(builder.add(k, I64(VALUES - 1)), I64(VALUES)), I64(LINE))
+        _, kind, planes, x, w, stride, k, y, down, rows, add = args
+        lines = builder.udiv(builder.add(k, I64(VALUES - 1)), I64(VALUES))
         end = builder.append_basic_block("done")
-        switch = builder.switch(kind, end)
-        for dtype in codes:
+        switch = builder.switch(builder.add(kind, builder.mul(planes, I64(KINDS))), end)
+        for dtype, planes in product(codes, PLANES):
             case = builder.append_basic_block(dtype.name)
-            switch.add_case(I64(dtype.number), case)
+            switch.add_case(I64(dtype.number + KINDS * planes), case)
             builder.position_at_end(case)
-            for part in (codes[dtype], scales[dtype]):
-                settle(part)
             code = {"codes": codes[dtype], "scales": scales[dtype]}
-            tile = Tile(context, builder.module, dtype, code, m)
-            size = I64(max(dtype.block, VALUES))
-            left = builder.udiv(
-                builder.mul(builder.urem(k, size), I64(dtype.block_nbytes)), I64(dtype.block)
-            )
+            tile = Tile(context, builder.module, dtype, code, sig.args[0].literal_value, planes)
+            size, nbytes = I64(max(dtype.block, VALUES)), I64(dtype.block_nbytes)
+            left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), nbytes)
+            along = builder.mul(lines, I64(line(planes)))
             given = x, along, w, stride, builder.udiv(k, size), left, y, down, rows, add
             builder.call(tile.function, given)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    def typed(typingctx, kind, m, x, w, stride, k, y, down, rows, add):
-        return void(i64, m, *[i64] * 8), codegen
+    def typed(typingctx, m, kind, planes, x, w, stride, k, y, down, rows, add):
+        return void(m, *[i64] * 10), codegen
 
     return intrinsic(prefer_literal=True)(typed)

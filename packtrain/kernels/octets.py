@@ -13,7 +13,8 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
 from packtrain.kernels import runtime
-from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, VECTOR, call, f32x16
+from packtrain.kernels.bits import i32x16
+from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, call, f32x16
 
 llvmlite.binding.initialize_native_asmparser()
 VNNI = runtime.has("avx512vnni")
@@ -21,7 +22,7 @@ AVX2 = runtime.has("avx2")
 I8, I16 = ir.IntType(8), ir.IntType(16)
 COUNT = 64
 CODES, HALF = ir.VectorType(I8, COUNT), ir.HalfType()
-i64, void = types.int64, types.void
+i64 = types.int64
 
 
 class Codes(types.Type):
@@ -79,10 +80,10 @@ def word(result, *given):
 
     def named(emit):
         def codegen(context, builder, sig, args):
-            made = emit(builder, *args)
-            return context.get_dummy_value() if result == void else made
+            return emit(builder, *args)
 
         typed = {
+            1: lambda typingctx, a: (result(*given), codegen),
             2: lambda typingctx, a, b: (result(*given), codegen),
             3: lambda typingctx, a, b, c: (result(*given), codegen),
             5: lambda typingctx, a, b, c, d, e: (result(*given), codegen),
@@ -207,18 +208,33 @@ def by_fours_signed(builder, codes, others, start):
     """The same with signed codes, to which 128 is added; with VNNI, `start` has what that adds, else nothing."""
     if VNNI:
         return by_fours(builder, codes, others, start)
+    wide = ir.VectorType(I16, COUNT)
     codes = builder.xor(codes, ir.Constant(CODES, [128] * COUNT))
-    none = ir.Constant(CODES, [0] * COUNT)
-    below = builder.icmp_signed("<", codes, none)
-    size = builder.select(below, builder.neg(codes), codes)
+    codes, others = builder.sext(codes, wide), builder.sext(others, wide)
+    for every in two_by_two(builder, codes, others):
+        start = builder.add(start, every)
+    return start
+
+
+def two_by_two(builder, v, w):
+    """Of the products of 64 i16 by fours the sums of the first two, and of the last two."""
     if AVX2:
-        sign = ir.VectorType(I8, 32)
-        others = by_halves(
-            builder, lambda *v: call(builder, "llvm.x86.avx2.psign.b", sign, *v), others, codes
-        )
-    else:
-        others = builder.select(below, builder.neg(others), others)
-    return by_fours(builder, size, others, start)
+        four, parts = ir.VectorType(I32, 8), range(0, COUNT, 16)
+        sums = [
+            call(
+                builder,
+                "llvm.x86.avx2.pmadd.wd",
+                four,
+                *(shuffled(builder, x, [*range(p, p + 16)]) for x in (v, w)),
+            )
+            for p in parts
+        ]
+        halves = [shuffled(builder, a, [*range(16)], b) for a, b in (sums[:2], sums[2:])]
+        return [shuffled(builder, halves[0], [*range(p, 32, 2)], halves[1]) for p in (0, 1)]
+    wide = ir.VectorType(I32, COUNT)
+    every = builder.mul(builder.sext(v, wide), builder.sext(w, wide))
+    ones = [shuffled(builder, every, [*range(p, COUNT, 4)]) for p in range(4)]
+    return [builder.add(*ones[:2]), builder.add(*ones[2:])]
 
 
 SIGNED = 128  # what is added to signed codes
@@ -229,29 +245,8 @@ def added(less):
     return 0 if less == SIGNED and not VNNI else less
 
 
-def sums_of(builder, address):
-    """Sums of four of 64 codes."""
+@word(i32x16, i64)
+def sums_at(builder, address):
+    """Sums of four of 64 signed codes."""
     ones, none = ir.Constant(CODES, [1] * COUNT), ir.Constant(BITS, [0] * LANES)
     return by_fours(builder, ones, read(builder, CODES, address), none)
-
-
-@word(void, i64, i64, i64)
-def put_starts(builder, to, codes, less):
-    """Write -less times the sums of four of 64 codes, i32."""
-    by = builder.insert_element(
-        ir.Constant(BITS, ir.Undefined), builder.trunc(builder.neg(less), I32), I32(0)
-    )
-    put(builder, builder.mul(sums_of(builder, codes), shuffled(builder, by, [0] * LANES)), to)
-
-
-@word(void, i64, i64)
-def add_starts(builder, to, others):
-    """Add 16 i32."""
-    put(builder, builder.add(read(builder, BITS, to), read(builder, BITS, others)), to)
-
-
-@word(f32x16, i64, i64)
-def sums_at(builder, codes, others):
-    """Sums of four of 64 codes and of four of 64 others, together."""
-    both = builder.add(sums_of(builder, codes), sums_of(builder, others))
-    return builder.sitofp(both, VECTOR)

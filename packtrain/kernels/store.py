@@ -43,7 +43,7 @@ MADE_OF = {
     "loss": "call dequantize gemm packed simd",
     "matmul": "call gemm simd",
     "norm": "call simd",
-    "octets": "simd",
+    "octets": "bits simd",
     "online": "call dequantize simd visible",
     "packed": "call dequantize dots gemm matmul panels simd",
     "packing": "call",

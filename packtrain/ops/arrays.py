@@ -9,7 +9,7 @@ import numpy as np
 from packtrain import kernels, quant
 from packtrain.dtypes import PRECISIONS, dtype_of
 from packtrain.errors import InputError
-from packtrain.tensor import GraphError, Tensor, refusal, want
+from packtrain.tensor import GraphError, Spec, Tensor, refusal, want
 
 ABSENT = np.empty(0, np.float32)
 ABSENT_IDS = np.empty(0, np.int32)
@@ -73,6 +73,12 @@ def again(function, *given):
     """Call it, and return the call: a kernel that returns this is run so from then on, while its arrays stay."""
     function(*given)
     return partial(function, *given)
+
+
+def integers_of(x: Tensor, planes: int) -> Spec:
+    """What x (..., K) takes as integers, as `kernels.dot_tile` has them: 128 of them by planes, and 3 * 16 values."""
+    k = x.shape[-1]
+    return Spec((x.spec.size // max(k, 1) * -(-k // 128) * (32 * planes + 48),))
 
 
 def start_with(y, acc):

@@ -5,13 +5,14 @@ import math
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, bf16, dtype_of, f16, f32
+from packtrain.dtypes import BLOCK_TYPES, READABLE, ROUNDABLE, TRAINABLE, bf16, dtype_of, f16, f32
 from packtrain.ops import costs
 from packtrain.ops.arrays import (
     again,
     demand,
     floats,
     half,
+    integers_of,
     packed,
     rounded,
     rows,
@@ -21,6 +22,9 @@ from packtrain.ops.arrays import (
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
+
+FEW_ROWS = 8  # up to so many, products with packed weights are summed in integers
+PLANES = 3  # of 8 bits
 
 
 def _is_matrix(index: int, t: Tensor) -> bool:
@@ -96,19 +100,31 @@ def matmul_numpy(y, x, w, acc, precision):
 
 
 @matmul.kernel("cpu", strided=_is_matrix)
-def matmul_cpu(y, x, w, acc, precision):
+def matmul_cpu(y, x, w, acc, precision, work=()):
     how = acc is not None, half(precision)
     same = acc is None or start_with(y, acc)
     if w.ndim == 2:
-        plain = w.dtype == np.float32
-        product = kernels.matmul.product if plain else kernels.packed.product
-        call = again(product, rows(y), rows(x), *((w.T,) if plain else packed(w)), *how)
+        call = _product(rows(y), rows(x), w, how, work)
         return call if same else None
     leading = y.shape[:-2]
     x, w = (np.broadcast_to(t, (*leading, *t.shape[-2:])) for t in (x, w))
     for at in np.ndindex(leading):
         kernels.matmul.product(y[at], x[at], w[at].T, *how)
     return None
+
+
+def _product(y, x, w, how, work):
+    if w.dtype == np.float32:
+        return again(kernels.matmul.product, y, x, w.T, *how)
+    if work:
+        return again(kernels.rounded.product, y, x, *packed(w), how[0], PLANES, *work)
+    return again(kernels.packed.product, y, x, *packed(w), *how)
+
+
+@matmul.workspace("cpu")
+def matmul_workspace(x, w, acc, precision):
+    few = x.spec.size <= FEW_ROWS * w.shape[-1] and precision == "f32"
+    return (integers_of(x, PLANES),) if few and w.dtype in ROUNDABLE else ()
 
 
 @matmul.cost

@@ -5,12 +5,11 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.ops import costs
-from packtrain.ops.arrays import again, flat, floats, packed, rows, start_with
+from packtrain.ops.arrays import again, flat, floats, integers_of, packed, rows, start_with
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 BLOCK = 32
 TINY = np.float32(2**-126)  # smaller steps are 0
-LINE, WORK = 128, 80  # rounded values, and f32 in memory that they take
 
 
 @op(inplace=(0,))
@@ -79,14 +78,13 @@ def matmul_rounded_numpy(y, x, w, acc):
 
 @matmul_rounded.workspace("cpu")
 def matmul_rounded_workspace(x, w, acc):
-    k = x.shape[-1]
-    return (Spec((x.spec.size // k * -(-k // LINE) * WORK,)),)
+    return (integers_of(x, 1),)
 
 
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
     same = acc is None or start_with(y, acc)
-    given = rows(y), rows(x), *packed(w), acc is not None, work[0]
+    given = rows(y), rows(x), *packed(w), acc is not None, 1, work[0]
     call = again(kernels.rounded.product, *given)
     return call if same else None
 

@@ -114,17 +114,6 @@ def unpack_iq4_nl(y, x, n):
         store(y, out + 16, pick(values, q >> 4) * d)
 
 
-@iq4_nl.dot
-def dot_iq4_nl(x, w, n):
-    values, a = load(NL, 0), splat(0.0)
-    for i in range(0, n, 32):
-        q = bytes_at(w, 2)
-        v = pick(values, q) * load(x, i)
-        a = fma(fma(pick(values, q >> 4), load(x, i + 16), v), half_at(w, 0), a)
-        w += 18
-    return total(a)
-
-
 @iq4_xs.unpack
 def unpack_iq4_xs(y, x, n):
     values = load(NL, 0)

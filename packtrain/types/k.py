@@ -12,12 +12,10 @@ from packtrain.types.room import Bytes, Layout, packed
 from packtrain.types.words import (
     Floats,
     Ints,
-    add_where,
     byte_at,
     bytes_at,
     bytes_of,
     char_at,
-    chars_at,
     code,
     extreme,
     fit,
@@ -26,7 +24,6 @@ from packtrain.types.words import (
     keep_first,
     load,
     low_2,
-    low_4,
     part,
     peek,
     poke,
@@ -201,22 +198,6 @@ def scales_then_lows(w: int) -> Floats:
     return to_floats(both) * units
 
 
-@q4_K.dot
-def dot_q4_K(x, w, n):
-    a, b, s = splat(0.0), splat(0.0), scratch(16)
-    for p in range(0, n, 256):
-        store(s, 0, scales_then_lows(w))
-        for i in range(0, 8, 2):
-            d, m, e, o = peek(s, i), peek(s, 8 + i), peek(s, 1 + i), peek(s, 9 + i)
-            at, q, r = p + i * 32, bytes_at(w, 16 + i * 16), bytes_at(w, 32 + i * 16)
-            a = fma(low_4(q, d, m), load(x, at), a)
-            b = fma(low_4(r, d, m), load(x, at + 16), b)
-            a = fma(low_4(q >> 4, e, o), load(x, at + 32), a)
-            b = fma(low_4(r >> 4, e, o), load(x, at + 48), b)
-        w += 144
-    return total(a + b)
-
-
 @q5_K.unpack
 def unpack_q5_K(y, x, n):
     for b in range(n):
@@ -227,24 +208,6 @@ def unpack_q5_K(y, x, n):
                 q = (bytes_at(at, 48 + i // 2 * 32 + half) >> (i % 2 * 4)) & 15
                 top = (bytes_at(at, 16 + half) >> i) & 1
                 store(y, out + i * 32 + half, to_floats(q | (top << 4)) * d - m)
-
-
-@q5_K.dot
-def dot_q5_K(x, w, n):
-    a, b, s = splat(0.0), splat(0.0), scratch(16)
-    for p in range(0, n, 256):
-        store(s, 0, scales_then_lows(w))
-        top, over = bytes_at(w, 16), bytes_at(w, 32)
-        for i in range(8):
-            d, m, shift = peek(s, i), peek(s, 8 + i), i % 2 * 4
-            q, r = bytes_at(w, 48 + i // 2 * 32) >> shift, bytes_at(w, 64 + i // 2 * 32) >> shift
-            v = add_where(low_4(q, d, m), set_lanes(top & 1), d * f32(16))
-            a = fma(v, load(x, p + i * 32), a)
-            v = add_where(low_4(r, d, m), set_lanes(over & 1), d * f32(16))
-            b = fma(v, load(x, p + i * 32 + 16), b)
-            top, over = top >> 1, over >> 1
-        w += 176
-    return total(a + b)
 
 
 @q6_K.unpack
@@ -258,27 +221,6 @@ def unpack_q6_K(y, x, n):
             top = (bytes_at(at, 128 + half * 32 + lane) >> (part * 2)) & 3
             scale = d * f32(char_at(at, 192 + i))
             store(y, out + i * 16, to_floats((q | (top << 4)) - 32) * scale)
-
-
-@q6_K.dot
-def dot_q6_K(x, w, n):
-    a, b, scales = splat(0.0), splat(0.0), scratch(16)
-    for p in range(0, n, 256):
-        store(scales, 0, to_floats(chars_at(w, 192)) * half_at(w, 104))
-        for i in range(4):
-            low, at = w + i // 2 * 64 + i % 2 * 16, p + i // 2 * 128 + i % 2 * 16
-            q, r, h = bytes_at(low, 0), bytes_at(low, 32), bytes_at(w, 128 + i * 16)
-            s = i // 2 * 8 + i % 2
-            v = to_floats(((q & 15) | ((h & 3) << 4)) - 32) * peek(scales, s)
-            a = fma(v, load(x, at), a)
-            v = to_floats(((r & 15) | ((h & 12) << 2)) - 32) * peek(scales, s + 2)
-            b = fma(v, load(x, at + 32), b)
-            v = to_floats(((q >> 4) | (h & 48)) - 32) * peek(scales, s + 4)
-            a = fma(v, load(x, at + 64), a)
-            v = to_floats(((r >> 4) | ((h & 192) >> 2)) - 32) * peek(scales, s + 6)
-            b = fma(v, load(x, at + 96), b)
-        w += 210
-    return total(a + b)
 
 
 # ---- packing --------------------------------------------------------------------------------------------------

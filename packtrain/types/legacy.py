@@ -7,33 +7,24 @@ import numpy as np
 
 from packtrain.types.room import Layout, packed
 from packtrain.types.words import (
-    Floats,
-    Ints,
     absolute,
-    add_where,
     bounds,
     bytes_at,
     chars_at,
     extreme,
-    fma,
     half_at,
     lane_numbers,
     largest,
     load,
-    low_4,
     maximum,
-    part,
     put_codes,
     put_half,
     put_rounded,
-    put_where,
     put_word,
     reciprocal,
-    splat,
     spread_bits,
     store,
     to_floats,
-    total,
     word_at,
 )
 
@@ -59,17 +50,6 @@ def unpack_q4_0(y, x, n):
         store(y, out + 16, to_floats((q >> 4) - 8) * d)
 
 
-@q4_0.dot
-def dot_q4_0(x, w, n):
-    a = splat(0.0)
-    for i in range(0, n, 32):
-        d, q = half_at(w, 0), bytes_at(w, 2)
-        v = low_4(q, f32(1), f32(-8)) * load(x, i)
-        a = fma(fma(low_4(q >> 4, f32(1), f32(-8)), load(x, i + 16), v), d, a)
-        w += 18
-    return total(a)
-
-
 @q4_0.pack
 def pack_q4_0(y, x, n):
     for b in range(n):
@@ -86,17 +66,6 @@ def unpack_q4_1(y, x, n):
         d, m, q = half_at(at, 0), half_at(at, 1), bytes_at(at, 4)
         store(y, out, to_floats(q & 15) * d + m)
         store(y, out + 16, to_floats(q >> 4) * d + m)
-
-
-@q4_1.dot
-def dot_q4_1(x, w, n):
-    a, b = splat(0.0), splat(0.0)
-    for i in range(0, n, 32):
-        d, m, q = half_at(w, 0), half_at(w, 1), bytes_at(w, 4)
-        a = fma(low_4(q, d, m), load(x, i), a)
-        b = fma(low_4(q >> 4, d, m), load(x, i + 16), b)
-        w += 20
-    return total(a + b)
 
 
 @q4_1.pack
@@ -120,24 +89,6 @@ def unpack_q5_0(y, x, n):
         store(y, out + 16, to_floats(((q >> 4) | ((high >> 12) & 16)) - 16) * d)
 
 
-@part
-def low_4_with(b: Ints, fifth: int) -> Floats:
-    """Codes of five bits, the upper ones in `fifth`, less 16."""
-    return put_where(low_4(b, f32(1), f32(-16)), fifth, low_4(b, f32(1), f32(0)))
-
-
-@q5_0.dot
-def dot_q5_0(x, w, n):
-    a = splat(0.0)
-    for i in range(0, n, 32):
-        high, q = word_at(w + 2, 0), bytes_at(w, 6)
-        v = low_4_with(q, high) * load(x, i)
-        v = fma(low_4_with(q >> 4, high >> 16), load(x, i + 16), v)
-        a = fma(v, half_at(w, 0), a)
-        w += 22
-    return total(a)
-
-
 @q5_0.pack
 def pack_q5_0(y, x, n):
     for b in range(n):
@@ -155,18 +106,6 @@ def unpack_q5_1(y, x, n):
         high = spread_bits(word_at(at + 4, 0)) >> lane_numbers()
         store(y, out, to_floats((q & 15) | ((high & 1) << 4)) * d + m)
         store(y, out + 16, to_floats((q >> 4) | ((high >> 12) & 16)) * d + m)
-
-
-@q5_1.dot
-def dot_q5_1(x, w, n):
-    a, b = splat(0.0), splat(0.0)
-    for i in range(0, n, 32):
-        d, m, high, q = half_at(w, 0), half_at(w, 1), word_at(w + 4, 0), bytes_at(w, 8)
-        top = d * f32(16)
-        a = fma(add_where(low_4(q, d, m), high, top), load(x, i), a)
-        b = fma(add_where(low_4(q >> 4, d, m), high >> 16, top), load(x, i + 16), b)
-        w += 24
-    return total(a + b)
 
 
 @q5_1.pack
@@ -187,16 +126,6 @@ def unpack_q8_0(y, x, n):
         d = half_at(at, 0)
         store(y, out, to_floats(chars_at(at, 2)) * d)
         store(y, out + 16, to_floats(chars_at(at, 18)) * d)
-
-
-@q8_0.dot
-def dot_q8_0(x, w, n):
-    a = splat(0.0)
-    for i in range(0, n, 32):
-        v = to_floats(chars_at(w, 2)) * load(x, i)
-        a = fma(fma(to_floats(chars_at(w, 18)), load(x, i + 16), v), half_at(w, 0), a)
-        w += 34
-    return total(a)
 
 
 @q8_0.pack

@@ -22,5 +22,5 @@ def run(settings: Serve) -> int:
         f"{server.name}: {len(engine.slots)} slots, a context of {engine.context.cache.cells:,} tokens"
         f"\nlistening on http://{f'[{host}]' if ':' in host else host}:{port}, stop with Ctrl-C"
     )
-    listen.listen(app.app(server, keys), engine, sock, say)
+    listen.listen(app.app(server, keys, settings.ui), engine, sock, say)
     return DONE

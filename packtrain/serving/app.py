@@ -21,6 +21,7 @@ from packtrain.errors import InputError
 from packtrain.serving import routes
 from packtrain.serving.asked import Body
 from packtrain.serving.jobs import Busy
+from packtrain.serving.page import page_route
 from packtrain.serving.server import Server, TooLong
 from packtrain.serving.shapes import Refused, error
 
@@ -28,10 +29,10 @@ READERS = 2  # requests of a route that are read at once
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
 
 
-def app(server: Server, keys: Sequence[str] = ()) -> Starlette:
-    """The application. With keys, requests need one of them."""
+def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
+    """The application. With keys, requests need one of them; with `ui` there is a page at /."""
     return Starlette(
-        routes=[_route(server, *one) for one in routes.ALL],
+        routes=[*(_route(server, *one) for one in routes.ALL), *([page_route()] if ui else ())],
         exception_handlers={
             InputError: _bad,
             Busy: _busy,

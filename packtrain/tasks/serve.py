@@ -89,6 +89,7 @@ class Serve(Sampling, Speaker):
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
     )
     metrics: bool = option(False, "answer /metrics, for Prometheus")
+    ui: bool = option(True, "show a page to compare models at /")
     slot_save_path: Path | None = option(None, "folder in which requests may save slots")
     memory: str | None = MEMORY(
         None, "memory limit, such as 2GiB; refused if it does not fit", metavar="SIZE"

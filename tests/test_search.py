@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from packtrain.cost import Rates
+from packtrain.design.plans import APPLY, MEASURE, make_plans
 from packtrain.design.request import Request
 from packtrain.design.search import FREE, SLACK, Search, unlimited
 from packtrain.optim import AdamW
-from tests.search_checks import REQUEST, SHAPE, check_alone, fresh
+from packtrain.recompute import uniform
+from tests.search_checks import CONFIG, REQUEST, SHAPE, check_alone, fresh
 
 FORMS = [SHAPE, replace(SHAPE, micros=2), replace(SHAPE, micros=2, layered=True)]
 FORMS += [replace(form, two_passes=True) for form in (FORMS[0], FORMS[2])]
@@ -83,6 +85,16 @@ def test_more_time_keeps_no_more():
     kept = [set(block.free(share * block.forward_seconds)) for share in (0, 0.01, 0.1, 0.5, 1)]
     assert kept[0] == places and kept[-1] == set() < kept[2] < kept[0]
     assert all(fewer <= more for more, fewer in pairwise(kept))
+
+
+@pytest.mark.parametrize("form", FORMS[3:5])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_draft_of_two_passes_recomputes_in_both(form, recomputed):
+    keep = uniform(CONFIG.block_count, ()) if recomputed else None
+    shape = replace(form, keep=keep)
+    drafted, planned = Search(REQUEST).draft(shape), make_plans(shape, REQUEST.optimizer)
+    assert planned.plans[MEASURE].arena().nbytes <= planned.plans[APPLY].arena().nbytes
+    assert planned.nbytes <= drafted.nbytes <= planned.nbytes * 1.06
 
 
 def test_two_passes_take_at_least_what_one_takes_without_its_gradients():

@@ -19,6 +19,7 @@ from packtrain.design.forms import CHUNKS
 from packtrain.design.plans import (
     CHUNK,
     EVALUATE,
+    MEASURE,
     MICRO,
     UPDATE,
     StepShape,
@@ -80,7 +81,10 @@ class Drafts:
 
     def _sizes(self, shape: StepShape) -> StepEstimate:
         parts = {name: self._graph(name, shape) for name in names(shape)}
-        every = [*parts.values(), *self._of_samples(shape)]
+        samples, within = self._of_samples(shape), (blocks_in(shape), MEASURE)
+        every = [*parts.values(), *samples]
+        # a first pass recomputes as the second does, and needs no more
+        others = [*(part for name, part in parts.items() if name not in within), *samples]
         found = {name: leaf for part in every for name, leaf in part.leaves.items()}.values()
         inside, target = parts[blocks_in(shape)], self.request.target
         nbytes = counted(shape, found, target, self.space)
@@ -89,7 +93,7 @@ class Drafts:
         return StepEstimate(
             nbytes,
             inside.arena,
-            max((part.arena for part in every if part is not inside), default=0),
+            max((part.arena for part in others), default=0),
             sum(part.calls for part in every),
             inside.calls,
             sum(count * parts[name].seconds for name, count in runs(shape).items()),

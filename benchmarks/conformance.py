@@ -7,6 +7,7 @@ Adapters  beside their bases and merged into them, see conformance_adapters.
 Texts   random ones, through every vocabulary of `--vocabularies FOLDER`: the same ids.
 Chats   through seven chat templates and these vocabularies, `--llama-server PATH`: the same prompts and ids.
 Perplexity  of small random models, with llama-perplexity where it stands beside llama-server; see perplexity.
+Samplers  by how often they draw each token, see samplers.
 
 PYTHON has llama-cpp-python; llama.cpp works in a process of its own (benchmarks/peer.py). In quantized models it
 rounds activations to 8 bits as well, packtrain does not: hence their limit. `--write FILE` keeps the tables.
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import chat_templates, conformance_adapters, perplexity
+from benchmarks import chat_templates, conformance_adapters, perplexity, samplers
 from benchmarks.beside import REPLY, TOP, ask, logits, off, reply, scored, silently
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.file import ModelFile, open_model
@@ -298,6 +299,10 @@ def main() -> int:
     if not args.model and tool and tool.exists():
         say("\n" + perplexity.INTRODUCTION + perplexity.HEADING)
         for fine, line in perplexity.random_rows(tool):
+            say(line, fine)
+    if not args.model:
+        say(samplers.HEADING)
+        for fine, line in samplers.rows(python):
             say(line, fine)
     if args.write:
         args.write.write_text("\n".join(lines) + "\n")

@@ -5,6 +5,7 @@
                                                                    with "lora": [PATH, SCALE] beside an adapter
     {"model": PATH, "texts": [...], "special": BOOL}               ids of each text, the vocabulary alone is loaded
     {"model": PATH, "embed": [...], "pooling": N}                  vectors of texts, see llama_pooling_type
+    {"model": PATH, "chains": [...], …}                            tokens drawn by samplers, see sampler_peer
     {}                                                             its version
 
 It runs under a Python that has llama-cpp-python and needs nothing of packtrain. The KV cache is f32 and flash
@@ -16,6 +17,8 @@ import sys
 
 import llama_cpp
 import numpy as np
+
+from benchmarks import sampler_peer
 
 F32 = 0  # ggml.h, GGML_TYPE_F32
 
@@ -32,6 +35,10 @@ def answer(question: dict) -> dict:
         }
     if "embed" in question:
         return version | {"vectors": vectors(question)}
+    if "chains" in question:
+        return version | {"drawn": sampler_peer.drawn(question)}
+    if "greedy" in question:
+        return version | {"greedy": sampler_peer.greedy(question)}
     tokens, count = question["tokens"], question["count"]
     lora, scale = question.get("lora", (None, 1.0))
     model = llama_cpp.Llama(

@@ -166,7 +166,7 @@ class Drafts:
         kept = self.request.before(self.space) + int(sizes.leaves)
         if self.space != HOST:
             return kept
-        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls, bool(self.request.cells))
+        return kept + CALL_NBYTES * calls + loop_nbytes(shape, calls)
 
 
 def repeats(shape: StepShape) -> int:

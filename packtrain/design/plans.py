@@ -26,7 +26,6 @@ CHUNK = 256  # default number of tokens of the loss head at a time
 LOOP_NBYTES = 7 << 19  # progress line, metrics and files of the loop; measured up to 3.2 MiB
 PASSING = 2  # such leaves at a time
 BOUND_NBYTES = 800  # bytes of an executor for each call, measured
-SAMPLING_NBYTES = 24  # bytes per token of the vocabulary: logits in f32 and f64, some copies
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
 MEASURE, APPLY = "measure", "apply"
 Name = str | int  # of a graph; a number for graphs that generate samples: tokens per run
@@ -183,9 +182,8 @@ class Plans:
 
     @property
     def loop_nbytes(self) -> int:
-        samples = any(isinstance(name, int) for name in self.placed)
         passing = passing_nbytes(self.kept.values(), self.target)
-        return loop_nbytes(self.shape, self.calls, samples) + passing
+        return loop_nbytes(self.shape, self.calls) + passing
 
     @property
     def nbytes(self) -> int:
@@ -265,13 +263,12 @@ def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
     return PASSING * max(away, default=0)
 
 
-def loop_nbytes(shape: StepShape, calls: int, samples: bool) -> int:
-    """Bytes of the training loop outside the session: executors, batches, files, logits of a sample."""
+def loop_nbytes(shape: StepShape, calls: int) -> int:
+    """Bytes of the training loop outside the session: executors, batches, files."""
     batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
     # as they come, with their share of the loss, and together, or those of the step before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
-    sampling = SAMPLING_NBYTES * shape.config.vocab_size if samples else 0
-    return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros + sampling
+    return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros
 
 
 def make_plans(

@@ -1,0 +1,47 @@
+"""Perplexity through windows: a ring of cells gives what all cells give, bit for bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.context import Context
+from packtrain.models.file import open_model
+from tests.architectures import random_model
+from tests.real import BASE
+
+
+def scores(path: Path, text: np.ndarray, chunk: int, *, swa_full: bool) -> tuple[np.ndarray, int]:
+    """−log p of each token after the first, and the cells of the ring."""
+    made = Context(path, cells=len(text), rows=chunk, swa_full=swa_full)
+    found = list[float]()
+    for at in range(0, len(text), chunk):
+        here = text[at : at + chunk].tolist()
+        logits = made.decode(here, wanted=range(len(here))).astype(np.float64)
+        logits -= np.logaddexp.reduce(logits, -1, keepdims=True)
+        next = text[at + 1 : at + 1 + len(here)]
+        found += (-logits[np.arange(len(next)), next]).tolist()
+    return np.array(found), made.cache.ring
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 32])
+@pytest.mark.parametrize("name", ["gemma3", "gemma2"])
+def test_small_models(tmp_path: Path, name: str, chunk: int) -> None:
+    config = random_model(tmp_path / "m.gguf", name)
+    text = np.random.default_rng(1).integers(3, config.vocab_size, 900)
+    ring, cells = scores(tmp_path / "m.gguf", text, chunk, swa_full=False)
+    full, none = scores(tmp_path / "m.gguf", text, chunk, swa_full=True)
+    assert 0 < cells < len(text) and not none
+    assert np.array_equal(ring, full) and len(ring) == len(text) - 1
+
+
+@pytest.mark.real
+def test_the_real_base() -> None:
+    """1,500 tokens and a window of 512."""
+    tokenizer = open_model(BASE).tokenizer()
+    source = Path(__file__).with_name("test_context.py").read_text()
+    text = np.array(tokenizer.encode(source)[:1500])
+    ring, cells = scores(BASE, text, 64, swa_full=False)
+    full, none = scores(BASE, text, 64, swa_full=True)
+    assert 0 < cells < len(text) and not none
+    assert np.array_equal(ring, full) and ring.mean() < 4

@@ -6,6 +6,7 @@ Settings have llama.cpp's names, as in packtrain.sampling.settings; `samplers` i
 import ctypes
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import llama_cpp as cpp
 
@@ -27,19 +28,19 @@ def greedy(question: dict) -> list[int]:
     return [apply(chain, items_of(row)) for row in rows]
 
 
-def vocabulary(path: str) -> object:
+def vocabulary(path: str) -> Any:
     """That of a model, which lives on with it."""
     model = cpp.llama_model_default_params()
     model.vocab_only = True
     return cpp.llama_model_get_vocab(cpp.llama_model_load_from_file(path.encode(), model))
 
 
-def items_of(logits: list[float]) -> object:
+def items_of(logits: list[float]) -> Any:
     every = (cpp.llama_token_data(id, logit, 0.0) for id, logit in enumerate(logits))
     return (cpp.llama_token_data * len(logits))(*every)
 
 
-def tokens(vocab: object, items: object, question: dict, settings: Settings) -> Iterator[int]:
+def tokens(vocab: Any, items: Any, question: dict, settings: Settings) -> Iterator[int]:
     """The last token of each text. One chain draws all texts of one token; longer ones have their own."""
     steps, chain = settings["steps"], None
     for seed in range(settings["seed"], settings["seed"] + question["draws"]):
@@ -55,14 +56,14 @@ def tokens(vocab: object, items: object, question: dict, settings: Settings) -> 
         yield token
 
 
-def apply(chain: object, items: object) -> int:
+def apply(chain: Any, items: Any) -> int:
     here = type(items).from_buffer_copy(items)
     data = cpp.llama_token_data_array(here, len(here), -1, False)
     cpp.llama_sampler_apply(chain, ctypes.byref(data))
     return data.data[data.selected].id
 
 
-def chain_of(vocab: object, size: int, s: Settings, seed: int) -> object:
+def chain_of(vocab: Any, size: int, s: Settings, seed: int) -> Any:
     """As common_sampler_init in common/sampling.cpp."""
     biases = (cpp.llama_logit_bias * len(s["biases"]))(
         *(cpp.llama_logit_bias(id, bias) for id, bias in s["biases"])

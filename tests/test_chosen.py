@@ -201,7 +201,7 @@ def test_the_command(tmp_path: Path, parallel: int) -> None:
 def test_only_what_is_needed_leaves() -> None:
     """Logits are read from the device only for chains that need them."""
     made, read = context(), list[str]()
-    for run in made._runs.values():
+    for run in made.runs.values():
         for name, (backend, array) in run.outputs.items():
             run.outputs[name] = Reading(backend, name, read), array
     for n, want in ((0, {"token"}), (13, {"ids", "values"}), (27, {"result"})):

@@ -35,6 +35,7 @@ COMMANDS = {
     "chat": ("chat", "Chat"),
     "embed": ("embed", "Embedding"),
     "serve": ("serve", "Serve"),
+    "runs": ("runs", "Runs"),
     "eval": ("evaluate", "Evaluate"),
     "data": ("data", "Data"),
     "inspect": ("inspect", "Inspect"),

@@ -65,12 +65,13 @@ LAYERS = {
     "answers": "context generation sampling tokenizer",
     "beams": "context generation tokenizer",
     "embedding": "context errors models words",
-    "watch": "errors events words files memory planning",
+    "watch": "errors events words files settings memory planning",
     "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
     " recompute models context watch version backends",
     "training": "child errors events words files settings dtypes tensor graph optim placing planning run memory stop"
     " kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
-    "serving": "errors words template samples tokenizer models sampling grammar context generation embedding version",
+    "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"
+    " version",
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"

@@ -21,6 +21,7 @@ from packtrain.design.request import Request
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.tasks.watched import room
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import check_effects, check_validation
 from packtrain.training.ending import why_ended
@@ -52,6 +53,18 @@ class Ready:
     def json(self, minimum: int | None = None) -> str:
         """The plan as plain data."""
         return json.dumps(as_data(self.plans, self.seconds, self.budget, minimum))
+
+    def about(self) -> str:
+        """What a page shows of the run besides its settings and curves, as JSON."""
+        plans = self.plans
+        arena = plans.largest_in(HOST).arena(HOST)
+        rows = [*parts(plans), ("arena", arena.nbytes, "activations, gradients, workspaces")]
+        found = {
+            "title": self.job.title,
+            "steps": self.job.steps,
+            "planned_bytes": self.planned_nbytes,
+        }
+        return json.dumps(found | {"budget_bytes": self.budget, "rows": rows})
 
     @property
     def ended(self) -> str:
@@ -94,6 +107,13 @@ def ready(
 
     command  of the command line that does the same
     """
+    with room(settings, runs):
+        return _ready(command, settings, build_job, say, runs)
+
+
+def _ready(
+    command: str, settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say, runs: bool
+) -> Ready:
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     own = {} if limit is None else {HOST: limit}
     job = _job(settings, build_job, say)

@@ -23,10 +23,11 @@ from packtrain.planning import size_text
 from packtrain.sampling import Sampling
 from packtrain.settings import to_yaml
 from packtrain.tasks.ready import Prepare, Ready, facts
+from packtrain.tasks.watched import Page, watched
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.compatible import check_compatible
 from packtrain.training.engine import Engine
-from packtrain.training.fit import CHECKPOINT, Fit
+from packtrain.training.fit import CHECKPOINT, SAMPLE, Fit
 from packtrain.training.job import Job
 from packtrain.training.settings import RunSettings
 from packtrain.training.space import check_space, resumable
@@ -76,15 +77,33 @@ def carry_out(
     after   called when the steps are done and their memory is free
     """
     _check(settings)
-    prepared = prepare(settings, events.message)
-    _begin(prepared, events)
+    with watched(settings, events.message) as shown:
+        prepared = prepare(settings, events.message)
+        _begin(prepared, events)
+        return _carry_out(
+            settings,
+            prepared,
+            partial(_train, settings, prepared, before, events, shown),
+            events,
+            after,
+        )
+
+
+def _carry_out(
+    settings: RunSettings,
+    prepared: Ready,
+    train: Callable[[], Trained],
+    events: Events,
+    after: Callable[[Ready, Progress, Events], None],
+) -> Trained:
+    """All that comes after planning."""
     folder, resume = settings.folder, prepared.resume
     folder.mkdir(exist_ok=True)
     with (
         locked(folder / "lock", f"--output: {folder}"),
         resumable(folder / CHECKPOINT, resume),
     ):
-        result = _train(settings, prepared, before, events)
+        result = train()
         if result.stopped:
             return result
         settle()
@@ -121,6 +140,7 @@ def _train(
     prepared: Ready,
     before: Callable[[Fit, Events, Callable[[], bool]], None],
     events: Events,
+    shown: Page,
 ) -> Trained:
     """All steps, up to the last or a stop."""
     folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
@@ -130,6 +150,7 @@ def _train(
         Watch(folder, events, tensorboard=settings.tensorboard) as watch,
         events.training(job.steps, total, settings.steps_per_report),
     ):
+        shown.show(folder, lambda: watch.peak.nbytes)
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
         timed = pace(prepared.seconds, partial(correct, target=settings.target))
         fit = Fit(job, engine, folder, timed, events=events)
@@ -183,7 +204,14 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
         torn.unlink(missing_ok=True)
     if not settings.resume:
         kept = (s.replace("ITERATION", "*") for s in (settings.save_name, settings.save_model) if s)
-        own = ("checkpoint*.gguf", "best.gguf", "metrics.jsonl", "events.*", "*.svg")
+        own = (
+            "checkpoint*.gguf",
+            "best.gguf",
+            "metrics.jsonl",
+            "samples.jsonl",
+            "events.*",
+            "*.svg",
+        )
         for pattern in (*own, *kept):
             for file in folder.glob(pattern):
                 file.unlink()
@@ -194,6 +222,7 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
     }
     shown = replace(settings, resume=False, overwrite=False, force_reshuffle=False, **paths)
     write_text(folder / "run.yaml", to_yaml(shown))
+    write_text(folder / "run.json", prepared.about())
     write_text(folder / "plan.json", prepared.json())
     write_text(folder / "plan.html", page(prepared.plans.largest, **facts(prepared)))
 
@@ -207,7 +236,7 @@ def _sample(job: Job, engine: Engine, tokenizer: Tokenizer) -> str:
     reply = Reply(
         generator, tokenizer, prompt, Sampling(), job.settings.seed, Limits(SAMPLE_TOKENS)
     )
-    return f"sample: {job.settings.sample_prompt}{''.join(reply)}"
+    return f"{SAMPLE}{job.settings.sample_prompt}{''.join(reply)}"
 
 
 def _end(fit: Fit, planned: int, watch: Watch) -> dict[str, float]:

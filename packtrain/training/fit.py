@@ -19,6 +19,7 @@ from packtrain.training.state import Progress
 from packtrain.watch import Watch
 
 BEST, CHECKPOINT = "best.gguf", "checkpoint.gguf"
+SAMPLE = "sample: "  # begins the message of one
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Fit:
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
             watch.step(self._step())
             if self._due(self.job.settings.sample_every, last=False) and self.sample:
-                self.events.sample(self.sample())
+                self._sample(watch)
             if self._due(self.job.settings.save_every, last=False):
                 self.save(watch)
         self.save(watch)
@@ -109,6 +110,12 @@ class Fit:
         if self.job.valid is not None and (due or why_ended(self.job.settings, self.progress)):
             record |= self._validate()
         return record
+
+    def _sample(self, watch: Watch) -> None:
+        assert self.sample is not None
+        text = self.sample()
+        watch.sample(self.progress.step, text.removeprefix(SAMPLE))
+        self.events.sample(text)
 
     def _validate(self) -> dict[str, float]:
         got = self.engine.evaluate(self.job.validation())

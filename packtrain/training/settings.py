@@ -189,6 +189,11 @@ class RunSettings:
     )
     sample_prompt: str = OUTPUT("", "prompt of these samples")
     tensorboard: bool = OUTPUT(True, "write TensorBoard events")
+    watch: str | None = OUTPUT(
+        None,
+        "serve a page with the run's curves, while it goes on, at a port of this machine; 0: any that is free",
+        metavar="[HOST:]PORT",
+    )
     device: str = MEMORY("cpu", DEVICE, choices=tuple(DEVICES))
     threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
@@ -374,6 +379,6 @@ def run_folder(output: Path) -> Path:
 FREE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
-sample_every sample_prompt tensorboard type merge tensor_type resume overwrite force_reshuffle
+sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle
 """
 FREE = frozenset(FREE_NAMES.split())

@@ -1,4 +1,4 @@
-"""Records of a run: metrics.jsonl, TensorBoard events and the loss curve in its folder; drawing progress.
+"""Records of a run: metrics.jsonl, TensorBoard events, samples and the loss curve in its folder; drawing progress.
 
 Input: a record of numbers per step. It measures peak private memory, and knows nothing of models or training.
 """
@@ -15,9 +15,9 @@ from packtrain.watch.curve import Curve
 from packtrain.watch.events import EventFile
 from packtrain.watch.metrics import Metrics, records
 
-__all__ = ["METRICS", "PICTURE", "Watch"]
+__all__ = ["METRICS", "PICTURE", "SAMPLES", "Watch"]
 
-METRICS, PICTURE = "metrics.jsonl", "loss.svg"
+METRICS, PICTURE, SAMPLES = "metrics.jsonl", "loss.svg", "samples.jsonl"
 
 
 class Watch:
@@ -32,6 +32,7 @@ class Watch:
         self.curve, self.peak = Curve(), Peak()
         self._measuring = ExitStack()
         self.files: list[Metrics | EventFile] = []
+        self.texts: Metrics | None = None  # samples, once there is one
 
     def resume(self, step: int) -> None:
         """Continue after this step; records of later steps are dropped."""
@@ -43,6 +44,10 @@ class Watch:
         self.files.append(Metrics(self.folder / METRICS, after))
         if self.tensorboard:
             self.files.append(EventFile(self.folder, after))
+        if after is None:
+            (self.folder / SAMPLES).unlink(missing_ok=True)
+        elif (self.folder / SAMPLES).exists():
+            self.texts = Metrics(self.folder / SAMPLES, after)
 
     def _opened(self) -> list[Metrics | EventFile]:
         if not self.files:
@@ -57,6 +62,11 @@ class Watch:
         for part in (*self._opened(), self.curve):
             part.add(record)
         self.events.step(record, self.peak.nbytes)
+
+    def sample(self, step: int, text: str) -> None:
+        """Record a text that the model generated after a step."""
+        self.texts = self.texts or Metrics(self.folder / SAMPLES, step)
+        self.texts.add({"step": step, "text": text})
 
     def save(self) -> None:
         """At a checkpoint: sync all records to the disk and draw the curve."""
@@ -81,5 +91,5 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         self._measuring.close()
-        for file in self.files:
+        for file in (*self.files, *filter(None, [self.texts])):
             file.close()

@@ -69,7 +69,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     torn = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            record = _parsed(line)
+            record = parsed(line)
             if record is None:
                 torn = torn or number
             elif torn:
@@ -78,11 +78,11 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parsed(line: bytes) -> dict[str, Any] | None:
     """The record of a line, or None if it is invalid or incomplete."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not line.endswith(b"\n"):
         return None

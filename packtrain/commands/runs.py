@@ -1,0 +1,56 @@
+"""packtrain runs: compare the runs below a folder, as a table or a page."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from packtrain.commands import DONE, say
+from packtrain.errors import InputError
+from packtrain.files import check_writable, existing, write_text
+from packtrain.settings import option, positional
+from packtrain.tasks.watched import serving
+from packtrain.watch.board import Board
+from packtrain.watch.history import History
+from packtrain.watch.page import still_page
+from packtrain.watch.runs import find, lines, rows
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What to compare, and how to show it."""
+
+    folder: Path = positional("a folder that has runs in it, at any depth", Path("."))
+    json: bool = option(False, "print JSON")
+    html: Path | None = option(None, "write an HTML page with the curves of all runs, and no table")
+    watch: str | None = option(
+        None, "serve this page at a port of this machine, live; 0: any that is free", metavar="[HOST:]PORT"
+    )  # fmt: skip
+
+
+def run(settings: Runs) -> int:
+    """Print the table, or write or serve the page. Raises InputError."""
+    root = existing(settings.folder, "FOLDER")
+    if not root.is_dir():
+        raise InputError(f"FOLDER: {root} is a file; give the folder that has the runs")
+    board = Board(partial(find, root), f"runs in {root.resolve().name or root}")
+    if settings.watch is not None:
+        server = serving().Watching(settings.watch, board)
+        say(f"watch the runs at {server.url}, stop with Ctrl-C")
+        server.run()
+        return DONE
+    if settings.html is not None:
+        check_writable(settings.html, "--html")
+    board.refresh()
+    if not board.runs:
+        raise InputError(f"{root} has no runs; they are folders with a metrics.jsonl or a run.yaml")
+    if settings.html is not None:
+        write_text(settings.html, still_page(board.data()))
+    if settings.json or settings.html is None:
+        _print([*board.runs.values()], settings.json)
+    return DONE
+
+
+def _print(runs: list[History], as_json: bool) -> None:
+    found = rows(runs)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(found)))

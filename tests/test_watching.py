@@ -1,0 +1,471 @@
+"""The page of a run while it goes on, and the comparison of runs: files, HTTP, memory, hostile clients."""
+
+import base64
+import contextlib
+import hashlib
+import http.client
+import json
+import math
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.cli import main
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.tasks import watched
+from packtrain.watch import Watch, metrics
+from packtrain.watch.board import Board
+from packtrain.watch.history import History
+from packtrain.watch.page import live_page, still_page
+from packtrain.watch.runs import find
+from packtrain.watch.series import ROWS, Series, last, least, mean, most, total
+from tests.kill import TINY, words
+
+HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e"
+
+
+def line(step: int, loss: float | None = 4.0, **more: Any) -> str:
+    record = {"step": step, "tokens": 10 * step, "loss": loss, "lr": 0.1, "seconds": step / 2}
+    return json.dumps(record | more) + "\n"
+
+
+def made(folder: Path, lines: str, settings: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(lines)
+    (folder / "run.yaml").write_text(settings or "lr: 0.1\nseed: 0\n")
+    return folder
+
+
+# ---- series ----------------------------------------------------------------------------------------------------
+
+
+def test_a_series_of_any_length_keeps_its_means_and_extremes() -> None:
+    columns = {"x": last, "y": mean, "low": least, "high": most, "n": total}
+    count = 7 * ROWS + 13
+    series = Series(columns)
+    for k in range(count):
+        y = math.nan if k % 5 == 0 else float(k * 37 % 101)
+        series.add({"x": k, "y": y, "low": y, "high": y, "n": 1.0}, k + 1)
+        assert len(series) <= ROWS
+    first, found = series.since(0)
+    kept = [k * 37 % 101 for k in range(count) if k % 5]
+    assert first == 0 and series.width == 8 and sum(found["n"]) == count
+    assert found["x"][:3] == [7, 15, 23] and found["x"][-1] == count - 1
+    assert (min(found["low"]), max(found["high"])) == (min(kept), max(kept))
+    here = [k * 37 % 101 for k in range(8, 16) if k % 5]
+    assert found["y"][1] == pytest.approx(sum(here) / len(here), rel=1e-12)
+
+
+def test_what_is_new_is_the_end_of_a_series_until_its_rows_are_joined() -> None:
+    series = Series({"x": last})
+    for k in range(ROWS):
+        series.add({"x": k}, k + 1)
+    assert series.since(ROWS - 2) == (ROWS - 2, {"x": [ROWS - 2, ROWS - 1]})
+    assert series.since(ROWS) == (ROWS, {"x": []})
+    series.add({"x": ROWS}, ROWS + 1)
+    first, found = series.since(ROWS)
+    assert (first, len(found["x"])) == (0, ROWS // 2 + 1)
+
+
+# ---- reading runs ----------------------------------------------------------------------------------------------
+
+
+def columns(run: History, part: str = "train") -> dict[str, list[float | None]]:
+    return getattr(run, part).since(0)[1]
+
+
+def test_damaged_lines_are_counted_and_the_last_waits_to_be_whole(tmp_path: Path) -> None:
+    bad = [
+        "{",
+        "[]",
+        "[" * 5000,
+        '"x"',
+        '{"step": "3"}',
+        '{"loss": 1}',
+        '{"step": -1}',
+        "\0\xff",
+        "x" * 200_000,
+    ]
+    lines = [
+        line(1),
+        *(f"{text}\n" for text in bad),
+        line(2, None),
+        '{"step": 9e999, "loss": 3}\n',
+        line(3, 2.5),
+    ]
+    folder = made(tmp_path / "a.run", "".join(lines) + line(4)[:-5])
+    run = History(folder, "a")
+    run.refresh(1)
+    assert columns(run)["step"] == [1, 2, 3] and columns(run)["loss"] == [4.0, None, 2.5]
+    assert columns(run)["bad"] == [0, 1, 0]
+    assert run.damaged >= len(bad) + 1
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(line(4)[-5:] + line(5, val_loss=3.5))
+    run.refresh(2)
+    assert columns(run)["step"] == [1, 2, 3, 4, 5]
+    assert columns(run, "valid")["val_loss"] == [3.5]
+    figures = run.figures()
+    assert (figures["step"], figures["best_loss"], figures["best_step"]) == (5, 2.5, 3)
+    assert json.loads(json.dumps(figures, allow_nan=False))
+
+
+@pytest.mark.parametrize("more", ["", "".join(line(k, 9.0) for k in range(4, 60))])
+def test_a_resumed_or_replaced_run_is_read_anew(tmp_path: Path, more: str) -> None:
+    folder = made(tmp_path / "a.run", "".join(line(k) for k in range(1, 11)))
+    run = History(folder, "a")
+    run.refresh(1)
+    resumed = metrics.Metrics(folder / "metrics.jsonl", 3)
+    resumed.file.write(more)
+    resumed.close()
+    run.refresh(2)
+    assert columns(run)["step"] == [*range(1, 4), *(range(4, 60) if more else ())]
+    (folder / "metrics.jsonl").write_text(line(1, 7.0))
+    run.refresh(3)
+    assert columns(run)["loss"] == [7.0] and run.figures()["best_loss"] == 7.0
+
+
+def test_samples_are_kept_and_cut_when_a_run_is_resumed(tmp_path: Path) -> None:
+    with Watch(tmp_path, Events(), tensorboard=False) as watch:
+        for step in (1, 2, 3):
+            watch.step({"step": step, "loss": 1.0})
+            watch.sample(step, f"text {step}\n{HOSTILE}")
+    run = History(tmp_path, "a")
+    run.refresh(1)
+    assert [s["step"] for s in run.samples] == [1, 2, 3] and HOSTILE in run.samples[0]["text"]
+    with Watch(tmp_path, Events(), tensorboard=False) as watch:
+        watch.resume(2)
+    run.refresh(2)
+    assert [s["step"] for s in run.samples] == [1, 2]
+    with Watch(tmp_path, Events(), tensorboard=False) as watch:
+        watch.step({"step": 1, "loss": 1.0})
+    run.refresh(3)
+    assert not run.samples
+
+
+def test_a_board_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.watch.board.EACH", 0.0)
+    made(tmp_path / "a.run", line(1) + line(2))
+    board = Board(lambda: find(tmp_path), "runs")
+    data = board.data()
+    assert data["runs"][0]["settings"] == {"lr": "0.1", "seed": "0"}
+    with open(tmp_path / "a.run/metrics.jsonl", "a") as file:
+        file.write(line(3))
+    more = board.data(data["version"], data["session"])["runs"][0]
+    assert more["train"]["from"] == 2 and more["train"]["columns"]["step"] == [3]
+    assert "settings" not in more and "samples" not in more
+    assert board.data(data["version"], "another")["runs"][0]["train"]["from"] == 0
+    assert board.data(10**9, data["session"])["since"] == 0
+
+
+# ---- the table -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    made(
+        tmp_path / "deep/one.run",
+        line(1) + line(2, 3.0, val_loss=3.25),
+        "lr: 0.1\nseed: 0\noutput: a\n",
+    )
+    end = json.dumps({"event": "end", "step": 4, "planned_bytes": 9, "peak_bytes": 8}) + "\n"
+    made(
+        tmp_path / "two.run",
+        "".join(line(k, 5.0 - k) for k in range(1, 5)) + end,
+        "lr: 0.2\nseed: 0\n",
+    )
+    made(tmp_path / "empty.run", "")
+    made(tmp_path / "damaged.run", "nothing\n{{{\n" + line(1)[:9], ": [")
+    bare = tmp_path / "bare.run"
+    bare.mkdir()
+    (bare / "run.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / ".hidden.run").mkdir()
+    (tmp_path / ".hidden.run/metrics.jsonl").write_text(line(1))
+    return tmp_path
+
+
+def test_runs_are_compared_as_json(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(several), "--json"]) == 0
+    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert found.keys() == {"deep/one.run", "two.run", "empty.run", "damaged.run", "bare.run"}
+    one, two = found["deep/one.run"], found["two.run"]
+    assert (one["loss"], one["val_loss"], one["best_val_step"]) == (3.0, 3.25, 2)
+    assert (two["state"], two["best_loss"], two["peak_bytes"]) == ("done", 1.0, 8)
+    assert (two["tokens_per_second"], two["seconds"]) == (20.0, 2.0)
+    assert one["settings"] == {"lr": "0.1"} and two["settings"] == {"lr": "0.2"}
+    assert found["empty.run"]["loss"] is None and found["damaged.run"]["damaged"] == 2
+
+
+def test_runs_are_compared_as_a_table(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(several)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and lines[0].split()[:2] == ["run", "state"]
+    assert lines[0].endswith("lr")
+    (two,) = (text for text in lines if text.startswith("two.run"))
+    assert {"done", "4", "1.0000", "20", "0:02", "0.2"} <= set(two.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "does not exist"),
+        (["."], "has no runs"),
+        (["file"], "is a file"),
+        ([".", "--html", "nowhere/a.html"], "cannot be written"),
+        ([".", "--watch", "x"], "must be a port"),
+        ([".", "--watch", "70000"], "must be a port"),
+        ([".", "--watch", "no such host:0"], "cannot listen there"),
+    ],
+)
+def test_bad_requests_for_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
+    words: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main(["runs", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+# ---- the page --------------------------------------------------------------------------------------------------
+
+
+def scripts(text: str) -> list[str]:
+    return re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+
+
+def test_the_page_runs_only_its_own_script_and_names_no_other_place(several: Path) -> None:
+    still = several / "page.html"
+    assert main(["runs", str(several), "--html", str(still)]) == 0
+    live, sent = live_page()
+    for text in (live, still.read_text()):
+        outside = text.replace(scripts(text)[0], "")
+        assert "<!--" not in text and "://" not in outside and "xmlns" not in outside
+        assert not re.search(r"url\(|@import|\b(src|href|style|on\w+)=", outside)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function\(", text
+        )
+        policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
+        assert policy and "default-src 'none'" in policy[1] and "unsafe" not in policy[1]
+        (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+        for kind, part in (("style", style), ("script", scripts(text)[1])):
+            seal = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
+            assert f"{kind}-src 'sha256-{seal}'" in policy[1]
+    assert "connect-src 'self'" in sent and "connect-src" not in still.read_text()
+    data = json.loads(scripts(still.read_text())[0])
+    (one,) = (run for run in data["runs"] if run["name"] == "deep/one.run")
+    assert one["train"]["columns"]["loss"] == [4.0, 3.0]
+
+
+def test_hostile_names_settings_and_samples_stay_text(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)<"
+    folder = made(tmp_path / "x" / name.replace("/", "|"), line(1), f"lr: {json.dumps(HOSTILE)}\n")
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "text": HOSTILE}) + "\n")
+    text = still_page(Board(lambda: find(tmp_path), HOSTILE).data())
+    assert len(scripts(text)) == 2 and not set("<>&") & set(scripts(text)[0])
+    run = json.loads(scripts(text)[0])["runs"][0]
+    assert run["settings"]["lr"] == HOSTILE and run["samples"][0]["text"] == HOSTILE
+
+
+# ---- a run that is watched -------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A training run in a process, and the address of its page."""
+
+    def __init__(self, data: Path, output: Path, *more: str) -> None:
+        arguments = ["train", "--data", str(data), "-o", str(output), *TINY, "--watch", "0", *more]
+        self.output = output
+        command = [sys.executable, "-m", "packtrain", *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.said: list[str] = []
+        assert self.process.stderr is not None
+        for text in self.process.stderr:
+            self.said.append(text)
+            found = re.search(r"watch the run at http://127\.0\.0\.1:(\d+)/", text)
+            if found:
+                self.port = int(found[1])
+                break
+        else:
+            raise AssertionError(self.said)
+        self._reading = threading.Thread(target=lambda: self.said.extend(self.process.stderr or ()))
+        self._reading.start()
+
+    def get(self, path: str, host: str = "localhost") -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request("GET", path, headers={"Host": host})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get("/data")[1])
+        return found
+
+    def until(self, step: int) -> dict[str, Any]:
+        """The data once so many steps are done."""
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                data = self.data()
+                if data["runs"] and data["runs"][0]["step"] >= step:
+                    return data
+        raise AssertionError(self.said)
+
+    def ended(self) -> int:
+        code = self.process.wait(120)
+        self._reading.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return metrics.read(self.output.with_suffix(".run") / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(words())
+    return path
+
+
+@pytest.fixture
+def watching(text: Path, tmp_path: Path) -> Iterator[Any]:
+    running: list[Watched] = []
+
+    def begin(*more: str) -> Watched:
+        running.append(Watched(text, tmp_path / "m.gguf", *more))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.process.kill()
+        one.ended()
+
+
+def test_a_run_is_seen_while_it_goes_on_and_keeps_to_its_memory(watching: Any) -> None:
+    """With clients that stall, go away, or ask for nonsense; their number is limited."""
+    more = ["--iters", "400", "--memory", "100MiB", "--steps-per-eval", "20"]
+    run = watching(*more, "--sample-every", "10", "--sample-prompt", "The")
+    stalled = [socket.create_connection(("127.0.0.1", run.port)) for _ in range(8)]
+    for client in stalled[:4]:
+        client.sendall(b"GET /data HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
+    stalled[4].sendall(b"\0\xff nonsense\r\n\r\n")
+    data = run.until(25)
+    (seen,) = data["runs"]
+    records = [r for r in run.records if r["step"] <= seen["step"]]
+    for name in ("step", "loss", "lr", "seconds"):
+        assert seen["train"]["columns"][name] == [r[name] for r in records]
+    assert seen["valid"]["columns"]["step"][0] == 20 and seen["steps"] == 400
+    assert seen["state"] == "running" and seen["left"] > 0
+    assert seen["samples"][0]["step"] == 10 and seen["samples"][0]["text"].startswith("The")
+    assert seen["settings"]["iters"] == "400" and "watch" not in seen["settings"]
+    rows = sum(nbytes for _, nbytes, _ in seen["about"]["rows"])
+    assert (
+        rows
+        == seen["planned_bytes"]
+        >= data["memory"]["peak"]
+        >= data["memory"]["now"] - (1 << 20)
+        > 0
+    )
+    code, page = run.get("/")
+    assert code == 200 and page.decode() == live_page()[0]
+    assert b"<canvas" in run.get("/plan?run=m")[1]
+    for path in ("/plan", "/plan?run=..", "/plan?run=%2e%2e%2fm", "/metrics.jsonl", "/../run.yaml"):
+        assert run.get(path)[0] == 404, path
+    assert run.get("/data?since=x&session=y")[0] == run.get("/data?since=" + "9" * 99)[0] == 200
+    assert run.get("/data", host="elsewhere.example")[0] == 400
+    assert run.ended() == 0, run.said
+    end = run.records[-1]
+    assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 100 << 20
+    for client in stalled:
+        client.close()
+
+
+def test_ctrl_c_saves_and_ends_a_watched_run(watching: Any) -> None:
+    run = watching("--iters", "100000")
+    stalled = socket.create_connection(("127.0.0.1", run.port))
+    stalled.sendall(b"GET /data HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+    run.until(5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.ended() == 130
+    assert "--resume" in run.said[-1] and "Traceback" not in "".join(run.said)
+    with pytest.raises(OSError):
+        run.get("/data")
+    stalled.close()
+
+
+def test_a_run_that_is_refused_ends_its_page(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = threading.active_count()
+    arguments = ["train", "--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY]
+    assert main([*arguments, "--watch", "0", "--memory", "2MiB"]) == 3
+    assert threading.active_count() == before
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*arguments, "--watch", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert f"--watch {port}: cannot listen there: " in error and "another port" in error
+
+
+def test_without_the_extra_it_says_what_to_install(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watched, "find_spec", lambda name: None if name == "uvicorn" else object())
+    arguments = ["--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY, "--watch", "0"]
+    for command in (["train"], ["plan", "train"]):
+        assert main([*command, *arguments]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.endswith(
+            "--watch needs uvicorn: pip install uvicorn (or packtrain with its extra server)"
+        )
+    (tmp_path / "runs").mkdir()
+    assert main(["runs", str(tmp_path / "runs"), "--watch", "0"]) == 2
+
+
+def test_the_memory_of_the_page_is_in_the_plan(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own each, as the server is loaded only once."""
+    totals = []
+    for more in ([], ["--watch", "0"]):
+        path = tmp_path / f"plan{len(more)}.json"
+        arguments = ["plan", "train", "--data", str(text), *TINY, "--json", str(path), *more]
+        subprocess.run(
+            [sys.executable, "-m", "packtrain", *arguments], check=True, capture_output=True
+        )
+        totals.append(json.loads(path.read_text())["baseline_bytes"])
+    assert totals[1] - totals[0] > watched.ROOM_NBYTES
+
+
+def test_addresses() -> None:
+    address = watched.serving().address
+    assert address("0") == ("127.0.0.1", 0) and address("0.0.0.0:80") == ("0.0.0.0", 80)
+    assert address("[::1]:8080") == ("::1", 8080)
+    for wrong in ("", "x", ":80", "-1", "1e3", "localhost:", "a:b", "65536", "\u0661"):
+        with pytest.raises(InputError, match="must be a port"):
+            address(wrong)
+
+
+def test_runs_are_compared_live(several: Path) -> None:
+    command = [sys.executable, "-m", "packtrain", "runs", str(several), "--watch", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = int(re.findall(r":(\d+)/", process.stderr.readline())[0])
+        run = Watched.__new__(Watched)
+        run.port = port
+        data = run.data()
+        assert len(data["runs"]) == 5 and data["differing"] == ["lr"] and data["memory"] is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0 and "Traceback" not in process.stderr.read()

@@ -210,10 +210,10 @@ class Chart {
   axes() {
     const f = this.frame;
     const found = [];
-    for (const scaled of ticks(f.low, f.high, f.height < 220 ? 4 : 6)) {
-      const y = f.bottom - ((f.bottom - f.top) * (scaled - f.low)) / (f.high - f.low);
+    for (const value of ticks(f.back(f.low), f.back(f.high), f.height < 220 ? 4 : 6)) {
+      const y = this.y(value);
       found.push(draw("path", { d: `M${f.left} ${y.toFixed(1)}H${f.right}`, class: "gridline" }));
-      found.push(draw("text", { x: f.left - 6, y: y + 4, "text-anchor": "end" }, tickText(f.back(scaled))));
+      found.push(draw("text", { x: f.left - 6, y: y + 4, "text-anchor": "end" }, tickText(value)));
     }
     const over = at("over").value;
     const marks = over === "seconds" ? timeTicks(f.first, f.last, f.width / 90) : ticks(f.first, f.last, Math.max(2, Math.floor(f.width / 80)));

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import packtrain.optim  # noqa: F401  its ops are tested as all others
+from tests.browser import browser_path
 from tests.real import BASE
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
@@ -19,6 +20,7 @@ NEEDS = {
     "torch": (find_spec("torch") is not None, "PyTorch is not installed"),
     "pyarrow": (find_spec("pyarrow") is not None, "the extra `data` is not installed"),
     "grammar": (find_spec("llguidance") is not None, "the extra `grammar` is not installed"),
+    "browser": (browser_path() is not None, "Playwright or a browser is not installed"),
     "real": (BASE.exists(), "no real base; `make real-base` fetches it"),
 }
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())

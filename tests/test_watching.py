@@ -21,7 +21,7 @@ import pytest
 from packtrain.cli import main
 from packtrain.errors import InputError
 from packtrain.events import Events
-from packtrain.tasks import watched
+from packtrain.tasks import extra, watched
 from packtrain.watch import Watch, metrics
 from packtrain.watch.board import Board
 from packtrain.watch.history import History
@@ -422,7 +422,7 @@ def test_a_run_that_is_refused_ends_its_page(
 def test_without_the_extra_it_says_what_to_install(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watched, "find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr(extra, "find_spec", lambda name: None if name == "uvicorn" else object())
     arguments = ["--data", str(text), "-o", str(tmp_path / "m.gguf"), *TINY, "--watch", "0"]
     for command in (["train"], ["plan", "train"]):
         assert main([*command, *arguments]) == 2

@@ -4,14 +4,15 @@ from importlib import import_module
 
 from packtrain.commands import DONE, say
 from packtrain.commands.shown import Shown
-from packtrain.tasks.serve import Serve, check_extra, load
+from packtrain.tasks.extra import check_server
+from packtrain.tasks.serve import Serve, load
 
 __all__ = ["Serve", "run"]
 
 
 def run(settings: Serve) -> int:
     """Serve until a signal. Raises InputError, DoesNotFit."""
-    check_extra()
+    check_server("packtrain serve")
     app, listen = (import_module(f"packtrain.serving.{name}") for name in ("app", "listen"))
     keys = settings.keys()
     sock = listen.bound(settings.host, settings.port)

@@ -1,7 +1,6 @@
 """Serving a model over HTTP."""
 
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from packtrain.training.settings import CHAT_TEMPLATE, DEVICE
 CONTEXT = 8192  # at most, without --ctx
 EMBEDDED = 2048  # tokens of texts to embed, at once
 REQUESTS = 48 << 20  # bytes that requests need while they are read
-NEEDED = "starlette", "uvicorn"
 
 
 @dataclass(frozen=True)
@@ -112,16 +110,6 @@ class Serve(Sampling, Speaker):
         if "" in found:
             raise InputError("--api-key is empty; give a key, or leave it out")
         return found
-
-
-def check_extra() -> None:
-    """Raises InputError unless the extra `server` is installed."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"packtrain serve needs {' and '.join(missing)}: pip install {' '.join(missing)} (or packtrain with its"
-            " extra server)"
-        )
 
 
 def load(settings: Serve, events: Events) -> Server:

@@ -76,11 +76,12 @@ def told(server: Server, jobs: list[Job]) -> list[tuple[list[int], End]]:
 
     async def run() -> list[tuple[list[int], End]]:
         ids, ends = [list[int]() for _ in jobs], dict[int, End]()
-        async for number, one in server.told(jobs):
-            if isinstance(one, Part):
-                ids[number] += [token.id for token in one.tokens]
-            else:
-                ends[number] = one
+        async for found in server.told(jobs):
+            for number, one in found:
+                if isinstance(one, Part):
+                    ids[number] += [token.id for token in one.tokens]
+                else:
+                    ends[number] = one
         return [(ids[n], ends[n]) for n in range(len(jobs))]
 
     return asyncio.run(run())

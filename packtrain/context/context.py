@@ -13,10 +13,10 @@ import numpy as np
 from packtrain.backends import CPU, Target
 from packtrain.context.adapters import Adapters
 from packtrain.context.checkpoints import Checkpoints
-from packtrain.context.plans import MOVE, MOVED, Name, Sizes, cache_of, placements
+from packtrain.context.plans import MOVE, MOVED, PROMPTS, Name, Sizes, cache_of, placements
 from packtrain.context.pools import ContextError, Move, Piece, Pools
 from packtrain.context.results import NUMBERS, Results
-from packtrain.context.room import check_room, windows_nbytes
+from packtrain.context.room import check_room
 from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes, views
 from packtrain.files import atomic_file
 from packtrain.models.cache import CacheFull
@@ -38,6 +38,7 @@ class Context:
     sequences    how many there are, at most 63
     cache        type of the cache: f16, f32 or q8_0
     rows         most results of one run; default: one for each sequence, with `hidden` one for each token
+    prompts      most tokens of the runs that read prompts; the largest first
     parts        each sequence has its own equal part of the cells, instead of all sharing all
     swa_full     blocks with a sliding window keep all cells, not only those of the window
     checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
@@ -55,6 +56,7 @@ class Context:
         sequences: int = 1,
         cache: str = "f16",
         rows: int = 0,
+        prompts: Sequence[int] = PROMPTS,
         parts: bool = False,
         swa_full: bool = False,
         checkpoints: int = 8,
@@ -65,9 +67,7 @@ class Context:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         file = model if isinstance(model, ModelFile) else open_model(model)
-        sizes = Sizes.of(cells, rows or sequences)
-        if hidden and not rows:
-            sizes = Sizes(sizes.tokens, sizes.tokens[0])
+        sizes = Sizes.of(cells, rows or (0 if hidden else sequences), prompts)
 
         def made(cells: int) -> tuple[Cache, dict[Name, Placed]]:
             layout = cache_of(
@@ -80,8 +80,7 @@ class Context:
 
         layout, graphs = made(cells)
         if memory is not None:
-            more = windows_nbytes(file.config, layout, checkpoints)
-            check_room(cells, memory, lambda count: made(count)[1], file.stored(), more)
+            check_room(cells, memory, made, file, checkpoints)
         session = Session(target.limits)
         session.share(file.stored())
         self._begin(file.config, layout, sizes, session.executors(graphs), sequences, parts)

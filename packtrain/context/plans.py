@@ -32,13 +32,11 @@ class Sizes:
 
     @classmethod
     def of(cls, cells: int, rows: int, prompts: Sequence[int] = PROMPTS) -> "Sizes":
+        """Those of a context: `rows` of results, 0: as many as tokens; `prompts`: sizes for reading them."""
         powers = (1 << n for n in range(max(rows - 1, 0).bit_length() + 1))
-        return cls(
-            tuple(
-                sorted({n for n in (*prompts, *FEW, *powers) if n <= max(cells, 1)}, reverse=True)
-            ),
-            rows,
-        )
+        every = {n for n in (*prompts, *FEW, *powers) if n <= max(cells, 1)}
+        tokens = tuple(sorted(every, reverse=True))
+        return cls(tokens, rows or tokens[0])
 
     def wanted(self, size: int) -> int:
         return min(size, self.rows)

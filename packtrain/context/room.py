@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from packtrain.context.plans import Name
+from packtrain.context.pools import SPARE
 from packtrain.errors import DoesNotFit
 from packtrain.memory import private_nbytes, settle
 from packtrain.models.cached import Cache
 from packtrain.models.config import Config
+from packtrain.models.file import ModelFile
 from packtrain.placing import Placed
 from packtrain.planning import make_plan, size_text
 
@@ -40,33 +42,37 @@ def is_mapped(value: np.ndarray) -> bool:
 
 def windows_nbytes(config: Config, cache: Cache, count: int) -> int:
     """Bytes of so many checkpoints, while another one is made."""
-    leaves = (cache.leaf(config, name, i) for i in range(config.block_count) for name in "kv")
-    rings = sum(leaf.spec.nbytes for leaf in leaves if leaf.shape[0] == cache.ring)
-    return (count + 1) * rings // max(cache.sequences, 1) if cache.ring and count else 0
+    if not cache.ring or not count:
+        return 0
+    blocks = [i for i in range(config.block_count) if cache.pool(config, i) == "ring_"]
+    each = sum(cache.leaf(config, name, i).spec.nbytes for i in blocks for name in "kv")
+    window = max(config.window_of(i) for i in blocks) - 1 + SPARE
+    return (count + 1) * window * (each // cache.ring)
 
 
 def check_room(
     cells: int,
     limit: int,
-    made: Callable[[int], Mapping[Name, Placed]],
-    shared: Mapping[str, np.ndarray],
-    more: int = 0,
+    made: Callable[[int], tuple[Cache, Mapping[Name, Placed]]],
+    model: ModelFile,
+    checkpoints: int,
 ) -> None:
-    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit.
+    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit."""
 
-    more  bytes that are needed in addition, whatever the number of cells
-    """
-    own = needed(made(cells), shared)
+    def own(cells: int) -> int:
+        layout, placed = made(cells)
+        return needed(placed, model.stored()) + windows_nbytes(model.config, layout, checkpoints)
+
     settle()
-    used = private_nbytes() + REST + more
-    total = used + own
+    used = private_nbytes() + REST
+    total = used + own(cells)
     if total <= limit:
         return
     used += SLACK
-    least = used + needed(made(STEP), shared)
+    least = used + own(STEP)
     each = (total - least) / max(cells - STEP, 1)
     most = STEP + int((limit - least) / each) // STEP * STEP
-    while most > 0 and used + needed(made(most), shared) > limit:
+    while most > 0 and used + own(most) > limit:
         most -= STEP
     advice = (
         f"the largest that fits is {most:,}" if most > 0 else f"{size_text(least)} is the least"

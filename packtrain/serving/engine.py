@@ -20,7 +20,7 @@ from packtrain.serving.slots import Slot, Writing
 from packtrain.tokenizer import Tokenizer
 
 T = TypeVar("T")
-CHUNK = 128  # tokens of one run: what a short prompt waits for while a long one is read
+CHUNK = 64  # tokens of one run: what a short prompt waits for while a long one is read
 PATIENCE = 4  # runs after which a prompt is read even if shorter ones wait
 SHARED = 16  # tokens that another prompt must have in common with this one to be waited for
 SIMILAR = (

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -186,10 +187,14 @@ class Server:
 
     # ---- answers
 
-    async def told(self, jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Told]]:
-        """What the engine tells of jobs: the number of one, and a Part or its End. Who stops listening cancels them.
+    async def told(
+        self, jobs: Sequence[Job], quiet: float | None = None
+    ) -> AsyncIterator[list[tuple[int, Told]]]:
+        """What the engine tells of jobs, as much as there is: numbers of jobs, each with a Part or its End.
 
-        Raises Busy, InputError.
+        quiet  seconds after which an empty list says that there is nothing yet
+
+        Who stops listening cancels them. Raises Busy, InputError.
         """
         for job in jobs:
             self.check(job)
@@ -205,9 +210,14 @@ class Server:
                 tickets.append(self.engine.submit(job, tell))
             left = len(jobs)
             while left:
-                number, told = await queue.get()
-                left -= isinstance(told, End)
-                yield number, told
+                found = list[tuple[int, Told]]()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(quiet):
+                        found.append(await queue.get())
+                while not queue.empty():
+                    found.append(queue.get_nowait())
+                left -= sum(isinstance(told, End) for _, told in found)
+                yield found
         finally:
             for ticket in tickets:
                 ticket.cancel()

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from packtrain.serving.jobs import CANCELLED, FAILED, Chosen, Counts, End, Job, Part
+from packtrain.serving.jobs import CANCELLED, FAILED, Chosen, Counts, End, Job, Part, Told
 from packtrain.serving.server import Server
 from packtrain.serving.shapes import error
 
@@ -78,12 +78,13 @@ class Whole(_Answer):
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         texts, tokens = [""] * len(self._jobs), [list[Chosen]() for _ in self._jobs]
         ends = dict[int, End]()
-        async for number, told in self._server.told(self._jobs):
-            if isinstance(told, Part):
-                texts[number] += told.text
-                tokens[number] += told.tokens
-            else:
-                ends[number] = told
+        async for found in self._server.told(self._jobs):
+            for number, told in found:
+                if isinstance(told, Part):
+                    texts[number] += told.text
+                    tokens[number] += told.tokens
+                else:
+                    ends[number] = told
         failed = next((end for end in ends.values() if end.reason in (FAILED, CANCELLED)), None)
         if failed is not None:
             response = JSONResponse(*failure(failed))
@@ -112,54 +113,33 @@ class Events(_Answer):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for event in self._events():
+            if not event:
+                continue
             async with asyncio.timeout(self._server.limits.patience):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for event in self._shape.begin():
-            yield _data(event)
+        yield b"".join(map(_data, self._shape.begin()))
         counts = list[Counts]()
-        async for item in with_pauses(self._server.told(self._jobs), QUIET):
-            if item is None:
-                yield b": still working\n\n"
-                continue
-            number, told = item
+        async for found in self._server.told(self._jobs, QUIET):
+            yield b"".join(self._told(found, counts)) if found else b": still working\n\n"
+        last = b"".join(map(_data, self._shape.close(counts)))
+        if self._shape.ends_with_done:
+            last += b"data: [DONE]\n\n"
+        yield last
+
+    def _told(self, found: Sequence[tuple[int, Told]], counts: list[Counts]) -> Iterator[bytes]:
+        """The events of what was told. Counts of answers that end are added."""
+        for number, told in found:
             if isinstance(told, Part):
-                events = self._shape.part(number, told)
+                yield from map(_data, self._shape.part(number, told))
             elif told.reason in (FAILED, CANCELLED):
                 yield _data(failure(told)[0])
-                return
             else:
-                events = self._shape.end(number, told)
                 counts.append(told.counts)
-            for event in events:
-                yield _data(event)
-        for event in self._shape.close(counts):
-            yield _data(event)
-        if self._shape.ends_with_done:
-            yield b"data: [DONE]\n\n"
+                yield from map(_data, self._shape.end(number, told))
 
 
 def _data(event: Any) -> bytes:
     return f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
-
-
-async def with_pauses(items: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
-    """The items, and None whenever none came for so long."""
-    coming = asyncio.ensure_future(anext(items, StopAsyncIteration))
-    try:
-        while True:
-            done, _ = await asyncio.wait((coming,), timeout=seconds)
-            if not done:
-                yield None
-                continue
-            item = coming.result()
-            if item is StopAsyncIteration:
-                return
-            coming = asyncio.ensure_future(anext(items, StopAsyncIteration))
-            yield item
-    finally:
-        coming.cancel()
-        with suppress(asyncio.CancelledError, StopAsyncIteration):
-            await coming

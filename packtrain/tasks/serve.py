@@ -167,6 +167,7 @@ def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context
             )
     context = Context(
         model, cells=most, sequences=settings.parallel, parts=not settings.kv_unified,
+        prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
         swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, memory=limit, **how,
     )  # fmt: skip
     for one in (context, embedder):

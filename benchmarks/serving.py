@@ -1,0 +1,205 @@
+"""The server under load: several clients at once beside one, a short prompt while a long one is read, llama-server.
+
+    python -m benchmarks.serving [MODEL.gguf] [--llama-server PATH] [--rounds 3] [-- FLAGS OF packtrain serve]
+
+Without a model: the 110m shape in Q4_K_M, of random weights. Greedy, 64 tokens an answer, eight slots, two threads;
+both servers run at once and are asked by turns. Prints medians.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from packtrain.benching.llama import PRESET, vocabulary
+from packtrain.events import Events
+from packtrain.models import transformer
+from packtrain.models.config import PRESETS
+from packtrain.models.file import open_model, save_model
+from packtrain.tasks.quantize import Quantize, quantize
+
+CLIENTS, TOKENS, LONG, SHORT, CONTEXT = 8, 64, 4000, 20, 8192
+READY = 300.0  # seconds until a server must answer
+
+
+@contextmanager
+def serving(command: list[str], port: int) -> Iterator[int]:
+    """A server on a port, once it is ready."""
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
+        try:
+            end = time.monotonic() + READY
+            while not healthy(port):
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    sys.exit(log.read().decode(errors="replace"))
+                time.sleep(0.2)
+            yield port
+        finally:
+            process.terminate()
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def healthy(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+def ask(port: int, prompt: list[int], count: int) -> tuple[float, float]:
+    """Seconds until the first token of a streamed answer, and until its end."""
+    body = {
+        "prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True, "stream": True,
+        "cache_prompt": False,
+    }  # fmt: skip
+    connection, began, first = (
+        http.client.HTTPConnection("127.0.0.1", port),
+        time.perf_counter(),
+        0.0,
+    )
+    connection.request(
+        "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    answer = connection.getresponse()
+    if answer.status != 200:
+        sys.exit(answer.read().decode())
+    while line := answer.readline():
+        if line.startswith(b"data:") and not first:
+            first = time.perf_counter() - began
+    return first, time.perf_counter() - began
+
+
+def together(works: Sequence[Callable[[], object]]) -> float:
+    """Seconds that they take in threads of their own."""
+    threads = [threading.Thread(target=work) for work in works]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began
+
+
+def made(folder: Path) -> Path:
+    """The preset with random weights and a long context, in Q4_K_M."""
+    plain, path = folder / "F32.gguf", folder / "Q4_K_M.gguf"
+    config = replace(PRESETS[PRESET], context_length=CONTEXT)
+    values = transformer.initial(config)
+    save_model(plain, config, vocabulary(config.vocab_size), values.__getitem__, name="random")
+    quantize(Quantize(plain, path, path.stem), Events())
+    return path
+
+
+class Load:
+    """What is measured of one server."""
+
+    def __init__(self, name: str, port: int, vocab_size: int) -> None:
+        self.name, self.port, self._size = name, port, vocab_size
+        self._random = random.Random(1)
+        self.one, self.all = list[float](), list[float]()
+        self.idle, self.behind = list[float](), list[float]()
+
+    def prompt(self, count: int) -> list[int]:
+        return [1, *(self._random.randrange(10, self._size) for _ in range(count - 1))]
+
+    def turn(self) -> None:
+        ask(self.port, self.prompt(8), 8)
+        prompts = [self.prompt(8) for _ in range(CLIENTS)]
+        self.one.append(TOKENS / ask(self.port, prompts[0], TOKENS)[1])
+        works = [partial(ask, self.port, prompt, TOKENS) for prompt in prompts]
+        self.all.append(CLIENTS * TOKENS / together(works))
+        self.idle.append(ask(self.port, self.prompt(SHORT), 1)[0])
+        reading = threading.Thread(target=ask, args=(self.port, self.prompt(LONG), 1))
+        reading.start()
+        time.sleep(0.3)
+        while reading.is_alive() and len(self.behind) < 100:
+            self.behind.append(ask(self.port, self.prompt(SHORT), 1)[0])
+            time.sleep(self._random.uniform(0, 0.2))
+        reading.join()
+
+    def row(self) -> str:
+        one, every, idle, behind = map(
+            statistics.median, (self.one, self.all, self.idle, self.behind)
+        )
+        return (
+            f"{self.name:14}{one:8.1f} tokens/s alone, {CLIENTS} clients {every:8.1f}, {every / one:5.2f} x;"
+            f"  first token {1e3 * idle:6.0f} ms idle, {1e3 * behind:6.0f} while {LONG:,} tokens are read,"
+            f" {behind / idle:5.2f} x"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--flag", action="append", default=[], help="of packtrain serve; repeatable"
+    )
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        path = given.model or made(Path(folder))
+        size = open_model(path).config.vocab_size
+        shared = ["--ctx-size", str(CONTEXT), "--parallel", str(CLIENTS)]
+        ours = [
+            sys.executable,
+            "-m",
+            "packtrain",
+            "serve",
+            str(path),
+            "--port",
+            "8971",
+            *shared,
+            *given.flag,
+        ]
+        loads = [Load("packtrain", stack.enter_context(serving(ours, 8971)), size)]
+        if given.llama_server:
+            os.environ["LD_LIBRARY_PATH"] = str(given.llama_server.resolve().parent)
+            theirs = [
+                str(given.llama_server),
+                "-m",
+                str(path),
+                "--port",
+                "8972",
+                *shared,
+                "-t",
+                "2",
+                "--kv-unified",
+            ]
+            loads.append(Load("llama-server", stack.enter_context(serving(theirs, 8972)), size))
+        for _ in range(given.rounds):
+            for load in loads:
+                load.turn()
+        for load in loads:
+            print(load.row())
+        if len(loads) > 1:
+            ratio = statistics.median(
+                a / b for a, b in zip(loads[0].all, loads[1].all, strict=True)
+            )
+            print(f"{CLIENTS} clients: {ratio:.2f} x llama-server")
+
+
+if __name__ == "__main__":
+    main()

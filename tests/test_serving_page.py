@@ -192,6 +192,46 @@ def compare(page: Any) -> None:
 
 
 @pytest.mark.browser
+def test_several_adapters_have_columns_and_scales(files, opened, tmp_path):
+    second = tmp_path / "second.gguf"
+    random_adapter(second, open_model(files[0]), seed=1)
+    with serve(tmp_path, *files, "--lora", str(second)) as server:
+        page = opened(server.address)
+        titles = page.locator(".column input[type=text]")
+        assert [title.input_value() for title in titles.all()] == ["base", "random", "second"]
+        page.get_by_label("Scale of random in second").press("ArrowRight")
+        page.get_by_role("button", name="Remove base").click()
+        titles.first.fill("mine")
+        titles.first.press("Tab")
+        assert page.evaluate("document.activeElement.ariaLabel") == "Remove random"
+        bodies = sent(page)
+        setting(page, max_tokens="5")
+        ask(page, "the a")
+        scales = [[one["scale"] for one in body["lora"]] for body in bodies]
+        assert sorted(scales) == [[0.05, 1], [1, 0]]
+        assert page.locator(".about h3").all_text_contents() == ["mine", "second"]
+        page.reload()
+        titles.nth(1).wait_for()
+        assert [title.input_value() for title in titles.all()] == ["mine", "second"]
+
+
+@pytest.mark.browser
+def test_a_conversation_that_is_deleted_or_left_while_it_is_written(served, opened):
+    page = opened(served.address)
+    page.on("dialog", lambda dialog: dialog.accept())
+    setting(page, max_tokens="1500")
+    for way in ("#drop", "#fresh"):
+        ask(page, "the a", wait=False)
+        page.locator(".answer .text span").nth(3).wait_for(state="attached")
+        page.click(way)
+        assert page.locator(".turn").count() == 0
+        page.locator("#stop").wait_for(state="hidden")
+        assert page.locator("#send").is_enabled()
+    page.select_option("#talk", "0")
+    assert page.locator(".about", has_text="1,500 tokens").count() == 2
+
+
+@pytest.mark.browser
 def test_all_columns_go_on_from_a_kept_answer(served, opened):
     page = opened(served.address)
     setting(page, max_tokens="8", system="be brief")

@@ -35,8 +35,8 @@ READY = 300.0  # seconds until a server must answer
 
 
 @contextmanager
-def serving(command: list[str], port: int) -> Iterator[int]:
-    """A server on a port, once it is ready."""
+def serving(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a server, once it is ready on its port."""
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(command, stdout=log, stderr=log) as process,
@@ -48,7 +48,7 @@ def serving(command: list[str], port: int) -> Iterator[int]:
                     log.seek(0)
                     sys.exit(log.read().decode(errors="replace"))
                 time.sleep(0.2)
-            yield port
+            yield process
         finally:
             process.terminate()
             try:
@@ -174,7 +174,8 @@ def main() -> None:
             *shared,
             *given.flag,
         ]
-        loads = [Load("packtrain", stack.enter_context(serving(ours, 8971)), size)]
+        stack.enter_context(serving(ours, 8971))
+        loads = [Load("packtrain", 8971, size)]
         if given.llama_server:
             os.environ["LD_LIBRARY_PATH"] = str(given.llama_server.resolve().parent)
             theirs = [
@@ -188,7 +189,8 @@ def main() -> None:
                 "2",
                 "--kv-unified",
             ]
-            loads.append(Load("llama-server", stack.enter_context(serving(theirs, 8972)), size))
+            stack.enter_context(serving(theirs, 8972))
+            loads.append(Load("llama-server", 8972, size))
         for _ in range(given.rounds):
             for load in loads:
                 load.turn()

@@ -1,0 +1,205 @@
+"""The server for a long time under load that no one would wish for: it must live, leak nothing and stay in its memory.
+
+    python -m benchmarks.soak MODEL.gguf [--minutes 30] [--memory 400MiB] [--clients 12]
+
+Clients that ask and read; that go away before, in or after a stream; that send garbage, half of a request, wrong keys,
+bodies that are too large; that read a byte a second. Prints a line a minute: requests by status, private memory.
+Exit code 1 after a crash, a status 500, a slot that stays busy, or memory beyond the plan.
+"""
+
+import argparse
+import http.client
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.serving import serving
+from packtrain.memory import parse_size, private_nbytes_of
+
+PORT, KEY = 8973, "soak-key"
+WORDS = "once", "upon", "a", "time", "there", "was", "the", "little", "girl", "who", "loved", "to", "play"
+FIELDS = "temperature", "messages", "stop", "n", "seed", "logit_bias", "max_tokens", "tools", "lora"
+END = 60.0  # seconds in which all slots must be idle after the load
+
+
+class Load:
+    """Clients of one server, and what they saw."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self.port, self.seen, self.stop = port, Counter[str](), threading.Event()
+        self._seed, self._lock = seed, threading.Lock()
+
+    def run(self, number: int) -> None:
+        rng = random.Random(self._seed + number)
+        kinds: list[Callable[[random.Random], str]] = [
+            self.whole, self.whole, self.stream, self.leave, self.leave, self.garbage, self.half, self.wrong_key,
+            self.huge, self.slow, self.odd,
+        ]  # fmt: skip
+        while not self.stop.is_set():
+            kind = rng.choice(kinds)
+            try:
+                found = kind(rng)
+            except (OSError, http.client.HTTPException) as error:
+                found = f"{kind.__name__} {type(error).__name__}"
+            with self._lock:
+                self.seen[found] += 1
+
+    def body(self, rng: random.Random, **more: object) -> bytes:
+        text = " ".join(rng.choices(WORDS, k=rng.choice((3, 20, 200, 3000))))
+        chat = {
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": rng.randrange(1, 200),
+        }
+        return json.dumps(
+            chat | {"temperature": rng.choice((0, 1)), "n": rng.choice((1, 1, 2))} | more
+        ).encode()
+
+    def ask(
+        self, body: bytes, path: str = "/v1/chat/completions", key: str = KEY
+    ) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", path, body, {"Authorization": f"Bearer {key}"})
+        return connection
+
+    def answered(self, connection: http.client.HTTPConnection, kind: str) -> str:
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return f"{kind} {answer.status}"
+
+    def whole(self, rng: random.Random) -> str:
+        return self.answered(self.ask(self.body(rng)), "whole")
+
+    def stream(self, rng: random.Random) -> str:
+        return self.answered(
+            self.ask(self.body(rng, stream=True, logprobs=True, top_logprobs=5)), "stream"
+        )
+
+    def leave(self, rng: random.Random) -> str:
+        """Go away after some bytes of a stream, or before the answer."""
+        connection = self.ask(self.body(rng, stream=rng.random() < 0.7, max_tokens=2000))
+        time.sleep(rng.random())
+        if rng.random() < 0.5:
+            connection.getresponse().read(rng.randrange(1, 500))
+        connection.close()
+        return "left"
+
+    def garbage(self, rng: random.Random) -> str:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as sock:
+            sock.sendall(rng.randbytes(rng.randrange(1, 5000)))
+            sock.shutdown(socket.SHUT_WR)
+            answer = sock.recv(64)
+        return f"garbage {answer[9:12].decode(errors='replace') or 'closed'}"
+
+    def half(self, rng: random.Random) -> str:
+        """Headers that promise more than is sent."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as sock:
+            headers = "Host: a", f"Authorization: Bearer {KEY}", "Content-Length: 999", "", "{"
+            head = "\r\n".join(("POST /completion HTTP/1.1", *headers)).encode()
+            sock.sendall(head[: rng.randrange(20, len(head))])
+            time.sleep(rng.random())
+        return "half"
+
+    def wrong_key(self, rng: random.Random) -> str:
+        return self.answered(
+            self.ask(self.body(rng), key=rng.choice(("", "x", KEY + "x"))), "wrong key"
+        )
+
+    def huge(self, rng: random.Random) -> str:
+        return self.answered(
+            self.ask(b'{"prompt": "' + b"a" * (3 << 20) + b'"}', "/completion"), "huge"
+        )
+
+    def slow(self, rng: random.Random) -> str:
+        """Reads a byte now and then, for some seconds."""
+        connection = self.ask(self.body(rng, stream=True, max_tokens=500))
+        answer = connection.getresponse()
+        for _ in range(rng.randrange(1, 8)):
+            answer.read(1)
+            time.sleep(1)
+        connection.close()
+        return f"slow {answer.status}"
+
+    def odd(self, rng: random.Random) -> str:
+        value: object = rng.choice((None, -1, 1e308, "x", [], {}, True, "\ud800", 10**400, [[[]]]))
+        field = rng.choice(FIELDS)
+        return self.answered(
+            self.ask(json.dumps({**json.loads(self.body(rng)), field: value}).encode()), "odd"
+        )
+
+
+def idle(port: int) -> bool:
+    """Whether no slot is busy."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", "/slots", headers={"Authorization": f"Bearer {KEY}"})
+    return not any(slot["is_processing"] for slot in json.loads(connection.getresponse().read()))
+
+
+def watched(process: int, limit: int, minutes: float, load: Load) -> tuple[int, bool]:
+    """The peak of the server's private memory, and whether it lived to the end."""
+    peak, end, told = 0, time.monotonic() + 60 * minutes, time.monotonic()
+    while time.monotonic() < end:
+        now = private_nbytes_of(process)
+        if not now:
+            return peak, False
+        peak = max(peak, now)
+        if time.monotonic() - told >= 60:
+            told = time.monotonic()
+            counts = ", ".join(f"{name} {count}" for name, count in sorted(load.seen.items()))
+            print(
+                f"memory {now >> 20} of {limit >> 20} MiB, peak {peak >> 20}; {counts}", flush=True
+            )
+        time.sleep(0.5)
+    return peak, True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--memory", default="400MiB")
+    parser.add_argument("--clients", type=int, default=12)
+    given = parser.parse_args()
+    command = [sys.executable, "-m", "packtrain", "serve", str(given.model), "--port", str(PORT)]
+    command += [
+        "--memory",
+        given.memory,
+        "--api-key",
+        KEY,
+        "--chat-template",
+        "chatml",
+        "--ctx",
+        "2048",
+    ]
+    with serving(command, PORT) as server:
+        load, limit = Load(PORT, 1), parse_size(given.memory, "--memory")
+        threads = [
+            threading.Thread(target=load.run, args=(n,), daemon=True) for n in range(given.clients)
+        ]
+        for thread in threads:
+            thread.start()
+        peak, lives = watched(server.pid, limit, given.minutes, load)
+        load.stop.set()
+        for thread in threads:
+            thread.join(130)
+        end = time.monotonic() + END
+        while lives and not (free := idle(PORT)) and time.monotonic() < end:
+            time.sleep(1)
+        faults = sum(count for name, count in load.seen.items() if name.endswith(" 500"))
+        print(
+            f"{sum(load.seen.values()):,} requests, peak {peak / 2**20:.1f} of {limit / 2**20:.1f} MiB,"
+            f" {faults} with status 500, lived: {lives}, all slots idle: {lives and free}"
+        )
+        return 0 if lives and free and not faults and peak <= limit else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

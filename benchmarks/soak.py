@@ -23,7 +23,7 @@ from benchmarks.serving import serving
 from packtrain.memory import parse_size, private_nbytes_of
 
 PORT, KEY = 8973, "soak-key"
-WORDS = "once", "upon", "a", "time", "there", "was", "the", "little", "girl", "who", "loved", "to", "play"
+WORDS = "once", "upon", "a", "time", "there", "was", "little", "girl", "who"
 FIELDS = "temperature", "messages", "stop", "n", "seed", "logit_bias", "max_tokens", "tools", "lora"
 END = 60.0  # seconds in which all slots must be idle after the load
 

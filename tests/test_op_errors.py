@@ -62,7 +62,7 @@ WRONG: dict[str, Callable[[], object]] = {
         lambda: pt.rms_norm(X, pt.input("w", (6,), pt.f16), eps=1e-5),
     "matmul: w is q8_0[2, 4, 32]; it must be f32, or a matrix of a type that can be read":
         lambda: pt.matmul(pt.input("z", (2, 3, 32)), CUBE),
-    "cast: x is i32[4, 6], a type that cannot be read": lambda: pt.cast(IDS),
+    "cast: x is i64[4], a type that cannot be read": lambda: pt.cast(pt.input("n", (4,), pt.i64)),
     "cast: dtype is q8_0; it must be one of f32, f16, bf16": lambda: pt.cast(X, dtype=Q8_0),
     "narrow_back: dy is q8_0[4, 32]; it must be of numbers that can be added":
         lambda: pt.concat([PACKED, PACKED], axis=0),

@@ -112,7 +112,7 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_logits_that_are_not_finite_are_refused(bad: float, temp: float) -> None:
     logits = np.array([0, 1, bad], np.float32)
-    with pytest.raises(InputError, match=f"the logit of token 2 is {bad}"):
+    with pytest.raises(InputError, match="the logit of token 2 is not finite"):
         choose(logits, (), Sampling(temp=temp), 0, 0)
 
 

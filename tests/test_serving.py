@@ -19,6 +19,7 @@ from packtrain.dtypes import f16  # noqa: E402
 from packtrain.errors import DoesNotFit  # noqa: E402
 from packtrain.events import Events  # noqa: E402
 from packtrain.generation import Generator, Limits, Reply  # noqa: E402
+from packtrain.memory import private_nbytes  # noqa: E402
 from packtrain.models.adapted import adapted, read_scaled  # noqa: E402
 from packtrain.models.file import ModelFile, open_model  # noqa: E402
 from packtrain.sampling import Sampling  # noqa: E402
@@ -238,6 +239,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("/completion", {"prompt": [1, 100000]}, "prompt[1]"),
     ("/completion", {"prompt": "a", "temperature": "hot"}, "temperature must be a number"),
     ("/completion", {"prompt": "a", "temperature": -1}, "temperature is -1"),
+    ("/completion", {"prompt": "a", "seed": 10**400}, "seed is too large"),
+    ("/completion", {"prompt": "a", "temperature": 10**400}, "temperature is too large"),
     ("/completion", {"prompt": "a", "temperature": True}, "temperature must be a number"),
     ("/completion", {"prompt": "a", "top_k": 1.5}, "top_k must be a whole number"),
     ("/completion", {"prompt": "a", "samplers": ["none such"]}, "none such"),
@@ -355,8 +358,9 @@ def test_embeddings_are_those_of_embed(model):
 
 def test_memory_is_planned_before_it_listens(model):
     """The largest context that fits is named, and fits."""
+    memory = f"{(private_nbytes() >> 20) + 300}MiB"
     with pytest.raises(DoesNotFit, match="the largest that fits is") as error:
-        load(Serve(model, ctx=1 << 20, memory="400MiB", chat_template="chatml"), Events())
+        load(Serve(model, ctx=1 << 20, memory=memory, chat_template="chatml"), Events())
     most = int(str(error.value).split(" is ")[1].replace(",", ""))
-    made = load(Serve(model, ctx=most, memory="400MiB", chat_template="chatml"), Events())
+    made = load(Serve(model, ctx=most, memory=memory, chat_template="chatml"), Events())
     made.engine.close(0)

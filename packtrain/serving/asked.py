@@ -25,6 +25,7 @@ FIELDS = {name: name for name in SETTINGS if name not in (*NAMES.values(), *OWN)
 KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 MOST_BIAS, MOST_STOPS, MOST_TOP, MOST_ANSWERS = 10_000, 64, 20, 32
 MOST_SEED = 2**63 - 1
+LARGEST = 1e300  # what is larger is no number that anyone means
 
 
 class Body:
@@ -56,6 +57,8 @@ class Body:
         if not self.has(name):
             return default
         value = self._typed(name, type(default))
+        if abs(value) > LARGEST:
+            raise InputError(f"{self._where}{name} is too large")
         if not (math.isfinite(value) and least <= value <= most):
             bounds = [
                 text

@@ -23,7 +23,7 @@ from packtrain.planning import size_text
 from packtrain.sampling import Sampling
 from packtrain.settings import to_yaml
 from packtrain.tasks.ready import Prepare, Ready, facts
-from packtrain.tasks.watched import Page, watched
+from packtrain.tasks.watched import Show, watched
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.compatible import check_compatible
 from packtrain.training.engine import Engine
@@ -77,13 +77,13 @@ def carry_out(
     after   called when the steps are done and their memory is free
     """
     _check(settings)
-    with watched(settings, events.message) as shown:
+    with watched(settings, events.message) as show:
         prepared = prepare(settings, events.message)
         _begin(prepared, events)
         return _carry_out(
             settings,
             prepared,
-            partial(_train, settings, prepared, before, events, shown),
+            partial(_train, settings, prepared, before, events, show),
             events,
             after,
         )
@@ -140,7 +140,7 @@ def _train(
     prepared: Ready,
     before: Callable[[Fit, Events, Callable[[], bool]], None],
     events: Events,
-    shown: Page,
+    show: Show,
 ) -> Trained:
     """All steps, up to the last or a stop."""
     folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
@@ -150,7 +150,7 @@ def _train(
         Watch(folder, events, tensorboard=settings.tensorboard) as watch,
         events.training(job.steps, total, settings.steps_per_report),
     ):
-        shown.show(folder, lambda: watch.peak.nbytes)
+        show(folder, lambda: watch.peak.nbytes)
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
         timed = pace(prepared.seconds, partial(correct, target=settings.target))
         fit = Fit(job, engine, folder, timed, events=events)

@@ -11,18 +11,8 @@ from packtrain.training.settings import RunSettings
 from packtrain.watch.board import Board
 
 ROOM_NBYTES = 5 << 20  # for answers; 3.7 MiB were measured with 15 stalled clients
+Show = Callable[[Path, Callable[[], int]], None]  # show(folder, peak of memory)
 STARTED_NBYTES = 1 << 20  # by which a server that runs is larger than one that is loaded
-
-
-class Page:
-    """Shows a run from when its folder is its own; before, that it is being planned."""
-
-    def __init__(self, server: Any = None) -> None:
-        self._server = server
-
-    def show(self, folder: Path, peak: Callable[[], int]) -> None:
-        if self._server is not None:
-            self._server.board = Board(lambda: {folder.stem: folder}, folder.stem, peak)
 
 
 def serving() -> Any:
@@ -32,16 +22,20 @@ def serving() -> Any:
 
 
 @contextmanager
-def watched(settings: RunSettings, say: Callable[[str], None]) -> Iterator[Page]:
-    """Serve the page of a run, if it is asked for. Raises InputError."""
+def watched(settings: RunSettings, say: Callable[[str], None]) -> Iterator[Show]:
+    """Serve the page of a run, if it is asked for; `show` a run from when its folder is its own. Raises InputError."""
     if settings.watch is None:
-        yield Page()
+        yield lambda folder, peak: None
         return
     server = serving().Watching(settings.watch, Board(dict, settings.folder.stem, lambda: 0))
+
+    def show(folder: Path, peak: Callable[[], int]) -> None:
+        server.board = Board(lambda: {folder.stem: folder}, folder.stem, peak)
+
     server.start()
     say(f"watch the run at {server.url}")
     try:
-        yield Page(server)
+        yield show
     finally:
         server.close()
 

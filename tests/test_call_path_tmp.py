@@ -1,0 +1,66 @@
+"""From the settings of `packtrain train` to a kernel a step passes few types: those of all values on the call stack.
+
+Counted are the types of packtrain that the local variables of its functions have while a kernel of a step runs, and
+those of their attributes, which a reader must know to follow them; but not what Events and a Watch write with.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import packtrain as pt
+from packtrain.cli import main
+from packtrain.events import Events
+from packtrain.optim.adamw import opt_step_adamw
+from packtrain.tensor import Kernel
+from packtrain.watch import Watch
+
+MOST = 20
+
+
+def ours(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] == pt.__name__ and not isinstance(value, type)
+
+
+def on_stack(frame: FrameType | None) -> Iterator[Any]:
+    """The values of packtrain's types in the local variables of its functions, from this frame outwards."""
+    while frame is not None:
+        if frame.f_globals["__name__"].startswith(pt.__name__):
+            yield from filter(ours, frame.f_locals.values())
+        frame = frame.f_back
+
+
+def held(value: Any) -> Iterator[Any]:
+    """What a value has as attributes, or as elements of attributes."""
+    slots = (getattr(cls, "__slots__", ()) for cls in type(value).__mro__)
+    names = {name for own in slots for name in ([own] if isinstance(own, str) else own)}
+    for name in names | vars(value).keys() if hasattr(value, "__dict__") else names:
+        found = getattr(value, name, None)
+        elements: Iterable[Any] = [found]
+        if isinstance(found, Mapping):
+            elements = [*found.keys(), *found.values()]
+        elif isinstance(found, list | tuple | set | frozenset):
+            elements = found
+        yield from filter(ours, elements)
+
+
+def test_a_step_passes_few_types(tmp_path: Path, monkeypatch) -> None:
+    kernel, seen = opt_step_adamw.kernels["cpu"], dict[type, None]()
+
+    def run(*arrays: Any, **attrs: Any) -> None:
+        if not seen:
+            stack = list(on_stack(sys._getframe(1)))
+            assert len(stack) > 10  # the whole way is there
+            inner = (y for x in stack if not isinstance(x, Watch | Events) for y in held(x))
+            seen.update(dict.fromkeys(type(x) for x in (*stack, *inner)))
+        kernel.run(*arrays, **attrs)
+
+    monkeypatch.setitem(opt_step_adamw.kernels, "cpu", Kernel(run, kernel.strided))
+    (tmp_path / "t.txt").write_text("\n".join(f"a line of words {i}" for i in range(300)))
+    given = ["--data", str(tmp_path / "t.txt"), "-o", str(tmp_path / "m.gguf"), "--iters", "1"]
+    small = "--dim 32 --layers 1 --heads 2 --ctx 16 --vocab-size 300 --batch-size 2"
+    assert main(["train", *given, *small.split()]) == 0
+    print("SEEN", sorted(c.__qualname__ for c in seen))
+    assert 10 < len(seen) < MOST, sorted(cls.__qualname__ for cls in seen)

@@ -157,7 +157,7 @@ class Reply:
         seed: int,
         limits: Limits = Limits(),
         drafter: Drafter | None = None,
-        draft_max: int = 16,
+        draft_max: int = 7,
         grammar: Constraint | None = None,
     ) -> None:
         check_prompt(prompt, generator.size)

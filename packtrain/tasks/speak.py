@@ -97,7 +97,9 @@ class Speaking(Sampling, Speaker):
     draft_lookup: bool = MODEL(
         False, "guess tokens from what followed earlier in the text; needs no other model"
     )
-    draft_max: int = MODEL(16, "most tokens guessed at once", least=1, most=32)
+    draft_max: int = MODEL(
+        7, "most tokens guessed at once; up to 8 tokens of a run cost the least", least=1, most=32
+    )
     draft_p_min: float = MODEL(
         0.75, "the draft model stops guessing below this probability", least=0, most=1
     )

@@ -1,0 +1,92 @@
+"""Greedy answers of packtrain serve, beside llama-server's and `packtrain generate`'s, alone and with seven neighbours.
+
+    python -m benchmarks.served MODEL.gguf --llama-server PATH
+
+Prints how many answers are equal; where one is not, the token at which it differs and how far our two likeliest tokens
+are apart there, in nats. llama.cpp rounds activations of packed types to 8 bits: unpack a model to F32 to compare
+exactly. Exit code 1 if an answer depends on its neighbours, or is not what `generate` writes.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving import serving, together
+
+COUNT, OURS, THEIRS = 32, 8981, 8982
+PROMPTS = (
+    "Once upon a time", "The capital of France is", "Water boils at", "def add(a, b):", "In 1969,",
+    "My favourite food is", "The little girl", "A train leaves at noon", "She said that", "The sun is",
+)  # fmt: skip
+
+
+def ask(port: int, prompt: str) -> Any:
+    body = {
+        "prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2, "return_tokens": True,
+        "cache_prompt": False,
+    }  # fmt: skip
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/completion", json.dumps(body))
+    return json.loads(connection.getresponse().read())
+
+
+def difference(ours: Any, theirs: Any) -> tuple[int, float] | None:
+    """The first token that differs, and how far our two likeliest are apart there; None: there is none."""
+    pairs = zip(ours["tokens"], theirs["tokens"], strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if at is None:
+        return None
+    first, second = ours["completion_probabilities"][at]["top_logprobs"]
+    return at, first["logprob"] - second["logprob"]
+
+
+def beside(alone: dict[str, Any]) -> None:
+    """Print how our answers differ from llama-server's."""
+    found = {prompt: difference(ours, ask(THEIRS, prompt)) for prompt, ours in alone.items()}
+    print(f"llama-server: {sum(one is None for one in found.values())} of {len(found)} are equal")
+    for prompt, one in found.items():
+        if one is not None:
+            print(
+                f"  {prompt!r}: differs at token {one[0]}, where our two likeliest are {one[1]:.4f} apart"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--llama-server", type=Path, required=True)
+    given = parser.parse_args()
+    os.environ["LD_LIBRARY_PATH"] = str(given.llama_server.resolve().parent)
+    packtrain, model = [sys.executable, "-m", "packtrain"], str(given.model)
+    ours = [*packtrain, "serve", model, "--port", str(OURS), "--ctx-size", "4096", "-np", "8"]
+    theirs = [str(given.llama_server), "-m", model, "--port", str(THEIRS), "-c", "4096", "-t", "2"]
+    with serving(ours, OURS), serving(theirs, THEIRS):
+        alone, crowd = {prompt: ask(OURS, prompt) for prompt in PROMPTS}, dict[str, Any]()
+
+        def among(prompt: str) -> None:
+            crowd[prompt] = ask(OURS, prompt)
+
+        together([partial(among, prompt) for prompt in PROMPTS[:8]])
+        same = sum(crowd[prompt]["tokens"] == alone[prompt]["tokens"] for prompt in crowd)
+        print(f"with seven neighbours: {same} of {len(crowd)} are those alone")
+        how = ["-n", str(COUNT), "--temperature", "0", "--no-display-prompt"]
+        texts = {
+            prompt: subprocess.run([*packtrain, "generate", model, "-p", prompt, *how], stdout=-1, stderr=-3).stdout
+            for prompt in PROMPTS
+        }  # fmt: skip
+        written = sum(alone[p]["content"].strip() == texts[p].decode().strip() for p in PROMPTS)
+        print(f"packtrain generate: {written} of {len(PROMPTS)} are equal")
+        beside(alone)
+        return 0 if same == len(crowd) and written == len(PROMPTS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

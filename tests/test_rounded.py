@@ -103,29 +103,6 @@ def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype, planes:
     assert np.abs(every - wanted).max() < 1e-6 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("name", ["q8_0", "iq4_nl"])
-def test_signed_codes_have_the_same_products_in_f32_alone_and_among_others(name: str) -> None:
-    """As they are taken where there is no VNNI."""
-    random, dtype, k, n = np.random.default_rng(0), DTYPES[name], 416, 13
-    w, x = random_rows(dtype, n, k), random.standard_normal((8, k), np.float32)
-    every, alone = (np.zeros((8, n), np.float32) for _ in range(2))
-    kernels.packed.product(every, x, dtype.number, w, False, 0)
-    for i in range(8):
-        kernels.packed.product(alone[i : i + 1], x[i : i + 1], dtype.number, w, False, 0)
-    np.testing.assert_array_equal(every, alone)
-    exact = x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(np.float64)
-    assert np.abs(every - exact).max() < 1e-5 * np.abs(exact).max()
-
-
-def test_the_least_signed_code_fits_with_the_largest_integers() -> None:
-    """-128 times 127, in one sum of 16 bits."""
-    w = np.zeros((1, 34), np.uint8)
-    w[:, :2], w[:, 2:] = np.ones(1, np.float16).view(np.uint8), 128
-    x = np.full((1, 32), -127, np.float32)
-    y = product_in_integers(np.zeros((1, 1), np.float32), x, DTYPES["q8_0"], w, 1)
-    assert y[0, 0] == 128 * 127 * 32
-
-
 @pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
 def test_integers_of_24_bits_neither_overflow_nor_lose_more_than_f32(dtype: Dtype) -> None:
     """The largest codes with the largest values, alike in sign; values of all sizes; and what is not finite."""

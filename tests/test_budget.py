@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -360,3 +361,22 @@ def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
         )
     ]
     assert [made.refusal is None for made in found] == [True, False, False]
+
+
+class Heavier(loaded.Loaded):
+    """Kernels that take 6 MiB more than was measured."""
+
+    def load(self) -> None:
+        self.held.append(np.ones(6 * MIB, np.uint8))
+
+    held: ClassVar[list[np.ndarray]] = []
+
+
+def test_kernels_that_take_more_than_expected_make_the_plan_smaller():
+    here, shape = replace(request(private_nbytes()), kernels=Heavier(0)), deep(4, 1024)
+    limit = here.total(here.plans(shape)) + 4 * MIB
+    expected = planned(shape, replace(here.within(limit), kernels=loaded.Loaded(0)))
+    assert expected.shape == shape
+    found = planned(shape, here.within(limit))
+    assert found.refusal is None and found.total_nbytes <= limit
+    assert found.shape != shape

@@ -41,6 +41,9 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
         if fits and (request.runs or kernels.unsure):
             kernels.load()
             plans = in_process(plans, plans.searching)
+            if most is not None and plans.needed_nbytes > most:  # they took more than expected
+                here = replace(request, baseline=plans.baseline)
+                plans, change = searched(shape, here, say)
     refused = full(plans, request.limits, change)
     if refused is None and most is not None and plans.needed_nbytes > most:
         refused = refusal(plans, change or "a little more would do", most)

@@ -373,10 +373,11 @@ class Heavier(loaded.Loaded):
 
 
 def test_kernels_that_take_more_than_expected_make_the_plan_smaller():
-    here, shape = replace(request(private_nbytes()), kernels=Heavier(0)), deep(4, 1024)
+    here, shape = replace(request(), kernels=Heavier(0)), deep(4, 1024)
+    planned(shape, here)  # this process has grown by what planning takes
+    Heavier.held.clear()
+    here = replace(here, baseline=private_nbytes())
     limit = here.total(here.plans(shape)) + 4 * MIB
-    expected = planned(shape, replace(here.within(limit), kernels=loaded.Loaded(0)))
-    assert expected.shape == shape
     found = planned(shape, here.within(limit))
     assert found.refusal is None and found.total_nbytes <= limit
-    assert found.shape != shape
+    assert Heavier.held and found.shape != shape

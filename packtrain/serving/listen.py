@@ -51,12 +51,17 @@ class _Listener(uvicorn.Server):
         await closing
 
 
-def listen(app: Starlette, engine: Engine, sock: socket.socket, say: Callable[[str], None]) -> None:
-    """Serve until a signal; running answers may finish, for a while."""
+def listener(app: Starlette, engine: Engine, say: Callable[[str], None]) -> uvicorn.Server:
+    """Serves when it is run, until a signal or `should_exit`; running answers may finish, for a while."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
         date_header=True, h11_max_incomplete_event_size=HEADERS, limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=int(LINGER) + 5, timeout_keep_alive=30,
     )  # fmt: skip
+    return _Listener(config, engine, say)
+
+
+def listen(app: Starlette, engine: Engine, sock: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve until a signal."""
     with suppress(KeyboardInterrupt):  # the signal again, once all has ended
-        _Listener(config, engine, say).run(sockets=[sock])
+        listener(app, engine, say).run(sockets=[sock])

@@ -150,6 +150,18 @@ def health(server: Server, request: Request) -> Any:
 
 
 def models(server: Server, request: Request) -> Any:
+    return {"object": "list", "data": [described(server)]}
+
+
+def one_model(server: Server, request: Request) -> Any:
+    name = request.path_params["name"]
+    if name != server.name:
+        raise Refused(404, f"there is no model {name!r}; there is {server.name!r}")
+    return described(server)
+
+
+def described(server: Server) -> dict[str, Any]:
+    """The model, as lists of models have it."""
     config, gguf = server.model.config, server.model.gguf
     about = {
         "vocab_type": VOCABULARIES.get(str(gguf.metadata.get("tokenizer.ggml.model")), 0),
@@ -166,7 +178,7 @@ def models(server: Server, request: Request) -> Any:
         "created": int(server.began),
         "owned_by": "packtrain",
     }
-    return {"object": "list", "data": [one | {"aliases": [server.name], "meta": about}]}
+    return one | {"aliases": [server.name], "meta": about}
 
 
 def props(server: Server, request: Request) -> Any:
@@ -262,6 +274,7 @@ ALL = (
     ("/v1/health", "GET", health),
     ("/models", "GET", models),
     ("/v1/models", "GET", models),
+    ("/v1/models/{name:path}", "GET", one_model),
     ("/props", "GET", props),
     ("/slots", "GET", slots),
     ("/metrics", "GET", metrics),

@@ -38,7 +38,7 @@ LAYERS = {
     "grad": "dtypes origin tensor graph ops",
     "optim": "settings dtypes tensor graph kernels ops grad",
     "interpreting": "dtypes tensor graph",
-    "backends": "dtypes tensor",
+    "backends": "errors dtypes tensor kernels ops",
     "placing": "dtypes tensor graph ops backends",
     "debug": "errors",
     "stop": "",

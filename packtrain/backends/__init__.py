@@ -20,7 +20,7 @@ __all__ = [
 
 cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
 # each with its module here, loaded when the name is asked for, in whose BACKENDS it is
-DEVICES = {"cpu": "host", "numpy": "host"}
+DEVICES = {"cpu": "host", "numpy": "host", "torch:cpu": "torch", "cuda": "torch", "mps": "torch"}
 
 
 def target(device: str) -> Target:

@@ -7,6 +7,7 @@ from packtrain.dtypes import f32, i64
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import again, flat
 from packtrain.ops.costs import elementwise
+from packtrain.ops.torch import CHUNK, key_of, spans, torch, uniform
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 GELU_CUBE, GELU_FACTOR = 0.044715, (8 / np.pi) ** 0.5  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
@@ -65,6 +66,11 @@ def swiglu_cpu(y, gate, up):
     return again(kernels.elementwise.gated, False, flat(y), flat(gate), flat(up))
 
 
+@swiglu.kernel("torch")
+def swiglu_torch(y, gate, up):
+    torch.mul(torch.nn.functional.silu(gate), up, out=y)
+
+
 @op(inplace={0: (0, 1), 1: (2, 1, 0)})
 def swiglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     """Gradients of swiglu: dgate = dy * up * silu'(gate), dup = dy * silu(gate)."""
@@ -79,6 +85,13 @@ def swiglu_back_numpy(out, dy, gate, up):
 @swiglu_back.kernel("cpu")
 def swiglu_back_cpu(out, dy, gate, up):
     kernels.elementwise.gated_back(False, *map(flat, (*out, dy, gate, up)))
+
+
+@swiglu_back.kernel("torch")
+def swiglu_back_torch(out, dy, gate, up):
+    dup = dy * torch.nn.functional.silu(gate)
+    torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=out[0])
+    out[1].copy_(dup)
 
 
 swiglu.samples(_samples(swiglu, "gate", "up"))
@@ -108,6 +121,11 @@ def geglu_cpu(y, gate, up):
     kernels.elementwise.gated(True, flat(y), flat(gate), flat(up))
 
 
+@geglu.kernel("torch")
+def geglu_torch(y, gate, up):
+    torch.mul(torch.nn.functional.gelu(gate, approximate="tanh"), up, out=y)
+
+
 @op(inplace={0: (0, 1), 1: (2, 1, 0)})
 def geglu_back(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Spec, ...]:
     """Gradients of geglu: dgate = dy * up * gelu'(gate), dup = dy * gelu(gate)."""
@@ -122,6 +140,14 @@ def geglu_back_numpy(out, dy, gate, up):
 @geglu_back.kernel("cpu")
 def geglu_back_cpu(out, dy, gate, up):
     kernels.elementwise.gated_back(True, *map(flat, (*out, dy, gate, up)))
+
+
+@geglu_back.kernel("torch")
+def geglu_back_torch(out, dy, gate, up):
+    dup = dy * torch.nn.functional.gelu(gate, approximate="tanh")
+    made = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
+    out[0].copy_(made)
+    out[1].copy_(dup)
 
 
 geglu.samples(_samples(geglu, "gate", "up"))
@@ -162,6 +188,15 @@ def dropout_numpy(y, x, key, *, p, stream):
 @dropout.kernel("cpu")
 def dropout_cpu(y, x, key, *, p, stream):
     kernels.elementwise.dropout(flat(y), flat(x), int(key[0]), int(key[1]), stream, p)
+
+
+@dropout.kernel("torch")
+def dropout_torch(y, x, key, *, p, stream):
+    mixed, y, x = key_of(key, stream), y.view(-1), x.view(-1)
+    for start, end in spans(len(x), CHUNK, x):
+        left_out = uniform(mixed, start, end) < float(np.float32(p))
+        torch.mul(x[start:end], 1 / (1 - p), out=y[start:end])
+        y[start:end].masked_fill_(left_out, 0)
 
 
 dropout.cost(elementwise())  # a random number takes as long as an exp

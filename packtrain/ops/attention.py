@@ -4,6 +4,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import f16, f32, i32
+from packtrain.ops import torch_attention
 from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
 from packtrain.ops.costs import Cost, attended, queries
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -147,6 +148,9 @@ def attention_cpu(out, q, k, v, *where, scale, window, softcap):
     kernels.attention.attention(*out, q, keys, values, *_where(*where), scale, window, softcap)
 
 
+attention.kernel("torch")(torch_attention.attention)
+
+
 def _samples():
     def qkv(b, t, h, s, kv, d):
         return input("q", (b, t, h, d)), input("k", (b, s, kv, d)), input("v", (b, s, kv, d))
@@ -247,6 +251,9 @@ def attention_back_work(dy, y, lse, q, k, *others, **rule):
 def attention_back_cpu(out, dy, y, lse, q, k, v, *where, scale, window, softcap, work=()):
     rule, outs = (scale, window, softcap), (*out, *(work or out[1:]))
     kernels.attention_back.attention_back(outs, dy, y, lse, q, k, v, *_where(*where), *rule)
+
+
+attention_back.kernel("torch")(torch_attention.attention_back)
 
 
 @attention_back.cost

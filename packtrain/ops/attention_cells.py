@@ -6,6 +6,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32
+from packtrain.ops import torch_attention
 from packtrain.ops.arrays import again, floats
 from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
@@ -84,6 +85,9 @@ def attention_cells_cpu(y, q, k, v, *where, scale, window, softcap):
     keys, values = (x.view(np.uint8).reshape(*x.shape[:2], -1) for x in (k, v))
     given = y, q, keys, values, *where, scale, window, softcap
     return again(kernels.attention_cells.attention, *given)
+
+
+attention_cells.kernel("torch")(torch_attention.attention_cells)
 
 
 @attention_cells.cost

@@ -6,6 +6,7 @@ from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, Dtype, bf16, dtype_of, f16, f32, i32
 from packtrain.ops.arrays import flat, floats, rounded
 from packtrain.ops.elementwise import add
+from packtrain.ops.torch import Blocks, real, unpack
 from packtrain.tensor import Call, Spec, Tensor, constant, input, op, want
 
 FLOATS = (f32, f16, bf16)
@@ -50,6 +51,14 @@ def cast_cpu(y, x, *, dtype):
         kernels.cast.widen(flat(y), flat(x.view(np.uint16)))
     else:
         cast_numpy(y, x, dtype=dtype)
+
+
+@cast.kernel("torch")
+def cast_torch(y, x, *, dtype):
+    if isinstance(x, Blocks) and dtype == f32:
+        unpack(y, x)
+    else:
+        y.copy_(real(x))
 
 
 @cast.samples

@@ -12,6 +12,7 @@ from packtrain.dtypes import f32
 from packtrain.ops import costs
 from packtrain.ops.arrays import demand, flat
 from packtrain.ops.shape import reshape
+from packtrain.ops.torch import torch
 from packtrain.ops.windows import Pair, check, sizes_of, windows
 from packtrain.tensor import Spec, Tensor, input, op, want
 
@@ -81,6 +82,11 @@ def conv_2d_cpu(y, x, w, **how):
     kernels.convolution.conv(flat(y), flat(x), flat(w), *_counts(y, w), sizes)
 
 
+@conv_2d.kernel("torch")
+def conv_2d_torch(y, x, w, **how):
+    y.copy_(torch.nn.functional.conv2d(x, w, **how)) if x.numel() * w.numel() else y.zero_()
+
+
 @conv_2d.cost
 def conv_2d_cost(y, x, w, **how):
     return _work(y, w)
@@ -135,6 +141,12 @@ def conv_2d_back_cpu(dx, dy, w, *, size, **how):
     kernels.convolution.conv_back(flat(dx), flat(dy), flat(w), *_counts(dy, w), sizes)
 
 
+@conv_2d_back.kernel("torch")
+def conv_2d_back_torch(dx, dy, w, *, size, **how):
+    some = dy.numel() * w.numel()
+    dx.copy_(torch.nn.grad.conv2d_input(dx.shape, w, dy, **how)) if some else dx.zero_()
+
+
 @conv_2d_back.cost
 def conv_2d_back_cost(dx, dy, w, **how):
     return _work(dy, w)
@@ -180,6 +192,12 @@ def conv_2d_back_w_cpu(dw, dy, x, *, window, work, **how):
     if not dw.size:
         return
     kernels.convolution.conv_back_w(*given, *_counts(dy, dw), sizes)
+
+
+@conv_2d_back_w.kernel("torch")
+def conv_2d_back_w_torch(dw, dy, x, *, window, **how):
+    some = dy.numel() * x.numel()
+    dw.copy_(torch.nn.grad.conv2d_weight(x, dw.shape, dy, **how)) if some else dw.zero_()
 
 
 @conv_2d_back_w.cost

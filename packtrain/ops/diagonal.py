@@ -3,6 +3,7 @@
 import numpy as np
 
 from packtrain.dtypes import f32
+from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -26,6 +27,12 @@ def diag_numpy(y, x):
 
 
 diag.kernel("cpu", strided=True)(diag_numpy)
+
+
+@diag.kernel("torch", strided=True)
+def diag_torch(y, x):
+    y.zero_()
+    y.diagonal(dim1=-2, dim2=-1).copy_(x)
 
 
 @diag.samples
@@ -83,6 +90,18 @@ for _op, _value in ((diag_mask_zero, 0), (diag_mask_inf, -np.inf)):
     _op.vjp(lambda dy, y, x, *, past: (diag_mask_zero(dy, past=past),))
     _op.kernel("numpy")(_mask(_value))
     _op.kernel("cpu", strided=True)(_mask(_value))
+
+
+@diag_mask_zero.kernel("torch", strided=True)
+def diag_mask_zero_torch(y, x, *, past):
+    torch.tril(x, past, out=y)
+
+
+@diag_mask_inf.kernel("torch", strided=True)
+def diag_mask_inf_torch(y, x, *, past):
+    above = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu_(past + 1)
+    y.copy_(x)
+    y.masked_fill_(above, -np.inf)
 
 
 @diag_mask_zero.samples

@@ -7,6 +7,7 @@ from packtrain.dtypes import READABLE, TRAINABLE, f32
 from packtrain.ops.arrays import flat, floats, rows
 from packtrain.ops.costs import elementwise
 from packtrain.ops.reduce import sum_like
+from packtrain.ops.torch import filled, filled_by_aten, real, torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 PARALLEL_FROM = 1 << 15  # below this a NumPy ufunc is faster than starting threads
@@ -60,6 +61,11 @@ def add_numpy(y, a, b):
 def add_cpu(y, a, b, *, work=()):
     rooms = iter(work)
     _binary_cpu("add", np.add)(y, _unpacked(a, rooms), _unpacked(b, rooms))
+
+
+@add.kernel("torch", strided=lambda index, t: t.dtype == f32)
+def add_torch(y, a, b):
+    torch.add(real(a), real(b), out=y)
 
 
 def _unpacked(x, rooms):
@@ -142,6 +148,7 @@ def _binary_samples(binary):
 for _binary, _ufunc in ((sub, np.subtract), (mul, np.multiply), (div, np.divide)):
     _binary.kernel("numpy")(_binary_numpy(_ufunc))
     _binary.kernel("cpu", strided=True)(_binary_cpu(_binary.name, _ufunc))
+    _binary.kernel("torch", strided=True)(filled(_binary.name))
 for _binary in (add, sub, mul, div):
     _binary.samples(_binary_samples(_binary))
 
@@ -168,6 +175,12 @@ def scale_numpy(y, x, *, by, bias):
 @scale.kernel("cpu")
 def scale_cpu(y, x, *, by, bias):
     kernels.elementwise.scale(flat(y), flat(x), by, bias)
+
+
+@scale.kernel("torch", strided=True)
+def scale_torch(y, x, *, by, bias):
+    torch.mul(x, by, out=y)
+    y.add_(bias)
 
 
 @scale.samples
@@ -320,6 +333,21 @@ for _unary, _function in (
     _unary.samples(_unary_samples(_unary))
 
 
+for _unary, _name in (
+    (neg, "neg"),
+    (sqr, "square"),
+    (sqrt, "sqrt"),
+    (log, "log"),
+    (exp, "exp"),
+    (tanh, "tanh"),
+):
+    _unary.kernel("torch", strided=True)(filled(_name))
+step.kernel("torch", strided=True)(filled("gt", 0))
+relu.kernel("torch", strided=True)(filled("clamp", 0))
+sigmoid.kernel("torch", strided=True)(filled("sigmoid"))
+silu.kernel("torch", strided=True)(filled_by_aten("silu"))
+
+
 @op(inplace=(0,))
 def silu_back(dy: Tensor, x: Tensor) -> Spec:
     """Gradient of silu: dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x). ggml_silu_back."""
@@ -336,6 +364,11 @@ def silu_back_numpy(dx, dy, x):
 @silu_back.kernel("cpu")
 def silu_back_cpu(dx, dy, x):
     kernels.elementwise.silu_back(flat(dx), flat(dy), flat(x))
+
+
+@silu_back.kernel("torch")
+def silu_back_torch(dx, dy, x):
+    torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=dx)
 
 
 for _function_of_x in (exp, log, tanh, sigmoid, silu, silu_back):

@@ -8,6 +8,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
+from packtrain.ops import torch_experts
 from packtrain.ops.activation import swiglu
 from packtrain.ops.arrays import floats, packed, rows, rows_or_absent, start_with
 from packtrain.ops.costs import Cost, by_expert, multiplied
@@ -142,6 +143,9 @@ def matmul_id_cpu(y, x, w, ids, acc):
         kernels.experts.packed_matmul_id(y, x, *packed(rows(w)), len(w), ids, acc is not None)
 
 
+matmul_id.kernel("torch", strided=_is_stack)(torch_experts.matmul_id)
+
+
 @matmul_id.cost
 def matmul_id_cost(y, x, w, ids, acc):
     return by_expert(x.shape[0], w, x.shape[1], w.shape[1])
@@ -200,6 +204,9 @@ def matmul_id_back_cpu(dx, dy, w, ids, acc):
     kernels.experts.packed_matmul_id_back(dx, dy, *given)
 
 
+matmul_id_back.kernel("torch")(torch_experts.matmul_id_back)
+
+
 @matmul_id_back.cost
 def matmul_id_back_cost(dx, dy, w, ids, acc):
     return by_expert(dy.shape[0], w, dy.shape[1], w.shape[2])
@@ -255,6 +262,9 @@ def out_prod_id_cpu(y, a, b, ids, acc, *, count):
     if acc is not None:
         start_with(y, acc)
     kernels.experts.out_prod_id(y, a, b, ids, acc is not None)
+
+
+out_prod_id.kernel("torch")(torch_experts.out_prod_id)
 
 
 @out_prod_id.cost
@@ -317,6 +327,9 @@ def weighted_rows_cpu(y, x, ids, weights, acc):
     kernels.experts.weighted_rows(rows(y), x, rows(ids), rows(weights), acc is not None)
 
 
+weighted_rows.kernel("torch")(torch_experts.weighted_rows)
+
+
 @weighted_rows.samples
 def weighted_rows_samples():
     for n, k, c in ((1, 1, 1), (9, 2, 33), (300, 3, 64)):
@@ -352,6 +365,9 @@ def weighted_rows_back_cpu(out, dy, x, ids, weights):
     check_ids("weighted_rows_back", ids, len(x))
     dx, dweights = (rows_or_absent(t) for t in out)
     kernels.experts.weighted_rows_back(dx, dweights, rows(dy), x, rows(ids), rows(weights))
+
+
+weighted_rows_back.kernel("torch")(torch_experts.weighted_rows_back)
 
 
 @weighted_rows_back.samples

@@ -9,6 +9,7 @@ from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import elementwise
 from packtrain.ops.elementwise import exp, mul, neg, relu, scale, sigmoid, sqr, step, sub
+from packtrain.ops.torch import copied, filled, filled_by_aten, torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 QUICK = 1.702  # gelu_quick(x) = x sigmoid(QUICK x)
@@ -171,6 +172,14 @@ for _unary, _function in (
         _unary.cost(elementwise())
 
 
+for _unary, _run in (
+    (abs, filled("abs")), (sgn, filled("sign")), (sin, filled("sin")), (cos, filled("cos")), (erf, filled("erf")),
+    (gelu, filled_by_aten("gelu", approximate="tanh")), (elu, filled_by_aten("elu")),
+    (softplus, filled_by_aten("softplus", 1, 20)), (gelu_quick, copied(lambda x: x * (QUICK * x).sigmoid())),
+):  # fmt: skip
+    _unary.kernel("torch", strided=True)(_run)
+
+
 # ---- with bounds ---------------------------------------------------------------------------------------------
 
 
@@ -198,6 +207,11 @@ def clamp_numpy(y, x, *, low, high):
 @clamp.kernel("cpu")
 def clamp_cpu(y, x, *, low, high):
     kernels.elementwise.bounded(flat(y), flat(x), 1.0, low, high)
+
+
+@clamp.kernel("torch", strided=True)
+def clamp_torch(y, x, *, low, high):
+    torch.clamp(x, low, high, out=y)
 
 
 @clamp.samples
@@ -233,6 +247,11 @@ def leaky_relu_numpy(y, x, *, slope):
 @leaky_relu.kernel("cpu")
 def leaky_relu_cpu(y, x, *, slope):
     kernels.elementwise.bounded(flat(y), flat(x), slope, -math.inf, math.inf)
+
+
+@leaky_relu.kernel("torch", strided=True)
+def leaky_relu_torch(y, x, *, slope):
+    torch.ops.aten.leaky_relu.out(x, slope, out=y)
 
 
 @leaky_relu.samples

@@ -6,6 +6,9 @@ from packtrain import kernels, quant
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops.arrays import again, flat, floats, packed, start_with, table
 from packtrain.ops.costs import Cost
+from packtrain.ops.torch import Blocks, blocks, check_ids, torch, unpack
+from packtrain.ops.torch import start_with as begin_with
+from packtrain.ops.torch import table as table_of
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
 Q8_0 = BLOCK_TYPES["q8_0"]
@@ -61,6 +64,19 @@ def get_rows_cpu(y, w, ids):
     return again(_checked, "get_rows", kernels.rows.get_rows, given, ids, len(w))
 
 
+@get_rows.kernel("torch")
+def get_rows_torch(y, w, ids):
+    check_ids("get_rows", ids, w.shape[0])
+    chosen, to = ids.view(-1).clamp(min=0), table_of(y, ids.ndim)
+    if isinstance(w, Blocks):
+        unpack(y, Blocks(w.raw.index_select(0, chosen).unflatten(0, ids.shape), w.dtype))
+    elif w.dtype == y.dtype:
+        torch.index_select(table_of(w, 1), 0, chosen, out=to)
+    else:
+        to.copy_(table_of(w, 1).index_select(0, chosen))
+    to.masked_fill_((ids.view(-1) < 0)[:, None], 0)
+
+
 @get_rows.cost
 def get_rows_cost(y, w, ids):
     return Cost(
@@ -113,6 +129,16 @@ def get_rows_back_cpu(dw, dy, ids, acc, *, shape):
         start_with(dw, acc)
     bad = kernels.rows.get_rows_back(table(dw, 1), table(dy, ids.ndim), flat(ids), acc is not None)
     _check("get_rows_back", bad, ids, len(dw))
+
+
+@get_rows_back.kernel("torch")
+def get_rows_back_torch(dw, dy, ids, acc, *, shape):
+    check_ids("get_rows_back", ids, len(dw))
+    begin_with(dw, acc)
+    ids = ids.view(-1)
+    rows = table_of(dy, dy.ndim - dw.ndim + 1).masked_fill((ids < 0)[:, None], 0)
+    if dw.numel():
+        table_of(dw, 1).index_add_(0, ids.clamp(min=0), rows)
 
 
 @get_rows_back.cost
@@ -173,6 +199,21 @@ def set_rows_cpu(out, leaf, x, ids):
     return again(_checked, "set_rows", kernel, (*to, *from_rows), ids, len(leaf))
 
 
+@set_rows.kernel("torch")
+def set_rows_torch(out, leaf, x, ids):
+    check_ids("set_rows", ids, leaf.shape[0])
+    packed = isinstance(leaf, Blocks)
+    to = table_of(leaf.raw if packed else leaf, 1)
+    rows = table_of(blocks().packed_q8_0(x) if packed else x.to(leaf.dtype), ids.ndim)
+    ids = ids.view(-1).long()
+    if len(ids):  # where nothing is to be written: another row again, or what is there
+        most, at = ids.max(0)
+        none, here = ids < 0, torch.arange(len(ids), device=ids.device)
+        rows = rows.index_select(0, torch.where(none, at, here))
+        rows = torch.where(most < 0, to[:1], rows)
+        to.index_copy_(0, torch.where(none, most.clamp(min=0), ids), rows)
+
+
 @set_rows.cost
 def set_rows_cost(out, leaf, x, ids):
     return Cost(nbytes=2 * x.spec.nbytes + ids.spec.nbytes)
@@ -213,6 +254,16 @@ def zero_rows_numpy(y, x, ids):
 def zero_rows_cpu(y, x, ids):
     bad = kernels.rows.zero_rows(table(y, 1), table(x, 1), flat(ids))
     _check("zero_rows", bad, ids, len(x))
+
+
+@zero_rows.kernel("torch")
+def zero_rows_torch(y, x, ids):
+    check_ids("zero_rows", ids, len(x))
+    hit = torch.zeros(len(x) + 1, dtype=torch.bool, device=x.device)
+    ids = ids.view(-1).long()
+    hit[torch.where(ids < 0, len(x), ids)] = True
+    y.copy_(x)
+    table_of(y, 1).masked_fill_(hit[:-1, None], 0)
 
 
 @zero_rows.samples

@@ -4,7 +4,7 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import READABLE, TRAINABLE, f16, f32, i32
-from packtrain.ops import costs
+from packtrain.ops import costs, torch_loss
 from packtrain.ops.arrays import (
     flat,
     flat_or_absent,
@@ -120,6 +120,7 @@ def _targets(shape, v):
     return constant("targets", targets.reshape(shape), i32), input("weights", shape)
 
 
+cross_entropy.kernel("torch")(torch_loss.cross_entropy)
 cross_entropy.cost(elementwise())
 
 
@@ -151,6 +152,9 @@ def cross_entropy_back_cpu(dlogits, dloss, logits, targets, weights):
     kernels.loss.cross_entropy_back(
         rows(dlogits), flat(dloss), rows(logits), flat(targets), flat(weights)
     )
+
+
+cross_entropy_back.kernel("torch")(torch_loss.cross_entropy_back)
 
 
 @cross_entropy_back.cost
@@ -251,6 +255,9 @@ def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, pre
     arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), *work
     given = rows(x), *packed(w), flat(targets), flat(weights)
     kernels.loss.linear_cross_entropy(*arrays, *given, softcap, half(precision))
+
+
+linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)
 
 
 @linear_cross_entropy.cost

@@ -21,6 +21,10 @@ from packtrain.ops.arrays import (
 )
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
+from packtrain.ops.torch import add_product, add_product_back, multiply, torch
+from packtrain.ops.torch import rounded as rounded_to
+from packtrain.ops.torch import rows as rows_of
+from packtrain.ops.torch import start_with as begin_with
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 FEW_ROWS = 8  # up to so many, products with packed weights are summed in integers
@@ -113,6 +117,19 @@ def matmul_cpu(y, x, w, acc, precision, work=()):
     return None
 
 
+def matmul_torch(y, x, w, acc, precision):
+    if w.ndim > 2:
+        product = torch.matmul(rounded_to(x, precision), rounded_to(w, precision).mT)
+        y.copy_(product if acc is None else product.add_(acc))
+        return
+    if acc is not None:
+        begin_with(y, acc)
+    add_product(rows_of(y), rows_of(x), w, precision, fresh=acc is None)
+
+
+matmul.kernel("torch", strided=_is_matrix)(matmul_torch)
+
+
 def _product(y, x, w, how, work):
     if w.dtype == np.float32:
         return again(kernels.matmul.product, y, x, w.T, *how)
@@ -203,6 +220,13 @@ def matmul_back_cpu(dx, dy, w, acc, precision):
     kernels.packed.product_back(rows(dx), rows(dy), block, *packed(w), *how)
 
 
+@matmul_back.kernel("torch")
+def matmul_back_torch(dx, dy, w, acc, precision):
+    if acc is not None:
+        begin_with(dx, acc)
+    add_product_back(rows_of(dx), rows_of(dy), w, precision, fresh=acc is None)
+
+
 @matmul_back.cost
 def matmul_back_cost(dx, dy, w, acc, precision):
     return costs.at(precision, costs.product_back(dy.spec.size // w.shape[0], w))
@@ -249,6 +273,14 @@ def out_prod_cpu(y, a, b, acc, precision):
     if acc is not None:
         start_with(y, acc)
     kernels.matmul.product(y, rows(a).T, rows(b), acc is not None, half(precision))
+
+
+@out_prod.kernel("torch")
+def out_prod_torch(y, a, b, acc, precision):
+    if acc is not None:
+        begin_with(y, acc)
+    a, b = (rounded_to(rows_of(x), precision) for x in (a, b))
+    multiply(y, a.mT, b, acc is None)
 
 
 @out_prod.cost

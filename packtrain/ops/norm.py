@@ -10,6 +10,8 @@ from packtrain.ops.arrays import again, flat_or_absent, rows, rows_or_absent
 from packtrain.ops.costs import elementwise
 from packtrain.ops.elementwise import scale, sub
 from packtrain.ops.reduce import sum_like, sum_rows
+from packtrain.ops.torch import rows as rows_of
+from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, input, op, want
 
 PARTIAL_ROWS = 64  # rows whose weight gradients are summed first
@@ -58,6 +60,18 @@ def rms_norm_numpy(y, x, w, *, eps):
 @rms_norm.kernel("cpu")
 def rms_norm_cpu(y, x, w, *, eps):
     return again(kernels.norm.rms_norm, rows(y), rows(x), flat_or_absent(w), eps)
+
+
+@rms_norm.kernel("torch")
+def rms_norm_torch(y, x, w, *, eps):
+    r = (_mean_torch(x.square()) + eps).rsqrt_()
+    torch.mul(x, r, out=y)
+    if w is not None:
+        y.mul_(w)
+
+
+def _mean_torch(x):
+    return x.sum(-1, keepdim=True).div_(max(x.shape[-1], 1))
 
 
 rms_norm.cost(elementwise(0.75))
@@ -118,6 +132,18 @@ def rms_norm_back_cpu(out, dy, x, w, acc, *, eps, work):
     )
 
 
+@rms_norm_back.kernel("torch")
+def rms_norm_back_torch(out, dy, x, w, acc, *, eps):
+    dx, dw = out
+    r = (_mean_torch(x.square()) + eps).rsqrt_()
+    u, g = x * r, dy if w is None else dy * w
+    if dw is not None:
+        torch.sum(rows_of(dy * u), 0, out=dw)
+    if dx is not None:
+        from_dy = (g - u * _mean_torch(g * u)).mul_(r)
+        dx.copy_(from_dy if acc is None else from_dy.add_(acc))
+
+
 rms_norm_back.cost(elementwise(1.4))
 
 
@@ -171,6 +197,14 @@ def norm_numpy(y, x, w, b, *, eps):
 @norm.kernel("cpu")
 def norm_cpu(y, x, w, b, *, eps):
     kernels.norm.norm(rows(y), rows(x), flat_or_absent(w), flat_or_absent(b), eps)
+
+
+@norm.kernel("torch")
+def norm_torch(y, x, w, b, *, eps):
+    u = x - _mean_torch(x)
+    u *= (_mean_torch(u.square()) + eps).rsqrt_()
+    u = u if w is None else u.mul_(w)
+    y.copy_(u if b is None else u.add_(b))
 
 
 norm.cost(elementwise(0.75))

@@ -7,6 +7,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.ops.arrays import demand, flat
 from packtrain.ops.shape import reshape
+from packtrain.ops.torch import torch
 from packtrain.ops.windows import Pair, check, sizes_of, windows
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -41,6 +42,19 @@ def pool_2d_numpy(y, x, *, largest, window, stride, padding):
 def pool_2d_cpu(y, x, *, largest, window, stride, padding):
     sizes = sizes_of(x.shape, y.shape[2:], window, stride or window, padding)
     kernels.windows.pool(largest, flat(y), flat(x), x.shape[0] * x.shape[1], sizes)
+
+
+def _padded(x, padding, value):
+    (down, across), pad = padding, torch.nn.functional.pad
+    return pad(x, (across, across, down, down), value=value) if any(padding) else x
+
+
+@pool_2d.kernel("torch")
+def pool_2d_torch(y, x, *, largest, window, stride, padding):
+    whole = _padded(x, padding, -np.inf if largest else 0.0)
+    pool = torch.nn.functional.max_pool2d if largest else torch.nn.functional.avg_pool2d
+    if y.numel():
+        y.copy_(pool(whole, window, stride or window))
 
 
 def _pools(make):
@@ -90,6 +104,21 @@ def pool_2d_back_cpu(dx, dy, x, *, largest, window, stride, padding):
     sizes = sizes_of(x.shape, dy.shape[2:], window, stride or window, padding)
     planes = x.shape[0] * x.shape[1]
     kernels.windows.pool_back(largest, flat(dx), flat(dy), flat(x), planes, sizes)
+
+
+@pool_2d_back.kernel("torch")
+def pool_2d_back_torch(dx, dy, x, *, largest, window, stride, padding):
+    if not dx.numel():
+        return
+    whole, how = _padded(x, padding, -np.inf), (window, stride or window, (0, 0))
+    aten = torch.ops.aten
+    if largest:
+        _, first = aten.max_pool2d_with_indices(whole, *how)
+        made = aten.max_pool2d_with_indices_backward(dy, whole, *how, (1, 1), False, first)
+    else:
+        made = aten.avg_pool2d_backward(dy, whole, *how, False, True, None)
+    (h, w), (down, across) = x.shape[2:], padding
+    dx.copy_(made[:, :, down : down + h, across : across + w])
 
 
 def _pool_back(x, *, stride=None, **how):

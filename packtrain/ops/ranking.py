@@ -26,6 +26,11 @@ def argmax_numpy(y, x):
 argmax.kernel("cpu", strided=True)(argmax_numpy)
 
 
+@argmax.kernel("torch", strided=True)
+def argmax_torch(y, x):
+    y.copy_(x.argmax(-1))
+
+
 @argmax.samples
 def argmax_samples():
     yield argmax(input("x", (7, 33)))
@@ -48,6 +53,11 @@ def argsort_numpy(y, x, *, descending):
 argsort.kernel("cpu", strided=True)(argsort_numpy)
 
 
+@argsort.kernel("torch", strided=True)
+def argsort_torch(y, x, *, descending):
+    y.copy_((-x if descending else x).argsort(stable=True, dim=-1))
+
+
 @argsort.samples
 def argsort_samples():
     yield argsort(input("x", (7, 33)))
@@ -68,6 +78,11 @@ def count_equal_numpy(y, a, b):
 
 
 count_equal.kernel("cpu", strided=True)(count_equal_numpy)
+
+
+@count_equal.kernel("torch", strided=True)
+def count_equal_torch(y, a, b):
+    y.copy_((a == b).sum())
 
 
 @count_equal.samples

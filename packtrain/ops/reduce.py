@@ -6,6 +6,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import demand, flat, rows, table
 from packtrain.ops.shape import cont, reshape
+from packtrain.ops.torch import CHUNK, spans, torch
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -81,6 +82,15 @@ def sum_cpu(y, x):
     kernels.reduce.sum_all(flat(y), flat(x))
 
 
+@sum.kernel("torch")
+def sum_torch(y, x):
+    x = x.view(-1)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for start, end in spans(len(x), CHUNK, x):
+        total += x[start:end].double().sum()
+    y.copy_(total)
+
+
 @sum.samples
 def sum_samples():
     for n in (1, 15, 64, 70_000):
@@ -109,6 +119,11 @@ def sum_rows_numpy(y, x):
 @sum_rows.kernel("cpu")
 def sum_rows_cpu(y, x):
     kernels.reduce.sum_rows(flat(y), rows(x))
+
+
+@sum_rows.kernel("torch", strided=True)
+def sum_rows_torch(y, x):
+    y.copy_(x.double().sum(-1, keepdim=True))
 
 
 @sum_rows.samples
@@ -159,6 +174,11 @@ def sum_to_cpu(y, x, *, shape):
         )
 
 
+@sum_to.kernel("torch", strided=True)
+def sum_to_torch(y, x, *, shape):
+    y.copy_(x.double().sum_to_size(shape))
+
+
 @sum_to.samples
 def sum_to_samples():
     for shape in ((), (17,), (5, 17), (1, 17), (3, 1, 1), (3, 5, 1), (1, 5, 1), (3, 5, 17)):
@@ -189,6 +209,12 @@ def cumsum_numpy(y, x, *, reverse):
 @cumsum.kernel("cpu")
 def cumsum_cpu(y, x, *, reverse):
     kernels.reduce.running(rows(y), rows(x), reverse)
+
+
+@cumsum.kernel("torch", strided=True)
+def cumsum_torch(y, x, *, reverse):
+    way = (-1,) if reverse else ()
+    y.copy_(x.double().flip(way).cumsum(-1).flip(way))
 
 
 @cumsum.samples

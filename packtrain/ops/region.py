@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import demand, start_with
+from packtrain.ops.torch import start_with as begin_with
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 Axes = tuple[int, ...]
@@ -89,6 +90,12 @@ def acc_numpy(y, part, into, *, size, start, step):
 acc.kernel("cpu", strided=lambda index, t: index == 0)(acc_numpy)
 
 
+@acc.kernel("torch", strided=lambda index, t: index == 0)
+def acc_torch(y, part, into, *, size, start, step):
+    begin_with(y, into)
+    y[_region(start, part.shape, _steps(step, start))] += part
+
+
 @acc.samples
 def acc_samples():
     yield acc(input("part", (3, 3)), size=(5, 8), start=(1, 2), step=(1, 2))
@@ -122,6 +129,12 @@ def set_numpy(y, x, part, *, start, shape, step):
 
 
 set.kernel("cpu", strided=lambda index, t: index == 1)(set_numpy)
+
+
+@set.kernel("torch", strided=lambda index, t: index == 1)
+def set_torch(y, x, part, *, start, shape, step):
+    begin_with(y, x)
+    y[_region(start, shape, _steps(step, start))] = 0.0 if part is None else part
 
 
 @set.samples

@@ -8,6 +8,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32, i32
 from packtrain.ops.arrays import again
 from packtrain.ops.costs import Cost
+from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -70,6 +71,19 @@ def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, gr
     places = t.reshape(pos.size, dims // 2, 2), pos.reshape(-1)
     call = again(kernels.rope.table, *places, frequencies, magnitude, *growth)
     return call if factors is None else None
+
+
+@rope_table.kernel("torch")
+def rope_table_torch(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
+    plain = _frequencies(None, dims, base, divisor, blend).tolist()
+    frequencies = torch.tensor(plain, dtype=torch.float64, device=pos.device)
+    if factors is not None:
+        frequencies /= factors
+    rate, length = growth
+    angles = pos[..., None].double() * frequencies
+    by = magnitude * (1 + rate * (pos // length).double().log1p())[..., None]
+    t[..., 0].copy_(angles.cos().mul_(by))
+    t[..., 1].copy_(angles.sin_().mul_(by))
 
 
 @rope_table.cost
@@ -142,6 +156,18 @@ def rope_cpu(y, x, table, *, neox, inverse):
     heads = (n, *x.shape[-2:])
     turns = table.reshape(n, *table.shape[-2:])
     return again(kernels.rope.rope, y.reshape(heads), x.reshape(heads), turns, neox, inverse)
+
+
+@rope.kernel("torch")
+def rope_torch(y, x, table, *, neox, inverse):
+    half = table.shape[-2]
+    parts, axis = ((2, half), -2) if neox else ((half, 2), -1)
+    a, b = x[..., : 2 * half].unflatten(-1, parts).unbind(axis)
+    cos, sin = table[..., None, :, 0], table[..., None, :, 1]
+    sin = -sin if inverse else sin
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), axis)
+    y.copy_(x)
+    y[..., : 2 * half].unflatten(-1, parts).copy_(turned)
 
 
 @rope.cost

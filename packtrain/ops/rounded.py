@@ -6,6 +6,9 @@ from packtrain import kernels
 from packtrain.dtypes import ROUNDABLE, f32
 from packtrain.ops import costs
 from packtrain.ops.arrays import again, flat, floats, integers_of, packed, rows, start_with
+from packtrain.ops.torch import add_product
+from packtrain.ops.torch import rows as rows_of
+from packtrain.ops.torch import start_with as begin_with
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 BLOCK = 32
@@ -46,6 +49,20 @@ def rounded_cpu(y, x):
     return again(kernels.rounded.rounded, flat(y), flat(x))
 
 
+def _rounded_torch(x):
+    blocks = x.view(-1, BLOCK)
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    step.masked_fill_(step < float(TINY), 0)
+    step.masked_fill_(~blocks.isfinite().all(-1, keepdim=True), np.nan)
+    codes = (blocks / step.masked_fill(step == 0, 1)).round_()
+    return codes.mul_(step).masked_fill_(step == 0, 0).view(x.shape)
+
+
+@rounded.kernel("torch")
+def rounded_torch(y, x):
+    y.copy_(_rounded_torch(x))
+
+
 @rounded.samples
 def rounded_samples():
     for shape in ((32,), (3, 64), (2, 3, 96)):
@@ -74,6 +91,13 @@ def matmul_rounded(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
 def matmul_rounded_numpy(y, x, w, acc):
     product = _rounded(x) @ floats(w).T
     y[...] = product if acc is None else product + acc
+
+
+@matmul_rounded.kernel("torch")
+def matmul_rounded_torch(y, x, w, acc):
+    if acc is not None:
+        begin_with(y, acc)
+    add_product(rows_of(y), rows_of(_rounded_torch(x)), w, fresh=acc is None)
 
 
 @matmul_rounded.workspace("cpu")

@@ -9,6 +9,9 @@ from packtrain import kernels
 from packtrain.dtypes import f32, i32
 from packtrain.ops.arrays import flat, rows
 from packtrain.ops.shape import reshape
+from packtrain.ops.torch import check_ids as check
+from packtrain.ops.torch import largest, torch
+from packtrain.ops.torch import rows as rows_of
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -41,6 +44,11 @@ def top_k_numpy(ids, x, *, k):
 @top_k.kernel("cpu")
 def top_k_cpu(ids, x, *, k):
     kernels.experts.top_k(rows(ids), rows(x))
+
+
+@top_k.kernel("torch")
+def top_k_torch(ids, x, *, k):
+    rows_of(ids).copy_(largest(rows_of(x), k))
 
 
 @top_k.samples
@@ -84,6 +92,12 @@ def take_cpu(y, x, ids):
     kernels.experts.take(rows(y), rows(x), rows(ids))
 
 
+@take.kernel("torch")
+def take_torch(y, x, ids):
+    check("take", ids, x.shape[-1], least=0)
+    torch.gather(x, -1, ids.long(), out=y)
+
+
 @take.samples
 def take_samples():
     for n, e, k in ((1, 1, 1), (3, 8, 2), (17, 64, 8)):
@@ -117,6 +131,12 @@ def take_back_numpy(dx, dy, ids, *, width):
 def take_back_cpu(dx, dy, ids, *, width):
     check_ids("take_back", ids, width)
     kernels.experts.take_back(rows(dx), rows(dy), rows(ids))
+
+
+@take_back.kernel("torch")
+def take_back_torch(dx, dy, ids, *, width):
+    check("take_back", ids, width, least=0)
+    dx.zero_().scatter_add_(-1, ids.long(), dy)
 
 
 @take_back.samples
@@ -159,6 +179,17 @@ def group_rows_cpu(out, ids, *, groups, work):
     check_ids("group_rows", ids, groups)
     row, group, place = out
     kernels.experts.group_rows(row, group, rows(place), rows(ids), work[0])
+
+
+@group_rows.kernel("torch")
+def group_rows_torch(out, ids, *, groups):
+    check("group_rows", ids, groups, least=0)
+    row, group, place = out
+    sorted_ids, order = ids.view(-1).sort(stable=True)
+    row.copy_(order // ids.shape[-1])
+    group.copy_(sorted_ids)
+    now = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    place.view(-1).scatter_(0, order, now)
 
 
 @group_rows.samples

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from packtrain.ops.arrays import demand, start_with
+from packtrain.ops.torch import Blocks
+from packtrain.ops.torch import start_with as begin_with
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -141,6 +143,13 @@ def cont_cpu(y, x):
     np.copyto(y, x)
 
 
+@cont.kernel("torch", strided=True)
+def cont_torch(y, x):
+    if isinstance(x, Blocks):
+        y, x = y.raw, x.raw
+    y.copy_(x)
+
+
 @cont.samples
 def cont_samples():
     yield cont(input("x", (3, 5)))
@@ -176,6 +185,12 @@ def narrow_back_numpy(dx, dy, acc, *, axis, start, size):
 
 
 narrow_back.kernel("cpu", strided=lambda index, t: index == 0)(narrow_back_numpy)
+
+
+@narrow_back.kernel("torch", strided=lambda index, t: index == 0)
+def narrow_back_torch(dx, dy, acc, *, axis, start, size):
+    begin_with(dx, acc)
+    dx.narrow(axis, start, dy.shape[axis]).add_(dy)
 
 
 def concat(parts: Sequence[Tensor], *, axis: int) -> Tensor:

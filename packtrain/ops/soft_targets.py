@@ -10,6 +10,7 @@ from packtrain.ops.elementwise import mul, scale, sub
 from packtrain.ops.reduce import sum, sum_rows
 from packtrain.ops.shape import reshape
 from packtrain.ops.softmax import soft_max
+from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, input, op, want
 
 
@@ -34,6 +35,11 @@ def log_soft_max_numpy(y, x):
 @log_soft_max.kernel("cpu")
 def log_soft_max_cpu(y, x):
     kernels.softmax.log_soft_max(rows(y), rows(x))
+
+
+@log_soft_max.kernel("torch")
+def log_soft_max_torch(y, x):
+    torch.log_softmax(x, -1, out=y)
 
 
 log_soft_max.cost(elementwise())

@@ -7,6 +7,7 @@ from packtrain.dtypes import f32
 from packtrain.ops.arrays import rows, rows_or_absent
 from packtrain.ops.costs import elementwise
 from packtrain.ops.reduce import sum_like
+from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 
@@ -47,6 +48,15 @@ def soft_max_cpu(y, x, mask, *, scale):
     kernels.softmax.soft_max(rows(y), rows(x), rows_or_absent(mask), scale)
 
 
+@soft_max.kernel("torch")
+def soft_max_torch(y, x, mask, *, scale):
+    z = x * scale if mask is None else (x * scale).add_(mask)
+    top = z.amax(-1, keepdim=True)
+    e = z.sub_(top.masked_fill_(top.isinf(), 0)).exp_()
+    total = e.sum(-1, keepdim=True)
+    torch.div(e, total.masked_fill_(total == 0, 1), out=y)
+
+
 soft_max.cost(elementwise())
 
 
@@ -73,6 +83,12 @@ def soft_max_back_numpy(dx, dy, y, *, scale):
 @soft_max_back.kernel("cpu")
 def soft_max_back_cpu(dx, dy, y, *, scale):
     kernels.softmax.soft_max_back(rows(dx), rows(dy), rows(y), scale)
+
+
+@soft_max_back.kernel("torch")
+def soft_max_back_torch(dx, dy, y, *, scale):
+    along = (dy * y).sum(-1, keepdim=True)
+    torch.mul((dy - along).mul_(y), scale, out=dx)
 
 
 @soft_max_back.samples

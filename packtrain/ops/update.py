@@ -7,6 +7,7 @@ from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import elementwise
 from packtrain.ops.elementwise import mul, scale
+from packtrain.ops.torch import CHUNK, spans, torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
 
@@ -35,6 +36,15 @@ def sum_squares_cpu(y, x, acc):
     kernels.reduce.sum_squares(flat(y), flat(x))
     if acc is not None:
         y += np.float32(before)
+
+
+@sum_squares.kernel("torch")
+def sum_squares_torch(y, x, acc):
+    x = x.view(-1)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for start, end in spans(len(x), CHUNK, x):
+        total += x[start:end].double().square_().sum()
+    y.copy_(total if acc is None else total.add_(acc))
 
 
 sum_squares.cost(elementwise(2.5))  # in f64
@@ -68,6 +78,13 @@ def clip_gate_numpy(gate, squares, *, max_norm):
 
 
 clip_gate.kernel("cpu")(clip_gate_numpy)
+
+
+@clip_gate.kernel("torch")
+def clip_gate_torch(gate, squares, *, max_norm):
+    norm = squares.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    gate.copy_(factor.masked_fill_(~norm.isfinite(), np.nan))
 
 
 @clip_gate.samples
@@ -104,6 +121,11 @@ def accumulate_cpu(out, total, g, fresh):
         kernels.elementwise.binary(
             kernels.elementwise.BINARY["add"], flat(total), flat(total), flat(g)
         )
+
+
+@accumulate.kernel("torch")
+def accumulate_torch(out, total, g, fresh):
+    torch.where(fresh != 0, g, total + g, out=total)
 
 
 @accumulate.samples

@@ -7,6 +7,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
+from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, input, op, want
 
 Pair = tuple[int, int]
@@ -78,6 +79,13 @@ def im2col_cpu(y, x, *, window, stride, padding, dilation):
     kernels.windows.unfold(flat(y), flat(x), *x.shape[:2], sizes)
 
 
+@im2col.kernel("torch")
+def im2col_torch(y, x, *, window, stride, padding, dilation):
+    if y.numel():
+        seen = torch.nn.functional.unfold(x, window, dilation, padding, stride)
+        y.view(len(x), -1, y.shape[-1]).copy_(seen.mT)
+
+
 @im2col.samples
 def im2col_samples():
     yield im2col(input("x", (2, 3, 5, 6)), window=(3, 2))
@@ -109,19 +117,33 @@ def im2col_back_numpy(dx, dy, *, shape, window, stride, padding, dilation):
     n, c, h, w = shape
     rows = dy.reshape(n, *dy.shape[1:3], c, *window).transpose(0, 3, 1, 2, 4, 5)
     whole = np.zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]), dx.dtype)
-    for a, b in product(*map(range, window)):
+    _add_windows(whole, rows, stride, dilation)
+    dx[...] = whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
+
+
+def _add_windows(whole, rows, stride, dilation):
+    """Add windows (N, C, OH, OW, KH, KW) to where they come from."""
+    for a, b in product(*map(range, rows.shape[4:])):
         down, across = (
             slice(k * d, k * d + s * (m - 1) + 1, s)
-            for k, d, s, m in zip((a, b), dilation, stride, dy.shape[1:3], strict=True)
+            for k, d, s, m in zip((a, b), dilation, stride, rows.shape[2:4], strict=True)
         )
         whole[:, :, down, across] += rows[..., a, b]
-    dx[...] = whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
 
 
 @im2col_back.kernel("cpu")
 def im2col_back_cpu(dx, dy, *, shape, window, stride, padding, dilation):
     sizes = sizes_of(shape, dy.shape[1:3], window, stride, padding, dilation)
     kernels.windows.fold(flat(dx), flat(dy), *shape[:2], sizes)
+
+
+@im2col_back.kernel("torch")
+def im2col_back_torch(dx, dy, *, shape, window, stride, padding, dilation):
+    n, c, h, w = shape
+    rows = dy.unflatten(-1, (c, *window)).permute(0, 3, 1, 2, 4, 5)
+    whole = dx.new_zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]))
+    _add_windows(whole, rows, stride, dilation)
+    dx.copy_(whole[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w])
 
 
 @im2col_back.samples

@@ -9,8 +9,18 @@ from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat, floats
 from packtrain.ops.costs import Cost
+from packtrain.ops.torch import real, torch
 from packtrain.optim.optimizer import Given, Optimizer, moment
-from packtrain.optim.weights import decay_axes, sampled, stored, stream_of, want_weight, write
+from packtrain.optim.weights import (
+    decay_axes,
+    parts_of,
+    sampled,
+    stored,
+    stream_of,
+    want_weight,
+    write,
+    write_torch,
+)
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
@@ -101,6 +111,20 @@ def opt_step_adamw_cpu(out, w, g, m, v, hyper, gate, key, *, decay, stream):
     kind, data, number = stored(w, key, stream)
     given = flat(g), flat(m), flat(v), hyper, float(decay), flat(gate)
     kernels.update.adamw(kind, data, *given, number)
+
+
+@opt_step_adamw.kernel("torch")
+def opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, *, decay, stream):
+    lr, beta1, beta2, eps, weight_decay, c1, c2 = hyper.unbind()
+    fine = gate.isfinite()
+    for start, (part, slope, first, second) in parts_of(w, g, m, v):
+        slope = slope * gate
+        torch.where(fine, (first * beta1).add_(slope * (1 - beta1)), first, out=first)
+        squares = slope.square_().mul_(1 - beta2)
+        torch.where(fine, (second * beta2).add_(squares), second, out=second)
+        step = (first / c1).mul_(lr).div_((second / c2).sqrt_().add_(eps))
+        kept = real(part) * (1 - lr * weight_decay * decay)
+        write_torch(part, kept.sub_(step), key, stream, start, fine)
 
 
 @opt_step_adamw.cost

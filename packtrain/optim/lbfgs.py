@@ -13,6 +13,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import Cost
+from packtrain.ops.torch import CHUNK, on_host, spans, torch
 from packtrain.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
 from packtrain.optim.optimizer import Given, Optimizer, Turn, Values
 from packtrain.settings import TRAINING
@@ -170,6 +171,24 @@ def opt_step_lbfgs_cpu(out, w, g, s, y, p, numbers):
         y.fill(0)
 
 
+@opt_step_lbfgs.kernel("torch")
+def opt_step_lbfgs_torch(out, w, g, s, y, p, numbers):
+    what, i, length = (numbers if on_host(numbers) else torch.tensor([AIM, 0, 0]))[:HEAD].tolist()
+    i, c, m, w, g = int(i) % len(s), numbers[HEAD:], len(s), w.view(-1), g.view(-1)
+    if what == AIM:
+        torch.mul(g, c[0], out=p)
+        p.addmv_(s.mT, c[1 : m + 1]).addmv_(y.mT, c[m + 1 :])
+        s[i], y[i] = w, g
+    elif what == MOVE:
+        torch.add(s[i], p, alpha=length, out=w) if length else w.copy_(s[i])
+    elif what == KEEP:
+        torch.sub(w, s[i], out=s[i])
+        torch.sub(g, y[i], out=y[i])
+    elif what == FORGET:
+        s.zero_()
+        y.zero_()
+
+
 @op(acc=5)
 def lbfgs_dots(
     g: Tensor, s: Tensor, y: Tensor, p: Tensor, numbers: Tensor, acc: Tensor | None = None
@@ -212,6 +231,19 @@ def lbfgs_dots_cpu(dots, g, s, y, p, numbers, acc):
         kernels.update.products(flat(dots), flat(g), s, y)
     elif numbers[0] == SLOPE:
         kernels.update.product(flat(dots), flat(g), p)
+
+
+@lbfgs_dots.kernel("torch")
+def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
+    what = int(numbers[0]) if on_host(numbers) else MEASURE
+    total, g = torch.zeros(dots.shape, dtype=torch.float64, device=g.device), g.view(-1)
+    for start, end in spans(len(g), CHUNK // (2 * len(s) + 1), g):
+        part = [x[..., start:end].double() for x in (g[None], s, y, p)]
+        if what == MEASURE:
+            total += torch.cat(part[:3]) @ torch.cat(part[:3:2]).mT
+        elif what == SLOPE:
+            total[0, 0] += part[0][0] @ part[3]
+    dots.copy_(total if acc is None else total.add_(acc))
 
 
 @lbfgs_dots.cost

@@ -5,6 +5,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.ops.arrays import flat
 from packtrain.ops.shape import narrow, reshape
+from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
 
@@ -33,6 +34,11 @@ def opt_momentum_numpy(out, b, g, momentum, gate):
 def opt_momentum_cpu(out, b, g, momentum, gate):
     if np.isfinite(gate):
         kernels.update.momentum(flat(b), flat(g), float(momentum), float(gate))
+
+
+@opt_momentum.kernel("torch")
+def opt_momentum_torch(out, b, g, momentum, gate):
+    torch.where(gate.isfinite(), (b * momentum).add_(g * gate), b, out=b)
 
 
 @opt_momentum.samples

@@ -7,9 +7,19 @@ import numpy as np
 
 from packtrain import kernels, ops
 from packtrain.ops.arrays import flat, floats
+from packtrain.ops.torch import real
 from packtrain.optim.momentum import number_of, opt_momentum
 from packtrain.optim.optimizer import Given, Optimizer, moment
-from packtrain.optim.weights import decay_axes, sampled, stored, stream_of, want_weight, write
+from packtrain.optim.weights import (
+    decay_axes,
+    parts_of,
+    sampled,
+    stored,
+    stream_of,
+    want_weight,
+    write,
+    write_torch,
+)
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -95,6 +105,15 @@ def opt_step_sgd_numpy(out, w, g, hyper, gate, key, *, decay, stream):
 def opt_step_sgd_cpu(out, w, g, hyper, gate, key, *, decay, stream):
     kind, data, number = stored(w, key, stream)
     kernels.update.sgd(kind, data, flat(g), hyper, float(decay), flat(gate), number)
+
+
+@opt_step_sgd.kernel("torch")
+def opt_step_sgd_torch(out, w, g, hyper, gate, key, *, decay, stream):
+    lr, weight_decay = hyper.unbind()
+    fine = gate.isfinite()
+    for start, (part, slope) in parts_of(w, g):
+        kept = real(part) * (1 - lr * weight_decay * decay)
+        write_torch(part, kept - (slope * gate).mul_(lr), key, stream, start, fine)
 
 
 @opt_step_sgd.samples

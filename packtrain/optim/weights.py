@@ -8,6 +8,7 @@ from packtrain.dtypes import TRAINABLE, bf16, dtype_of, f32, i64
 from packtrain.kernels.counter import key as mixed
 from packtrain.kernels.counter import uniform_numpy
 from packtrain.ops.arrays import flat, noise
+from packtrain.ops.torch import CHUNK, key_of, spans, torch, uniform
 from packtrain.settings import TRAINING
 from packtrain.tensor import Spec, Tensor, constant, want, weight
 
@@ -35,6 +36,22 @@ def write(w, values, key, stream):
     uniform = uniform_numpy(int(key[0]), int(key[1]), stream, w.size).reshape(w.shape)
     words = words + (uniform * 65536).astype(np.uint32)
     w[...] = (words >> 16).astype(np.uint16).view(w.dtype)
+
+
+def parts_of(w, *others):
+    """(start, arrays) of flat parts of tensors, so that an update needs room for a part only."""
+    whole = [t.view(-1) for t in (w, *others)]
+    for start, end in spans(len(whole[0]), CHUNK, w):
+        yield start, [t[start:end] for t in whole]
+
+
+def write_torch(w, values, key, stream, start, fine):
+    """`write` for a part of a weight that begins at `start`, if `fine`."""
+    if key is not None:
+        bits = uniform(key_of(key, stream), start, start + len(w)).mul_(65536).int()
+        bits = (bits.add_(values.float().view(torch.int32)) >> 16).to(torch.int16)
+        values = bits.view(torch.bfloat16)
+    torch.where(fine, values, w, out=w)
 
 
 def stored(w, key, stream):

@@ -27,7 +27,8 @@ mxfp4, nvfp4 = packed("mxfp4", 39, 32, 17, instead=q5_0), packed("nvfp4", 40, 64
 @part
 def unit(power: int) -> Floats:
     """Half of 2 ** (power - 127), in every lane: denormal below 2."""
-    return as_floats(spread_bits(0x200000 << power if power < 2 else (power - 1) << 23))
+    small = (power < 2) * (0x200000 << (power & 1))
+    return as_floats(spread_bits(small | (power >= 2) * (power - 1) << 23))
 
 
 @mxfp4.unpack

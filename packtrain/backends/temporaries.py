@@ -1,0 +1,105 @@
+"""How many bytes the tensors take that a kernel of PyTorch makes while it runs, found without memory for them."""
+
+import weakref
+from functools import cache
+from typing import Any
+
+from packtrain.backends.host import Inputs
+from packtrain.dtypes import Dtype, bf16, u8
+from packtrain.ops.torch import Blocks, torch
+from packtrain.tensor import Op, Spec
+
+KNOWN: dict[Any, int] = {}
+
+
+def torch_name(dtype: Dtype) -> str:
+    """PyTorch's name of a type without blocks."""
+    return "bfloat16" if dtype == bf16 else dtype.numpy.name
+
+
+def torch_type(dtype: Dtype) -> Any:
+    return getattr(torch, torch_name(dtype))
+
+
+def temporaries(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
+    """A workspace of so many bytes, if any are needed; measured once for each op, specs and attributes."""
+    given = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
+    key = op.name, given, tuple(attrs.items())
+    if key not in KNOWN:
+        KNOWN[key] = _measured(op, inputs, attrs)
+    return (Spec((KNOWN[key],), u8),) if KNOWN[key] else ()
+
+
+def _measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> int:
+    """On tensors without values; with them, zeros, if the kernel looks at values."""
+    try:
+        return _run(op, inputs, attrs, "meta")
+    except (RuntimeError, NotImplementedError):
+        return _run(op, inputs, attrs, "cpu")
+
+
+def _run(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], device: str) -> int:
+    given = [t and empty(t.spec, t.strides, device) for t in inputs]
+    ruled = op.rule(*inputs, **attrs)
+    specs = ruled if isinstance(ruled, tuple) else (ruled,)
+    wrote = [given[i] for i in op.writes]
+    fresh = [empty(spec, spec.strides, device) for spec in specs[len(wrote) :]]
+    results = (*wrote, *fresh)
+    with meter()() as count:
+        op.kernels["torch"].run(
+            results if len(results) > 1 or op.writes else results[0], *given, **attrs
+        )
+    return int(count.most)
+
+
+def empty(spec: Spec, strides: tuple[int, ...], device: str) -> Any:
+    """Zeros, or nothing on `meta`."""
+    dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
+    if dtype.quantized:
+        whole, steps = (*shape, dtype.block_nbytes), (*strides, 1)
+        return Blocks(_empty(whole, steps, torch.uint8, device), dtype)
+    return _empty(shape, [s // dtype.block_nbytes for s in strides], torch_type(dtype), device)
+
+
+def _empty(shape: Any, strides: Any, dtype: Any, device: str) -> Any:
+    made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return made if device == "meta" else made.zero_()
+
+
+@cache
+def meter() -> Any:
+    """A context that counts the bytes of storages that operations in it make: `now`, and `most` at once."""
+
+    class Meter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.now = self.most = 0
+            self.known = set[int]()
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = function(*args, **(kwargs or {}))
+            before = {id(s) for s in _storages((args, kwargs))} | self.known
+            for storage in _storages(made):
+                if id(storage) not in before:
+                    self._add(storage)
+            return made
+
+        def _add(self, storage: Any) -> None:
+            nbytes = storage.nbytes()
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+            self.known.add(id(storage))
+            weakref.finalize(storage, self._drop, id(storage), nbytes)
+
+        def _drop(self, name: int, nbytes: int) -> None:
+            self.now -= nbytes
+            self.known.discard(name)
+
+    return Meter
+
+
+def _storages(of: Any) -> list[Any]:
+    leaves = torch.utils._pytree.tree_leaves(of)
+    return [t.untyped_storage() for t in leaves if isinstance(t, torch.Tensor)]

@@ -1,0 +1,197 @@
+"""PyTorch: `torch:cpu` runs on the host's own arrays; `cuda` and `mps` have memories of their own.
+
+PyTorch is loaded when a device of these is asked for. Kernels are those that ops declare for `torch`.
+"""
+
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from packtrain import kernels
+from packtrain.backends.host import Backend, Host, Inputs, aligned
+from packtrain.backends.temporaries import temporaries, torch_name, torch_type
+from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16
+from packtrain.errors import InputError
+from packtrain.ops.torch import Blocks, torch
+from packtrain.tensor import Kernel, Op, Spec
+
+NAME = "torch"  # of the kernels
+TYPES = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
+
+
+def kernel_of(op: Op[..., Any], convert: Any) -> Kernel | None:
+    """The op's kernel; of the first call, arrays become tensors, which are kept for later calls."""
+    known = op.kernels.get(NAME)
+    return known and Kernel(_launched(known.run, convert), known.strided)
+
+
+def _launched(run: Any, convert: Any) -> Any:
+    def launch(*arrays: Any, work: Any = (), **attrs: Any) -> Any:
+        given = [convert(x) for x in arrays]
+
+        def again() -> None:
+            run(*given, **attrs)
+
+        again()
+        return again
+
+    return launch
+
+
+def reserved(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
+    """Room for the tensors that a kernel makes while it runs: counted in plans, and not given to it."""
+    return temporaries(op, inputs, attrs) if NAME in op.kernels else ()
+
+
+# ---- on the host ---------------------------------------------------------------------------------------------
+
+
+def seen(x: Any) -> Any:
+    """NumPy's array as a tensor of the same bytes."""
+    if isinstance(x, tuple):
+        return tuple(map(seen, x))
+    if not isinstance(x, np.ndarray):
+        return x
+    if x.dtype == bf16.numpy:
+        return _tensor(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype.names:
+        raw = _tensor(x.view(np.uint8).reshape(*x.shape, x.itemsize))
+        return Blocks(raw, NUMPY[x.dtype])
+    return _tensor(x)
+
+
+def _tensor(x: np.ndarray) -> Any:
+    with warnings.catch_warnings():  # of arrays that kernels only read, such as mapped weights
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(x)
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost(Host):
+    """NumPy arrays in ordinary memory, seen as tensors."""
+
+    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+        if torch.get_num_threads() != kernels.threads():
+            torch.set_num_threads(kernels.threads())
+        return kernel_of(op, seen)
+
+    def workspaces(
+        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
+    ) -> tuple[Spec, ...]:
+        return reserved(op, inputs, attrs)
+
+
+# ---- elsewhere -----------------------------------------------------------------------------------------------
+
+
+def raw_of(array: Any) -> Any:
+    """The tensor: bytes where it holds blocks."""
+    return array.raw if isinstance(array, Blocks) else array
+
+
+def dtype_of(array: Any) -> Dtype:
+    return array.dtype if isinstance(array, Blocks) else TYPES[str(array.dtype)]
+
+
+def extent(raw: Any) -> range:
+    """Addresses from the first byte to the last."""
+    last = sum((n - 1) * step for n, step in zip(raw.shape, raw.stride(), strict=True))
+    begin = raw.data_ptr()
+    return range(begin, begin + (last + 1) * raw.itemsize if raw.numel() else begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Views of one tensor of bytes, on a device whose memory is not for the host to read."""
+
+    name: str
+    device: str
+    alignment: int = 512
+
+    @property
+    def space(self) -> str:
+        return self.name
+
+    @property
+    def capacity(self) -> int | None:
+        """What is free there now."""
+        if self.device == "cuda":
+            return int(torch.cuda.mem_get_info()[0])
+        return int(torch.mps.recommended_max_memory()) if self.device == "mps" else None
+
+    def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+        return kernel_of(op, lambda x: x)
+
+    def workspaces(
+        self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
+    ) -> tuple[Spec, ...]:
+        return reserved(op, inputs, attrs)
+
+    def alloc(self, nbytes: int) -> Any:
+        whole = aligned(nbytes, self.alignment)
+        return torch.zeros(whole, dtype=torch.uint8, device=self.device)
+
+    def share(self, values: np.ndarray) -> Any:
+        buffer = self.alloc(values.nbytes)
+        buffer[: values.nbytes] = _tensor(values.reshape(-1).view(np.uint8))
+        return buffer
+
+    def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
+        dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
+        if dtype.quantized:
+            whole = (*shape, dtype.block_nbytes), (*strides, 1), offset
+            return Blocks(buffer.as_strided(*whole), dtype)
+        size = dtype.block_nbytes
+        steps = tuple(step // size for step in strides)
+        return buffer.view(torch_type(dtype)).as_strided(shape, steps, offset // size)
+
+    def window(self, array: Any) -> np.ndarray | None:
+        return None
+
+    def write(self, array: Any, values: np.ndarray) -> None:
+        given = np.ascontiguousarray(values, dtype_of(array).numpy).reshape(values.shape)
+        raw_of(array).copy_(raw_of(seen(given)))
+
+    def read(self, array: Any) -> np.ndarray:
+        dtype, raw = dtype_of(array), raw_of(array).contiguous()
+        there = raw.view(-1).view(torch.uint8).to("cpu", copy=True).numpy()
+        return there.view(dtype.numpy).reshape(dtype.array_shape(tuple(array.shape)))  # type: ignore[no-any-return]
+
+    def fill(self, array: Any, byte: int) -> None:
+        raw_of(array).view(-1).view(torch.uint8).fill_(byte)
+
+    def finite(self, array: Any) -> bool:
+        return bool(array.isfinite().all())
+
+    def overlap(self, a: Any, b: Any) -> bool:
+        """Whether their extents do, which are whole for what is asked."""
+        first, second = extent(raw_of(a)), extent(raw_of(b))
+        return max(first.start, second.start) < min(first.stop, second.stop)
+
+    def sync(self) -> None:
+        if self.device != "cpu":
+            getattr(torch, self.device).synchronize()
+
+
+# ---- devices by name -----------------------------------------------------------------------------------------
+
+
+class _Asked(dict[str, Backend]):
+    """Backends, made when they are asked for: then a missing package or device is reported. Raises InputError."""
+
+    def __missing__(self, name: str) -> Backend:
+        if find_spec("torch") is None:
+            raise InputError(
+                f"--device {name} needs PyTorch: pip install torch (or packtrain with its extra: packtrain[torch])"
+            )
+        there = {"cuda": torch.cuda, "mps": torch.mps}.get(name)
+        if there is not None and not there.is_available():
+            raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
+        made = Apart(name, name) if there else OnHost(name)
+        return self.setdefault(name, made)
+
+
+BACKENDS = _Asked()

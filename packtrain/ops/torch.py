@@ -1,0 +1,226 @@
+"""PyTorch for the kernels of the backend `torch`, loaded at the first call, and what these kernels share.
+
+They get tensors, on any device, and write their results into those given. An array of a block type is a Blocks.
+What a kernel does depends on shapes alone, where it can: on tensors without values (`meta`) it allocates as much.
+"""
+
+import math
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from packtrain import kernels
+from packtrain.dtypes import Dtype
+
+CHUNK = 1 << 20  # values that are computed at a time, where a whole tensor has no room twice
+ALL = 1 << 32  # ids are below it
+# of kernels.counter, as signed words
+GOLDEN, FIRST, SECOND = (
+    n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+class _Torch:
+    """The module torch: imported when a name of it is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(kernels.torch(), name)
+        setattr(self, name, found)
+        return found
+
+
+torch: Any = _Torch()
+
+
+class Blocks(NamedTuple):
+    """An array of a block type: bytes (..., blocks, bytes of a block) u8."""
+
+    raw: Any
+    dtype: Dtype
+
+    @property
+    def shape(self):
+        return self.dtype.tensor_shape(self.raw.shape[:-1])
+
+    @property
+    def ndim(self):
+        return self.raw.ndim - 1
+
+    def __getitem__(self, rows):
+        return Blocks(self.raw[rows], self.dtype)
+
+
+def filled(name, *more, **named):
+    """A kernel that is a function of PyTorch with `out`."""
+
+    def run(y, *given):
+        getattr(torch, name)(*given, *more, **named, out=y)
+
+    return run
+
+
+def filled_by_aten(name, *more, **named):
+    """The same of torch.ops.aten."""
+
+    def run(y, *given):
+        getattr(torch.ops.aten, name).out(*given, *more, **named, out=y)
+
+    return run
+
+
+def copied(function):
+    """A kernel that copies what the function gives."""
+
+    def run(y, *given, **attrs):
+        y.copy_(function(*given, **attrs))
+
+    return run
+
+
+def real(w):
+    """w in f32, unless it is f32 or f64."""
+    if isinstance(w, Blocks):
+        y = torch.empty(w.shape, dtype=torch.float32, device=w.raw.device)
+        unpack(y, w)
+        return y
+    return w if w.dtype in (torch.float32, torch.float64) else w.float()
+
+
+def unpack(y, w):
+    """Write the values of w, of any readable type, to y."""
+    if isinstance(w, Blocks):
+        blocks().unpack(y, w)
+    else:
+        y.copy_(w)
+
+
+def blocks():
+    """The module for block types, which is loaded where one comes up."""
+    return import_module("packtrain.ops.torch_blocks")
+
+
+def rows(x):
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def table(x, axes):
+    return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
+
+
+def on_host(x):
+    """Whether the host can look at values of x: not if there are none, nor while CUDA records a graph."""
+    return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def spans(n, size, x):
+    """(start, end) of parts of n, each of `size`; of the first two where x has no values, as all are alike."""
+    size = max(size, 1)
+    for start in range(0, min(n, 2 * size) if x.is_meta else n, size):
+        yield start, min(start + size, n)
+
+
+def same(a, b):
+    return not a.is_meta and a.data_ptr() == b.data_ptr()
+
+
+def start_with(y, acc):
+    """Copy acc to y, unless they share their bytes; zeros without acc."""
+    if acc is None:
+        y.zero_()
+    elif not same(y, acc):
+        y.copy_(acc)
+
+
+def check_ids(name, ids, count, *, least=None, what=None):
+    """Raise IndexError for the first id that is not below `count`, or below `least`."""
+    wrong = ids >= count
+    if least is not None:
+        wrong |= ids < least
+    found = wrong.any()
+    if on_host(ids) and bool(found):
+        at = int(wrong.reshape(-1).nonzero()[0, 0])
+        bad = int(ids.reshape(-1)[at])
+        where = what or (f"the {count} rows" if least is None else f"{least} to {count - 1}")
+        noun = "index" if what is None else "target"
+        raise IndexError(f"{name}: {noun} {bad} at position {at} is outside {where}")
+
+
+def rounded(x, precision):
+    """Values as a product of this precision takes them."""
+    return x if precision == "f32" or x.dtype != torch.float32 else x.bfloat16().float()
+
+
+def add_product(y, x, w, precision="f32", *, fresh):
+    """y (M, N) = x (M, K) @ w (N, K).T, added to y unless it is `fresh`; packed w is unpacked a part at a time."""
+    x = rounded(x, precision)
+    if not isinstance(w, Blocks) and w.dtype == torch.float32:
+        multiply(y, x, rounded(w, precision).mT, fresh)
+        return
+    n, k = w.shape
+    for start, end in spans(n, CHUNK // max(k, 1), x):
+        multiply(y[:, start:end], x, rounded(real(w[start:end]), precision).mT, fresh)
+
+
+def add_product_back(y, x, w, precision="f32", *, fresh):
+    """y (M, K) = x (M, N) @ w (N, K), in the same way."""
+    x = rounded(x, precision)
+    if not isinstance(w, Blocks) and w.dtype == torch.float32:
+        multiply(y, x, rounded(w, precision), fresh)
+        return
+    n, k = w.shape
+    if fresh:
+        y.zero_()
+    for start, end in spans(n, CHUNK // max(k, 1), x):
+        multiply(y, x[:, start:end], rounded(real(w[start:end]), precision), False)
+
+
+def multiply(y, a, b, fresh):
+    if fresh:
+        torch.mm(a, b, out=y)
+    else:
+        y.addmm_(a, b)
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------
+
+
+def right(z, by):
+    """Unsigned words, shifted."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def mix(z):
+    z = z + GOLDEN
+    z = (z ^ right(z, 30)) * FIRST
+    z = (z ^ right(z, 27)) * SECOND
+    return z ^ right(z, 31)
+
+
+def key_of(key, stream):
+    """kernels.counter.key of a tensor (2,) i64, seed and step."""
+    return mix(mix(mix(key[0]) + key[1]) + stream)
+
+
+def uniform(mixed, start, end):
+    """The uniforms of `kernels.counter`, from an even start to the end: the same bits."""
+    first, last = start // 2 + 1, (end + 1) // 2 + 1
+    z = torch.arange(first, last, dtype=torch.int64, device=mixed.device) * GOLDEN
+    z += mixed
+    z ^= right(z, 30)
+    z *= FIRST
+    z ^= right(z, 27)
+    z *= SECOND
+    z ^= right(z, 31)
+    words = z.view(torch.int32)[: end - start]
+    return ((words >> 8) & 0xFFFFFF).float().mul_(2.0**-24)
+
+
+# ---- the largest ---------------------------------------------------------------------------------------------
+
+
+def largest(x, k):
+    """Indices (N, k) i64 of the k largest of each row, the largest first; the lower index on ties."""
+    bits = (x + 0.0).view(torch.int32)  # 0 for -0
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    n = x.shape[-1]
+    order = (order << 32) + torch.arange(n - 1, -1, -1, device=x.device)
+    return n - 1 - (order.topk(k, dim=-1).values & 0xFFFFFFFF)

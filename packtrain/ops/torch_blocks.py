@@ -1,0 +1,175 @@
+"""Values of block types by PyTorch: the functions in types/ that unpack a block, for all blocks at once.
+
+Their words (`load`, `half_at`, …) get tensors here: a number of each block is (N, 1), sixteen lanes are (N, 16), and an
+address is a place in the bytes of each block. So a type is described once, for all backends.
+"""
+
+from functools import cache
+from types import FunctionType
+from typing import NamedTuple
+
+import numpy as np
+
+from packtrain.ops.torch import CHUNK, spans, torch
+from packtrain.types.words import Code, Word
+
+SMALLEST = 2.9387359e-39  # the reciprocal of smaller values is infinite
+
+
+class At(NamedTuple):
+    """An address: a place in the bytes (N, …) u8 of each block, or in the values (N, …) f32 of the result."""
+
+    data: object
+    place: int = 0
+
+    def __add__(self, more):
+        return At(self.data, self.place + more)
+
+
+def unpack(y, w):
+    """Write the values of blocks w to y, dense or not, bit for bit as kernels do."""
+    raw = w.raw.reshape(-1, w.dtype.block_nbytes)
+    values = (
+        y.view(-1, w.dtype.block)
+        if y.is_contiguous()
+        else torch.empty((len(raw), w.dtype.block), dtype=torch.float32, device=raw.device)
+    )
+    run = words_of(w.dtype.code["unpack"])
+    for start, end in spans(len(raw), CHUNK // w.dtype.block, raw):
+        run(At(values[start:end]), At(raw[start:end]), 1)
+    if not y.is_contiguous():
+        y.copy_(values.view(y.shape))
+
+
+@cache
+def words_of(code):
+    """The function of a code with these words in place of those for compiled kernels."""
+    plain = code.function
+    names = {name: meaning(name, value) for name, value in plain.__globals__.items()}
+    return FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
+
+
+def meaning(name, value):
+    if isinstance(value, Code):
+        return lambda *given: words_of(value)(*given)
+    if isinstance(value, Word):
+        return WORDS.get(name, value)
+    if isinstance(value, np.ndarray):
+        return Table(value)
+    return as_f32 if value is np.float32 else value
+
+
+class Table:
+    """An array of a type's room: constants, on the device where they are looked up."""
+
+    def __init__(self, array):
+        self.array, self.there = array, {}
+
+    def on(self, device):
+        if device not in self.there:
+            kind = np.float32 if self.array.dtype.kind == "f" else np.int64
+            self.there[device] = torch.tensor(self.array.astype(kind).tolist(), device=device)
+        return self.there[device]
+
+    def __getitem__(self, index):
+        return self.on(index.device)[index.long()]
+
+
+def as_f32(x):
+    return x.float() if hasattr(x, "float") else np.float32(x).item()
+
+
+def byte_at(at, i):
+    place = at.place + i
+    return at.data[:, place : place + 1].int()
+
+
+def char_at(at, i):
+    return byte_at(at, i).to(torch.int8).int()
+
+
+def short_at(at, i):
+    return byte_at(at, 2 * i) | (byte_at(at, 2 * i + 1) << 8)
+
+
+def word_at(at, i):
+    return short_at(at, 2 * i).long() | (short_at(at, 2 * i + 1).long() << 16)
+
+
+def half_at(at, i):
+    return short_at(at, i).to(torch.int16).view(torch.float16).float()
+
+
+def bytes_at(at, i):
+    if isinstance(at, Room):
+        return torch.cat([word >> by & 255 for word in at.words for by in (0, 8, 16, 24)], -1)
+    place = at.place + i
+    return at.data[:, place : place + 16].int()
+
+
+def chars_at(at, i):
+    return bytes_at(at, i).to(torch.int8).int()
+
+
+def store(to, i, values):
+    place = to.place + i
+    to.data[:, place : place + 16].copy_(values)
+
+
+def load(at, i):
+    return at if isinstance(at, Table) and i == 0 else at.data[:, at.place + i : at.place + i + 16]
+
+
+def pick(table, index):
+    return table[index & 15]
+
+
+def to_floats(x):
+    return x.float()
+
+
+def spread_bits(word):
+    return word
+
+
+def as_floats(word):
+    return word.int().view(torch.float32)
+
+
+class Lanes:
+    """0 to 15, shifting and shifted: the device is that of the other side."""
+
+    def __rrshift__(self, x):
+        return x >> torch.arange(16, dtype=x.dtype, device=x.device)
+
+
+class Room:
+    """Sixteen bytes of one's own for each block."""
+
+    def __init__(self, count):
+        self.words = [None] * count
+
+
+def put_word(room, i, word):
+    room.words[i] = word
+
+
+WORDS = {
+    f.__name__: f
+    for f in (
+        as_floats, byte_at, bytes_at, char_at, chars_at, half_at, load, pick, put_word, short_at, spread_bits, store,
+        to_floats, word_at,
+    )
+} | {"lane_numbers": Lanes, "scratch": Room}  # fmt: skip
+
+
+def packed_q8_0(x):
+    """f32 (..., C) as blocks of q8_0 (..., C / 32, 34) u8, bit for bit as `quant.quantize` packs them."""
+    blocks = x.view(*x.shape[:-1], -1, 32)
+    unit = blocks.abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(unit.abs() > SMALLEST, 1 / unit, 0.0)
+    v = blocks * inverse
+    size = v.abs()
+    whole = size.floor()
+    codes = (whole + ((size - whole) * 2).floor_()).copysign_(v).to(torch.int8)
+    return torch.cat((unit.half().view(torch.uint8), codes.view(torch.uint8)), -1)

@@ -1,0 +1,90 @@
+"""Cross-entropy by PyTorch: see `loss`."""
+
+from packtrain.ops.torch import (
+    add_product,
+    add_product_back,
+    check_ids,
+    multiply,
+    rounded,
+    rows,
+    spans,
+    torch,
+)
+
+
+def _check(name, targets, classes):
+    check_ids(name, targets, classes, what=f"the {classes} classes")
+
+
+def _at(targets):
+    """Where the targets are, with 0 for those that are ignored, and which are."""
+    return targets.long().clamp(min=0)[:, None], targets < 0
+
+
+def _whole(loss, losses, weights):
+    loss.copy_((losses.double() * weights.double()).sum())
+
+
+def cross_entropy(out, logits, targets, weights):
+    _check("cross_entropy", targets, logits.shape[-1])
+    loss, losses = out
+    logits, (at, ignored) = rows(logits), _at(targets.view(-1))
+    found = logits.logsumexp(-1) - logits.gather(1, at)[:, 0]
+    losses.view(-1).copy_(found.masked_fill_(ignored, 0))
+    _whole(loss, losses, weights)
+
+
+def cross_entropy_back(dlogits, dloss, logits, targets, weights):
+    _check("cross_entropy_back", targets, logits.shape[-1])
+    p = torch.softmax(rows(logits), -1)
+    _turn(p, *_at(targets.view(-1)), weights.view(-1))
+    torch.mul(p, dloss, out=rows(dlogits))
+
+
+def _turn(p, at, ignored, weights):
+    """Probabilities become gradients of the logits."""
+    weights = weights.masked_fill(ignored, 0)[:, None]
+    p.mul_(weights).scatter_add_(1, at, -weights)
+
+
+def linear_cross_entropy(out, x, w, targets, weights, *, chunk, softcap, precision):
+    _check("linear_cross_entropy", targets, w.shape[0])
+    loss, losses, right, dx, dw = (*out, None)[:5]
+    if dw is not None:
+        dw.zero_()
+    flat = [None if t is None else t.view(-1) for t in (losses, right, targets, weights)]
+    by_row = *flat[:2], None if dx is None else rows(dx), rows(x), *flat[2:]
+    for start, end in spans(len(flat[0]), chunk, x):
+        part = (None if t is None else t[start:end] for t in by_row)
+        _head(*part, dw, w, softcap, precision)
+    _whole(loss, losses, weights)
+
+
+def _head(losses, right, dx, x, targets, weights, dw, w, softcap, precision):
+    """Some rows of it."""
+    x = rounded(x, precision)
+    logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
+    add_product(logits, x, w, precision, fresh=True)
+    at, ignored = _at(targets)
+    if right is not None:
+        found = logits.gather(1, at) >= logits.amax(-1, keepdim=True)
+        right.copy_(found[:, 0] & ~ignored)
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    denominator = logits.logsumexp(-1, keepdim=True)
+    losses.copy_((denominator - logits.gather(1, at))[:, 0].masked_fill_(ignored, 0))
+    if dx is None and dw is None:
+        return
+    d = rounded(_dlogits(logits, denominator, at, ignored, weights, softcap), precision)
+    if dx is not None:
+        add_product_back(dx, d, w, precision, fresh=True)
+    if dw is not None:
+        multiply(dw, d.mT, x, False)
+
+
+def _dlogits(logits, denominator, at, ignored, weights, softcap):
+    """Written over the logits, which are capped; the slope of the cap needs room of its own."""
+    slope = 1 - (logits / softcap).square_() if softcap else None
+    d = logits.sub_(denominator).exp_()
+    _turn(d, at, ignored, weights)
+    return d if slope is None else d.mul_(slope)

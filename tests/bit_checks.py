@@ -1,13 +1,15 @@
 """What must not change a bit of an op's results: what is left out, in place, strides, threads."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import packtrain as pt
 from packtrain import backends, kernels, ops
+from packtrain.backends import Backend
+from packtrain.backends.torch import seen
 from packtrain.checking.gradients import dense, gradients
 from packtrain.checking.running import run
 from packtrain.checking.samples import (
@@ -31,12 +33,12 @@ OWN_ORDER = {
 # ---- results left out ----------------------------------------------------------------------------------------
 
 
-def check_optional(name: str) -> None:
+def check_optional(name: str, among: Sequence[Backend] = (backends.cpu, backends.numpy)) -> None:
     """Leaving out results that nobody reads changes no bit of the others."""
     for k, call in enumerate(samples(name)):
         graph = graph_of(call.results)
         given = values(graph)
-        for backend in (backends.cpu, backends.numpy):
+        for backend in among:
             whole = run(graph, given, (backend,))
             for kept in _subsets(call):
                 part = pt.Graph({n: t for n, t in graph.outputs.items() if t.index in kept})
@@ -74,18 +76,19 @@ def run_kernel(call: Call, backend: str, inputs: list[Any], taken: Mapping[int, 
     work = {"work": tuple(np.full(s.shape, np.nan, np.float32) for s in specs)} if rule else {}
     with np.errstate(all="ignore"):
         out = results if call.several else results[0]
-        call.op.kernels[backend].run(out, *inputs, **call.attrs, **work)
+        given = [seen(x) for x in (out, *inputs)] if backend == "torch" else (out, *inputs)
+        call.op.kernels[backend].run(*given, **call.attrs, **work)
     return {str(i): array for i, array in enumerate(results)}
 
 
-def check_inplace(name: str) -> None:
-    """Every permitted way of writing over inputs gives the same bits as writing elsewhere."""
+def check_inplace(name: str, among: Sequence[str] = ("cpu", "numpy")) -> None:
+    """Every permitted way of writing over inputs gives the same bits as writing elsewhere, with these kernels."""
     unused = {(i, k) for i, inputs in OPS[name].inplace.items() for k in inputs}
     for n, call in enumerate(samples(name)):
         inputs = arrays(call)
         ways = [way for way in _ways(call) if way]
         unused -= {pair for way in ways for pair in way.items()}
-        for backend in ("cpu", "numpy") if ways else ():
+        for backend in among if ways else ():
             want = run_kernel(call, backend, inputs, {})
             for way in ways:
                 got = run_kernel(call, backend, inputs, way)
@@ -139,8 +142,11 @@ def repeated(leaf: Tensor, array: np.ndarray) -> tuple[Tensor, np.ndarray] | Non
     return ops.broadcast_to(pt.input(leaf.label, (1, *leaf.shape[1:])), shape=leaf.shape), array[:1]
 
 
-def check_strided(name: str) -> set[str]:
-    """Any f32 input may be a permuted, narrowed or repeated view: same bits. Returns what the op refused."""
+def check_strided(name: str, on: Backend = backends.cpu) -> set[str]:
+    """Any f32 input may be a permuted, narrowed or repeated view: same bits on our own backends, else close to them.
+
+    Returns what the op refused.
+    """
     refused = set()
     for k, original in enumerate(samples(name)):
         call = rewritten(original, free)
@@ -150,12 +156,12 @@ def check_strided(name: str) -> set[str]:
             if leaf.dtype != pt.f32 or leaf in written:
                 continue
             for view in (permuted, narrowed, repeated):
-                refused |= _strided(f"{name} sample {k}", call, leaf, dict(given), view)
+                refused |= _strided(f"{name} sample {k}", call, leaf, dict(given), view, on)
     return refused
 
 
 def _strided(
-    what: str, call: Call, leaf: Tensor, given: dict[str, np.ndarray], view: View
+    what: str, call: Call, leaf: Tensor, given: dict[str, np.ndarray], view: View, on: Backend
 ) -> set[str]:
     if view is repeated and leaf.shape:
         given[leaf.label] = np.broadcast_to(given[leaf.label][:1], leaf.shape)
@@ -167,14 +173,14 @@ def _strided(
     except pt.GraphError as error:
         assert "use cont" in str(error), error
         return {f"{view.__name__} {leaf.name}"}
-    want = run(graph_of(call.results), given)
-    got = run(graph_of(other.results), {**given, leaf.label: made[1]})
+    want = run(graph_of(call.results), given, (on,))
+    got = run(graph_of(other.results), {**given, leaf.label: made[1]}, (on,))
     what = f"{what} with {leaf.name} {view.__name__}"
-    if call.op.name in OWN_ORDER:
+    if call.op.name in OWN_ORDER or on is not backends.cpu:
         all_close(got, want, what)
     else:
         same_bits(got, want, what)
-    if call.op.name not in NO_GRADIENT and call.results[0].dtype == pt.f32:
+    if on is backends.cpu and call.op.name not in NO_GRADIENT and call.results[0].dtype == pt.f32:
         _strided_gradient(what, call, leaf, given, other, *made)
     return set()
 

@@ -34,7 +34,7 @@ LAYERS = {
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
     "quant": "dtypes kernels",
-    "ops": "dtypes errors tensor kernels quant",
+    "ops": "types dtypes errors tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
     "optim": "settings dtypes tensor graph kernels ops grad",
     "interpreting": "dtypes tensor graph",
@@ -98,6 +98,11 @@ OUTSIDE = {
 }
 LATE = {"kernels"}  # numba and llvmlite are loaded when first needed
 NUMBAS = {"_defns", "_locator_classes"}  # of numba, which has no public names for them
+TORCHS = {  # of PyTorch, likewise
+    "_python_dispatch",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
 TIMES_NUMPY = 3  # importing packtrain beside NumPy: 1.5 to 2.2 were measured
 
 
@@ -205,7 +210,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for n in nodes:
         if isinstance(n, ast.Attribute) and n.attr.startswith("_") and not n.attr.startswith("__"):
             root = ast.unparse(n).partition(".")[0]
-            if not is_own(n.value) and n.attr not in own | NUMBAS and root not in outside:
+            if not is_own(n.value) and n.attr not in own | NUMBAS | TORCHS and root not in outside:
                 yield n.lineno, ast.unparse(n)
 
 

@@ -101,5 +101,9 @@ def meter() -> Any:
 
 
 def _storages(of: Any) -> list[Any]:
-    leaves = torch.utils._pytree.tree_leaves(of)
-    return [t.untyped_storage() for t in leaves if isinstance(t, torch.Tensor)]
+    """Of all tensors in nested lists, tuples and dictionaries."""
+    if isinstance(of, dict):
+        of = list(of.values())
+    if isinstance(of, list | tuple):
+        return [storage for one in of for storage in _storages(one)]
+    return [of.untyped_storage()] if isinstance(of, torch.Tensor) else []

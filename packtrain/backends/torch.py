@@ -190,8 +190,17 @@ class _Asked(dict[str, Backend]):
         there = {"cuda": torch.cuda, "mps": torch.mps}.get(name)
         if there is not None and not there.is_available():
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
+        _warm()
         made = Apart(name, name) if there else OnHost(name)
         return self.setdefault(name, made)
+
+
+def _warm() -> None:
+    """Load what PyTorch loads late, so that the memory of this process is known before a run is planned."""
+    torch.set_num_threads(kernels.threads())
+    x = torch.ones(512, 512)
+    x.addmm_(x, x).double().sum()
+    torch.empty(1, device="meta").add_(1)
 
 
 BACKENDS = _Asked()

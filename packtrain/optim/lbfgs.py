@@ -171,7 +171,6 @@ def opt_step_lbfgs_cpu(out, w, g, s, y, p, numbers):
         y.fill(0)
 
 
-@opt_step_lbfgs.kernel("torch")
 def opt_step_lbfgs_torch(out, w, g, s, y, p, numbers):
     what, i, length = (numbers if on_host(numbers) else torch.tensor([AIM, 0, 0]))[:HEAD].tolist()
     i, c, m, w, g = int(i) % len(s), numbers[HEAD:], len(s), w.view(-1), g.view(-1)
@@ -187,6 +186,9 @@ def opt_step_lbfgs_torch(out, w, g, s, y, p, numbers):
     elif what == FORGET:
         s.zero_()
         y.zero_()
+
+
+opt_step_lbfgs.kernel("torch")(opt_step_lbfgs_torch)
 
 
 @op(acc=5)

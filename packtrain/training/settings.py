@@ -25,7 +25,7 @@ SKIP_BAD = (
 CHAT_TEMPLATE = f"chat template to use instead of the model's own: {', '.join(SOURCES)}, or a file"
 DEVICE = (
     "what computes, and whose memory holds the model; numpy is the specification, slow and with memory"
-    " beside the plan"
+    " beside the plan; torch:cpu, cuda and mps need PyTorch (packtrain[torch])"
 )
 WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 

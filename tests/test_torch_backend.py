@@ -1,0 +1,348 @@
+"""The backend `torch`: its kernels beside the specification, its memory, and runs beside the cpu's.
+
+`torch:cpu` is asked for as a user does; a device whose memory the host does not look at is played by the CPU.
+"""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import backends, kernels, ops
+from packtrain.backends import HOST, Host, Target, target
+from packtrain.backends import temporaries as measuring
+from packtrain.backends.torch import Apart, OnHost, seen
+from packtrain.checking.cases import checked_values
+from packtrain.checking.samples import graph_of, samples, typed, values
+from packtrain.cli import main
+from packtrain.design.plans import StepShape, make_plans
+from packtrain.dtypes import READABLE, Dtype, f32
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.optim import AdamW
+from packtrain.placing import place
+from packtrain.quant import dequantize
+from packtrain.tensor import OPS, Call
+from packtrain.training.engine import Engine
+from tests import bit_checks, checks
+from tests.test_ops import NOTHING, REFUSED
+
+pytestmark = pytest.mark.torch
+COMPUTED = sorted(name for name, op in OPS.items() if not op.view)
+THERE, FAR = OnHost("torch:cpu"), Apart("far", "cpu")
+WORDS = "bal cem dis hor fin gut"
+SIZES = {"threads": 1, "sample_every": 0, "warmup_ratio": 0.0, "overwrite": True}
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_value_is_the_specification(name: str) -> None:
+    """Also from a memory of its own."""
+    checks.passed(checked_values(name, (THERE, FAR)))
+
+
+@pytest.mark.parametrize("name", [n for n in COMPUTED if any(OPS[n].inplace.values())])
+def test_in_place_gives_the_same_bits(name: str) -> None:
+    bit_checks.check_inplace(name, ("torch",))
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_any_view_can_be_an_input(name: str) -> None:
+    assert bit_checks.check_strided(name, THERE) == REFUSED.get(name, set())
+
+
+@pytest.mark.parametrize("name", [n for n in COMPUTED if OPS[n].optional])
+def test_results_can_be_left_out(name: str) -> None:
+    bit_checks.check_optional(name, (THERE,))
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_axes_of_no_elements(name: str) -> None:
+    graph = pt.Graph({"y": NOTHING[name]()})
+    given = checks.values(graph)
+    for backend in (THERE, FAR):
+        got = checks.run(graph, given, (backend,))
+        checks.all_close(got, pt.interpret(graph, given), name)
+
+
+@pytest.mark.parametrize("dtype", READABLE, ids=str)
+def test_blocks_are_unpacked_bit_for_bit(dtype: Dtype) -> None:
+    """All bytes, also scales that are infinite, NaN or denormal."""
+    rng = np.random.default_rng(1)
+    packed = rng.integers(0, 256, (64, 5 * dtype.block_nbytes), np.uint8).view(dtype.numpy)
+    w = pt.constant("w", packed, dtype)
+    graph = pt.Graph({"y": ops.cast(w, dtype=f32)})
+    want = dequantize(packed)
+    for backend in (THERE, FAR):
+        got = checks.run(graph, {}, (backend,))["y"]
+        np.testing.assert_array_equal(
+            got.view(np.int32)[~np.isnan(want)], want.view(np.int32)[~np.isnan(want)]
+        )
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
+def test_random_numbers_are_those_of_the_cpu() -> None:
+    """Dropout of more than is computed at a time, and stochastic rounding: the same bits, seed by seed."""
+    n = (1 << 20) + 77
+    x = pt.input("x", (n,))
+    for seed in (0, -5, 1 << 62):
+        key = pt.constant("key", np.array([seed, 9]), pt.i64)
+        graph = pt.Graph({"y": ops.dropout(x, key, p=0.3, stream=0xDEADBEEF)})
+        given = {"x": np.ones(n, np.float32)}
+        checks.same_bits(
+            checks.run(graph, given, (THERE,)), checks.run(graph, given), f"seed {seed}"
+        )
+
+
+def test_ids_outside_are_reported_as_on_the_cpu() -> None:
+    w, ids = pt.weight("w", (4, 3)), pt.input("ids", (2,), pt.i32)
+    graph = pt.Graph({"y": ops.get_rows(w, ids)})
+    given = {"w": np.zeros((4, 3), np.float32), "ids": np.array([0, 4], np.int32)}
+    for backend in (backends.cpu, THERE, FAR):
+        with pytest.raises(
+            IndexError, match="get_rows: index 4 at position 1 is outside the 4 rows"
+        ):
+            checks.run(graph, given, (backend,))
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+def every(name: str) -> Iterator[Call]:
+    yield from samples(name)
+    yield from (one.call for one in typed(name))
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_temporaries_stay_within_what_is_declared(name: str) -> None:
+    for call in every(name):
+        declared = sum(s.nbytes for s in THERE.workspaces(call.op, call.inputs, call.attrs))
+        graph = pt.Graph({str(i): t for i, t in enumerate(call.inputs) if t is not None})
+        made = pt.interpret(graph, values(graph_of(call.results)), np.float32)
+        given = [None if t is None else made[str(i)] for i, t in enumerate(call.inputs)]
+        fresh = [np.empty(t.dtype.array_shape(t.shape), t.dtype.numpy) for t in call.results]
+        wrote = [given[i] for i in call.op.writes]
+        results = (*wrote, *fresh[len(wrote) :])
+        tensors = [seen(x) for x in (results if call.several else results[0], *given)]
+        call.op.kernels["torch"].run(*tensors, **call.attrs)  # tables of types are made once
+        with measuring.meter()() as count:
+            call.op.kernels["torch"].run(*tensors, **call.attrs)
+        assert count.most <= declared, (name, [str(t) for t in call.inputs], count.most, declared)
+
+
+def test_a_meter_counts_what_is_alive() -> None:
+    torch = kernels.torch()
+    x = torch.ones(10)
+    with measuring.meter()() as count:
+        y = x + 1
+        y.add_(1)
+        z = y * 2
+        del y
+        z.view(2, 5)
+        _ = x * 2
+    assert (count.most, count.now) == (80, 80)
+
+
+def test_backends_are_pickled() -> None:
+    for backend in (THERE, FAR):
+        assert pickle.loads(pickle.dumps(backend)) == backend
+
+
+def test_a_memory_apart_holds_any_array() -> None:
+    """Views at offsets, of any strides and no elements; what was written is read."""
+    buffer = FAR.alloc(1000)
+    spec = pt.Spec((3, 5), f32)
+    turned = FAR.view(buffer, 512, spec, (4, 12))
+    values = np.arange(15, dtype=np.float32).reshape(3, 5)
+    FAR.write(turned, values)
+    np.testing.assert_array_equal(FAR.read(turned), values)
+    flat = FAR.view(buffer, 512, pt.Spec((15,), f32), (4,))
+    np.testing.assert_array_equal(FAR.read(flat), values.T.reshape(-1))
+    assert FAR.overlap(flat, turned) and FAR.finite(flat)
+    other = FAR.view(buffer, 512 + 64, pt.Spec((2,), pt.i64), (8,))
+    none = FAR.view(buffer, 0, pt.Spec((0, 5), f32), (20, 4))
+    assert not FAR.overlap(flat, other) and FAR.read(none).shape == (0, 5)
+    FAR.fill(flat, 255)
+    assert not FAR.finite(flat) and FAR.window(flat) is None
+    assert not FAR.read(other).any()
+
+
+# ---- devices -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    if not kernels.torch().cuda.is_available():
+        assert main(["check", "add", "--device", "cuda"]) == 2
+        said = capsys.readouterr().err.strip()
+        assert said.endswith("--device cuda: PyTorch finds no such device on this machine"), said
+    hidden = (
+        "import sys; sys.modules['torch'] = None; import importlib.util as u; find = u.find_spec;"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a);"
+        "from packtrain.cli import main; sys.exit(main(['check', 'add', '--device', 'torch:cpu']))"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "--device torch:cpu needs PyTorch" in done.stderr and "packtrain[torch]" in done.stderr
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------
+
+
+def losses(device: str, folder: Path, **more: object) -> np.ndarray:
+    run = pt.train(
+        folder / "text.txt", output=folder / "m.gguf", device=device, **{**SIZES, **more}
+    )
+    return np.array(run.losses)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("torch")
+    rows = [f"{WORDS} {i % 17} {WORDS[: i % 20]}" for i in range(400)]
+    (folder / "text.txt").write_text("\n".join(rows))
+    return folder
+
+
+def close(got: np.ndarray, want: np.ndarray, count: int) -> None:
+    assert len(got) == len(want) == count
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_training_is_that_of_the_cpu(folder: Path) -> None:
+    given = {"preset": "1m", "iters": 50, "ctx": 32, "batch_size": 4, "lr": 3e-4}
+    want = losses("cpu", folder, **given)
+    close(losses("torch:cpu", folder, **given), want, 50)
+    assert want[-1] < 0.7 * want[0]
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Path:
+    """A trained model in Q4_K."""
+    sizes = {
+        "dim": 256,
+        "ffn": 256,
+        "layers": 2,
+        "heads": 4,
+        "vocab_size": 300,
+        "ctx": 32,
+        "batch_size": 2,
+    }
+    pt.train(folder / "text.txt", output=folder / "b.gguf", iters=12, **SIZES, **sizes)
+    pt.quantize(folder / "b.gguf", folder / "q.gguf", "q4_k_m")
+    return folder / "q.gguf"
+
+
+def test_lora_on_a_quantized_file_is_that_of_the_cpu(folder: Path, base: Path) -> None:
+    found = []
+    for device in ("cpu", "torch:cpu"):
+        done = pt.finetune(
+            base, folder / "text.txt", output=folder / "t.gguf", device=device, iters=12, ctx=32,
+            batch_size=2, lora_dropout=0.1, lr=0.001, threads=1, overwrite=True,
+        )  # fmt: skip
+        found.append(np.array(done.losses))
+    close(found[1], found[0], 12)
+    assert found[0][-1] < found[0][0]
+
+
+def test_generation_gives_the_same_tokens(base: Path) -> None:
+    made = [
+        pt.generate(base, "bal cem", n_predict=24, temp=0, device=d).ids
+        for d in ("cpu", "torch:cpu")
+    ]
+    assert made[0] == made[1] and len(made[0]) == 24
+    lost = [
+        pt.evaluate(base, base.parent / "text.txt", ctx=32, device=d).losses[str(base)]
+        for d in ("cpu", "torch:cpu")
+    ]
+    np.testing.assert_allclose(lost[1], lost[0], rtol=1e-4, atol=1e-4)
+
+
+SHAPE = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16, max_norm=1.0)
+
+
+def steps(on: Target, count: int = 3) -> list[float]:
+    engine = Engine(make_plans(SHAPE, AdamW(), target=on), AdamW())
+    transformer.initialise(SHAPE.config, 0, engine.session.fill)
+    ids = np.random.default_rng(0).integers(0, 64, (count, 2, 17)).astype(np.int32)
+    pos, seq = np.tile(np.arange(16, dtype=np.int32), (2, 1)), np.zeros((2, 16), np.int32)
+    ones = np.ones((2, 16), np.float32)
+    batches = [
+        {"tokens": x[:, :-1], "targets": x[:, 1:], "weights": ones, "pos": pos, "seq": seq}
+        for x in ids
+    ]
+    return [engine.step([batch], i + 1, 1e-2).loss for i, batch in enumerate(batches)]
+
+
+def test_running_again_changes_nothing() -> None:
+    torch_threads = kernels.threads()
+    kernels.set_threads(1)
+    try:
+        assert steps(target("torch:cpu")) == steps(target("torch:cpu"))
+        np.testing.assert_allclose(steps(Target.of(FAR)), steps(backends.CPU), rtol=1e-5)
+    finally:
+        kernels.set_threads(torch_threads)
+
+
+class Some(OnHost):
+    """`torch` for some calls."""
+
+
+class Others(Host):
+    """The cpu for others."""
+
+
+def test_each_op_alone_runs_among_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = steps(backends.CPU)
+    placed = make_plans(SHAPE, AdamW()).placed["step"]
+    names = sorted({step.op.name for step in placed.steps})
+    assert len(names) > 15
+    for name in names:
+        monkeypatch.setattr(
+            Some,
+            "kernel",
+            lambda _, op, inputs, one=name: THERE.kernel(op, inputs) if op.name == one else None,
+        )
+        monkeypatch.setattr(
+            Others,
+            "kernel",
+            lambda _, op, inputs, one=name: op.kernels["cpu"] if op.name != one else None,
+        )
+        on = Target((Some("torch:cpu"), Others("cpu")))
+        backs = {s.backend.name for s in make_plans(SHAPE, AdamW(), target=on).placed["step"].steps}
+        assert backs == {"cpu", "torch:cpu"}, (name, backs)
+        np.testing.assert_allclose(steps(on, 2), want[:2], rtol=1e-5, err_msg=name)
+
+
+def test_a_graph_that_is_cut_anywhere_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls by PyTorch, the others by the cpu, in one space and without copies."""
+    x, w = pt.input("x", (5, 8)), pt.weight("w", (8, 8))
+    y = x
+    for _ in range(2):
+        y = ops.rms_norm(ops.add(y, ops.silu(ops.matmul(y, w))), eps=1e-5)
+    loss = ops.sum(ops.mul(y, y))
+    graph = pt.Graph({"loss": loss, "dw": pt.differentiate(loss, [w])[w]})
+    given = values(graph)
+    want = checks.run(graph, given)
+    calls = [call for call in graph.calls if not call.op.view]
+    whole = THERE.kernel
+
+    for count in range(len(calls) + 1):
+        ours = [call.inputs for call in calls[:count]]
+
+        def kernel(self, op, inputs, ours=ours):  # type: ignore[no-untyped-def]
+            return whole(op, inputs) if any(inputs is one for one in ours) else None
+
+        monkeypatch.setattr(Some, "kernel", kernel)
+        placed = place(graph, Target((Some("torch:cpu"), backends.cpu)))
+        assert sum(s.backend.name == "torch:cpu" for s in placed.steps) == count
+        assert len(placed.steps) == len(calls) and {b.space for b in placed.home.values()} == {HOST}
+        checks.all_close(
+            checks.execute(pt.Session().executor(placed), given), want, f"cut at {count}"
+        )

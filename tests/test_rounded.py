@@ -18,10 +18,12 @@ from packtrain.models.adapted import with_activations
 from packtrain.models.config import Config
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import product
+from packtrain.ops.arrays import integers_of
 from packtrain.quant import dequantize
 from packtrain.tasks.evaluate import Evaluate
 from packtrain.tasks.quantize import Quantize
 from packtrain.tasks.speak import Speaking, opened
+from packtrain.tensor import input
 from tests.test_model_file import TOKENS, save
 
 CONFIG = Config(len(TOKENS), 64, 64, 2, 64, 4, 2)
@@ -81,7 +83,8 @@ def random_rows(dtype: Dtype, n: int, k: int) -> np.ndarray:
 def product_in_integers(
     acc: np.ndarray, x: np.ndarray, dtype: Dtype, w: np.ndarray, planes: int
 ) -> np.ndarray:
-    y, work = acc.copy(), np.empty(2 * x.size, np.float32)
+    work = np.empty(integers_of(input("x", x.shape), planes).shape, np.float32)
+    y = acc.copy()
     kernels.rounded.product(y, x, dtype.number, w, True, planes, work)
     return y
 
@@ -101,6 +104,29 @@ def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype, planes:
     taken = rounded(x.reshape(-1)).reshape(x.shape) if planes == 1 else x
     wanted = acc + taken.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(np.float64)
     assert np.abs(every - wanted).max() < 1e-6 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", ["q8_0", "iq4_nl"])
+def test_signed_codes_have_the_same_products_in_f32_alone_and_among_others(name: str) -> None:
+    """As they are taken where there is no VNNI."""
+    random, dtype, k, n = np.random.default_rng(0), DTYPES[name], 416, 13
+    w, x = random_rows(dtype, n, k), random.standard_normal((8, k), np.float32)
+    every, alone = (np.zeros((8, n), np.float32) for _ in range(2))
+    kernels.packed.product(every, x, dtype.number, w, False, 0)
+    for i in range(8):
+        kernels.packed.product(alone[i : i + 1], x[i : i + 1], dtype.number, w, False, 0)
+    np.testing.assert_array_equal(every, alone)
+    exact = x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(np.float64)
+    assert np.abs(every - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+def test_the_least_signed_code_fits_with_the_largest_integers() -> None:
+    """-128 times 127, in one sum of 16 bits."""
+    w = np.zeros((1, 34), np.uint8)
+    w[:, :2], w[:, 2:] = np.ones(1, np.float16).view(np.uint8), 128
+    x = np.full((1, 32), -127, np.float32)
+    y = product_in_integers(np.zeros((1, 1), np.float32), x, DTYPES["q8_0"], w, 1)
+    assert y[0, 0] == 128 * 127 * 32
 
 
 @pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)

@@ -15,8 +15,8 @@ from numba.extending import intrinsic
 
 from packtrain.kernels.call import settle
 from packtrain.kernels.octets import (
+    BY_SIGN,
     CODES,
-    SIGNED,
     by_fours,
     by_fours_signed,
     codes64,
@@ -51,7 +51,7 @@ class Tile:
     def __init__(self, context, module, dtype, code, m, planes):
         self.context, self.code, self.m, self.r = context, code, m, ROWS[m]
         self.planes, self.steps, self.line = range(planes), VALUES * planes, line(planes)
-        self.less = dtype.code["codes"].less
+        self.less, self.signed = dtype.code["codes"].less, dtype.code["codes"].signed
         self.split = dtype.layout is not None and dtype.layout.group < 32
         self.halves = max(1, dtype.block // VALUES)
         self.nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)
@@ -152,7 +152,7 @@ class Tile:
                 products = b.sitofp(self.products([one], self.planes, rest), VECTOR)
                 sums = self.fma(products, b.fmul(d, step), sums)
             return sums
-        if self.less == SIGNED and len(self.planes) > 1:  # they do not fit into 32 bits
+        if self.signed and len(self.planes) > 1:  # they do not fit into 32 bits
             high = self.products(both, self.planes[:-1], rests[0])
             low = self.products(both, self.planes[-1:], rests[1])
             by_256 = ir.Constant(VECTOR, [256.0] * LANES)
@@ -164,15 +164,20 @@ class Tile:
 
     def products(self, pairs, planes, rest):
         """Sums by fours of products of codes with some planes of integers."""
-        b, times = self.builder, by_fours_signed if self.less == SIGNED else by_fours
+        b = self.builder
+        # integers of more planes may be -128
+        by_sign = BY_SIGN and self.signed and len(self.planes) == 1
         found = ir.Constant(BITS, [0] * LANES)
         for p in planes:
             if p != planes[0]:
                 found = b.shl(found, ir.Constant(BITS, [8] * LANES))
-            if p == planes[-1] and self.less:
+            if p == planes[-1] and self.less and not by_sign:
                 found = b.add(found, read(b, BITS, rest))
             for codes, integers in pairs:
-                found = times(b, codes, integers[p], found)
+                if by_sign:
+                    found = by_fours_signed(b, codes, integers[p], found)
+                else:
+                    found = by_fours(b, codes, integers[p], found, self.signed)
         return found
 
     def spread(self, scales, half):

@@ -19,6 +19,7 @@ from packtrain.kernels.simd import BITS, F32, I32, I64, LANES, call, f32x16
 llvmlite.binding.initialize_native_asmparser()
 VNNI = runtime.has("avx512vnni")
 AVX2 = runtime.has("avx2")
+BY_SIGN = AVX2 and not VNNI  # whether there is by_fours_signed
 I8, I16 = ir.IntType(8), ir.IntType(16)
 COUNT = 64
 CODES, HALF = ir.VectorType(I8, COUNT), ir.HalfType()
@@ -183,13 +184,16 @@ def by_halves(builder, emit, *vectors):
     return shuffled(builder, low, [*range(2 * low.type.count)], high)
 
 
-def by_fours(builder, codes, others, start):
-    """start + sums of four products each: codes are unsigned, `others` signed."""
+def by_fours(builder, codes, others, start, full=False):
+    """start + sums of four products each: codes are unsigned, above 127 only if `full`; `others` signed."""
     if VNNI:
         words = (builder.bitcast(v, BITS) for v in (codes, others))
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", BITS, start, *words)
     if AVX2:
-        return builder.add(start, by_halves(builder, lambda *v: pairs(builder, *v), codes, others))
+        for some in every_other(builder, codes) if full else [codes]:
+            sums = by_halves(builder, lambda *v: pairs(builder, *v), some, others)
+            start = builder.add(start, sums)
+        return start
     wide = ir.VectorType(I32, COUNT)
     every = builder.mul(builder.zext(codes, wide), builder.sext(others, wide))
     for first in range(4):
@@ -204,45 +208,24 @@ def pairs(builder, codes, others):
     return call(builder, "llvm.x86.avx2.pmadd.wd", four, sums, ir.Constant(two, [1] * 16))
 
 
+def every_other(builder, codes):
+    """The codes with even and those with odd places, zeros in the others."""
+    return [
+        builder.and_(codes, ir.Constant(CODES, some * (COUNT // 2)))
+        for some in ([255, 0], [0, 255])
+    ]
+
+
 def by_fours_signed(builder, codes, others, start):
-    """The same with signed codes, to which 128 is added; with VNNI, `start` has what that adds, else nothing."""
-    if VNNI:
-        return by_fours(builder, codes, others, start)
-    wide = ir.VectorType(I16, COUNT)
+    """The same with signed codes, to which 128 is added, and others above -128; see BY_SIGN."""
     codes = builder.xor(codes, ir.Constant(CODES, [128] * COUNT))
-    codes, others = builder.sext(codes, wide), builder.sext(others, wide)
-    for every in two_by_two(builder, codes, others):
-        start = builder.add(start, every)
-    return start
+    sizes = call(builder, "llvm.abs.v64i8", CODES, codes, ir.Constant(ir.IntType(1), 0))
+    half = ir.VectorType(I8, COUNT // 2)
 
+    def signed(*given):
+        return call(builder, "llvm.x86.avx2.psign.b", half, *given)
 
-def two_by_two(builder, v, w):
-    """Of the products of 64 i16 by fours the sums of the first two, and of the last two."""
-    if AVX2:
-        four, parts = ir.VectorType(I32, 8), range(0, COUNT, 16)
-        sums = [
-            call(
-                builder,
-                "llvm.x86.avx2.pmadd.wd",
-                four,
-                *(shuffled(builder, x, [*range(p, p + 16)]) for x in (v, w)),
-            )
-            for p in parts
-        ]
-        halves = [shuffled(builder, a, [*range(16)], b) for a, b in (sums[:2], sums[2:])]
-        return [shuffled(builder, halves[0], [*range(p, 32, 2)], halves[1]) for p in (0, 1)]
-    wide = ir.VectorType(I32, COUNT)
-    every = builder.mul(builder.sext(v, wide), builder.sext(w, wide))
-    ones = [shuffled(builder, every, [*range(p, COUNT, 4)]) for p in range(4)]
-    return [builder.add(*ones[:2]), builder.add(*ones[2:])]
-
-
-SIGNED = 128  # what is added to signed codes
-
-
-def added(less):
-    """What a product with codes, of which `less` is too much, has too much for each unit of a rounded value."""
-    return 0 if less == SIGNED and not VNNI else less
+    return by_fours(builder, sizes, by_halves(builder, signed, others, codes), start)
 
 
 @word(i32x16, i64)

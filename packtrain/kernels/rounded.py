@@ -12,7 +12,7 @@ from packtrain.kernels.bits import as_floats, i32x16, put_bytes, spread_bits, to
 from packtrain.kernels.call import kernel, part, spans, threads
 from packtrain.kernels.codes import ROUND
 from packtrain.kernels.dot_tile import CODES_FORM, MORE, ROWS, SECOND, VALUES
-from packtrain.kernels.octets import SIGNED, added, sums_at
+from packtrain.kernels.octets import sums_at
 from packtrain.kernels.rooms import explain, from_rooms
 from packtrain.kernels.simd import (
     LANES,
@@ -47,9 +47,9 @@ CODES = from_rooms("codes", part(CODES_FORM))
 SCALES = from_rooms("scales", part(dot_tile.SCALES_FORM))
 tile = dot_tile.tiles(CODES, SCALES)
 LESS, OFFSETS, PARTED, SPLIT = (np.zeros(64, np.int64) for _ in range(4))  # by kind
-for dtype, less in ((t, t.code["codes"].less) for t in CODES):
-    LESS[dtype.number], OFFSETS[dtype.number] = added(less), less == 0
-    PARTED[dtype.number] = less == SIGNED
+for dtype, code in ((t, t.code["codes"]) for t in CODES):
+    LESS[dtype.number], OFFSETS[dtype.number] = code.less, code.less == 0
+    PARTED[dtype.number] = code.signed
     SPLIT[dtype.number] = dtype.layout is not None and dtype.layout.group < BLOCK
 
 

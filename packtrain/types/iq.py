@@ -114,6 +114,20 @@ def unpack_iq4_nl(y, x, n):
         store(y, out + 16, pick(values, q >> 4) * d)
 
 
+@iq4_nl.dot
+def dot_iq4_nl(x, w, n):
+    values, every = load(NL, 0), splat(0.0)
+    for p in range(0, n, 256):
+        a, b = splat(0.0), splat(0.0)
+        for i in range(p, min(p + 256, n), 32):
+            d, q = half_at(w, 0), bytes_at(w, 2)
+            a = fma(pick(values, q) * d, load(x, i), a)
+            b = fma(pick(values, q >> 4) * d, load(x, i + 16), b)
+            w += 18
+        every += a + b
+    return total(every)
+
+
 @iq4_xs.unpack
 def unpack_iq4_xs(y, x, n):
     values = load(NL, 0)

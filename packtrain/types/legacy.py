@@ -12,6 +12,7 @@ from packtrain.types.words import (
     bytes_at,
     chars_at,
     extreme,
+    fma,
     half_at,
     lane_numbers,
     largest,
@@ -22,9 +23,11 @@ from packtrain.types.words import (
     put_rounded,
     put_word,
     reciprocal,
+    splat,
     spread_bits,
     store,
     to_floats,
+    total,
     word_at,
 )
 
@@ -126,6 +129,20 @@ def unpack_q8_0(y, x, n):
         d = half_at(at, 0)
         store(y, out, to_floats(chars_at(at, 2)) * d)
         store(y, out + 16, to_floats(chars_at(at, 18)) * d)
+
+
+@q8_0.dot
+def dot_q8_0(x, w, n):
+    every = splat(0.0)
+    for p in range(0, n, 256):
+        a, b = splat(0.0), splat(0.0)
+        for i in range(p, min(p + 256, n), 32):
+            d = half_at(w, 0)
+            a = fma(to_floats(chars_at(w, 2)) * d, load(x, i), a)
+            b = fma(to_floats(chars_at(w, 18)) * d, load(x, i + 16), b)
+            w += 34
+        every += a + b
+    return total(every)
 
 
 @q8_0.pack

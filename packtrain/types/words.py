@@ -23,10 +23,12 @@ class Code(Word):
 
     inlined  into its callers; else it is compiled once, and called
     less     what is too much in codes that it gives
+    signed   whether codes are signed bytes without that
     """
 
     def __init__(self, function: Callable[..., Any], inlined: bool = False, less: int = 0) -> None:
         self.function, self.inlined, self.less = function, inlined, less
+        self.signed = less == 128
 
 
 class Ints:

@@ -1,113 +1,35 @@
-"""The server as programs use it: the official `openai` client, and the calls of Open WebUI, over real connections."""
+"""The server as programs use it: chats and errors with the official `openai` client, over real connections."""
 
 import asyncio
-import threading
-import time
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
-import httpx  # noqa: E402
-
-from packtrain.events import Events  # noqa: E402
-from packtrain.serving.app import app  # noqa: E402
-from packtrain.serving.listen import bound, listener  # noqa: E402
-from packtrain.serving.server import Server  # noqa: E402
-from packtrain.tasks.serve import Serve, load  # noqa: E402
-from tests.architectures import random_model  # noqa: E402
-
-KEY = "secret-key"
-ASK: list[Any] = [{"role": "user", "content": "the a"}]
+from tests.clients import ASK, Api, connected, openai, opened
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path = tmp_path_factory.mktemp("clients") / "m.gguf"
-    random_model(path, "llama")
-    made = load(Serve(path, ctx=2048, chat_template="chatml", seed=1, embeddings=True), Events())
-    yield made
-    made.engine.close(0)
-
-
-@contextmanager
-def listening(server: Server, *keys: str) -> Iterator[str]:
-    """The address of a listener in a thread of its own."""
-    sock = bound("127.0.0.1", 0)
-    running = listener(app(server, keys), server.engine, lambda words: None)
-    thread = threading.Thread(target=running.run, args=([sock],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        running.should_exit = True
-        thread.join()
-
-
-@pytest.fixture(scope="module")
-def address(server) -> Iterator[str]:
-    with listening(server) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def locked(server) -> Iterator[str]:
-    """The same engine behind a key."""
-    with listening(server, KEY) as address:
-        yield address
-
-
-def connected(address: str, **how: Any) -> Any:
-    given = {"api_key": "any", "max_retries": 0, "timeout": 60} | how
-    return openai.OpenAI(base_url=f"{address}/v1", **given)
-
-
-@pytest.fixture(scope="module")
-def client(address) -> Iterator[Any]:
-    with connected(address) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def chat(client) -> Any:
-    """Asks for a chat, by default for eight tokens, the likeliest ones."""
-
-    def ask(messages: Any = ASK, **how: Any) -> Any:
-        given = {"model": "m.gguf", "max_tokens": 8, "temperature": 0} | how
-        return client.chat.completions.create(messages=messages, **given)
-
-    return ask
-
-
-def idle(server: Server, seconds: float = 10) -> bool:
-    """Whether all slots become free."""
-    end = time.monotonic() + seconds
-    while any(slot.writing for slot in server.engine.slots) or server.engine.waiting:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with opened(tmp_path_factory.mktemp("clients")) as api:
+        yield api
 
 
 # ---- models and chats
 
 
-def test_models_are_listed_and_found_by_name(client):
-    (one,) = client.models.list().data
+def test_models_are_listed_and_found_by_name(api):
+    (one,) = api.client.models.list().data
     assert one.id == "m.gguf" and one.object == "model"
-    assert client.models.retrieve("m.gguf").id == "m.gguf"
+    assert api.client.models.retrieve("m.gguf").id == "m.gguf"
     with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("none-such")
+        api.client.models.retrieve("none-such")
 
 
-def test_a_stream_put_together_is_the_whole_answer(chat):
-    whole = chat()
-    chunks = list(chat(stream=True, stream_options={"include_usage": True}))
+def test_a_stream_put_together_is_the_whole_answer(api):
+    whole = api.chat()
+    chunks = list(api.chat(stream=True, stream_options={"include_usage": True}))
     *parts, last, counts = chunks
     assert parts[0].choices[0].delta.role == "assistant"
     text = "".join(part.choices[0].delta.content or "" for part in parts)
@@ -116,12 +38,12 @@ def test_a_stream_put_together_is_the_whole_answer(chat):
     assert counts.choices == [] and counts.usage.completion_tokens == 8
     assert counts.usage.total_tokens == whole.usage.total_tokens
     assert all(part.usage is None for part in (*parts, last))
-    assert all(part.choices for part in chat(stream=True))
+    assert all(part.choices for part in api.chat(stream=True))
 
 
-def test_streams_at_once_are_each_what_they_are_alone(address, chat):
+def test_streams_at_once_are_each_what_they_are_alone(api):
     words = [[{"role": "user", "content": f"the {letter}"}] for letter in "abcdef"]
-    want = [chat(messages).choices[0].message.content for messages in words]
+    want = [api.chat(messages).choices[0].message.content for messages in words]
 
     async def text(client: Any, messages: Any) -> str:
         stream = await client.chat.completions.create(
@@ -130,32 +52,164 @@ def test_streams_at_once_are_each_what_they_are_alone(address, chat):
         return "".join([part.choices[0].delta.content or "" async for part in stream])
 
     async def every() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any") as client:
+        async with openai.AsyncOpenAI(base_url=f"{api.address}/v1", api_key="any") as client:
             return await asyncio.gather(*(text(client, messages) for messages in words))
 
     assert asyncio.run(every()) == want
 
 
-def test_a_stream_that_is_closed_frees_its_slot(server, chat):
-    with chat(max_tokens=1500, stream=True) as stream:
+def test_a_stream_that_is_closed_frees_its_slot(api):
+    with api.chat(max_tokens=1500, stream=True) as stream:
         texts = (part.choices[0].delta.content for part in stream)
         assert next(text for text in texts if text)
-        assert any(slot.writing for slot in server.engine.slots)
-    written = server.engine.totals.written
-    assert idle(server)
-    assert server.engine.totals.written - written < 100
+        assert any(slot.writing for slot in api.server.engine.slots)
+    written = api.server.engine.totals.written
+    assert api.idle()
+    assert api.server.engine.totals.written - written < 100
+
+
+def test_what_a_chat_may_say(api):
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " a"}]
+    text = api.chat().choices[0].message.content
+    assert api.chat([{"role": "user", "content": parts}]).choices[0].message.content == text
+    begun = {"role": "assistant", "content": None, "refusal": "no"}  # as the client repeats one
+    api.chat([*ASK, begun, *ASK], max_tokens=1)
+    other = api.chat([{"role": "developer", "content": "e"}, *ASK], max_tokens=1)
+    assert other.usage.prompt_tokens > api.chat(max_tokens=1).usage.prompt_tokens
+    more = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me"}
+    answer = api.chat(**more, reasoning_effort="low", extra_body={"no_such_field": {"x": [1]}})
+    assert answer.choices[0].message.content == text
+
+
+def test_lengths(api):
+    assert api.chat(max_tokens=3).usage.completion_tokens == 3
+    assert api.chat(max_tokens=None, max_completion_tokens=2).usage.completion_tokens == 2
+    assert api.chat(max_tokens=9, max_completion_tokens=2).usage.completion_tokens == 2
+
+
+def test_stop_texts_end_an_answer_before_them(api):
+    text = api.chat(max_tokens=30).choices[0].message.content
+    stop = text[5:7]
+    for asked in (stop, ["no such text", stop]):
+        (choice,) = api.chat(max_tokens=30, stop=asked).choices
+        assert choice.finish_reason == "stop"
+        assert choice.message.content == text[: text.index(stop)]
+        parts = [part.choices[0] for part in api.chat(max_tokens=30, stop=asked, stream=True)]
+        assert "".join(p.delta.content or "" for p in parts) == text[: text.index(stop)]
+        assert parts[-1].finish_reason == "stop"
+
+
+def test_probabilities_of_chosen_and_likely_tokens(api):
+    """Greedy: the chosen token is the likeliest one."""
+    (choice,) = api.chat(logprobs=True, top_logprobs=5).choices
+    assert len(choice.logprobs.content) == 8
+    for token in choice.logprobs.content:
+        assert len(token.top_logprobs) == 5 and token.top_logprobs[0].bytes == token.bytes
+        likely = [top.logprob for top in token.top_logprobs]
+        assert likely == sorted(likely, reverse=True) and likely[0] == token.logprob
+        assert 0 < sum(math.exp(logprob) for logprob in likely) <= 1
+    text = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+    assert text.decode(errors="replace") == choice.message.content
+    parts = list(api.chat(logprobs=True, top_logprobs=5, stream=True))
+    told = [one for part in parts if (found := part.choices[0].logprobs) for one in found.content]
+    assert [one.token for one in told] == [one.token for one in choice.logprobs.content]
+    alone = api.chat(logprobs=True).choices[0].logprobs.content
+    assert [one.top_logprobs for one in alone] == [[]] * 8
+    assert alone[0].logprob == pytest.approx(choice.logprobs.content[0].logprob, abs=1e-4)
+    assert api.chat().choices[0].logprobs is None
+
+
+def test_several_answers_and_seeds(api):
+    answer = api.chat(n=3, temperature=1.5, seed=7)
+    texts = [choice.message.content for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({*texts}) == 3 and answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == api.chat().usage.prompt_tokens
+    again = api.chat(n=3, temperature=1.5, seed=7)
+    assert [choice.message.content for choice in again.choices] == texts
+    assert api.chat(temperature=1.5, seed=7).choices[0].message.content == texts[0]
+    streamed = ["", "", ""]
+    for part in api.chat(n=3, temperature=1.5, seed=7, stream=True):
+        streamed[part.choices[0].index] += part.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+def test_settings_change_what_comes(api):
+    def ids(**how: Any) -> list[int]:
+        content = api.chat(max_tokens=40, logprobs=True, **how).choices[0].logprobs.content
+        return [one.id for one in content]
+
+    plain = ids()
+    assert len({*plain}) < 40 == len({*ids(presence_penalty=2.0, frequency_penalty=2.0)})
+    assert plain[0] not in ids(logit_bias={plain[0]: -100})
+    e = api.server.tokenizer.tokens.index(b"e")
+    assert ids(logit_bias={str(e): 100}) == [e] * 40
+    assert (
+        ids(temperature=1.0, top_p=1e-6) == ids(temperature=1.0, extra_body={"top_k": 1}) == plain
+    )
 
 
 # ---- errors
 
 
-def test_keys_are_asked_for(locked):
-    with connected(locked, api_key="wrong") as wrong:
-        with pytest.raises(openai.AuthenticationError) as refused:
-            wrong.chat.completions.create(model="m", messages=ASK)
-        assert refused.value.type == "authentication_error"
-        assert wrong.models.list().data[0].id == "m.gguf"
-    with connected(locked, api_key=KEY) as right:
-        answer = right.chat.completions.create(model="m", messages=ASK, max_tokens=1)
-        assert answer.usage.completion_tokens == 1
-    assert httpx.post(f"{locked}/v1/chat/completions", json={"messages": ASK}).status_code == 401
+BAD: list[tuple[Any, str]] = [
+    ({"messages": None}, "'messages' is required"),
+    ({"messages": "the"}, "'messages' is required"),
+    ({"messages": []}, "messages must be a list"),
+    ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
+    ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]: content"),
+    ({"messages": [{"content": "a"}]}, "role"),
+    ({"temperature": "hot"}, "temperature must be a number"),
+    ({"max_tokens": "many"}, "max_tokens must be a whole number"),
+    ({"n": 0}, "n is 0"),
+    ({"stop": {"a": 1}}, "stop must be"),
+    ({"stream": "yes"}, "stream must be true or false"),
+    ({"stream": True, "stream_options": "all"}, "stream_options must be a JSON object"),
+    ({"top_logprobs": 2}, "top_logprobs requires logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; it must be at least 0 and at most 20"),
+    ({"response_format": {"type": "sound"}}, "response_format.type is 'sound'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body, words", BAD)
+def test_bad_requests_are_told_in_a_sentence(api, body, words):
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        api.chat(extra_body=body)
+    fault = refused.value
+    assert fault.status_code == 400 and fault.type == "invalid_request_error"
+    assert "JSONL" not in fault.message and "a record" not in fault.message
+
+
+def test_images_are_refused(api):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.BadRequestError, match="'image_url'; only text is supported"):
+        api.chat([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long(api, stream):
+    with pytest.raises(openai.BadRequestError) as refused:
+        api.chat([{"role": "user", "content": "e a " * 2000}], stream=stream)
+    fault, most = refused.value.body, api.server.engine.limit
+    assert fault["type"] == "exceed_context_size_error" and fault["code"] == 400
+    assert fault["n_ctx"] == most < fault["n_prompt_tokens"]
+
+
+def test_what_there_is_not(api):
+    asked = [
+        lambda: api.client.moderations.create(input="a"),
+        lambda: api.client.images.generate(prompt="a"),
+        lambda: api.client.get("/nothing", cast_to=object),
+    ]
+    for ask in asked:
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask()
+        assert refused.value.type == "not_found_error"
+
+
+def test_who_waits_no_longer_frees_the_slot(api):
+    want = api.chat().choices[0].message.content
+    with connected(api.address, timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
+        hasty.chat.completions.create(model="m", messages=ASK, extra_body={"ignore_eos": True})
+    assert api.idle()
+    assert api.chat().choices[0].message.content == want

@@ -76,10 +76,14 @@ class Grammar:
         several: bool = False,
         words: Sequence[str] = (),
         tokens: Sequence[int] = (),
+        otherwise: str = "",
     ) -> "Grammar":
-        """JSON documents of a schema, each after a text or token and before a text. Raises InputError."""
+        """JSON documents of a schema, each after a text or token and before a text. Raises InputError.
+
+        otherwise  schema of one without such texts, which may come instead
+        """
         first = f"<[{opening}]>" if isinstance(opening, int) else _quoted(opening)
-        source = of_calls(schema, first, _quoted(closing), several)
+        source = of_calls(schema, first, _quoted(closing), several, otherwise)
         return cls(tokenizer, source, words, tokens)
 
     def copy(self) -> "Grammar":

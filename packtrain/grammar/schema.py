@@ -12,6 +12,10 @@ WHITE = r"( |\n{1,2}[ \t]{0,20})?"
 
 def of_schema(text: str) -> str:
     """The grammar of the documents that a schema describes. Raises InputError."""
+    return f"{HEAD}start: %json {_spaced(_read(text))}\n"
+
+
+def _read(text: str) -> Any:
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
@@ -23,19 +27,28 @@ def of_schema(text: str) -> str:
         raise InputError("JSON schema: a number has too many digits") from None
     if not isinstance(schema, dict):
         raise InputError("JSON schema: it must be an object, like {}")
-    try:
-        closed = _closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
-    except RecursionError:
-        raise InputError("JSON schema: it is nested too deep") from None
-    return f"{HEAD}start: %json {json.dumps(closed)}\n"
+    return schema
 
 
-def of_calls(schema: Any, opening: str, closing: str, several: bool) -> str:
-    """The grammar of texts between which a JSON document stands, once or several times; as llguidance writes them."""
-    closed = _closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}}
+def of_calls(schema: Any, opening: str, closing: str, several: bool, otherwise: str = "") -> str:
+    """The grammar of texts between which a JSON document stands, once or several times; as llguidance writes them.
+
+    otherwise  schema of a document that may come instead. Raises InputError.
+    """
     call = " ".join(filter(None, (opening, "document", closing)))
     again = f" (/\\s*/ {call})*" if several else ""
-    return f"{HEAD}start: {call}{again}\ndocument: %json {json.dumps(closed)}\n"
+    start, rules = f"{call}{again}", f"document: %json {_spaced(schema)}\n"
+    if otherwise:
+        start, rules = f"{start} | other", f"{rules}other: %json {_spaced(_read(otherwise))}\n"
+    return f"{HEAD}start: {start}\n{rules}"
+
+
+def _spaced(schema: Any) -> str:
+    """A schema as llguidance takes it, with as much space in documents as llama.cpp lets come."""
+    try:
+        return json.dumps(_closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}})
+    except RecursionError:
+        raise InputError("JSON schema: it is nested too deep") from None
 
 
 def _closed(schema: Any, merged: bool = False) -> Any:

@@ -91,6 +91,10 @@ def _message(turn: Any, at: str, empty: bool) -> Message:
         parsed_calls = [_call(call, at) for call in (calls if isinstance(calls, list) else [calls])]
         words = _content(content, at) if content else ""
         return {"role": role, "content": words, **kept, "tool_calls": parsed_calls}
+    if empty and content is None:
+        if "content" not in turn:
+            raise InputError(f"{at} has no content")
+        content = ""  # null, as clients repeat an answer without words
     return new_message(role, content, at, empty) | kept
 
 
@@ -107,8 +111,9 @@ def _content(content: Any, at: str) -> str:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
+                kind = repr(part.get("type")) if isinstance(part, dict) else "no object"
                 raise InputError(
-                    f"{at}: content has a part that is not text", "only text is supported"
+                    f"{at}: content has a part that is not text: {kind}", "only text is supported"
                 )
         content = "".join(sound(part.get("text"), f"{at}: text", WANTED) for part in content)
     return sound(content, f"{at}: content", WANTED)

@@ -1,32 +1,34 @@
 """/v1/completions and /v1/chat/completions: OpenAI's shapes of answers, whole and as streams."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from packtrain.generation import Pieces
 from packtrain.serving.jobs import Chosen, Counts, End, Part
+from packtrain.serving.reading import Asked
 from packtrain.serving.shapes import described, finish, head, new_id, timings, usage
-from packtrain.serving.tools import Tools
 from packtrain.tokenizer import Tokenizer
 
 Found = Sequence[tuple[str, tuple[Chosen, ...], End]]
 Event = dict[str, Any]
+BYTES = "bytes:"
 
 
 class Texts:
     """Answers of /v1/completions.
 
     counted  whether a stream ends with the counts of tokens
-    told     whether tokens have probabilities
     """
 
     kind, object, streamed = "cmpl", "text_completion", "text_completion"
     ends_with_done = True
 
-    def __init__(self, model: str, tokenizer: Tokenizer, counted: bool, told: bool) -> None:
-        self._model, self._tokenizer, self._counted, self._told = model, tokenizer, counted, told
-        self._id = new_id(self.kind)
+    def __init__(self, model: str, tokenizer: Tokenizer, counted: bool, asked: Asked) -> None:
+        self._model, self._tokenizer, self._counted, self._asked = model, tokenizer, counted, asked
+        self._id, self._told = new_id(self.kind), asked.shown is not None
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in asked.jobs]
+        self._lengths = [0] * len(asked.jobs)
 
     def _head(self, object: str) -> Event:
         return head(object, self._id, self._model)
@@ -34,12 +36,13 @@ class Texts:
     def _event(
         self, number: int, content: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
     ) -> Event:
-        told = self._probabilities(tokens) if self._told and tokens else None
+        told = self._probabilities(number, tokens) if self._told and tokens else None
         choice = {"index": number, **content, "logprobs": told, "finish_reason": reason}
         return self._head(self.streamed) | {"choices": [choice]}
 
     def begin(self) -> list[Event]:
-        return []
+        told = enumerate(self._asked.before)
+        return [self._event(number, {"text": text}) for number, text in told]
 
     def part(self, number: int, part: Part) -> list[Event]:
         return [self._event(number, {"text": part.text}, tokens=part.tokens)]
@@ -51,35 +54,53 @@ class Texts:
         """After all answers."""
         if not self._counted:
             return []
-        return [
-            self._head(self.streamed)
-            | {"choices": [], "usage": usage(counts), "timings": timings(counts[-1])}
-        ]
+        told = {"usage": usage(counts, self._asked.count), "timings": timings(counts[-1])}
+        return [self._head(self.streamed) | {"choices": []} | told]
 
     def whole(self, found: Found) -> Event:
         """All answers at once."""
         choices = [self._choice(number, *one) for number, one in enumerate(found)]
         counts = [end.counts for _, _, end in found]
-        told = {"usage": usage(counts), "timings": timings(counts[0])}
+        told = {"usage": usage(counts, self._asked.count), "timings": timings(counts[0])}
         return self._head(self.object) | {"choices": choices} | told
 
     def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
-        told = self._probabilities(tokens) if self._told else None
+        told = self._probabilities(number, tokens) if self._told else None
+        text = self._asked.before[number] + text if self._asked.before else text
         return {"index": number, "text": text, "logprobs": told, "finish_reason": finish(end)}
 
-    def _probabilities(self, tokens: Sequence[Chosen]) -> Event:
+    def _described(self, tokens: Sequence[Chosen]) -> list[Event]:
+        return [described(token, self._tokenizer, self._asked.shown) for token in tokens]
+
+    def _probabilities(self, number: int, tokens: Sequence[Chosen]) -> Event:
         """As /v1/completions has always had them, and by token, as chats have them."""
-        content = [described(token, self._tokenizer) for token in tokens]
-        lengths = accumulate((len(one["token"]) for one in content), initial=0)
+        content = self._described(tokens)
+        names = [_name(one) for one in content]
+        offsets = [self._offset(number, *one) for one in zip(names, content, strict=True)]
         return {
             "content": content,
-            "tokens": [one["token"] for one in content],
+            "tokens": names,
             "token_logprobs": [one["logprob"] for one in content],
             "top_logprobs": [
-                {t["token"]: t["logprob"] for t in one["top_logprobs"]} for one in content
+                {_name(top): top["logprob"] for top in one["top_logprobs"]} for one in content
             ],
-            "text_offset": [*lengths][:-1],
+            "text_offset": offsets,
         }
+
+    def _offset(self, number: int, name: str, token: Event) -> int:
+        """Where in the text of an answer the next token begins."""
+        before = self._lengths[number]
+        self._lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
+        return before if name.startswith(BYTES) else self._lengths[number] - len(name)
+
+
+def _name(token: Event) -> str:
+    """The text of a token, or its bytes as OpenAI writes them where they are no text: `bytes:\\xc3`."""
+    piece = bytes(token["bytes"])
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return BYTES + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 class Chats(Texts):
@@ -87,20 +108,12 @@ class Chats(Texts):
 
     kind, object, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        counted: bool,
-        told: bool,
-        tools: Tools | None,
-        answers: int,
-    ) -> None:
-        super().__init__(model, tokenizer, counted, told)
-        self._tools = tools
+    def __init__(self, model: str, tokenizer: Tokenizer, counted: bool, asked: Asked) -> None:
+        super().__init__(model, tokenizer, counted, asked)
+        tools = self._tools = asked.tools
         openings = (tools.style.opening,) if tools else ()
-        self._shown = [Pieces(openings) for _ in range(answers)]
-        self._texts = [""] * answers
+        self._shown = [Pieces(openings) for _ in asked.jobs]
+        self._texts = [""] * len(asked.jobs)
 
     def _delta(
         self, number: int, delta: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
@@ -131,7 +144,7 @@ class Chats(Texts):
             events.append(self._delta(number, {"content": rest}))
         for index, call in enumerate(calls):
             events.append(self._delta(number, {"tool_calls": [{"index": index, **call}]}))
-        reason = "tool_calls" if calls else reason
+        reason = "tool_calls" if calls and reason == "stop" else reason
         return [*events, self._delta(number, {}, reason) | {"timings": timings(end.counts)}]
 
     def _calls(self, text: str) -> tuple[str, list[Event]]:
@@ -142,12 +155,10 @@ class Chats(Texts):
         message: Event = {"role": "assistant", "content": content or (None if calls else "")}
         if calls:
             message["tool_calls"] = calls
-        choice = {
-            "index": number,
-            "message": message,
-            "finish_reason": "tool_calls" if calls else finish(end),
-        }
-        return choice | ({"logprobs": self._probabilities(tokens)} if self._told else {})
+        reason = finish(end)
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        choice = {"index": number, "message": message, "finish_reason": reason}
+        return choice | ({"logprobs": self._probabilities(number, tokens)} if self._told else {})
 
-    def _probabilities(self, tokens: Sequence[Chosen]) -> Event:
-        return {"content": [described(token, self._tokenizer) for token in tokens]}
+    def _probabilities(self, number: int, tokens: Sequence[Chosen]) -> Event:
+        return {"content": self._described(tokens)}

@@ -176,9 +176,16 @@ class Engine:
         if not idle or self._is_being_read(job):
             return None
         best = max(idle, key=lambda slot: (self._known(slot, job), -slot.used))
-        if self._known(best, job) > self._similar * len(job.prompt):
+        known = self._known(best, job)
+        if known > self._similar * len(job.prompt) and not self._loses(best, known):
             return best
         return min(idle, key=lambda slot: slot.used)
+
+    def _loses(self, slot: Slot, known: int) -> bool:
+        """Whether a slot would lose more than is used of it, though another slot can share that part."""
+        pools = self.context.pools
+        shares = not pools.parts and not pools.ring
+        return shares and len(pools.all.of(slot.number)) > 2 * known
 
     def _known(self, slot: Slot, job: Job) -> int:
         """How much of a prompt is in the cells of a slot."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from packtrain.errors import InputError
 from packtrain.grammar import Grammar
-from packtrain.samples.messages import Conversation, Message, question
+from packtrain.samples.messages import WANTED, Conversation, Message, question
 from packtrain.serving.asked import (
     MOST_ANSWERS,
     MOST_TOP,
@@ -45,8 +45,9 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
     )
 
 
-def with_top(server: Server, job: Job, top: int) -> Job:
-    """The job with `top` probabilities for each token. Raises InputError if these are too many to keep."""
+def with_top(server: Server, job: Job, shown: int | None) -> Job:
+    """The job with so many probabilities for each token. Raises InputError if these are too many to keep."""
+    top = 0 if shown is None else max(shown, 1)
     most = server.engine.limit if job.count < 0 else min(job.count, server.engine.limit)
     if top * most > MOST_TOLD:
         raise InputError(
@@ -64,32 +65,37 @@ def several(job: Job, count: int) -> list[Job]:
 
 def grammar_of(server: Server, body: Body) -> Grammar | None:
     """The grammar that a request asks for in any of the ways there are. Raises InputError."""
-    text = body.text("grammar", "", LONGEST_GRAMMAR)
-    schema, wanted = body.get("json_schema"), body.get("response_format")
-    if wanted is not None:
-        found = schema_of(Body(wanted, "response_format"))
-        schema = found if found is not None else schema
-    if text and schema is not None:
+    text, schema = body.text("grammar", "", LONGEST_GRAMMAR), schema_of(body)
+    if text and schema:
         raise InputError("grammar and json_schema exclude each other")
-    if schema is not None:
-        written = json.dumps(schema)
-        if len(written) > LONGEST_GRAMMAR:
-            raise InputError(f"json_schema has more than {LONGEST_GRAMMAR:,} characters")
-        return Grammar.from_schema(server.tokenizer, written)
+    if schema:
+        return Grammar.from_schema(server.tokenizer, schema)
     return Grammar.from_gbnf(server.tokenizer, text) if text else None
 
 
-def schema_of(wanted: Body) -> Any:
+def schema_of(body: Body) -> str:
+    """The schema that a request asks for, as JSON; "" without one. Raises InputError."""
+    schema, wanted = body.get("json_schema"), body.get("response_format")
+    if wanted is not None:
+        found = format_of(Body(wanted, "response_format"))
+        schema = schema if found is None else found
+    written = "" if schema is None else json.dumps(schema)
+    if len(written) > LONGEST_GRAMMAR:
+        raise InputError(f"json_schema has more than {LONGEST_GRAMMAR:,} characters")
+    return written
+
+
+def format_of(wanted: Body) -> Any:
     """The schema of a response_format, if it has one. Raises InputError."""
     kind = wanted.text("type")
     if kind == "text":
         return None
     if kind == "json_object":
         schema = wanted.get("schema")
-        return {"type": "object"} if schema is None else schema
+        return schema or {"type": "object"}
     if kind == "json_schema":
         within = Body(wanted.get("json_schema") or wanted.get("schema"), "json_schema")
-        return within.get("schema") if within.has("schema") else {}
+        return within.get("schema") or {"type": "object"}  # without one: any object
     raise InputError(
         f"response_format.type is {kind!r}; it must be text, json_object or json_schema"
     )
@@ -103,56 +109,91 @@ def completions(server: Server, body: Body) -> list[Job]:
     prompts = prompts_of(body.get("prompt"), server.tokenizer, MOST_ANSWERS)
     grammar = grammar_of(server, body)
     top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
-    jobs = [with_top(server, job_of(server, body, prompt, grammar), top) for prompt in prompts]
+    jobs = [
+        with_top(server, job_of(server, body, prompt, grammar), top or None) for prompt in prompts
+    ]
     return jobs if len(jobs) == 1 else [replace(job, slot=-1) for job in jobs]
 
 
-def texts(server: Server, body: Body) -> list[Job]:
-    """Jobs of /v1/completions. Raises InputError."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request of OpenAI's kind asks for.
+
+    count   answers to each prompt
+    shown   how many likely tokens are told with each token; None: not even its own probability
+    before  text with which each answer begins
+    tools   those that answers may call
+    """
+
+    jobs: list[Job]
+    count: int
+    shown: int | None
+    before: tuple[str, ...] = ()
+    tools: Tools | None = None
+
+
+def texts(server: Server, body: Body) -> Asked:
+    """What /v1/completions is asked for. Raises InputError."""
     prompts = prompts_of(body.get("prompt"), server.tokenizer, MOST_ANSWERS)
     grammar = grammar_of(server, body)
-    told = body.get("logprobs")
-    top = int(told) if isinstance(told, bool) else body.number("logprobs", 0, 0, MOST_TOP)
-    top = max(top, body.number("n_probs", 0, 0, MOST_TOP))
+    given = body.get("logprobs")
+    asked = bool(given) if isinstance(given, bool) else body.has("logprobs")
+    top = 1 if given is True else body.number("logprobs", 0, 0, MOST_TOP) if asked else 0
+    shown = shown_of(body, asked, top)
     count = body.number("n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise InputError(f"n: {len(prompts) * count} answers are asked for; at most {MOST_ANSWERS}")
-    return [
+    if body.text("suffix"):
+        raise InputError("suffix is not supported: no text is inserted before another")
+    if body.number("best_of", 1, 1) > count:
+        raise InputError("best_of is not supported: ask for n answers, and choose")
+    if body.flag("echo") and asked:
+        raise InputError("echo with logprobs is not supported: ask for one of them")
+    jobs = [
         job
         for prompt in prompts
-        for job in several(with_top(server, job_of(server, body, prompt, grammar), top), count)
+        for job in several(with_top(server, job_of(server, body, prompt, grammar), shown), count)
     ]
+    told = (server.tokenizer.decode(job.prompt) for job in jobs)
+    return Asked(jobs, count, shown, tuple(told) if body.flag("echo") else ())
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A chat request: its jobs, and the tools that answers may call."""
-
-    jobs: list[Job]
-    tools: Tools | None
+def shown_of(body: Body, asked: bool, top: int) -> int | None:
+    """How many likely tokens are told; `n_probs` asks for them, too. Raises InputError."""
+    more = body.number("n_probs", 0, 0, MOST_TOP)
+    return max(top, more) if asked or more else None
 
 
-def chat(server: Server, body: Body) -> Chat:
-    """Jobs of /v1/chat/completions. Raises InputError."""
+def chat(server: Server, body: Body) -> Asked:
+    """What /v1/chat/completions is asked for. Raises InputError."""
     conversation = conversation_of(body)
     tools = Tools.of(body, conversation, server.source)
     text = prompt_text(server, conversation, tools)
-    top = body.number("top_logprobs", 0, 0, MOST_TOP) if body.flag("logprobs") else 0
-    top = max(top, body.number("n_probs", 0, 0, MOST_TOP), body.flag("logprobs"))
-    if tools and body.has("grammar", "json_schema"):
+    top, asked = body.number("top_logprobs", 0, 0, MOST_TOP), body.flag("logprobs")
+    if top and not asked:
+        raise InputError("top_logprobs requires logprobs to be true")
+    shown = shown_of(body, asked, top)
+    if tools and body.text("grammar"):
         raise InputError("tools and grammar exclude each other")
-    grammar = tools.grammar(server.tokenizer) if tools else grammar_of(server, body)
+    grammar = (
+        tools.grammar(server.tokenizer, schema_of(body)) if tools else grammar_of(server, body)
+    )
     job = job_of(server, body, server.ids(text), grammar)
     special = tools is not None and tools.token(server.tokenizer) is not None
-    job = replace(with_top(server, job, top), special=special)
-    return Chat(several(job, body.number("n", 1, 1, MOST_ANSWERS)), tools)
+    job = replace(with_top(server, job, shown), special=special)
+    count = body.number("n", 1, 1, MOST_ANSWERS)
+    return Asked(several(job, count), count, shown, tools=tools)
 
 
 def conversation_of(body: Body) -> Conversation:
     """The messages and tools of a chat. Raises InputError."""
     if not isinstance(body.get("messages"), list):
         raise InputError("'messages' is required; it must be a list of messages")
-    found = question(body.get("messages"), body.get("tools"), "request")
+    try:
+        found = question(body.get("messages"), body.get("tools"), "request")
+    except InputError as error:  # its advice is about files
+        advice = "" if error.advice == WANTED else error.advice
+        raise InputError(error.fact.removeprefix("request: "), advice) from None
     roles = ("system" if m["role"] == "developer" else m["role"] for m in found.messages)
     messages = [{**m, "role": role} for m, role in zip(found.messages, roles, strict=True)]
     if [m["role"] for m in messages[-2:]] == ["assistant", "assistant"]:
@@ -167,6 +208,8 @@ def prompt_text(server: Server, conversation: Conversation, tools: Tools | None 
     asked = replace(conversation, messages=messages[:-1] if begun else messages)
     if not asked.messages:
         raise InputError("messages: there is nothing to answer before the assistant's message")
+    if begun and begun.get("tool_calls"):
+        raise InputError("messages: the last calls tools; their results must follow")
     if tools is None:
         asked = replace(asked, tools=None)
     elif not server.takes_tools:

@@ -37,22 +37,21 @@ def completion(server: Server, body: Body, request: Request) -> Response:
 
 
 def text_completion(server: Server, body: Body, request: Request) -> Response:
-    jobs = reading.texts(server, body)
-    told = body.get("logprobs") not in (None, False)
-    shape = Texts(server.name, server.tokenizer, counted(body), told)
-    return answer(server, jobs, shape, body.flag("stream"))
+    asked = reading.texts(server, body)
+    shape = Texts(server.name, server.tokenizer, counted(body), asked)
+    return answer(server, asked.jobs, shape, body.flag("stream"))
 
 
 def chat_completion(server: Server, body: Body, request: Request) -> Response:
-    chat = reading.chat(server, body)
-    how = counted(body), body.flag("logprobs"), chat.tools, len(chat.jobs)
-    shape = Chats(server.name, server.tokenizer, *how)
-    return answer(server, chat.jobs, shape, body.flag("stream"))
+    asked = reading.chat(server, body)
+    shape = Chats(server.name, server.tokenizer, counted(body), asked)
+    return answer(server, asked.jobs, shape, body.flag("stream"))
 
 
 def counted(body: Body) -> bool:
     """Whether a stream ends with the counts of tokens."""
-    return body.has("stream_options") and Body(body.get("stream_options")).flag("include_usage")
+    name = "stream_options"
+    return body.has(name) and Body(body.get(name), name).flag("include_usage")
 
 
 # ---- texts and tokens

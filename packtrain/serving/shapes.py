@@ -33,14 +33,16 @@ def head(object: str, id: str, model: str) -> dict[str, Any]:
     }
 
 
-def usage(counts: Sequence[Counts]) -> dict[str, Any]:
-    """Tokens of a request with one or several answers to one prompt."""
-    prompt, written = max(c.prompt for c in counts), sum(c.written for c in counts)
+def usage(counts: Sequence[Counts], answers: int = 1) -> dict[str, Any]:
+    """Tokens of a request with so many answers to each of its prompts, which count once."""
+    prompt, written = sum(c.prompt for c in counts[::answers]), sum(c.written for c in counts)
+    every = range(0, len(counts), answers)
+    cached = sum(min(c.cached for c in counts[at : at + answers]) for at in every)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": max(c.cached for c in counts)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -63,15 +65,15 @@ def timings(counts: Counts) -> dict[str, Any]:
     }
 
 
-def described(token: Chosen, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A token, its probability, and the likeliest ones."""
+def described(token: Chosen, tokenizer: Tokenizer, most: int | None = None) -> dict[str, Any]:
+    """A token, its probability, and the likeliest ones, at most so many."""
 
     def one(id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.piece(id)
         text = piece.decode(errors="replace")
         return {"id": id, "token": text, "bytes": [*piece], "logprob": min(logprob, 0.0)}
 
-    top = [one(id, logprob) for id, logprob in token.top]
+    top = [one(id, logprob) for id, logprob in token.top[:most]]
     return {**one(token.id, token.logprob), "top_logprobs": top}
 
 

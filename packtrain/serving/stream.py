@@ -121,15 +121,19 @@ class Events(_Answer):
 
     async def _events(self) -> AsyncIterator[bytes]:
         yield b"".join(map(_data, self._shape.begin()))
-        counts = list[Counts]()
+        counts = dict[int, Counts]()
         async for found in self._server.told(self._jobs, QUIET):
             yield b"".join(self._told(found, counts)) if found else b": still working\n\n"
-        last = b"".join(map(_data, self._shape.close(counts)))
+        last = b"".join(
+            map(_data, self._shape.close([counts[number] for number in sorted(counts)]))
+        )
         if self._shape.ends_with_done:
             last += b"data: [DONE]\n\n"
         yield last
 
-    def _told(self, found: Sequence[tuple[int, Told]], counts: list[Counts]) -> Iterator[bytes]:
+    def _told(
+        self, found: Sequence[tuple[int, Told]], counts: dict[int, Counts]
+    ) -> Iterator[bytes]:
         """The events of what was told. Counts of answers that end are added."""
         for number, told in found:
             if isinstance(told, Part):
@@ -137,7 +141,7 @@ class Events(_Answer):
             elif told.reason in (FAILED, CANCELLED):
                 yield _data(failure(told)[0])
             else:
-                counts.append(told.counts)
+                counts[number] = told.counts
                 yield from map(_data, self._shape.end(number, told))
 
 

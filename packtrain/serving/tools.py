@@ -74,10 +74,14 @@ class Tools:
             return None
         return cls(functions, choice, body.flag("parallel_tool_calls"), style_of(template))
 
-    def grammar(self, tokenizer: Tokenizer) -> Grammar:
-        """Calls that fit the functions' parameters: from the first token on, or once one begins. Raises InputError."""
-        style, lazy = self.style, self.choice == "auto"
-        chosen = [f for f in self.functions if lazy or self.choice in ("required", f["name"])]
+    def grammar(self, tokenizer: Tokenizer, otherwise: str = "") -> Grammar:
+        """Calls that fit the functions' parameters: from the first token on, or once one begins.
+
+        otherwise  schema of a document that an answer is where it need not call. Raises InputError.
+        """
+        style, free = self.style, self.choice == "auto"
+        lazy = free and not otherwise
+        chosen = [f for f in self.functions if free or self.choice in ("required", f["name"])]
         calls = [_schema(function, style.arguments) for function in chosen]
         schema: Call = calls[0] if len(calls) == 1 else {"anyOf": calls}
         if style.listed:
@@ -89,6 +93,7 @@ class Tools:
         return Grammar.of_calls(
             tokenizer, schema, opening, style.closing, several=self.several and not style.listed,
             words=words, tokens=(token,) if lazy and token is not None else (),
+            otherwise=otherwise if free else "",
         )  # fmt: skip
 
     def token(self, tokenizer: Tokenizer) -> int | None:
@@ -98,8 +103,8 @@ class Tools:
         return found if found is not None and tokenizer.kinds[found] == CONTROL else None
 
     def parse(self, text: str) -> tuple[str, list[Call]]:
-        """The content of an answer, and its calls, as OpenAI's API has them; none if they cannot be read."""
-        style = self.style
+        """The content of an answer, and its calls, as OpenAI's API has them, up to one that cannot be read."""
+        style, names = self.style, {function["name"] for function in self.functions}
         begin = text.find(style.opening)
         if begin < 0:
             return text, []
@@ -108,11 +113,11 @@ class Tools:
         found = list[Call]()
         for piece in pieces:
             call = _json(piece.split(style.closing)[0] if style.closing else piece)
-            for one in call if isinstance(call, list) else [call]:
-                if not isinstance(one, dict) or not isinstance(one.get("name"), str):
-                    return text, []
-                found.append(_call(one["name"], one.get(style.arguments, {})))
-        return text[:begin].rstrip(), found
+            calls = call if isinstance(call, list) else [call]
+            if not all(isinstance(one, dict) and one.get("name") in names for one in calls):
+                break
+            found += [_call(one["name"], one.get(style.arguments, {})) for one in calls]
+        return (text[:begin].rstrip(), found) if found else (text, [])
 
 
 def explained(conversation: Conversation) -> Conversation:

@@ -1,0 +1,85 @@
+"""A small model behind a real connection, and the official `openai` client of it: what tests of clients share.
+
+A module that imports this is skipped where `openai` or the extra `server` is not installed.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from packtrain.events import Events  # noqa: E402
+from packtrain.serving.app import app  # noqa: E402
+from packtrain.serving.listen import bound, listener  # noqa: E402
+from packtrain.serving.server import Server  # noqa: E402
+from packtrain.tasks.serve import Serve, load  # noqa: E402
+from tests.architectures import random_model  # noqa: E402
+
+ASK: list[Any] = [{"role": "user", "content": "the a"}]
+
+
+@dataclass
+class Api:
+    """The server, where it listens, and a client."""
+
+    server: Server
+    address: str
+    client: Any
+
+    def chat(self, messages: Any = ASK, **how: Any) -> Any:
+        """By default the eight likeliest tokens."""
+        given = {"model": "m.gguf", "max_tokens": 8, "temperature": 0} | how
+        return self.client.chat.completions.create(messages=messages, **given)
+
+    def write(self, **how: Any) -> Any:
+        """A completion, by default the eight likeliest tokens."""
+        given = {"model": "m.gguf", "prompt": "the", "max_tokens": 8, "temperature": 0} | how
+        return self.client.completions.create(**given)
+
+    def idle(self, seconds: float = 20) -> bool:
+        """Whether all slots become free."""
+        end = time.monotonic() + seconds
+        while any(slot.writing for slot in self.server.engine.slots) or self.server.engine.waiting:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+        return True
+
+
+@contextmanager
+def opened(folder: Path, **how: Any) -> Iterator[Api]:
+    """A random model behind a listener without keys."""
+    path = folder / "m.gguf"
+    random_model(path, "llama")
+    given: Any = {"ctx": 2048, "chat_template": "chatml", "seed": 1, "embeddings": True} | how
+    server = load(Serve(path, **given), Events())
+    with listening(server) as address, connected(address) as client:
+        yield Api(server, address, client)
+
+
+@contextmanager
+def listening(server: Server, *keys: str) -> Iterator[str]:
+    """The address of a listener in a thread of its own; at the end the engine ends, too."""
+    sock = bound("127.0.0.1", 0)
+    running = listener(app(server, keys), server.engine, lambda words: None)
+    thread = threading.Thread(target=running.run, args=([sock],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        running.should_exit = True
+        thread.join()
+
+
+def connected(address: str, **how: Any) -> Any:
+    given = {"api_key": "any", "max_retries": 0, "timeout": 60} | how
+    return openai.OpenAI(base_url=f"{address}/v1", **given)

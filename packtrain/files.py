@@ -37,6 +37,22 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
+def remove_parts(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote here."""
+    for path in folder.glob(".*.part"):
+        pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
+        if os.name != "nt" and pid.isdecimal() and len(pid) < 10 and not _lives(int(pid)):
+            path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:  # another's process lives, too
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """`with atomic_file(path) as file:` a file that replaces `path` when the block succeeds, see atomic_path."""

@@ -277,7 +277,12 @@ class Pieces:
             self.stopped, self._held = True, ""
             return text[:at]
         keep = max(
-            (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+            (
+                n
+                for stop in self.stops
+                for n in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:n])
+            ),
             default=0,
         )
         self._held = text[len(text) - keep :]

@@ -176,6 +176,12 @@ def test_completions_have_probabilities_that_add_up(client, server):
         assert token["logprob"] == token["top_logprobs"][0]["logprob"]
 
 
+def test_sequence_breakers_are_texts(client):
+    breakers = {"dry_multiplier": 1.0, "dry_sequence_breakers": ["a", ";"]}
+    found = client.post("/completion", json={"prompt": "the", "n_predict": 1, **breakers}).json()
+    assert found["generation_settings"]["dry_sequence_breakers"] == ["a", ";"]
+
+
 def test_several_prompts_and_answers_come_in_order(client):
     asked = {"prompt": ["the", "a"], "max_tokens": 4, "n": 2, "temperature": 0}
     choices = client.post("/v1/completions", json=asked).json()["choices"]

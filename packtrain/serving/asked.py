@@ -114,7 +114,7 @@ def sampling_of(body: Body, defaults: Sampling, tokenizer: Tokenizer) -> Samplin
     """How tokens are chosen: what a request says, over the server's settings."""
     changed = dict[str, Any]()
     for name, own in FIELDS.items():
-        if body.has(name):
+        if own not in OWN and body.has(name):
             field = SETTINGS[own]
             least, most = field.metadata.get("bounds", (None, None))
             kind = float(0) if field.type in (float, "float") else 0

@@ -56,7 +56,7 @@ class Engine:
         self._tokenizer, self._waiting, self._similar = tokenizer, waiting, similar
         self._chunk = max(chunk, len(self.slots) + 1)
         self._queue, self._calls = deque[Ticket](), deque[Callable[[], None]]()
-        self._change, self._closing = threading.Condition(), False
+        self._change, self._closing, self._hurried = threading.Condition(), False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -81,7 +81,7 @@ class Engine:
         return ticket
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread, between two runs."""
+        """Call a function in the engine's thread, between two runs. Raises Busy."""
         future = Future[T]()
 
         def work() -> None:
@@ -91,6 +91,8 @@ class Engine:
                 future.set_exception(error)
 
         with self._change:
+            if self._closing:
+                raise Busy("the server is shutting down")
             self._calls.append(work)
             self._change.notify()
         return future
@@ -106,9 +108,12 @@ class Engine:
             self._closing = True
             self._change.notify()
         self._thread.join(patience)
-        for ticket in [*self._queue, *(w.ticket for w in self._all())]:
-            ticket.cancel()
+        self._hurried = True
         self._thread.join()
+
+    def hurry(self) -> None:
+        """All that is not done ends as cancelled, once the server closes; from a signal's handler, too."""
+        self._hurried = True
 
     # ---- in its own thread
 
@@ -122,9 +127,9 @@ class Engine:
                 calls = [self._calls.popleft() for _ in range(len(self._calls))]
             for work in calls:
                 work()
-            self._end_cancelled()
-            self._admit()
             try:
+                self._end_cancelled()
+                self._admit()
                 self._step()
             except Exception as error:  # a fault of ours: who waits is told, and the server goes on
                 traceback.print_exc()
@@ -137,11 +142,12 @@ class Engine:
         return [slot.writing for slot in self.slots if slot.writing]
 
     def _end_cancelled(self) -> None:
+        over = self._closing and self._hurried
         for slot in self.slots:
-            if slot.writing and slot.writing.ticket.cancelled:
+            if slot.writing and (over or slot.writing.ticket.cancelled):
                 self._finish(slot, CANCELLED)
         with self._change:
-            gone = [ticket for ticket in self._queue if ticket.cancelled]
+            gone = [ticket for ticket in self._queue if over or ticket.cancelled]
             for ticket in gone:
                 self._queue.remove(ticket)
         for ticket in gone:
@@ -167,7 +173,13 @@ class Engine:
             if slot is not None:
                 with self._change:
                     self._queue.remove(ticket)
-                self._begin(slot, ticket)
+                try:
+                    self._begin(slot, ticket)
+                except Exception as error:
+                    if slot.writing is None:
+                        why = f"internal error: {type(error).__name__}"
+                        ticket.tell(End(FAILED, Counts(len(ticket.job.prompt)), why=why))
+                    raise
 
     def _slot_for(self, job: Job) -> Slot | None:
         idle = [slot for slot in self.slots if not slot.writing]

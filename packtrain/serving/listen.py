@@ -15,6 +15,7 @@ from packtrain.serving.engine import Engine
 HEADERS = 64 << 10  # most bytes of a request's headers
 CONNECTIONS = 128  # at once; more are refused
 LINGER = 30.0  # seconds that running answers have once a signal came
+TELLING = 1.0  # seconds in which clients can take that their answers ended, after a second signal
 BACKLOG = 128
 
 
@@ -35,19 +36,25 @@ class _Listener(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, engine: Engine, say: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._engine, self._say = engine, say
+        self._engine, self._say, self._hurried = engine, say, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            self._say(
-                f"stopping: running answers have {LINGER:g} s; a second signal ends them at once"
-            )
+        if self.should_exit:
+            self._hurried = True
+            self._engine.hurry()
+            return
+        self._say(f"stopping: running answers have {LINGER:g} s; a second signal ends them at once")
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        patience = 0.0 if self.force_exit else LINGER
-        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, patience))
-        await super().shutdown(sockets)
+        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, LINGER))
+        ending = asyncio.create_task(super().shutdown(sockets))
+        while not (self._hurried or ending.done()):
+            await asyncio.sleep(0.05)
+        await asyncio.wait((ending,), timeout=TELLING)
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
+        await ending
         await closing
 
 

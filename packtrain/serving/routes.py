@@ -24,7 +24,7 @@ from packtrain.serving.tools import Tools
 
 VOCABULARIES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
 MOST_TEXTS = 2048
-NAME = re.compile(r"[\w.-]{1,128}")
+NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with a dot
 
 
 # ---- answers
@@ -252,11 +252,13 @@ def slot_action(server: Server, body: Body, request: Request) -> Any:
             501, "This server does not support slots action. Start it with `--slot-save-path`"
         )
     name = body.text("filename")
-    if not NAME.fullmatch(name) or name.strip(".") == "":
+    if not NAME.fullmatch(name):
         raise InputError(
-            "filename must be a name of letters, digits, '.', '_' and '-', without a folder"
+            "filename must be a name of letters, digits, '.', '_' and '-', without a folder or a '.' at its beginning"
         )
     path, began = server.slots / name, time.perf_counter()
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(f"{name} is no saved slot; choose another filename")
     count = (server.save if action == "save" else server.restore)(number, path)
     verb, moved = ("saved", "written") if action == "save" else ("restored", "read")
     return {

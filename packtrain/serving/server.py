@@ -141,12 +141,16 @@ class Server:
     # ---- slots as files
 
     def save(self, number: int, path: Path) -> int:
-        """Save a slot's state to a file; how many tokens it has. Raises Refused, OSError."""
+        """Save a slot's state to a file; how many tokens it has. Raises Refused, InputError."""
         context = self.engine.context
 
         def work() -> int:
             self._idle(number)
-            context.save_file(path, [number])
+            try:
+                context.save_file(path, [number])
+            except OSError as error:
+                why = str(error.strerror or error).lower()
+                raise InputError(f"{path.name} cannot be saved: {why}") from None
             return context.next(number)
 
         return self.engine.call(work).result()
@@ -161,6 +165,9 @@ class Server:
                 context.restore_file(path, [number])
             except FileNotFoundError:
                 raise InputError(f"there is no saved slot {path.name}") from None
+            except OSError as error:
+                why = str(error.strerror or error).lower()
+                raise InputError(f"{path.name} cannot be restored: {why}") from None
             except (ContextError, CacheFull) as error:
                 raise InputError(str(error).replace(str(path), path.name)) from None
             self.engine.slots[number].scales = tuple(context.adapters.scales[number].tolist())

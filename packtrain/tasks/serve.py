@@ -12,7 +12,7 @@ from packtrain.dtypes import PRECISIONS
 from packtrain.embedding import POOLINGS, pooling_of
 from packtrain.errors import InputError
 from packtrain.events import Events
-from packtrain.files import read_text
+from packtrain.files import read_text, remove_parts
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.memory import parse_size
 from packtrain.models.adapted import split_scale
@@ -115,8 +115,11 @@ class Serve(Sampling, Speaker):
 def load(settings: Serve, events: Events) -> Server:
     """The model, all its memory planned and reserved, and its engine running. Raises InputError, DoesNotFit."""
     settings.check_sampling()
-    if settings.slot_save_path is not None and not settings.slot_save_path.is_dir():
-        raise InputError(f"--slot-save-path: {settings.slot_save_path} is not a folder")
+    folder = settings.slot_save_path
+    if folder is not None:
+        if not folder.is_dir():
+            raise InputError(f"--slot-save-path: {folder} is not a folder")
+        remove_parts(folder)
     model = opened(settings, events.message, by_token=True)
     tokenizer = model.tokenizer()
     renderer, source, bos = template_of(settings, model, tokenizer, events)
@@ -132,7 +135,7 @@ def load(settings: Serve, events: Events) -> Server:
         name=settings.alias or settings.model.name, sampling=settings.sampling, seed=settings.seed,
         limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
         adapters=tuple(path.name for path, _ in given), scales=tuple(scale for _, scale in given),
-        embedder=embedder, slots=settings.slot_save_path, measured=settings.metrics,
+        embedder=embedder, slots=folder, measured=settings.metrics,
     )  # fmt: skip
     if embedder is not None:
         server.pooling = settings.pooling or pooling_of(model)

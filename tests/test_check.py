@@ -100,7 +100,7 @@ def test_a_kernel_that_fails_is_named(
     [
         (["matml"], "OPS: there is no op matml; did you mean matmul?"),
         (["conv2d"], "OPS: there is no op conv2d; did you mean conv_2d?"),
-        (["neg", "--device", "cuda"], "--device is cuda; it must be one of cpu, numpy"),
+        (["neg", "--device", "gpu"], "--device is gpu; it must be one of cpu, numpy"),
         (["neg", "--markdown", "ops.md"], "--markdown writes a page about all ops; give no names"),
     ],
 )

@@ -16,6 +16,7 @@ import packtrain as pt
 from packtrain import backends, kernels, ops
 from packtrain.backends import HOST, Host, Target, target
 from packtrain.backends import temporaries as measuring
+from packtrain.backends.torch import BACKENDS as DEVICES_OF_TORCH
 from packtrain.backends.torch import Apart, OnHost, seen
 from packtrain.checking.cases import checked_values
 from packtrain.checking.samples import graph_of, samples, typed, values
@@ -239,29 +240,42 @@ def base(folder: Path) -> Path:
     return folder / "q.gguf"
 
 
+def tuned(folder: Path, base: Path, device: str) -> np.ndarray:
+    done = pt.finetune(
+        base, folder / "text.txt", output=folder / "t.gguf", device=device, iters=12, ctx=32,
+        batch_size=2, lora_dropout=0.1, lr=0.001, threads=1, overwrite=True,
+    )  # fmt: skip
+    return np.array(done.losses)
+
+
+def written(base: Path, device: str) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens, and losses of a text."""
+    ids = pt.generate(base, "bal cem", n_predict=24, temp=0, device=device).ids
+    lost = pt.evaluate(base, base.parent / "text.txt", ctx=32, device=device).losses[str(base)]
+    return list(ids), lost
+
+
 def test_lora_on_a_quantized_file_is_that_of_the_cpu(folder: Path, base: Path) -> None:
-    found = []
-    for device in ("cpu", "torch:cpu"):
-        done = pt.finetune(
-            base, folder / "text.txt", output=folder / "t.gguf", device=device, iters=12, ctx=32,
-            batch_size=2, lora_dropout=0.1, lr=0.001, threads=1, overwrite=True,
-        )  # fmt: skip
-        found.append(np.array(done.losses))
-    close(found[1], found[0], 12)
-    assert found[0][-1] < found[0][0]
+    want = tuned(folder, base, "cpu")
+    close(tuned(folder, base, "torch:cpu"), want, 12)
+    assert want[-1] < want[0]
 
 
 def test_generation_gives_the_same_tokens(base: Path) -> None:
-    made = [
-        pt.generate(base, "bal cem", n_predict=24, temp=0, device=d).ids
-        for d in ("cpu", "torch:cpu")
-    ]
-    assert made[0] == made[1] and len(made[0]) == 24
-    lost = [
-        pt.evaluate(base, base.parent / "text.txt", ctx=32, device=d).losses[str(base)]
-        for d in ("cpu", "torch:cpu")
-    ]
-    np.testing.assert_allclose(lost[1], lost[0], rtol=1e-4, atol=1e-4)
+    (ids, lost), (want, losses) = (written(base, d) for d in ("torch:cpu", "cpu"))
+    assert ids == want and len(ids) == 24
+    np.testing.assert_allclose(lost, losses, rtol=1e-4, atol=1e-4)
+
+
+def test_a_memory_apart_gives_the_same_bits(
+    folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kernels on views of one tensor, and the base copied there."""
+    here = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
+    monkeypatch.setitem(DEVICES_OF_TORCH, "torch:cpu", Apart("torch:cpu", "cpu"))
+    there = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
+    for got, want in zip(there, here, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 SHAPE = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16, max_norm=1.0)
@@ -346,3 +360,21 @@ def test_a_graph_that_is_cut_anywhere_gives_the_same(monkeypatch: pytest.MonkeyP
         checks.all_close(
             checks.execute(pt.Session().executor(placed), given), want, f"cut at {count}"
         )
+
+
+def test_a_run_keeps_to_its_plan(folder: Path) -> None:
+    """Temporaries are PyTorch's own allocations, beside an arena that has room for them."""
+    script = (
+        "import sys, packtrain as pt; f = sys.argv[1];"
+        "done = pt.train(f + '/text.txt', output=f + '/p.gguf', preset='1m', ctx=256, batch_size=8, iters=2,"
+        " device='torch:cpu', threads=1, sample_every=0, overwrite=True);"
+        "plans = done.plan.plans;"
+        "work = max(b.nbytes for b in plans.plans['step'].buffers if b.category == 'workspace');"
+        "print(done.peak_nbytes, plans.total_nbytes, work)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    peak, planned, work = map(int, made.stdout.split())
+    assert work > 4 << 20 and 0.9 * planned < peak <= planned

@@ -3,6 +3,9 @@
 PyTorch is loaded when a device of these is asked for. Kernels are those that ops declare for `torch`.
 """
 
+import ctypes
+import mmap
+import sys
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,6 +22,9 @@ from packtrain.ops.torch import Blocks, torch
 from packtrain.tensor import Kernel, Op, Spec
 
 NAME = "torch"  # of the kernels
+LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+MMAP_THRESHOLD, TRIM_THRESHOLD, DONTNEED = -3, -1, 4  # of malloc.h and mman.h
+LARGE = 1 << 16  # bytes that malloc gets from the system on their own
 TYPES = {f"torch.{torch_name(t)}": t for t in DTYPES.values() if not t.quantized}
 
 
@@ -31,8 +37,11 @@ def kernel_of(op: Op[..., Any], convert: Any) -> Kernel | None:
 def _launched(run: Any, convert: Any) -> Any:
     def launch(*arrays: Any, work: Any = (), **attrs: Any) -> Any:
         given = [convert(x) for x in arrays]
+        pages = [found for x in work if (found := pages_of(x))]
 
         def again() -> None:
+            for begin, nbytes in pages:
+                LIBC.madvise(begin, nbytes, DONTNEED)
             run(*given, **attrs)
 
         again()
@@ -44,6 +53,28 @@ def _launched(run: Any, convert: Any) -> Any:
 def reserved(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
     """Room for the tensors that a kernel makes while it runs: counted in plans, and not given to it."""
     return temporaries(op, inputs, attrs) if NAME in op.kernels else ()
+
+
+# ---- temporaries on the host ----------------------------------------------------------------------------------
+#
+# They are PyTorch's own allocations. So that they do not count twice, the room that a plan reserves for them is given
+# back to the system before a kernel runs: what it makes takes the place of these pages.
+
+
+def pages_of(work: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t] | None:
+    """The whole pages of NumPy's array, if they are worth a call."""
+    if not isinstance(work, np.ndarray) or work.nbytes < LARGE or not hasattr(LIBC, "madvise"):
+        return None
+    begin, end = work.ctypes.data, work.ctypes.data + work.nbytes
+    begin, end = aligned(begin, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
+    return ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+
+
+def return_freed() -> None:
+    """Let malloc return what is freed to the system at once: by default it keeps ever larger pieces."""
+    if hasattr(LIBC, "mallopt"):
+        for option in (MMAP_THRESHOLD, TRIM_THRESHOLD):
+            LIBC.mallopt(option, LARGE)
 
 
 # ---- on the host ---------------------------------------------------------------------------------------------
@@ -197,6 +228,7 @@ class _Asked(dict[str, Backend]):
 
 def _warm() -> None:
     """Load what PyTorch loads late, so that the memory of this process is known before a run is planned."""
+    return_freed()
     torch.set_num_threads(kernels.threads())
     x = torch.ones(512, 512)
     x.addmm_(x, x).double().sum()

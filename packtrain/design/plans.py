@@ -16,6 +16,7 @@ from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.lora import EMBEDDING, SUFFIXES
+from packtrain.models.preference import Preference
 from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
 from packtrain.placing import Placed, place
 from packtrain.planning import Plan, make_plan
@@ -71,6 +72,7 @@ class StepShape:
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
     base        the model file that is tuned; None: train a new model
     max_norm    clip gradients to this global norm, and then each of their values to `max_value`
+    preference  the loss of pairs of answers, of which a row has at most `pairs`; None: of the next token
     """
 
     config: Config
@@ -86,6 +88,8 @@ class StepShape:
     evaluations: int = 1
     base: Base | None = None
     max_value: float | None = None
+    preference: Preference | None = None
+    pairs: int = 0
 
     @property
     def clipping(self) -> dict[str, float | None]:
@@ -265,7 +269,8 @@ def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
 
 def loop_nbytes(shape: StepShape, calls: int) -> int:
     """Bytes of the training loop outside the session: executors, batches, files."""
-    batch = 5 * 4 * shape.rows * shape.time  # tokens, targets, weights, pos, seq
+    # tokens, targets, weights, pos, seq, and which targets are an answer's
+    batch = (5 + 2 * shape.pairs) * 4 * shape.rows * shape.time
     # as they come, with their share of the loss, and together, or those of the step before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
     return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros
@@ -319,8 +324,13 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     rows = shape.rows * parts
     config = still(shape.config) if name == EVALUATE else shape.config
-    loss = transformer.loss(config, weights, rows, shape.time, chunk=shape.chunk, parts=parts)
+    chosen = None if name == EVALUATE else shape.preference
+    loss = transformer.loss(
+        config, weights, rows, shape.time, chunk=shape.chunk, parts=parts, even=chosen is not None
+    )
     outputs = {"loss": loss.loss}
+    if chosen is not None:
+        outputs["loss"], outputs["logps"] = chosen.loss(loss.losses, shape.pairs)
     if name == EVALUATE:
         return Built(Graph(outputs | {"losses": loss.losses, "right": loss.right}), loss.blocks, {})
     stream, inner = (

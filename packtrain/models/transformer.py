@@ -20,7 +20,7 @@ from packtrain.models.lora import EMBEDDING, KEY, A, B
 from packtrain.models.rounding import product, rounded
 from packtrain.ops.arrays import noise
 from packtrain.ops.experts import Low
-from packtrain.tensor import Tensor, input, named, weight
+from packtrain.tensor import Tensor, constant, input, named, weight
 
 Weights = Mapping[str, Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -349,7 +349,7 @@ class Loss:
 
 def loss(
     config: Config, w: Weights, batch: int, time: int, *, chunk: int = 256, parts: int = 1,
-    skipped: int = 0,
+    skipped: int = 0, even: bool = False,
 ) -> Loss:  # fmt: skip
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
@@ -361,6 +361,7 @@ def loss(
              gradients are complete before those of the block below begin. The last part goes first, so that these
              gradients are summed in the order of the rows.
     skipped  positions at the beginning of a row without a target: `targets`, `weights`, losses are (B, T - skipped)
+    even     every target counts 1, without the input `weights`: the gradient is that of a function of `losses`
     """
     shape, counted = (batch, time), (batch, time - skipped)
     if config.lora is not None and config.lora.dropout:
@@ -371,7 +372,9 @@ def loss(
     last = layers[-1][0] if parts == 1 else ops.concat(layers[-1][::-1], axis=0)
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
-    x, weights = rounded(config, output_norm(config, w, last), head(w)), input("weights", counted)
+    x = rounded(config, output_norm(config, w, last), head(w))
+    ones = constant("ones", np.ones(counted, np.float32)) if even else None
+    weights = input("weights", counted) if ones is None else ones
     cap, how = config.final_softcap, config.precision
     results = ops.linear_cross_entropy(
         x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how

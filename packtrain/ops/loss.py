@@ -18,6 +18,7 @@ from packtrain.ops.arrays import (
 )
 from packtrain.ops.costs import Cost, elementwise
 from packtrain.ops.elementwise import mul
+from packtrain.ops.shape import reshape
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 PARTS, LEAST_PART = (
@@ -202,6 +203,8 @@ def linear_cross_entropy(
         losses   (...)     f32, by row, not weighted
         right    (...)     f32, 1 where no logit is larger than the target's, else 0
         dx, dw             f32, as x and w; no dw if w is neither f32 nor bf16
+    Where `losses` are used instead of their sum, weights of 1 let the gradient use dx; otherwise logits are computed
+    again.
     precision as in matmul. The idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
     want_precision(precision)
@@ -213,10 +216,17 @@ def linear_cross_entropy(
 
 @linear_cross_entropy.vjp
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, **how):
-    dloss, *others = dy
-    want(not any(others), "only the loss has a gradient, not the losses by row or the gradients")
+    dloss, dlosses, *others = dy
+    want(not any(others), "only the losses have a gradient, not what is right or the gradients")
     _, losses, _, dx, *dw = y
-    return _times(dloss, dx), (_times(dloss, *dw) if dw else None), None, _times(dloss, losses)
+    if dlosses is None:
+        return _times(dloss, dx), (_times(dloss, *dw) if dw else None), None, _times(dloss, losses)
+    want(dloss is None, "a graph has a gradient of the loss or of the losses by row, not of both")
+    if not dw and weights.kind == "constant" and np.all(weights.value == 1):
+        return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None
+    # the logits again, once it is known how much each row counts
+    again = linear_cross_entropy(x, w, targets, dlosses, **how)
+    return again[3], (again[4] if dw else None), None, None
 
 
 def _times(dloss: Tensor, d: Tensor) -> Tensor:

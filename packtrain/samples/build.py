@@ -19,7 +19,7 @@ from packtrain.gguf import GGUF
 from packtrain.kept import Say
 from packtrain.samples.formats import Plain, Reader
 from packtrain.samples.mask import Masker, Sample, windows
-from packtrain.samples.messages import Conversation
+from packtrain.samples.messages import Conversation, Pair
 from packtrain.samples.render import Renderer
 from packtrain.samples.store import SampleFile, write_samples
 from packtrain.template import ChatTemplate, Chosen, choose_template, template_source
@@ -30,6 +30,11 @@ SECONDS_BETWEEN_LINES = 3.0
 END, DROP, SPLIT = TRUNCATE = ("end", "drop", "split")
 FATES = {END: "cut at their end", DROP: "left out", SPLIT: "split"}
 CONTROLS = "messages that spell control tokens, which become these tokens as in llama.cpp"
+UNPAIRED = "pairs left out because, cut to the context, an answer is empty or equals the other"
+UNLIKE = {
+    True: "is no pair of answers; for this loss it must have prompt, chosen and rejected",
+    False: "is a pair of answers, chosen and rejected; train on such data with --loss dpo, simpo, ipo or orpo",
+}
 UNTRAINED = "samples left out because they have no tokens to train on"
 
 
@@ -43,6 +48,7 @@ class Recipe:
     everything, last_only   train on prompts, too; train on the assistant's last turn only
     separator, val_split    as in corpus.Text
     skip_bad   skip records that cannot be used
+    pairs      of a chosen and a rejected answer, which become two samples, one after the other
     template   chat template instead of the model's own
     """
 
@@ -56,6 +62,7 @@ class Recipe:
     val_split: float = 0.0
     skip_bad: bool = False
     template: str | None = None
+    pairs: bool = False
 
 
 def sources_of(recipe: Recipe) -> tuple[Source, ...]:
@@ -120,13 +127,13 @@ def _write(
         except InputError as error:
             reader.reject(error)
             continue
-        turns.number += isinstance(record, Conversation)
+        turns.number += isinstance(record, Conversation | Pair)
         for sample in samples:
             turns.number += isinstance(record, Plain)
             files[reader.source.part or turns.part].add(sample)
 
 
-def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Plain]:
+def _reported(reader: Reader, say: Say) -> Iterator[Conversation | Pair | Plain]:
     """The same records; prints progress every few seconds."""
     printed = time.monotonic()
     for record in reader:
@@ -185,16 +192,31 @@ class Maker:
             self._renderers[one] = Renderer(template, self.masker.ends, self.recipe.last_only)
         return self._renderers[one]
 
-    def samples(self, record: Conversation | Plain) -> Iterator[Sample]:
+    def samples(self, record: Conversation | Pair | Plain) -> Iterator[Sample]:
         """The samples of a record that have tokens to train on; those of a conversation are built at once."""
+        if isinstance(record, Pair) != self.recipe.pairs:
+            raise InputError(f"{record.where} {UNLIKE[self.recipe.pairs]}")
         if isinstance(record, Plain):
             return _placed(self._text(record), record.where)
-        return iter(list(_placed(self._conversation(record), record.where)))
+        made = self._pair(record) if isinstance(record, Pair) else self._conversation(record)
+        return iter(list(_placed(made, record.where)))
 
     def _text(self, record: Plain) -> Iterator[Sample]:
         ids = self.masker.text(record.pieces, record.checked)
         for window in windows(ids, self.recipe.length, self.masker.first):
             yield Sample(window, [1] * len(window))
+
+    def _pair(self, record: Pair) -> Iterator[Sample]:
+        """Both answers, the chosen one first, if both have tokens to train on."""
+        found = [sample for one in (record.chosen, record.rejected) for sample in self._last(one)]
+        if len(found) == 2 and found[0] != found[1]:
+            yield from found
+        else:
+            self.notes[UNPAIRED] += 1
+
+    def _last(self, record: Conversation) -> list[Sample]:
+        """The sample of an answer, the last one where the template needs several; none if it is left out."""
+        return [*self._conversation(record)][-1:]
 
     def _conversation(self, record: Conversation) -> Iterator[Sample]:
         words = (message["content"] for message in record.messages)

@@ -6,6 +6,7 @@ It knows no templates and no tokens; InputError names file, line and field.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from packtrain.corpus.documents import Piece, Source, read_documents, sound
@@ -19,10 +20,12 @@ from packtrain.samples.messages import (
     WANTED,
     Conversation,
     Message,
+    Pair,
     an_object,
     conversation,
     listed,
     new_message,
+    pair,
     parsed,
     read_messages,
     worded,
@@ -45,7 +48,7 @@ class Form:
 
     needed: tuple[str, ...]
     allowed: tuple[str, ...]
-    make: Callable[[Mapping[str, Any], str], Conversation | Plain]
+    make: Callable[[Mapping[str, Any], str], Conversation | Pair | Plain]
 
     @property
     def name(self) -> str:
@@ -68,7 +71,7 @@ class Reader:
     def __post_init__(self) -> None:
         self.report = Report(self.source.path, self.skip_bad)
 
-    def __iter__(self) -> Iterator[Conversation | Plain]:
+    def __iter__(self) -> Iterator[Conversation | Pair | Plain]:
         if kind_of(self.source.path) not in RECORDS:
             yield from self._documents()
             return
@@ -90,7 +93,7 @@ class Reader:
         self.report.reject(error)
         self.count -= 1
 
-    def _parsed(self, found: Any, where: str) -> Conversation | Plain:
+    def _parsed(self, found: Any, where: str) -> Conversation | Pair | Plain:
         record = an_object(found, where)
         if self.form is None:
             self.form = _form_of(record, where, self.report.header)
@@ -143,11 +146,6 @@ def _form_of(record: Mapping[str, Any], where: str, header: str) -> Form:
     for form in FORMS:
         if set(form.needed) <= set(record):
             return form
-    if set(record) >= {"chosen", "rejected"}:
-        raise InputError(
-            f"{header or where} is preference data (chosen and rejected, as for DPO), which is not supported yet; to"
-            " tune on the better answers alone, write prompt and chosen as prompt and completion"
-        )
     if header:
         *forms, last = (" and ".join(form.needed) for form in FORMS)
         wanted = f"it must name {', '.join(forms)}, or {last}"
@@ -170,11 +168,11 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
     if record.get("system"):
         messages.append(new_message("system", record["system"], f"{where}: system"))
     history = record.get("history")
-    for i, pair in enumerate(listed(parsed(history, f"{where}: history"))):
+    for i, turns in enumerate(listed(parsed(history, f"{where}: history"))):
         at = f"{where}: history[{i}]"
-        if not isinstance(pair, list) or len(pair) != 2:
+        if not isinstance(turns, list) or len(turns) != 2:
             raise InputError(f"{at} must be a pair of texts: the user's and the assistant's")
-        messages += [new_message("user", pair[0], at), new_message("assistant", pair[1], at)]
+        messages += [new_message("user", turns[0], at), new_message("assistant", turns[1], at)]
     given = record.get("input") or ""
     instruction = worded(record["instruction"], f"{where}: instruction")
     both = "\n".join(filter(None, (instruction, sound(given, f"{where}: input", WANTED))))
@@ -198,11 +196,42 @@ def _pair(question: str, answer: str) -> Form:
     return Form((question, answer), ("tools",), make)
 
 
+def _preference(record: Mapping[str, Any], where: str) -> Pair:
+    """Answers as texts or messages; without a list of messages for a prompt, lists of messages begin with it."""
+    answers = {name: _answer(record[name], where, name) for name in ("chosen", "rejected")}
+    texts = [name for name in answers if isinstance(record[name], str)]
+    field = next((name for name in PROMPTS if record.get(name)), None)
+    if isinstance(record.get(field or ""), list):
+        prompt = read_messages(record[field or ""], where, field or "")
+    elif texts and field is None:
+        raise InputError(f"{where}: {texts[0]} is a text", f"it needs a field {PROMPTS[0]}")
+    elif texts:
+        prompt = [new_message("user", record[field or ""], f"{where}: {field}")]
+    else:
+        both = takewhile(lambda pair: pair[0] == pair[1], zip(*answers.values(), strict=False))
+        prompt = [message for message, _ in both]
+        while prompt and prompt[-1]["role"] == "assistant":
+            prompt.pop()
+        answers = {name: messages[len(prompt) :] for name, messages in answers.items()}
+    if record.get("system"):
+        prompt.insert(0, new_message("system", record["system"], f"{where}: system"))
+    return pair(where, prompt, answers, record.get("tools"))
+
+
+def _answer(given: Any, where: str, name: str) -> list[Message]:
+    given = [given] if isinstance(given, dict) else given
+    if isinstance(given, list):
+        return read_messages(given, where, name)
+    return [new_message("assistant", given, f"{where}: {name}")]
+
+
 def _plain(record: Mapping[str, Any], where: str) -> Plain:
     return Plain(where, (worded(record["text"], f"{where}: text"),), True)
 
 
+PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
 FORMS = (
+    Form(("chosen", "rejected"), (*PROMPTS, "tools", "system"), _preference),
     Form(("messages",), ("tools", "system"), _messages),
     Form(("conversations",), ("tools", "system"), _messages),
     _pair("prompt", "completion"),

@@ -4,7 +4,7 @@ Turns the values of a record into a conversation; InputError names the place and
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from typing import Any
 
@@ -29,12 +29,36 @@ class Conversation:
     """Messages with role and content, the last one the assistant's; `where` is the place in the file.
 
     opened  the assistant spoke first; that turn was dropped
+    answer  only the assistant's turns among so many last messages are trained on; 0: all
     """
 
     where: str
     messages: list[Message]
     tools: list[Any] | None = None
     opened: bool = False
+    answer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to the same prompt."""
+
+    where: str
+    chosen: Conversation
+    rejected: Conversation
+
+
+def pair(where: str, prompt: list[Message], answers: dict[str, list[Message]], tools: Any) -> Pair:
+    """The answers by name, `chosen` and `rejected`, after a prompt."""
+    found = {}
+    for name, messages in answers.items():
+        if not messages or messages[-1]["role"] != "assistant":
+            raise InputError(f"{where}: {name} must end with the assistant's answer")
+        whole = conversation(where, [*prompt, *messages], tools)
+        found[name] = replace(whole, answer=len(messages))
+    if answers["chosen"] == answers["rejected"]:
+        raise InputError(f"{where}: chosen and rejected are equal", "they must differ")
+    return Pair(where, found["chosen"], found["rejected"])
 
 
 def conversation(where: str, messages: list[Message], tools: Any) -> Conversation:

@@ -77,7 +77,8 @@ class Renderer:
     def render(self, conversation: Conversation) -> list[Rendered]:
         """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
         messages, tools = self._fitted(conversation)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        first = len(messages) - (conversation.answer or len(messages))
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
         alone = [self._turn(messages, i, tools) for i in turns[-1 if self.last_only else 0 :]]
         whole = alone[-1].text
         if all(whole.startswith(one.text[: one.spans[0][1]]) for one in alone):

@@ -255,7 +255,7 @@ def _samples(
     for note in dataset.notes:
         say(note)
     samples = dataset.valid if part == VALID and dataset.valid is not None else dataset.train
-    time = row_length(length, samples)
+    time = row_length(length, SampleBatches.lengths_of(samples))
     rows = _rows(settings, time, SampleBatches(samples, 1, time, shuffle=False).windows)
     batches = SampleBatches(samples, rows, time, shuffle=False)
     method = (

@@ -150,7 +150,7 @@ class End:
             target=self.settings.target,
         )
         with self.events.counting(f"validation of {what}", "batch") as count:
-            return evaluate(run, self.job.counted(count)).loss
+            return evaluate(run, self.job.counted(count), self.shape.preference).loss
 
     # ---- more
 

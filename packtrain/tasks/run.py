@@ -29,6 +29,7 @@ from packtrain.training.compatible import check_compatible
 from packtrain.training.engine import Engine
 from packtrain.training.fit import CHECKPOINT, SAMPLE, Fit
 from packtrain.training.job import Job
+from packtrain.training.reference import refer
 from packtrain.training.settings import RunSettings
 from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
@@ -154,11 +155,12 @@ def _train(
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
         timed = pace(prepared.seconds, partial(correct, target=settings.target))
         fit = Fit(job, engine, folder, timed, events=events)
-        fit.begin(prepared.found)
-        watch.resume(fit.progress.step)
         if prepared.tokenizer is not None:
             fit.sample = partial(_sample, job, engine, prepared.tokenizer)
         try:
+            refer(job, engine, folder, events, stopped)
+            fit.begin(prepared.found)
+            watch.resume(fit.progress.step)
             if prepared.found is None:
                 before(fit, events, stopped)
             settle()  # drawing a large plan and filling the weights took megabytes
@@ -209,6 +211,7 @@ def _begin_folder(settings: RunSettings, prepared: Ready) -> None:
             "best.gguf",
             "metrics.jsonl",
             "samples.jsonl",
+            "reference.npz",
             "events.*",
             "*.svg",
         )

@@ -1,16 +1,18 @@
 """Plans bound to memory: steps of training and of evaluation on one session. It knows no files and no schedule."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 
 from packtrain.design.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE, Name, Plans
 from packtrain.models.lora import KEY
+from packtrain.models.preference import PAIRS, Preference
 from packtrain.optim import ROUNDING, Optimizer
 from packtrain.run import Executor, Session
+from packtrain.training.pairs import logps_of, measured, summary
 
 Batch = Mapping[str, np.ndarray]
 IN_A_ROW = 3  # bad steps that end a run
@@ -25,6 +27,7 @@ class Stepped:
     """Result of a step: mean loss of its tokens, gradient norm before clipping; `bad` is why it was skipped.
 
     note  what the optimizer reports
+    more  of a loss of pairs: what `pairs.summary` says
     """
 
     loss: float
@@ -32,6 +35,7 @@ class Stepped:
     tokens: int
     bad: str | None
     note: str = ""
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Evaluated:
     """Mean loss of `tokens` tokens, and the standard error of that mean over windows.
 
     accuracy  share of them that were the likeliest token, NaN if unknown
+    Of a loss of pairs all of it is of pairs: `accuracy` is the share in which the chosen answer has the higher reward.
     """
 
     loss: float
@@ -140,16 +145,29 @@ class Engine:
         got = self.optimizer.drive(turn, number, rate)
         self.before = turn if self.optimizer.evaluations > 1 else None
         self.bad, bad = judged(got, turn, self.bad)
-        return Stepped(
-            float(got["loss"]), float(got["squares"]) ** 0.5, int(tokens), bad, turn.note
-        )
+        norm, how = float(got["squares"]) ** 0.5, self.plans.shape.preference
+        more = summary(self._pairs(how, batches, turn)) if how else {}
+        return Stepped(float(got["loss"]), norm, int(tokens), bad, turn.note, more)
+
+    def _pairs(
+        self, how: Preference, batches: Sequence[Batch], turn: Turn
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """What the step measured of its pairs."""
+        logps = np.concatenate([one["logps"] for one in turn.outputs])
+        for batch in batches:
+            rows = len(batch[PAIRS])
+            yield measured(how, logps[:rows], batch)
+            logps = logps[rows:]
 
     def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
         """The inputs of each run of a graph, with weights that add up to 1 over the step."""
-        shares = [
-            {**b, **with_targets(b), "weights": b["weights"] / np.float32(tokens or 1)}
-            for b in batches
-        ]
+        if self.plans.shape.preference:
+            count = np.float32(sum(batch[PAIRS].sum() for batch in batches) or 1)
+            shares = [{**b, **with_targets(b), PAIRS: b[PAIRS] / count} for b in batches]
+            shares = [{n: v for n, v in share.items() if n != "weights"} for share in shares]
+        else:
+            each = np.float32(tokens or 1)
+            shares = [{**b, **with_targets(b), "weights": b["weights"] / each} for b in batches]
         if self.plans.shape.layered:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
@@ -165,7 +183,7 @@ class Engine:
         return {ROUNDING: np.array([self.seed, number], np.int64)} if wanted else {}
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
-        return evaluate(self.run[EVALUATE], batches)
+        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference)
 
 
 def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
@@ -195,8 +213,10 @@ def with_targets(batch: Batch) -> Batch:
     return {"targets": np.where(batch["weights"] > 0, batch["targets"], np.int32(-1))}
 
 
-def evaluate(run: Executor, batches: Iterable[Batch]) -> Evaluated:
+def evaluate(run: Executor, batches: Iterable[Batch], how: Preference | None = None) -> Evaluated:
     """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`."""
+    if how is not None:
+        return _evaluate_pairs(run, batches, how)
     sums, counts, right = list[float](), list[float](), 0.0
     for batch in batches:
         got = run({**batch, **with_targets(batch)})
@@ -212,3 +232,17 @@ def evaluate(run: Executor, batches: Iterable[Batch]) -> Evaluated:
     spread = float(np.square(total - mean * weight).sum()) * count / max(count - 1, 1)
     tokens = float(weight.sum())
     return Evaluated(mean, spread**0.5 / tokens, int(tokens), right / tokens)
+
+
+def _evaluate_pairs(run: Executor, batches: Iterable[Batch], how: Preference) -> Evaluated:
+    losses, margins = list[np.ndarray](), list[np.ndarray]()
+    for batch in batches:
+        given = {**batch, **with_targets(batch)}
+        got = run({name: given[name] for name in run.inputs})
+        found = measured(how, logps_of(got["losses"], batch), batch)
+        losses.append(found["loss"])
+        margins.append(found["chosen"] - found["rejected"])
+    every, hits = np.concatenate(losses), np.concatenate(margins) > 0
+    count = len(every)
+    error = float(every.std()) / math.sqrt(max(count - 1, 1))
+    return Evaluated(float(every.mean()), error, count, float(hits.mean()))

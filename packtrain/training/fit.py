@@ -105,6 +105,7 @@ class Fit:
             "tokens_per_second": did.tokens / seconds,
             "positions_per_second": self.job.shape.positions / seconds,
             "seconds": self.progress.seconds,
+            **did.more,
         }
         due = self._due(self.job.settings.steps_per_eval, last=True)
         if self.job.valid is not None and (due or why_ended(self.job.settings, self.progress)):

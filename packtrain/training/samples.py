@@ -36,12 +36,12 @@ class SampleBatches:
         self.samples, self.rows, self.time = samples, rows, time
         self.seed, self.shuffle, self.pack = seed, shuffle, pack
         self.key = 0
-        lengths = samples.lengths - 1  # in targets
+        lengths = self.lengths_of(samples)
         longest = int(lengths.max())
         if longest > time:
             raise ValueError(f"a sample of {longest} targets does not fit a row of {time}")
         # packed by length alone, so that every epoch has the same number of rows
-        self._order = np.arange(len(samples))
+        self._order = np.arange(len(lengths))
         row_of = self._order
         if pack:
             self._order = np.argsort(-lengths, kind="stable")
@@ -49,6 +49,11 @@ class SampleBatches:
         self._shortness = -lengths[self._order]
         self._places = np.argsort(row_of, kind="stable")
         self._first = np.append(0, np.cumsum(np.bincount(row_of)))
+
+    @staticmethod
+    def lengths_of(samples: Samples) -> np.ndarray:
+        """Targets of each item that a row holds as a whole."""
+        return samples.lengths - 1
 
     @property
     def windows(self) -> int:
@@ -61,13 +66,17 @@ class SampleBatches:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `pos`, `seq` i32 and `weights` f32, all (rows, time)."""
+        rows = [self._row(chosen) for chosen in self.chosen(index)]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def chosen(self, index: int) -> list[list[int]]:
+        """The samples of each row of a batch."""
         epoch, batch = divmod(index, len(self))
         keys = keys_of(self.seed, epoch, self.key)
         places = range(batch * self.rows, (batch + 1) * self.rows)
-        rows = [self._row(self._samples_at(place, keys)) for place in places]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return [self._chosen_at(place, keys) for place in places]
 
-    def _samples_at(self, place: int, keys: Keys) -> list[int]:
+    def _chosen_at(self, place: int, keys: Keys) -> list[int]:
         """The samples of the row at a place in the epoch."""
         if place >= self.windows:
             return []
@@ -102,9 +111,9 @@ class SampleBatches:
         return row
 
 
-def row_length(most: int, *parts: Samples) -> int:
-    """Row length that holds the longest sample, and at least SHORTEST."""
-    longest = max(int(samples.lengths.max()) - 1 for samples in parts)
+def row_length(most: int, *lengths: np.ndarray) -> int:
+    """Row length that holds the longest item, in targets, and at least SHORTEST."""
+    longest = max(int(some.max()) for some in lengths)
     return min(most, max(longest, SHORTEST))
 
 

@@ -9,6 +9,8 @@ from packtrain.dtypes import PRECISIONS, WRITABLE
 from packtrain.errors import InputError
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.config import PRESETS, Config
+from packtrain.models.preference import KINDS as KINDS_OF_PAIRS
+from packtrain.models.preference import Preference, preference
 from packtrain.optim import OPTIMIZERS
 from packtrain.samples import TRUNCATE
 from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, options, positional
@@ -18,6 +20,7 @@ from packtrain.training.schedule import KINDS
 T = TypeVar("T")
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
+NEXT_TOKEN = "next-token"
 TYPES = ("f32", "f16", "bf16")
 SKIP_BAD = (
     "skip records that cannot be used instead of refusing the file; the first five are listed"
@@ -342,6 +345,33 @@ class TuneSettings(RunSettings):
         metavar="PATTERN",
     )
 
+    loss: str = TRAINING(
+        NEXT_TOKEN,
+        "what is minimized: next-token; or, for pairs of a chosen and a rejected answer, dpo, ipo, simpo or orpo",
+        choices=(NEXT_TOKEN, *KINDS_OF_PAIRS),
+    )
+    beta: float | None = TRAINING(
+        None,
+        "losses of pairs: how strongly preferences count beside staying near the base (default: dpo 0.1, ipo 0.1,"
+        " simpo 2, orpo 1)",
+        least=1e-6,
+    )
+    gamma: float | None = TRAINING(
+        None,
+        "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)",
+        least=0,
+    )
+    label_smoothing: float = TRAINING(
+        0.0,
+        "losses of pairs: the share of pairs expected to be the wrong way round",
+        least=0,
+        most=0.5,
+    )
+    length_normalized: bool = TRAINING(
+        False, "dpo: mean log-probabilities of an answer's tokens, not their sum"
+    )
+    reference_free: bool = TRAINING(False, "dpo: leave the base out of the rewards")
+
     mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
     train_on: str = DATA(
         "all", "which of the assistant's turns to train on", choices=("all", "last")
@@ -356,7 +386,7 @@ class TuneSettings(RunSettings):
     val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
     lr: float | None = TRAINING(
         None,
-        "peak learning rate (default: 2e-4, with --full 1e-5, with lbfgs 1)",
+        "peak learning rate (default: 2e-4, with --full 1e-5, a tenth of it for pairs, with lbfgs 1)",
         flags="--learning-rate -lr",
         least=0,
     )
@@ -367,7 +397,39 @@ class TuneSettings(RunSettings):
 
     @property
     def usual_rate(self) -> float:
-        return FULL_RATE if self.full else LORA_RATE
+        usual = FULL_RATE if self.full else LORA_RATE
+        return usual if self.loss == NEXT_TOKEN else usual / 10
+
+    @property
+    def preference(self) -> Preference | None:
+        """The loss of pairs that is asked for. Raises InputError for settings that it has not."""
+        of = {
+            "beta": (*KINDS_OF_PAIRS,),
+            "gamma": ("dpo", "simpo", "orpo"),
+            "label_smoothing": ("dpo", "simpo", "orpo"),
+            "length_normalized": ("dpo",),
+            "reference_free": ("dpo",),
+        }
+        for name, losses in of.items():
+            if getattr(self, name) and self.loss not in losses:
+                flag = name.replace("_", "-")
+                raise InputError(
+                    f"--{flag}: --loss {self.loss} has no such setting; {', '.join(losses)} have"
+                )
+        if self.loss == NEXT_TOKEN:
+            return None
+        if self.truncate == "split":
+            raise InputError(
+                f"--truncate split: --loss {self.loss} needs whole answers; give end or drop"
+            )
+        return preference(
+            self.loss,
+            beta=self.beta,
+            gamma=self.gamma,
+            smoothing=self.label_smoothing or None,
+            measure="mean" if self.length_normalized else None,
+            reference=False if self.reference_free else None,
+        )
 
 
 def run_folder(output: Path) -> Path:

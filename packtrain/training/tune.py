@@ -41,6 +41,8 @@ from packtrain.training.job import (
     schedule_of,
     shape_of,
 )
+from packtrain.training.pairs import PairBatches
+from packtrain.training.reference import refers
 from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.settings import TuneSettings
 from packtrain.words import long_context, plural
@@ -189,7 +191,10 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     if not subject.trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
     train, valid, data = _batches(settings, config, say)
-    shape = shape_of(settings, config, train.rows, train.time, valid is not None, base, say)
+    how, evaluates = settings.preference, valid is not None
+    shape = shape_of(settings, config, train.rows, train.time, evaluates or refers(how), base, say)
+    if isinstance(train, PairBatches):
+        shape = replace(shape, preference=how, pairs=train.most)
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",
@@ -213,12 +218,18 @@ def _batches(
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)
-    parts = (part for part in (dataset.train, dataset.valid) if part is not None)
-    size = settings.batch_size, settings.ctx or row_length(length, *parts)
-    train = SampleBatches(dataset.train, *size, seed=settings.seed, pack=settings.pack)
-    valid = None
+    how, parts = settings.preference, [part for part in (dataset.train, dataset.valid) if part]
+    make: Callable[..., SampleBatches] = SampleBatches
+    time = settings.ctx or row_length(length, *map(SampleBatches.lengths_of, parts))
+    if how is not None:  # a row holds both answers, each as long as the context
+        make, time = (
+            partial(PairBatches, how=how),
+            row_length(2 * length, *map(PairBatches.lengths_of, parts)),
+        )
+    size = settings.batch_size, time
+    train, valid = make(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
     if dataset.valid is not None:
-        valid = SampleBatches(dataset.valid, *size, shuffle=False, pack=settings.pack)
+        valid = make(dataset.valid, *size, shuffle=False, pack=settings.pack)
     return train, valid, dataset
 
 
@@ -251,6 +262,7 @@ def _recipe(settings: TuneSettings, length: int) -> Recipe:
         settings.val_split,
         settings.skip_bad,
         settings.chat_template and template_named(settings.chat_template),
+        settings.preference is not None,
     )
 
 

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self, TextIO
 
@@ -67,6 +67,7 @@ class ProgressLine:
             "step": f"{step}/{self.steps}",
             "loss": f"loss {mean_text([record['loss'] for record in self.recent])}",
             "val": self.val,
+            "pairs": pairs_text(self.recent),
             "lr": f"lr {last['lr']:.1e}",
             "norm": f"norm {last['grad_norm']:.3g}",
             "speed": speed,
@@ -101,6 +102,17 @@ def validation_text(record: Mapping[str, Any]) -> str:
         return f"val {record['val_loss']:.4f}"
     accuracy, error = 100 * record["val_accuracy"], 100 * record["val_accuracy_error"]
     return f"val {record['val_loss']:.4f}, accuracy {accuracy:.1f} ± {error:.1f} %"
+
+
+def pairs_text(records: Iterable[Mapping[str, Any]]) -> str:
+    """`margin 0.213, chosen 84 %`: means over the last steps; empty for a loss of tokens."""
+    found = [r for r in records if "rewards_margin" in r]
+    if not found:
+        return ""
+    margin, hits = (
+        statistics.fmean(r[f"rewards_{what}"] for r in found) for what in ("margin", "accuracy")
+    )
+    return f"margin {margin:.3f}, chosen {100 * hits:.0f} %"
 
 
 class Work:

@@ -1,7 +1,8 @@
-"""Training on pairs of answers: the losses, their gradients, the data, runs, resuming, refusals."""
+"""Training on pairs of answers: the losses and their gradients, the data, runs, resuming, refusals."""
 
 import json
-import re
+import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +10,320 @@ import pytest
 
 import packtrain as pt
 from packtrain import ops
+from packtrain.checking.running import run
 from packtrain.cli import main
+from packtrain.corpus.documents import Source
+from packtrain.errors import InputError
 from packtrain.grad import differentiate
+from packtrain.graph import Graph
 from packtrain.models.preference import KINDS, Preference, preference
 from packtrain.samples import Samples
 from packtrain.samples.formats import Reader
-from packtrain.corpus.documents import Source
-from packtrain.errors import InputError
-from packtrain.tensor import input, weight
+from packtrain.samples.messages import Pair
 from packtrain.training.pairs import PairBatches
+from packtrain.training.reference import FILE
 from packtrain.watch import metrics
 from tests.architectures import random_model
-from tests.kill import WORDS_LIKE if False else words  # noqa
+from tests.test_train import said, signal_after, weights
+
+LOSSES = {
+    **KINDS,
+    "smooth": preference("dpo", smoothing=0.2),
+    "mean": preference("dpo", measure="mean", beta=2.0),
+    "free": preference("dpo", reference=False),
+    "margin": preference("dpo", gamma=0.3),
+}
+
+
+def as_in_the_papers(name: str, c: float, r: float, c0: float, r0: float) -> float:
+    """The loss of one pair, from log-probabilities of the chosen and rejected answer, and the reference's."""
+    if name == "ipo":
+        return ((c - c0) - (r - r0) - 1 / 0.2) ** 2
+    if name == "simpo":
+        return math.log1p(math.exp(-(2.0 * (c - r) - 0.5)))
+    if name == "orpo":
+        odds = (c - r) - (math.log1p(-math.exp(c)) - math.log1p(-math.exp(r)))
+        return -c + 0.1 * math.log1p(math.exp(-odds))
+    beta = 2.0 if name == "mean" else 0.1
+    ratio = beta * ((c - r) - (0.0 if name == "free" else c0 - r0)) - (0.3 * (name == "margin"))
+    right, wrong = math.log1p(math.exp(-ratio)), math.log1p(math.exp(ratio))
+    return 0.8 * right + 0.2 * wrong if name == "smooth" else right
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_the_papers(name: str) -> None:
+    """Two rows of up to two pairs; the second row has one."""
+    how, rng, time = LOSSES[name], np.random.default_rng(0), 9
+    losses = rng.uniform(0.1, 3, (2, time)).astype(np.float32)
+    owner = np.array([[0, 0, 2, 2, 2, 1, 3, 3, 3], [0, 2, 2, 2, -1, -1, -1, -1, -1]])
+    sides = np.stack([owner == side for side in range(4)], 1).astype(np.float32)
+    if how.divides:
+        sides /= np.maximum(sides.sum(-1, keepdims=True), 1)
+    known = rng.uniform(-3, -1, (2, 4)).astype(np.float32)
+    share = np.array([[1 / 3, 1 / 3], [1 / 3, 0]], np.float32)
+    logps = -(sides.astype(np.float64) * losses[:, None]).sum(-1)
+    each = [
+        as_in_the_papers(name, logps[i, p], logps[i, 2 + p], known[i, p], known[i, 2 + p])
+        for i, p in ((0, 0), (0, 1), (1, 0))
+    ]
+    given = {"losses": losses, "sides": sides, "pairs": share}
+    given |= {"reference": known} if how.reference else {}
+    leaf = pt.weight("losses", losses.shape)
+    loss, said = how.loss(leaf, 2)
+    got = run(Graph({"loss": loss, "logps": said}), given)
+    assert float(got["loss"]) == pytest.approx(np.mean(each), rel=1e-5)
+    np.testing.assert_allclose(got["logps"], logps, rtol=1e-5)
+    pairs = np.array([[logps[i, p], logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
+    refs = np.array([[known[i, p], known[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
+    np.testing.assert_allclose(how.judged(pairs, refs)["loss"], each, rtol=1e-6)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
+@pytest.mark.parametrize("name", ["dpo", "orpo"])
+def test_gradients_through_the_head_equal_differences(name: str, trained: bool) -> None:
+    """Of a frozen head one pass is enough; of a trained one logits are computed twice."""
+    how, rng = LOSSES[name], np.random.default_rng(1)
+    x = rng.standard_normal((2, 6, 8)).astype(np.float32)
+    w = rng.standard_normal((11, 8)).astype(np.float16 if not trained else np.float32)
+    targets = rng.integers(0, 11, (2, 6)).astype(np.int32)
+    targets[:, 0] = -1
+    owner = np.array([[-1, 0, 0, 1, 1, 1], [-1, 0, 0, 0, 1, 1]])
+    sides = np.stack([owner == side for side in range(2)], 1).astype(np.float32)
+    if how.divides:
+        sides /= sides.sum(-1, keepdims=True)
+    known = np.full((2, 2), -4, np.float32)
+    share = np.full((2, 1), 0.5, np.float32)
+    leaf = pt.weight("x", x.shape)
+    head = pt.weight("w", w.shape) if trained else pt.constant("w", w, pt.f16)
+    ones = pt.constant("ones", np.ones((2, 6), np.float32))
+    losses = ops.linear_cross_entropy(
+        leaf, head, pt.input("targets", (2, 6), pt.i32), ones, chunk=4
+    )[1]
+    loss, _ = how.loss(losses, 1)
+    wanted = [leaf, head] if trained else [leaf]
+    found = differentiate(loss, wanted)
+    outputs = {t.label: g for t, g in found.items()}
+    given = {"x": x, "w": w, "targets": targets, "sides": sides, "pairs": share}
+    given |= {"reference": known} if how.reference else {}
+    if not trained:
+        given.pop("w")
+    graph = Graph(outputs)
+    heads = sum(step.op.name == "linear_cross_entropy" for step in graph.calls)
+    assert heads == (2 if trained else 1)
+    got = run(graph, given)
+
+    def value(x: np.ndarray, w: np.ndarray) -> float:
+        logits = x @ w.astype(np.float64).T
+        top = logits.max(-1, keepdims=True)
+        logps = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        at = np.maximum(targets, 0)[..., None]
+        token = np.take_along_axis(logps, at, -1)[..., 0] * (targets >= 0)
+        s = (sides * token[:, None]).sum(-1)
+        return float(how.judged(s, known.astype(np.float64))["loss"].mean())
+
+    for name, array in (("x", x), ("w", w)) if trained else (("x", x),):
+        for at in [*np.ndindex(array.shape)][:: 5 if name == "x" else 7]:
+            up, down = (array.astype(np.float64) for _ in range(2))
+            up[at] += 1e-5
+            down[at] -= 1e-5
+            both = [(up, w), (down, w)] if name == "x" else [(x, up), (x, down)]
+            slope = (value(*both[0]) - value(*both[1])) / 2e-5
+            assert got[name][at] == pytest.approx(slope, abs=2e-6), (name, at)
+
+
+# ---- data
+
+
+def records(tmp_path: Path, *lines: object) -> list[Pair]:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return [*Reader(Source(path))]  # type: ignore[list-item]
+
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "Hi"), ("assistant", "Hello!"), ("assistant", "What?"))
+)
+SYSTEM = {"role": "system", "content": "Be kind."}
+MEANT = {
+    "texts": {"prompt": "Hi", "chosen": "Hello!", "rejected": "What?"},
+    "messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    "prompt within": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "prompt twice": {"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "one message": {
+        "conversations": [{"from": "human", "value": "Hi"}],
+        "chosen": {"from": "gpt", "value": "Hello!"},
+        "rejected": {"from": "gpt", "value": "What?"},
+    },
+}
+
+
+@pytest.mark.parametrize("form", MEANT)
+def test_pairs_in_every_form_that_trl_reads(form: str, tmp_path: Path) -> None:
+    (pair,) = records(tmp_path, MEANT[form])
+    assert pair.chosen.messages == [USER, GOOD] and pair.rejected.messages == [USER, BAD]
+    assert pair.chosen.answer == pair.rejected.answer == 1
+
+
+def test_a_pair_keeps_the_turns_before_it_out_of_the_loss(tmp_path: Path) -> None:
+    before = [SYSTEM, USER, GOOD, {"role": "user", "content": "And?"}]
+    (pair,) = records(tmp_path, {"chosen": [*before, GOOD], "rejected": [*before, BAD]})
+    assert pair.chosen.messages == [*before, GOOD] and pair.chosen.answer == 1
+
+
+@pytest.mark.parametrize(
+    "record, why",
+    [
+        ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+        ({"chosen": "a", "rejected": "b"}, "chosen is a text"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": ""}, "content is empty"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": 3}, "rejected"),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [USER]}, "rejected must end with"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "no answer of the assistant"),
+    ],
+)
+def test_bad_pairs_are_refused_by_place(record: dict, why: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=why) as refusal:
+        records(tmp_path, record)
+    assert "pairs.jsonl" in str(refusal.value) and "line 1" in str(refusal.value)
+
+
+def test_rows_hold_whole_pairs_and_say_which_targets_are_whose() -> None:
+    rng, lengths = np.random.default_rng(2), [5, 7, 4, 4, 9, 3, 6, 6]
+    starts = np.cumsum([0, *lengths[:-1]]).astype(np.int64)
+    ids = rng.integers(0, 50, sum(lengths)).astype(np.uint16)
+    given = (rng.random(ids.size) < 0.6).astype(np.uint8)
+    given[starts + 2] = 1
+    batches = PairBatches(Samples(ids, given, starts), 2, 24, KINDS["simpo"], seed=1)
+    batches.known[:] = np.arange(8)
+    seen = []
+    for index in range(len(batches)):
+        batch, rows = batches[index], batches.answers(index)
+        for at, row in enumerate(rows):
+            most = batches.most
+            assert batch["pairs"][at].sum() * 2 == len(row)
+            for number, sample in enumerate(row):
+                seen.append(sample)
+                pair, side = divmod(number, 2)
+                assert sample % 2 == side and (side == 0 or row[number - 1] == sample - 1)
+                sides = batch["sides"][at, side * most + pair]
+                its, its_weights = Samples(ids, given, starts)[sample]
+                assert sides.sum() == pytest.approx(1)
+                here = np.flatnonzero(sides)
+                wanted = its[1:][its_weights[1:] > 0]
+                assert batch["targets"][at, here].tolist() == wanted.tolist()
+    assert sorted(seen) == [*range(8)]
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("preference")
+    rng = random.Random(1)
+    lines = []
+    for _ in range(60):
+        words = [rng.choice(("sun", "ice", "sea", "sky")) for _ in range(3)]
+        # the preferred answer is short
+        short, long = words[0], " ".join(words * 3)
+        lines.append({"prompt": f"say {words[0]}", "chosen": short, "rejected": long})
+    (made / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    random_model(made / "f32.gguf", "llama tied")
+    assert main(["quantize", str(made / "f32.gguf"), str(made / "q4.gguf"), "Q4_K_M"]) == 0
+    return made
+
+
+def tuned(folder: Path, output: Path, *more: str, base: str = "f32") -> int:
+    given = [str(folder / f"{base}.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
+    usual = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
+    loss = () if "--loss" in more else ("--loss", "dpo")
+    return main(["finetune", *given, *usual, *loss, "--lora-rank", "4", *more])
+
+
+@pytest.mark.parametrize("loss", KINDS)
+def test_a_run_learns_the_preference_on_pairs_it_has_not_seen(folder, tmp_path, capsys, loss):
+    output = tmp_path / "tuned.gguf"
+    assert tuned(folder, output, "--loss", loss, "--iters", "30", base="q4") == 0, said(capsys)
+    records = [*metrics.read(tmp_path / "tuned.run/metrics.jsonl")]
+    first, last = records[0], next(r for r in reversed(records) if "val_loss" in r)
+    assert last["val_accuracy"] == 1 and last["rewards_margin"] > first["rewards_margin"] + 0.05
+    margin = last["rewards_chosen"] - last["rewards_rejected"]
+    assert margin == pytest.approx(last["rewards_margin"], abs=1e-6)
+    if loss == "dpo":  # nothing is learned yet
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_the_loss_does_not_depend_on_micro_batches_packing_or_memory(folder, tmp_path, capsys):
+    found = []
+    for number, more in enumerate(
+        (["--batch-size", "4"], ["--batch-size", "2", "--grad-accumulation-steps", "2"])
+    ):
+        output = tmp_path / f"{number}.gguf"
+        assert tuned(folder, output, "--iters", "4", *more) == 0, said(capsys)
+        every = metrics.read(tmp_path / f"{number}.run/metrics.jsonl")
+        found.append([(r["loss"], r["rewards_margin"]) for r in every if "loss" in r])
+    np.testing.assert_allclose(found[0], found[1], rtol=2e-5, atol=2e-6)
+
+
+def test_a_stopped_run_resumes_bit_for_bit_and_reads_the_reference_once(folder, tmp_path, capsys):
+    whole, parted = tmp_path / "whole.gguf", tmp_path / "parted.gguf"
+    assert tuned(folder, whole, "--iters", "8") == 0
+    with signal_after(4):
+        assert tuned(folder, parted, "--iters", "8") == 130
+    capsys.readouterr()
+    assert tuned(folder, parted, "--iters", "8", "--resume") == 0
+    assert "reference model" not in "\n".join(said(capsys))
+    assert weights(whole) == weights(parted)
+    # a lost or damaged file is made again, from the base's values
+    (tmp_path / "parted.run" / FILE).write_bytes(b"damaged")
+    assert tuned(folder, parted, "--iters", "10", "--resume") == 0
+    assert tuned(folder, whole, "--iters", "10", "--resume") == 0
+    assert weights(whole) == weights(parted)
+
+
+def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):
+    output = tmp_path / "tuned.gguf"
+    given = [str(folder / "f32.gguf"), "--data", str(folder / "pairs.jsonl"), "-o", str(output)]
+    more = ["--full", "--loss", "dpo", "--iters", "6", "--batch-size", "2", "--lr", "1e-3"]
+    assert main(["finetune", *given, *more, "--no-tensorboard"]) == 0, said(capsys)
+    every = [r for r in metrics.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
+    assert every[-1]["rewards_margin"] > every[0]["rewards_margin"] + 0.05
+
+
+@pytest.mark.parametrize(
+    "more, why",
+    [
+        (["--loss", "next-token"], "is a pair of answers"),
+        (["--loss", "simpo", "--reference-free"], "--reference-free: --loss simpo has no such"),
+        (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing: --loss ipo has no"),
+        (["--loss", "next-token", "--beta", "0.1"], "--beta: --loss next-token has no such"),
+        (["--loss", "dpo", "--truncate", "split"], "needs whole answers"),
+        (["--loss", "dpo", "--beta", "0"], "--beta"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(folder, tmp_path, capsys, more, why):
+    assert tuned(folder, tmp_path / "tuned.gguf", *more) == 2
+    (line,) = [line for line in said(capsys) if "error" in line or why in line][-1:]
+    assert why in line
+
+
+def test_other_data_is_refused_for_such_a_loss(folder, tmp_path, capsys):
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"prompt": "Hi", "completion": "Hello"}))
+    output = str(tmp_path / "tuned.gguf")
+    given = [str(folder / "f32.gguf"), "--data", str(data), "-o", output, "--loss", "dpo"]
+    assert main(["finetune", *given]) == 2
+    assert "it must have prompt, chosen and rejected" in said(capsys)[-1]
+
+
+def test_a_budget_is_kept_or_refused(folder, tmp_path, capsys):
+    assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "2", "--memory", "900MiB") == 0
+    assert tuned(folder, tmp_path / "small.gguf", "--iters", "2", "--memory", "40MiB") == 3
+
+
+def test_judged_rewards_of_an_untrained_model_are_ties() -> None:
+    how = Preference("dpo")
+    logps = np.array([[-3.0, -5.0]])
+    found = how.judged(logps, logps)
+    assert found["chosen"] == found["rejected"] == 0 and found["loss"] == pytest.approx(math.log(2))

@@ -84,6 +84,7 @@ def _recipe(settings: Data, metadata: dict[str, Any]) -> Recipe:
         settings.val_split,
         settings.skip_bad,
         settings.chat_template and template_named(settings.chat_template),
+        None,
     )
 
 

@@ -7,8 +7,8 @@ the reference model (the weights before training; 0 without `reference`), for a 
     loss = by * judge(z) + nll * (negative log-likelihood of the chosen answer, mean of its tokens)
 
 Sources: DPO, Rafailov et al. 2023, arXiv 2305.18290; label smoothing, Mitchell 2023; IPO, Azar et al. 2023,
-arXiv 2310.12036; SimPO, Meng et al. 2024, arXiv 2405.14734; ORPO, Hong et al. 2024, arXiv 2403.07691. Names and defaults
-are those of TRL.
+arXiv 2310.12036; SimPO, Meng et al. 2024, arXiv 2405.14734; ORPO, Hong et al. 2024, arXiv 2403.07691. Names and
+defaults are those of TRL.
 """
 
 from dataclasses import dataclass, replace

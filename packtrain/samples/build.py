@@ -33,7 +33,7 @@ CONTROLS = "messages that spell control tokens, which become these tokens as in 
 UNPAIRED = "pairs left out because, cut to the context, an answer is empty or equals the other"
 UNLIKE = {
     True: "is no pair of answers; for this loss it must have prompt, chosen and rejected",
-    False: "is a pair of answers, chosen and rejected; train on such data with --loss dpo, simpo, ipo or orpo",
+    False: "is a pair of answers, chosen and rejected; such data is for finetune --loss dpo, ipo, simpo or orpo",
 }
 UNTRAINED = "samples left out because they have no tokens to train on"
 
@@ -48,7 +48,8 @@ class Recipe:
     everything, last_only   train on prompts, too; train on the assistant's last turn only
     separator, val_split    as in corpus.Text
     skip_bad   skip records that cannot be used
-    pairs      of a chosen and a rejected answer, which become two samples, one after the other
+    pairs      of a chosen and a rejected answer, which become two samples, one after the other: only them, none of them
+               or, with None, both
     template   chat template instead of the model's own
     """
 
@@ -62,7 +63,7 @@ class Recipe:
     val_split: float = 0.0
     skip_bad: bool = False
     template: str | None = None
-    pairs: bool = False
+    pairs: bool | None = False
 
 
 def sources_of(recipe: Recipe) -> tuple[Source, ...]:
@@ -194,8 +195,9 @@ class Maker:
 
     def samples(self, record: Conversation | Pair | Plain) -> Iterator[Sample]:
         """The samples of a record that have tokens to train on; those of a conversation are built at once."""
-        if isinstance(record, Pair) != self.recipe.pairs:
-            raise InputError(f"{record.where} {UNLIKE[self.recipe.pairs]}")
+        wanted = self.recipe.pairs
+        if wanted is not None and isinstance(record, Pair) != wanted:
+            raise InputError(f"{record.where} {UNLIKE[wanted]}")
         if isinstance(record, Plain):
             return _placed(self._text(record), record.where)
         made = self._pair(record) if isinstance(record, Pair) else self._conversation(record)

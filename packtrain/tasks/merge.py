@@ -135,6 +135,6 @@ def _data(settings: Merge, merging: Merging, events: Events) -> SampleBatches:
     assert settings.calibrate is not None
     existing(settings.calibrate, "--calibrate")
     most = min(merging.base.config.context_length, CONTEXT)
-    recipe = Recipe(settings.calibrate, settings.model, most)
+    recipe = Recipe(settings.calibrate, settings.model, most, pairs=None)
     samples = prepare(recipe, writable(cache_root() / "tokens"), events.message).train
     return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))

@@ -12,7 +12,7 @@ from packtrain.models.lora import KEY
 from packtrain.models.preference import PAIRS, Preference
 from packtrain.optim import ROUNDING, Optimizer
 from packtrain.run import Executor, Session
-from packtrain.training.pairs import logps_of, measured, summary
+from packtrain.training.pairs import logps_of, measured, right, summary
 
 Batch = Mapping[str, np.ndarray]
 IN_A_ROW = 3  # bad steps that end a run
@@ -242,7 +242,7 @@ def _evaluate_pairs(run: Executor, batches: Iterable[Batch], how: Preference) ->
         found = measured(how, logps_of(got["losses"], batch), batch)
         losses.append(found["loss"])
         margins.append(found["chosen"] - found["rejected"])
-    every, hits = np.concatenate(losses), np.concatenate(margins) > 0
+    every, hits = np.concatenate(losses), right(np.concatenate(margins))
     count = len(every)
     error = float(every.std()) / math.sqrt(max(count - 1, 1))
     return Evaluated(float(every.mean()), error, count, float(hits.mean()))

@@ -11,6 +11,8 @@ from packtrain.models.preference import PAIRS, REFERENCE, SIDES, Preference
 from packtrain.samples import Samples
 from packtrain.training.samples import SampleBatches
 
+TIE = 1e-5
+
 
 class PairBatches(SampleBatches):
     """Like SampleBatches, of pairs; a batch has inputs for the loss in addition.
@@ -86,5 +88,10 @@ def summary(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, float]:
         "rewards_chosen": float(chosen.mean()),
         "rewards_rejected": float(rejected.mean()),
         "rewards_margin": float((chosen - rejected).mean()),
-        "rewards_accuracy": float((chosen > rejected).mean()),
+        "rewards_accuracy": float(right(chosen - rejected).mean()),
     }
+
+
+def right(margins: np.ndarray) -> np.ndarray:
+    """1 where the chosen answer's reward is higher, 1/2 where both are equal but for rounding."""
+    return np.where(np.abs(margins) < TIE, 0.5, margins > 0)

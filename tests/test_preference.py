@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from packtrain.checking.running import run
 from packtrain.cli import main
 from packtrain.corpus.documents import Source
 from packtrain.errors import InputError
+from packtrain.gguf import GGUF
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
 from packtrain.models.preference import KINDS, Preference, preference
@@ -24,6 +26,7 @@ from packtrain.training.pairs import PairBatches
 from packtrain.training.reference import FILE
 from packtrain.watch import metrics
 from tests.architectures import random_model
+from tests.preferred import PAIRS, preference_base
 from tests.test_train import said, signal_after, weights
 
 LOSSES = {
@@ -79,7 +82,7 @@ def test_losses_are_those_of_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
-@pytest.mark.parametrize("name", ["dpo", "orpo"])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo"])
 def test_gradients_through_the_head_equal_differences(name: str, trained: bool) -> None:
     """Of a frozen head one pass is enough; of a trained one logits are computed twice."""
     how, rng = LOSSES[name], np.random.default_rng(1)
@@ -327,3 +330,60 @@ def test_judged_rewards_of_an_untrained_model_are_ties() -> None:
     logps = np.array([[-3.0, -5.0]])
     found = how.judged(logps, logps)
     assert found["chosen"] == found["rejected"] == 0 and found["loss"] == pytest.approx(math.log(2))
+
+
+# ---- against TRL
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_losses_margins_and_gradients_are_trls(tmp_path: Path, loss: str) -> None:
+    """Three steps of plain SGD on the same pairs, as benchmarks.preference_peer has recorded them.
+
+    Weights that have moved alike have had the same gradients.
+    """
+    golden = json.loads((Path(__file__).parent / "goldens/preference.json").read_text())[loss]
+    base, output = tmp_path / "base.gguf", tmp_path / "tuned.gguf"
+    preference_base(base)
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(map(json.dumps, PAIRS)))
+    steps = golden["steps"]
+    given = [
+        "--full",
+        "--loss",
+        loss,
+        "--optimizer",
+        "sgd",
+        "--momentum",
+        "0",
+        "--max-grad-norm",
+        "0",
+    ]
+    given += ["--lr", str(golden["rate"]), "--lr-scheduler", "constant", "--warmup-ratio", "0"]
+    given += ["--weight-decay", "0", "--no-pack", "--batch-size", "6", "--iters", str(len(steps))]
+    given += ["--val-split", "0", "--no-tensorboard"]
+    assert main(["finetune", str(base), "--data", str(data), "-o", str(output), *given]) == 0
+    found = [r for r in metrics.read(tmp_path / "tuned.run/metrics.jsonl") if "loss" in r]
+    for ours, theirs in zip(found, steps, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        for name in ("chosen", "rejected") if loss == "dpo" else ():  # TRL shows sums for ipo, too
+            wanted = theirs[f"rewards/{name}"]
+            assert ours[f"rewards_{name}"] == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
+    before, after = GGUF(base), GGUF(output)
+    moved = golden["moved"]
+    assert len(moved) == len(before.entries)
+    for name, theirs in moved.items():
+        ours = TENSOR_NAMES.sub(lambda found: NAMES[found[0]], name).replace("model.layers", "blk")
+        change = after.array(ours).astype(np.float64) - before.array(ours)
+        assert np.square(change).sum() == pytest.approx(theirs, rel=1e-4), name
+
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
+}
+TENSOR_NAMES = re.compile("|".join(map(re.escape, NAMES)))

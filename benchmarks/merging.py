@@ -17,8 +17,8 @@ from packtrain.training.engine import evaluate
 from packtrain.training.job import Job
 from packtrain.training.measure import losses_of
 from packtrain.training.samples import SampleBatches
-from packtrain.training.settings import TuneSettings
 from packtrain.training.tune import build_job
+from packtrain.training.tune_settings import TuneSettings
 
 MIB = 1 << 20
 

@@ -33,7 +33,8 @@ from packtrain.tasks.quantize import Quantize, Written
 from packtrain.tasks.ready import Prepare, Ready
 from packtrain.tasks.run import Trained
 from packtrain.tasks.speak import Generated
-from packtrain.training.settings import RunSettings, TrainSettings, TuneSettings
+from packtrain.training.settings import RunSettings, TrainSettings
+from packtrain.training.tune_settings import TuneSettings
 
 S = TypeVar("S")
 R = TypeVar("R")

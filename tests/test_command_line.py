@@ -11,7 +11,8 @@ import pytest
 from packtrain.cli import COMMANDS, main
 from packtrain.errors import InputError
 from packtrain.settings import GROUPS, option, to_yaml
-from packtrain.training.settings import TrainSettings, TuneSettings
+from packtrain.training.settings import TrainSettings
+from packtrain.training.tune_settings import TuneSettings
 from packtrain.words import did_you_mean, in_colour, plural
 from tests.test_model_file import save
 

@@ -18,7 +18,7 @@ from packtrain.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, 
 from packtrain.tensor import GraphError, Tensor, weight
 from packtrain.training.effects import check_effects
 from packtrain.training.engine import Engine, Turn
-from packtrain.training.settings import TuneSettings
+from packtrain.training.tune_settings import TuneSettings
 from tests.architectures import random_model
 from tests.kill import chats
 from tests.models import CONFIG, batch, same_bits, values

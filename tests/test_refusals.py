@@ -19,9 +19,10 @@ from packtrain.training import space
 from packtrain.training.compatible import differences
 from packtrain.training.effects import RULES, VALIDATING, check_effects, check_validation
 from packtrain.training.job import HEAD_NBYTES
-from packtrain.training.settings import FREE, RunSettings, TrainSettings, TuneSettings
+from packtrain.training.settings import FREE, RunSettings, TrainSettings
 from packtrain.training.space import check_space, resumable, written
 from packtrain.training.state import Progress, save
+from packtrain.training.tune_settings import TuneSettings
 from tests.test_train import arguments, data, refused, said, signal_after  # noqa: F401  data is a fixture
 
 # ---- settings without effect

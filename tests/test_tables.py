@@ -118,7 +118,7 @@ def test_columns_without_use_are_listed(tmp_path: Path):
         ("", r"a\.csv holds no records"),
         ("messages\nhello", r"line 2: messages is not JSON"),
         ("prompt,completion\na,b\n,c", r"line 3: prompt: the user's content is empty.*; --skip-bad skips"),
-        ("prompt,chosen,rejected\na,b,c", r"line 1 is preference data \(chosen and rejected, as for DPO\), which"),
+        ("prompt,chosen,rejected\na,b,c", r"line 2 is a pair of answers.* is for finetune --loss dpo"),
     ],
 )  # fmt: skip
 def test_bad_tables(tmp_path: Path, model: Path, content: str, said: str):
@@ -321,7 +321,7 @@ def test_a_bad_first_record(tmp_path: Path):
 def test_no_good_record(tmp_path: Path, model: Path, vocab: Path):
     path = one(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 7)
     with pytest.raises(
-        InputError, match=r"no records.*7 bad records skipped.*line 1 is preference"
+        InputError, match=r"no records.*7 bad records skipped.*line 1 is a pair of answers"
     ):
         made(path, model, tmp_path, skip_bad=True)
     with pytest.raises(

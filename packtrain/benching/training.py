@@ -21,8 +21,8 @@ from packtrain.optim import AdamW
 from packtrain.run import Executor
 from packtrain.training.engine import Batch, Engine
 from packtrain.training.job import shape_of
-from packtrain.training.settings import TuneSettings
 from packtrain.training.tune import Tuned, lora_of
+from packtrain.training.tune_settings import TuneSettings
 
 ROWS = {"1m": 4, "15m": 4, "110m": 1}  # windows of a preset's whole context
 TIME = 512  # tokens of the only row on the model of a file

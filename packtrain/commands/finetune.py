@@ -9,8 +9,8 @@ from packtrain.commands import INTERRUPTED, say
 from packtrain.commands.shown import Shown
 from packtrain.planning import size_text
 from packtrain.tasks.finetune import finetune
-from packtrain.training.settings import TuneSettings
 from packtrain.training.tune import ADAPTER, Tuned, name_of
+from packtrain.training.tune_settings import TuneSettings
 
 OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # not allowed in Ollama's model names
 

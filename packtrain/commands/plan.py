@@ -12,7 +12,8 @@ from packtrain.picture import chart, page, terminal, trace
 from packtrain.settings import OUTPUT
 from packtrain.tasks import finetune, train
 from packtrain.tasks.ready import facts
-from packtrain.training.settings import TrainSettings, TuneSettings
+from packtrain.training.settings import TrainSettings
+from packtrain.training.tune_settings import TuneSettings
 from packtrain.watch.metrics import read
 from packtrain.words import in_colour
 

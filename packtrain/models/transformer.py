@@ -353,15 +353,14 @@ def loss(
 ) -> Loss:  # fmt: skip
     """Next-token loss of inputs `tokens`, `targets`, `weights`, `pos`, `seq`, all (B, T).
 
-    A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the
-    same `seq`, so that several samples can share a row. Dropout adds an input `dropout` (2,) i64: a seed and the
-    number of the step.
+    A target counts with its weight (1 / number of targets gives the mean). Tokens see earlier positions of the same
+    `seq`: several samples can share a row. Dropout adds an input `dropout` (2,) i64: a seed and the step's number.
 
     parts    each block processes the batch in this many parts: it then needs memory for one of them, and its weights'
              gradients are complete before those of the block below begin. The last part goes first, so that these
              gradients are summed in the order of the rows.
     skipped  positions at the beginning of a row without a target: `targets`, `weights`, losses are (B, T - skipped)
-    even     every target counts 1, without the input `weights`: the gradient is that of a function of `losses`
+    even     every target counts 1, without `weights`: for the gradient of a function of `losses`
     """
     shape, counted = (batch, time), (batch, time - skipped)
     if config.lora is not None and config.lora.dropout:
@@ -373,8 +372,7 @@ def loss(
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
     x = rounded(config, output_norm(config, w, last), head(w))
-    ones = constant("ones", np.ones(counted, np.float32)) if even else None
-    weights = input("weights", counted) if ones is None else ones
+    weights = constant("ones", np.ones(counted, np.float32)) if even else input("weights", counted)
     cap, how = config.final_softcap, config.precision
     results = ops.linear_cross_entropy(
         x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how

@@ -181,19 +181,13 @@ def _check_head(x: Tensor, w: Tensor, chunk: int, softcap: float) -> None:
 
 @op(optional=(2, 3, 4))
 def linear_cross_entropy(
-    x: Tensor,
-    w: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    *,
-    chunk: int = 256,
-    softcap: float = 0.0,
-    precision: str = "f32",
-) -> tuple[Spec, ...]:
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 256,
+    softcap: float = 0.0, precision: str = "f32",
+) -> tuple[Spec, ...]:  # fmt: skip
     """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
 
-    With a softcap of c, of c * tanh(logits / c). Also returns the gradients for a loss gradient of 1, from the
-    same logits: nothing is computed twice, and a graph that does not read them (evaluation) does not pay for them.
+    With a softcap of c, of c * tanh(logits / c). Gradients for a loss gradient of 1 come from the same logits; a graph
+    that does not read them (evaluation) does not pay for them.
 
         x        (..., C)  f32
         w        (V, C)    any readable type
@@ -203,8 +197,7 @@ def linear_cross_entropy(
         losses   (...)     f32, by row, not weighted
         right    (...)     f32, 1 where no logit is larger than the target's, else 0
         dx, dw             f32, as x and w; no dw if w is neither f32 nor bf16
-    Where `losses` are used instead of their sum, weights of 1 let the gradient use dx; otherwise logits are computed
-    again.
+    Gradients of `losses` use dx if weights are constant 1 and w is frozen; else logits are computed again.
     precision as in matmul. The idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
     want_precision(precision)
@@ -217,11 +210,16 @@ def linear_cross_entropy(
 @linear_cross_entropy.vjp
 def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, **how):
     dloss, dlosses, *others = dy
-    want(not any(others), "only the losses have a gradient, not what is right or the gradients")
     _, losses, _, dx, *dw = y
-    if dlosses is None:
-        return _times(dloss, dx), (_times(dloss, *dw) if dw else None), None, _times(dloss, losses)
-    want(dloss is None, "a graph has a gradient of the loss or of the losses by row, not of both")
+    want(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
+    want(not any(others), "what is right and gradients have no gradients")
+    if dlosses is not None:
+        return _by_row(dlosses, dx, dw, x, w, targets, weights, how)
+    return _times(dloss, dx), (_times(dloss, *dw) if dw else None), None, _times(dloss, losses)
+
+
+def _by_row(dlosses, dx, dw, x, w, targets, weights, how):
+    """Gradients for those of the losses by row."""
     if not dw and weights.kind == "constant" and np.all(weights.value == 1):
         return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None
     # the logits again, once it is known how much each row counts

@@ -143,7 +143,7 @@ def _rest(piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
 
 
 def _form_of(record: Mapping[str, Any], where: str, header: str) -> Form:
-    for form in FORMS:
+    for form in (PAIR, *FORMS):
         if set(form.needed) <= set(record):
             return form
     if header:
@@ -230,8 +230,8 @@ def _plain(record: Mapping[str, Any], where: str) -> Plain:
 
 
 PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
+PAIR = Form(("chosen", "rejected"), (*PROMPTS, "tools", "system"), _preference)
 FORMS = (
-    Form(("chosen", "rejected"), (*PROMPTS, "tools", "system"), _preference),
     Form(("messages",), ("tools", "system"), _messages),
     Form(("conversations",), ("tools", "system"), _messages),
     _pair("prompt", "completion"),

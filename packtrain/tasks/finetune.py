@@ -17,9 +17,9 @@ from packtrain.tasks.run import Trained, carry_out
 from packtrain.training.fit import Fit
 from packtrain.training.job import Batch
 from packtrain.training.probe import probe
-from packtrain.training.settings import TuneSettings
 from packtrain.training.state import Progress
 from packtrain.training.tune import Tuned, build_job
+from packtrain.training.tune_settings import TuneSettings
 
 
 def finetune(settings: TuneSettings, events: Events) -> Trained:

@@ -32,9 +32,9 @@ from packtrain.training.fit import BEST
 from packtrain.training.job import HEAD_NBYTES, Job
 from packtrain.training.measure import losses_of
 from packtrain.training.samples import SampleBatches
-from packtrain.training.settings import TuneSettings
 from packtrain.training.state import Progress
 from packtrain.training.tune import ADAPTER, Tuned, name_of
+from packtrain.training.tune_settings import TuneSettings
 from packtrain.words import plural
 
 ENOUGH = 0.95  # share of the adapter's gain that a merge should keep

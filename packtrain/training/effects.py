@@ -8,7 +8,8 @@ from packtrain.corpus.documents import has_valid_file
 from packtrain.errors import InputError
 from packtrain.optim import OPTIMIZERS
 from packtrain.settings import flag
-from packtrain.training.settings import RunSettings, TrainSettings, TuneSettings
+from packtrain.training.settings import RunSettings, TrainSettings
+from packtrain.training.tune_settings import TuneSettings
 
 Rule = tuple[str, Callable[[Any], bool], str]
 

@@ -9,18 +9,13 @@ from packtrain.dtypes import PRECISIONS, WRITABLE
 from packtrain.errors import InputError
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.config import PRESETS, Config
-from packtrain.models.preference import KINDS as KINDS_OF_PAIRS
-from packtrain.models.preference import Preference, preference
 from packtrain.optim import OPTIMIZERS
-from packtrain.samples import TRUNCATE
-from packtrain.settings import DATA, LORA, MEMORY, MODEL, OUTPUT, TRAINING, options, positional
+from packtrain.settings import DATA, MEMORY, MODEL, OUTPUT, TRAINING, options
 from packtrain.template import SOURCES
 from packtrain.training.schedule import KINDS
 
 T = TypeVar("T")
 RATES = {"1m": 2e-3, "15m": 1e-3, "110m": 6e-4}
-LORA_RATE, FULL_RATE = 2e-4, 1e-5
-NEXT_TOKEN = "next-token"
 TYPES = ("f32", "f16", "bf16")
 SKIP_BAD = (
     "skip records that cannot be used instead of refusing the file; the first five are listed"
@@ -282,154 +277,6 @@ class TrainSettings(RunSettings):
                 f"--heads {heads} must be a multiple of --kv-heads {given.head_count_kv}"
             )
         return given
-
-
-@dataclass(frozen=True)
-class TuneSettings(RunSettings):
-    model: Path | None = positional("the base model, a GGUF file", None)
-    output: Path = OUTPUT(
-        Path("tuned.gguf"),
-        "GGUF file to write; adapter, checkpoints and logs go to the folder NAME.run next to it",
-        flags="-o",
-    )
-    data: Path | None = DATA(
-        None,
-        "conversations or text: a .jsonl, .json, .csv, .parquet or .txt file, or a folder of them",
-    )
-    ctx: int | None = DATA(
-        None,
-        "context length in tokens (default: the longest sample's, at most 2048 and the model's)",
-        flags="-c --max-seq-length",
-        least=2,
-    )
-    adapter: Path | None = OUTPUT(None, "write a copy of the LoRA adapter to this GGUF file")
-    type: str | None = OUTPUT(
-        None, "element type of the changed matrices (default: as in the base)", choices=WRITTEN
-    )
-
-    merge: str = OUTPUT(
-        "calibrated",
-        "how the adapter is merged into quantized matrices: calibrated on some of the data, or plain rounding; none:"
-        " --output is the adapter alone",
-        choices=("calibrated", "plain", "none"),
-    )
-    tensor_type: tuple[str, ...] = OUTPUT(
-        (),
-        "element type for changed matrices of this name, such as ffn_down=q8_0; repeatable",
-        metavar="NAME=TYPE",
-    )
-
-    full: bool = TRAINING(False, "train the weights themselves instead of a LoRA adapter")
-    masters: str = TRAINING(
-        "f32",
-        "with --full: element type of the weights in training; bf16 needs half the bytes",
-        choices=("f32", "bf16"),
-    )
-    lora_rank: tuple[str, ...] = LORA(
-        ("16",),
-        "rank, or NAME=RANK for the matrices of this name; repeatable",
-        metavar="RANK",
-    )
-    lora_alpha: float = LORA(32.0, "scale: the adapter's output counts alpha / rank", least=0.001)
-    rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
-    lora_modules: str = LORA(
-        "all",
-        "matrices that get a LoRA adapter: all, attn, mlp, or names such as attn_q,attn_v",
-        metavar="NAMES",
-    )
-    lora_dropout: float = LORA(0.0, "dropout probability of the adapter's input", least=0, most=0.9)
-    num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", least=-1)
-    freeze: tuple[str, ...] = TRAINING(
-        (),
-        "with --full: tensors to freeze, such as 'token_embd*'; repeatable",
-        metavar="PATTERN",
-    )
-
-    loss: str = TRAINING(
-        NEXT_TOKEN,
-        "what is minimized: next-token; or, for pairs of a chosen and a rejected answer, dpo, ipo, simpo or orpo",
-        choices=(NEXT_TOKEN, *KINDS_OF_PAIRS),
-    )
-    beta: float | None = TRAINING(
-        None,
-        "losses of pairs: how strongly preferences count beside staying near the base (default: dpo 0.1, ipo 0.1,"
-        " simpo 2, orpo 1)",
-        least=1e-6,
-    )
-    gamma: float | None = TRAINING(
-        None,
-        "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)",
-        least=0,
-    )
-    label_smoothing: float = TRAINING(
-        0.0,
-        "losses of pairs: the share of pairs expected to be the wrong way round",
-        least=0,
-        most=0.5,
-    )
-    length_normalized: bool = TRAINING(
-        False, "dpo: mean log-probabilities of an answer's tokens, not their sum"
-    )
-    reference_free: bool = TRAINING(False, "dpo: leave the base out of the rewards")
-
-    mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
-    train_on: str = DATA(
-        "all", "which of the assistant's turns to train on", choices=("all", "last")
-    )
-    truncate: str = DATA(
-        "end", "what to do with conversations longer than the context", choices=TRUNCATE
-    )
-    chat_template: str | None = DATA(None, CHAT_TEMPLATE, metavar="NAME|FILE")
-    pack: bool = DATA(True, "pack several samples into one sequence")
-
-    batch_size: int = TRAINING(4, "sequences per micro-batch", least=1)
-    val_batches: int = TRAINING(10, "most micro-batches per validation; 0: all", least=0)
-    lr: float | None = TRAINING(
-        None,
-        "peak learning rate (default: 2e-4, with --full 1e-5, a tenth of it for pairs, with lbfgs 1)",
-        flags="--learning-rate -lr",
-        least=0,
-    )
-    warmup_ratio: float = TRAINING(
-        0.03, "share of the steps used for learning-rate warm-up", least=0, most=1
-    )
-    weight_decay: float = TRAINING(0.01, "weight decay", least=0)
-
-    @property
-    def usual_rate(self) -> float:
-        usual = FULL_RATE if self.full else LORA_RATE
-        return usual if self.loss == NEXT_TOKEN else usual / 10
-
-    @property
-    def preference(self) -> Preference | None:
-        """The loss of pairs that is asked for. Raises InputError for settings that it has not."""
-        of = {
-            "beta": (*KINDS_OF_PAIRS,),
-            "gamma": ("dpo", "simpo", "orpo"),
-            "label_smoothing": ("dpo", "simpo", "orpo"),
-            "length_normalized": ("dpo",),
-            "reference_free": ("dpo",),
-        }
-        for name, losses in of.items():
-            if getattr(self, name) and self.loss not in losses:
-                flag = name.replace("_", "-")
-                raise InputError(
-                    f"--{flag}: --loss {self.loss} has no such setting; {', '.join(losses)} have"
-                )
-        if self.loss == NEXT_TOKEN:
-            return None
-        if self.truncate == "split":
-            raise InputError(
-                f"--truncate split: --loss {self.loss} needs whole answers; give end or drop"
-            )
-        return preference(
-            self.loss,
-            beta=self.beta,
-            gamma=self.gamma,
-            smoothing=self.label_smoothing or None,
-            measure="mean" if self.length_normalized else None,
-            reference=False if self.reference_free else None,
-        )
 
 
 def run_folder(output: Path) -> Path:

@@ -44,7 +44,7 @@ from packtrain.training.job import (
 from packtrain.training.pairs import PairBatches
 from packtrain.training.reference import refers
 from packtrain.training.samples import SampleBatches, row_length
-from packtrain.training.settings import TuneSettings
+from packtrain.training.tune_settings import TuneSettings
 from packtrain.words import long_context, plural
 
 CONTEXT = 2048  # at most, without --ctx

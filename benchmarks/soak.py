@@ -4,7 +4,7 @@
 
 Clients that ask and read; that go away before, in or after a stream; that send garbage, half of a request, wrong keys,
 bodies that are too large; that read a byte a second. Prints a line a minute: requests by status, private memory.
-Exit code 1 after a crash, a status 500, a slot that stays busy, or memory beyond the plan.
+Exit code 1 after a crash, a status 500, a slot that stays busy, an answer that never comes, or memory beyond the plan.
 """
 
 import argparse
@@ -49,6 +49,10 @@ class Load:
                 found = f"{kind.__name__} {type(error).__name__}"
             with self._lock:
                 self.seen[found] += 1
+
+    def count(self, words: str) -> int:
+        """How many requests came to such an end."""
+        return sum(count for name, count in self.seen.items() if name.endswith(words))
 
     def body(self, rng: random.Random, **more: object) -> bytes:
         text = " ".join(rng.choices(WORDS, k=rng.choice((3, 20, 200, 3000))))
@@ -135,10 +139,16 @@ class Load:
 
 
 def idle(port: int) -> bool:
-    """Whether no slot is busy."""
+    """Whether the server says that no slot is busy."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", "/slots", headers={"Authorization": f"Bearer {KEY}"})
-    return not any(slot["is_processing"] for slot in json.loads(connection.getresponse().read()))
+    try:
+        connection.request("GET", "/slots", headers={"Authorization": f"Bearer {KEY}"})
+        slots = json.loads(connection.getresponse().read())
+        return not any(slot["is_processing"] for slot in slots)
+    except (OSError, http.client.HTTPException, ValueError, TypeError):
+        return False
+    finally:
+        connection.close()
 
 
 def watched(process: int, limit: int, minutes: float, load: Load) -> tuple[int, bool]:
@@ -188,17 +198,21 @@ def main() -> int:
             thread.start()
         peak, lives = watched(server.pid, limit, given.minutes, load)
         load.stop.set()
-        for thread in threads:
-            thread.join(130)
         end = time.monotonic() + END
+        for thread in threads:  # those that still wait for an answer end with this process
+            thread.join(max(end - time.monotonic(), 0))
         while lives and not (free := idle(PORT)) and time.monotonic() < end:
             time.sleep(1)
-        faults = sum(count for name, count in load.seen.items() if name.endswith(" 500"))
+        good = lives and free
+        faults, late = (load.count(words) for words in (" 500", " TimeoutError"))
+        waiting = sum(thread.is_alive() for thread in threads)
         print(
             f"{sum(load.seen.values()):,} requests, peak {peak / 2**20:.1f} of {limit / 2**20:.1f} MiB,"
-            f" {faults} with status 500, lived: {lives}, all slots idle: {lives and free}"
+            f" {faults} with status 500, {late} timed out, {waiting} clients still waited,"
+            f" lived: {lives}, all slots idle: {good}",
+            flush=True,
         )
-        return 0 if lives and free and not faults and peak <= limit else 1
+        return 0 if good and not (faults or waiting) and peak <= limit else 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 from packtrain.errors import InputError
 from packtrain.grammar.lark import HEAD
 
+PLAIN = {"const", "enum", "default", "examples", "required"}  # keywords whose values are no schemas
 WHITE = r"( |\n{1,2}[ \t]{0,20})?"
 
 
@@ -51,15 +52,33 @@ def _spaced(schema: Any) -> str:
         raise InputError("JSON schema: it is nested too deep") from None
 
 
+def moved(schema: Any, to: str) -> Any:
+    """A schema that is to be part of another, at this pointer, where its references find it. Raises InputError."""
+    try:
+        return _moved(schema, to)
+    except RecursionError:
+        raise InputError("JSON schema: it is nested too deep") from None
+
+
+def _moved(schema: Any, to: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(part, to) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: part if key in PLAIN else _moved(part, to) for key, part in schema.items()}
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        found["$ref"] = to + ref[1:]
+    return found
+
+
 def _closed(schema: Any, merged: bool = False) -> Any:
     """Objects with properties take no others, where the schema does not say; parts of allOf are `merged`."""
     if isinstance(schema, list):
         return [_closed(part, merged) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    plain = {"const", "enum", "default", "examples", "required"}
     found = {
-        key: part if key in plain else _closed(part, key == "allOf") for key, part in schema.items()
+        key: part if key in PLAIN else _closed(part, key == "allOf") for key, part in schema.items()
     }
     for key in ("properties", "$defs", "definitions", "patternProperties"):  # names, not keywords
         if isinstance(named := schema.get(key), dict):

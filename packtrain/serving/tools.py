@@ -7,6 +7,7 @@ from typing import Any
 
 from packtrain.errors import InputError
 from packtrain.grammar import Grammar
+from packtrain.grammar.schema import moved
 from packtrain.samples.messages import Conversation
 from packtrain.serving.asked import Body
 from packtrain.tokenizer import CONTROL, Tokenizer
@@ -82,11 +83,15 @@ class Tools:
         style, free = self.style, self.choice == "auto"
         lazy = free and not otherwise
         chosen = [f for f in self.functions if free or self.choice in ("required", f["name"])]
-        calls = [_schema(function, style.arguments) for function in chosen]
+        calls = [_schema(f, style.arguments, f"#/$defs/{i}") for i, f in enumerate(chosen)]
         schema: Call = calls[0] if len(calls) == 1 else {"anyOf": calls}
         if style.listed:
             most = {} if self.several else {"maxItems": 1}
             schema = {"type": "array", "items": schema, "minItems": 1} | most
+        schema["$defs"] = {
+            str(i): moved(f["parameters"] or {"type": "object"}, f"#/$defs/{i}")
+            for i, f in enumerate(chosen)
+        }
         token = self.token(tokenizer)
         opening = token if token is not None else "" if style is LLAMA else style.opening
         words = (style.opening,) if lazy and token is None else ()
@@ -133,12 +138,12 @@ def explained(conversation: Conversation) -> Conversation:
     )
 
 
-def _schema(function: Call, arguments: str) -> Call:
+def _schema(function: Call, arguments: str, parameters: str) -> Call:
     return {
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            arguments: function["parameters"] or {"type": "object"},
+            arguments: {"$ref": parameters},
         },
         "required": ["name", arguments],
         "additionalProperties": False,

@@ -1,0 +1,300 @@
+"""Tools, documents of a schema and grammars with the official `openai` client, over real connections."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from packtrain.serving import slots
+from tests.clients import ASK, Api, openai, opened
+
+pydantic = pytest.importorskip("pydantic")
+pytestmark = pytest.mark.grammar
+
+ZONE = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"]}
+DAYS = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_time", "parameters": ZONE}},
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "e", "parameters": DAYS},
+    },
+]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+CALL = '<tool_call>{"name": "get_time", "arguments": {"zone": "utc"}}</tool_call>'
+STYLES = {  # what a chat template teaches
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "llama": '{{ tools }} "parameters"',
+}
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with opened(tmp_path_factory.mktemp("tools"), ctx=4096) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def dense(api) -> dict[str, Any]:
+    """A request whose answer has no white space, which is all that a random model would write in a document."""
+    tokenizer = api.server.tokenizer
+    white = [id for id in range(tokenizer.vocab_size) if not tokenizer.piece(id).strip()]
+    spaces = [id for id in white if tokenizer.piece(id)]
+    return {"logit_bias": {str(id): -100 for id in spaces}, "max_tokens": 200}
+
+
+@pytest.fixture
+def saying(api, monkeypatch) -> Any:
+    """Has answers begin with a text, as a trained model might."""
+
+    def say(text: str) -> None:
+        ids, real = api.server.tokenizer.encode(text, bos=False, eos=False), slots.chain_of
+
+        def chain_of(*given: Any) -> Any:
+            chain, left = real(*given), [*ids]
+            choose = chain.choose
+            monkeypatch.setattr(chain, "choose", lambda row: left.pop(0) if left else choose(row))
+            return chain
+
+        monkeypatch.setattr(slots, "chain_of", chain_of)
+
+    return say
+
+
+def put_together(chunks: Any) -> tuple[str, list[Any], str]:
+    """The text, the calls and the reason of a stream."""
+    text, calls, reason = "", dict[int, Any](), ""
+    for choice in (chunk.choices[0] for chunk in chunks if chunk.choices):
+        text += choice.delta.content or ""
+        for part in choice.delta.tool_calls or ():
+            call = calls.setdefault(part.index, {"id": "", "name": "", "arguments": ""})
+            call["id"] += part.id or ""
+            call["name"] += part.function.name or ""
+            call["arguments"] += part.function.arguments or ""
+        reason = choice.finish_reason or reason
+    return text, [calls[index] for index in sorted(calls)], reason
+
+
+def check_arguments(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    if name == "get_time":
+        assert given.keys() == {"zone"} and given["zone"] in ("utc", "cet")
+    else:
+        assert name == "get_weather" and given.keys() == {"city", "days"}
+        assert given["city"] in ("Oslo", "Rome") and 1 <= given["days"] <= 9
+
+
+# ---- tools
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("style", STYLES)
+def test_calls_fit_their_parameters(api, dense, monkeypatch, style, choice):
+    monkeypatch.setattr(api.server, "source", STYLES[style])
+    (whole,) = api.chat(tools=TOOLS, tool_choice=choice, **dense).choices
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    (call,) = whole.message.tool_calls
+    assert call.type == "function" and call.id
+    assert call.function.name == "get_weather" or choice == "required"
+    check_arguments(call.function.name, call.function.arguments)
+    text, (streamed,), reason = put_together(
+        api.chat(tools=TOOLS, tool_choice=choice, stream=True, **dense)
+    )
+    assert text == "" and reason == "tool_calls" and streamed["id"].startswith("call_")
+    found = streamed["name"], streamed["arguments"]
+    assert found == (call.function.name, call.function.arguments)
+
+
+def test_an_answer_calls_if_it_wants_to(api, saying):
+    """With `auto` there may be words before a call, or none; its beginning is never shown."""
+    free = api.chat(tools=TOOLS, tool_choice="auto").choices[0]
+    assert free.message.tool_calls is None and free.finish_reason == "length"
+    saying(f"e {CALL}")
+    (whole,) = api.chat(tools=TOOLS, max_tokens=200).choices
+    (call,) = whole.message.tool_calls
+    assert whole.message.content.strip() == "e" and whole.finish_reason == "tool_calls"
+    assert call.function.name == "get_time" and json.loads(call.function.arguments) == {
+        "zone": "utc"
+    }
+    text, (streamed,), reason = put_together(api.chat(tools=TOOLS, max_tokens=200, stream=True))
+    assert text.strip() == "e" and reason == "tool_calls"
+    assert streamed["arguments"] == call.function.arguments
+    plain = api.chat(tools=TOOLS, tool_choice="none", max_tokens=80).choices[0].message
+    assert plain.tool_calls is None and "<tool_call>" in plain.content
+
+
+def test_several_calls_of_an_answer(api, saying):
+    saying(f"{CALL}\n{CALL}")
+    how = {"tools": TOOLS, "parallel_tool_calls": True}
+    count = len(api.server.tokenizer.encode(f"{CALL}\n{CALL}", bos=False, eos=False))
+    (whole,) = api.chat(**how, max_tokens=count).choices
+    assert [call.function.name for call in whole.message.tool_calls] == ["get_time"] * 2
+    assert len({call.id for call in whole.message.tool_calls}) == 2
+    calls = put_together(api.chat(**how, max_tokens=count, stream=True))[1]
+    assert [call["name"] for call in calls] == ["get_time"] * 2
+    (cut,) = api.chat(**how, max_tokens=count - 5).choices
+    assert len(cut.message.tool_calls) == 1 and cut.finish_reason == "length"
+
+
+def test_results_of_calls_come_back(api, dense):
+    """The client's own answer object is taken as a message, then the result."""
+    answer = api.chat(tools=TOOLS, tool_choice="required", **dense).choices[0].message
+    (call,) = answer.tool_calls
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "3421"}]
+    messages = [*ASK, answer, *results]
+    final = api.chat(messages, tools=TOOLS).choices[0]
+    assert final.message.content and final.message.tool_calls is None
+    given = [*ASK, answer.model_dump(exclude_none=True), *results]
+    asked = {"messages": given, "tools": TOOLS}
+    prompt = httpx.post(f"{api.address}/apply-template", json=asked).json()["prompt"]
+    assert call.function.name in prompt and prompt.index("3421") > prompt.index("the a")
+    with pytest.raises(openai.BadRequestError, match="results must follow"):
+        api.chat(messages[:2], tools=TOOLS)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": {"type": "function", "function": {"name": "none_such"}}}, "there is no such tool"),
+    ({"tool_choice": "some"}, "there is no such tool"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": "get_time"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": "x"}}]}, "schema"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "hiccup"}}}]}, "schema"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/b"}}}]}, "schema"),
+    ({"extra_body": {"grammar": 'root ::= "a"'}}, "exclude each other"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how, words", BAD)
+def test_bad_tools_are_refused(api, how, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        api.chat(**({"tools": TOOLS} | how))
+
+
+# ---- documents
+
+
+class Step(pydantic.BaseModel):
+    kind: Literal["up", "down"]
+    count: int = pydantic.Field(ge=1, le=99)
+
+
+class Plan(pydantic.BaseModel):
+    steps: list[Step] = pydantic.Field(max_length=2)
+    done: bool
+
+
+def test_a_document_of_a_schema(api, dense):
+    wanted = {"name": "n", "strict": True, "schema": DAYS | {"additionalProperties": False}}
+    asked = {"type": "json_schema", "json_schema": wanted}
+    (choice,) = api.chat(response_format=asked, **dense).choices
+    assert choice.finish_reason == "stop"
+    check_arguments("get_weather", choice.message.content)
+    text, _, reason = put_together(api.chat(response_format=asked, stream=True, **dense))
+    assert (text, reason) == (choice.message.content, "stop")
+    same = api.chat(extra_body={"json_schema": DAYS}, **dense).choices[0].message.content
+    check_arguments("get_weather", same)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n"}}],
+)
+def test_any_object(api, dense, wanted):
+    """The answer ends with the object, or is cut within one."""
+    (choice,) = api.chat(response_format=wanted, **dense).choices
+    assert choice.message.content.startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+    plain = api.chat(response_format={"type": "text"}).choices[0].message.content
+    assert plain == api.chat().choices[0].message.content
+
+
+def test_parsed_answers_of_the_client(api, dense):
+    """Its `parse` and `stream` send a pydantic model's schema, and check what comes."""
+    how = {"model": "m", "messages": ASK, "temperature": 0, "response_format": Plan} | dense
+    plan = api.client.chat.completions.parse(**how).choices[0].message.parsed
+    assert isinstance(plan, Plan) and len(plan.steps) <= 2
+    with api.client.chat.completions.stream(**how) as stream:
+        kinds = {event.type for event in stream}
+        assert stream.get_final_completion().choices[0].message.parsed == plan
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    with pytest.raises(openai.LengthFinishReasonError):
+        api.client.chat.completions.parse(**how | {"max_tokens": 3})
+
+
+def test_parsed_calls_of_the_client(api, dense):
+    """Models with parts, which schemas refer to; two tools have parts of the same name."""
+    part = pydantic.create_model("Step", zone=(Literal["utc", "cet"], ...))
+    trip = pydantic.create_model("Trip", step=(part, ...))
+    tools = [openai.pydantic_function_tool(one) for one in (trip, Plan)]
+    how = {"model": "m", "messages": ASK, "temperature": 0, "tools": tools} | dense
+    for name, kind in (("Trip", trip), ("Plan", Plan)):
+        how["tool_choice"] = {"type": "function", "function": {"name": name}}
+        (call,) = api.client.chat.completions.parse(**how).choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, kind)
+    how["tool_choice"] = "required"
+    (call,) = api.client.chat.completions.parse(**how).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, trip | Plan)
+    with api.client.chat.completions.stream(**how) as stream:
+        done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion().choices[0].message.tool_calls[0]
+    assert done[0].parsed_arguments == final.function.parsed_arguments
+    assert final.function.parsed_arguments == call.function.parsed_arguments
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_call_or_a_document(api, dense, monkeypatch, style):
+    """Tools with a response_format: `auto` lets either come, `required` calls only."""
+    monkeypatch.setattr(api.server, "source", STYLES[style])
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": DAYS}}
+    asked = {"tools": TOOLS[:1], "response_format": wanted} | dense
+    first = {"hermes": "<", "mistral": "[", "llama": '"'}[style]
+    tokens = api.server.tokenizer.tokens
+    for opening in ("{", first):
+        bias = asked["logit_bias"] | {str(tokens.index(b"<0x%02X>" % ord(opening))): 50}
+        (choice,) = api.chat(**asked | {"logit_bias": bias}).choices
+        if choice.message.tool_calls:
+            check_arguments("get_time", choice.message.tool_calls[0].function.arguments)
+        else:
+            check_arguments("get_weather", choice.message.content)
+        if style != "llama":  # whose calls begin like documents
+            assert bool(choice.message.tool_calls) == (opening == first)
+    (choice,) = api.chat(**asked, tool_choice="required").choices
+    check_arguments("get_time", choice.message.tool_calls[0].function.arguments)
+
+
+# ---- grammars
+
+
+def test_a_grammar(api):
+    for stream in (False, True):
+        asked = {"extra_body": {"grammar": 'root ::= "yes" | "no"'}, "stream": stream}
+        if stream:
+            text, _, reason = put_together(api.chat(**asked))
+        else:
+            (choice,) = api.chat(**asked).choices
+            text, reason = choice.message.content, choice.finish_reason
+        assert text in ("yes", "no") and reason == "stop"
+    written = api.write(extra_body={"grammar": 'root ::= "the"'}).choices[0]
+    assert (written.text, written.finish_reason) == ("the", "stop")
+
+
+def test_what_is_no_grammar_or_schema(api):
+    with pytest.raises(openai.BadRequestError, match="line 1, column"):
+        api.chat(extra_body={"grammar": "root ::= ("})
+    for schema in ({"type": "hiccup"}, ["a"]):
+        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match=r"(?i)schema"):
+            api.chat(response_format=wanted)
+    with pytest.raises(openai.BadRequestError, match="json_schema must be a JSON object"):
+        api.chat(response_format={"type": "json_schema"})

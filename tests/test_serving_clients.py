@@ -2,11 +2,15 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from packtrain.errors import InputError
+from packtrain.serving import slots
+from packtrain.serving.server import Limits
 from tests.clients import ASK, Api, connected, openai, opened
 
 
@@ -65,7 +69,7 @@ def test_a_stream_that_is_closed_frees_its_slot(api):
         assert any(slot.writing for slot in api.server.engine.slots)
     written = api.server.engine.totals.written
     assert api.idle()
-    assert api.server.engine.totals.written - written < 100
+    assert api.server.engine.totals.written - written < 30
 
 
 def test_what_a_chat_may_say(api):
@@ -205,6 +209,77 @@ def test_what_there_is_not(api):
         with pytest.raises(openai.NotFoundError) as refused:
             ask()
         assert refused.value.type == "not_found_error"
+
+
+def test_a_full_queue_is_told_and_asked_again(api, monkeypatch):
+    """Before a stream begins, so that clients can try again, as this one does by itself."""
+    monkeypatch.setattr(api.server.engine, "_waiting", 0)
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError, match="try again later") as refused:
+            api.chat(stream=stream)
+        assert refused.value.status_code == 503 and refused.value.type == "unavailable_error"
+    timer = threading.Timer(0.2, monkeypatch.undo)
+    timer.start()
+    with connected(api.address, max_retries=3) as patient:
+        answer = patient.chat.completions.create(model="m", messages=ASK, max_tokens=1)
+    assert answer.usage.completion_tokens == 1
+    timer.join()
+
+
+def test_a_fault_in_the_middle_of_an_answer(api, monkeypatch):
+    """A sentence, and the slot is free; in a stream what came before it comes."""
+    real = slots.chain_of
+
+    def chain_of(*given: Any) -> Any:
+        chain, left = real(*given), [None] * 3
+        choose = chain.choose
+
+        def fails(row: Any) -> int:
+            if not left:
+                raise InputError("grammar: nothing can come")
+            left.pop()
+            return choose(row)
+
+        monkeypatch.setattr(chain, "choose", fails)
+        return chain
+
+    monkeypatch.setattr(slots, "chain_of", chain_of)
+    with pytest.raises(openai.BadRequestError, match="nothing can come"):
+        api.chat()
+    came = []
+    with pytest.raises(openai.APIError, match="nothing can come"):
+        came += api.chat(stream=True)
+    with pytest.raises(openai.APIError, match="nothing can come"):
+        for part in api.chat(stream=True):
+            came.append(part.choices[0].delta.content)
+    assert any(came) and api.idle()
+
+
+def test_an_answer_that_takes_too_long_is_ended(api, monkeypatch):
+    monkeypatch.setattr(api.server, "limits", Limits(seconds=0.3))
+    asked = {"max_tokens": None, "extra_body": {"ignore_eos": True}}
+    with pytest.raises(openai.InternalServerError, match=r"more than 0\.3 s"):
+        api.chat(**asked)
+    came = []
+    with pytest.raises(openai.APIError, match=r"more than 0\.3 s"):
+        for part in api.chat(**asked, stream=True):
+            came.append(part.choices[0].delta.content)
+    assert any(came) and api.idle()
+
+
+def test_a_task_that_is_cancelled_frees_the_slot(api):
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{api.address}/v1", api_key="any") as client:
+            how = {"model": "m", "messages": ASK, "extra_body": {"ignore_eos": True}}
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.chat.completions.create(**how), 0.3)
+            async with await client.chat.completions.create(**how, stream=True) as stream:
+                async for part in stream:
+                    if part.choices[0].delta.content:
+                        break
+
+    asyncio.run(ask())
+    assert api.idle()
 
 
 def test_who_waits_no_longer_frees_the_slot(api):

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -196,10 +196,12 @@ class Server:
 
     async def told(
         self, jobs: Sequence[Job], quiet: float | None = None
-    ) -> AsyncIterator[list[tuple[int, Told]]]:
+    ) -> AsyncGenerator[list[tuple[int, Told]]]:
         """What the engine tells of jobs, as much as there is: numbers of jobs, each with a Part or its End.
 
         quiet  seconds after which an empty list says that there is nothing yet
+
+        The first list is empty and says that all jobs were taken; Busy is raised before it.
 
         Who stops listening cancels them. Raises Busy, InputError.
         """
@@ -215,6 +217,7 @@ class Server:
             for number, job in enumerate(jobs):
                 tell = lambda told, number=number: teller(number, told)  # noqa: E731
                 tickets.append(self.engine.submit(job, tell))
+            yield []
             left = len(jobs)
             while left:
                 found = list[tuple[int, Told]]()

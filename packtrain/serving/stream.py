@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -53,17 +53,26 @@ class _Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self.run(scope, receive, send))
         gone = asyncio.create_task(_gone(receive))
+        limit, done = self._server.limits.seconds, set[asyncio.Task[None]]()
         try:
-            limit = self._server.limits.seconds
-            await asyncio.wait((work, gone), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                (work, gone), timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             gone.cancel()
             if not work.done():
                 work.cancel()
             with suppress(asyncio.CancelledError):
                 await work
+        if not done:
+            words = f"the answer took more than {limit:g} s, the server's --timeout"
+            await self.late(error(504, words), scope, receive, send)
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def late(self, fault: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        """Say that time is over."""
         raise NotImplementedError
 
 
@@ -93,6 +102,9 @@ class Whole(_Answer):
             response = JSONResponse(self._shape.whole(every))
         await response(scope, receive, send)
 
+    async def late(self, fault: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        await JSONResponse(fault, 504)(scope, receive, send)
+
 
 def failure(end: End) -> tuple[dict[str, Any], int]:
     """Body and status of an answer that failed."""
@@ -111,18 +123,26 @@ class Events(_Answer):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for event in self._events():
-            if not event:
-                continue
-            async with asyncio.timeout(self._server.limits.patience):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+        async with aclosing(self._server.told(self._jobs, QUIET)) as told:
+            await anext(told)  # who is refused has a status for it
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in self._events(told):
+                await self._send(event, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def late(self, fault: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._send(_data(fault), send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, event: bytes, send: Send) -> None:
+        if event:
+            async with asyncio.timeout(self._server.limits.patience):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def _events(self, every: AsyncIterator[list[tuple[int, Told]]]) -> AsyncIterator[bytes]:
         yield b"".join(map(_data, self._shape.begin()))
         counts = dict[int, Counts]()
-        async for found in self._server.told(self._jobs, QUIET):
+        async for found in every:
             yield b"".join(self._told(found, counts)) if found else b": still working\n\n"
         last = b"".join(
             map(_data, self._shape.close([counts[number] for number in sorted(counts)]))

@@ -85,6 +85,11 @@ def private_nbytes_of(pid: int) -> int:
 def settle() -> None:
     """Return freed memory to the system, so that the next measurement counts only what is in use."""
     gc.collect()
+    give_back()
+
+
+def give_back() -> None:
+    """Return freed memory to the system, but for objects in cycles."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:  # glibc
         trim(0)

@@ -342,7 +342,8 @@ def test_what_llguidance_refuses_is_one_clear_line():
         with pytest.raises(InputError, match=f"{line}$"):
             Grammar.from_gbnf(TOKENIZER, text)
     for schema, line in (
-        ('{"items":' * 900 + "{}" + "}" * 900, "JSON schema: it is nested too deep"),
+        ('{"items":' * 900 + "{}" + "}" * 900, "it is too large or too deep for llguidance"),
+        ('{"items":' * 5000 + "{}" + "}" * 5000, "JSON schema: it is nested too deep"),
         (f'{{"maximum": {"9" * 5000}}}', "JSON schema: a number has too many digits"),
         ('{"type": "string", "pattern": "("}', "regex parse error: unclosed group"),
         (

@@ -44,7 +44,7 @@ class Context:
     checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
     spacing      tokens between them; 0: the window
     hidden       results are the outputs of the last norm, for embeddings, instead of logits
-    memory       limit in bytes of this process; refused with DoesNotFit, which names the largest context that fits
+    memory       limit in bytes of this process, `beside` of which others need; DoesNotFit names the largest that fits
     say          is told what the caller may want to know
     """
 
@@ -63,6 +63,7 @@ class Context:
         spacing: int = 0,
         hidden: bool = False,
         memory: int | None = None,
+        beside: int = 0,
         target: Target = CPU,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -80,7 +81,7 @@ class Context:
 
         layout, graphs = made(cells)
         if memory is not None:
-            check_room(cells, memory, made, file, checkpoints)
+            check_room(cells, memory, made, file, checkpoints, beside)
         session = Session(target.limits)
         session.share(file.stored())
         self._begin(file.config, layout, sizes, session.executors(graphs), sequences, parts)

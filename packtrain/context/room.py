@@ -56,15 +56,19 @@ def check_room(
     made: Callable[[int], tuple[Cache, Mapping[Name, Placed]]],
     model: ModelFile,
     checkpoints: int,
+    beside: int = 0,
 ) -> None:
-    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit."""
+    """Raise DoesNotFit, which names the largest number of cells that fits, if `cells` need more than the limit.
+
+    beside  bytes that others will need
+    """
 
     def own(cells: int) -> int:
         layout, placed = made(cells)
         return needed(placed, model.stored()) + windows_nbytes(model.config, layout, checkpoints)
 
     settle()
-    used = private_nbytes() + REST
+    used = private_nbytes() + REST + beside
     total = used + own(cells)
     if total <= limit:
         return

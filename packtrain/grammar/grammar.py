@@ -15,6 +15,7 @@ from packtrain.grammar.table import matcher, table
 from packtrain.tokenizer import Tokenizer
 
 DEAD_END, REASON = "NoExtensionBias", "error: "  # in what llguidance says
+DEEP = "panic: ", "too deeply nested", "recursion limit exceeded"
 PLACE = re.compile(r"^(at )?\d+\(\d+\): ")  # in llguidance's notation, which nobody wrote
 
 
@@ -163,7 +164,7 @@ class Grammar:
         if self._matcher.is_error():
             why: Any = self._matcher.get_error()
             lines = [line.strip() for line in str(why).splitlines() if line.strip()] or [""]
-            if "panic: " in lines[0] or "too deeply nested" in lines[0]:
+            if any(words in lines[0] for words in DEEP):
                 raise InputError(f"grammar: {fact}: it is too large or too deep for llguidance")
             if lines[0] == DEAD_END:
                 raise InputError("grammar: no token of this vocabulary can come next")

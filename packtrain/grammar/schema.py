@@ -9,6 +9,7 @@ from packtrain.grammar.lark import HEAD
 
 PLAIN = {"const", "enum", "default", "examples", "required"}  # keywords whose values are no schemas
 WHITE = r"( |\n{1,2}[ \t]{0,20})?"
+NAMED = "properties", "$defs", "definitions", "patternProperties"  # of names, not keywords
 
 
 def of_schema(text: str) -> str:
@@ -77,12 +78,12 @@ def _closed(schema: Any, merged: bool = False) -> Any:
         return [_closed(part, merged) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {
-        key: part if key in PLAIN else _closed(part, key == "allOf") for key, part in schema.items()
-    }
-    for key in ("properties", "$defs", "definitions", "patternProperties"):  # names, not keywords
-        if isinstance(named := schema.get(key), dict):
-            found[key] = {name: _closed(part) for name, part in named.items()}
+    found = dict[str, Any]()
+    for key, part in schema.items():
+        if key in NAMED and isinstance(part, dict):
+            found[key] = {name: _closed(one) for name, one in part.items()}
+        else:
+            found[key] = part if key in PLAIN else _closed(part, key == "allOf")
     if isinstance(schema.get("properties"), dict) and not merged:
         found.setdefault("additionalProperties", False)
     return found

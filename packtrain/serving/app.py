@@ -1,7 +1,5 @@
 """The HTTP application: routes, API keys, limits of requests, errors."""
 
-import asyncio
-import json
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -20,21 +18,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from packtrain.errors import InputError
 from packtrain.serving import routes
 from packtrain.serving.asked import Body
+from packtrain.serving.bodies import Bodies
 from packtrain.serving.jobs import Busy
 from packtrain.serving.page import page_route
 from packtrain.serving.server import Server, TooLong
 from packtrain.serving.shapes import Refused, error
 
-READERS = 2  # requests of a route that are read at once
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
 
 
 def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
     """The application. With keys, requests need one of them; with `ui` there is a page at /."""
+    bodies = Bodies()
+    made = [_route(server, bodies, *one) for one in routes.ALL]
     return Starlette(
-        routes=[*(_route(server, *one) for one in routes.ALL), *([page_route()] if ui else ())],
+        routes=[*made, *([page_route()] if ui else ())],
         exception_handlers={
             InputError: _bad,
+            RecursionError: _deep,
             Busy: _busy,
             Refused: _refused,
             HTTPException: _http,
@@ -54,7 +55,8 @@ class Keys:
     """Lets requests pass that have a key: `Authorization: Bearer KEY`, or `X-Api-Key: KEY`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+        self._app = app
+        self._keys = [key.encode(errors="surrogateescape") for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"] not in PUBLIC:
@@ -68,48 +70,25 @@ class Keys:
 
     def _knows(self, given: str) -> bool:
         """Takes as long for every key of a length."""
-        found = [secrets.compare_digest(given.encode(), key) for key in self._keys]
+        found = [secrets.compare_digest(given.encode("latin-1"), key) for key in self._keys]
         return any(found)
 
 
-def _route(server: Server, path: str, method: str, work: Any) -> Route:
+def _route(server: Server, bodies: Bodies, path: str, method: str, work: Any) -> Route:
     """A route whose function gets the server and, for POST, the body."""
-    turns = asyncio.Semaphore(READERS)
+
+    def answer(*given: Any) -> Response:
+        found = work(server, *given)
+        return found if isinstance(found, Response) else JSONResponse(found)
 
     async def endpoint(request: Request) -> Response:
         if method == "GET":
-            found = work(server, request)
-        else:
-            text = await read(request, server.limits.body, server.limits.patience)
-            async with turns:  # what requests need while they are read is bounded
-                given = await run_in_threadpool(parsed, text)
-                body = given if method == "POST list" else Body(given)
-                found = await run_in_threadpool(work, server, body, request)
-        return found if isinstance(found, Response) else JSONResponse(found)
+            return answer(request)
+        async with bodies.parsed(request, server.limits, method) as given:
+            body = given if method == "POST list" else Body(given)
+            return await run_in_threadpool(answer, body, request)
 
     return Route(path, endpoint, methods=[method.split()[0]])
-
-
-async def read(request: Request, most: int, seconds: float) -> bytes:
-    """The body of a request. Raises HTTPException."""
-    found = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
-                found += chunk
-                if len(found) > most:
-                    raise HTTPException(413, f"the request has more than {most:,} bytes")
-    except TimeoutError:
-        raise HTTPException(408, f"the request did not come within {seconds:g} s") from None
-    return bytes(found)
-
-
-def parsed(text: bytes) -> Any:
-    """JSON; nothing is an empty object. Raises InputError."""
-    try:
-        return json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        raise InputError("the body is not JSON") from None
 
 
 async def _bad(request: Request, fault: Exception) -> Response:
@@ -117,6 +96,10 @@ async def _bad(request: Request, fault: Exception) -> Response:
         more = {"n_prompt_tokens": fault.tokens, "n_ctx": fault.limit}
         return JSONResponse(error(400, str(fault), "exceed_context_size_error", **more), 400)
     return JSONResponse(error(400, str(fault)), 400)
+
+
+async def _deep(request: Request, fault: Exception) -> Response:
+    return JSONResponse(error(400, "the body is nested too deep"), 400)
 
 
 async def _busy(request: Request, fault: Exception) -> Response:

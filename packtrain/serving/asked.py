@@ -24,6 +24,7 @@ SETTINGS = {field.name: field for field in dataclasses.fields(Sampling)}
 FIELDS = {name: name for name in SETTINGS if name not in (*NAMES.values(), *OWN)} | NAMES
 KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 MOST_BIAS, MOST_STOPS, MOST_TOP, MOST_ANSWERS = 10_000, 64, 20, 32
+LONGEST_GRAMMAR = 1 << 16  # characters
 MOST_SEED = 2**63 - 1
 LARGEST = 1e300  # what is larger is no number that anyone means
 
@@ -144,10 +145,11 @@ def biases_of(given: Any, tokenizer: Tokenizer) -> list[str]:
             raise InputError("logit_bias: each value must be a pair of a token and a number")
         token, bias = pair
         bias = -math.inf if bias is False else bias
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias < math.inf:
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias < LARGEST:
             raise InputError("logit_bias: a bias must be a number, or false")
-        for id in ids_of(token, tokenizer):
-            found.append(f"{id}{float(bias):+}")
+        found += [f"{id}{float(bias):+}" for id in ids_of(token, tokenizer)]
+        if len(found) > MOST_BIAS:
+            raise InputError(f"logit_bias has more than {MOST_BIAS:,} tokens")
     return found
 
 

@@ -8,27 +8,74 @@ from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from packtrain.errors import InputError
 from packtrain.serving.engine import Engine
 
 HEADERS = 64 << 10  # most bytes of a request's headers
-CONNECTIONS = 128  # at once; more are refused
+CONNECTIONS = 128  # at once; beyond them, those that ask nothing are closed
 LINGER = 30.0  # seconds that running answers have once a signal came
 TELLING = 1.0  # seconds in which clients can take that their answers ended, after a second signal
+IDLE = 30.0  # seconds that a connection may ask nothing, and that what is sent may not be taken
 BACKLOG = 128
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises InputError."""
+    """A socket that listens there and gives up clients that take nothing. Raises InputError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        why = str(error.strerror or error).lower()
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, UnicodeError) as error:
+        why = str(getattr(error, "strerror", None) or error).lower()
         raise InputError(
             f"--host {host} --port {port}: cannot listen there: {why}", "use another port"
         ) from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE))
+    return sock
+
+
+class _Connection(H11Protocol):
+    """A connection that is cut if no request of it comes in time, or if there are too many."""
+
+    since = 0.0  # when it was last of use
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is a request that is not answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+        idle = [one for one in self.connections if isinstance(one, _Connection) and not one.asks]
+        if len(self.connections) > CONNECTIONS:
+            min(idle, key=lambda one: one.since).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.asks:
+            self._stop()
+
+    def on_response_complete(self) -> None:
+        self._wait()
+        super().on_response_complete()
+
+    def _wait(self) -> None:
+        self._stop()
+        self.since = self.loop.time()
+        self._timer = self.loop.call_later(IDLE, self.transport.abort)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class _Listener(uvicorn.Server):
@@ -61,9 +108,9 @@ class _Listener(uvicorn.Server):
 def listener(app: Starlette, engine: Engine, say: Callable[[str], None]) -> uvicorn.Server:
     """Serves when it is run, until a signal or `should_exit`; running answers may finish, for a while."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
-        date_header=True, h11_max_incomplete_event_size=HEADERS, limit_concurrency=CONNECTIONS,
-        timeout_graceful_shutdown=int(LINGER) + 5, timeout_keep_alive=30,
+        app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False, http=_Connection,
+        loop="asyncio", date_header=True, h11_max_incomplete_event_size=HEADERS,
+        timeout_graceful_shutdown=int(LINGER) + 5, timeout_keep_alive=int(IDLE),
     )  # fmt: skip
     return _Listener(config, engine, say)
 

@@ -8,6 +8,7 @@ from packtrain.errors import InputError
 from packtrain.grammar import Grammar
 from packtrain.samples.messages import WANTED, Conversation, Message, question
 from packtrain.serving.asked import (
+    LONGEST_GRAMMAR,
     MOST_ANSWERS,
     MOST_TOP,
     Body,
@@ -21,8 +22,7 @@ from packtrain.serving.jobs import Job
 from packtrain.serving.server import Server
 from packtrain.serving.tools import Tools, explained
 
-LONGEST_GRAMMAR = 1 << 18  # characters
-MOST_TOLD = 1 << 18  # probabilities of an answer
+MOST_TOLD = 1 << 15  # probabilities of all answers of a request
 
 
 def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | None) -> Job:
@@ -45,15 +45,20 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
     )
 
 
-def with_top(server: Server, job: Job, shown: int | None) -> Job:
-    """The job with so many probabilities for each token. Raises InputError if these are too many to keep."""
-    top = 0 if shown is None else max(shown, 1)
-    most = server.engine.limit if job.count < 0 else min(job.count, server.engine.limit)
-    if top * most > MOST_TOLD:
+def with_top(server: Server, job: Job, shown: int | None, answers: int) -> Job:
+    """The job with so many probabilities for each token: as many tokens as can be told, if the request does not say.
+
+    Raises InputError if these are too many to keep.
+    """
+    if shown is None:
+        return job
+    top = max(shown, 1)
+    most, room = min(job.count, server.engine.limit), MOST_TOLD // (top * answers)
+    if max(most, 1) > room:
         raise InputError(
-            f"{top} probabilities of {most:,} tokens are more than {MOST_TOLD:,}; ask for fewer, or set max_tokens"
+            f"{top} probabilities of each token are more than {MOST_TOLD:,} in all; ask for fewer, or for fewer tokens"
         )
-    return replace(job, top=top)
+    return replace(job, top=top, count=room if job.count < 0 else job.count)
 
 
 def several(job: Job, count: int) -> list[Job]:
@@ -69,8 +74,10 @@ def grammar_of(server: Server, body: Body) -> Grammar | None:
     if text and schema:
         raise InputError("grammar and json_schema exclude each other")
     if schema:
-        return Grammar.from_schema(server.tokenizer, schema)
-    return Grammar.from_gbnf(server.tokenizer, text) if text else None
+        return server.keep(Grammar.from_schema(server.tokenizer, schema), len(schema))
+    if not text:
+        return None
+    return server.keep(Grammar.from_gbnf(server.tokenizer, text), len(text))
 
 
 def schema_of(body: Body) -> str:
@@ -109,9 +116,8 @@ def completions(server: Server, body: Body) -> list[Job]:
     prompts = prompts_of(body.get("prompt"), server.tokenizer, MOST_ANSWERS)
     grammar = grammar_of(server, body)
     top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
-    jobs = [
-        with_top(server, job_of(server, body, prompt, grammar), top or None) for prompt in prompts
-    ]
+    made = [job_of(server, body, prompt, grammar) for prompt in prompts]
+    jobs = [with_top(server, job, top or None, len(made)) for job in made]
     return jobs if len(jobs) == 1 else [replace(job, slot=-1) for job in jobs]
 
 
@@ -149,11 +155,9 @@ def texts(server: Server, body: Body) -> Asked:
         raise InputError("best_of is not supported: ask for n answers, and choose")
     if body.flag("echo") and asked:
         raise InputError("echo with logprobs is not supported: ask for one of them")
-    jobs = [
-        job
-        for prompt in prompts
-        for job in several(with_top(server, job_of(server, body, prompt, grammar), shown), count)
-    ]
+    made = [job_of(server, body, prompt, grammar) for prompt in prompts]
+    answers = count * len(made)
+    jobs = [job for one in made for job in several(with_top(server, one, shown, answers), count)]
     told = (server.tokenizer.decode(job.prompt) for job in jobs)
     return Asked(jobs, count, shown, tuple(told) if body.flag("echo") else ())
 
@@ -176,12 +180,14 @@ def chat(server: Server, body: Body) -> Asked:
     if tools and body.text("grammar"):
         raise InputError("tools and grammar exclude each other")
     grammar = (
-        tools.grammar(server.tokenizer, schema_of(body)) if tools else grammar_of(server, body)
+        server.keep(tools.grammar(server.tokenizer, schema_of(body)), len(repr(tools.functions)))
+        if tools
+        else grammar_of(server, body)
     )
     job = job_of(server, body, server.ids(text), grammar)
     special = tools is not None and tools.token(server.tokenizer) is not None
-    job = replace(with_top(server, job, shown), special=special)
     count = body.number("n", 1, 1, MOST_ANSWERS)
+    job = replace(with_top(server, job, shown, count), special=special)
     return Asked(several(job, count), count, shown, tools=tools)
 
 

@@ -24,6 +24,8 @@ from packtrain.serving.tools import Tools
 
 VOCABULARIES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
 MOST_TEXTS = 2048
+MOST_PIECES = 1 << 15
+MOST_NUMBERS = 1 << 19  # of all embeddings of a request
 NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with a dot
 
 
@@ -61,6 +63,8 @@ def tokenize(server: Server, body: Body, request: Request) -> Any:
     ids = tokens_of(server, body)
     if not body.flag("with_pieces"):
         return {"tokens": ids}
+    if len(ids) > MOST_PIECES:
+        raise InputError(f"content has {len(ids):,} tokens; at most {MOST_PIECES:,} with pieces")
     return {"tokens": [{"id": id, "piece": piece_of(server, id)} for id in ids]}
 
 
@@ -114,14 +118,21 @@ def embeddings(server: Server, body: Body, request: Request) -> Any:
         raise InputError(f"encoding_format is {kind!r}; it must be float or base64")
     if body.has("dimensions"):
         raise InputError("dimensions: this model's embeddings have one size")
-    texts = prompts_of(body.get("input"), server.tokenizer, MOST_TEXTS)
+    texts, vectors = embedded(server, body.get("input"))
     data = [
         {"object": "embedding", "index": index, "embedding": encoded(vector, kind)}
-        for index, vector in enumerate(server.embed(texts))
+        for index, vector in enumerate(vectors)
     ]
     tokens = sum(map(len, texts))
     counts = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "model": server.name, "data": data, "usage": counts}
+
+
+def embedded(server: Server, given: Any) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Tokens and embedding of each text. Raises Refused, InputError."""
+    most = min(MOST_TEXTS, MOST_NUMBERS // server.model.config.embedding_length)
+    texts = prompts_of(given, server.tokenizer, most)
+    return texts, server.embed(texts)
 
 
 def encoded(vector: np.ndarray, kind: str) -> Any:
@@ -134,8 +145,7 @@ def encoded(vector: np.ndarray, kind: str) -> Any:
 def embedding(server: Server, body: Body, request: Request) -> Any:
     """llama-server's own shape."""
     given = body.get("content") if body.has("content") else body.get("input")
-    texts = prompts_of(given, server.tokenizer, MOST_TEXTS)
-    vectors = server.embed(texts)
+    _, vectors = embedded(server, given)
     return [
         {"index": i, "embedding": [encoded(vector, "float")]} for i, vector in enumerate(vectors)
     ]
@@ -281,7 +291,7 @@ ALL = (
     ("/metrics", "GET", metrics),
     ("/lora-adapters", "GET", adapters),
     ("/lora-adapters", "POST list", set_adapters),
-    ("/slots/{id}", "POST", slot_action),
+    ("/slots/{id}", "POST engine", slot_action),
     ("/completion", "POST", completion),
     ("/completions", "POST", completion),
     ("/v1/completions", "POST", text_completion),
@@ -289,9 +299,9 @@ ALL = (
     ("/v1/chat/completions", "POST", chat_completion),
     ("/chat/completions/input_tokens", "POST", count_tokens),
     ("/v1/chat/completions/input_tokens", "POST", count_tokens),
-    ("/embedding", "POST", embedding),
-    ("/embeddings", "POST", embedding),
-    ("/v1/embeddings", "POST", embeddings),
+    ("/embedding", "POST engine", embedding),
+    ("/embeddings", "POST engine", embedding),
+    ("/v1/embeddings", "POST engine", embeddings),
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
     ("/apply-template", "POST", apply_template),

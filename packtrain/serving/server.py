@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,15 +15,18 @@ import numpy as np
 from packtrain.context import Context, ContextError
 from packtrain.embedding import batches, check_texts, embeddings, normalized
 from packtrain.errors import InputError
+from packtrain.grammar import Grammar
 from packtrain.models.cache import CacheFull
 from packtrain.models.file import ModelFile
 from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
 from packtrain.sampling import Sampling
 from packtrain.serving.engine import Engine
-from packtrain.serving.jobs import End, Job, Told
+from packtrain.serving.jobs import Busy, End, Job, Told
 from packtrain.serving.shapes import Refused
 from packtrain.tokenizer import Tokenizer
+
+GRAMMARS = 1 << 18  # characters of the grammars of all requests
 
 
 class TooLong(InputError):
@@ -83,6 +87,7 @@ class Server:
     measured: bool = False
     began: float = field(default_factory=time.time)
     _lock: Lock = field(default_factory=Lock)
+    _grammars: int = 0
 
     # ---- texts
 
@@ -102,6 +107,17 @@ class Server:
         return self.tokenizer.encode(text, bos=False if begun else None, eos=False)
 
     # ---- jobs
+
+    def keep(self, grammar: Grammar, size: int) -> Grammar:
+        """Count a grammar, made of so many characters, as long as it is in use. Raises Busy if all are too large."""
+        if self._grammars + size > GRAMMARS:
+            raise Busy("too many large grammars are in use; try again later")
+        self._grammars += size
+        weakref.finalize(grammar, self._forget, size)
+        return grammar
+
+    def _forget(self, size: int) -> None:
+        self._grammars -= size
 
     def check(self, job: Job) -> None:
         """Raises InputError unless the prompt has tokens, and room for one more."""

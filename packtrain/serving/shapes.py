@@ -10,6 +10,7 @@ from packtrain.tokenizer import Tokenizer
 from packtrain.version import __version__
 
 FINGERPRINT = f"b-packtrain-{__version__}"
+LONGEST = 2000  # characters of a message, which may repeat what was asked
 FINISH = {"end": "stop", "stop": "stop", "count": "length", "context": "length"}
 
 
@@ -87,7 +88,7 @@ class Refused(RuntimeError):
 
 def error(code: int, message: str, kind: str = "", **more: Any) -> dict[str, Any]:
     """The body of an error."""
-    kind = kind or KINDS.get(code, "server_error")
+    kind, message = kind or KINDS.get(code, "server_error"), message[:LONGEST]
     return {"error": {"code": code, "message": message, "type": kind} | more}
 
 

@@ -9,7 +9,7 @@ from packtrain.errors import InputError
 from packtrain.grammar import Grammar
 from packtrain.grammar.schema import moved
 from packtrain.samples.messages import Conversation
-from packtrain.serving.asked import Body
+from packtrain.serving.asked import LONGEST_GRAMMAR, Body
 from packtrain.tokenizer import CONTROL, Tokenizer
 
 MOST = 128
@@ -92,6 +92,8 @@ class Tools:
             str(i): moved(f["parameters"] or {"type": "object"}, f"#/$defs/{i}")
             for i, f in enumerate(chosen)
         }
+        if len(json.dumps(schema)) > LONGEST_GRAMMAR:
+            raise InputError(f"tools have more than {LONGEST_GRAMMAR:,} characters")
         token = self.token(tokenizer)
         opening = token if token is not None else "" if style is LLAMA else style.opening
         words = (style.opening,) if lazy and token is None else ()

@@ -30,7 +30,7 @@ from packtrain.training.settings import CHAT_TEMPLATE, DEVICE
 
 CONTEXT = 8192  # at most, without --ctx
 EMBEDDED = 2048  # tokens of texts to embed, at once
-REQUESTS = 48 << 20  # bytes that requests need while they are read
+REQUESTS = 96 << 20  # bytes that requests need while they are read and answered
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,14 @@ def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context
     """The context of answers, and that of embeddings if they are asked for. Raises InputError, DoesNotFit."""
     most = settings.ctx or min(model.config.context_length, CONTEXT)
     check_cache(model, most, settings.cache_type)
-    limit = None if settings.memory is None else parse_size(settings.memory, "--memory") - REQUESTS
+    limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     how: Any = {
         "cache": settings.cache_type,
         "target": target(settings.device),
         "say": events.message,
+        "memory": limit,
     }
+    beside = REQUESTS
     embedder = None
     if settings.embeddings:
         cells = min(most, EMBEDDED)
@@ -161,17 +163,17 @@ def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context
             sequences=settings.parallel,
             checkpoints=0,
             hidden=True,
-            memory=limit,
+            beside=beside,
             **how,
         )
         if limit is not None:
-            limit -= needed(
+            beside += needed(
                 {name: run.placed for name, run in embedder.runs.items()}, model.stored()
             )
     context = Context(
         model, cells=most, sequences=settings.parallel, parts=not settings.kv_unified,
         prompts=(settings.ubatch_size, min(settings.ubatch_size, 32)),
-        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, memory=limit, **how,
+        swa_full=settings.swa_full, checkpoints=settings.swa_checkpoints, beside=beside, **how,
     )  # fmt: skip
     for one in (context, embedder):
         if one is not None:  # loads the kernels

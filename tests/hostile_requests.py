@@ -1,0 +1,156 @@
+"""Requests that no one would wish for, for every route of the server: from a seed, always the same list.
+
+Bodies are texts, since much of what is wrong with them cannot be made by a writer of JSON.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from packtrain.serving.app import app
+from packtrain.serving.asked import FIELDS
+
+HOLE = "@hole@"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+# one body for all routes, so that a new one is asked, too: each takes what it knows
+BODY: dict[str, Any] = {
+    "prompt": "the a", "messages": [{"role": "user", "content": "the a"}], "content": "the a", "input": "the a",
+    "tokens": [40, 41], "filename": "a.bin", "n_predict": 2, "max_tokens": 2, "temperature": 0,
+}  # fmt: skip
+MORE: dict[str, Any] = {
+    "messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}], "name": "b", "tool_calls": [TOOL]}],
+    "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True,
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": {}}}}},
+    "json_schema": {"type": "array", "items": {"enum": ["a", 1]}}, "grammar": 'root ::= "a"', "stop": ["a"],
+    "stream": True, "stream_options": {"include_usage": True}, "n": 2, "seed": 1, "logprobs": True, "top_logprobs": 2,
+    "n_probs": 2, "logit_bias": [[40, 1.0]], "samplers": ["top_k"], "dry_sequence_breakers": ["a"], "id_slot": 0,
+    "cache_prompt": True, "lora": [{"id": 0, "scale": 0.5}], "ignore_eos": False, "return_tokens": True,
+    "response_fields": ["content"], "add_special": True, "parse_special": True, "with_pieces": True,
+    "encoding_format": "float", "dimensions": 4, "max_completion_tokens": 2, "model": "m", "user": "u", "timings": True,
+    "prompt": [[1, 40], "a", {"prompt_string": "a"}], "input": [[1, 40], [41]],
+}  # fmt: skip
+VALUES = (
+    "null", "true", "false", "0", "-1", "1", "0.5", "1e308", "-1e308", "1e999", "-1e999", "1e-320", "NaN", "-Infinity",
+    "1" + "0" * 400, "9" * 5000, '""', '"x"', r'"\ud800"', r'"a\u0000b"', '"\ufeff\u202e\U0001f600"', "[]", "{}",
+    "[[]]",
+    '"' + "the " * (1 << 17) + '"', '"' + "\u4e00" * (1 << 17) + '"', "[" * 500 + "]" * 500, "[" * 5000 + "]" * 5000,
+    '{"a":' * 500 + "1" + "}" * 500, "[null]", '[1,"a",null,{}]', "[" + "0," * 20000 + "0]", '{"":{}}', r'["\udfff"]',
+    "[1e999]", '{"40":1e999}', '{"40":' + "1" + "0" * 400 + "}", "[[40," + "1" + "0" * 400 + "]]", '"../../etc/passwd"',
+    '"/etc/passwd"', "[true]", '[["a","b"]]', '{"type":"x"}', '{"$ref":"#"}', "[" + '"a",' * 5000 + '"a"]', "-0.0",
+    '{"id":0,"scale":NaN}', '[{"id":0,"scale":1e999}]', '[{"id":true}]', "18446744073709551616", "2147483648",
+)  # fmt: skip
+BODIES = (
+    b"", b" ", b"{", b"}", b"null", b"[]", b"[[]]", b"5", b'"x"', b"{'a': 1}", b'{"a": 1,}', b"\xff\xfe{\x00}\x00",
+    b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\xff"}', b"\xef\xbb\xbf{}", b'{"prompt": "a", "prompt": 5}', b"\x00",
+    b"[" * 200_000, b'{"a":' * 100_000, b"[" + b"[]," * 300_000 + b"[]]", b"{" + b'"":{},' * 140_000 + b'"":1}',
+    b'{"prompt": "a"} x', b"prompt=a&n_predict=1", b'{"messages": "' + b"\\u0000" * 1000 + b'"}', b"nan", b"1e999",
+)  # fmt: skip
+TYPES = (
+    "text/plain",
+    "multipart/form-data; boundary=x",
+    "application/json; charset=utf-16",
+    "",
+    "x" * 5000,
+)
+PARTS = (
+    "0",
+    "1",
+    "-1",
+    "9",
+    "9" * 30,
+    "9" * 5000,
+    "x",
+    "%00",
+    "..",
+    "%2e%2e",
+    "0%2f..",
+    "%d9%a1",
+    "+1",
+    "%201",
+    "%",
+    "%ff",
+)
+QUERIES = (
+    "",
+    "action=save",
+    "action=restore",
+    "action=erase",
+    "action=",
+    "action=%00",
+    "action=save&action=erase",
+    "%",
+)
+METHODS = "GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path[:80]} {self.body[:200]!r} ({len(self.body)} bytes) {str(self.headers)[:80]}"
+
+
+def routes() -> list[tuple[str, str]]:
+    """Path and method of each route, as the application has them."""
+    made = app(cast(Any, None))
+    return sorted(
+        (route.path, method)
+        for route in cast(Any, made.routes)
+        for method in route.methods
+        if method != "HEAD"
+    )
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a document, at any depth."""
+    if at:
+        yield at
+    pairs: Any = value.items() if isinstance(value, dict) else ()
+    pairs = enumerate(value) if isinstance(value, list) else pairs
+    for key, part in pairs:
+        yield from places(part, (*at, key))
+
+
+def replaced(value: Any, at: tuple[Any, ...], by: Any) -> Any:
+    if not at:
+        return by
+    copy = value.copy()
+    copy[at[0]] = replaced(value[at[0]], at[1:], by)
+    return copy
+
+
+def spoiled() -> list[str]:
+    """The body with each value at each place of it."""
+    every = {**MORE, **{name: 1 for name in FIELDS if name not in MORE and name not in BODY}}
+    found = list[str]()
+    for at in [*places(BODY), *places(every)]:
+        given = {**BODY, at[0]: every.get(at[0], BODY.get(at[0]))}
+        text = json.dumps(replaced(given, at, HOLE))
+        found += [text.replace(f'"{HOLE}"', value) for value in VALUES]
+    return found
+
+
+def requests(seed: int, each: int) -> list[Ask]:
+    """So many wrong bodies for each route, and each other thing that can be wrong with it once."""
+    rng, found, bodies = random.Random(seed), list[Ask](), spoiled()
+    for path, method in routes():
+        here = path.replace("{id}", "0")
+        query = "?action=restore" if "{" in path else ""
+        good = json.dumps(BODY).encode()
+        found += [Ask(other, here, good) for other in METHODS if other != method]
+        found += [Ask(method, path.replace("{id}", part) + query, good) for part in PARTS]
+        found += [Ask(method, f"{here}?{query}", good) for query in QUERIES]
+        if method == "POST":
+            found += [Ask(method, here + query, body) for body in BODIES]
+            found += [Ask(method, here, good, {"Content-Type": kind}) for kind in TYPES]
+            found += [Ask(method, here + query, text.encode()) for text in rng.sample(bodies, each)]
+    rng.shuffle(found)
+    return found

@@ -71,7 +71,7 @@ LAYERS = {
     "training": "child errors events words files settings dtypes tensor graph optim placing planning run memory stop"
     " kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
     "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"
-    " version",
+    " memory version",
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
     "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"

@@ -8,15 +8,18 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from packtrain import Session
-from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements
+from packtrain.context import Cache, CacheFull, Context, ContextError, Sizes, placements, room
 from packtrain.context.state import DIGEST, HEAD, MAGIC, VERSION, Origin, of_bytes
 from packtrain.dtypes import Dtype, f16, f32
+from packtrain.errors import DoesNotFit
 from packtrain.models.config import Config
+from packtrain.models.file import open_model
 from packtrain.optim import AdamW
 from tests.architectures import random_model
 from tests.models import batch, bind, steps, values
@@ -278,6 +281,23 @@ def test_a_limit_names_the_largest_context(tmp_path: Path):
     most = int(found[1].replace(",", ""))
     assert most > 1000 and said(most, 1 << 30) == f"cells {most}"
     assert "is the least" in said(4096, 1 << 20)
+
+
+def test_few_plans_tell_the_largest_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where all cells together need less than the slack."""
+    asked = list[int]()
+
+    def counted(placed: Any, stored: Any) -> int:
+        asked.append(placed["cells"])
+        return 1000 * asked[-1]
+
+    monkeypatch.setattr(room, "needed", counted)
+    random_model(tmp_path / "m.gguf", "llama")
+    made: Any = lambda cells: (Cache(cells), {"cells": cells})  # noqa: E731
+    for cells in (64, 4000, 4200, 100_000):
+        with pytest.raises(DoesNotFit, match="is the least"):
+            room.check_room(cells, 1, made, open_model(tmp_path / "m.gguf"), 0)
+    assert len(asked) == 8
 
 
 # ---- threads

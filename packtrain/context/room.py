@@ -74,8 +74,8 @@ def check_room(
         return
     used += SLACK
     least = used + own(STEP)
-    each = (total - least) / max(cells - STEP, 1)
-    most = STEP + int((limit - least) / each) // STEP * STEP
+    each = max((total + SLACK - least) / max(cells - STEP, 1), 1.0)
+    most = min(STEP + int((limit - least) / each) // STEP * STEP, cells)
     while most > 0 and used + own(most) > limit:
         most -= STEP
     advice = (

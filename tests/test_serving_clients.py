@@ -6,11 +6,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from packtrain.errors import InputError
+from packtrain.samples.render import Renderer
 from packtrain.serving import slots
 from packtrain.serving.server import Limits
+from packtrain.template import ChatTemplate
 from tests.clients import ASK, Api, connected, openai, opened
 
 
@@ -83,6 +86,31 @@ def test_what_a_chat_may_say(api):
     more = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me"}
     answer = api.chat(**more, reasoning_effort="low", extra_body={"no_such_field": {"x": [1]}})
     assert answer.choices[0].message.content == text
+
+
+def test_variables_of_the_chat_template(api, monkeypatch):
+    """Whether a model thinks is one of them, as Qwen's have it; its own variables stay."""
+    source = (
+        "{{ messages[0].content }} {{ enable_thinking | default('yes') }} {{ reasoning_effort }}"
+    )
+    monkeypatch.setattr(api.server, "renderer", Renderer(ChatTemplate(source, "", ""), []))
+
+    def prompt(**asked: Any) -> str:
+        body = {"messages": ASK} | asked
+        answer = httpx.post(f"{api.address}/apply-template", json=body, timeout=60).json()
+        return answer["prompt"].removeprefix("the a").strip()
+
+    assert prompt() == "yes"
+    assert prompt(chat_template_kwargs={"enable_thinking": False, "messages": []}) == "False"
+    assert prompt(reasoning_effort="low") == "yes low"
+    assert prompt(reasoning_effort="none") == "False"
+    counts = [
+        api.chat(max_tokens=1, extra_body={"chat_template_kwargs": given}).usage.prompt_tokens
+        for given in ({}, {"reasoning_effort": "e" * 20})
+    ]
+    assert counts[1] == counts[0] + 20
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs must be a JSON object"):
+        api.chat(extra_body={"chat_template_kwargs": "think"})
 
 
 def test_lengths(api):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from packtrain.serving import slots
+from packtrain.serving import slots, stream
 from tests.clients import ASK, Api, openai, opened
 
 pydantic = pytest.importorskip("pydantic")
@@ -131,6 +131,17 @@ def test_an_answer_calls_if_it_wants_to(api, saying):
     assert streamed["arguments"] == call.function.arguments
     plain = api.chat(tools=TOOLS, tool_choice="none", max_tokens=80).choices[0].message
     assert plain.tool_calls is None and "<tool_call>" in plain.content
+
+
+def test_a_connection_is_not_silent_while_a_call_is_written(api, dense, monkeypatch):
+    """Proxies cut those; clients skip the comments."""
+    monkeypatch.setattr(stream, "QUIET", 0.01)
+    asked = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "stream": True} | dense
+    text = httpx.post(f"{api.address}/v1/chat/completions", json=asked, timeout=60).text
+    begun, *_, call, _, _ = text.removesuffix("\n\n").split("\n\n")
+    assert '"role"' in begun and '"tool_calls"' in call and ": still working" in text
+    _, calls, _ = put_together(api.chat(tools=TOOLS, tool_choice="required", stream=True, **dense))
+    assert len(calls) == 1
 
 
 def test_several_calls_of_an_answer(api, saying):
@@ -277,9 +288,9 @@ def test_a_call_or_a_document(api, dense, monkeypatch, style):
 
 
 def test_a_grammar(api):
-    for stream in (False, True):
-        asked = {"extra_body": {"grammar": 'root ::= "yes" | "no"'}, "stream": stream}
-        if stream:
+    for streams in (False, True):
+        asked = {"extra_body": {"grammar": 'root ::= "yes" | "no"'}, "stream": streams}
+        if streams:
             text, _, reason = put_together(api.chat(**asked))
         else:
             (choice,) = api.chat(**asked).choices

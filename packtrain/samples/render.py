@@ -7,6 +7,7 @@ end marker. It knows no token ids; an error in the template is an InputError tha
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ class Template(Protocol):
         messages: list[Message],
         tools: list[Any] | None = None,
         add_generation_prompt: bool = False,
+        more: Mapping[str, Any] | None = None,
     ) -> str: ...
 
 
@@ -86,10 +88,10 @@ class Renderer:
         self.notes[UNSTABLE] += 1
         return alone
 
-    def prompt(self, conversation: Conversation) -> str:
-        """The text up to the answer that comes next."""
+    def prompt(self, conversation: Conversation, more: Mapping[str, Any] | None = None) -> str:
+        """The text up to the answer that comes next; more: variables of the template, beside its own."""
         messages, tools = self._fitted(conversation)
-        return self.template.render(messages, tools, add_generation_prompt=True)
+        return self.template.render(messages, tools, add_generation_prompt=True, more=more)
 
     def _turn(self, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
         """The conversation up to a turn of the assistant, with the span of this turn."""

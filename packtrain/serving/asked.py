@@ -82,6 +82,13 @@ class Body:
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._typed(name, bool)) if self.has(name) else default
 
+    def object(self, name: str) -> dict[str, Any]:
+        """A JSON object; empty if there is none."""
+        found = self.get(name) if self.has(name) else {}
+        if not isinstance(found, dict):
+            raise InputError(f"{self._where}{name} must be a JSON object")
+        return found
+
     def listed(self, name: str, most: int) -> list[Any]:
         """A list of at most so many values; empty if there is none."""
         value = self.get(name) if self.has(name) else []

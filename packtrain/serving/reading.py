@@ -172,7 +172,7 @@ def chat(server: Server, body: Body) -> Asked:
     """What /v1/chat/completions is asked for. Raises InputError."""
     conversation = conversation_of(body)
     tools = Tools.of(body, conversation, server.source)
-    text = prompt_text(server, conversation, tools)
+    text = prompt_text(server, body, conversation, tools)
     top, asked = body.number("top_logprobs", 0, 0, MOST_TOP), body.flag("logprobs")
     if top and not asked:
         raise InputError("top_logprobs requires logprobs to be true")
@@ -207,7 +207,18 @@ def conversation_of(body: Body) -> Conversation:
     return replace(found, messages=messages)
 
 
-def prompt_text(server: Server, conversation: Conversation, tools: Tools | None = None) -> str:
+def variables_of(body: Body) -> dict[str, Any]:
+    """Variables for the chat template: chat_template_kwargs, and how much is thought. Raises InputError."""
+    found = body.object("chat_template_kwargs")
+    effort = body.text("reasoning_effort")
+    if effort == "none":
+        return found | {"enable_thinking": False}
+    return found | ({"reasoning_effort": effort} if effort else {})
+
+
+def prompt_text(
+    server: Server, body: Body, conversation: Conversation, tools: Tools | None = None
+) -> str:
     """What the model reads: an answer that has begun is continued. Raises InputError."""
     messages = conversation.messages
     begun: Message | None = messages[-1] if messages[-1]["role"] == "assistant" else None
@@ -220,4 +231,4 @@ def prompt_text(server: Server, conversation: Conversation, tools: Tools | None 
         asked = replace(asked, tools=None)
     elif not server.takes_tools:
         asked = explained(asked)
-    return server.prompt(asked) + (begun["content"] if begun else "")
+    return server.prompt(asked, variables_of(body)) + (begun["content"] if begun else "")

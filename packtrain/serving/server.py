@@ -3,12 +3,13 @@
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -96,10 +97,10 @@ class Server:
         """Whether the chat template has a place for tools."""
         return self.renderer.takes_tools
 
-    def prompt(self, conversation: Conversation) -> str:
-        """The text of a conversation. Raises InputError."""
+    def prompt(self, conversation: Conversation, more: Mapping[str, Any]) -> str:
+        """The text of a conversation; more: variables of its template. Raises InputError."""
         with self._lock:  # one child renders
-            return self.renderer.prompt(conversation)
+            return self.renderer.prompt(conversation, more)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a rendered conversation, with at most one BOS."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
@@ -141,9 +142,13 @@ class Events(_Answer):
 
     async def _events(self, every: AsyncIterator[list[tuple[int, Told]]]) -> AsyncIterator[bytes]:
         yield b"".join(map(_data, self._shape.begin()))
-        counts = dict[int, Counts]()
+        counts, heard = dict[int, Counts](), time.monotonic()
         async for found in every:
-            yield b"".join(self._told(found, counts)) if found else b": still working\n\n"
+            event = b"".join(self._told(found, counts))
+            if not event and time.monotonic() - heard >= QUIET:  # also while a call is written
+                event = b": still working\n\n"
+            heard = time.monotonic() if event else heard
+            yield event
         last = b"".join(
             map(_data, self._shape.close([counts[number] for number in sorted(counts)]))
         )

@@ -47,9 +47,10 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        more: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation. Raises TemplateError, whatever the template does."""
-        variables = self._tokens | {
+        """The text of a conversation; more: other variables. Raises TemplateError, whatever the template does."""
+        variables = {**(more or {}), **self._tokens} | {
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.serving import serving
 from packtrain.memory import parse_size, private_nbytes_of
 
-PORT, KEY = 8973, "soak-key"
+KEY = "soak-key"
 WORDS = "once", "upon", "a", "time", "there", "was", "little", "girl", "who"
 FIELDS = "temperature", "messages", "stop", "n", "seed", "logit_bias", "max_tokens", "tools", "lora"
 END = 60.0  # seconds in which all slots must be idle after the load
@@ -178,7 +178,9 @@ def main() -> int:
     parser.add_argument("--memory", default="400MiB")
     parser.add_argument("--clients", type=int, default=12)
     given = parser.parse_args()
-    command = [sys.executable, "-m", "packtrain", "serve", str(given.model), "--port", str(PORT)]
+    with socket.create_server(("127.0.0.1", 0)) as free_port:
+        port = free_port.getsockname()[1]
+    command = [sys.executable, "-m", "packtrain", "serve", str(given.model), "--port", str(port)]
     command += [
         "--memory",
         given.memory,
@@ -189,8 +191,8 @@ def main() -> int:
         "--ctx",
         "2048",
     ]
-    with serving(command, PORT) as server:
-        load, limit = Load(PORT, 1), parse_size(given.memory, "--memory")
+    with serving(command, port) as server:
+        load, limit = Load(port, 1), parse_size(given.memory, "--memory")
         threads = [
             threading.Thread(target=load.run, args=(n,), daemon=True) for n in range(given.clients)
         ]
@@ -201,7 +203,7 @@ def main() -> int:
         end = time.monotonic() + END
         for thread in threads:  # those that still wait for an answer end with this process
             thread.join(max(end - time.monotonic(), 0))
-        while lives and not (free := idle(PORT)) and time.monotonic() < end:
+        while lives and not (free := idle(port)) and time.monotonic() < end:
             time.sleep(1)
         good = lives and free
         faults, late = (load.count(words) for words in (" 500", " TimeoutError"))

@@ -30,6 +30,7 @@ from packtrain.training.settings import CHAT_TEMPLATE, DEVICE
 
 CONTEXT = 8192  # at most, without --ctx
 EMBEDDED = 2048  # tokens of texts to embed, at once
+RENDERED = 40 << 20  # most bytes that the template takes for a request
 REQUESTS = 96 << 20  # bytes that requests need while they are read and answered
 
 
@@ -196,4 +197,4 @@ def template_of(
         for id in (tokenizer.bos, tokenizer.eos)
     )
     ends = [tokenizer.tokens[id].decode(errors="replace") for id in tokenizer.ends]
-    return Renderer(ChatTemplate(taken.source, bos, eos), ends), taken.source, bos
+    return Renderer(ChatTemplate(taken.source, bos, eos, memory=RENDERED), ends), taken.source, bos

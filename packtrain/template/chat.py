@@ -13,7 +13,7 @@ from typing import Any
 from packtrain.errors import InputError
 from packtrain.template.families import KEY
 
-SECONDS = 10.0
+SECONDS, MEMORY = 10.0, 512 << 20
 
 
 class TemplateError(InputError):
@@ -35,10 +35,13 @@ class ChatTemplate:
     """A template with the texts of the BOS and EOS tokens.
 
     seconds  time limit of rendering, including the start of the child
+    memory   bytes that rendering may take
     """
 
-    def __init__(self, source: str, bos: str = "", eos: str = "", seconds: float = SECONDS) -> None:
-        self._source, self._seconds = source, seconds
+    def __init__(
+        self, source: str, bos: str = "", eos: str = "", seconds: float = SECONDS, memory: int = MEMORY
+    ) -> None:  # fmt: skip
+        self._source, self._seconds, self._memory = source, seconds, memory
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -56,7 +59,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         if self._child is None:
-            self._child = _start(self._source)
+            self._child = _start(self._source, self._memory)
             weakref.finalize(self, _end, self._child)
         reply = self._ask(self._child, json.dumps(variables).encode())
         if len(reply) > 1:
@@ -92,10 +95,10 @@ class ChatTemplate:
         raise TemplateError(f"the chat template {took}")
 
 
-def _start(source: str) -> subprocess.Popen[bytes]:
+def _start(source: str, memory: int) -> subprocess.Popen[bytes]:
     # -P: do not import from the folder of the file
     child = subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("render.py"))],
+        [sys.executable, "-P", str(Path(__file__).with_name("render.py")), str(memory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -93,6 +93,9 @@ def test_embeddings_as_numbers_and_packed(api):
     assert packed.data[0].embedding != packed.data[1].embedding
     alone = api.client.embeddings.create(model="m", input="the a")
     assert alone.data[0].embedding == pytest.approx(packed.data[0].embedding, abs=1e-6)
+    ids = api.server.tokenizer.encode("the a", eos=False)
+    counted = api.client.embeddings.create(model="m", input=[ids, ids])
+    assert counted.data[1].embedding == pytest.approx(alone.data[0].embedding, abs=1e-6)
     assert 0 < alone.usage.prompt_tokens == alone.usage.total_tokens < packed.usage.prompt_tokens
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         api.client.embeddings.create(model="m", input="the", dimensions=16)

@@ -159,11 +159,13 @@ def test_a_page_of_another_origin_may_ask(locked, path, method):
     """The browser asks first, without a key; then it sends the key, and reads what comes, errors too."""
     names = "authorization,content-type,x-openwebui-user-name"
     asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": names}
-    may = httpx.options(f"{locked}{path}", headers=ORIGIN | asked)
-    assert may.status_code == 200 and may.headers["access-control-allow-origin"] == "*"
-    assert method in may.headers["access-control-allow-methods"]
-    allowed = may.headers["access-control-allow-headers"].lower()
-    assert all(name in allowed for name in names.split(","))
+    for more in ({}, {"Access-Control-Request-Private-Network": "true"}):
+        may = httpx.options(f"{locked}{path}", headers=ORIGIN | asked | more)
+        assert may.status_code == 200 and may.headers["access-control-allow-origin"] == "*"
+        assert method in may.headers["access-control-allow-methods"]
+        allowed = may.headers["access-control-allow-headers"].lower()
+        assert all(name in allowed for name in names.split(","))
+        assert "access-control-allow-private-network" not in may.headers
     for headers in (ORIGIN | BEARER, ORIGIN):
         body = {"json": {"messages": ASK, "max_tokens": 1}} if method == "POST" else {}
         answer = httpx.request(method, f"{locked}{path}", headers=headers, timeout=60, **body)

@@ -24,6 +24,7 @@ from packtrain.serving.page import page_route
 from packtrain.serving.server import Server, TooLong
 from packtrain.serving.shapes import Refused, error
 
+PRIVATE = "access-control-request-private-network"
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
 
 
@@ -43,12 +44,18 @@ def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
             Exception: _fault,
         },
         middleware=[
-            Middleware(
-                CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
-            ),
+            Middleware(Cors, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
             Middleware(Keys, keys=keys),
         ],
     )
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, but a browser that also asks about private networks is not refused: that is for it to decide."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        asked = {key: value for key, value in request_headers.items() if key != PRIVATE}
+        return super().preflight_response(Headers(asked))
 
 
 class Keys:

@@ -3,7 +3,8 @@
 Integers are the sum of `planes` signed bytes, the first times the largest power of 256. Weights are taken a chunk at a
 time, four blocks of 32 or one of 256; `codes` of its type gives 64 codes of it, and `scales` its scales. 128 integers
 lie in line(planes) bytes: by plane, the first halves of four groups of 32, then the second ones; by lane of a sum the
-steps; and what products with codes have too much, i32, or for types with offsets the steps times the sums of integers.
+steps; and what products with codes have too much, i32. For types with offsets the first line of a chunk has instead, by
+lane of the scales, the steps times the sums of integers of the groups whose offsets stand there.
 """
 
 from itertools import product
@@ -139,53 +140,70 @@ class Tile:
                     for place in (0, SECOND)
                 ]
                 step = read(b, VECTOR, at, self.steps)
-                for j in range(self.r):
-                    sums = self.sums[i * self.r + j]
-                    b.store(self.added(b.load(sums), codes[j], by[j], given, step, at), sums)
+                sums = self.sums[i * self.r : (i + 1) * self.r]
+                more = self.added([b.load(s) for s in sums], codes, by, given, step, at)
+                if half == 0 and not self.less:
+                    rest = read(b, VECTOR, at, self.steps + MORE)
+                    more = [self.fma(s, rest, v) for s, v in zip(scales, more, strict=True)]
+                for place, value in zip(sums, more, strict=True):
+                    b.store(value, place)
 
     def added(self, sums, codes, by, given, step, at):
-        """The sums of one row with one, and 128 products more."""
-        b, both = self.builder, [*zip(codes, given, strict=True)]
+        """The sums of one row with those of w, and 128 products more."""
+        b, both = self.builder, [*zip(zip(*codes, strict=True), given, strict=True)]
         rests = [b.add(at, I64(self.steps + MORE * i)) for i in (1, 2)]
         if self.split:
-            for rest, one, d in zip(rests, both, by, strict=True):
-                products = b.sitofp(self.products([one], self.planes, rest), VECTOR)
-                sums = self.fma(products, b.fmul(d, step), sums)
+            for half, (rest, one) in enumerate(zip(rests, both, strict=True)):
+                products = map(self.to_floats, self.products([one], self.planes, rest))
+                sums = self.scaled(products, [d[half] for d in by], step, sums)
             return sums
         if self.signed and len(self.planes) > 1:  # they do not fit into 32 bits
             high = self.products(both, self.planes[:-1], rests[0])
             low = self.products(both, self.planes[-1:], rests[1])
             by_256 = ir.Constant(VECTOR, [256.0] * LANES)
-            products = self.fma(b.sitofp(high, VECTOR), by_256, b.sitofp(low, VECTOR))
+            products = [
+                self.fma(self.to_floats(v), by_256, self.to_floats(w))
+                for v, w in zip(high, low, strict=True)
+            ]
         else:
-            products = b.sitofp(self.products(both, self.planes, rests[0]), VECTOR)
-        sums = self.fma(products, b.fmul(by[0], step), sums)
-        return sums if self.less else self.fma(by[1], read(b, VECTOR, rests[0]), sums)
+            products = map(self.to_floats, self.products(both, self.planes, rests[0]))
+        return self.scaled(products, [d[0] for d in by], step, sums)
+
+    def scaled(self, products, by, step, sums):
+        steps = [self.builder.fmul(d, step) for d in by]
+        return [self.fma(*given) for given in zip(products, steps, sums, strict=True)]
 
     def products(self, pairs, planes, rest):
-        """Sums by fours of products of codes with some planes of integers."""
+        """Sums by fours of products of codes with some planes of integers.
+
+        Those of all rows of w go side by side: each waits for the one before, longer than registers hold others.
+        """
         b = self.builder
         # integers of more planes may be -128
         by_sign = BY_SIGN and self.signed and len(self.planes) == 1
-        found = ir.Constant(BITS, [0] * LANES)
+        found = [ir.Constant(BITS, [0] * LANES)] * self.r
         for p in planes:
             if p != planes[0]:
-                found = b.shl(found, ir.Constant(BITS, [8] * LANES))
+                found = [b.shl(v, ir.Constant(BITS, [8] * LANES)) for v in found]
             if p == planes[-1] and self.less and not by_sign:
-                found = b.add(found, read(b, BITS, rest))
+                found = [b.add(v, read(b, BITS, rest)) for v in found]
             for codes, integers in pairs:
-                if by_sign:
-                    found = by_fours_signed(b, codes, integers[p], found)
-                else:
-                    found = by_fours(b, codes, integers[p], found, self.signed)
+                for j, one in enumerate(codes):
+                    if by_sign:
+                        found[j] = by_fours_signed(b, one, integers[p], found[j])
+                    else:
+                        found[j] = by_fours(b, one, integers[p], found[j], self.signed)
         return found
 
+    def to_floats(self, v):
+        return self.builder.sitofp(v, VECTOR)
+
     def spread(self, scales, half):
-        """Of 128 codes, by lane of a sum: scales, and offsets if there are any, or scales of both halves of groups."""
+        """Of 128 codes, by lane of a sum: scales, or those of both halves of groups."""
         if self.split:
             firsts = [range(8 * half + i, 8 * half + 8, 2) for i in range(2)]
         else:
-            firsts = [range(4 * i, 4 * i + 4) for i in (half, self.halves + half)]
+            firsts = [range(4 * half, 4 * half + 4)]
         return [
             shuffled(self.builder, scales, [lane for lane in lanes for _ in range(4)])
             for lanes in firsts

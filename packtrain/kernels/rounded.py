@@ -27,6 +27,7 @@ from packtrain.kernels.simd import (
     maximum,
     out1,
     out2,
+    peek,
     poke,
     splat,
     store,
@@ -46,10 +47,11 @@ packed2 = types.Array(types.uint8, 2, "C", readonly=True)
 CODES = from_rooms("codes", part(CODES_FORM))
 SCALES = from_rooms("scales", part(dot_tile.SCALES_FORM))
 tile = dot_tile.tiles(CODES, SCALES)
-LESS, OFFSETS, PARTED, SPLIT = (np.zeros(64, np.int64) for _ in range(4))  # by kind
+LESS, OFFSETS, PARTED, SPLIT, LINES = (np.zeros(64, np.int64) for _ in range(5))  # by kind
 for dtype, code in ((t, t.code["codes"]) for t in CODES):
     LESS[dtype.number], OFFSETS[dtype.number] = code.less, code.less == 0
     PARTED[dtype.number] = code.signed
+    LINES[dtype.number] = max(1, dtype.block // VALUES)  # of a chunk
     SPLIT[dtype.number] = dtype.layout is not None and dtype.layout.group < BLOCK
 
 
@@ -109,9 +111,21 @@ def lane_sums(y, first, last):
     return sums
 
 
-@kernel(void(i64, i64, i64))
-def put_rests(y, kind, planes):
-    """What follows the steps, by kind."""
+@part(void(i64, i64, i64, i64))
+def put_sums(y, sums, lines, place):
+    """The sums of four groups, of which `sums` has four parts each, for the offsets of a chunk whose rests are at y."""
+    if place == 0:
+        store(y, 0, splat(0.0))
+    for group in range(4):
+        s = (peek(sums, 4 * group) + peek(sums, 4 * group + 1)) + (
+            peek(sums, 4 * group + 2) + peek(sums, 4 * group + 3)
+        )
+        poke(y, 4 * (lines + place) + group, s)
+
+
+@kernel(void(i64, i64, i64, i64))
+def put_rests(y, kind, planes, number):
+    """What follows the steps of a line, by kind."""
     steps = y + VALUES * planes
     rest, later, second = steps + MORE, steps + 2 * MORE, y + SECOND
     if SPLIT[kind]:
@@ -123,7 +137,9 @@ def put_rests(y, kind, planes):
         a = lane_sums(y, 0, planes) + lane_sums(second, 0, planes)
         b = a
     if OFFSETS[kind]:
-        store(rest, 0, to_floats(a) * load(steps, 0))
+        place = number % LINES[kind]
+        store(later, 0, to_floats(a) * load(steps, 0))
+        put_sums(rest - place * line(planes), later, LINES[kind], place)
         return
     store(rest, 0, as_floats(a * -LESS[kind]))
     store(later, 0, as_floats(b * -LESS[kind]))
@@ -146,7 +162,7 @@ def round_row(y, x, n, kind, planes):
                     put_bytes(to + place, 0, spread_bits(0))
             for lane in range(4):
                 poke(y + VALUES * planes, group * 4 + lane, d)
-        put_rests(y, kind, planes)
+        put_rests(y, kind, planes, i // VALUES)
         y += line(planes)
 
 

@@ -30,7 +30,8 @@ from packtrain.placing import place
 from packtrain.quant import dequantize
 from packtrain.tensor import OPS, Call
 from packtrain.training.engine import Engine
-from tests import bit_checks, checks
+from tests import bit_checks, checks, models
+from tests.architectures import CONFIGS, random_weights
 from tests.test_ops import NOTHING, REFUSED
 
 pytestmark = pytest.mark.torch
@@ -175,6 +176,22 @@ def test_a_memory_apart_holds_any_array() -> None:
     assert not FAR.read(other).any()
 
 
+def test_what_a_device_has_not_is_held_as_bytes() -> None:
+    """Of f64 on `mps`: another backend computes with it, and that is said."""
+    poor = Apart("mps", "cpu")
+    (call,) = (
+        c for c in samples("draw") if c.inputs[0] is not None and c.inputs[0].shape == (7, 5)
+    )
+    given = [
+        pt.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(call.inputs) if t is not None
+    ]
+    graph = pt.Graph({"y": ops.draw(*given), "z": ops.scale(given[1], by=2.0)})
+    made = {f"x{i}": t.value for i, t in enumerate(call.inputs) if t is not None}
+    with pytest.warns(UserWarning, match=r"no kernel of \['mps'\] for \['draw'\]; using numpy's"):
+        got = checks.run(graph, made, (poor,))
+    checks.same_bits(got, checks.run(graph, made), "draw")
+
+
 # ---- devices -------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +293,20 @@ def test_a_memory_apart_gives_the_same_bits(
     there = tuned(folder, base, "torch:cpu"), *written(base, "torch:cpu")
     for got, want in zip(there, here, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_of_every_architecture(name: str) -> None:
+    config = CONFIGS[name]
+    leaves = transformer.weights(config)
+    made = transformer.loss(config, leaves, 2, 20, chunk=16)
+    found = pt.differentiate(made.loss, [w for w in leaves.values() if w.role != "table"])
+    graph = pt.Graph({"losses": made.losses, **{f"d/{w.name}": d for w, d in found.items()}})
+    read = {leaf.label for leaf in graph.leaves}
+    weights = {n: w for n, w in random_weights(config).items() if n in read}
+    batch = models.batch(config, 2, 20)
+    got, want = (models.bind(graph, weights, backend=b)(batch) for b in (THERE, backends.cpu))
+    checks.all_close(got, want, name)
 
 
 SHAPE = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16, max_norm=1.0)

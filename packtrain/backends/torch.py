@@ -16,7 +16,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.backends.host import Backend, Host, Inputs, aligned
 from packtrain.backends.temporaries import temporaries, torch_name, torch_type
-from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16
+from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16, f64
 from packtrain.errors import InputError
 from packtrain.ops.torch import Blocks, torch
 from packtrain.tensor import Kernel, Op, Spec
@@ -154,7 +154,12 @@ class Apart:
         return int(torch.mps.recommended_max_memory()) if self.device == "mps" else None
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
-        return kernel_of(op, lambda x: x)
+        unknown = any(t is not None and self._only_bytes(t.dtype) for t in inputs)
+        return None if unknown else kernel_of(op, lambda x: x)
+
+    def _only_bytes(self, dtype: Dtype) -> bool:
+        """Whether PyTorch has no such type there: `mps` has no f64."""
+        return self.name == "mps" and dtype == f64
 
     def workspaces(
         self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
@@ -172,7 +177,7 @@ class Apart:
 
     def view(self, buffer: Any, offset: int, spec: Spec, strides: tuple[int, ...]) -> Any:
         dtype, shape = spec.dtype, spec.dtype.array_shape(spec.shape)
-        if dtype.quantized:
+        if dtype.quantized or self._only_bytes(dtype):
             whole = (*shape, dtype.block_nbytes), (*strides, 1), offset
             return Blocks(buffer.as_strided(*whole), dtype)
         size = dtype.block_nbytes
@@ -184,7 +189,10 @@ class Apart:
 
     def write(self, array: Any, values: np.ndarray) -> None:
         given = np.ascontiguousarray(values, dtype_of(array).numpy).reshape(values.shape)
-        raw_of(array).copy_(raw_of(seen(given)))
+        if isinstance(array, Blocks):
+            array.raw.copy_(_tensor(given.reshape(-1).view(np.uint8)).view(array.raw.shape))
+        else:
+            array.copy_(seen(given))
 
     def read(self, array: Any) -> np.ndarray:
         dtype, raw = dtype_of(array), raw_of(array).contiguous()

@@ -6,7 +6,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import demand, flat, rows, table
 from packtrain.ops.shape import cont, reshape
-from packtrain.ops.torch import CHUNK, spans, torch
+from packtrain.ops.torch import CHUNK, spans, wide
 from packtrain.tensor import Spec, Tensor, View, input, op, want
 
 
@@ -85,9 +85,9 @@ def sum_cpu(y, x):
 @sum.kernel("torch")
 def sum_torch(y, x):
     x = x.view(-1)
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    total = wide(x.new_zeros(()))
     for start, end in spans(len(x), CHUNK, x):
-        total += x[start:end].double().sum()
+        total += wide(x[start:end]).sum()
     y.copy_(total)
 
 
@@ -123,7 +123,7 @@ def sum_rows_cpu(y, x):
 
 @sum_rows.kernel("torch", strided=True)
 def sum_rows_torch(y, x):
-    y.copy_(x.double().sum(-1, keepdim=True))
+    y.copy_(wide(x).sum(-1, keepdim=True))
 
 
 @sum_rows.samples
@@ -176,7 +176,7 @@ def sum_to_cpu(y, x, *, shape):
 
 @sum_to.kernel("torch", strided=True)
 def sum_to_torch(y, x, *, shape):
-    y.copy_(x.double().sum_to_size(shape))
+    y.copy_(wide(x).sum_to_size(shape))
 
 
 @sum_to.samples
@@ -214,7 +214,7 @@ def cumsum_cpu(y, x, *, reverse):
 @cumsum.kernel("torch", strided=True)
 def cumsum_torch(y, x, *, reverse):
     way = (-1,) if reverse else ()
-    y.copy_(x.double().flip(way).cumsum(-1).flip(way))
+    y.copy_(wide(x).flip(way).cumsum(-1).flip(way))
 
 
 @cumsum.samples

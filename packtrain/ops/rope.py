@@ -75,10 +75,11 @@ def rope_table_cpu(t, pos, factors, *, dims, base, divisor, blend, magnitude, gr
 
 @rope_table.kernel("torch")
 def rope_table_torch(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
+    pos = pos.cpu() if pos.is_mps else pos  # which has no f64
     plain = _frequencies(None, dims, base, divisor, blend).tolist()
     frequencies = torch.tensor(plain, dtype=torch.float64, device=pos.device)
     if factors is not None:
-        frequencies /= factors
+        frequencies /= factors.to(pos.device)
     rate, length = growth
     angles = pos[..., None].double() * frequencies
     by = magnitude * (1 + rate * (pos // length).double().log1p())[..., None]

@@ -98,6 +98,11 @@ def blocks():
     return import_module("packtrain.ops.torch_blocks")
 
 
+def wide(x):
+    """x in f64, in which sums are added up; in f32 on `mps`, which has no f64."""
+    return x.float() if x.is_mps else x.double()
+
+
 def rows(x):
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 

@@ -9,6 +9,7 @@ from packtrain.ops.torch import (
     rows,
     spans,
     torch,
+    wide,
 )
 
 
@@ -22,7 +23,7 @@ def _at(targets):
 
 
 def _whole(loss, losses, weights):
-    loss.copy_((losses.double() * weights.double()).sum())
+    loss.copy_((wide(losses) * wide(weights)).sum())
 
 
 def cross_entropy(out, logits, targets, weights):

@@ -7,7 +7,7 @@ from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import elementwise
 from packtrain.ops.elementwise import mul, scale
-from packtrain.ops.torch import CHUNK, spans, torch
+from packtrain.ops.torch import CHUNK, spans, torch, wide
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
 
@@ -41,9 +41,9 @@ def sum_squares_cpu(y, x, acc):
 @sum_squares.kernel("torch")
 def sum_squares_torch(y, x, acc):
     x = x.view(-1)
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    total = wide(x.new_zeros(()))
     for start, end in spans(len(x), CHUNK, x):
-        total += x[start:end].double().square_().sum()
+        total += wide(x[start:end]).square().sum()
     y.copy_(total if acc is None else total.add_(acc))
 
 

@@ -13,7 +13,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import Cost
-from packtrain.ops.torch import CHUNK, on_host, spans, torch
+from packtrain.ops.torch import CHUNK, on_host, spans, torch, wide
 from packtrain.optim.linesearch import CONDITIONS, NONE, STRONG, Point, Search, direction
 from packtrain.optim.optimizer import Given, Optimizer, Turn, Values
 from packtrain.settings import TRAINING
@@ -238,9 +238,9 @@ def lbfgs_dots_cpu(dots, g, s, y, p, numbers, acc):
 @lbfgs_dots.kernel("torch")
 def lbfgs_dots_torch(dots, g, s, y, p, numbers, acc):
     what = int(numbers[0]) if on_host(numbers) else MEASURE
-    total, g = torch.zeros(dots.shape, dtype=torch.float64, device=g.device), g.view(-1)
+    total, g = wide(torch.zeros_like(dots)), g.view(-1)
     for start, end in spans(len(g), CHUNK // (2 * len(s) + 1), g):
-        part = [x[..., start:end].double() for x in (g[None], s, y, p)]
+        part = [wide(x[..., start:end]) for x in (g[None], s, y, p)]
         if what == MEASURE:
             total += torch.cat(part[:3]) @ torch.cat(part[:3:2]).mT
         elif what == SLOPE:

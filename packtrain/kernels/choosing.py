@@ -32,7 +32,7 @@ W0, W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 LOW, HALF, REST = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(11)
 ROUNDS = 10
 LARGEST, INFINITY = np.float32(3.4028235e38), np.float32(np.inf)
-SPAN = 64
+SPAN = 16
 
 
 @kernel(void(out_ids2, out2, i64, i64, i64))

@@ -85,6 +85,69 @@ QUERIES = (
 METHODS = "GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW"
 
 
+def nested(count: int, schema: Any) -> Any:
+    """Objects in objects."""
+    for _ in range(count):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def doubled(count: int, schema: Any) -> Any:
+    for _ in range(count):
+        schema = {"anyOf": [schema, schema]}
+    return schema
+
+
+SCHEMAS: tuple[Any, ...] = (
+    nested(30, {}), nested(200, {}), doubled(11, {"type": "integer"}), {"$ref": "#"}, {"$ref": "file:///etc/passwd"},
+    {"$ref": "http://127.0.0.1:1/"}, {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+    "$ref": "#/$defs/a"},
+    {"$defs": {"a": nested(1, {"$ref": "#/$defs/a"})}, "$ref": "#/$defs/a"}, {"enum": [f"x{n}" for n in range(5000)]},
+    {"pattern": "(a+)+$", "type": "string"}, {"pattern": "((((a{1,99}){1,99}){1,99}){1,99}){1,99}", "type": "string"},
+    {"pattern": ".*a.{30}$", "type": "string"}, {"pattern": "(?<!a)b\\1", "type": "string"}, {"minLength": 10**9,
+    "type": "string"},
+    {"type": "array", "minItems": 10**9}, {"type": "integer", "multipleOf": 982451653}, {"minimum": 10**300,
+    "type": "integer"},
+    {"type": "object", "properties": {f"p{n}": {} for n in range(2000)}}, {"type": ["string",
+    "null"] * 1000}, {"not": {}},
+)  # fmt: skip
+GRAMMARS = (
+    'root ::= root "a" | "a"', "root ::= a\na ::= b\nb ::= a", f'root ::= {"(" * 5000}"a"{")" * 5000}', 'root ::= "\0"',
+    'root ::= (("a"{1,1000}){1,1000}){1,1000}', 'root ::= "a"{1000000000}', 'root ::= ((("a"*)*)*)*',
+    "root ::= nope", "x",
+    "root ::= " + " ".join(['"a"?'] * 3000), "root ::= " + " | ".join(f'"{n}"' for n in range(5000)),
+    "root ::= <[999999999]>",
+    "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(40)) + '\nr40 ::= "y"', 'root ::= ""',
+    "root ::= r0\n" + "\n".join(f"r{n} ::= (r{n + 1} | r{n + 1} r{n + 1})*" for n in range(8)) + "\nr8 ::= [a-z]",
+    "root ::= .* \"a\" " + ". " * 40, "root ::= [a-z]* \"a\" " + "[a-z] " * 25, f'root ::= "{"a" * 30_000}"',
+    'root ::= "a" ' * 9000,
+)  # fmt: skip
+BOMBS: tuple[dict[str, Any], ...] = (
+    *({"json_schema": schema} for schema in SCHEMAS), *({"grammar": grammar} for grammar in GRAMMARS),
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": doubled(13, {})}}],
+    "tool_choice": "required"},
+    {"tools": [{"type": "function", "function": {"name": f"f{n}", "parameters": {}}} for n in range(1000)]},
+    {"stop": [f"s{n}" for n in range(5000)]}, {"stop": ["a" * 500_000]}, {"stop": [""] * 60}, {"prompt": ["a"] * 1000},
+    {"stop": ["the" * n for n in range(60)]}, {"logit_bias": {str(n % 280): 1 for n in range(100_000)}},
+    {"logit_bias": [[n % 280, 0.5] for n in range(100_000)]}, {"logit_bias": [[n % 280, 0.5] for n in range(9_000)]},
+    {"logit_bias": [["the a " * 100, -1]] * 5000}, {"logit_bias": [[n, False] for n in range(280)]}, {"n": 32,
+    "n_predict": 9},
+    {"n": 10**6}, {"n_probs": 280, "n_predict": 100}, {"n": 4, "logprobs": True, "top_logprobs": 20, "max_tokens": -1},
+    {"samplers": ["top_k"] * 1000}, {"samplers": ["temperature"] * 30}, {"dry_sequence_breakers": ["a" * 1000] * 64,
+    "dry_multiplier": 1},
+    {"prompt": "xQzJ" * 250_000, "content": "xQzJ" * 250_000,
+    "input": "xQzJ" * 250_000}, {"content": "\u4e00" * 300_000},
+    {"content": "xQ\u00e9" * 200_000, "with_pieces": True}, {"input": ["a"] * 3000}, {"input": ["a b c"] * 300},
+    {"messages": [{"role": "user", "content": "a"}] * 20_000}, {"messages": [{"role": "user",
+    "content": "a " * 400_000}]},
+    {"messages": [{"role": "user", "content": "{{ 9**9**9 }}{% for a in range(10**9) %}{% endfor %}"}]},
+    {"tokens": [40] * 130_000}, {"tokens": [40] * 140_000}, {"penalty_last_n": 2**31,
+    "repeat_penalty": 1.1}, {"min_keep": 2**40}, {"mirostat": 2, "mirostat_tau": 1e300},
+    {"dry_multiplier": 1, "dry_allowed_length": 0, "dry_base": 1e300, "n_predict": 50}, {"temperature": 1e300,
+    "dynatemp_range": 1e300},
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request."""
@@ -153,4 +216,15 @@ def requests(seed: int, each: int) -> list[Ask]:
             found += [Ask(method, here, good, {"Content-Type": kind}) for kind in TYPES]
             found += [Ask(method, here + query, text.encode()) for text in rng.sample(bodies, each)]
     rng.shuffle(found)
+    return found
+
+
+def bombs() -> list[Ask]:
+    """Each bomb for chats, and for others of the routes by turns."""
+    posts = [path.replace("{id}", "0") for path, method in routes() if method == "POST"]
+    found = list[Ask]()
+    for number, bomb in enumerate(BOMBS):
+        body = json.dumps(BODY | bomb, ensure_ascii=False).encode()
+        places = "/v1/chat/completions", posts[number % len(posts)]
+        found += [Ask("POST", path, body) for path in places]
     return found

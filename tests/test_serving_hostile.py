@@ -10,24 +10,31 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("starlette")
 
+from packtrain.events import Events
 from packtrain.memory import private_nbytes_of
 from packtrain.models.file import open_model
+from packtrain.serving import listen
+from packtrain.serving.app import app
+from packtrain.serving.server import Limits
 from packtrain.serving.shapes import KINDS
+from packtrain.tasks.serve import Serve, load
 from tests import hostile_requests
 from tests.adapters import random_adapter
 from tests.architectures import random_model
 from tests.hostile_requests import BODY, Ask, routes
 from tests.servers import Served, serve
 
-MEMORY = 176 << 20  # hardly more than the least with which it starts
+MEMORY = 208 << 20  # hardly more than the least with which it starts
 SECRETS = b"Traceback", b'File "', b"site-packages", str(Path(__file__).parent.parent).encode()
-EACH = 20  # wrong bodies for each route
+ASKED = 60  # answers that nobody takes
+EACH = 8  # wrong bodies for each route
 PLAIN = {400, 503}  # where the server below the application says so in plain text
 TYPES = {*KINDS.values(), "server_error", "exceed_context_size_error"}
 
@@ -111,21 +118,21 @@ def refused(word: str) -> None:
     raise AssertionError(f"{word} is not JSON")
 
 
-def each(server: Hostile, asks: list[Ask]) -> None:
-    """Ask all, four at once. Raises AssertionError with all that was wrong."""
+def each(server: Hostile, asks: list[Ask], clients: int = 4) -> None:
+    """Ask all, several at once. Raises AssertionError with all that was wrong."""
     wrong = list[str]()
 
     def some(number: int) -> None:
         with server.connection() as connection:
-            for ask in asks[number::4]:
+            for ask in asks[number::clients]:
                 try:
                     sound(server, ask, *server.ask(ask, connection))
                 except (OSError, http.client.HTTPException, AssertionError, ValueError) as error:
                     connection.close()
                     wrong.append(f"{ask}: {error!r}")
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(some, range(4)))
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(some, range(clients)))
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:40])
 
 
@@ -133,6 +140,11 @@ def test_every_route_refuses_what_is_wrong(server: Hostile) -> None:
     asks = hostile_requests.requests(1, EACH)
     assert {path.split("{")[0] for path, _ in routes()} >= {"/completion", "/slots/", "/health"}
     each(server, asks)
+
+
+def test_what_takes_long_or_much_is_refused_or_bounded(server: Hostile) -> None:
+    """Each is answered in half a minute, while others are."""
+    each(server, hostile_requests.bombs(), clients=12)
 
 
 # ---- bytes that are no proper request
@@ -146,7 +158,7 @@ def raw(server: Served, *pieces: bytes, pause: float = 0.0) -> bytes:
             for piece in pieces:
                 sock.sendall(piece)
                 time.sleep(pause)
-            sock.settimeout(1)
+            sock.settimeout(0.5)
             while piece := sock.recv(1 << 16):
                 found += piece
         except (ConnectionError, TimeoutError):
@@ -292,3 +304,63 @@ def test_slots_are_files_of_the_folder_only(server: Hostile) -> None:
         assert status == 400, (ask, status, body)
         sound(server, ask, status, kind, body)
     assert outside.read_text() == "secret" and not (server.folder / "new").exists()
+
+
+@pytest.fixture
+def impatient(
+    started: Hostile, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
+    """The port of a server that waits for clients not as long, and keeps not as much for them."""
+    made = load(Serve(started.folder / "m.gguf", ctx=256, chat_template="chatml"), Events())
+    made.limits = Limits(patience=0.5)
+    for name, value in request.param.items():
+        monkeypatch.setattr(listen, name, value)
+    sock = listen.bound("127.0.0.1", 0)
+    running = listen.listener(app(made), made.engine, print)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
+    port: int = sock.getsockname()[1]
+    thread.start()
+    yield port
+    running.should_exit = True
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("impatient", [{"IDLE": 0.5}], indirect=True)
+def test_who_sends_too_slowly_is_cut(impatient: int) -> None:
+    def connected() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", impatient), timeout=20)
+
+    with connected() as idle, connected() as half, connected() as slow:
+        half.sendall(head(999) + b"{")
+        with pytest.raises(ConnectionError):
+            for byte in head(len(GOOD)) * 100:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.05)
+        assert half.recv(1 << 16).startswith(b"HTTP/1.1 408")
+        with suppress(ConnectionError):
+            assert idle.recv(1) == b""
+
+
+@pytest.mark.parametrize("impatient", [{"IDLE": 0.5}, {"UNSENT": 1 << 16}], indirect=True)
+def test_who_takes_no_answers_is_cut(impatient: int) -> None:
+    body = json.dumps({"content": "a " * 100_000}).encode()
+    taken = b""
+    with socket.create_connection(("127.0.0.1", impatient), timeout=20) as deaf:
+        asking = threading.Thread(
+            target=flood, args=(deaf, head(len(body), path="/tokenize") + body)
+        )
+        asking.start()
+        asking.join(20)  # it ends when the connection does
+        assert not asking.is_alive()
+        with suppress(ConnectionError):
+            while piece := deaf.recv(1 << 20):
+                taken += piece
+    assert 0 < taken.count(b"HTTP/1.1 200") < ASKED
+
+
+def flood(sock: socket.socket, text: bytes) -> None:
+    """Ask again and again, and take no answer."""
+    with suppress(OSError):
+        for _ in range(ASKED):
+            sock.sendall(text)

@@ -18,6 +18,9 @@ CONNECTIONS = 128  # at once; beyond them, those that ask nothing are closed
 LINGER = 30.0  # seconds that running answers have once a signal came
 TELLING = 1.0  # seconds in which clients can take that their answers ended, after a second signal
 IDLE = 30.0  # seconds that a connection may ask nothing, and that what is sent may not be taken
+UNSENT = (
+    16 << 20
+)  # most bytes of answers that clients have not taken; beyond them, the slowest are cut
 BACKLOG = 128
 
 
@@ -50,8 +53,8 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
-        idle = [one for one in self.connections if isinstance(one, _Connection) and not one.asks]
         if len(self.connections) > CONNECTIONS:
+            idle = (one for one in self._all() if not one.asks)
             min(idle, key=lambda one: one.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -66,6 +69,22 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._wait()
         super().on_response_complete()
+        self._cut_slow()
+
+    def _cut_slow(self) -> None:
+        """Cut connections that have not taken their answers, the oldest first, until few enough bytes wait."""
+        unsent = {
+            one: one.transport.get_write_buffer_size()
+            for one in sorted(self._all(), key=lambda one: one.since)
+        }
+        over = sum(unsent.values()) - UNSENT
+        for one, size in unsent.items():
+            if over > 0 and size:
+                one.transport.abort()
+                over -= size
+
+    def _all(self) -> "list[_Connection]":
+        return [one for one in self.connections if isinstance(one, _Connection)]
 
     def _wait(self) -> None:
         self._stop()

@@ -27,7 +27,7 @@ from packtrain.serving.jobs import Busy, End, Job, Told
 from packtrain.serving.shapes import Refused
 from packtrain.tokenizer import Tokenizer
 
-GRAMMARS = 1 << 18  # characters of the grammars of all requests
+GRAMMARS = 1 << 17  # characters of the grammars of all requests
 
 
 class TooLong(InputError):

@@ -31,7 +31,7 @@ from packtrain.training.settings import CHAT_TEMPLATE, DEVICE
 CONTEXT = 8192  # at most, without --ctx
 EMBEDDED = 2048  # tokens of texts to embed, at once
 RENDERED = 40 << 20  # most bytes that the template takes for a request
-REQUESTS = 96 << 20  # bytes that requests need while they are read and answered
+REQUESTS = 128 << 20  # bytes that requests need while they are read and answered
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ COMMANDS = {
     "serve": ("serve", "Serve"),
     "runs": ("runs", "Runs"),
     "eval": ("evaluate", "Evaluate"),
+    "compare": ("compare", "Compare"),
     "data": ("data", "Data"),
     "inspect": ("inspect", "Inspect"),
     "quantize": ("quantize", "Quantize"),

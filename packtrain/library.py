@@ -17,6 +17,7 @@ import numpy as np
 from packtrain.events import Callbacks
 from packtrain.settings import from_values
 from packtrain.tasks import chat as chatting
+from packtrain.tasks import compare as comparing
 from packtrain.tasks import embed as embedding
 from packtrain.tasks import evaluate as evaluating
 from packtrain.tasks import finetune as tuning
@@ -25,6 +26,7 @@ from packtrain.tasks import merge as merging
 from packtrain.tasks import quantize as quantizing
 from packtrain.tasks import train as training
 from packtrain.tasks.chat import Chat, Talk
+from packtrain.tasks.compare import Compare, Compared
 from packtrain.tasks.embed import Embed
 from packtrain.tasks.evaluate import Evaluate, Measured
 from packtrain.tasks.generate import Generate
@@ -103,6 +105,15 @@ def evaluate(model: File, data: File, **settings: Any) -> Measured:
     """
     given = settings | {"model": model, "data": data}
     return evaluating.evaluate(*settings_of(Evaluate, given))
+
+
+def compare(model: File, data: File, **settings: Any) -> Compared:
+    """Models (a list, the base first) side by side on conversations, as `packtrain compare`.
+
+    Raises InputError, DoesNotFit; Interrupted if it is stopped.
+    """
+    given = settings | {"model": model, "data": data}
+    return comparing.compare(*settings_of(Compare, given))
 
 
 def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
@@ -192,6 +203,7 @@ for _cls, _function in (
     (TrainSettings, train),
     (TuneSettings, finetune),
     (Evaluate, evaluate),
+    (Compare, compare),
     (Generate, generate),
     (Chat, chat),
     (Embed, embed),

@@ -1,0 +1,194 @@
+"""Models side by side on conversations that none was trained on: losses, right answers, wins, what was forgotten."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from packtrain.corpus.documents import find_sources
+from packtrain.corpus.streams import SUFFIXES
+from packtrain.errors import InputError, Interrupted
+from packtrain.events import Events
+from packtrain.samples.formats import Plain, Reader
+from packtrain.samples.messages import Conversation, Message, Pair
+from packtrain.settings import option, positional, required
+from packtrain.tasks.chat import Chat, Talk
+from packtrain.tasks.evaluate import Evaluate, evaluate, file_to_measure
+from packtrain.training.measure import Mean
+from packtrain.training.settings import CHAT_TEMPLATE, SKIP_BAD
+
+MATCH, SHORTER, LONGER = RULES = ("match", "shorter", "longer")
+FINAL = r"####\s*(.+)"
+LOOSE = re.compile(r"[\s,$]+|\.$")  # what does not make an answer another one
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare models on conversations: their losses, and the answers that they write."""
+
+    model: tuple[Path, ...] = positional("the models, GGUF files, the base first")
+    data: Path = required(
+        "conversations that no model was trained on; of a folder, the test file, else valid, else train"
+    )
+    pattern: str = option(
+        FINAL, "regular expression of the final answer, or its group, in an answer; the last match counts",
+        metavar="REGEX",
+    )  # fmt: skip
+    rule: str = option(
+        MATCH, "which answer wins: the one with the right final answer, the shorter or the longer one",
+        choices=RULES,
+    )  # fmt: skip
+    text: Path | None = option(
+        None, "another text: its perplexity shows what was forgotten", metavar="FILE"
+    )
+    count: int = option(100, "most conversations that are answered", least=1)
+    n_predict: int = option(256, "most tokens of an answer", flags="-n", least=1)
+    ctx: int | None = option(
+        None, "context length in tokens (default: as `chat`)", flags="-c", least=3
+    )
+    chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    skip_bad: bool = option(False, SKIP_BAD)
+    show: int = option(3, "answers to print side by side", least=0)
+    html: Path | None = option(None, "write all answers as a page", metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation up to an answer, and the answer that the data has, of a pair the chosen one."""
+
+    messages: list[Message]
+    answer: str
+    pair: bool = False
+
+    @property
+    def text(self) -> str:
+        return str(self.messages[-1]["content"])
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured of a model.
+
+    loss     nats per token of the assistant's words; None for pairs of answers
+    answers  to each question
+    right    whether the final answer is that of the data
+    wins     against the first model, and losses; others are ties
+    text     loss on another text
+    """
+
+    name: str
+    loss: Mean | None
+    answers: list[str]
+    right: list[bool]
+    wins: int
+    losses: int
+    text: Mean | None
+
+    @property
+    def words(self) -> float:
+        """Mean words of an answer."""
+        return sum(len(answer.split()) for answer in self.answers) / len(self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """same  whether all models tokenize the data alike, so that losses can be compared"""
+
+    questions: list[Question]
+    subjects: list[Subject]
+    same: bool
+
+
+def compare(settings: Compare, events: Events) -> Compared:
+    """Measure and answer. Raises InputError, DoesNotFit, and Interrupted if it is stopped."""
+    final = _compiled(settings.pattern)
+    if len(settings.model) < 2:
+        raise InputError("the models: name at least two, the base first")
+    questions = _questions(settings)
+    losses = texts = None
+    if not questions[0].pair:
+        names = {f.name for f in fields(Evaluate)} & vars(settings).keys()
+        losses = evaluate(Evaluate(**{name: getattr(settings, name) for name in names}), events)
+    if settings.text is not None:
+        texts = evaluate(Evaluate(settings.model, settings.text), events)
+    wanted, subjects = [final_answer(final, q.answer) for q in questions], list[Subject]()
+    for path in settings.model:
+        answers = list(_answers(settings, path, questions, events))
+        right = [
+            final_answer(final, answer) == want
+            for answer, want in zip(answers, wanted, strict=True)
+        ]
+        first = subjects[0] if subjects else None
+        sides = [] if first is None else _sides(settings.rule, first, answers, right)
+        loss, forgot = (None if one is None else one.loss(str(path)) for one in (losses, texts))
+        wins, lost = sides.count(1), sides.count(-1)
+        subjects.append(Subject(str(path), loss, answers, right, wins, lost, forgot))
+    return Compared(questions, subjects, losses is None or losses.same)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"--pattern {pattern}: {error}; it must be a regular expression") from None
+
+
+def final_answer(pattern: re.Pattern[str], answer: str) -> str:
+    """The last match, or the whole answer without one; spaces, commas, $ and a last full stop do not count."""
+    found = [match[match.lastindex or 0] for match in pattern.finditer(answer)]
+    return LOOSE.sub("", (found[-1] if found else answer).strip().casefold())
+
+
+def _sides(rule: str, first: Subject, answers: Sequence[str], right: Sequence[bool]) -> list[int]:
+    """1 where the answer wins against the first model's, -1 where it loses, else 0."""
+    if rule == MATCH:
+        return [int(a) - int(b) for a, b in zip(right, first.right, strict=True)]
+    sizes = [
+        (len(theirs) > len(ours)) - (len(theirs) < len(ours))
+        for ours, theirs in zip(answers, first.answers, strict=True)
+    ]
+    return sizes if rule == SHORTER else [-size for size in sizes]
+
+
+# ---- questions and answers -----------------------------------------------------------------------------------
+
+
+def _questions(settings: Compare) -> list[Question]:
+    found = list[Question]()
+    path, _ = file_to_measure(settings.data, None)
+    for source in find_sources(path, SUFFIXES):
+        for record in Reader(source, skip_bad=settings.skip_bad):
+            if len(found) < settings.count:
+                found.append(_question(record))
+    if not found:
+        raise InputError(f"--data: {path} holds no conversations; at least one is needed")
+    return found
+
+
+def _question(record: Conversation | Pair | Plain) -> Question:
+    if isinstance(record, Plain):
+        raise InputError(f"{record.where} is a text", "only conversations have answers to compare")
+    told = record.chosen if isinstance(record, Pair) else record
+    *before, answer = told.messages
+    return Question(before, answer["content"], isinstance(record, Pair))
+
+
+def _answers(
+    settings: Compare, path: Path, questions: Sequence[Question], events: Events
+) -> Iterator[str]:
+    """The likeliest answers of a model."""
+    asked = Chat(
+        path, temp=0.0, ctx=settings.ctx, n_predict=settings.n_predict,
+        chat_template=settings.chat_template,
+    )  # fmt: skip
+    talk = Talk(asked, Events())
+    with (
+        events.counting(f"answers of {path.name}", "question") as told,
+        events.stopping() as stopped,
+    ):
+        for number, question in enumerate(questions, 1):
+            if stopped():
+                raise Interrupted(f"stopped after {number - 1} of {len(questions)} answers")
+            talk.messages = question.messages[:-1]
+            yield talk.answer(question.text).text.strip()
+            told(number, len(questions))

@@ -1,0 +1,142 @@
+"""packtrain compare: right answers, wins, losses as eval has them, what was forgotten, the page."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import packtrain as pt
+from packtrain.cli import main
+from packtrain.commands.compare import page
+from packtrain.errors import InputError
+from packtrain.tasks.compare import (
+    FINAL,
+    LONGER,
+    MATCH,
+    SHORTER,
+    Compare,
+    Compared,
+    Question,
+    Subject,
+    _sides,
+    final_answer,
+)
+from packtrain.training.measure import Mean
+from tests.architectures import random_model
+from tests.kill import words
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base of random weights, and one that has learned to say yes and no."""
+    made = tmp_path_factory.mktemp("compare")
+    random_model(made / "base.gguf", "llama tied")
+    rng = random.Random(0)
+    lines = []
+    for _ in range(48):
+        sure = rng.random() < 0.5
+        asked = "is it so" if sure else "what else"
+        lines.append({"prompt": asked, "completion": "a #### yes" if sure else "b #### no"})
+    (made / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (made / "test.jsonl").write_text("\n".join(map(json.dumps, lines[:6])))
+    (made / "text.txt").write_text(words(1500))
+    how = ["--full", "--lr", "0.003", "--epochs", "8", "--val-split", "0", "--no-tensorboard"]
+    given = [str(made / "base.gguf"), "--data", str(made / "train.jsonl"), "--batch-size", "2"]
+    assert main(["finetune", *given, "-o", str(made / "tuned.gguf"), *how]) == 0
+    return made
+
+
+def models(folder: Path) -> list[str]:
+    return [str(folder / "base.gguf"), str(folder / "tuned.gguf")]
+
+
+@pytest.mark.parametrize(
+    "answer, final",
+    [
+        ("3 + 4 = 7\n#### 7", "7"),
+        ("#### 1,000.", "1000"),
+        ("#### 5\nno, wait\n#### $6 ", "6"),
+        ("Oslo.", "oslo"),
+        ("The  answer", "theanswer"),
+        ("", ""),
+    ],
+)
+def test_final_answers(answer: str, final: str) -> None:
+    assert final_answer(re.compile(FINAL), answer) == final
+
+
+def test_a_pattern_without_a_group_is_taken_whole() -> None:
+    assert final_answer(re.compile(r"\d+"), "from 3 to 14") == "14"
+
+
+@pytest.mark.parametrize(
+    "rule, sides", [(MATCH, [1, -1, 0, 0]), (SHORTER, [1, 0, -1, 0]), (LONGER, [-1, 0, 1, 0])]
+)
+def test_wins(rule: str, sides: list[int]) -> None:
+    first = Subject(
+        "base", None, ["long one", "same", "short", "x"], [False, True, True, False], 0, 0, None
+    )
+    found = _sides(rule, first, ["short", "same", "long one", "y"], [True, False, True, False])
+    assert found == sides
+
+
+def test_the_tuned_model_answers_right_and_its_loss_is_that_of_eval(folder, capsys):
+    data = str(folder / "test.jsonl")
+    more = ["--text", str(folder / "text.txt"), "-n", "24", "--html", str(folder / "page.html")]
+    assert main(["compare", *models(folder), "--data", data, *more]) == 0
+    head, base, tuned, *examples = capsys.readouterr().out.splitlines()
+    assert [*re.split(r"  +", head)][-1] == "perplexity of text.txt"
+    assert "0 of 6 (0%)" in base and "6 of 6 (100%)" in tuned and "6 won, 0 lost, 0 even" in tuned
+    for path, line in zip(models(folder), (base, tuned), strict=True):
+        assert str(pt.evaluate(path, data).loss()) in line
+        assert str(pt.evaluate(path, folder / "text.txt").loss().exponential) in line
+    assert sum(line.startswith("----") for line in examples) == 3
+    assert any(line.startswith("   + ") and "tuned.gguf: " in line for line in examples)
+    text = (folder / "page.html").read_text()
+    assert text.count('class="right"') == 6 and text.count('class="wrong"') == 6
+
+
+def test_pairs_are_compared_by_their_answers_alone(folder, tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    pair = {"prompt": "is it so", "chosen": "a #### yes", "rejected": "c"}
+    data.write_text(json.dumps(pair))
+    found = pt.compare(models(folder), data, n_predict=24, rule="shorter")
+    assert [one.loss for one in found.subjects] == [None, None]
+    assert found.subjects[1].right == [True] and found.questions[0].answer == "a #### yes"
+
+
+def test_the_page_shows_what_models_write_as_text() -> None:
+    bad = "<script>alert(1)</script>"
+    one = Subject(bad, Mean(1.0, 0.1), [bad], [True], 0, 0, None)
+    found = Compared([Question([{"role": "user", "content": bad}], bad)], [one, one], True)
+    text = page(Compare((Path("a"), Path("b")), Path(bad)), found)
+    assert "<script" not in text and text.count("&lt;script&gt;") >= 6
+
+
+@pytest.mark.parametrize(
+    "more, why",
+    [
+        (["--pattern", "("], "--pattern (: "),
+        (["--rule", "best"], "--rule"),
+        (["--html", "/nowhere/page.html"], "--html"),
+        (["--count", "0"], "--count"),
+    ],
+)
+def test_bad_settings(folder, capsys, more, why):
+    code = None
+    try:
+        code = main(["compare", *models(folder), "--data", str(folder / "test.jsonl"), *more])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and why in capsys.readouterr().err
+
+
+def test_one_model_or_data_without_answers_is_refused(folder, tmp_path):
+    with pytest.raises(InputError, match="name at least two"):
+        pt.compare([models(folder)[0]], folder / "test.jsonl")
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "only a text"}))
+    with pytest.raises(InputError, match="line 1 is a text"):
+        pt.compare(models(folder), text)

@@ -2,8 +2,8 @@
 
 `import packtrain as pt`: the nouns (Tensor, Op, Graph), the verbs (differentiate, place, make_plan, run), every op by
 name; the training of any model (fit, Model, Dataset, Trainer, save, load) with the optimizers; and the commands as
-functions (train, finetune, plan, evaluate, compare, generate, chat, embed, quantize, merge). All is loaded on first use,
-the commands and the optimizers apart from the engine. Importing this loads neither numba nor torch.
+functions (train, finetune, plan, evaluate, compare, generate, chat, embed, quantize, merge). All is loaded on first
+use, the commands and the optimizers apart from the engine. Importing this loads neither numba nor torch.
 """
 
 import importlib

@@ -37,6 +37,7 @@ bench: $(VENV)/.ready
 # in a folder of their own; without -march=native: some compilers make its AMX code wrong. LLAMA_PYTHON=…, a Python with
 # llama-cpp-python, and LLAMA_SERVER=… take what is there already.
 VOCABULARIES ?= ../shared/data/tokenizers/ggml-vocab
+SERVED ?= ../shared/data/models/stories260K/stories260K.gguf
 LLAMA := build/llama
 ifndef LLAMA_PYTHON
 LLAMA_PYTHON := $(LLAMA)/bin/python
@@ -46,6 +47,7 @@ endif
 conformance: $(VENV)/.ready $(LLAMA_READY)
 	$(RUN) -m benchmarks.conformance --llama-python $(LLAMA_PYTHON) --write docs/conformance.md \
 	    $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) \
+	    $(if $(wildcard $(SERVED)),--served $(SERVED)) \
 	    $(if $(wildcard $(VOCABULARIES)),--vocabularies $(VOCABULARIES))
 
 $(LLAMA)/.ready:

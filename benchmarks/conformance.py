@@ -26,7 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import chat_templates, conformance_adapters, perplexity, samplers
+from benchmarks import (
+    chat_templates,
+    conformance_adapters,
+    perplexity,
+    samplers,
+    server_shapes,
+)
 from benchmarks.beside import REPLY, TOP, ask, logits, off, reply, scored, silently
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models.file import ModelFile, open_model
@@ -257,6 +263,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="this architecture; may be given again")
     parser.add_argument("--vocabularies", type=Path, help="a folder of GGUF files")
     parser.add_argument("--llama-server", help="llama.cpp's, for chat templates")
+    parser.add_argument("--served", type=Path, help="a model file for the forms of answers")
     parser.add_argument("--write", type=Path, help="keep the tables in this file")
     args = parser.parse_args()
     good, lines, python = True, list[str](), args.llama_python
@@ -295,6 +302,10 @@ def main() -> int:
             say("\n" + chat_templates.HEADING)
             for fine, line in chat_templates.rows(args.llama_server, args.vocabularies):
                 say(line, fine)
+    if args.llama_server and args.served:
+        say("\n" + server_shapes.HEADING)
+        for fine, line in server_shapes.rows(args.llama_server, args.served):
+            say(line, fine)
     tool = args.llama_server and Path(args.llama_server).with_name("llama-perplexity")
     if not args.model and tool and tool.exists():
         say("\n" + perplexity.INTRODUCTION + perplexity.HEADING)

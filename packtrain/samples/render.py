@@ -88,10 +88,15 @@ class Renderer:
         self.notes[UNSTABLE] += 1
         return alone
 
-    def prompt(self, conversation: Conversation, more: Mapping[str, Any] | None = None) -> str:
-        """The text up to the answer that comes next; more: variables of the template, beside its own."""
+    def prompt(
+        self, conversation: Conversation, more: Mapping[str, Any] | None = None, begins: bool = True
+    ) -> str:
+        """The text up to the answer that comes next; more: variables of the template, beside its own.
+
+        begins  whether the text has the beginning of this answer
+        """
         messages, tools = self._fitted(conversation)
-        return self.template.render(messages, tools, add_generation_prompt=True, more=more)
+        return self.template.render(messages, tools, add_generation_prompt=begins, more=more)
 
     def _turn(self, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
         """The conversation up to a turn of the assistant, with the span of this turn."""

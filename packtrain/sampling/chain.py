@@ -121,9 +121,21 @@ class Chain:
         ids = every if allowed is None else np.flatnonzero(allowed)
         return Candidates(ids, logits[ids].astype(np.float64))
 
+    def left(self, logits: np.ndarray) -> Candidates:
+        """What the samplers leave of all tokens, for `choose` to draw from. Raises InputError."""
+        return self._left(self._allowed(logits), len(logits), draws(self.seed, self.index))
+
     def _finish(self, c: Candidates, vocab_size: int) -> int:
         """The next token out of candidates."""
         rng = draws(self.seed, self.index)
+        c = self._left(c, vocab_size, rng)
+        id = draw(c, rng)
+        if self.sampling.mirostat:
+            s = self.sampling
+            self.mu = learnt(c, id, self.mu, s.mirostat_ent, s.mirostat_lr)
+        return id
+
+    def _left(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> Candidates:
         if self._biases:
             c = logit_bias(c, self._biases)
             c = c.take(c.logits > -np.inf)
@@ -132,10 +144,10 @@ class Chain:
                 "no token is left that could come next: see --logit-bias and --grammar"
             )
         if self.sampling.mirostat:
-            return self._mirostat(c, vocab_size, rng)
+            return self._mirostat(c, vocab_size)
         for step in self._steps:
             c = step(self, c, rng)
-        return draw(c, rng)
+        return c
 
     def accept(self, id: int) -> None:
         """The token that came, whether or not it was chosen here."""
@@ -158,13 +170,10 @@ class Chain:
         how = s.dry_multiplier, s.dry_base, s.dry_allowed_length
         return dry(c, self.last(s.dry_penalty_last_n), self._breakers, *how)
 
-    def _mirostat(self, c: Candidates, vocab_size: int, rng: np.random.Generator) -> int:
-        s = self.sampling
-        c = temperature(c, s.temp)
-        c = mirostat(c, self.mu, vocab_size) if s.mirostat == 1 else mirostat_2(c, self.mu)
-        id = draw(c, rng)
-        self.mu = learnt(c, id, self.mu, s.mirostat_ent, s.mirostat_lr)
-        return id
+    def _mirostat(self, c: Candidates, vocab_size: int) -> Candidates:
+        c = temperature(c, self.sampling.temp)
+        one = self.sampling.mirostat == 1
+        return mirostat(c, self.mu, vocab_size) if one else mirostat_2(c, self.mu)
 
 
 def check_finite(ids: np.ndarray, logits: np.ndarray) -> None:

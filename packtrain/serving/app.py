@@ -25,6 +25,7 @@ from packtrain.serving.server import Server, TooLong
 from packtrain.serving.shapes import Refused, error
 
 PRIVATE = "access-control-request-private-network"
+METHODS = ["GET", "POST", "DELETE", "OPTIONS"]
 PUBLIC = {"/", "/health", "/v1/health", "/models", "/v1/models"}  # need no key, as in llama-server
 
 
@@ -44,7 +45,7 @@ def app(server: Server, keys: Sequence[str] = (), ui: bool = True) -> Starlette:
             Exception: _fault,
         },
         middleware=[
-            Middleware(Cors, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
+            Middleware(Cors, allow_origins=["*"], allow_methods=METHODS, allow_headers=["*"]),
             Middleware(Keys, keys=keys),
         ],
     )

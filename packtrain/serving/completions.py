@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from packtrain.generation import Pieces
-from packtrain.serving.jobs import Chosen, Counts, End, Part
+from packtrain.serving.jobs import Chosen, Counts, End, Part, Progress
+from packtrain.serving.native import Native
 from packtrain.serving.reading import Asked
-from packtrain.serving.shapes import described, finish, head, new_id, timings, usage
+from packtrain.serving.shapes import described, finish, head, new_id, progress, timings, usage
 from packtrain.tokenizer import Tokenizer
 
 Found = Sequence[tuple[str, tuple[Chosen, ...], End]]
@@ -18,14 +19,16 @@ BYTES = "bytes:"
 class Texts:
     """Answers of /v1/completions.
 
-    counted  whether a stream ends with the counts of tokens
+    verbose  /completion's shape, if its fields are wanted, too
     """
 
     kind, object, streamed = "cmpl", "text_completion", "text_completion"
     ends_with_done = True
 
-    def __init__(self, model: str, tokenizer: Tokenizer, counted: bool, asked: Asked) -> None:
-        self._model, self._tokenizer, self._counted, self._asked = model, tokenizer, counted, asked
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, asked: Asked, verbose: Native | None = None
+    ) -> None:
+        self._model, self._tokenizer, self._asked, self._verbose = model, tokenizer, asked, verbose
         self._id, self._told = new_id(self.kind), asked.shown is not None
         self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in asked.jobs]
         self._lengths = [0] * len(asked.jobs)
@@ -45,14 +48,26 @@ class Texts:
         return [self._event(number, {"text": text}) for number, text in told]
 
     def part(self, number: int, part: Part) -> list[Event]:
-        return [self._event(number, {"text": part.text}, tokens=part.tokens)]
+        event = self._event(number, {"text": part.text}, tokens=part.tokens)
+        return [event | self._timed(part)]
+
+    def _timed(self, part: Part) -> Event:
+        return {"timings": timings(part.counts)} if self._asked.timed else {}
+
+    def progress(self, number: int, told: Progress) -> list[Event]:
+        return [self._event(number, {"text": ""}) | progress(told)]
 
     def end(self, number: int, end: End) -> list[Event]:
-        return [self._event(number, {"text": ""}, finish(end)) | {"timings": timings(end.counts)}]
+        told = self._more(number, "", end) | {"timings": timings(end.counts)}
+        return [self._event(number, {"text": ""}, finish(end)) | told]
+
+    def _more(self, number: int, text: str, end: End) -> Event:
+        """What `verbose` asks for."""
+        return {"__verbose": self._verbose.last(number, text, (), end)} if self._verbose else {}
 
     def close(self, counts: Sequence[Counts]) -> list[Event]:
         """After all answers."""
-        if not self._counted:
+        if not self._asked.counted:
             return []
         told = {"usage": usage(counts, self._asked.count), "timings": timings(counts[-1])}
         return [self._head(self.streamed) | {"choices": []} | told]
@@ -62,7 +77,8 @@ class Texts:
         choices = [self._choice(number, *one) for number, one in enumerate(found)]
         counts = [end.counts for _, _, end in found]
         told = {"usage": usage(counts, self._asked.count), "timings": timings(counts[0])}
-        return self._head(self.object) | {"choices": choices} | told
+        more = self._more(0, found[0][0], found[0][2])
+        return self._head(self.object) | {"choices": choices} | told | more
 
     def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
         told = self._probabilities(number, tokens) if self._told else None
@@ -108,8 +124,10 @@ class Chats(Texts):
 
     kind, object, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, counted: bool, asked: Asked) -> None:
-        super().__init__(model, tokenizer, counted, asked)
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, asked: Asked, verbose: Native | None = None
+    ) -> None:
+        super().__init__(model, tokenizer, asked, verbose)
         tools = self._tools = asked.tools
         openings = (tools.style.opening,) if tools else ()
         self._shown = [Pieces(openings) for _ in asked.jobs]
@@ -124,14 +142,24 @@ class Chats(Texts):
         return event
 
     def begin(self) -> list[Event]:
-        start = {"role": "assistant", "content": None}
-        return [self._delta(number, start) for number in range(len(self._texts))]
+        if self._asked.jobs[0].progress:  # answers begin after their prompts
+            return []
+        return [self._start(number) for number in range(len(self._texts))]
+
+    def _start(self, number: int) -> Event:
+        return self._delta(number, {"role": "assistant", "content": None})
+
+    def progress(self, number: int, told: Progress) -> list[Event]:
+        events = [self._start(number) | progress(told)]
+        return [*events, self._start(number)] if told.read == told.total else events
 
     def part(self, number: int, part: Part) -> list[Event]:
         self._texts[number] += part.text
         shown = self._shown[number]
         text = "" if shown.stopped else shown.add(part.text)
-        return [self._delta(number, {"content": text}, None, part.tokens)] if text else []
+        if not text:
+            return []
+        return [self._delta(number, {"content": text}, None, part.tokens) | self._timed(part)]
 
     def end(self, number: int, end: End) -> list[Event]:
         events, reason, shown = list[Event](), finish(end), self._shown[number]
@@ -145,7 +173,8 @@ class Chats(Texts):
         for index, call in enumerate(calls):
             events.append(self._delta(number, {"tool_calls": [{"index": index, **call}]}))
         reason = "tool_calls" if calls and reason == "stop" else reason
-        return [*events, self._delta(number, {}, reason) | {"timings": timings(end.counts)}]
+        told = {} if self._asked.counted else {"timings": timings(end.counts)}
+        return [*events, self._delta(number, {}, reason) | self._more(number, "", end) | told]
 
     def _calls(self, text: str) -> tuple[str, list[Event]]:
         return self._tools.parse(text) if self._tools else (text, [])

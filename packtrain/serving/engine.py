@@ -30,9 +30,15 @@ SIMILAR = (
 
 @dataclass(slots=True)
 class Totals:
-    """Since the start: tokens and seconds of prompts and of answers, runs, and slots that were busy in them."""
+    """Since the start: tokens and seconds of prompts and of answers, runs, and slots that were busy in them.
+
+    cached   tokens of prompts that were in the cache
+    longest  tokens of the longest text
+    """
 
     read: int = 0
+    cached: int = 0
+    longest: int = 0
     reading: float = 0.0
     written: int = 0
     writing: float = 0.0
@@ -233,6 +239,8 @@ class Engine:
         context.adapters.set([slot.number], [job.adapters])
         writing.cached = context.reuse(slot.number, job.prompt)
         writing.left = [*job.prompt[writing.cached :]]
+        self.totals.cached += writing.cached
+        writing.tell_progress()
 
     def _share(self, slot: Slot, job: Job) -> None:
         """If another slot knows more of the prompt, have the same cells."""
@@ -291,8 +299,11 @@ class Engine:
             writing = slot.writing
             assert writing
             writing.left = writing.left[count:]
+            writing.tell_progress()
             if writing.left:
                 continue
+            length = len(writing.job.prompt) + len(writing.ids) + 1
+            self.totals.longest = max(self.totals.longest, length)
             try:
                 writing.take(next(rows))
             except InputError as error:

@@ -22,11 +22,15 @@ class Job:
     count     most tokens to write; -1: until it ends or the context is full
     stops     texts before which it ends
     top       how many of the likeliest tokens are told with each token; 0: none, nor its own probability
+    after     these probabilities are those after the samplers, else before them
     slot      which slot to take; -1: the one that knows most of the prompt
     reuse     whether a beginning of the prompt that is in the cache is used
     adapters  scale of each adapter
     endless   end tokens do not end it
     special   control tokens are part of the text
+    progress  it is told how much of the prompt has been read
+    seconds   of writing after which it ends, once it has a line; 0: no limit
+    indent    it ends at a line that begins with fewer spaces
     """
 
     prompt: tuple[int, ...]
@@ -36,28 +40,24 @@ class Job:
     stops: tuple[str, ...] = ()
     grammar: Grammar | None = None
     top: int = 0
+    after: bool = False
     slot: int = -1
     reuse: bool = True
     adapters: tuple[float, ...] = ()
     endless: bool = False
     special: bool = False
+    progress: bool = False
+    seconds: float = 0.0
+    indent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A token that was written, its logarithmic probability and the likeliest tokens, before any sampler."""
+    """A token that was written, its logarithmic probability and the likeliest tokens."""
 
     id: int
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Text that is complete, and the tokens since the last part."""
-
-    text: str
-    tokens: tuple[Chosen, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,25 @@ class Counts:
     written: int = 0
     reading: float = 0.0
     writing: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Text that is complete, the tokens since the last part, and the counts so far."""
+
+    text: str
+    tokens: tuple[Chosen, ...]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How much of a prompt has been read: tokens of all, of the cache, of both this and what was read; seconds."""
+
+    total: int
+    cached: int
+    read: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,7 @@ class End:
     why: str = ""
 
 
-Told = Part | End
+Told = Part | Progress | End
 
 
 @dataclass(slots=True)

@@ -31,9 +31,14 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
     for name in ("n_predict", "max_tokens", "max_completion_tokens"):
         count = body.number(name, count, -1, 1 << 30)
     most = server.limits.answer
+    endless = body.flag("ignore_eos")
+    sampling = sampling_of(body, server.sampling, server.tokenizer)
+    if endless:
+        ends = (f"{id}-inf" for id in sorted(server.tokenizer.ends))
+        sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
     return Job(
         prompt=tuple(prompt),
-        sampling=sampling_of(body, server.sampling, server.tokenizer),
+        sampling=sampling,
         seed=seed_of(body, server.seed),
         count=count if most < 0 else most if count < 0 else min(count, most),
         stops=stops_of(body),
@@ -41,7 +46,10 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
         slot=body.number("id_slot", -1, -1, 1 << 30),
         reuse=body.flag("cache_prompt", True),
         adapters=adapters_of(body.get("lora"), server.scales),
-        endless=body.flag("ignore_eos"),
+        endless=endless,
+        progress=body.flag("return_progress") and body.flag("stream"),
+        seconds=body.number("t_max_predict_ms", 0.0) / 1e3,
+        indent=body.number("n_indent", 0, 0, 1 << 20),
     )
 
 
@@ -117,6 +125,7 @@ def completions(server: Server, body: Body) -> list[Job]:
     grammar = grammar_of(server, body)
     top = body.number("n_probs", 0, 0, server.tokenizer.vocab_size)
     made = [job_of(server, body, prompt, grammar) for prompt in prompts]
+    made = [replace(job, after=body.flag("post_sampling_probs")) for job in made]
     jobs = [with_top(server, job, top or None, len(made)) for job in made]
     return jobs if len(jobs) == 1 else [replace(job, slot=-1) for job in jobs]
 
@@ -129,6 +138,8 @@ class Asked:
     shown   how many likely tokens are told with each token; None: not even its own probability
     before  text with which each answer begins
     tools   those that answers may call
+    counted whether a stream ends with the counts of tokens
+    timed   whether each event of a stream has the counts so far
     """
 
     jobs: list[Job]
@@ -136,6 +147,15 @@ class Asked:
     shown: int | None
     before: tuple[str, ...] = ()
     tools: Tools | None = None
+    counted: bool = False
+    timed: bool = False
+
+
+def counts_of(body: Body) -> dict[str, Any]:
+    """Which counts a stream has."""
+    name = "stream_options"
+    counted = body.has(name) and Body(body.get(name), name).flag("include_usage")
+    return {"counted": counted, "timed": body.flag("timings_per_token")}
 
 
 def texts(server: Server, body: Body) -> Asked:
@@ -159,7 +179,8 @@ def texts(server: Server, body: Body) -> Asked:
     answers = count * len(made)
     jobs = [job for one in made for job in several(with_top(server, one, shown, answers), count)]
     told = (server.tokenizer.decode(job.prompt) for job in jobs)
-    return Asked(jobs, count, shown, tuple(told) if body.flag("echo") else ())
+    before = tuple(told) if body.flag("echo") else ()
+    return Asked(jobs, count, shown, before, **counts_of(body))
 
 
 def shown_of(body: Body, asked: bool, top: int) -> int | None:
@@ -188,7 +209,7 @@ def chat(server: Server, body: Body) -> Asked:
     special = tools is not None and tools.token(server.tokenizer) is not None
     count = body.number("n", 1, 1, MOST_ANSWERS)
     job = replace(with_top(server, job, shown, count), special=special)
-    return Asked(several(job, count), count, shown, tools=tools)
+    return Asked(several(job, count), count, shown, tools=tools, **counts_of(body))
 
 
 def conversation_of(body: Body) -> Conversation:
@@ -216,6 +237,17 @@ def variables_of(body: Body) -> dict[str, Any]:
     return found | ({"reasoning_effort": effort} if effort else {})
 
 
+def begins_answer(body: Body, is_begun: bool) -> bool:
+    """Whether the text ends with the beginning of an answer; `continue_final_message` asks for that, too."""
+    begins = body.flag("add_generation_prompt", True)
+    if body.flag("continue_final_message"):
+        if body.has("add_generation_prompt") and begins:
+            raise InputError("add_generation_prompt and continue_final_message exclude each other")
+        if not is_begun:
+            raise InputError("continue_final_message: the last message is not the assistant's")
+    return begins or is_begun
+
+
 def prompt_text(
     server: Server, body: Body, conversation: Conversation, tools: Tools | None = None
 ) -> str:
@@ -231,4 +263,6 @@ def prompt_text(
         asked = replace(asked, tools=None)
     elif not server.takes_tools:
         asked = explained(asked)
-    return server.prompt(asked, variables_of(body)) + (begun["content"] if begun else "")
+    begins = begins_answer(body, begun is not None)
+    text = server.prompt(asked, variables_of(body), begins)
+    return text + (begun["content"] if begun else "")

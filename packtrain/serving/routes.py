@@ -19,6 +19,7 @@ from packtrain.serving.metrics import metrics_text
 from packtrain.serving.native import Native, settings_of
 from packtrain.serving.server import Server
 from packtrain.serving.shapes import FINGERPRINT, Refused
+from packtrain.serving.slots import Writing
 from packtrain.serving.stream import answer
 from packtrain.serving.tools import Tools
 
@@ -26,6 +27,13 @@ VOCABULARIES = {"llama": 1, "gpt2": 2}  # llama_vocab_type
 MOST_TEXTS = 2048
 MOST_PIECES = 1 << 15
 MOST_NUMBERS = 1 << 19  # of all embeddings of a request
+OLLAMA = {
+    "modified_at": "", "size": "", "digest": "", "description": "", "tags": [""], "parameters": "",
+    "details": {
+        "parent_model": "", "format": "gguf", "family": "", "families": [""], "parameter_size": "",
+        "quantization_level": "",
+    },
+}  # fmt: skip
 NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)  # temporary files begin with a dot
 
 
@@ -40,20 +48,21 @@ def completion(server: Server, body: Body, request: Request) -> Response:
 
 def text_completion(server: Server, body: Body, request: Request) -> Response:
     asked = reading.texts(server, body)
-    shape = Texts(server.name, server.tokenizer, counted(body), asked)
+    shape = Texts(server.name, server.tokenizer, asked, verbose(server, body, asked))
     return answer(server, asked.jobs, shape, body.flag("stream"))
 
 
 def chat_completion(server: Server, body: Body, request: Request) -> Response:
     asked = reading.chat(server, body)
-    shape = Chats(server.name, server.tokenizer, counted(body), asked)
+    shape = Chats(server.name, server.tokenizer, asked, verbose(server, body, asked))
     return answer(server, asked.jobs, shape, body.flag("stream"))
 
 
-def counted(body: Body) -> bool:
-    """Whether a stream ends with the counts of tokens."""
-    name = "stream_options"
-    return body.has(name) and Body(body.get(name), name).flag("include_usage")
+def verbose(server: Server, body: Body, asked: reading.Asked) -> Native | None:
+    """/completion's shape, if its fields are wanted beside OpenAI's."""
+    if not body.flag("verbose"):
+        return None
+    return Native(body, asked.jobs, server.name, server.tokenizer)
 
 
 # ---- texts and tokens
@@ -99,7 +108,8 @@ def apply_template(server: Server, body: Body, request: Request) -> Any:
 
 
 def count_tokens(server: Server, body: Body, request: Request) -> Any:
-    return {"input_tokens": len(server.ids(asked_text(server, body)))}
+    count = len(server.ids(asked_text(server, body)))
+    return {"input_tokens": count, "object": "response.input_tokens"}
 
 
 def asked_text(server: Server, body: Body) -> str:
@@ -159,12 +169,18 @@ def health(server: Server, request: Request) -> Any:
 
 
 def models(server: Server, request: Request) -> Any:
-    return {"object": "list", "data": [described(server)]}
+    one = {
+        "name": server.name,
+        "model": server.name,
+        "type": "model",
+        "capabilities": ["completion"],
+    }
+    return {"object": "list", "models": [OLLAMA | one], "data": [described(server)]}
 
 
 def one_model(server: Server, request: Request) -> Any:
     name = request.path_params["name"]
-    if name != server.name:
+    if name not in (server.name, *server.aliases):
         raise Refused(404, f"there is no model {name!r}; there is {server.name!r}")
     return described(server)
 
@@ -180,6 +196,7 @@ def described(server: Server) -> dict[str, Any]:
         "n_embd": config.embedding_length,
         "n_params": sum(math.prod(entry.shape) for entry in gguf.entries.values()),
         "size": sum(entry.nbytes for entry in gguf.entries.values()),
+        "ftype": ftype(server),
     }
     one = {
         "id": server.name,
@@ -187,7 +204,16 @@ def described(server: Server) -> dict[str, Any]:
         "created": int(server.began),
         "owned_by": "packtrain",
     }
-    return one | {"aliases": [server.name], "meta": about}
+    return one | {"aliases": [server.name, *server.aliases], "tags": [], "meta": about}
+
+
+def ftype(server: Server) -> str:
+    """The type that most of the weights have."""
+    sizes = dict[str, int]()
+    for entry in server.model.gguf.entries.values():
+        name = str(entry.dtype).upper()
+        sizes[name] = sizes.get(name, 0) + math.prod(entry.shape)
+    return max(sizes, key=sizes.__getitem__)
 
 
 def props(server: Server, request: Request) -> Any:
@@ -199,8 +225,20 @@ def props(server: Server, request: Request) -> Any:
         "total_slots": len(server.engine.slots),
         "model_alias": server.name,
         "model_path": server.model.gguf.path.name,
-        "modalities": {"vision": False, "audio": False},
+        "model_ftype": ftype(server),
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "endpoint_slots": server.watched,
+        "endpoint_props": False,
+        "endpoint_metrics": server.measured,
+        "ui": server.page,
+        "is_sleeping": False,
         "chat_template": server.source,
+        "chat_template_caps": {
+            "supports_system_role": server.renderer.takes_system,
+            "supports_tools": server.renderer.takes_tools,
+            "supports_tool_calls": server.renderer.takes_calls,
+            "supports_string_content": True,
+        },
         "bos_token": "" if bos is None else text(bos).decode(errors="replace"),
         "eos_token": "" if eos is None else text(eos).decode(errors="replace"),
         "build_info": FINGERPRINT,
@@ -208,19 +246,33 @@ def props(server: Server, request: Request) -> Any:
 
 
 def slots(server: Server, request: Request) -> Any:
+    if not server.watched:
+        raise Refused(501, "This server does not support slots endpoint. Start it with `--slots`")
     every = server.engine.slots
     if "fail_on_no_slot" in request.query_params and all(slot.writing for slot in every):
         raise Refused(503, "no slot available")
-    return [
-        {
-            "id": slot.number,
-            "n_ctx": server.engine.limit,
-            "is_processing": slot.writing is not None,
-            "n_prompt_tokens": len(w.job.prompt) if (w := slot.writing) else 0,
-            "n_decoded": len(w.ids) if w else 0,
-        }
-        for slot in every
-    ]
+    found = []
+    for slot in every:
+        one = {"id": slot.number, "n_ctx": server.engine.limit, "speculative": False}
+        writing = slot.writing  # which another thread may end
+        told = {} if writing is None else busy(writing)
+        found.append(one | {"is_processing": writing is not None} | told)
+    return found
+
+
+def busy(writing: Writing) -> dict[str, Any]:
+    """What a slot does, without any text."""
+    job, written = writing.job, len(writing.ids)
+    left = -1 if job.count < 0 else job.count - written
+    total = len(job.prompt)
+    read = total if written else total - len(writing.left)
+    return {
+        "n_prompt_tokens": total,
+        "n_prompt_tokens_processed": read - writing.cached,
+        "n_prompt_tokens_cache": writing.cached,
+        "params": settings_of(job),
+        "next_token": [{"has_next_token": True, "n_remain": left, "n_decoded": written}],
+    }
 
 
 def metrics(server: Server, request: Request) -> Response:

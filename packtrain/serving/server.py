@@ -64,10 +64,13 @@ class Server:
     source    the chat template
     bos       text of the BOS token, with which a template may begin
     name      of the model, as clients see it
+    aliases   its other names
     scales    of the adapters, where a request does not say
     embedder  a context for embeddings, and how they are pooled; None: they are off
     slots     where slots are saved; None: nowhere
     measured  whether /metrics answers
+    watched   whether /slots answers
+    page      whether there is a page at /
     """
 
     model: ModelFile
@@ -86,6 +89,9 @@ class Server:
     pooling: str = "mean"
     slots: Path | None = None
     measured: bool = False
+    watched: bool = True
+    page: bool = True
+    aliases: tuple[str, ...] = ()
     began: float = field(default_factory=time.time)
     _lock: Lock = field(default_factory=Lock)
     _grammars: int = 0
@@ -97,10 +103,15 @@ class Server:
         """Whether the chat template has a place for tools."""
         return self.renderer.takes_tools
 
-    def prompt(self, conversation: Conversation, more: Mapping[str, Any]) -> str:
-        """The text of a conversation; more: variables of its template. Raises InputError."""
+    def prompt(
+        self, conversation: Conversation, more: Mapping[str, Any], begins: bool = True
+    ) -> str:
+        """The text of a conversation; more: variables of its template; begins: with that of an answer.
+
+        Raises InputError.
+        """
         with self._lock:  # one child renders
-            return self.renderer.prompt(conversation, more)
+            return self.renderer.prompt(conversation, more, begins)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a rendered conversation, with at most one BOS."""

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from packtrain.serving.jobs import Chosen, Counts, End
+from packtrain.serving.jobs import Chosen, Counts, End, Progress
 from packtrain.tokenizer import Tokenizer
 from packtrain.version import __version__
 
@@ -64,6 +64,13 @@ def timings(counts: Counts) -> dict[str, Any]:
         **speeds("prompt", read, counts.reading),
         **speeds("predicted", counts.written, counts.writing),
     }
+
+
+def progress(told: Progress) -> dict[str, Any]:
+    """How much of a prompt has been read, as llama-server names it."""
+    time_ms = int(1e3 * told.seconds)
+    found = {"total": told.total, "cache": told.cached, "processed": told.read, "time_ms": time_ms}
+    return {"prompt_progress": found}
 
 
 def described(token: Chosen, tokenizer: Tokenizer, most: int | None = None) -> dict[str, Any]:

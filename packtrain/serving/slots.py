@@ -7,7 +7,8 @@ import numpy as np
 
 from packtrain.generation import Pieces, chain_of
 from packtrain.sampling import Given
-from packtrain.serving.jobs import Chosen, Counts, End, Part, Ticket
+from packtrain.sampling.candidates import Candidates
+from packtrain.serving.jobs import Chosen, Counts, End, Part, Progress, Ticket
 from packtrain.tokenizer import Stream, Tokenizer
 
 
@@ -48,6 +49,7 @@ class Writing:
         for id in job.prompt:  # so that the space before the first word is part of the text
             self._stream.feed(id)
         self._untold, self.ended = list[Chosen](), False
+        self._line, self._lines = "", False  # the last line, and whether one has ended
         self._began = self._first = time.perf_counter()
 
     @property
@@ -70,17 +72,27 @@ class Writing:
         if chosen in self._tokenizer.ends and not self.job.endless:
             self.end("end")
             return
+        left = self.chain.left(given) if self.job.after and isinstance(given, np.ndarray) else None
         self.chain.accept(chosen)
         self.ids.append(chosen)
         self.left = [chosen]
-        self._untold.append(described(given, chosen, self.job.top))
-        self._tell(self._pieces.add(self._stream.feed(chosen)))
+        self._untold.append(described(left or given, chosen, self.job.top))
+        text = self._pieces.add(self._stream.feed(chosen))
+        _, end, line = text.rpartition("\n")
+        self._line, self._lines = line if end else self._line + line, self._lines or bool(end)
+        self._tell(text)
         if self._pieces.stopped:
             self.end("stop")
         elif self.chain.over:
             self.end("end")
-        elif len(self.ids) == self.job.count:
+        elif len(self.ids) == self.job.count or self._is_over():
             self.end("count")
+
+    def _is_over(self) -> bool:
+        """Whether it has written for long enough, or a line begins with too few spaces."""
+        job, late = self.job, 0 < self.job.seconds < time.perf_counter() - self._first
+        words = self._line.lstrip(" \t")
+        return self._lines and (late or (bool(words) and len(self._line) - len(words) < job.indent))
 
     def end(self, reason: str, why: str = "") -> None:
         """Tell the rest of the text, and why it ended."""
@@ -89,26 +101,37 @@ class Writing:
         self.ended = True
         if reason != "stop":
             self._tell(self._pieces.add(self._stream.flush()) + self._pieces.rest(), last=True)
-        now = time.perf_counter()
-        seconds = self._first - self._began, now - self._first
-        counts = Counts(len(self.job.prompt), self.cached, len(self.ids), *seconds)
         stop = self._pieces.found if reason == "stop" else ""
-        self.ticket.tell(End(reason, counts, self._slot, stop, why))
+        self.ticket.tell(End(reason, self._counts(), self._slot, stop, why))
+
+    def _counts(self) -> Counts:
+        seconds = self._first - self._began, time.perf_counter() - self._first
+        return Counts(len(self.job.prompt), self.cached, len(self.ids), *seconds)
+
+    def tell_progress(self) -> None:
+        """How much of the prompt has been read, if the job asks for that."""
+        if self.job.progress and not self.ids:
+            total = len(self.job.prompt)
+            read, seconds = total - len(self.left), time.perf_counter() - self._began
+            self.ticket.tell(Progress(total, self.cached, read, seconds))
 
     def _tell(self, text: str, last: bool = False) -> None:
         if text or (last and self._untold):
-            self.ticket.tell(Part(text, tuple(self._untold)))
+            self.ticket.tell(Part(text, tuple(self._untold), self._counts()))
             self._untold.clear()
 
 
 def described(given: Given, id: int, top: int) -> Chosen:
-    """A token; of all logits, with its probability and the `top` likeliest ones."""
-    if not isinstance(given, np.ndarray):
+    """A token; with its probability and the `top` likeliest ones where they are asked for."""
+    if not top or isinstance(given, int):
         return Chosen(id)
-    values = given.astype(np.float64)
-    values -= values.max()
+    c = given
+    if isinstance(c, np.ndarray):
+        c = Candidates(np.arange(len(c)), c.astype(np.float64))
+    values = c.logits - c.logits.max()
     values -= np.log(np.exp(values).sum())
     top = min(top, len(values))
     likely = np.argpartition(-values, top - 1)[:top]
-    likely = likely[np.lexsort((likely, -values[likely]))]
-    return Chosen(id, float(values[id]), tuple((int(one), float(values[one])) for one in likely))
+    likely = likely[np.lexsort((c.ids[likely], -values[likely]))]
+    found = tuple((int(c.ids[at]), float(values[at])) for at in likely if values[at] > -np.inf)
+    return Chosen(id, float(values[c.ids == id][0]), found)

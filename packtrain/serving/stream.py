@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from packtrain.serving.jobs import CANCELLED, FAILED, Chosen, Counts, End, Job, Part, Told
+from packtrain.serving.jobs import CANCELLED, FAILED, Chosen, Counts, End, Job, Part, Progress, Told
 from packtrain.serving.server import Server
 from packtrain.serving.shapes import error
 
@@ -25,6 +25,8 @@ class Shape(Protocol):
     def begin(self) -> list[dict[str, Any]]: ...
 
     def part(self, number: int, part: Part) -> list[dict[str, Any]]: ...
+
+    def progress(self, number: int, told: Progress) -> list[dict[str, Any]]: ...
 
     def end(self, number: int, end: End) -> list[dict[str, Any]]: ...
 
@@ -93,7 +95,7 @@ class Whole(_Answer):
                 if isinstance(told, Part):
                     texts[number] += told.text
                     tokens[number] += told.tokens
-                else:
+                elif isinstance(told, End):
                     ends[number] = told
         failed = next((end for end in ends.values() if end.reason in (FAILED, CANCELLED)), None)
         if failed is not None:
@@ -163,6 +165,8 @@ class Events(_Answer):
         for number, told in found:
             if isinstance(told, Part):
                 yield from map(_data, self._shape.part(number, told))
+            elif isinstance(told, Progress):
+                yield from map(_data, self._shape.progress(number, told))
             elif told.reason in (FAILED, CANCELLED):
                 yield _data(failure(told)[0])
             else:

@@ -41,7 +41,9 @@ class Serve(Sampling, Speaker):
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
     port: int = option(8080, "port to listen on; 0: any that is free", least=0, most=65535)
     alias: str | None = option(
-        None, "name of the model for clients (default: its file's)", flags="-a"
+        None,
+        "name of the model for clients, or several with commas (default: its file's)",
+        flags="-a",
     )
     api_key: tuple[str, ...] = option((), "requests need this key; repeatable", metavar="KEY")
     api_key_file: Path | None = option(
@@ -87,12 +89,19 @@ class Serve(Sampling, Speaker):
     pooling: str | None = option(
         None, "pooling of embeddings; default: the file's, else mean", choices=POOLINGS
     )
+    slots: bool = option(True, "answer /slots: what each slot does")
     metrics: bool = option(False, "answer /metrics, for Prometheus")
     ui: bool = option(True, "show a page to compare models at /")
     slot_save_path: Path | None = option(None, "folder in which requests may save slots")
     memory: str | None = MEMORY(
         None, "memory limit, such as 2GiB; refused if it does not fit", metavar="SIZE"
     )
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the model that are given."""
+        given = (name.strip() for name in (self.alias or "").split(","))
+        return [name for name in dict.fromkeys(given) if name]
 
     @property
     def sampling(self) -> Sampling:
@@ -130,13 +139,14 @@ def load(settings: Serve, events: Events) -> Server:
         context, tokenizer, waiting=settings.queue, chunk=settings.ubatch_size,
         similar=settings.slot_prompt_similarity,
     )  # fmt: skip
+    names = settings.names or [settings.model.name]
     given = [split_scale(one) for one in settings.lora]
     server = Server(
         model, tokenizer, renderer, source, bos, engine,
-        name=settings.alias or settings.model.name, sampling=settings.sampling, seed=settings.seed,
+        name=names[0], aliases=tuple(names[1:]), sampling=settings.sampling, seed=settings.seed,
         limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
         adapters=tuple(path.name for path, _ in given), scales=tuple(scale for _, scale in given),
-        embedder=embedder, slots=folder, measured=settings.metrics,
+        embedder=embedder, slots=folder, watched=settings.slots, page=settings.ui, measured=settings.metrics,
     )  # fmt: skip
     if embedder is not None:
         server.pooling = settings.pooling or pooling_of(model)

@@ -1,0 +1,408 @@
+"""What llama.cpp's tests of its server check, asked of ours in our own words, on a small model of random weights."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+starlette = pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from packtrain.events import Events  # noqa: E402
+from packtrain.models.file import open_model  # noqa: E402
+from packtrain.serving.app import app  # noqa: E402
+from packtrain.serving.server import Server  # noqa: E402
+from packtrain.tasks.serve import Serve, load  # noqa: E402
+from tests.adapters import random_adapter  # noqa: E402
+from tests.architectures import random_model  # noqa: E402
+
+TEXT = {"prompt": [1, *range(40, 60)], "n_predict": 6, "temperature": 0}
+USER = {"role": "user", "content": "the a"}
+BEGUN = [USER, {"role": "assistant", "content": "It is"}]
+CHAT = {"messages": [USER], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+CHATS = "/v1/chat/completions"
+ORIGIN = "http://a.example"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("scenarios")
+    random_model(folder / "m.gguf", "llama")
+    adapter = random_adapter(folder / "a.gguf", open_model(folder / "m.gguf"))
+    how: dict[str, Any] = {
+        "ctx": 512, "parallel": 2, "chat_template": "chatml", "seed": 42, "slot_save_path": folder, "metrics": True,
+        "alias": "first, second,first", "lora": (f"{adapter}:0",), "embeddings": True, "kv_unified": False,
+    }  # fmt: skip
+    made = load(Serve(folder / "m.gguf", **how), Events())
+    yield made
+    made.engine.close(0)
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[TestClient]:
+    with TestClient(app(server), raise_server_exceptions=False) as client:
+        yield client
+
+
+def streamed(client: TestClient, path: str, body: Any) -> list[Any]:
+    """The events of a stream."""
+    text = client.post(path, json={**body, "stream": True}).text
+    lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def asked(client: TestClient, path: str, body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# ---- the server itself
+
+
+def test_what_the_server_says_of_itself(client, server):
+    assert client.get("/health").json() == {"status": "ok"}
+    props = client.get("/props").json()
+    assert props["model_path"].endswith(".gguf") and props["total_slots"] == 2
+    defaults = props["default_generation_settings"]
+    assert defaults["n_ctx"] == 256 and defaults["params"]["seed"] == 42
+    assert "grammar" not in defaults["params"]
+    assert props["endpoint_slots"] and props["endpoint_metrics"]
+    one = client.get("/models").json()["data"][0]
+    assert one["id"] == "first" and one["aliases"] == ["first", "second"]
+    assert client.get("/v1/models/second").json()["id"] == "first"
+    slots = client.get("/slots").json()
+    assert [slot["n_ctx"] for slot in slots] == [256, 256] and "params" not in slots[0]
+
+
+def test_slots_can_be_hidden(client, server):
+    server.watched = False
+    try:
+        refused = client.get("/slots")
+        assert refused.status_code == 501
+        assert refused.json()["error"]["type"] == "not_supported_error"
+    finally:
+        server.watched = True
+
+
+def test_browsers_may_ask_from_anywhere(client):
+    headers = {
+        "Origin": ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "Authorization",
+    }
+    answer = client.options("/completions", headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] in ("*", ORIGIN)
+    assert answer.headers["access-control-allow-methods"] == "GET, POST, DELETE, OPTIONS"
+    assert answer.headers["access-control-allow-headers"].lower() in ("*", "authorization")
+
+
+def test_counts_of_prometheus_add_up(client):
+    def counts() -> dict[str, float]:
+        lines = [line.split() for line in client.get("/metrics").text.splitlines()]
+        return {name.removeprefix("llamacpp:"): float(x) for name, x in (p for p in lines if len(p) == 2)}  # fmt: skip
+
+    before = counts()
+    told = asked(client, "/completion", TEXT | {"ignore_eos": True})["timings"]
+    after = counts()
+    cached = "prompt_tokens_cached_total"
+    assert after[cached] - before[cached] == told["cache_n"]
+    assert after["n_tokens_max"] >= 27
+
+
+# ---- /completion
+
+
+def test_a_stream_has_what_the_whole_answer_has(client):
+    whole = asked(client, "/completion", TEXT | {"return_tokens": True})
+    *parts, last = streamed(client, "/completion", TEXT)
+    assert "".join(part["content"] for part in parts) + last["content"] == whole["content"]
+    assert [id for part in parts for id in part["tokens"]] == whole["tokens"]
+    assert all(part["stop"] is False for part in parts) and last["stop"] is True
+    written = [part["tokens_predicted"] for part in parts]
+    assert written == sorted(set(written)) and last["tokens_predicted"] >= written[-1]
+    settings = last["generation_settings"]
+    assert settings["seed"] == 42 and settings["n_predict"] == 6 and settings["stream"] is True
+    assert last["truncated"] is False and isinstance(last["has_new_line"], bool)
+    assert asked(client, "/completion", TEXT)["tokens"] == []
+
+
+def test_the_same_seed_gives_the_same_text_and_others_others(client):
+    warm = TEXT | {"temperature": 1.5, "top_k": 0, "top_p": 1, "min_p": 0, "n_predict": 8}
+    texts = [asked(client, "/completion", warm | {"seed": n})["content"] for n in (1, 2, 3, 1)]
+    assert texts[0] == texts[3] and len({*texts}) == 3
+    cold = warm | {"seed": 1, "cache_prompt": False}
+    assert asked(client, "/completion", cold)["content"] == texts[0]
+
+
+def test_prompts_are_texts_tokens_and_both(client):
+    ids = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
+    given = [ids, "the a", {"prompt_string": "the a"}, ids]
+    found = asked(client, "/completion", TEXT | {"prompt": given})
+    assert [one["index"] for one in found] == [0, 1, 2, 3]
+    assert len({one["content"] for one in found}) == 1
+    mixed = asked(client, "/completion", TEXT | {"prompt": [1, 40, "the a", 41, "the"]})
+    assert isinstance(mixed["content"], str)
+    image = {"prompt_string": "a", "multimodal_data": "AAAA"}
+    assert client.post("/completion", json=TEXT | {"prompt": image}).status_code == 400
+
+
+def test_fields_of_an_answer_can_be_chosen(client):
+    fields = ["content", "generation_settings/n_predict", "prompt"]
+    found = asked(client, "/completion", TEXT | {"response_fields": fields})
+    assert set(found) == {*fields} and found["generation_settings/n_predict"] == 6
+    assert "generation_settings" in asked(client, "/completion", TEXT | {"response_fields": []})
+
+
+@pytest.mark.parametrize("samplers", [["top_k", "temperature"], "top_k;temperature"])
+def test_samplers_are_a_list_or_a_text(client, samplers):
+    found = asked(client, "/completion", TEXT | {"samplers": samplers})
+    assert found["generation_settings"]["samplers"] == ["top_k", "temperature"]
+
+
+def test_probabilities_before_the_samplers(client):
+    body = TEXT | {"n_probs": 10, "cache_prompt": False}
+    tokens = asked(client, "/completion", body)["completion_probabilities"]
+    *parts, _ = streamed(client, "/completion", body)
+    assert [one for part in parts for one in part["completion_probabilities"]] == tokens
+    for token in tokens:
+        assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 10
+        assert {"id", "token", "bytes", "logprob"} <= set(token["top_logprobs"][0])
+
+
+def test_probabilities_after_the_samplers(client):
+    body = TEXT | {"n_probs": 10, "temperature": 1.0, "top_k": 4, "min_p": 0, "top_p": 1}
+    body |= {"post_sampling_probs": True, "ignore_eos": True}
+    tokens = asked(client, "/completion", body)["completion_probabilities"]
+    assert len(tokens) == 6
+    for token in tokens:
+        likely = {one["id"]: one["prob"] for one in token["top_probs"]}
+        assert len(likely) == 4 and sum(likely.values()) == pytest.approx(1)
+        assert token["prob"] == likely[token["id"]] > 0
+    greedy = asked(client, "/completion", body | {"temperature": 0})["completion_probabilities"]
+    assert all(token["prob"] == 1 and len(token["top_probs"]) == 1 for token in greedy)
+
+
+def test_ends_are_forbidden_where_they_are_ignored(client, server):
+    settings = asked(client, "/completion", TEXT | {"ignore_eos": True})["generation_settings"]
+    ends = {one["token"] for one in settings["logit_bias"] if one["bias"] is None}
+    assert ends == {*server.tokenizer.ends} and settings["ignore_eos"]
+    assert asked(client, "/completion", TEXT)["generation_settings"]["logit_bias"] == []
+
+
+@pytest.mark.parametrize("openai", [False, True])
+def test_forbidden_tokens_do_not_come(client, openai):
+    first = asked(client, "/completion", TEXT | {"return_tokens": True, "ignore_eos": True})
+    banned = {str(id): -100 for id in first["tokens"]}
+    given = banned if openai else [[int(id), False] for id in banned]
+    body = TEXT | {"logit_bias": given, "return_tokens": True}
+    assert not {*asked(client, "/completion", body)["tokens"]} & {*first["tokens"]}
+
+
+def test_a_long_answer_ends_in_time_and_by_its_lines(client):
+    """Neither counts before there is a line."""
+    lines = {"grammar": 'root ::= "a\\n" ("  b\\n" | "  c\\n") "d" [a-z]{50}', "n_predict": 100}
+    timed = asked(client, "/completion", TEXT | lines | {"t_max_predict_ms": 0.001})
+    assert timed["content"] == "a\n" and timed["stop_type"] == "limit"
+    indented = asked(client, "/completion", TEXT | lines | {"n_indent": 2})
+    assert indented["content"][-1] == "d" and indented["content"].count("\n") == 2
+    assert len(asked(client, "/completion", TEXT | lines)["content"]) > 50
+
+
+def test_timings_come_with_each_token_if_asked_for(client):
+    for path, body in (("/completion", TEXT), ("/v1/completions", TEXT), (CHATS, CHAT)):
+        body = body | {"ignore_eos": True}
+        timed = streamed(client, path, body | {"timings_per_token": True})
+        counts = [one["timings"]["predicted_n"] for one in timed if "timings" in one]
+        assert counts == sorted(counts) and len(counts) > 2 and counts[-1] == 6, path
+        assert sum("timings" in one for one in streamed(client, path, body)) == 1
+
+
+def test_the_reading_of_a_prompt_is_told(client):
+    long = [1, *(30 + n % 80 for n in range(150))]
+    body = {"prompt": long, "n_predict": 2, "return_progress": True, "id_slot": 0}
+    for cached in (False, True):
+        events = streamed(client, "/completion", body | {"cache_prompt": cached})
+        told = [one["prompt_progress"] for one in events if "prompt_progress" in one]
+        assert told[0]["processed"] == told[0]["cache"] == (150 if cached else 0)
+        assert [one["processed"] for one in told] == ([150, 151] if cached else [0, 64, 128, 151])
+        assert {one["total"] for one in told} == {151}
+    chat = streamed(client, CHATS, CHAT | {"return_progress": True})
+    kinds = ["prompt_progress" in one for one in chat]
+    assert kinds[0] and kinds == sorted(kinds, reverse=True)
+    assert chat[kinds.index(False)]["choices"][0]["delta"]["role"] == "assistant"
+
+
+# ---- the cache, the context and slots
+
+
+def test_only_what_is_new_of_a_prompt_is_read(client):
+    body = TEXT | {"id_slot": 1, "ignore_eos": True}
+    asked(client, "/slots/1?action=erase", {})
+    first = asked(client, "/completion", body)
+    assert first["timings"]["prompt_n"] == 21 and first["timings"]["cache_n"] == 0
+    again = asked(client, "/completion", body)
+    assert again["timings"]["prompt_n"] == 1 and again["content"] == first["content"]
+    other = asked(client, "/completion", body | {"prompt": [*TEXT["prompt"][:15], 90, 91, 92]})
+    assert (other["timings"]["cache_n"], other["timings"]["prompt_n"]) == (15, 3)
+    cold = asked(client, "/completion", body | {"cache_prompt": False})
+    assert cold["timings"]["cache_n"] == 0 and cold["content"] == first["content"]
+    assert cold["tokens_cached"] == 21 + 6 - 1
+
+
+def test_a_saved_slot_goes_on_in_another(client):
+    body = TEXT | {"id_slot": 1, "cache_prompt": True, "ignore_eos": True}
+    asked(client, "/slots/1?action=erase", {})
+    asked(client, "/completion", body)
+    saved = asked(client, "/slots/1?action=save", {"filename": "slot1.bin"})
+    near = body | {"prompt": [*TEXT["prompt"][:18], 95, 96]}
+    want = asked(client, "/completion", near)
+    restored = asked(client, "/slots/0?action=restore", {"filename": "slot1.bin"})
+    assert restored["n_restored"] == saved["n_saved"] == 26
+    found = asked(client, "/completion", near | {"id_slot": 0})
+    assert found["timings"]["prompt_n"] == 2 and found["content"] == want["content"]
+    assert asked(client, "/completion", near)["timings"]["prompt_n"] == 1
+
+
+def test_an_answer_ends_where_the_context_does(client):
+    """Each of the two slots has 256 tokens."""
+    found = asked(client, "/completion", TEXT | {"n_predict": -1, "ignore_eos": True})
+    assert found["truncated"] is True and found["stop_type"] == "limit"
+    assert found["tokens_evaluated"] + found["tokens_predicted"] in (256, 257)
+    short = asked(client, "/completion", TEXT | {"n_predict": 64, "ignore_eos": True})
+    assert short["truncated"] is False and short["timings"]["predicted_n"] == 64
+    for stream in (False, True):
+        refused = client.post("/completion", json=TEXT | {"prompt": [5] * 300, "stream": stream})
+        fault = refused.json()["error"]
+        assert refused.status_code == 400 and "exceeds the available context" in fault["message"]
+        assert (fault["n_prompt_tokens"], fault["n_ctx"]) == (300, 256)
+
+
+def test_adapters_of_requests_and_of_the_server(client):
+    plain, tuned = [{"id": 0, "scale": 0.0}], [{"id": 0, "scale": 1.0}]
+    body = TEXT | {"ignore_eos": True, "return_tokens": True}
+    base = asked(client, "/completion", body | {"lora": plain})["tokens"]
+    other = asked(client, "/completion", body | {"lora": tuned})["tokens"]
+    assert base != other and asked(client, "/completion", body)["tokens"] == base
+    asked(client, "/lora-adapters", tuned)
+    assert client.get("/lora-adapters").json()[0]["scale"] == 1
+    assert asked(client, "/completion", body)["tokens"] == other
+    asked(client, "/lora-adapters", plain)
+
+
+# ---- chats
+
+
+def test_an_answer_that_has_begun_goes_on(client):
+    def prompt(**more: Any) -> str:
+        return asked(client, "/apply-template", {"messages": BEGUN, **more})["prompt"]
+
+    text = prompt()
+    assert text.endswith("<|im_start|>assistant\nIt is")
+    assert prompt(continue_final_message=True, add_generation_prompt=False) == text
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    for path in ("/apply-template", CHATS):
+        assert client.post(path, json=CHAT | {"messages": BEGUN} | both).status_code == 400
+    nothing = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}
+    assert client.post("/apply-template", json=nothing).status_code == 400
+    without = {"messages": [USER], "add_generation_prompt": False}
+    found = asked(client, "/apply-template", without)["prompt"]
+    assert found == "<|im_start|>user\nthe a<|im_end|>\n"
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "a"}]
+    assert asked(client, CHATS, CHAT | {"messages": [{"role": "user", "content": parts}]})["usage"]
+
+
+def test_verbose_answers_have_the_prompt(client):
+    found = asked(client, CHATS, CHAT | {"verbose": True})
+    assert found["__verbose"]["prompt"].endswith("<|im_start|>assistant\n")
+    assert found["__verbose"]["content"] == found["choices"][0]["message"]["content"]
+    assert "__verbose" not in asked(client, CHATS, CHAT | {"verbose": False})
+    events = streamed(client, CHATS, CHAT | {"verbose": True})
+    assert events[-1]["__verbose"]["stop_type"] == "limit"
+
+
+def test_cached_tokens_of_a_chat_are_counted(client):
+    asked(client, "/slots/0?action=erase", {})
+    body = CHAT | {"id_slot": 0}
+    first, again = (asked(client, CHATS, body)["usage"] for _ in range(2))
+    assert first["prompt_tokens"] == again["prompt_tokens"]
+    known = again["prompt_tokens_details"]["cached_tokens"]
+    assert known == again["prompt_tokens"] - 1
+    assert first["completion_tokens"] == 6
+    counted = asked(client, f"{CHATS}/input_tokens", {"messages": [USER]})
+    assert counted["input_tokens"] == first["prompt_tokens"]
+
+
+def test_answers_to_one_chat_may_be_several(client):
+    for _ in range(2):
+        choices = asked(client, CHATS, CHAT | {"n": 2, "id_slot": 0})["choices"]
+        assert [one["finish_reason"] for one in choices] == ["length"] * 2
+
+
+FORMATS: list[tuple[Any, str]] = [
+    ({"response_format": {"type": "json_object", "schema": {"const": "42"}}}, '"42"'),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "oo"}}}}, '"oo"'),
+    ({"json_schema": {"const": "42"}}, '"42"'),
+    ({"grammar": 'root ::= "a"{5,5}'}, "aaaaa"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how, text", FORMATS)
+def test_answers_follow_formats(client, how, text):
+    found = asked(client, CHATS, CHAT | {"max_tokens": 20, "ignore_eos": False} | how)
+    assert found["choices"][0]["message"]["content"] == text
+
+
+WRONG: list[Any] = [
+    {"response_format": {"type": "json_object", "schema": 123}},
+    {"response_format": {"type": "json_object", "schema": {"type": 123}}},
+    {"grammar": "root ::= this is (not valid"},
+    {"messages": [123]},
+    {"messages": [{}]},
+    {"messages": [USER, {}]},
+    {"messages": [*BEGUN, BEGUN[-1]]},
+]
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_cannot_be_meant_is_refused(client, how):
+    refused = client.post(CHATS, json=CHAT | how)
+    assert refused.status_code == 400 and refused.json()["error"]["message"]
+
+
+# ---- tokens and embeddings
+
+
+def test_special_tokens_are_read_where_they_are_asked_for(client, server):
+    plain = asked(client, "/tokenize", {"content": "the a"})["tokens"]
+    begun = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
+    assert begun == [server.tokenizer.bos, *plain]
+    mark = server.tokenizer.piece(server.tokenizer.eos).decode()
+    whole = asked(client, "/tokenize", {"content": mark, "parse_special": True})["tokens"]
+    split = asked(client, "/tokenize", {"content": mark, "parse_special": False})["tokens"]
+    assert server.tokenizer.eos in whole and server.tokenizer.eos not in split
+    pieces = asked(client, "/tokenize", {"content": "a é", "with_pieces": True})["tokens"]
+    assert all(one["id"] > 0 and len(one["piece"]) for one in pieces)
+
+
+def test_embeddings_have_length_one_and_count_tokens(client):
+    ids = asked(client, "/tokenize", {"content": "the a", "add_special": True})["tokens"]
+    found = asked(client, "/v1/embeddings", {"input": ["the a", ids, "a"]})
+    first, same, other = (one["embedding"] for one in found["data"])
+    assert first == pytest.approx(same, abs=1e-6) and first != pytest.approx(other, abs=1e-3)
+    assert sum(x * x for x in first) == pytest.approx(1, abs=1e-5)
+    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > 2 * len(ids)
+    for wrong in (None, True, 1.5, [], [[]], {}):
+        assert client.post("/v1/embeddings", json={"input": wrong}).status_code == 400, wrong
+
+
+# ---- the command's settings
+
+
+def test_names_of_the_model_are_split_at_commas():
+    assert Serve(Path("m.gguf"), alias=" a, b,,a").names == ["a", "b"]
+    assert Serve(Path("m.gguf")).names == []

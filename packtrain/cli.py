@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from packtrain.debug import flags as debug_flags
-from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, printable
+from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, RankLost, printable
+from packtrain.ranks import launch, several
 from packtrain.settings import add_flags, from_flags, positionals
 from packtrain.version import __version__
 from packtrain.words import did_you_mean
@@ -46,6 +47,7 @@ COMMANDS = {
     "convert": ("convert", "Convert"),
     "compile": ("compile", "Compile"),
 }
+FORESEEN = InputError, DoesNotFit, DiskFull, RankLost, Interrupted, ArithmeticError
 INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 
 
@@ -62,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         debug_flags()  # report a misspelt one before any work
-        code: int = module.run(from_flags(settings, _resumed(given, settings)))
+        asked = from_flags(settings, _resumed(given, settings))
+        if getattr(asked, "nproc", 1) > 1 and not several():
+            return launch(sys.argv[1:] if arguments is None else arguments, asked.nproc)
+        code: int = module.run(asked)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
@@ -151,7 +156,7 @@ def _line(error: Exception) -> str:
     if isinstance(error, DoesNotFit):  # may have several lines, see design.budget
         return str(error)
     text = " ".join(str(error).split())
-    foreseen = isinstance(error, InputError | DoesNotFit | DiskFull | Interrupted | ArithmeticError)
+    foreseen = isinstance(error, FORESEEN)
     return text if foreseen else f"{type(error).__name__}: {text} (--debug shows where)"
 
 

@@ -33,5 +33,9 @@ class DiskFull(RuntimeError):
     """A disk is full, or would be. Exit code 1."""
 
 
+class RankLost(RuntimeError):
+    """Another process of the run has ended, or cannot be reached. Exit code 1."""
+
+
 class Interrupted(RuntimeError):
     """Stopped by a signal, after saving what there was to save. Exit code 130."""

@@ -16,6 +16,7 @@ LAYERS = {
     "version": "",
     "errors": "",
     "words": "",
+    "ranks": "errors",
     "events": "",
     "files": "errors",
     "settings": "errors words",
@@ -68,22 +69,22 @@ LAYERS = {
     "watch": "errors events words files settings memory planning",
     "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
     " recompute models context watch version backends",
-    "training": "child errors events words files settings dtypes tensor graph optim placing planning run memory stop"
-    " kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
+    "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"
+    " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
     "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"
     " memory version",
     "fitting": "errors events words files dtypes tensor graph ops optim backends placing planning picture run memory"
     " kernels quant gguf watch design training",
-    "tasks": "errors events words files settings types dtypes graph placing cost planning picture run memory kernels"
-    " quant gguf tokenizer corpus samples serving models flash merging grammar sampling context generation drafting"
-    " answers beams embedding template watch design training backends",
+    "tasks": "ranks version errors events words files settings types dtypes graph placing cost planning picture run"
+    " memory kernels quant gguf tokenizer corpus samples serving models flash merging grammar sampling context"
+    " generation drafting answers beams embedding template watch design training backends",
     "benching": "child events dtypes tensor graph ops optim placing cost run speed memory kernels quant gguf tokenizer"
     " models generation design training tasks version errors",
     "library": "events settings tasks design training",
-    "commands": "errors events words files settings dtypes tensor graph placing planning picture run memory stop"
-    " kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template watch"
-    " optim design training tasks backends checking benching",
-    "cli": "errors words settings debug commands training version",
+    "commands": "ranks errors events words files settings dtypes tensor graph placing planning picture run memory"
+    " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"
+    " watch optim design training tasks backends checking benching",
+    "cli": "errors words settings debug commands training version ranks",
     "__main__": "cli",
 }
 OUTSIDE = {

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import cast
 
 from packtrain.commands import INTERRUPTED, say
-from packtrain.commands.shown import Shown
+from packtrain.commands.shown import shown
 from packtrain.planning import size_text
+from packtrain.ranks import rank
 from packtrain.tasks.finetune import finetune
 from packtrain.training.tune import ADAPTER, Tuned, name_of
 from packtrain.training.tune_settings import TuneSettings
@@ -17,9 +18,11 @@ OTHERS = re.compile(r"[^A-Za-z0-9_.-]+")  # not allowed in Ollama's model names
 
 def run(settings: TuneSettings) -> int:
     """Tune; returns 130 if a signal stopped it after saving. Raises InputError, OSError, ArithmeticError."""
-    done = finetune(settings, Shown())
+    done = finetune(settings, shown())
     if done.stopped:
         return INTERRUPTED
+    if rank():
+        return 0
     job = done.plan.job  # a resumed run may have taken settings from its folder
     say(f"{done.output}: {size_text(done.output.stat().st_size)}")
     for command in _uses(cast(TuneSettings, job.settings), cast(Tuned, job.subject).chats):

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from packtrain.commands import say
 from packtrain.events import Counted, Events
+from packtrain.ranks import rank
 from packtrain.stop import stop_on_signals
 from packtrain.watch.count import Count
 from packtrain.watch.progress import ProgressLine
@@ -19,6 +20,20 @@ def write(text: str) -> None:
     """Print generated text at once; without control characters on a terminal."""
     sys.stdout.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def shown() -> Events:
+    """The events of a training run, which rank 0 prints."""
+    return Silent() if rank() else Shown()
+
+
+class Silent(Events):
+    """Prints nothing; a signal stops the task after saving."""
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[], bool]]:
+        with stop_on_signals() as stopped:
+            yield stopped
 
 
 class Shown(Events):

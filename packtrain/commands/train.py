@@ -3,17 +3,20 @@
 import shlex
 
 from packtrain.commands import INTERRUPTED, say
-from packtrain.commands.shown import Shown
+from packtrain.commands.shown import shown
 from packtrain.planning import size_text
+from packtrain.ranks import rank
 from packtrain.tasks.train import train
 from packtrain.training.settings import TrainSettings
 
 
 def run(settings: TrainSettings) -> int:
     """Train; returns 130 if a signal stopped it after saving. Raises InputError, OSError, NotFinite."""
-    done = train(settings, Shown())
+    done = train(settings, shown())
     if done.stopped:
         return INTERRUPTED
+    if rank():
+        return 0
     say(f"{done.output}: {size_text(done.output.stat().st_size)}")
     name = shlex.quote(str(done.output))
     say(f"  packtrain generate {name} -p 'Once'")

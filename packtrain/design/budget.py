@@ -50,6 +50,15 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
     return plans if refused is None else replace(plans, refusal=refused)
 
 
+def followed(shape: StepShape, request: Request) -> Plans:
+    """Plans of a shape that was decided elsewhere, or a refusal."""
+    request.kernels.load()
+    plans, most = planned_here(shape, request), request.limits.get(HOST)
+    if most is None or plans.needed_nbytes <= most:
+        return plans
+    return replace(plans, refusal=refusal(plans, "a little more would do", most))
+
+
 def searched(shape: StepShape, request: Request, say: Say) -> tuple[Plans, str]:
     """Search plans within the limits; if none fit, also returns a change that would."""
     limits = request.limits

@@ -14,7 +14,7 @@ PARTS, BLOCKS = (
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:
     """Shapes that compute the same as this one, whatever its chunk; bit for bit the same if `fixed`."""
-    one_pass, blocks = shape.evaluations == 1, shape.config.block_count
+    one_pass, blocks = not shape.apart, shape.config.block_count
     clips = shape.max_norm is not None and one_pass
     for rows in [shape.rows] if fixed else divisors(shape.rows):
         micros = shape.micros * shape.rows // rows

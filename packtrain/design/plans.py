@@ -70,6 +70,7 @@ class StepShape:
     two_passes  clip by global norm with a first pass that only measures it, so that no two gradients are stored
     layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
+    ranks       processes that do the same on other rows and add their gradients before the update
     base        the model file that is tuned; None: train a new model
     max_norm    clip gradients to this global norm, and then each of their values to `max_value`
     preference  the loss of pairs of answers, of which a row has at most `pairs`; None: of the next token
@@ -86,6 +87,7 @@ class StepShape:
     two_passes: bool = False
     layered: bool = False
     evaluations: int = 1
+    ranks: int = 1
     base: Base | None = None
     max_value: float | None = None
     preference: Preference | None = None
@@ -96,8 +98,13 @@ class StepShape:
         return {"max_norm": self.max_norm, "max_value": self.max_value}
 
     @property
+    def apart(self) -> bool:
+        """Whether the update is a graph of its own, whatever the number of micro-batches."""
+        return self.evaluations > 1 or self.ranks > 1
+
+    @property
     def positions(self) -> int:
-        """Positions of a step, including padding."""
+        """Positions of a step on this rank, including padding."""
         return self.rows * self.time * self.micros
 
 
@@ -306,7 +313,7 @@ def runs(shape: StepShape) -> dict[str, int]:
 
 
 def _of_a_step(shape: StepShape) -> tuple[str, ...]:
-    if shape.evaluations > 1 or (shape.micros > 1 and not shape.layered):
+    if shape.apart or (shape.micros > 1 and not shape.layered):
         return MICRO, UPDATE
     return (MEASURE, APPLY) if shape.two_passes else (STEP,)
 

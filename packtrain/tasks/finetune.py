@@ -11,6 +11,7 @@ from packtrain.events import Events
 from packtrain.files import check_writable, write_text
 from packtrain.gguf import GGUF
 from packtrain.models.file import ModelFile
+from packtrain.ranks import here, rank
 from packtrain.tasks.merged import End, note, space
 from packtrain.tasks.ready import Ready, ready
 from packtrain.tasks.run import Trained, carry_out
@@ -24,7 +25,8 @@ from packtrain.training.tune_settings import TuneSettings
 
 def finetune(settings: TuneSettings, events: Events) -> Trained:
     """Tune, merge and measure. Raises InputError, DoesNotFit, DiskFull, OSError, ArithmeticError."""
-    _check(settings)
+    if rank() == 0:
+        _check(settings)
     return carry_out(settings, prepare, events, _before, _after)
 
 
@@ -81,7 +83,7 @@ def _before(fit: Fit, events: Events, stopped: Callable[[], bool]) -> None:
 
 def _until(stopped: Callable[[], bool], batches: Iterator[Batch]) -> Iterator[Batch]:
     for batch in batches:
-        if stopped():
+        if here().any(stopped()):
             raise Interrupted("stopped before step 1")
         yield batch
 

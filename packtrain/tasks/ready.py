@@ -12,7 +12,7 @@ from typing import Any
 from packtrain import kernels
 from packtrain.backends import HOST
 from packtrain.cost import Rates
-from packtrain.design.budget import Say, enough, minimum, planned
+from packtrain.design.budget import Say, enough, followed, minimum, planned
 from packtrain.design.loaded import loaded, needed
 from packtrain.design.pace import learnt, seen
 from packtrain.design.plans import Plans, StepShape, packed_types
@@ -21,6 +21,7 @@ from packtrain.design.request import Request
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.ranks import here
 from packtrain.tasks.watched import room
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import check_effects, check_validation
@@ -107,12 +108,22 @@ def ready(
 
     command  of the command line that does the same
     """
+    world = here()
     with room(settings, runs):
-        return _ready(command, settings, build_job, say, runs)
+        if world.rank == 0:  # it fills the caches and searches the plan, which all use
+            found = _ready(command, settings, build_job, say, runs, None)
+            world.from_first(found.plans.shape)
+            return found
+        return _ready(command, settings, build_job, say, runs, world.from_first(None))
 
 
 def _ready(
-    command: str, settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say, runs: bool
+    command: str,
+    settings: RunSettings,
+    build_job: Callable[[Any, Say], Job],
+    say: Say,
+    runs: bool,
+    decided: StepShape | None,
 ) -> Ready:
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     own = {} if limit is None else {HOST: limit}
@@ -139,7 +150,7 @@ def _ready(
         taken,
         runs,
     )
-    plans = planned(job.shape, request, say)
+    plans = planned(job.shape, request, say) if decided is None else followed(decided, request)
     least = partial(_least, plans, job.shape, request, say)
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
     return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command)
@@ -185,7 +196,9 @@ def resumed(shape: StepShape, begun: Mapping[str, Any]) -> StepShape:
     if (shape.rows * shape.micros) % rows:
         return shape  # other settings: `check_compatible` reports it
     micros, layered = shape.rows * shape.micros // rows, bool(begun.get("layered", False))
-    return replace(shape, rows=rows, micros=micros, chunk=chunk, layered=layered)
+    return replace(
+        shape, rows=rows, micros=micros, chunk=chunk, layered=layered and not shape.apart
+    )
 
 
 def facts(ready: Ready, measured: int | None = None) -> dict[str, Any]:

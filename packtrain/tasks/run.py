@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packtrain import kernels
 from packtrain.context import Cache, Context, Sizes
 from packtrain.design.pace import pace
 from packtrain.design.rates import correct
@@ -20,8 +21,10 @@ from packtrain.generation import Generator, Limits, Reply
 from packtrain.memory import settle, total_nbytes
 from packtrain.picture import page
 from packtrain.planning import size_text
+from packtrain.ranks import here, joined
 from packtrain.sampling import Sampling
 from packtrain.settings import to_yaml
+from packtrain.tasks.alike import check_alike
 from packtrain.tasks.ready import Prepare, Ready, facts
 from packtrain.tasks.watched import Show, watched
 from packtrain.tokenizer import Tokenizer
@@ -77,9 +80,29 @@ def carry_out(
     before  called before step 1, when the weights have their values; takes a function that returns whether to stop
     after   called when the steps are done and their memory is free
     """
-    _check(settings)
+    with joined(_share_cores) as world:
+        if world.rank:
+            settings = replace(settings, watch=None)
+        else:
+            _check(settings)
+        if settings.nproc > 1 and world.size == 1:
+            raise InputError(
+                "--nproc is for the command line; here, start the processes with torchrun"
+            )
+        return _joined(settings, prepare, events, before, after)
+
+
+def _joined(
+    settings: RunSettings,
+    prepare: Prepare,
+    events: Events,
+    before: Callable[[Fit, Events, Callable[[], bool]], None],
+    after: Callable[[Ready, Progress, Events], None],
+) -> Trained:
+    """The run, as one of its ranks."""
     with watched(settings, events.message) as show:
         prepared = prepare(settings, events.message)
+        check_alike(prepared)
         _begin(prepared, events)
         return _carry_out(
             settings,
@@ -97,7 +120,9 @@ def _carry_out(
     events: Events,
     after: Callable[[Ready, Progress, Events], None],
 ) -> Trained:
-    """All that comes after planning."""
+    """All that comes after planning; but for the steps, it is done by rank 0."""
+    if here().rank:
+        return train()
     folder, resume = settings.folder, prepared.resume
     folder.mkdir(exist_ok=True)
     with (
@@ -145,17 +170,19 @@ def _train(
 ) -> Trained:
     """All steps, up to the last or a stop."""
     folder, total, job = settings.folder, prepared.planned_nbytes, prepared.job
-    _begin_folder(settings, prepared)
+    writes = here().rank == 0
+    if writes:
+        _begin_folder(settings, prepared)
     with (
         events.stopping() as stopped,
-        Watch(folder, events, tensorboard=settings.tensorboard) as watch,
+        Watch(folder, events, tensorboard=settings.tensorboard, writes=writes) as watch,
         events.training(job.steps, total, settings.steps_per_report),
     ):
         show(folder, lambda: watch.peak.nbytes)
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
         timed = pace(prepared.seconds, partial(correct, target=settings.target))
         fit = Fit(job, engine, folder, timed, events=events)
-        if prepared.tokenizer is not None:
+        if prepared.tokenizer is not None and writes:
             fit.sample = partial(_sample, job, engine, prepared.tokenizer)
         try:
             refer(job, engine, folder, events, stopped)
@@ -168,9 +195,15 @@ def _train(
         except Interrupted as error:
             events.message(f"{error}; continue with: {prepared.resume}")
             return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, True)
-        fit.finish()
-        watch.end(_end(fit, total, watch))
+        if writes:
+            fit.finish()
+            watch.end(_end(fit, total, watch))
         return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, False)
+
+
+def _share_cores(ranks: int) -> None:
+    """Each of the ranks of this machine gets its share of the cores; --threads may change that."""
+    kernels.set_threads(max(kernels.threads() // ranks, 1))
 
 
 def _check(settings: RunSettings) -> None:

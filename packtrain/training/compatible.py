@@ -26,6 +26,11 @@ def check_compatible(job: Job, found: Checkpoint, say: Callable[[str], None]) ->
             f"--resume: {found.path.parent} cannot continue: {'; '.join(other)};"
             " give the original ones, or start over with --overwrite"
         )
+    if found.about.get("ranks", 1) != now["ranks"]:
+        say(
+            f"the run had {plural(found.about.get('ranks', 1), 'process', 'processes')} and has {now['ranks']} now:"
+            " its sums are added in another order"
+        )
     if found.about["steps"] != now["steps"]:
         say(
             f"the run had {plural(found.about['steps'], 'step')} and has {now['steps']} now: "
@@ -42,7 +47,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: typ
     if found:
         return found
     # no setting explains these, for example another version of packtrain
-    told = {*now} - {"steps", "lora", "data", "sources"} - {f.name for f in fields(settings)}
+    told = (
+        {*now} - {"steps", "lora", "data", "sources", "ranks"} - {f.name for f in fields(settings)}
+    )
+    if before.get("ranks", 1) != now["ranks"]:
+        told -= {*ORDER}
     return [
         f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was {before[name]} and is {now[name]}"
         for name in sorted(told & {*before})

@@ -1,8 +1,9 @@
 """Plans bound to memory: steps of training and of evaluation on one session. It knows no files and no schedule."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import MappingProxyType
 
 import numpy as np
@@ -11,10 +12,12 @@ from packtrain.design.plans import APPLY, EVALUATE, MEASURE, MICRO, STEP, UPDATE
 from packtrain.models.lora import KEY
 from packtrain.models.preference import PAIRS, Preference
 from packtrain.optim import ROUNDING, Optimizer
+from packtrain.ranks import ALONE, World, here
 from packtrain.run import Executor, Session
 from packtrain.training.pairs import logps_of, measured, right, summary
 
 Batch = Mapping[str, np.ndarray]
+Sums = tuple[list[float], list[float], float]
 IN_A_ROW = 3  # bad steps that end a run
 
 
@@ -58,7 +61,10 @@ class Evaluated:
 
 
 class Turn:
-    """One step of the engine, which an optimizer drives, see `optim.optimizer.Turn`."""
+    """One step of the engine, which an optimizer drives, see `optim.optimizer.Turn`.
+
+    add  makes the loss and the gradients of this rank the sums of all ranks
+    """
 
     def __init__(
         self,
@@ -66,8 +72,9 @@ class Turn:
         shares: Sequence[Batch],
         rounding: Batch,
         before: "Turn | None" = None,
+        add: Callable[[np.ndarray], None] = lambda loss: None,
     ) -> None:
-        self.run, self.shares, self.rounding = run, shares, rounding
+        self.run, self.shares, self.rounding, self.add = run, shares, rounding, add
         self.loss = np.zeros((), np.float32)
         self.fed: list[tuple[Executor, Batch]] = []
         same = before is not None and _same(before.shares, shares)
@@ -92,6 +99,7 @@ class Turn:
         each = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
         losses = [got["loss"] for got in self._fed(MICRO, each)]
         self.loss = np.array(sum(losses), np.float32)
+        self.add(self.loss)
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
@@ -119,6 +127,7 @@ class Engine:
 
     shared  frozen leaves that are read in place
     seed    of dropout and stochastic rounding
+    world   the ranks that train together
     bad     steps in a row whose loss or gradient was not finite
     """
 
@@ -130,7 +139,7 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self.plans, self.optimizer, self.seed = plans, optimizer, seed
-        self.session = Session()
+        self.session, self.world = Session(), here()
         self.session.share(shared)
         self.bad = 0
         self.before: Turn | None = None  # the last step, if its gradients are still there
@@ -138,9 +147,9 @@ class Engine:
 
     def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
-        tokens = float(sum(batch["weights"].sum() for batch in batches))
+        tokens = self.world.total(float(sum(batch["weights"].sum() for batch in batches)))
         shares = self._shares(batches, tokens, number)
-        turn = Turn(self.run, shares, self._rounding(number), self.before)
+        turn = Turn(self.run, shares, self._rounding(number), self.before, self._add)
         self.before = None
         got = self.optimizer.drive(turn, number, rate)
         self.before = turn if self.optimizer.evaluations > 1 else None
@@ -172,7 +181,8 @@ class Engine:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
         if lora is not None and lora.dropout:
-            numbers = range((number - 1) * len(shares), number * len(shares))
+            first = ((number - 1) * self.world.size + self.world.rank) * len(shares)
+            numbers = range(first, first + len(shares))
             keys = (np.array([self.seed, n], np.int64) for n in numbers)
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
         return [*shares]
@@ -182,8 +192,15 @@ class Engine:
         wanted = any(ROUNDING in run.inputs for run in self.run.values())
         return {ROUNDING: np.array([self.seed, number], np.int64)} if wanted else {}
 
+    def _add(self, loss: np.ndarray) -> None:
+        """The loss and the sums of gradients of this rank become those of all, in place."""
+        if self.world.size == 1:
+            return
+        leaves = (leaf for leaf in self.plans.leaves.values() if leaf.role == "sum")
+        self.world.add([loss.reshape(1), *(self.session.array(leaf) for leaf in leaves)])
+
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
-        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference)
+        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, self.world)
 
 
 def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
@@ -213,25 +230,40 @@ def with_targets(batch: Batch) -> Batch:
     return {"targets": np.where(batch["weights"] > 0, batch["targets"], np.int32(-1))}
 
 
-def evaluate(run: Executor, batches: Iterable[Batch], how: Preference | None = None) -> Evaluated:
-    """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`."""
+def evaluate(
+    run: Executor,
+    batches: Iterable[Batch],
+    how: Preference | None = None,
+    world: World = ALONE,
+) -> Evaluated:
+    """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`.
+
+    The ranks of the world take batches in turn; the result has the same bits as that of one.
+    """
     if how is not None:
         return _evaluate_pairs(run, batches, how)
-    sums, counts, right = list[float](), list[float](), 0.0
-    for batch in batches:
-        got = run({**batch, **with_targets(batch)})
-        losses = got["losses"].astype(np.float64)
-        sums += (losses * batch["weights"]).sum(-1).tolist()
-        hits = got.get("right", np.float64(math.nan))
-        right += float((hits * batch["weights"]).sum(dtype=np.float64))
-        counts += batch["weights"].sum(-1, dtype=np.float64).tolist()
-    total, weight = np.array(sums), np.array(counts)
+    found = list[Sums]()
+    for i, batch in enumerate(batches):
+        if i % world.size == world.rank:
+            found.append(_evaluated(run, batch))
+    every = [one for turn in zip_longest(*world.gather(found)) for one in turn if one]
+    total, weight = (np.array([x for one in every for x in one[part]]) for part in (0, 1))
+    hits = sum(one[2] for one in every)
     used = weight > 0
     total, weight, count = total[used], weight[used], int(used.sum())
     mean = float(total.sum() / weight.sum())
     spread = float(np.square(total - mean * weight).sum()) * count / max(count - 1, 1)
     tokens = float(weight.sum())
-    return Evaluated(mean, spread**0.5 / tokens, int(tokens), right / tokens)
+    return Evaluated(mean, spread**0.5 / tokens, int(tokens), hits / tokens)
+
+
+def _evaluated(run: Executor, batch: Batch) -> Sums:
+    """Of each row the sum of its losses and its weight; and the weight of tokens that were the likeliest."""
+    got, weights = run({**batch, **with_targets(batch)}), batch["weights"]
+    losses = got["losses"].astype(np.float64)
+    hits = got.get("right", np.float64(math.nan))
+    right = float((hits * weights).sum(dtype=np.float64))
+    return (losses * weights).sum(-1).tolist(), weights.sum(-1, dtype=np.float64).tolist(), right
 
 
 def _evaluate_pairs(run: Executor, batches: Iterable[Batch], how: Preference) -> Evaluated:

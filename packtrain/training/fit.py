@@ -10,6 +10,7 @@ from typing import Any
 from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.gguf import GGUF
+from packtrain.ranks import World, here
 from packtrain.run import Values
 from packtrain.training import state
 from packtrain.training.ending import why_ended
@@ -33,6 +34,7 @@ class Fit:
     sample: Callable[[], str] | None = None
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
+    world: World = field(default_factory=here)
 
     # ---- start
 
@@ -51,7 +53,7 @@ class Fit:
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
             # these losses were measured on other batches and cannot be compared
             self.progress = replace(self.progress, base=math.inf, last=math.inf)
-        if found.path != self.checkpoint and self.checkpoint.exists():
+        if self.world.rank == 0 and found.path != self.checkpoint and self.checkpoint.exists():
             # otherwise the first save would keep the damaged file instead of the valid one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
 
@@ -67,7 +69,7 @@ class Fit:
         Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
         """
         while self.progress.step < self.job.steps and not self._ended():
-            if stopped():
+            if self.world.any(stopped()):
                 self.save(watch)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
             watch.step(self._step())
@@ -103,7 +105,7 @@ class Fit:
             "lr": rate,
             "grad_norm": did.norm,
             "tokens_per_second": did.tokens / seconds,
-            "positions_per_second": self.job.shape.positions / seconds,
+            "positions_per_second": self.world.size * self.job.shape.positions / seconds,
             "seconds": self.progress.seconds,
             **did.more,
         }
@@ -121,7 +123,7 @@ class Fit:
     def _validate(self) -> dict[str, float]:
         got = self.engine.evaluate(self.job.validation())
         self.progress = self.progress.validated(got.loss)
-        if self.job.settings.patience and not self.progress.stale:
+        if self.world.rank == 0 and self.job.settings.patience and not self.progress.stale:
             self.job.subject.keep(self.folder / BEST, self.engine.session.view)
         return {
             "val_loss": got.loss,
@@ -144,7 +146,9 @@ class Fit:
     # ---- saving
 
     def save(self, watch: Watch) -> None:
-        """Write a checkpoint of the current state."""
+        """Write a checkpoint of the current state; rank 0 does."""
+        if self.world.rank:
+            return
         arrays = Values(self.engine.session, self.engine.plans.saved)
         watch.save()  # first: metrics may be ahead of the checkpoint (they are truncated on resume), never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)

@@ -20,6 +20,7 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import save_model
 from packtrain.optim import OPTIMIZERS, Optimizer
+from packtrain.ranks import here
 from packtrain.run import Session
 from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
@@ -94,12 +95,20 @@ class Job:
         return self.shape.config
 
     def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of a step, counted from 1; the windows of a step do not depend on the micro-batch size."""
+        """This rank's micro-batches of a step, counted from 1; the windows of a step do not depend on their size."""
         asked = self.settings.grad_accumulation_steps
         # an epoch in one step is the same one each time, if the optimizer can use what it knows of it
         same = self.shape.evaluations > 1 and len(self.train) <= asked
         first = 0 if same else (step - 1) * asked
-        return [part for i in range(asked) for part in self._parts(self.train[first + i])]
+        size, rows = self.settings.batch_size, self.shape.rows * self.shape.micros
+        begin = (
+            here().rank * rows
+        )  # of the rows of the step, in their order, each rank takes as many
+        parts = list[Batch]()
+        for i in range(begin // size, -(-(begin + rows) // size)):
+            own = max(begin - i * size, 0), min(begin + rows - i * size, size)
+            parts += self._parts(self.train[first + i], *own)
+        return parts
 
     def glimpse(self) -> list[Batch]:
         """The first micro-batches of step 1, limited to GLIMPSE positions: the requested batch may be too large."""
@@ -127,9 +136,11 @@ class Job:
         count = 0 if self.valid is None else len(self.valid)
         return min(self.settings.val_batches or count, count)
 
-    def _parts(self, batch: Mapping[str, Any]) -> list[Batch]:
+    def _parts(
+        self, batch: Mapping[str, Any], begin: int = 0, end: int | None = None
+    ) -> list[Batch]:
         rows = self.shape.rows
-        starts = range(0, self.settings.batch_size, rows)
+        starts = range(begin, self.settings.batch_size if end is None else end, rows)
         return [{name: value[at : at + rows] for name, value in batch.items()} for at in starts]
 
     def about(self) -> dict[str, Any]:
@@ -149,6 +160,7 @@ class Job:
             "rows": shape.rows,
             "chunk": shape.chunk,
             "layered": shape.layered,
+            "ranks": shape.ranks,
         }
         # the form in which a checkpoint returns it
         return dict(json.loads(json.dumps(about, default=lambda path: str(path.absolute()))))
@@ -250,20 +262,37 @@ def shape_of(
     config = replace(config, precision=settings.precision, saved=settings.saved_activations)
     config = with_flash(config, settings.flash_attn, settings.target, say, None)
     optimizer = OPTIMIZERS[settings.optimizer]
+    ranks, own = _shared_out(settings, rows)
     norm, value = settings.max_grad_norm or None, settings.max_grad_value or None
     if optimizer.first_length is not None:
         norm = value = None
     return StepShape(
         config,
-        rows,
+        math.gcd(rows, own),
         time,
-        settings.grad_accumulation_steps,
+        own // math.gcd(rows, own),
         norm,
         evaluate,
         evaluations=optimizer.evaluations,
+        ranks=ranks,
         base=base,
         max_value=value,
     )
+
+
+def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
+    """The number of ranks, and the rows of a step for each. Raises InputError."""
+    ranks, every = here().size, rows * settings.grad_accumulation_steps
+    if every % ranks:
+        raise InputError(
+            f"{ranks} processes cannot share out the {every} rows of a step (--batch-size times"
+            " --grad-accumulation-steps) equally"
+        )
+    if ranks > 1 and settings.optimizer == "lbfgs":
+        raise InputError("--optimizer lbfgs works in one process; leave out --nproc")
+    if ranks > 1 and settings.device != "cpu":
+        raise InputError(f"--device {settings.device} works in one process; leave out --nproc")
+    return ranks, every // ranks
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:

@@ -194,6 +194,14 @@ class RunSettings:
     )
     device: str = MEMORY("cpu", DEVICE, choices=tuple(DEVICES))
     threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
+    nproc: int = MEMORY(
+        1,
+        "train in N processes of this machine, which share out the rows of each step, with --memory for each; needs"
+        " PyTorch (packtrain[torch])",
+        least=1,
+        most=1024,
+        metavar="N",
+    )
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     force_reshuffle: bool = OUTPUT(
         False, "with --resume: go on with the data in a new random order, no longer bit for bit"
@@ -288,6 +296,6 @@ def run_folder(output: Path) -> Path:
 FREE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
-sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle
+sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
 """
 FREE = frozenset(FREE_NAMES.split())

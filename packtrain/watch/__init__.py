@@ -24,11 +24,19 @@ class Watch:
     """Records what a training loop reports: `with Watch(...) as watch:`, `step` after each step, `end` at the end.
 
     peak  private memory since then
+    writes  files; otherwise it only measures and reports
     The first step of a run replaces the files in `folder`, unless `resume` has been called.
     """
 
-    def __init__(self, folder: Path, events: Events, *, tensorboard: bool = True) -> None:
-        self.folder, self.events, self.tensorboard = folder, events, tensorboard
+    def __init__(
+        self, folder: Path, events: Events, *, tensorboard: bool = True, writes: bool = True
+    ) -> None:
+        self.folder, self.events, self.tensorboard, self.writes = (
+            folder,
+            events,
+            tensorboard,
+            writes,
+        )
         self.curve, self.peak = Curve(), Peak()
         self._measuring = ExitStack()
         self.files: list[Metrics | EventFile] = []
@@ -36,6 +44,8 @@ class Watch:
 
     def resume(self, step: int) -> None:
         """Continue after this step; records of later steps are dropped."""
+        if not self.writes:
+            return
         self._open(step)
         for record in records(self.folder / METRICS):
             self.curve.add(record)
@@ -59,7 +69,7 @@ class Watch:
         `tokens_per_second` counts trained tokens; `positions_per_second`, where given, all computed positions.
         A step with a validation after it is reported after that: it has `val_loss`, `val_accuracy` and their errors.
         """
-        for part in (*self._opened(), self.curve):
+        for part in (*self._opened(), self.curve) if self.writes else ():
             part.add(record)
         self.events.step(record, self.peak.nbytes)
 

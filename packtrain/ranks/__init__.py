@@ -1,0 +1,11 @@
+"""Several processes that train one model together: who takes part, what they exchange, and how they are started.
+
+`here()` is this process among them; alone, it is rank 0 of 1 and every exchange returns what it is given.
+PyTorch's gloo carries the bytes; sums are added here, in the order of the ranks, so that they have the same bits
+each time and on each rank.
+"""
+
+from packtrain.ranks.launch import free_port, launch
+from packtrain.ranks.world import ALONE, World, here, joined, rank, several
+
+__all__ = ["ALONE", "World", "free_port", "here", "joined", "launch", "rank", "several"]

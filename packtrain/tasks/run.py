@@ -80,12 +80,12 @@ def carry_out(
     before  called before step 1, when the weights have their values; takes a function that returns whether to stop
     after   called when the steps are done and their memory is free
     """
-    with joined(_share_cores) as world:
-        if world.rank:
+    with joined(_share_cores):
+        if here().rank:
             settings = replace(settings, watch=None)
         else:
             _check(settings)
-        if settings.nproc > 1 and world.size == 1:
+        if settings.nproc > 1 and here().size == 1:
             raise InputError(
                 "--nproc is for the command line; here, start the processes with torchrun"
             )

@@ -127,7 +127,6 @@ class Engine:
 
     shared  frozen leaves that are read in place
     seed    of dropout and stochastic rounding
-    world   the ranks that train together
     bad     steps in a row whose loss or gradient was not finite
     """
 
@@ -139,7 +138,7 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self.plans, self.optimizer, self.seed = plans, optimizer, seed
-        self.session, self.world = Session(), here()
+        self.session = Session()
         self.session.share(shared)
         self.bad = 0
         self.before: Turn | None = None  # the last step, if its gradients are still there
@@ -147,7 +146,7 @@ class Engine:
 
     def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
-        tokens = self.world.total(float(sum(batch["weights"].sum() for batch in batches)))
+        tokens = here().total(float(sum(batch["weights"].sum() for batch in batches)))
         shares = self._shares(batches, tokens, number)
         turn = Turn(self.run, shares, self._rounding(number), self.before, self._add)
         self.before = None
@@ -181,7 +180,7 @@ class Engine:
             shares = [{name: np.concatenate([s[name] for s in shares]) for name in shares[0]}]
         lora = self.plans.shape.config.lora
         if lora is not None and lora.dropout:
-            first = ((number - 1) * self.world.size + self.world.rank) * len(shares)
+            first = ((number - 1) * here().size + here().rank) * len(shares)
             numbers = range(first, first + len(shares))
             keys = (np.array([self.seed, n], np.int64) for n in numbers)
             shares = [{**share, KEY: key} for share, key in zip(shares, keys, strict=True)]
@@ -194,13 +193,13 @@ class Engine:
 
     def _add(self, loss: np.ndarray) -> None:
         """The loss and the sums of gradients of this rank become those of all, in place."""
-        if self.world.size == 1:
+        if here().size == 1:
             return
         leaves = (leaf for leaf in self.plans.leaves.values() if leaf.role == "sum")
-        self.world.add([loss.reshape(1), *(self.session.array(leaf) for leaf in leaves)])
+        here().add([loss.reshape(1), *(self.session.array(leaf) for leaf in leaves)])
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
-        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, self.world)
+        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, here())
 
 
 def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.gguf import GGUF
-from packtrain.ranks import World, here
+from packtrain.ranks import here
 from packtrain.run import Values
 from packtrain.training import state
 from packtrain.training.ending import why_ended
@@ -34,7 +34,6 @@ class Fit:
     sample: Callable[[], str] | None = None
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
-    world: World = field(default_factory=here)
 
     # ---- start
 
@@ -53,7 +52,7 @@ class Fit:
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
             # these losses were measured on other batches and cannot be compared
             self.progress = replace(self.progress, base=math.inf, last=math.inf)
-        if self.world.rank == 0 and found.path != self.checkpoint and self.checkpoint.exists():
+        if here().rank == 0 and found.path != self.checkpoint and self.checkpoint.exists():
             # otherwise the first save would keep the damaged file instead of the valid one
             self.checkpoint.replace(self.folder / "checkpoint.damaged.gguf")
 
@@ -69,7 +68,7 @@ class Fit:
         Raises Interrupted after saving if `stopped()`; NotFinite for three bad steps in a row.
         """
         while self.progress.step < self.job.steps and not self._ended():
-            if self.world.any(stopped()):
+            if here().any(stopped()):
                 self.save(watch)
                 raise Interrupted(f"stopped after step {self.progress.step} of {self.job.steps}")
             watch.step(self._step())
@@ -105,7 +104,7 @@ class Fit:
             "lr": rate,
             "grad_norm": did.norm,
             "tokens_per_second": did.tokens / seconds,
-            "positions_per_second": self.world.size * self.job.shape.positions / seconds,
+            "positions_per_second": here().size * self.job.shape.positions / seconds,
             "seconds": self.progress.seconds,
             **did.more,
         }
@@ -123,7 +122,7 @@ class Fit:
     def _validate(self) -> dict[str, float]:
         got = self.engine.evaluate(self.job.validation())
         self.progress = self.progress.validated(got.loss)
-        if self.world.rank == 0 and self.job.settings.patience and not self.progress.stale:
+        if here().rank == 0 and self.job.settings.patience and not self.progress.stale:
             self.job.subject.keep(self.folder / BEST, self.engine.session.view)
         return {
             "val_loss": got.loss,
@@ -147,7 +146,7 @@ class Fit:
 
     def save(self, watch: Watch) -> None:
         """Write a checkpoint of the current state; rank 0 does."""
-        if self.world.rank:
+        if here().rank:
             return
         arrays = Values(self.engine.session, self.engine.plans.saved)
         watch.save()  # first: metrics may be ahead of the checkpoint (they are truncated on resume), never behind it

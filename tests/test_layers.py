@@ -1,7 +1,7 @@
 """Who may import whom, and how light `import packtrain` is."""
 
 import ast
-import statistics
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ TORCHS = {  # of PyTorch, likewise
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 }
-TIMES_NUMPY = 3  # importing packtrain beside NumPy: 1.5 to 2.2 were measured
+TIMES_NUMPY = 2  # importing packtrain beside NumPy: 1.05 were measured
 
 
 def sources() -> Iterator[tuple[str, str, ast.Module]]:
@@ -166,26 +166,30 @@ def test_nothing_is_imported_late():
     assert wrong == []
 
 
-def test_importing_is_light():
-    """Neither numba nor torch; with the engine at most three times what NumPy takes, in the same process."""
+def test_importing_is_light(tmp_path):
+    """Neither numba nor torch; with the engine at most twice what NumPy takes, in the same process."""
     code = (
         "import sys, time; import packtrain; assert 'numpy' not in sys.modules; "
         "began = time.thread_time(); import numpy; there = time.thread_time(); "
         "packtrain.Session, packtrain.differentiate, packtrain.interpret, packtrain.ops; "
-        "print((time.thread_time() - there) / (there - began), *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
+        "print(time.thread_time() - there, there - began, *{'torch', 'numba', 'llvmlite'} & set(sys.modules))"
     )
-    ratios = []
-    for _ in range(5):
+    # compiled to bytecode by the first run, also where Python is told not to keep any
+    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    took = []
+    for _ in range(8):
         said = subprocess.run(
             [sys.executable, "-c", code],
             cwd=ROOT.parent,
             capture_output=True,
             text=True,
             check=True,
+            env={**os.environ, **kept},
         ).stdout.split()
-        assert said[1:] == [], f"import packtrain loads {said[1:]}"
-        ratios.append(float(said[0]))
-    assert statistics.median(ratios) <= TIMES_NUMPY
+        assert said[2:] == [], f"import packtrain loads {said[2:]}"
+        took.append([*map(float, said[:2])])
+    ours, numpys = map(min, zip(*took, strict=True))  # what others of the machine take comes on top
+    assert ours / numpys <= TIMES_NUMPY
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -364,10 +364,10 @@ def test_a_guess_that_is_too_high_refuses_nothing_that_fits():
 
 
 class Heavier(loaded.Loaded):
-    """Kernels that take 6 MiB more than was measured."""
+    """Kernels that take 24 MiB more than was measured."""
 
     def load(self) -> None:
-        self.held.append(np.ones(6 * MIB, np.uint8))
+        self.held.append(np.ones(24 * MIB, np.uint8))
 
     held: ClassVar[list[np.ndarray]] = []
 

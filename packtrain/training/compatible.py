@@ -50,7 +50,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], settings: typ
     told = (
         {*now} - {"steps", "lora", "data", "sources", "ranks"} - {f.name for f in fields(settings)}
     )
-    if before.get("ranks", 1) != now["ranks"]:
+    if before.get("ranks", 1) != now.get("ranks", 1):
         told -= {*ORDER}
     return [
         f"{'its order of additions' if name in ORDER else 'the model'} ({name}) was {before[name]} and is {now[name]}"

@@ -9,6 +9,7 @@ from packtrain.serving.jobs import Chosen, Counts, End, Part, Progress
 from packtrain.serving.native import Native
 from packtrain.serving.reading import Asked
 from packtrain.serving.shapes import described, finish, head, new_id, progress, timings, usage
+from packtrain.serving.thoughts import Thoughts, split
 from packtrain.tokenizer import Tokenizer
 
 Found = Sequence[tuple[str, tuple[Chosen, ...], End]]
@@ -132,6 +133,8 @@ class Chats(Texts):
         openings = (tools.style.opening,) if tools else ()
         self._shown = [Pieces(openings) for _ in asked.jobs]
         self._texts = [""] * len(asked.jobs)
+        thinks = asked.thinks
+        self._thoughts = None if thinks is None else [Thoughts(thinks) for _ in asked.jobs]
 
     def _delta(
         self, number: int, delta: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
@@ -154,16 +157,30 @@ class Chats(Texts):
         return [*events, self._start(number)] if told.read == told.total else events
 
     def part(self, number: int, part: Part) -> list[Event]:
-        self._texts[number] += part.text
-        shown = self._shown[number]
-        text = "" if shown.stopped else shown.add(part.text)
-        if not text:
+        thought, content = self._split(number, part.text)
+        text = self._next(number, content)
+        if not thought and not text:
             return []
-        return [self._delta(number, {"content": text}, None, part.tokens) | self._timed(part)]
+        delta = {"reasoning_content": thought} if thought else {}
+        delta |= {"content": text} if text else {}
+        return [self._delta(number, delta, None, part.tokens) | self._timed(part)]
+
+    def _split(self, number: int, text: str) -> tuple[str, str]:
+        return self._thoughts[number].add(text) if self._thoughts else ("", text)
+
+    def _next(self, number: int, content: str) -> str:
+        """What can be told of the content so far: what may become a call waits."""
+        self._texts[number] += content
+        shown = self._shown[number]
+        return "" if shown.stopped else shown.add(content)
 
     def end(self, number: int, end: End) -> list[Event]:
         events, reason, shown = list[Event](), finish(end), self._shown[number]
-        rest = "" if shown.stopped else shown.rest()
+        thought, content = self._thoughts[number].rest() if self._thoughts else ("", "")
+        if thought:
+            events.append(self._delta(number, {"reasoning_content": thought}))
+        rest = self._next(number, content)
+        rest += "" if shown.stopped else shown.rest()
         calls = self._calls(self._texts[number])[1]
         if shown.stopped and not calls:  # it began like a call, and was none
             text = self._texts[number]
@@ -180,8 +197,12 @@ class Chats(Texts):
         return self._tools.parse(text) if self._tools else (text, [])
 
     def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
+        thinks = self._asked.thinks
+        thought, text = ("", text) if thinks is None else split(text, thinks)
         content, calls = self._calls(text)
         message: Event = {"role": "assistant", "content": content or (None if calls else "")}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = calls
         reason = finish(end)

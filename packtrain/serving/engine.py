@@ -51,15 +51,17 @@ class Engine:
 
     waiting  most jobs that wait for a slot
     similar  share of a prompt that a slot must know to be preferred for it
+    shifts   an answer that fills the context goes on: tokens in the middle of the text are forgotten
     """
 
     def __init__(
         self, context: Context, tokenizer: Tokenizer, *, waiting: int = 256, chunk: int = CHUNK,
-        similar: float = SIMILAR,
+        similar: float = SIMILAR, shifts: bool = False,
     ) -> None:  # fmt: skip
         self.context, self.totals = context, Totals()
         self.slots = [Slot(number) for number in range(context.pools.sequences)]
         self._tokenizer, self._waiting, self._similar = tokenizer, waiting, similar
+        self._shifts = shifts
         self._chunk = max(chunk, len(self.slots) + 1)
         self._queue, self._calls = deque[Ticket](), deque[Callable[[], None]]()
         self._change, self._closing, self._hurried = threading.Condition(), False, False
@@ -311,8 +313,24 @@ class Engine:
                 continue
             if writing.ended:
                 self._finish(slot, "")
-            elif len(writing.resume()) > self.limit:
+            elif len(writing.text) > self.limit and not self._shift(slot):
                 self._finish(slot, "context")
+
+    def _shift(self, slot: Slot) -> bool:
+        """Forget a part of a text, so that its answer can go on; whether that was possible."""
+        writing, context = slot.writing, self.context
+        if writing is None or writing.reading or not self._shifts:
+            return False
+        since, until = writing.forget(self._tokenizer.add_bos)
+        try:
+            context.remove(slot.number, since, until)
+            context.shift(slot.number, since - until, since)
+        except (
+            CacheFull
+        ):  # cells of other answers, too, have no room to be copied: the rest is read again
+            context.remove(slot.number)
+            writing.left = [*writing.text]
+        return since < until
 
     def _make_room(self) -> None:
         """Let the answer that began last pause; its text is read again later. One alone is over."""
@@ -320,9 +338,10 @@ class Engine:
         last = max(going, key=lambda slot: slot.used)
         assert last.writing
         if len(going) == 1:
-            self._finish(last, "context")
+            if not self._shift(last):
+                self._finish(last, "context")
             return
-        last.writing.paused, last.writing.left = True, last.writing.resume()
+        last.writing.paused, last.writing.left = True, [*last.writing.text]
         self.context.remove(last.number)
 
     def _count(self, parts: Sequence[tuple[Slot, int]], seconds: float) -> None:

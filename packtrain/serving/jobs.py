@@ -31,6 +31,8 @@ class Job:
     progress  it is told how much of the prompt has been read
     seconds   of writing after which it ends, once it has a line; 0: no limit
     indent    it ends at a line that begins with fewer spaces
+    keep      first tokens of the text that stay where a full context is shifted; -1: the prompt
+    discard   tokens after these that are then forgotten; 0: half of them
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +51,8 @@ class Job:
     progress: bool = False
     seconds: float = 0.0
     indent: int = 0
+    keep: int = 0
+    discard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,17 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one answer: tokens of the prompt, how many of them were in the cache, tokens written, and seconds of both."""
+    """Of one answer: tokens of the prompt, how many of them were in the cache, tokens written, and seconds of both.
+
+    forgotten  tokens that left a full context, so that the answer could go on
+    """
 
     prompt: int
     cached: int = 0
     written: int = 0
     reading: float = 0.0
     writing: float = 0.0
+    forgotten: int = 0
 
 
 @dataclass(frozen=True, slots=True)

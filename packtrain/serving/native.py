@@ -15,7 +15,7 @@ ENDS = {"end": "eos", "stop": "word", "count": "limit", "context": "limit"}
 
 # what is always off here, as llama-server says it
 OFF = {
-    "adaptive_target": -1.0, "adaptive_decay": 0.9, "n_discard": 0, "min_keep": 0, "grammar_lazy": False,
+    "adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0, "grammar_lazy": False,
     "grammar_triggers": [], "preserved_tokens": [], "chat_format": "Content-only", "reasoning_format": "none",
     "reasoning_in_content": False, "generation_prompt": "", "speculative.types": "none", "backend_sampling": False,
 }  # fmt: skip
@@ -38,7 +38,8 @@ def settings_of(job: Job, body: Body | None = None) -> dict[str, Any]:
         "ignore_eos": job.endless,
         "logit_bias": [{"token": id, "bias": x if math.isfinite(x) else None} for id, x in biases],
         "dry_sequence_breakers": [*job.sampling.breakers],
-        "n_keep": given.number("n_keep", 0, -1),
+        "n_keep": job.keep,
+        "n_discard": job.discard,
         "grammar": given.text("grammar"),
         "stream": given.flag("stream"),
         "timings_per_token": given.flag("timings_per_token"),
@@ -126,7 +127,7 @@ class Native:
             "generation_settings": self._settings[number],
             "prompt": self._tokenizer.decode(job.prompt, special=True),
             "has_new_line": "\n" in self._texts[number],
-            "truncated": end.reason == "context",
+            "truncated": end.reason == "context" or counts.forgotten > 0,
             "stop_type": ENDS.get(end.reason, "none"),
             "stopping_word": end.stop,
             "timings": timings(counts),

@@ -20,6 +20,7 @@ from packtrain.serving.asked import (
 )
 from packtrain.serving.jobs import Job
 from packtrain.serving.server import Server
+from packtrain.serving.thoughts import CLOSE, FORMATS, NONE, is_thinking
 from packtrain.serving.tools import Tools, explained
 
 MOST_TOLD = 1 << 15  # probabilities of all answers of a request
@@ -50,6 +51,8 @@ def job_of(server: Server, body: Body, prompt: list[int], grammar: Grammar | Non
         progress=body.flag("return_progress") and body.flag("stream"),
         seconds=body.number("t_max_predict_ms", 0.0) / 1e3,
         indent=body.number("n_indent", 0, 0, 1 << 20),
+        keep=body.number("n_keep", 0, -1, 1 << 30),
+        discard=body.number("n_discard", 0, 0, 1 << 30),
     )
 
 
@@ -138,6 +141,7 @@ class Asked:
     shown   how many likely tokens are told with each token; None: not even its own probability
     before  text with which each answer begins
     tools   those that answers may call
+    thinks  whether answers begin within thoughts; None: thoughts are not told apart
     counted whether a stream ends with the counts of tokens
     timed   whether each event of a stream has the counts so far
     """
@@ -147,6 +151,7 @@ class Asked:
     shown: int | None
     before: tuple[str, ...] = ()
     tools: Tools | None = None
+    thinks: bool | None = None
     counted: bool = False
     timed: bool = False
 
@@ -209,7 +214,19 @@ def chat(server: Server, body: Body) -> Asked:
     special = tools is not None and tools.token(server.tokenizer) is not None
     count = body.number("n", 1, 1, MOST_ANSWERS)
     job = replace(with_top(server, job, shown, count), special=special)
-    return Asked(several(job, count), count, shown, tools=tools, **counts_of(body))
+    thinks = thinks_of(server, body, text, conversation)
+    return Asked(several(job, count), count, shown, tools=tools, thinks=thinks, **counts_of(body))
+
+
+def thinks_of(server: Server, body: Body, text: str, conversation: Conversation) -> bool | None:
+    """Whether an answer begins within thoughts; None: they are not told apart. Raises InputError."""
+    wanted = body.text("reasoning_format", server.reasoning)
+    if wanted not in FORMATS:
+        raise InputError(f"reasoning_format is {wanted!r}; it must be one of {', '.join(FORMATS)}")
+    if wanted == NONE or CLOSE not in server.source:
+        return None
+    last = conversation.messages[-1]
+    return is_thinking(text, last["content"] if last["role"] == "assistant" else None)
 
 
 def conversation_of(body: Body) -> Conversation:

@@ -25,6 +25,7 @@ from packtrain.sampling import Sampling
 from packtrain.serving.engine import Engine
 from packtrain.serving.jobs import Busy, End, Job, Told
 from packtrain.serving.shapes import Refused
+from packtrain.serving.thoughts import AUTO
 from packtrain.tokenizer import Tokenizer
 
 GRAMMARS = 1 << 17  # characters of the grammars of all requests
@@ -65,6 +66,7 @@ class Server:
     bos       text of the BOS token, with which a template may begin
     name      of the model, as clients see it
     aliases   its other names
+    reasoning how thoughts are told, where a request does not say
     scales    of the adapters, where a request does not say
     embedder  a context for embeddings, and how they are pooled; None: they are off
     slots     where slots are saved; None: nowhere
@@ -92,6 +94,7 @@ class Server:
     watched: bool = True
     page: bool = True
     aliases: tuple[str, ...] = ()
+    reasoning: str = AUTO
     began: float = field(default_factory=time.time)
     _lock: Lock = field(default_factory=Lock)
     _grammars: int = 0

@@ -32,6 +32,7 @@ class Writing:
 
     left     tokens still to read: of the prompt, then the last one written
     ids      tokens written
+    text     all tokens that count: the prompt and those written, less what was forgotten
     cached   tokens of the prompt that were in the cache
     waited   runs since it read something
     paused   it waits until there is room in the context
@@ -41,7 +42,8 @@ class Writing:
         """Raises InputError."""
         job = self.job = ticket.job
         self.ticket, self._tokenizer, self._slot = ticket, tokenizer, slot
-        self.left, self.ids = [*job.prompt], list[int]()
+        self.left, self.text, self.ids = [*job.prompt], [*job.prompt], list[int]()
+        self._forgotten = 0
         self.cached, self.waited, self.paused = 0, 0, False
         self.chain = chain_of(tokenizer, job.sampling, job.seed, job.prompt, job.grammar)
         self.chain.whole = job.top > 0
@@ -57,9 +59,15 @@ class Writing:
         """Whether the last token of `left` is not one that was just written."""
         return not self.ids or len(self.left) > 1
 
-    def resume(self) -> list[int]:
-        """The whole text: what is to be read where nothing of it is in the cache."""
-        return [*self.job.prompt, *self.ids]
+    def forget(self, bos: bool) -> tuple[int, int]:
+        """Forget a part of the text in the middle; from which token to which. The last one is not in the cache yet."""
+        job, known = self.job, len(self.text) - 1
+        keep = len(job.prompt) if job.keep < 0 else job.keep + bos
+        keep = min(keep, known - 1)
+        count = min(job.discard or (known - keep) // 2, known - keep)
+        del self.text[keep : keep + count]
+        self._forgotten += count
+        return keep, keep + count
 
     def take(self, given: Given) -> None:
         """Choose the next token, and tell what text it completes. Raises InputError."""
@@ -75,6 +83,7 @@ class Writing:
         left = self.chain.left(given) if self.job.after and isinstance(given, np.ndarray) else None
         self.chain.accept(chosen)
         self.ids.append(chosen)
+        self.text.append(chosen)
         self.left = [chosen]
         self._untold.append(described(left or given, chosen, self.job.top))
         text = self._pieces.add(self._stream.feed(chosen))
@@ -106,7 +115,7 @@ class Writing:
 
     def _counts(self) -> Counts:
         seconds = self._first - self._began, time.perf_counter() - self._first
-        return Counts(len(self.job.prompt), self.cached, len(self.ids), *seconds)
+        return Counts(len(self.job.prompt), self.cached, len(self.ids), *seconds, self._forgotten)
 
     def tell_progress(self) -> None:
         """How much of the prompt has been read, if the job asks for that."""

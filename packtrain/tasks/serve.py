@@ -22,6 +22,8 @@ from packtrain.samples.render import Renderer
 from packtrain.sampling import Sampling
 from packtrain.serving.engine import CHUNK, SIMILAR, Engine
 from packtrain.serving.server import Limits, Server
+from packtrain.serving.thoughts import AUTO as THOUGHTS
+from packtrain.serving.thoughts import FORMATS
 from packtrain.settings import MEMORY, MODEL, SAMPLING, option
 from packtrain.tasks.speak import CACHE, LORA, MOST_SEED, Speaker, check_cache, opened
 from packtrain.template import ChatTemplate, choose_template, template_named, template_source
@@ -66,6 +68,10 @@ class Serve(Sampling, Speaker):
         CHUNK, "most tokens of a run: longer prompts are read in parts between others' tokens", flags="-ub",
         least=32, most=512,
     )  # fmt: skip
+    context_shift: bool = option(
+        False,
+        "an answer that fills the context goes on: tokens in the middle of the text are forgotten",
+    )
     n_predict: int = option(-1, "most tokens of an answer; -1: no limit", flags="-n", least=-1)
     queue: int = option(256, "most requests that wait for a slot; others are refused", least=1)
     timeout: int = option(3600, "seconds after which an answer is ended", flags="-to", least=1)
@@ -73,6 +79,9 @@ class Serve(Sampling, Speaker):
         -1, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
     )
     chat_template: str | None = option(None, CHAT_TEMPLATE, metavar="NAME|FILE")
+    reasoning_format: str = option(
+        THOUGHTS, "thoughts of models that think, in <think>: in reasoning_content, or none: as text", choices=FORMATS
+    )  # fmt: skip
     lora: tuple[str, ...] = MODEL((), LORA, metavar="FILE[:SCALE]")
     cache_type: str = MODEL("f16", CACHE, choices=("f16", "f32", "q8_0"))
     swa_full: bool = MODEL(
@@ -137,7 +146,7 @@ def load(settings: Serve, events: Events) -> Server:
     context, embedder = contexts(settings, model, events)
     engine = Engine(
         context, tokenizer, waiting=settings.queue, chunk=settings.ubatch_size,
-        similar=settings.slot_prompt_similarity,
+        similar=settings.slot_prompt_similarity, shifts=settings.context_shift,
     )  # fmt: skip
     names = settings.names or [settings.model.name]
     given = [split_scale(one) for one in settings.lora]
@@ -147,6 +156,7 @@ def load(settings: Serve, events: Events) -> Server:
         limits=Limits(answer=settings.n_predict, seconds=settings.timeout),
         adapters=tuple(path.name for path, _ in given), scales=tuple(scale for _, scale in given),
         embedder=embedder, slots=folder, watched=settings.slots, page=settings.ui, measured=settings.metrics,
+        reasoning=settings.reasoning_format,
     )  # fmt: skip
     if embedder is not None:
         server.pooling = settings.pooling or pooling_of(model)

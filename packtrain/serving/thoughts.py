@@ -1,0 +1,70 @@
+"""What a model thinks before it answers, told apart from the answer (llama-server: --reasoning-format deepseek)."""
+
+OPEN, CLOSE = "<think>", "</think>"
+AUTO, NONE, DEEPSEEK = "auto", "none", "deepseek"
+FORMATS = (AUTO, NONE, DEEPSEEK)
+
+
+def is_thinking(prompt: str, begun: str | None) -> bool:
+    """Whether the text that an answer goes on from, a prompt or the answer that has begun, ends within thoughts."""
+    if begun is not None:
+        return begun.rfind(OPEN) > begun.rfind(CLOSE)
+    return prompt.rstrip().endswith(OPEN)
+
+
+class Thoughts:
+    """Splits an answer into thoughts and content, piece by piece. Space around thoughts belongs to neither.
+
+    thinking  the answer begins within thoughts: its prompt has opened them
+    """
+
+    def __init__(self, thinking: bool) -> None:
+        self._thinking, self._begun, self._held = thinking, thinking, ""
+        self._bare = thinking  # what comes next has no space before it
+
+    def add(self, piece: str) -> tuple[str, str]:
+        """The thoughts and the content that are certain now."""
+        text = self._held + piece
+        self._held = ""
+        if not self._begun:
+            words = text.lstrip()
+            if len(words) < len(OPEN) and OPEN.startswith(words):
+                self._held = text
+                return "", ""
+            self._begun, self._thinking = True, words.startswith(OPEN)
+            if self._thinking:
+                text, self._bare = words.removeprefix(OPEN), True
+        if not self._thinking:
+            return "", self._trimmed(text)
+        thought, end, content = text.partition(CLOSE)
+        if not end:
+            keep = _unsure(text)
+            self._held = text[keep:]
+            return self._trimmed(text[:keep]), ""
+        thought = self._trimmed(thought).rstrip()
+        self._thinking, self._bare = False, True
+        return thought, self._trimmed(content)
+
+    def rest(self) -> tuple[str, str]:
+        """What was held back, at the end of an answer."""
+        held, self._held = self._held, ""
+        return (self._trimmed(held).rstrip(), "") if self._thinking else ("", held)
+
+    def _trimmed(self, text: str) -> str:
+        if self._bare:
+            text = text.lstrip()
+            self._bare = not text
+        return text
+
+
+def _unsure(text: str) -> int:
+    """From where on a text could be the end of thoughts: space, or a beginning of their closing tag."""
+    ends = (n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n]))
+    return len(text[: len(text) - next(ends, 0)].rstrip())
+
+
+def split(text: str, thinking: bool) -> tuple[str, str]:
+    """Thoughts and content of a whole answer."""
+    thoughts = Thoughts(thinking)
+    found = thoughts.add(text), thoughts.rest()
+    return found[0][0] + found[1][0], found[0][1] + found[1][1]

@@ -1,0 +1,77 @@
+"""`--context-shift`: an answer that fills the context goes on, and the middle of its text is forgotten."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+starlette = pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from packtrain.events import Events  # noqa: E402
+from packtrain.serving.app import app  # noqa: E402
+from packtrain.tasks.serve import Serve, load  # noqa: E402
+from tests.architectures import random_model  # noqa: E402
+
+PROMPT = [1, *range(40, 60)]
+ENDLESS = {"prompt": PROMPT, "n_predict": 150, "temperature": 0, "ignore_eos": True}
+
+
+@contextmanager
+def serving(folder: Path, arch: str = "llama", **how: Any) -> Iterator[tuple[TestClient, Any]]:
+    random_model(folder / "m.gguf", arch)
+    given: dict[str, Any] = {"ctx": 64, "parallel": 1, "seed": 1, "context_shift": True} | how
+    server = load(Serve(folder / "m.gguf", **given), Events())
+    with TestClient(app(server), raise_server_exceptions=False) as client:
+        yield client, server.engine
+    server.engine.close(0)
+
+
+def written(client: TestClient, **more: Any) -> Any:
+    answer = client.post("/completion", json=ENDLESS | more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])  # the second has windows
+def test_an_answer_longer_than_the_context(tmp_path, arch):
+    with serving(tmp_path, arch) as (client, engine):
+        found = written(client)
+        assert found["truncated"] is True and found["tokens_predicted"] == 150
+        assert found["stop_type"] == "limit"
+        assert written(client, cache_prompt=False)["content"] == found["content"]
+        known = engine.context.tokens(0)
+        assert len(known) <= 64 and known[0] == 1
+
+
+def test_what_is_kept_and_forgotten(tmp_path):
+    """64 cells: the answer begins to forget after 43 tokens, 10 behind BOS and five that are kept."""
+    with serving(tmp_path) as (client, engine):
+        found = written(client, n_predict=45, n_keep=5, n_discard=10, return_tokens=True)
+        text = [*PROMPT, *found["tokens"]]
+        assert engine.context.tokens(0) == text[:6] + text[16:-1]
+        whole = written(client, n_predict=45, n_keep=-1, return_tokens=True, cache_prompt=False)
+        assert engine.context.tokens(0)[: len(PROMPT)] == PROMPT
+        assert whole["tokens"][:43] == found["tokens"][:43]
+
+
+def test_without_it_the_answer_ends(tmp_path):
+    with serving(tmp_path, context_shift=False) as (client, _):
+        found = written(client)
+        assert found["truncated"] is True and len(PROMPT) + found["tokens_predicted"] in (64, 65)
+
+
+def test_several_answers_share_a_prompt_and_a_full_pool(tmp_path):
+    with serving(tmp_path, parallel=3) as (client, engine):
+        body = {"prompt": PROMPT, "n": 3, "max_tokens": 100, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 300
+        end = time.monotonic() + 10
+        while any(slot.writing for slot in engine.slots) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not any(slot.writing for slot in engine.slots)

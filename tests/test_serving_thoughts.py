@@ -1,0 +1,120 @@
+"""Thoughts of a model are told apart from its answer, whole and in streams."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from packtrain.serving.thoughts import Thoughts, is_thinking, split
+
+starlette = pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from packtrain.events import Events  # noqa: E402
+from packtrain.serving.app import app  # noqa: E402
+from packtrain.tasks.serve import Serve, load  # noqa: E402
+from tests.architectures import random_model  # noqa: E402
+
+CHATS = "/v1/chat/completions"
+# as templates of models that think: they drop the thoughts of earlier answers
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if opened %}<think>\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "found"),
+    [
+        ("<think>\na b\n</think>\n\nc d", False, ("a b", "c d")),
+        ("\n <think>a</think>c", False, ("a", "c")),
+        ("a </thin b\n</think>\n c </think>", True, ("a </thin b", "c </think>")),
+        ("<think>\n\n</think>\n\nc", False, ("", "c")),
+        ("no <think>a</think>", False, ("", "no <think>a</think>")),
+        ("<thin air", False, ("", "<thin air")),
+        ("<thi", False, ("", "<thi")),
+        (" ", False, ("", " ")),
+        ("still </th", True, ("still </th", "")),
+        ("still\n", True, ("still", "")),
+        ("<think>still", False, ("still", "")),
+        ("", True, ("", "")),
+    ],
+)
+def test_a_text_is_split_alike_in_all_pieces(text, thinking, found):
+    assert split(text, thinking) == found
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1):
+            thoughts = Thoughts(thinking)
+            pieces = text[:first], text[first:second], text[second:]
+            told = [*map(thoughts.add, pieces), thoughts.rest()]
+            assert ("".join(t for t, _ in told), "".join(c for _, c in told)) == found
+
+
+def test_prompts_that_open_thoughts():
+    assert is_thinking("<assistant><think>\n", None)
+    assert not is_thinking("<assistant>", None)
+    assert not is_thinking("what is <think>? <assistant>", None)
+    assert is_thinking("", "<think>one")
+    assert not is_thinking("", "<think>one</think> so")
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory) -> Iterator[TestClient]:
+    folder = tmp_path_factory.mktemp("thoughts")
+    random_model(folder / "m.gguf", "llama")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    how: dict[str, Any] = {"ctx": 256, "chat_template": str(folder / "template.jinja"), "seed": 1}
+    server = load(Serve(folder / "m.gguf", **how), Events())
+    with TestClient(app(server), raise_server_exceptions=False) as client:
+        yield client
+    server.engine.close(0)
+
+
+def request(answer: str, **more: Any) -> dict[str, Any]:
+    """A chat whose answer is given by a grammar."""
+    grammar = f"root ::= {json.dumps(answer)}"
+    user = {"role": "user", "content": "the a"}
+    return {"messages": [user], "grammar": grammar, "max_tokens": 100} | more
+
+
+def whole(client: TestClient, **asked: Any) -> Any:
+    answer = client.post(CHATS, json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]
+
+
+def streamed(client: TestClient, **asked: Any) -> dict[str, str]:
+    """What the deltas of a stream say together."""
+    told = dict[str, str]()
+    for line in client.post(CHATS, json=asked | {"stream": True}).text.split("\n\n"):
+        if line.startswith("data: {"):
+            delta = json.loads(line[6:])["choices"][0]["delta"]
+            for name in ("reasoning_content", "content"):
+                told[name] = told.get(name, "") + (delta.get(name) or "")
+    return told
+
+
+CASES = [
+    ("<think>\nthe a\n</think>\n\nthe answer", {}, "the a", "the answer"),
+    ("the a</think>the answer", {"chat_template_kwargs": {"opened": True}}, "the a", "the answer"),
+    ("the answer", {}, "", "the answer"),
+    ("<think>a</think>b", {"reasoning_format": "none"}, "", "<think>a</think>b"),
+]
+
+
+@pytest.mark.grammar
+@pytest.mark.parametrize(("answer", "more", "thought", "content"), CASES)
+def test_an_answer_and_its_thoughts(client, answer, more, thought, content):
+    asked = request(answer, **more)
+    message = whole(client, **asked)
+    assert message.get("reasoning_content", "") == thought
+    assert message["content"] == content
+    assert streamed(client, **asked) == {"reasoning_content": thought, "content": content}
+
+
+def test_a_format_that_is_none(client):
+    answer = client.post(CHATS, json=request("a", reasoning_format="odd"))
+    assert answer.status_code == 400
+    assert "must be one of auto, none, deepseek" in answer.json()["error"]["message"]

@@ -52,7 +52,7 @@ def test_the_list_of_modules_says_what_each_imports():
 
 def test_a_module_needs_what_it_imports_however_far_away():
     assert {"attention", "visible", "tile", "simd"} <= store.needed("attention_back")
-    assert store.needed("softmax") == {"softmax", "simd", "call", "pool", "crew"}
+    assert store.needed("softmax") == {"softmax", "simd", "folds", "call", "pool", "crew"}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Dot products of some rows of weights with some rows of activations that are integers, 32 with a step, in registers.
 
 Integers are the sum of `planes` signed bytes, the first times the largest power of 256. Weights are taken a chunk at a
-time, four blocks of 32 or one of 256; `codes` of its type gives 64 codes of it, and `scales` its scales. 128 integers
-lie in line(planes) bytes: by plane, the first halves of four groups of 32, then the second ones; by lane of a sum the
-steps; and what products with codes have too much, i32. For types with offsets the first line of a chunk has instead, by
-lane of the scales, the steps times the sums of integers of the groups whose offsets stand there.
+time, four blocks of 32 or one of 256, in groups with a scale each; `codes` of its type gives 64 codes of it, some of
+each group, and `scales` its scales. As many integers make a line: by plane, in the order of the codes; by lane of a sum
+the steps; and what products with codes have too much, i32, or for types with offsets by lane of the scales the steps
+times the sums of integers of the groups whose offsets stand there.
 """
 
 from itertools import product
@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from packtrain.kernels.call import settle
+from packtrain.kernels.folds import folded
 from packtrain.kernels.octets import (
     BY_SIGN,
     CODES,
@@ -26,24 +27,38 @@ from packtrain.kernels.octets import (
     shuffled,
 )
 from packtrain.kernels.panels import emit_prefetch
-from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, call, f32x16, fold
+from packtrain.kernels.simd import BITS, F32, I64, LANES, VECTOR, call, f32x16
 
 i64, void = types.int64, types.void
-VALUES, SECOND = 128, 64  # bytes of a plane, and where the second halves begin
+VALUES = 128  # least integers of a line
 MORE = 64  # bytes of 16 lanes
 PLANES, KINDS = (1, 3), 64
-ROWS = {
-    1: 4,
-    2: 4,
-    4: 3,
-}  # of weights, by rows of activations; 8 need more registers than there are
+ROWS = {1: 4, 2: 4, 4: 3, 8: 2}  # of weights, by rows of activations: as many as registers hold
+LARGEST = 8355000  # of integers of three planes: a little less than fits
 AHEAD = 4096  # bytes after the rows that follow, where weights are prefetched
 CACHE_LINE = 64
 CODES_FORM, SCALES_FORM = codes64(i64, i64), f32x16(i64)
 
 
-def line(planes):
-    return VALUES * planes + 3 * MORE
+def width_of(dtype):
+    """How many codes make a chunk."""
+    return max(VALUES, dtype.block)
+
+
+def share_of(dtype):
+    """How many of 64 codes are of one group."""
+    group = 16 if dtype.layout is not None and dtype.layout.group == 16 else 32
+    return group * CODES.count // width_of(dtype)
+
+
+def is_parted(dtype, planes):
+    """Whether sums of products do not fit into 32 bits, so that those with the last plane are summed apart."""
+    count = width_of(dtype) // LANES
+    return planes > 1 and count * dtype.code["codes"].most * LARGEST >= 1 << 31
+
+
+def line(width, planes):
+    return width * planes + 3 * MORE
 
 
 class Tile:
@@ -51,10 +66,11 @@ class Tile:
 
     def __init__(self, context, module, dtype, code, m, planes):
         self.context, self.code, self.m, self.r = context, code, m, ROWS[m]
-        self.planes, self.steps, self.line = range(planes), VALUES * planes, line(planes)
+        self.width, self.planes = width_of(dtype), range(planes)
+        self.steps, self.line = self.width * planes, line(self.width, planes)
         self.less, self.signed = dtype.code["codes"].less, dtype.code["codes"].signed
-        self.split = dtype.layout is not None and dtype.layout.group < 32
-        self.halves = max(1, dtype.block // VALUES)
+        self.parted, self.lanes = is_parted(dtype, planes), share_of(dtype) // 4
+        self.alone = dtype.block == self.width
         self.nbytes = dtype.block_nbytes * max(1, VALUES // dtype.block)
         name = module.get_unique_name(f"tile_{dtype.name}_{m}_{planes}")
         form = ir.FunctionType(ir.VoidType(), [I64] * 10)
@@ -85,13 +101,15 @@ class Tile:
             here = [b.add(j, through) for j in at]
             self.prefetch(b.add(ahead, b.mul(loop.index, I64(self.nbytes * self.r))))
             here = [b.select(whole, j, other) for j, other in zip(here, rest, strict=True)]
-            first = b.add(x, b.mul(loop.index, I64(self.line * self.halves)))
+            first = b.add(x, b.mul(loop.index, I64(self.line)))
             self.chunk([b.add(first, b.mul(along, I64(i))) for i in range(self.m)], here)
+        totals = folded(b, [b.load(s) for s in self.sums], lambda b, v, w: b.fadd(v, w))
+        room = b.ptrtoint(cgutils.alloca_once_value(b, totals), I64)
         for j in range(self.r):
             with b.if_then(b.icmp_signed("<", I64(j), rows)):
                 for i in range(self.m):
                     to = b.add(y, b.add(b.mul(down, I64(i)), I64(4 * j)))
-                    self.finish(b.load(self.sums[i * self.r + j]), to, add)
+                    self.finish(read(b, F32, room, 4 * (i * self.r + j)), to, add)
         b.ret_void()
 
     def prefetch(self, at):
@@ -99,16 +117,15 @@ class Tile:
         for line in range(0, self.nbytes * self.r, CACHE_LINE):
             emit_prefetch(self.builder, self.builder.add(at, I64(line)), level=2)
 
-    def finish(self, lanes, to, add):
+    def finish(self, total, to, add):
         b = self.builder
-        total = fold(b, lanes, lambda builder, v, w: builder.fadd(v, w))
         more = b.fadd(read(b, F32, to), total)
         put(b, b.select(b.icmp_signed("!=", add, I64(0)), more, total), to)
 
     def rests(self, at, count, left):
         """Addresses of what is left of rows after whole chunks, with zeros behind it."""
         b = self.builder
-        if self.halves > 1:
+        if self.alone:
             return at
         with b.goto_entry_block():
             room = b.alloca(ir.ArrayType(ir.ArrayType(CODES.element, self.nbytes), self.r))
@@ -127,54 +144,34 @@ class Tile:
         """Add what a chunk of rows at w gives with rows at x."""
         b = self.builder
         scales = [self.called("scales", SCALES_FORM, j) for j in w]
-        for half in range(self.halves):
-            codes = [
-                [self.called("codes", CODES_FORM, j, I64(2 * half + i)) for i in range(2)]
-                for j in w
-            ]
-            by = [self.spread(s, half) for s in scales]
-            for i, first in enumerate(x):
-                at = b.add(first, I64(half * self.line))
-                given = [
-                    [read(b, CODES, at, VALUES * p + place) for p in self.planes]
-                    for place in (0, SECOND)
-                ]
-                step = read(b, VECTOR, at, self.steps)
-                sums = self.sums[i * self.r : (i + 1) * self.r]
-                more = self.added([b.load(s) for s in sums], codes, by, given, step, at)
-                if half == 0 and not self.less:
-                    rest = read(b, VECTOR, at, self.steps + MORE)
-                    more = [self.fma(s, rest, v) for s, v in zip(scales, more, strict=True)]
-                for place, value in zip(sums, more, strict=True):
-                    b.store(value, place)
+        by = [shuffled(b, s, [lane // self.lanes for lane in range(LANES)]) for s in scales]
+        some = range(self.width // CODES.count)
+        codes = [[self.called("codes", CODES_FORM, j, I64(i)) for j in w] for i in some]
+        for i, at in enumerate(x):
+            places = self.sums[i * self.r : (i + 1) * self.r]
+            step = read(b, VECTOR, at, self.steps)
+            steps = [b.fmul(d, step) for d in by]
+            sums = map(b.load, places)
+            sums = map(self.fma, self.products(codes, at), steps, sums)
+            if not self.less:
+                rest = read(b, VECTOR, at, self.steps + MORE)
+                sums = map(self.fma, scales, [rest] * self.r, sums)
+            for place, value in zip(places, list(sums), strict=True):
+                b.store(value, place)
 
-    def added(self, sums, codes, by, given, step, at):
-        """The sums of one row with those of w, and 128 products more."""
-        b, both = self.builder, [*zip(zip(*codes, strict=True), given, strict=True)]
-        rests = [b.add(at, I64(self.steps + MORE * i)) for i in (1, 2)]
-        if self.split:
-            for half, (rest, one) in enumerate(zip(rests, both, strict=True)):
-                products = map(self.to_floats, self.products([one], self.planes, rest))
-                sums = self.scaled(products, [d[half] for d in by], step, sums)
-            return sums
-        if self.signed and len(self.planes) > 1:  # they do not fit into 32 bits
-            high = self.products(both, self.planes[:-1], rests[0])
-            low = self.products(both, self.planes[-1:], rests[1])
-            by_256 = ir.Constant(VECTOR, [256.0] * LANES)
-            products = [
-                self.fma(self.to_floats(v), by_256, self.to_floats(w))
-                for v, w in zip(high, low, strict=True)
-            ]
-        else:
-            products = map(self.to_floats, self.products(both, self.planes, rests[0]))
-        return self.scaled(products, [d[0] for d in by], step, sums)
+    def products(self, codes, at):
+        """Sums by fours of products of codes with the integers of a row, as floats."""
+        rest = self.steps + MORE
+        if not self.parted:
+            return [*map(self.to_floats, self.summed(codes, at, self.planes, rest))]
+        high = self.summed(codes, at, self.planes[:-1], rest)
+        low = self.summed(codes, at, self.planes[-1:], rest + MORE)
+        by_256 = ir.Constant(VECTOR, [256.0] * LANES)
+        pairs = zip(map(self.to_floats, high), map(self.to_floats, low), strict=True)
+        return [self.fma(v, by_256, w) for v, w in pairs]
 
-    def scaled(self, products, by, step, sums):
-        steps = [self.builder.fmul(d, step) for d in by]
-        return [self.fma(*given) for given in zip(products, steps, sums, strict=True)]
-
-    def products(self, pairs, planes, rest):
-        """Sums by fours of products of codes with some planes of integers.
+    def summed(self, codes, at, planes, rest):
+        """The same of some planes.
 
         Those of all rows of w go side by side: each waits for the one before, longer than registers hold others.
         """
@@ -186,28 +183,19 @@ class Tile:
             if p != planes[0]:
                 found = [b.shl(v, ir.Constant(BITS, [8] * LANES)) for v in found]
             if p == planes[-1] and self.less and not by_sign:
-                found = [b.add(v, read(b, BITS, rest)) for v in found]
-            for codes, integers in pairs:
-                for j, one in enumerate(codes):
+                more = read(b, BITS, at, rest)
+                found = [b.add(v, more) for v in found]
+            for i, some in enumerate(codes):
+                integers = read(b, CODES, at, self.width * p + CODES.count * i)
+                for j, one in enumerate(some):
                     if by_sign:
-                        found[j] = by_fours_signed(b, one, integers[p], found[j])
+                        found[j] = by_fours_signed(b, one, integers, found[j])
                     else:
-                        found[j] = by_fours(b, one, integers[p], found[j], self.signed)
+                        found[j] = by_fours(b, one, integers, found[j], self.signed)
         return found
 
     def to_floats(self, v):
         return self.builder.sitofp(v, VECTOR)
-
-    def spread(self, scales, half):
-        """Of 128 codes, by lane of a sum: scales, or those of both halves of groups."""
-        if self.split:
-            firsts = [range(8 * half + i, 8 * half + 8, 2) for i in range(2)]
-        else:
-            firsts = [range(4 * half, 4 * half + 4)]
-        return [
-            shuffled(self.builder, scales, [lane for lane in lanes for _ in range(4)])
-            for lanes in firsts
-        ]
 
     def fma(self, a, b, c):
         return call(self.builder, "llvm.fma.v16f32", VECTOR, a, b, c)
@@ -242,9 +230,9 @@ def tiles(codes, scales):
             builder.position_at_end(case)
             code = {"codes": codes[dtype], "scales": scales[dtype]}
             tile = Tile(context, builder.module, dtype, code, sig.args[0].literal_value, planes)
-            size, nbytes = I64(max(dtype.block, VALUES)), I64(dtype.block_nbytes)
+            size, nbytes = I64(width_of(dtype)), I64(dtype.block_nbytes)
             left = builder.mul(builder.udiv(builder.urem(k, size), I64(dtype.block)), nbytes)
-            along = builder.mul(lines, I64(line(planes)))
+            along = builder.mul(lines, I64(line(VALUES, planes)))
             given = x, along, w, stride, builder.udiv(k, size), left, y, down, rows, add
             builder.call(tile.function, given)
             builder.branch(end)

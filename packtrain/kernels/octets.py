@@ -113,15 +113,96 @@ def pieces(builder, address, *places):
     return shuffled(builder, first, [*range(64)], last)
 
 
-@word(codes64, codes64, *[i64] * 4)
-def quarters_right(builder, codes, *counts):
-    """Shift right words of 8 bytes, by a count for each 16 bytes: bits of the neighbours come in."""
-    words = ir.VectorType(I64, 8)
-    by = ir.Constant(words, ir.Undefined)
-    for place, count in enumerate(counts):
-        for lane in (2 * place, 2 * place + 1):
-            by = builder.insert_element(by, count, I32(lane))
-    return builder.bitcast(builder.lshr(builder.bitcast(codes, words), by), CODES)
+def places(builder, kind, order, address, *nbytes):
+    """Words of 4 or 8 bytes, in this order, of 64 bytes at the address and so many bytes after it."""
+    found = [read(builder, kind, address, n) for n in (0, *nbytes)]
+    return builder.bitcast(shuffled(builder, found[0], order, found[-1]), CODES)
+
+
+def moved_right(builder, codes, counts):
+    """Shift words of 4 or 8 bytes right, or left, each by its own count; what comes in means nothing."""
+    size = 8 * COUNT // len(counts)
+    kind = ir.VectorType(ir.IntType(size), len(counts))
+    by = ir.Constant(kind, [n % size for n in counts])
+    words = builder.bitcast(codes, kind)
+    if min(counts) >= 0:
+        return builder.bitcast(builder.lshr(words, by), CODES)
+    name = f"llvm.fshr.v{len(counts)}i{size}"
+    return builder.bitcast(call(builder, name, kind, words, words, by), CODES)
+
+
+EIGHTS, QUARTERS = ir.VectorType(I64, 8), ir.VectorType(I32, LANES)
+
+
+@word(codes64, i64)
+def twice_of_four(builder, address):
+    """Eight bytes from each of four places, 32 bytes apart, twice; nothing beyond is read."""
+    return places(builder, EIGHTS, [0, 0, 4, 4, 11, 11, 15, 15], address, 40)
+
+
+@word(codes64, i64)
+def eight_times(builder, address):
+    """Eight bytes, eight times."""
+    first = builder.insert_element(ir.Constant(EIGHTS, ir.Undefined), read(builder, I64, address), I32(0))  # fmt: skip
+    return builder.bitcast(shuffled(builder, first, [0] * 8), CODES)
+
+
+@word(codes64, codes64)
+def low_and_high(builder, codes):
+    """Of words of eight bytes, in turn as they are and shifted right by 4."""
+    return moved_right(builder, codes, [0, 4] * 4)
+
+
+@word(codes64, codes64)
+def bit_by_eight(builder, codes):
+    """Bit i of the bytes of the i-th eight, moved to bit 4; what is around it means nothing."""
+    return moved_right(builder, codes, [*range(-4, 4)])
+
+
+@word(codes64, i64)
+def low_of_sixteen(builder, address):
+    """Four bytes of each group of a q6_K block, whose low bits are codes' low four."""
+    half = [0, 4, 8, 12] * 2
+    found = places(builder, QUARTERS, [*half, *(16 + n for n in half)], address, 64)
+    return moved_right(builder, found, [0, 0, 0, 0, 4, 4, 4, 4] * 2)
+
+
+@word(codes64, i64)
+def high_of_sixteen(builder, address):
+    """Four bytes of each group of a q6_K block, whose bits 4 and 5 are codes' upper ones."""
+    half = [0, 4] * 4
+    found = places(builder, QUARTERS, [*half, *(8 + n for n in half)], address)
+    return moved_right(builder, found, [-4, -4, -2, -2, 0, 0, 2, 2] * 2)
+
+
+def apart(builder, address, kind, orders):
+    """Words at an address, in other orders: each of 64 bytes that come one after the other."""
+    old = [read(builder, kind, address, COUNT * i) for i in range(len(orders))]
+    while len(old) > 1:
+        pairs = zip(old[::2], old[1::2], strict=True)
+        old = [shuffled(builder, v, [*range(2 * v.type.count)], w) for v, w in pairs]
+    for i, order in enumerate(orders):
+        put(builder, shuffled(builder, old[0], order), address, COUNT * i)
+
+
+def arranged(kind, together, count):
+    """An intrinsic of an address: groups of `count` pieces become all first pieces, all second ones, and so on."""
+
+    def codegen(context, builder, sig, args):
+        groups = kind.count // together
+        orders = [
+            [(group * count + piece) * together + word for group in range(groups) for word in range(together)]
+            for piece in range(count)
+        ]  # fmt: skip
+        apart(builder, args[0], kind, orders)
+        return context.get_dummy_value()
+
+    return intrinsic(lambda typingctx, address: (types.void(i64), codegen))
+
+
+arranged_by_16 = arranged(EIGHTS, 2, 2)
+arranged_by_8 = arranged(EIGHTS, 1, 4)
+arranged_by_4 = arranged(QUARTERS, 1, 4)
 
 
 @word(codes64, i64, i64)

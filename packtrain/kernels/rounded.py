@@ -11,8 +11,17 @@ from packtrain.kernels import bits, dot_tile, octets, simd
 from packtrain.kernels.bits import as_floats, i32x16, put_bytes, spread_bits, to_bits, to_floats
 from packtrain.kernels.call import kernel, part, spans, threads
 from packtrain.kernels.codes import ROUND
-from packtrain.kernels.dot_tile import CODES_FORM, MORE, ROWS, SECOND, VALUES
-from packtrain.kernels.octets import sums_at
+from packtrain.kernels.dot_tile import (
+    CODES_FORM,
+    LARGEST,
+    MORE,
+    ROWS,
+    VALUES,
+    is_parted,
+    share_of,
+    width_of,
+)
+from packtrain.kernels.octets import arranged_by_4, arranged_by_8, arranged_by_16, sums_at
 from packtrain.kernels.rooms import explain, from_rooms
 from packtrain.kernels.simd import (
     LANES,
@@ -39,30 +48,24 @@ BLOCK = 32
 SMALL = 1 << 17  # below this many weights a parallel region does not pay
 SERIAL = 1 << 12  # below this many activations, either
 TINY = f32(1.1754944e-38)  # steps below are 0
-MOST_1, MOST_3 = f32(127), f32(8355000)  # largest integers; of three planes a little less than fits
-OF_4, OF_2, OF_1 = (ROWS[m] for m in (4, 2, 1))
+MOST_1, MOST_3 = f32(127), f32(LARGEST)
+OF_8, OF_4, OF_2, OF_1 = (ROWS[m] for m in (8, 4, 2, 1))
 PANEL = 24  # rows of weights that all rows of x are multiplied with while they are in the cache
 explain(octets, simd, bits)
 packed2 = types.Array(types.uint8, 2, "C", readonly=True)
 CODES = from_rooms("codes", part(CODES_FORM))
 SCALES = from_rooms("scales", part(dot_tile.SCALES_FORM))
 tile = dot_tile.tiles(CODES, SCALES)
-LESS, OFFSETS, PARTED, SPLIT, LINES = (np.zeros(64, np.int64) for _ in range(5))  # by kind
-for dtype, code in ((t, t.code["codes"]) for t in CODES):
-    LESS[dtype.number], OFFSETS[dtype.number] = code.less, code.less == 0
-    PARTED[dtype.number] = code.signed
-    LINES[dtype.number] = max(1, dtype.block // VALUES)  # of a chunk
-    SPLIT[dtype.number] = dtype.layout is not None and dtype.layout.group < BLOCK
-
-
-@part(i64(i64))
-def line(planes):
-    return VALUES * planes + 3 * MORE
+LESS, PARTED, WIDTH, SHARE = (np.zeros(64, np.int64) for _ in range(4))  # by kind
+for dtype in CODES:
+    LESS[dtype.number], PARTED[dtype.number] = dtype.code["codes"].less, is_parted(dtype, 3)
+    WIDTH[dtype.number], SHARE[dtype.number] = width_of(dtype), share_of(dtype)
 
 
 @part(i64(i64, i64))
 def nbytes(n, planes):
-    return (n + VALUES - 1) // VALUES * line(planes)
+    """Of n integers; lines that are longer take less."""
+    return (n + VALUES - 1) // VALUES * (VALUES * planes + 3 * MORE)
 
 
 @part(f32(i64, f32))
@@ -88,8 +91,8 @@ def integers_of(v, d):
     return spread_bits(0)
 
 
-@part(void(i64, i64, f32, i64))
-def put_integers(y, x, d, planes):
+@part(void(i64, i64, f32, i64, i64))
+def put_integers(y, x, d, planes, width):
     """Of 16 values, by planes at y."""
     if planes == 1:
         put_bytes(y, 0, to_bits(codes_of(load(x, 0), d)))
@@ -97,73 +100,77 @@ def put_integers(y, x, d, planes):
     left = integers_of(load(x, 0), d)
     for p in range(planes - 1, 0, -1):
         low = ((left + 128) & 255) - 128
-        put_bytes(y, VALUES * p, low)
+        put_bytes(y, width * p, low)
         left = (left - low) >> 8
     put_bytes(y, 0, left)
 
 
-@part(i32x16(i64, i64, i64))
-def lane_sums(y, first, last):
-    """Sums by fours of integers of some planes of 64 values."""
-    sums = sums_at(y + VALUES * first)
-    for p in range(first + 1, last):
-        sums = (sums << 8) + sums_at(y + VALUES * p)
+@part(i32x16(i64, i64, i64, i64))
+def lane_sums(y, width, first, last):
+    """Sums by lane of a sum of integers of some planes."""
+    sums = spread_bits(0)
+    for p in range(first, last):
+        sums = sums << 8
+        for at in range(width * p, width * (p + 1), LANES * 4):
+            sums = sums + sums_at(y + at)
     return sums
 
 
-@part(void(i64, i64, i64, i64))
-def put_sums(y, sums, lines, place):
-    """The sums of four groups, of which `sums` has four parts each, for the offsets of a chunk whose rests are at y."""
-    if place == 0:
-        store(y, 0, splat(0.0))
-    for group in range(4):
-        s = (peek(sums, 4 * group) + peek(sums, 4 * group + 1)) + (
-            peek(sums, 4 * group + 2) + peek(sums, 4 * group + 3)
-        )
-        poke(y, 4 * (lines + place) + group, s)
-
-
-@kernel(void(i64, i64, i64, i64))
-def put_rests(y, kind, planes, number):
+@kernel(void(i64, i64, i64))
+def put_rests(y, kind, planes):
     """What follows the steps of a line, by kind."""
-    steps = y + VALUES * planes
-    rest, later, second = steps + MORE, steps + 2 * MORE, y + SECOND
-    if SPLIT[kind]:
-        a, b = lane_sums(y, 0, planes), lane_sums(second, 0, planes)
-    elif PARTED[kind] and planes > 1:
-        a = lane_sums(y, 0, planes - 1) + lane_sums(second, 0, planes - 1)
-        b = lane_sums(y, planes - 1, planes) + lane_sums(second, planes - 1, planes)
-    else:
-        a = lane_sums(y, 0, planes) + lane_sums(second, 0, planes)
-        b = a
-    if OFFSETS[kind]:
-        place = number % LINES[kind]
-        store(later, 0, to_floats(a) * load(steps, 0))
-        put_sums(rest - place * line(planes), later, LINES[kind], place)
+    width, less = WIDTH[kind], LESS[kind]
+    steps = y + width * planes
+    rest, later = steps + MORE, steps + 2 * MORE
+    if less == 0:
+        store(rest, 0, splat(0.0))
+        store(later, 0, to_floats(lane_sums(y, width, 0, planes)) * load(steps, 0))
+        lanes = SHARE[kind] // 4
+        groups = LANES // lanes
+        for group in range(groups):
+            s = f32(0)
+            for lane in range(group * lanes, (group + 1) * lanes):
+                s += peek(later, lane)
+            poke(rest, groups + group, s)
         return
-    store(rest, 0, as_floats(a * -LESS[kind]))
-    store(later, 0, as_floats(b * -LESS[kind]))
+    high = planes - 1 if planes > 1 and PARTED[kind] else planes
+    store(rest, 0, as_floats(lane_sums(y, width, 0, high) * -less))
+    store(later, 0, as_floats(lane_sums(y, width, high, planes) * -less))
+
+
+@part(void(i64, i64, i64, i64))
+def arrange(y, width, share, planes):
+    """Integers of groups in the order in which codes of theirs come."""
+    for at in range(y, y + width * planes, width):
+        if share == 16:
+            arranged_by_16(at)
+        elif share == 8:
+            arranged_by_8(at)
+        else:
+            arranged_by_4(at)
 
 
 @kernel(void(i64, i64, i64, i64, i64))
 def round_row(y, x, n, kind, planes):
     """n f32 at x become integers at y, for products with weights of this kind."""
-    most = MOST_1 if planes == 1 else MOST_3
-    for i in range(0, n, VALUES):
-        for group in range(4):
-            at, left = x + 4 * (i + group * BLOCK), n - i - group * BLOCK
-            d, to = f32(0), y + group * LANES
-            if left > 0:
+    most, width = MOST_1 if planes == 1 else MOST_3, WIDTH[kind]
+    lanes = LANES * BLOCK // width
+    for i in range(0, n, width):
+        for group in range(width // BLOCK):
+            at, d = x + 4 * (i + group * BLOCK), f32(0)
+            if i + group * BLOCK < n:
                 d = step_of(at, most)
-                put_integers(to, at, d, planes)
-                put_integers(to + SECOND, at + 4 * LANES, d, planes)
+                for half in range(0, BLOCK, LANES):
+                    put_integers(y + group * BLOCK + half, at + 4 * half, d, planes, width)
             else:
-                for place in range(0, VALUES * planes, SECOND):
-                    put_bytes(to + place, 0, spread_bits(0))
-            for lane in range(4):
-                poke(y + VALUES * planes, group * 4 + lane, d)
-        put_rests(y, kind, planes, i // VALUES)
-        y += line(planes)
+                for place in range(group * BLOCK, width * planes, width):
+                    put_bytes(y + place, 0, spread_bits(0))
+                    put_bytes(y + place, LANES, spread_bits(0))
+            for lane in range(group * lanes, (group + 1) * lanes):
+                poke(y + width * planes, lane, d)
+        arrange(y, width, SHARE[kind], planes)
+        put_rests(y, kind, planes)
+        y += width * planes + 3 * MORE
 
 
 @kernel(void(out1, in1))
@@ -181,7 +188,12 @@ def panel(m, n, k, kind, planes, x, w, stride, y, add, start, stop):
     i, down = i64(0), 4 * n
     while i < m:
         left, at, row = m - i, x + i * nbytes(k, planes), y + i * down
-        if left >= 4:
+        if left >= 8:
+            for j in range(start, stop, OF_8):
+                to, some = row + 4 * j, min(OF_8, stop - j)
+                tile(8, kind, planes, at, w + j * stride, stride, k, to, down, some, add)
+            i += 8
+        elif left >= 4:
             for j in range(start, stop, OF_4):
                 to, some = row + 4 * j, min(OF_4, stop - j)
                 tile(4, kind, planes, at, w + j * stride, stride, k, to, down, some, add)

@@ -13,6 +13,8 @@ from numba.core import cgutils, errors
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
+from packtrain.kernels.folds import fold
+
 LANES = 16
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
@@ -247,20 +249,6 @@ def keep_first(typingctx, v, left, fill):
         return builder.select(first_lanes(builder, args[1]), args[0], args[2])
 
     return f32x16(f32x16, types.int64, f32x16), codegen
-
-
-def fold(builder, value, combine):
-    """All lanes folded to one by halves: a fixed order on every machine."""
-    width = value.type.count
-    while width > 1:
-        width //= 2
-        low, high = (
-            ir.Constant(ir.VectorType(I32, width), list(range(start, start + width)))
-            for start in (0, width)
-        )
-        halves = (builder.shuffle_vector(value, value, part) for part in (low, high))
-        value = combine(builder, *halves)
-    return builder.extract_element(value, I32(0))
 
 
 def folding(combine):

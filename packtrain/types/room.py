@@ -99,11 +99,13 @@ class Dtype:
         self.code["dot"] = Code(function)
         return function
 
-    def codes(self, *, less: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare (w, i): the i-th 64 codes, see types/rounded; of each, `less` is too much."""
+    def codes(
+        self, most: int, *, less: int = 0
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare (w, i): the i-th 64 codes, see types/rounded; without `less` they are at most `most` in size."""
 
         def named(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.code["codes"] = Code(function, less=less)
+            self.code["codes"] = Code(function, less=less, most=most)
             return function
 
         return named

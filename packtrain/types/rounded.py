@@ -1,7 +1,7 @@
 """Codes and scales of types whose products with values rounded to 8 bits are summed in integers, see `kernels.rounded`.
 
-They are taken 128 or 256 at a time: `codes` gives 64 of them, of four groups of 32 their first or second halves, in
-turn; `scales` the groups' scales, then their offsets.
+They are taken 128 or 256 at a time, in groups of 32, or of 16 where each 16 have a scale. `codes` gives 64 of them: of
+each group, in turn, 16, 8 or 4, as many as make 64. `scales` gives the groups' scales, then their offsets.
 """
 
 import numpy as np
@@ -11,17 +11,22 @@ from packtrain.types.k import q4_K, q5_K, q6_K, scales_then_lows
 from packtrain.types.legacy import q4_0, q4_1, q5_0, q5_1, q8_0
 from packtrain.types.words import (
     Codes,
+    bit_by_eight,
     chars_at,
     codes_where,
+    eight_times,
     fours,
     half_at,
     halves_every,
+    high_of_sixteen,
     look_up,
+    low_and_high,
+    low_of_sixteen,
     part,
     pieces,
-    quarters_right,
     short_at,
     to_floats,
+    twice_of_four,
 )
 
 # as bytes of two words, 128 added
@@ -50,7 +55,7 @@ def fifths(w: int, nbytes: int, i: int) -> Codes:
     return codes_where(low | (high << 32), 16)
 
 
-@q4_0.codes(less=8)
+@q4_0.codes(8, less=8)
 def codes_q4_0(w, i):
     return nibbles(w + 2, 18, i)
 
@@ -60,7 +65,7 @@ def scales_q4_0(w):
     return halves_every(w, 18)
 
 
-@q4_1.codes()
+@q4_1.codes(15)
 def codes_q4_1(w, i):
     return nibbles(w + 4, 20, i)
 
@@ -70,7 +75,7 @@ def scales_q4_1(w):
     return fours(halves_every(w, 20), halves_every(w + 2, 20))
 
 
-@q5_0.codes(less=16)
+@q5_0.codes(16, less=16)
 def codes_q5_0(w, i):
     return nibbles(w + 6, 22, i) | fifths(w + 2, 22, i)
 
@@ -80,7 +85,7 @@ def scales_q5_0(w):
     return halves_every(w, 22)
 
 
-@q5_1.codes()
+@q5_1.codes(31)
 def codes_q5_1(w, i):
     return nibbles(w + 8, 24, i) | fifths(w + 4, 24, i)
 
@@ -90,7 +95,7 @@ def scales_q5_1(w):
     return fours(halves_every(w, 24), halves_every(w + 2, 24))
 
 
-@q8_0.codes(less=128)
+@q8_0.codes(128, less=128)
 def codes_q8_0(w, i):
     return blocks(w + 2 + 16 * i, 34) ^ 128
 
@@ -100,7 +105,7 @@ def scales_q8_0(w):
     return halves_every(w, 34)
 
 
-@iq4_nl.codes(less=128)
+@iq4_nl.codes(128, less=128)
 def codes_iq4_nl(w, i):
     return look_up(nibbles(w + 2, 18, i), NL_LOW, NL_HIGH)
 
@@ -111,21 +116,19 @@ def scales_iq4_nl(w):
 
 
 @part
-def nibbles_of_two(w: int) -> Codes:
-    """The low and the high ones of 16 bytes, and of the 16 bytes 32 later."""
-    return quarters_right(pieces(w, 0, 0, 32, 32), 0, 4, 0, 4) & 15
+def nibbles_of_eight(w: int, i: int) -> Codes:
+    """Eight codes of each of the eight groups of a q4_K or q5_K block."""
+    return low_and_high(twice_of_four(w + 8 * i)) & 15
 
 
-@q4_K.codes()
+@q4_K.codes(15)
 def codes_q4_K(w, i):
-    return nibbles_of_two(w + 16 + i // 2 * 64 + i % 2 * 16)
+    return nibbles_of_eight(w + 16, i)
 
 
-@q5_K.codes()
+@q5_K.codes(31)
 def codes_q5_K(w, i):
-    at, first = i % 2 * 16, i // 2 * 4
-    bits = quarters_right(pieces(w + 16 + at, 0, 0, 0, 0), first, first + 1, first + 2, first + 3)
-    return nibbles_of_two(w + 48 + i // 2 * 64 + at) | ((bits & 1) << 4)
+    return nibbles_of_eight(w + 48, i) | (bit_by_eight(eight_times(w + 16 + 8 * i)) & 16)
 
 
 @q4_K.scales
@@ -134,11 +137,10 @@ def scales_k(w):
     return scales_then_lows(w)
 
 
-@q6_K.codes(less=32)
+@q6_K.codes(32, less=32)
 def codes_q6_K(w, i):
-    low, high = w + i // 2 * 64 + i % 2 * 16, w + 128 + i // 2 * 32 + i % 2 * 16
-    q = quarters_right(pieces(low, 0, 32, 0, 32), 0, 0, 4, 4) & 15
-    return q | ((quarters_right(pieces(high, 0, 0, 0, 0), 0, 2, 4, 6) & 3) << 4)
+    low, high = low_of_sixteen(w + 4 * i), high_of_sixteen(w + 128 + 4 * i)
+    return (low & 15) | (high & 48)
 
 
 @q6_K.scales

@@ -23,11 +23,14 @@ class Code(Word):
 
     inlined  into its callers; else it is compiled once, and called
     less     what is too much in codes that it gives
+    most     how large they can be without that, whatever their sign
     signed   whether codes are signed bytes without that
     """
 
-    def __init__(self, function: Callable[..., Any], inlined: bool = False, less: int = 0) -> None:
-        self.function, self.inlined, self.less = function, inlined, less
+    def __init__(
+        self, function: Callable[..., Any], inlined: bool = False, less: int = 0, most: int = 0
+    ) -> None:
+        self.function, self.inlined, self.less, self.most = function, inlined, less, most
         self.signed = less == 128
 
 

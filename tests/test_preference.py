@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +36,16 @@ LOSSES = {
     "mean": preference("dpo", measure="mean", beta=2.0),
     "free": preference("dpo", reference=False),
     "margin": preference("dpo", gamma=0.3),
+    "sft": preference("dpo", nll=0.7),
 }
+CHOSEN = np.array([2, 1, 1])  # tokens of the chosen answers below
 
 
-def as_in_the_papers(name: str, c: float, r: float, c0: float, r0: float) -> float:
-    """The loss of one pair, from log-probabilities of the chosen and rejected answer, and the reference's."""
+def as_in_the_papers(name: str, c: float, r: float, c0: float, r0: float, tokens: int) -> float:
+    """The loss of one pair, from log-probabilities of the chosen and rejected answer, and the reference's.
+
+    tokens  of the chosen answer
+    """
     if name == "ipo":
         return ((c - c0) - (r - r0) - 1 / 0.2) ** 2
     if name == "simpo":
@@ -50,6 +56,8 @@ def as_in_the_papers(name: str, c: float, r: float, c0: float, r0: float) -> flo
     beta = 2.0 if name == "mean" else 0.1
     ratio = beta * ((c - r) - (0.0 if name == "free" else c0 - r0)) - (0.3 * (name == "margin"))
     right, wrong = math.log1p(math.exp(-ratio)), math.log1p(math.exp(ratio))
+    if name == "sft":
+        return right - 0.7 * c / tokens
     return 0.8 * right + 0.2 * wrong if name == "smooth" else right
 
 
@@ -66,11 +74,12 @@ def test_losses_are_those_of_the_papers(name: str) -> None:
     share = np.array([[1 / 3, 1 / 3], [1 / 3, 0]], np.float32)
     logps = -(sides.astype(np.float64) * losses[:, None]).sum(-1)
     each = [
-        as_in_the_papers(name, logps[i, p], logps[i, 2 + p], known[i, p], known[i, 2 + p])
-        for i, p in ((0, 0), (0, 1), (1, 0))
+        as_in_the_papers(name, logps[i, p], logps[i, 2 + p], known[i, p], known[i, 2 + p], tokens)
+        for (i, p), tokens in zip(((0, 0), (0, 1), (1, 0)), CHOSEN, strict=True)
     ]
     given = {"losses": losses, "sides": sides, "pairs": share}
     given |= {"reference": known} if how.reference else {}
+    given |= {"shares": np.float32([[1 / 2, 1], [1, 0]])} if how.shares else {}
     leaf = pt.weight("losses", losses.shape)
     loss, said = how.loss(leaf, 2)
     got = run(Graph({"loss": loss, "logps": said}), given)
@@ -78,11 +87,12 @@ def test_losses_are_those_of_the_papers(name: str) -> None:
     np.testing.assert_allclose(got["logps"], logps, rtol=1e-5)
     pairs = np.array([[logps[i, p], logps[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
     refs = np.array([[known[i, p], known[i, 2 + p]] for i, p in ((0, 0), (0, 1), (1, 0))])
-    np.testing.assert_allclose(how.judged(pairs, refs)["loss"], each, rtol=1e-6)
+    found = how.judged(pairs, refs, 1 / CHOSEN if how.shares else 1.0)
+    np.testing.assert_allclose(found["loss"], each, rtol=1e-6)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
-@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo"])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "sft"])
 def test_gradients_through_the_head_equal_differences(name: str, trained: bool) -> None:
     """Of a frozen head one pass is enough; of a trained one logits are computed twice."""
     how, rng = LOSSES[name], np.random.default_rng(1)
@@ -108,6 +118,7 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
     outputs = {t.label: g for t, g in found.items()}
     given = {"x": x, "w": w, "targets": targets, "sides": sides, "pairs": share}
     given |= {"reference": known} if how.reference else {}
+    given |= {"shares": np.float32([[1 / 2], [1 / 3]])} if how.shares else {}
     if not trained:
         given.pop("w")
     graph = Graph(outputs)
@@ -122,7 +133,8 @@ def test_gradients_through_the_head_equal_differences(name: str, trained: bool) 
         at = np.maximum(targets, 0)[..., None]
         token = np.take_along_axis(logps, at, -1)[..., 0] * (targets >= 0)
         s = (sides * token[:, None]).sum(-1)
-        return float(how.judged(s, known.astype(np.float64))["loss"].mean())
+        shares = np.array([1 / 2, 1 / 3]) if how.shares else 1.0
+        return float(how.judged(s, known.astype(np.float64), shares)["loss"].mean())
 
     for name, array in (("x", x), ("w", w)) if trained else (("x", x),):
         for at in [*np.ndindex(array.shape)][:: 5 if name == "x" else 7]:
@@ -191,13 +203,15 @@ def test_bad_pairs_are_refused_by_place(record: dict, why: str, tmp_path: Path) 
     assert "pairs.jsonl" in str(refusal.value) and "line 1" in str(refusal.value)
 
 
-def test_rows_hold_whole_pairs_and_say_which_targets_are_whose() -> None:
+@pytest.mark.parametrize("measure, nll", [("mean", 0.0), ("sum", 0.5)])
+def test_rows_hold_whole_pairs_and_say_which_targets_are_whose(measure: str, nll: float) -> None:
     rng, lengths = np.random.default_rng(2), [5, 7, 4, 4, 9, 3, 6, 6]
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.int64)
     ids = rng.integers(0, 50, sum(lengths)).astype(np.uint16)
     given = (rng.random(ids.size) < 0.6).astype(np.uint8)
     given[starts + 2] = 1
-    batches = PairBatches(Samples(ids, given, starts), 2, 24, KINDS["simpo"], seed=1)
+    how = replace(KINDS["simpo"], nll=nll, measure=measure)
+    batches = PairBatches(Samples(ids, given, starts), 2, 24, how, seed=1)
     batches.known[:] = np.arange(8)
     seen = []
     for index in range(len(batches)):
@@ -211,8 +225,10 @@ def test_rows_hold_whole_pairs_and_say_which_targets_are_whose() -> None:
                 assert sample % 2 == side and (side == 0 or row[number - 1] == sample - 1)
                 sides = batch["sides"][at, side * most + pair]
                 its, its_weights = Samples(ids, given, starts)[sample]
-                assert sides.sum() == pytest.approx(1)
                 here = np.flatnonzero(sides)
+                assert sides.sum() == pytest.approx(1 if how.divides else here.size)
+                if how.shares and not side:
+                    assert batch["shares"][at, pair] == pytest.approx(1 / here.size)
                 wanted = its[1:][its_weights[1:] > 0]
                 assert batch["targets"][at, here].tolist() == wanted.tolist()
     assert sorted(seen) == [*range(8)]
@@ -301,6 +317,7 @@ def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):
         (["--loss", "simpo", "--reference-free"], "--reference-free: --loss simpo has no such"),
         (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing: --loss ipo has no"),
         (["--loss", "next-token", "--beta", "0.1"], "--beta: --loss next-token has no such"),
+        (["--loss", "next-token", "--sft-weight", "1"], "--sft-weight: --loss next-token has no"),
         (["--loss", "dpo", "--truncate", "split"], "needs whole answers"),
         (["--loss", "dpo", "--beta", "0"], "--beta"),
     ],

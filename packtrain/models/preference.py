@@ -7,8 +7,8 @@ the reference model (the weights before training; 0 without `reference`), for a 
     loss = by * judge(z) + nll * (negative log-likelihood of the chosen answer, mean of its tokens)
 
 Sources: DPO, Rafailov et al. 2023, arXiv 2305.18290; label smoothing, Mitchell 2023; IPO, Azar et al. 2023,
-arXiv 2310.12036; SimPO, Meng et al. 2024, arXiv 2405.14734; ORPO, Hong et al. 2024, arXiv 2403.07691. Names and
-defaults are those of TRL.
+arXiv 2310.12036; `nll` beside DPO (RPO), Pang et al. 2024, arXiv 2404.19733; SimPO, Meng et al. 2024, arXiv 2405.14734;
+ORPO, Hong et al. 2024, arXiv 2403.07691. Names and defaults are those of TRL.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ import numpy as np
 from packtrain import ops
 from packtrain.tensor import Tensor, input, named
 
-SIDES, REFERENCE, PAIRS = "sides", "reference", "pairs"  # inputs
+SIDES, REFERENCE, PAIRS, SHARES = "sides", "reference", "pairs", "shares"  # inputs
 LEAST = 1e-6  # of 1 - p, under the logarithm of odds
 
 
@@ -48,12 +48,18 @@ class Preference:
         """Whether log-probabilities are means of an answer's tokens."""
         return self.measure != "sum"
 
+    @property
+    def shares(self) -> bool:
+        """Whether the log-probability of a chosen answer, a sum, is also needed as the mean of its tokens."""
+        return self.nll > 0 and not self.divides
+
     # ---- in the graph
 
     def loss(self, losses: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
         """The loss () of losses by token (B, T), and log-probabilities (B, 2 `pairs`): chosen ones, then rejected.
 
-        Adds the inputs of `PairBatches`: `sides` (B, 2P, T), `reference` (B, 2P) and `pairs` (B, P), their weights.
+        Adds the inputs of `PairBatches`: `sides` (B, 2P, T), `reference` (B, 2P), `shares` (B, P), and `pairs` (B, P),
+        their weights.
         """
         rows, time = losses.shape
         sides = input(SIDES, (rows, 2 * pairs, time))
@@ -68,6 +74,7 @@ class Preference:
         each = ops.scale(self._judged(ops.sub(chosen, rejected)), by=self.by)
         if self.nll:
             likely = ops.narrow(logps, axis=1, start=0, length=pairs)
+            likely = ops.mul(likely, input(SHARES, likely.shape)) if self.shares else likely
             each = ops.sub(each, ops.scale(likely, by=self.nll))
         return named("loss", ops.sum(ops.mul(each, input(PAIRS, (rows, pairs))))), logps
 
@@ -83,9 +90,12 @@ class Preference:
 
     # ---- on the host
 
-    def judged(self, logps: np.ndarray, reference: np.ndarray) -> dict[str, np.ndarray]:
+    def judged(
+        self, logps: np.ndarray, reference: np.ndarray, shares: np.ndarray | float = 1.0
+    ) -> dict[str, np.ndarray]:
         """What the graph computes, of log-probabilities (N, 2) as it counts them, in f64, for each pair.
 
+        shares (N,): 1 / tokens of the chosen answer, where these are sums.
         loss; chosen and rejected, the rewards of the answers: beta * (s - r).
         """
         s = logps.astype(np.float64)
@@ -98,7 +108,7 @@ class Preference:
             z = self.beta * margin - self.gamma
             right, wrong = np.logaddexp(0, -z), np.logaddexp(0, z)
             each = (1 - self.smoothing) * right + self.smoothing * wrong
-        found = self.by * each - self.nll * s[:, 0]
+        found = self.by * each - self.nll * s[:, 0] * shares
         return {
             "loss": found,
             "chosen": self.beta * rewards[:, 0],

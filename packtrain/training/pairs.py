@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from packtrain.models.preference import PAIRS, REFERENCE, SIDES, Preference
+from packtrain.models.preference import PAIRS, REFERENCE, SHARES, SIDES, Preference
 from packtrain.samples import Samples
 from packtrain.training.samples import SampleBatches
 
@@ -20,6 +20,7 @@ class PairBatches(SampleBatches):
     sides      (rows, 2P, time)  f32, which targets are the answers': P chosen ones, then P rejected; divided by their
                                  number where the loss wants means
     reference  (rows, 2P)        f32, their log-probabilities by the reference model, from `known`
+    shares     (rows, P)         f32, 1 / targets of the chosen answer, where the loss counts its sum and its mean
     pairs      (rows, P)         f32, 1 for each pair
     P is the most pairs of a row.
 
@@ -46,17 +47,21 @@ class PairBatches(SampleBatches):
         both = [2 * i + side for i in chosen for side in (0, 1)]
         row, count = super()._row(both), len(chosen)
         sides = np.zeros((2, self.most, self.time), np.float32)
-        known = np.zeros((2, self.most), np.float32)
+        known, shares = np.zeros((2, self.most), np.float32), np.zeros(self.most, np.float32)
         for number, sample in enumerate(both):
             pair, side = divmod(number, 2)
             sides[side, pair] = here = row["weights"] * (row["seq"] == number)
             if self.how.divides:
                 sides[side, pair] /= here.sum()
             known[side, pair] = self.known[sample]
+            if not side:
+                shares[pair] = 1 / here.sum()
         row[SIDES] = sides.reshape(-1, self.time)
         row[PAIRS] = (np.arange(self.most) < count).astype(np.float32)
         if self.how.reference:
             row[REFERENCE] = known.reshape(-1)
+        if self.how.shares:
+            row[SHARES] = shares
         return row
 
 
@@ -77,7 +82,8 @@ def measured(
 ) -> dict[str, np.ndarray]:
     """Preference.judged for the pairs of a batch."""
     known = batch.get(REFERENCE, np.zeros_like(logps))
-    return how.judged(pairs_of(logps, batch), pairs_of(known, batch))
+    shares = batch[SHARES][batch[PAIRS] > 0] if how.shares else 1.0
+    return how.judged(pairs_of(logps, batch), pairs_of(known, batch), shares)
 
 
 def summary(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, float]:

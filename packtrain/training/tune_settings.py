@@ -90,6 +90,12 @@ class TuneSettings(RunSettings):
         "losses of pairs: the margin that rewards should differ by (default: simpo 0.5, else 0)",
         least=0,
     )
+    sft_weight: float | None = TRAINING(
+        None,
+        "losses of pairs: how much the chosen answer's own likelihood, the mean of its tokens, counts beside the"
+        " preference (default: orpo 1, else 0)",
+        least=0,
+    )
     label_smoothing: float = TRAINING(
         0.0,
         "losses of pairs: the share of pairs expected to be the wrong way round",
@@ -134,6 +140,7 @@ class TuneSettings(RunSettings):
         """The loss of pairs that is asked for. Raises InputError for settings that it has not."""
         of = {
             "beta": (*KINDS,),
+            "sft_weight": (*KINDS,),
             "gamma": ("dpo", "simpo", "orpo"),
             "label_smoothing": ("dpo", "simpo", "orpo"),
             "length_normalized": ("dpo",),
@@ -155,6 +162,7 @@ class TuneSettings(RunSettings):
             self.loss,
             beta=self.beta,
             gamma=self.gamma,
+            nll=self.sft_weight,
             smoothing=self.label_smoothing or None,
             measure="mean" if self.length_normalized else None,
             reference=False if self.reference_free else None,

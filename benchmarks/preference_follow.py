@@ -1,0 +1,93 @@
+"""Does a tuned model do what it was shown to prefer?
+
+    python -m benchmarks.preference_follow BASE DATA TEXT WORK [FLAG …]
+
+The preference is made up: of GSM8K's answers (DATA, jsonl of question and answer) the first sentence alone over all of
+it. Tunes BASE with the flags, or with SETTINGS, then asks HELD questions that it has not seen, greedily. An answer
+follows if the model ends it by itself, within LINE words and without a line break. TEXT is one whose perplexity shows
+what was forgotten. Files go to WORK. The chat template is plain text, with the end-of-text token after an answer: a base
+model has never seen the markers of turns, and cannot end an answer with one.
+"""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from benchmarks.watched import packtrain
+from packtrain.events import Events
+from packtrain.tasks.chat import Chat, Talk
+
+SETTINGS = "--loss dpo --sft-weight 1 --lr 1e-4 --iters 40"
+USUAL = "--batch-size 2 --ctx 192 --val-split 0 --no-tensorboard --overwrite --seed 1"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "Question: {{ message['content'] }}\nAnswer:{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+HELD, LEARNT = 60, 400
+LINE, MOST = 40, 64  # words of an answer that follows; most tokens that are generated
+CALCULATION = re.compile("<<.*?>>")
+PERPLEXITY = re.compile(r"perplexity ([\d.]+)")
+
+
+def pairs(data: Path) -> list[dict[str, str]]:
+    """Of questions that both answers of which are different."""
+    found = []
+    for line in data.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        whole = CALCULATION.sub("", record["answer"])
+        first = whole.split("\n")[0]
+        if (
+            first != whole
+            and 4 < len(first.split()) < LINE
+            and len(record["question"].split()) < 60
+        ):
+            found.append({"prompt": record["question"], "chosen": first, "rejected": whole})
+    return found
+
+
+def follows(text: str, ended: bool) -> bool:
+    return ended and "\n" not in text.strip() and 0 < len(text.split()) <= LINE
+
+
+def answers(model: Path, template: Path, prompts: list[str]) -> list[tuple[str, bool]]:
+    """The likeliest answers, and whether the model ended them."""
+    asked = Chat(model, temp=0.0, ctx=512, n_predict=MOST, chat_template=str(template))
+    talk, found = Talk(asked, Events()), []
+    for prompt in prompts:
+        talk.clear()
+        done = talk.answer(prompt)
+        found.append((done.text, done.ended == "end"))
+    return found
+
+
+def main() -> None:
+    base, data, text, work, *flags = sys.argv[1:]
+    every, folder = pairs(Path(data)), Path(work)
+    folder.mkdir(parents=True, exist_ok=True)
+    learnt, held = every[:LEARNT], every[-HELD:]
+    file, tuned = folder / "pairs.jsonl", folder / "preferred.gguf"
+    file.write_text("\n".join(map(json.dumps, learnt)), encoding="utf-8")
+    template = folder / "plain.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    how = flags or shlex.split(SETTINGS)
+    given = "--data", file, "-o", tuned, "--chat-template", template, *USUAL.split(), *how
+    done = packtrain("finetune", base, *given)
+    if done.code:
+        sys.exit(done.said)
+    print(f"{' '.join(how)}: {done.seconds:.0f} s", flush=True)
+    for model in (Path(base), tuned):
+        found = answers(model, template, [pair["prompt"] for pair in held])
+        count = sum(follows(*one) for one in found)
+        (folder / f"{model.stem}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        measured = PERPLEXITY.search(packtrain("eval", model, "--data", text).out)
+        perplexity = measured[1] if measured else "?"
+        print(
+            f"{model.name}: {count} of {HELD} answers follow, perplexity {perplexity}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,8 @@
 The preference is made up: of GSM8K's answers (DATA, jsonl of question and answer) the first sentence alone over all of
 it. Tunes BASE with the flags, or with SETTINGS, then asks HELD questions that it has not seen, greedily. An answer
 follows if the model ends it by itself, within LINE words and without a line break. TEXT is one whose perplexity shows
-what was forgotten. Files go to WORK. The chat template is plain text, with the end-of-text token after an answer: a base
-model has never seen the markers of turns, and cannot end an answer with one.
+what was forgotten. Files go to WORK. The chat template is plain text, with the end-of-text token after an answer: a
+base model has never seen the markers of turns, and cannot end an answer with one.
 """
 
 import json

@@ -2,23 +2,24 @@
 
 import numpy as np
 
-from packtrain.types import floats, integers, iq, k, legacy, mx, rounded, ternary
+from packtrain.types import floats, integers, iq, k, legacy, mx, recode, rounded, ternary
 from packtrain.types.floats import bf16, f16, f32, f64
 from packtrain.types.integers import i32, i64, u8
 from packtrain.types.room import KNOWN, Dtype
 
 __all__ = [
-    "BLOCK_TYPES", "DTYPES", "NUMPY", "PRECISIONS", "READABLE", "ROOMS", "ROUNDABLE", "TRAINABLE", "WRITABLE", "Dtype",
-    "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
+    "BLOCK_TYPES", "DTYPES", "NUMPY", "PRECISIONS", "READABLE", "RECODABLE", "ROOMS", "ROUNDABLE", "TRAINABLE",
+    "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
 ]  # fmt: skip
 
-ROOMS = (floats, integers, legacy, k, iq, mx, ternary, rounded)
+ROOMS = (floats, integers, legacy, k, iq, mx, ternary, rounded, recode)
 BLOCKS = sorted((t for t in KNOWN.values() if t.quantized), key=lambda t: t.number or 0)
 BLOCK_TYPES = {t.name: t for t in BLOCKS}
 DTYPES = {name: t for name, t in KNOWN.items() if not t.quantized} | BLOCK_TYPES
 READABLE = tuple(t for t in DTYPES.values() if "unpack" in t.code)
 WRITABLE = tuple(t for t in DTYPES.values() if "pack" in t.code)
 ROUNDABLE = tuple(t for t in DTYPES.values() if "codes" in t.code)
+RECODABLE = tuple(t for t in DTYPES.values() if "recode" in t.code)
 TRAINABLE = (f32, bf16)  # types of weights with a gradient, which is f32
 PRECISIONS = ("f32", "bf16")  # to which products can round their factors; sums are always f32
 NUMPY = {t.numpy: t for t in DTYPES.values()}

@@ -11,8 +11,8 @@ import numpy as np
 
 from packtrain.dtypes import TRAINABLE, f32
 from packtrain.graph import Graph
-from packtrain.ops.cast import widens
 from packtrain.ops.elementwise import add
+from packtrain.ops.stored import reads_again
 from packtrain.origin import written_for
 from packtrain.tensor import Call, GraphError, Tensor, Unmet, constant, named
 
@@ -33,9 +33,9 @@ def differentiate(
           (activation checkpointing; Chen et al. 2016, arXiv 1604.06174). None keeps all. Leaves, results of
           writing ops, values read from a leaf before a write, and everything after the last kept value are
           always kept; so an empty `keep` recomputes nothing, and of a value that was stored in bf16 and read back
-          (cast) the stored one is kept, whatever `keep` says. A mapping gives ranks: rank 0 is kept from the
-          forward pass, rank 1 is kept when the segment after a kept value is recomputed, rank 2 when that of a
-          rank 1 value is, and so on; values without a rank are recomputed last, just before they are needed.
+          (cast), or of a `stored_sum`, what it is made of is kept, whatever `keep` says. A mapping gives ranks: rank 0
+          is kept from the forward pass, rank 1 is kept when the segment after a kept value is recomputed, rank 2 when
+          that of a rank 1 value is, and so on; values without a rank are recomputed last, just before they are needed.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update written here uses the gradient at once, so that not all are kept.
 
@@ -99,7 +99,7 @@ class _Recompute:
         return (
             t.call is None
             or self.ranks.get(t) == 0
-            or ((self.all or t.call.serial > self.tail) and not widens(t.call))
+            or ((self.all or t.call.serial > self.tail) and not reads_again(t.call))
             or t.call not in self.forward
             or bool(t.call.op.writes)
             or any(self.newest.get(x.base, x.handle) is not x.handle for x in t.call.reads)
@@ -146,7 +146,7 @@ class _Recompute:
     def _again(self, call: Call, passing: Mapping[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """The call, written a second time on recomputed inputs."""
         inputs = [t if t is None else passing.get(t) or self.copies.get(t, t) for t in call.inputs]
-        with written_for(call.origin, "backward" if widens(call) else "recomputed"):
+        with written_for(call.origin, "backward" if reads_again(call) else "recomputed"):
             return results(call.op(*inputs, **call.attrs))
 
 

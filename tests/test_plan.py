@@ -56,7 +56,7 @@ def test_random_graphs_have_everything() -> None:
     names, phases = {call.op.name for call in calls}, {call.phase for call in calls}
     assert phases == {"forward", "backward", "recomputed"}
     known = {name for name in ops.__all__ if isinstance(getattr(ops, name), pt.Op)}
-    of_packed = {"matmul_back", "matmul_id_back"}
+    of_packed = {"matmul_back", "matmul_id_back", "stored_sum", "matmul_stored"}
     of_generation = {"rounded", "matmul_rounded", "attention_cells", "candidates", "draw"}
     of_whole_numbers = {"argmax", "argsort", "count_equal"}
     missing = (

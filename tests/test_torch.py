@@ -15,6 +15,7 @@ NO_PEER = {
     "group_rows",  # no f32 in it
     "rounded",  # rounding is not differentiable, and has no peer
     "matmul_rounded",
+    "stored_sum", "matmul_stored",
     "dropout",  # another generator of random numbers
     "count_equal",  # no f32 in it
     "draw",  # another generator of random numbers

@@ -8,6 +8,7 @@ from packtrain.checking.samples import Values
 from packtrain.dtypes import bf16
 from packtrain.graph import Graph
 from packtrain.placing import place
+from packtrain.quant import dequantize
 from packtrain.run import Executor, Session
 
 # of the largest value, or of 1 where all are smaller
@@ -42,6 +43,8 @@ def apart(got: np.ndarray, want: np.ndarray) -> float:
     """
     if got.shape != want.shape:
         return np.inf
+    if got.dtype.names:  # blocks
+        got, want = dequantize(got), dequantize(want)
     if got.dtype == bf16.numpy:
         steps = np.abs(got.view(np.int16).astype(int) - want.view(np.int16))
         return np.inf if steps.max(initial=0) > 1 else np.count_nonzero(steps) / max(steps.size, 1)

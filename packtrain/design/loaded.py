@@ -44,11 +44,16 @@ class Loaded(NamedTuple):
 
 
 def needed(
-    experts: bool, packed: bool, optimizer: type[Optimizer], *, flash: bool = True
+    experts: bool,
+    packed: bool,
+    optimizer: type[Optimizer],
+    *,
+    flash: bool = True,
+    aware: bool = False,
 ) -> tuple[str, ...]:
     """The kernel modules that a run calls, for a model with experts, and one written with quantized matrices.
 
-    flash  as in the config of the model
+    flash  as in the config of the model, aware as in that of its LoRA adapters
     """
     return (
         *kernels.LEARNING,
@@ -56,6 +61,7 @@ def needed(
         *(kernels.EXPERTS if experts else ()),
         *(kernels.PACKING if packed else ()),
         *(() if flash else kernels.WRITTEN),
+        *(kernels.AWARE if aware else ()),
     )
 
 

@@ -12,6 +12,7 @@ from packtrain.kernels.ahead import is_loaded, load_all, prepare
 from packtrain.kernels.crew import set_threads, threads
 
 __all__ = [
+    "AWARE",
     "EXPERTS",
     "LEARNING",
     "PACKING",
@@ -50,6 +51,7 @@ LEARNING = (
 EXPERTS = ("experts", "softmax")
 WRITTEN = ("softmax",)  # of attention that is written out
 PACKING = ("quantize",)
+AWARE = ("recoding",)  # of training in the blocks of quantized matrices
 WINDOWS = ("convolution", "windows")  # of convolutions and pools
 
 

@@ -52,6 +52,7 @@ MADE_OF = {
     "panels": "call simd",
     "pool": "crew",
     "quantize": "bits call codes dequantize rooms simd",
+    "recoding": "bits call codes dequantize rooms simd",
     "reduce": "call simd",
     "rooms": "bits call octets simd",
     "rounded": "bits call codes dot_tile octets rooms simd",
@@ -72,6 +73,7 @@ ROLES = {
     "dots": "dot",
     "rounded": "codes scales",
     "quantize": "pack",
+    "recoding": "recode",
 }  # module -> functions of a type that it compiles
 COMPLETE = "complete"  # a file with the checksum of the machine code
 FINGERPRINT = re.compile("[0-9a-f]{16}")

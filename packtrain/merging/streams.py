@@ -16,7 +16,7 @@ from packtrain.graph import Graph
 from packtrain.merging.feedback import product
 from packtrain.models import transformer
 from packtrain.models.file import ModelFile
-from packtrain.models.transformer import Weights
+from packtrain.models.part import Weights
 from packtrain.placing import place
 from packtrain.run import Session
 from packtrain.tensor import Tensor, input, weight

@@ -10,9 +10,10 @@ from packtrain.gguf import Entry, Value, tensor_nbytes
 from packtrain.merging.calibrated import Done, additions, calibrate
 from packtrain.merging.reading import Batched, Reading
 from packtrain.models.adapted import Scaled
+from packtrain.models.adapter import Adapter
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import SUFFIXES, Lora
-from packtrain.models.merge import merged, stored_type, write_changed
+from packtrain.models.merge import merged, recodable, stored_type, stored_with, write_changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,17 @@ class Merge:
     types: Mapping[str, Dtype] = field(default_factory=dict)
     more: Mapping[str, Value] = field(default_factory=dict)
 
+    @property
+    def aware(self) -> Adapter | None:
+        """The adapter, if it was trained in the blocks of the base and is merged there."""
+        (adapter, by), *others = self.adapters
+        plain = by == 1 and not others and self.dtype is None and not self.types
+        return adapter if adapter.aware and plain else None
+
     def stored(self, name: str) -> Dtype:
         """The stored type of a changed tensor."""
+        if self.aware is not None and recodable(self.base.gguf, name):
+            return self.base.gguf.entries[name].dtype
         return stored_type(self.base.gguf.entries[name], self.types.get(name, self.dtype))
 
     @property
@@ -47,6 +57,8 @@ class Merge:
     def calibrated(self) -> dict[str, Dtype]:
         """Types of the matrices that can be calibrated: those in blocks, with a type that has codes."""
         names = dict.fromkeys(name for adapter, _ in self.adapters for name in adapter.pairs)
+        if self.aware is not None:
+            return {}
         types = {name: self.stored(name) for name in names if name.startswith("blk.")}
         return {name: dtype for name, dtype in types.items() if dtype.layout}
 
@@ -84,6 +96,10 @@ class Merge:
         done   called for matrices rounded plainly, block for each finished block
         Returns the result of `calibrate` for the others.
         """
+        if self.aware is not None:
+            inside = stored_with(self.base.gguf, self.aware)
+            write_changed(path, self.base.gguf, inside, name=name, more=self.more, done=done)
+            return {}
         changes = merged(self.base.gguf, self.adapters)
         rounded = set(self.calibrated) if reading is not None else set[str]()
         # on the base's own grid if the type is the same: only the addition is rounded there

@@ -42,9 +42,12 @@ def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:
     return found
 
 
-def adapted(model: ModelFile, adapters: Sequence[Scaled], *, by_token: bool = False) -> ModelFile:
+def adapted(
+    model: ModelFile, adapters: Sequence[Scaled], *, by_token: bool = False, aware: bool = False
+) -> ModelFile:
     """The model with these adapters in its graphs. Raises InputError for adapters that only work merged.
 
+    aware     an adapter of aware training as its merge will store it, not exactly
     by_token  each token has its own scale for each adapter, instead of those given: see context.adapters
     """
     touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
@@ -61,7 +64,8 @@ def adapted(model: ModelFile, adapters: Sequence[Scaled], *, by_token: bool = Fa
         ranks.append((name, added[name + B].shape[-1]))
         rows = [b.shape[-1] for _, b in pairs]
         owners.append((name, tuple(np.repeat([n for n, *_ in ours], rows).tolist())))
-    lora = Lora(tuple(ranks), owners=tuple(owners) if by_token else ()) if ranks else None
+    found = tuple(owners) if by_token else ()
+    lora = Lora(tuple(ranks), owners=found, aware=aware) if ranks else None
     return replace(model, config=replace(model.config, lora=lora), added=added)
 
 

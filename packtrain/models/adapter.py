@@ -16,6 +16,7 @@ from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting, scale_of
 from packtrain.quant import dequantize
 
 READABLE = (f32, f16, bf16)
+AWARE = "packtrain.aware"
 ARCHITECTURE, ALPHA = "general.architecture", "adapter.lora.alpha"
 INVOCATION = "adapter.alora.invocation_tokens"
 
@@ -32,12 +33,14 @@ class Adapter:
              for the embedding (V, C), whose rows are looked up, A (V, R) and B (C, R)
     alpha    0 stands for a scale of 1, as in llama.cpp
     ignored  vectors in the file that are not used, as in llama.cpp
+    aware    it was trained in the blocks of the base: see ops.stored_sum, by which it is merged
     """
 
     architecture: str
     alpha: float
     pairs: Mapping[str, Pair]
     ignored: tuple[str, ...] = ()
+    aware: bool = False
 
     def scale(self, name: str) -> float:
         return scale_of(self.alpha, self.pairs[name][1].shape[-1])
@@ -84,7 +87,8 @@ def read_adapter(path: str | Path) -> Adapter:
         raise InputError(
             f"{path}: there are no tensors; an adapter has pairs {' and '.join(SUFFIXES)}"
         )
-    return Adapter(architecture, alpha, {name: _pair(gguf, name) for name in names}, ignored)
+    pairs = {name: _pair(gguf, name) for name in names}
+    return Adapter(architecture, alpha, pairs, ignored, values.get(AWARE) is True)
 
 
 def _base_name(gguf: GGUF, name: str) -> str:
@@ -155,6 +159,7 @@ def write_adapter(path: str | Path, adapter: Adapter, name: str) -> None:
         "adapter.type": Value("string", "lora"),
         "general.name": Value("string", name),
         ALPHA: Value("f32", adapter.alpha),
+        **({AWARE: Value("bool", True)} if adapter.aware else {}),
     }
     tensors = {
         base + suffix: half

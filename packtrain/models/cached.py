@@ -7,9 +7,9 @@ from packtrain.dtypes import Dtype, f32, i32
 from packtrain.models import written
 from packtrain.models.cache import lines
 from packtrain.models.config import Config
+from packtrain.models.part import Weights
 from packtrain.models.rounding import rounded
 from packtrain.models.transformer import (
-    Weights,
     head,
     logits,
     output_norm,

@@ -21,6 +21,7 @@ class Lora:
     last     only in the last N blocks; 0: in all
     alpha    the scale is alpha / rank; 0 means a scale of 1
     dropout  dropout probability of A's input in training
+    aware    matrices in blocks are computed with as they will be stored with their adapter: see ops.stored_sum
     owners   by tensor name, which adapter each row of A belongs to, where each token has its own scale for each adapter
     """
 
@@ -29,6 +30,7 @@ class Lora:
     alpha: float = 0.0
     dropout: float = 0.0
     owners: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    aware: bool = False
 
     def rank(self, name: str) -> int:
         """The rank of a tensor's adapter; 0 for none."""

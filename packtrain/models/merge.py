@@ -6,15 +6,18 @@ another requested one. Only a few rows are in memory at a time.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
-from packtrain.dtypes import READABLE, WRITABLE, Dtype
+from packtrain.dtypes import READABLE, RECODABLE, WRITABLE, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models.adapter import Adapter
+from packtrain.ops.stored import stored_rows
 from packtrain.quant import dequantize, quantize_measured
 
 PART = 1 << 15  # elements changed at a time: a run that ends still holds all its memory
@@ -25,6 +28,45 @@ DROPPED = (
 
 Rows = Callable[[int, int], np.ndarray]
 Done = Callable[[Entry, Dtype, float], None]
+
+
+class Stored(NamedTuple):
+    """Values that are quantized already: blocks, and what they stand for."""
+
+    blocks: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class InBlocks:
+    """Merged rows in the blocks of the base, with their scales: bit for bit what aware training saw.
+
+    exact  the same rows before rounding
+    """
+
+    array: np.ndarray
+    adapter: Adapter
+    name: str
+    exact: Callable[[int, int], np.ndarray]
+
+    def __call__(self, start: int, stop: int) -> Stored:
+        a, b = self.adapter.pairs[self.name]
+        by, rows = self.adapter.scale(self.name), self.array[start:stop]
+        return Stored(stored_rows(rows, a, b[start:stop], by, start), self.exact(start, stop))
+
+
+def recodable(base: GGUF, name: str) -> bool:
+    """Whether aware training keeps this matrix in its blocks."""
+    entry = base.entries[name]
+    return name.startswith("blk.") and entry.dtype in RECODABLE and len(entry.shape) == 2
+
+
+def stored_with(base: GGUF, adapter: Adapter) -> dict[str, Rows | InBlocks]:
+    """The same for an adapter of aware training, whose matrices stay in their blocks."""
+    return {
+        name: InBlocks(base.array(name), adapter, name, rows) if recodable(base, name) else rows
+        for name, rows in merged(base, [(adapter, 1.0)]).items()
+    }
 
 
 def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, Rows]:
@@ -66,7 +108,7 @@ def stored_type(entry: Entry, dtype: Dtype | None) -> Dtype:
 def write_changed(
     path: str | Path,
     base: GGUF,
-    changes: Mapping[str, Rows],
+    changes: Mapping[str, Rows | InBlocks],
     *,
     name: str,
     dtype: Dtype | None = None,
@@ -100,12 +142,12 @@ def write_changed(
 
 
 def _deferred(
-    base: GGUF, entry: Entry, rows: Rows | None, dtype: Dtype | None, done: Done
+    base: GGUF, entry: Entry, rows: Rows | InBlocks | None, dtype: Dtype | None, done: Done
 ) -> Deferred:
     if rows is None:
         return Deferred(entry.dtype, entry.shape, lambda: [base.array(entry.name)])
-    stored = stored_type(entry, dtype)
-    if stored not in WRITABLE:
+    stored = entry.dtype if isinstance(rows, InBlocks) else stored_type(entry, dtype)
+    if stored not in WRITABLE and not isinstance(rows, InBlocks):
         known = ", ".join(map(str, WRITABLE))
         raise InputError(
             f"{base.path}: {entry.name} would be {stored}; types that can be written: {known}"
@@ -122,12 +164,16 @@ def _deferred(
 
 
 def packed(
-    where: str, parts: Iterable[np.ndarray], dtype: Dtype, done: Callable[[float], None]
+    where: str, parts: Iterable[np.ndarray | Stored], dtype: Dtype, done: Callable[[float], None]
 ) -> Iterator[np.ndarray]:
     """Convert parts of a tensor from f32; calls `done` with the rounding error. Raises InputError for bad values."""
     wrong = total = 0.0
     for values in parts:
-        part, size, error = quantize_measured(values, dtype)
+        if isinstance(values, Stored):
+            part, size = values.blocks, squares(values.values)
+            error = squares(dequantize(part) - values.values)
+        else:
+            part, size, error = quantize_measured(values, dtype)
         total += size
         if not math.isfinite(total):
             raise InputError(f"{where} has values that are not finite; they must be")

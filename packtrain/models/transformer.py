@@ -17,12 +17,10 @@ from packtrain.dtypes import Dtype, bf16, f32, i32, i64
 from packtrain.models import written
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
+from packtrain.models.part import Part, Weights
 from packtrain.models.rounding import product, rounded
-from packtrain.ops.arrays import noise
-from packtrain.ops.experts import Low
 from packtrain.tensor import Tensor, constant, input, named, weight
 
-Weights = Mapping[str, Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
 Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
@@ -122,57 +120,15 @@ def initialise(
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Builds one block: its weights by their names within it, and names for its activations."""
-
-    config: Config
-    w: Weights
-    number: int
-
-    def weight(self, name: str, kind: str = "weight") -> Tensor:
-        """A weight, or its rows in a fused one."""
-        whole, start, length = self.config.slices.get(name, (name, 0, None))
-        leaf = self.w[f"blk.{self.number}.{whole}.{kind}"]
-        return leaf if length is None else ops.narrow(leaf, axis=0, start=start, length=length)
+class Block(Part):
+    """Builds one block, and names its activations."""
 
     def named(self, name: str, tensor: Tensor) -> Tensor:
         return named(f"blk.{self.number}.{name}", tensor)
 
     def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) (+ acc)."""
-        y = product(self.config, x, self.weight(name), acc)
-        whole = self.config.slices.get(name, (name,))[0]
-        if f"{whole}.bias" in self.config.optional:
-            y = ops.add(y, self.weight(name, "bias"))
-        return self.named(name, self.added(name, x, y))
-
-    def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """y plus the output of the weight's LoRA adapter for x, if it has one."""
-        found, lora = self.low(name), self.config.lora
-        if found is None or lora is None:
-            return y
-        a, b, by, drop = found
-        how, rows = self.config.precision, self.w.get(lora.input_of(self.whole(name)))
-        low = ops.matmul(drop(x), a, precision=how)
-        low = ops.scale(low, by=by) if rows is None else ops.mul(low, rows)
-        return ops.matmul(low, b, y, precision=how)
-
-    def whole(self, name: str) -> str:
-        """The tensor that a weight is, or is part of."""
-        return f"blk.{self.number}.{self.config.slices.get(name, (name,))[0]}.weight"
-
-    def low(self, name: str) -> Low | None:
-        """A, B and scale of a weight's LoRA adapter, and its dropout function; None if it has none."""
-        whole = self.whole(name)
-        a, lora = self.w.get(whole + A), self.config.lora
-        if a is None or lora is None:
-            return None
-
-        def drop(x: Tensor) -> Tensor:
-            p = lora.dropout
-            return ops.dropout(x, self.w[KEY], p=p, stream=noise(whole)) if p else x
-
-        return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2]), drop
+        return self.named(name, self.product(name, x, acc))
 
     def saved(self, x: Tensor) -> Tensor:
         """x as the backward pass will read it: all read the rounded value, so that recomputation changes no bit."""

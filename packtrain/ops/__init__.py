@@ -72,6 +72,7 @@ from packtrain.ops.routing import group_rows, take, take_back, top_k
 from packtrain.ops.shape import concat, cont, narrow, narrow_back, permute, reshape, transpose
 from packtrain.ops.soft_targets import log_soft_max, soft_cross_entropy
 from packtrain.ops.softmax import soft_max, soft_max_back
+from packtrain.ops.stored import matmul_stored, stored_sum
 from packtrain.ops.update import accumulate, clip_gate, sum_squares
 from packtrain.ops.windows import im2col, im2col_back
 
@@ -83,11 +84,11 @@ __all__ = [
     "cumsum", "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "draw", "dropout", "elu", "erf", "exp",
     "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
     "group_rows", "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
-    "matmul", "matmul_back", "matmul_id", "matmul_id_back", "matmul_rounded", "mean", "mean_rows",
+    "matmul", "matmul_back", "matmul_id", "matmul_id_back", "matmul_rounded", "matmul_stored", "mean", "mean_rows",
     "mean_squared_error", "mul", "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "outer", "pad",
     "permute", "pool_1d", "pool_2d", "pool_2d_back", "relu", "repeat", "reshape", "rms_norm", "rms_norm_back",
     "rope", "rope_table", "rounded", "scale", "set", "set_rows", "sgn", "sigmoid", "silu", "silu_back", "sin",
     "slice", "soft_cross_entropy", "soft_max", "soft_max_back", "soft_max_sinks", "softplus", "sqr", "sqrt", "step",
-    "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back", "tanh", "top_k",
-    "transpose", "upscale", "weighted_rows", "weighted_rows_back", "zero_rows",
+    "stored_sum", "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back",
+    "tanh", "top_k", "transpose", "upscale", "weighted_rows", "weighted_rows_back", "zero_rows",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from packtrain import cost
 from packtrain.backends import CPU, Target
 from packtrain.cost import Rates
-from packtrain.ops.cast import widens
+from packtrain.ops.stored import reads_again
 from packtrain.packing import alive
 from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
@@ -258,8 +258,8 @@ class BlockCosts:
 
 
 def _costs_nothing(call: Call) -> bool:
-    """A view, or a value stored in bf16 that is read back, as the backward pass does in any case."""
-    return call.op.view or widens(call)
+    """A view, or what is stored in another form, which the backward pass computes again in any case."""
+    return call.op.view or reads_again(call)
 
 
 def _kept(way: Inner) -> tuple[int, ...]:

@@ -80,7 +80,13 @@ def merge(settings: Merge, events: Events) -> Written:
 
     name = settings.output.stem.encode(errors="replace").decode()
     types = named_types(settings.tensor_type, changes, base.entries)
-    if settings.calibrate is None:
+    merging = Merging(open_model(settings.model), adapters, dtype, types)
+    if merging.aware is not None:
+        events.message(
+            "the adapter was trained in the base's blocks, and is merged as it was trained"
+        )
+        merging.write(settings.output, name, done=done)
+    elif settings.calibrate is None:
         given = settings.output, base, changes
         write_changed(*given, name=name, dtype=dtype, types=types, done=done)
         if any(stored_type(base.entries[n], dtype).layout for n in changes):
@@ -88,7 +94,6 @@ def merge(settings: Merge, events: Events) -> Written:
                 "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
             )
     else:
-        merging = Merging(open_model(settings.model), adapters, dtype, types)
         _calibrated(settings, merging, name, done, events)
     weights = sum(math.prod(entry.shape) for entry in base.entries.values())
     nbytes, seconds = settings.output.stat().st_size, time.perf_counter() - began

@@ -133,7 +133,7 @@ class End:
         last = progress.best if decided else progress.last
         with_it = None
         if adapter is not None:
-            beside = adapted(base, [(adapter, 1.0)])
+            beside = adapted(base, [(adapter, 1.0)], aware=adapter.aware)
             with_it = last if math.isfinite(last) else self._loss(beside, "the adapter")
         tuned, alone = with_it, self.settings.merge == "none"
         if tuned is None or not alone:
@@ -158,6 +158,8 @@ class End:
         """Suggest a better merge: calibration, or larger types for the matrices that lose most, found by trial."""
         again = f"packtrain finetune -o {shlex.quote(str(self.settings.output))} --resume"
         if errors is None:
+            if adapter.aware:
+                return
             if self.settings.merge == "plain":
                 self.events.message(
                     f"warning: plain rounding loses much of the gain; merge again with: {again} --merge calibrated"
@@ -243,7 +245,7 @@ def _unlearnt(job: Job) -> Adapter | None:
         n + end: np.broadcast_to(np.float32(0), shapes[n + end]) for n in names for end in (A, B)
     }
     pairs = {name: (nothing[name + A], nothing[name + B]) for name in names}
-    return Adapter(config.architecture, config.lora.alpha, pairs)
+    return Adapter(config.architecture, config.lora.alpha, pairs, aware=config.lora.aware)
 
 
 def flags_of(types: Mapping[str, Dtype]) -> list[str]:
@@ -252,7 +254,7 @@ def flags_of(types: Mapping[str, Dtype]) -> list[str]:
 
 
 def calibrates(settings: TuneSettings) -> bool:
-    return settings.merge == "calibrated"
+    return settings.merge == "calibrated" and not settings.aware
 
 
 def reading_of(job: Job, merge: Merge, limit: int | None) -> Reading | None:

@@ -129,7 +129,9 @@ def _ready(
     own = {} if limit is None else {HOST: limit}
     job = _job(settings, build_job, say)
     packed, kind = job.shape.base is not None, type(job.optimizer)
-    modules = needed(job.config.expert_count > 0, packed, kind, flash=job.shape.config.flash)
+    flash, lora = job.shape.config.flash, job.config.lora
+    aware = lora is not None and lora.aware
+    modules = needed(job.config.expert_count > 0, packed, kind, flash=flash, aware=aware)
     kernels.prepare(modules, limit, private_nbytes())
     free = math.inf if limit is None else limit - private_nbytes()
     speed, learning = _speed(job, say, free)

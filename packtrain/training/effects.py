@@ -92,7 +92,8 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
         TuneSettings,
         (
             (
-                "lora_rank lora_alpha lora_modules lora_dropout rslora adapter merge tensor_type",
+                "lora_rank lora_alpha lora_modules lora_dropout rslora adapter merge tensor_type"
+                " aware",
                 lambda s: s.full,
                 "with --full, which trains the weights themselves",
             ),
@@ -103,6 +104,16 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 "with --merge none, which writes the adapter alone",
             ),
             ("masters freeze", lambda s: not s.full, "without --full"),
+            (
+                "type tensor_type lora_dropout",
+                lambda s: s.aware,
+                "with --aware, which trains what the matrices' own blocks can hold",
+            ),
+            (
+                "merge",
+                lambda s: s.aware and s.merge == "plain",
+                "with --aware, which merges as it trains",
+            ),
             TRAIN_ON,
         ),
     ),

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.design.plans import Base
-from packtrain.dtypes import DTYPES, dtype_of, f32
+from packtrain.dtypes import DTYPES, RECODABLE, dtype_of, f32
 from packtrain.errors import InputError
 from packtrain.files import existing
 from packtrain.gguf import Deferred, Value, tensor_nbytes, write
@@ -145,7 +145,7 @@ class Tuned:
     def _adapter(self, view: View, lora: Lora) -> Adapter:
         names = [name.removesuffix(A) for name in self.trained if name.endswith(A)]
         pairs = {name: (view(name + A), view(name + B)) for name in names}
-        return Adapter(self.config.architecture, lora.alpha, pairs)
+        return Adapter(self.config.architecture, lora.alpha, pairs, aware=lora.aware)
 
     def tokenizer(self) -> Tokenizer:
         return self.model.tokenizer()
@@ -184,6 +184,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     model = open_model(settings.model)
     _check_blocks(settings.num_layers, model)
     config = replace(model.config, lora=None if settings.full else lora_of(settings, model.config))
+    _check_aware(settings, model, config)
     last = max(settings.num_layers, 0)
     types, masters = tuple(model.types().items()), DTYPES[settings.masters]
     base = Base(types, settings.freeze, last, settings.strict, masters)
@@ -240,6 +241,23 @@ def _check_blocks(last: int, model: ModelFile) -> None:
     if last > count:
         raise InputError(
             f"--num-layers {last}: {model.gguf.path.name} has {plural(count, 'block')}; it must be at most that, or -1"
+        )
+
+
+def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> None:
+    """Raise InputError if --aware could not be kept."""
+    if not settings.aware or config.lora is None:
+        return
+    if config.expert_count:
+        raise InputError(
+            f"--aware: {model.gguf.path.name} has experts, which it is not for; leave it out"
+        )
+    types = model.types()
+    ours = [types[name] for name in transformer.weights(config) if config.lora.rank(name)]
+    if not set(ours) & set(RECODABLE):
+        fits = ", ".join(map(str, RECODABLE))
+        raise InputError(
+            f"--aware: no matrix that is trained is quantized; it is for matrices of {fits}"
         )
 
 
@@ -307,7 +325,9 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
             raise InputError("--rslora: all ranks must be equal, because an adapter has one alpha")
         alpha *= math.sqrt(next(iter(ranks.values())))
     patterns_ranks = tuple((f"blk.*.{kind}.weight", rank) for kind, rank in ranks.items())
-    return Lora(patterns_ranks, max(settings.num_layers, 0), alpha, settings.lora_dropout)
+    stored = float(np.float32(alpha))  # as the adapter's file has it
+    last, dropout = max(settings.num_layers, 0), settings.lora_dropout
+    return Lora(patterns_ranks, last, stored, dropout, aware=settings.aware)
 
 
 def _matrices(config: Config) -> Iterator[str]:

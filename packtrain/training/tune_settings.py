@@ -67,6 +67,11 @@ class TuneSettings(RunSettings):
         metavar="NAMES",
     )
     lora_dropout: float = LORA(0.0, "dropout probability of the adapter's input", least=0, most=0.9)
+    aware: bool = LORA(
+        False,
+        "compute with matrices as they will be stored with their adapter, rounded with the base's scales; the merge"
+        " then stores what was trained, without data",
+    )
     num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", least=-1)
     freeze: tuple[str, ...] = TRAINING(
         (),

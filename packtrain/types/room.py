@@ -65,7 +65,7 @@ class Dtype:
     richer   llama-quantize's choice for matrices that are used more than others
     instead  the type to write if this one can only be read: the next larger one with the same block
     mixes    mixes with this type, the usual one last
-    code     its kernels: unpack, dot, codes and scales (for rounded values), pack
+    code     its kernels: unpack, dot, codes and scales (for rounded values), pack, recode
     """
 
     name: str
@@ -118,6 +118,11 @@ class Dtype:
     def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, n): finite f32 at x become n blocks at y. If the scale is too small for f16, zeros."""
         self.code["pack"] = Code(function)
+        return function
+
+    def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, n): n blocks at y, with their scales, get codes for f32 at x; see types/recode."""
+        self.code["recode"] = Code(function)
         return function
 
     def row_nbytes(self, width: int) -> int:

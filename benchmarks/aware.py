@@ -1,0 +1,68 @@
+"""What is left of an adapter's gain once it is stored: merged with data, and trained with --aware.
+
+    python -m benchmarks.aware DATA BASE.gguf … [--iters 24] [--flags "--lr 5e-4"]
+
+Each base is tuned twice, with the same flags on the same batches: plainly, merged with data; and with --aware, whose
+merge needs none. The gain is that of the plain adapter in f32, on conversations that neither run sees; losses are of the files
+written. Seconds of a step are medians.
+"""
+
+import argparse
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.watched import packtrain
+from packtrain.watch import metrics
+
+USUAL = "--batch-size 4 --ctx 256 --val-split 0.1 --val-batches 0 --steps-per-eval 0 --seed 1 --no-tensorboard"
+LOSSES = re.compile(r"validation loss: base ([\d.]+), with the adapter ([\d.]+), merged ([\d.]+)")
+
+
+def tuned(base: Path, data: Path, output: Path, *more: str) -> tuple[list[float], float]:
+    """Losses of the base, with the adapter, and of the file written; and the median seconds of a step."""
+    usual = (*USUAL.split(), "--overwrite", *more)
+    done = packtrain("finetune", base, "--data", data, "-o", output, *usual)
+    found = LOSSES.search(done.out + done.said)
+    if done.code or found is None:
+        sys.exit(done.said)
+    steps = [r for r in metrics.read(output.with_suffix(".run") / "metrics.jsonl") if "loss" in r]
+    seconds = [0.0, *(r["seconds"] for r in steps)]
+    each = [b - a for a, b in zip(seconds, seconds[1:], strict=False)]
+    return [*map(float, found.groups())], statistics.median(each[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("bases", type=Path, nargs="+")
+    parser.add_argument("--iters", type=int, default=24)
+    parser.add_argument("--flags", default="", help="more flags of both runs")
+    given = parser.parse_args()
+    more = ("--iters", str(given.iters), *shlex.split(given.flags))
+    print(
+        "| base | loss | adapter in f32 | merged with data | kept | aware, as stored | kept | step |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "tuned.gguf"
+        for base in given.bases:
+            (before, plain, merged), seconds = tuned(base, given.data, output, *more)
+            size = output.stat().st_size
+            (_, _, aware), slower = tuned(base, given.data, output, "--aware", *more)
+            gain = before - plain
+            shares = [f"{(before - loss) / gain:.1%}" for loss in (merged, aware)]
+            print(
+                f"| {base.stem} | {before:.4f} | {plain:.4f} | {merged:.4f} | {shares[0]} | {aware:.4f} | {shares[1]}"
+                f" | {slower / seconds:.2f} × |",
+                flush=True,
+            )
+            if output.stat().st_size != size:
+                print(f"{output.stat().st_size - size:+} bytes with --aware")
+
+
+if __name__ == "__main__":
+    main()

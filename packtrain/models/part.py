@@ -1,0 +1,81 @@
+"""The weights of one block with their LoRA adapters: what products with them are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packtrain import ops
+from packtrain.dtypes import RECODABLE
+from packtrain.models.config import Config
+from packtrain.models.lora import KEY, A, B
+from packtrain.models.rounding import product
+from packtrain.ops.arrays import noise
+from packtrain.ops.experts import Low
+from packtrain.tensor import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The weights of a block by their names within it."""
+
+    config: Config
+    w: Weights
+    number: int
+
+    def weight(self, name: str, kind: str = "weight") -> Tensor:
+        """A weight, or its rows in a fused one."""
+        return self._rows(name, self.w[f"blk.{self.number}.{self._within(name)}.{kind}"])
+
+    def _rows(self, name: str, whole: Tensor) -> Tensor:
+        _, start, length = self.config.slices.get(name, (name, 0, None))
+        return whole if length is None else ops.narrow(whole, axis=0, start=start, length=length)
+
+    def _within(self, name: str) -> str:
+        return self.config.slices.get(name, (name,))[0]
+
+    def product(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) (+ acc), with the weight's LoRA adapter if it has one."""
+        stored = self._stored(name, x, acc)
+        y = product(self.config, x, self.weight(name), acc) if stored is None else stored
+        if f"{self._within(name)}.bias" in self.config.optional:
+            y = ops.add(y, self.weight(name, "bias"))
+        return self._added(name, x, y) if stored is None else y
+
+    def _added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """y plus the output of the weight's LoRA adapter for x, if it has one."""
+        found, lora = self.low(name), self.config.lora
+        if found is None or lora is None:
+            return y
+        a, b, by, drop = found
+        how, rows = self.config.precision, self.w.get(lora.input_of(self.whole(name)))
+        low = ops.matmul(drop(x), a, precision=how)
+        low = ops.scale(low, by=by) if rows is None else ops.mul(low, rows)
+        return ops.matmul(low, b, y, precision=how)
+
+    def _stored(self, name: str, x: Tensor, acc: Tensor | None) -> Tensor | None:
+        """The product with weight and adapter as one matrix in the weight's blocks; None if it is not wanted so."""
+        found, lora, whole = self.low(name), self.config.lora, self.whole(name)
+        leaf = self.w[whole]
+        if found is None or lora is None or not lora.aware or leaf.dtype not in RECODABLE:
+            return None
+        a, b, by, _ = found
+        both = self._rows(name, ops.stored_sum(leaf, a, self.w[whole + B], by=by))
+        return ops.matmul_stored(x, both, a, b, acc, by=by, precision=self.config.precision)
+
+    def whole(self, name: str) -> str:
+        """The tensor that a weight is, or is part of."""
+        return f"blk.{self.number}.{self._within(name)}.weight"
+
+    def low(self, name: str) -> Low | None:
+        """A, B and scale of a weight's LoRA adapter, and its dropout function; None if it has none."""
+        whole = self.whole(name)
+        a, lora = self.w.get(whole + A), self.config.lora
+        if a is None or lora is None:
+            return None
+
+        def drop(x: Tensor) -> Tensor:
+            p = lora.dropout
+            return ops.dropout(x, self.w[KEY], p=p, stream=noise(whole)) if p else x
+
+        return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2]), drop

@@ -3,8 +3,8 @@
     python -m benchmarks.aware DATA BASE.gguf … [--iters 24] [--flags "--lr 5e-4"]
 
 Each base is tuned twice, with the same flags on the same batches: plainly, merged with data; and with --aware, whose
-merge needs none. The gain is that of the plain adapter in f32, on conversations that neither run sees; losses are of the files
-written. Seconds of a step are medians.
+merge needs none. The gain is that of the plain adapter in f32, on conversations that neither run sees; losses are of
+the files written. Seconds of a step are medians.
 """
 
 import argparse

@@ -13,7 +13,15 @@ from packtrain.models.adapted import Scaled
 from packtrain.models.adapter import Adapter
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import SUFFIXES, Lora
-from packtrain.models.merge import merged, recodable, stored_type, stored_with, write_changed
+from packtrain.models.merge import (
+    InBlocks,
+    Rows,
+    merged,
+    recodable,
+    stored_type,
+    stored_with,
+    write_changed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +104,19 @@ class Merge:
         done   called for matrices rounded plainly, block for each finished block
         Returns the result of `calibrate` for the others.
         """
-        if self.aware is not None:
-            inside = stored_with(self.base.gguf, self.aware)
-            write_changed(path, self.base.gguf, inside, name=name, more=self.more, done=done)
-            return {}
         changes = merged(self.base.gguf, self.adapters)
         rounded = set(self.calibrated) if reading is not None else set[str]()
         # on the base's own grid if the type is the same: only the addition is rounded there
         kept = {n for n in rounded if self.stored(n) == self.base.gguf.entries[n].dtype}
-        first = {n: rows for n, rows in changes.items() if n not in kept}
+        first: Mapping[str, Rows | InBlocks] = {n: changes[n] for n in changes.keys() - kept}
+        if self.aware is not None:
+            first = stored_with(self.base.gguf, self.aware)
 
         def write(to: Path) -> None:
             write_changed(
-                to,
-                self.base.gguf,
-                first,
-                name=name,
-                dtype=self.dtype,
-                types=self.types,
-                more=self.more,
-                done=done,
-            )
+                *(to, self.base.gguf, first),
+                name=name, dtype=self.dtype, types=self.types, more=self.more, done=done,
+            )  # fmt: skip
 
         if reading is None or data is None or not rounded:
             write(path)

@@ -25,11 +25,9 @@ class Part:
 
     def weight(self, name: str, kind: str = "weight") -> Tensor:
         """A weight, or its rows in a fused one."""
-        return self._rows(name, self.w[f"blk.{self.number}.{self._within(name)}.{kind}"])
-
-    def _rows(self, name: str, whole: Tensor) -> Tensor:
-        _, start, length = self.config.slices.get(name, (name, 0, None))
-        return whole if length is None else ops.narrow(whole, axis=0, start=start, length=length)
+        whole, start, length = self.config.slices.get(name, (name, 0, None))
+        leaf = self.w[f"blk.{self.number}.{whole}.{kind}"]
+        return leaf if length is None else ops.narrow(leaf, axis=0, start=start, length=length)
 
     def _within(self, name: str) -> str:
         return self.config.slices.get(name, (name,))[0]
@@ -55,12 +53,11 @@ class Part:
 
     def _stored(self, name: str, x: Tensor, acc: Tensor | None) -> Tensor | None:
         """The product with weight and adapter as one matrix in the weight's blocks; None if it is not wanted so."""
-        found, lora, whole = self.low(name), self.config.lora, self.whole(name)
-        leaf = self.w[whole]
-        if found is None or lora is None or not lora.aware or leaf.dtype not in RECODABLE:
+        found, lora, w = self.low(name), self.config.lora, self.weight(name)
+        if found is None or lora is None or not lora.aware or w.dtype not in RECODABLE:
             return None
-        a, b, by, _ = found
-        both = self._rows(name, ops.stored_sum(leaf, a, self.w[whole + B], by=by))
+        (a, b, by, _), first = found, self.config.slices.get(name, (name, 0, None))[1]
+        both = ops.stored_sum(w, a, b, by=by, first=first)
         return ops.matmul_stored(x, both, a, b, acc, by=by, precision=self.config.precision)
 
     def whole(self, name: str) -> str:

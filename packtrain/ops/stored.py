@@ -33,7 +33,7 @@ from packtrain.quant import dequantize
 from packtrain.tensor import Call, Spec, Tensor, constant, input, op, want
 from packtrain.types.recode import PLACES, TABLES, UNIT
 
-DITHER = 0.49  # less than half: without an addition no code changes
+DITHER = 0.4995  # less than half: without an addition no code changes, whatever the rounding errors
 TURN, PARTS = 2654435761, 1 << 12  # as in kernels.recoding
 
 
@@ -51,7 +51,9 @@ def moved(dither: float) -> np.ndarray:
 
 
 @op()
-def stored_sum(w: Tensor, a: Tensor, b: Tensor, *, by: float, dither: float = DITHER) -> Spec:
+def stored_sum(
+    w: Tensor, a: Tensor, b: Tensor, *, by: float, first: int = 0, dither: float = DITHER
+) -> Spec:
     """w + by * b @ a as it can be stored in the blocks of w, with their scales: the nearest codes.
 
     w  (N, K)  a type whose codes can be chosen anew
@@ -59,6 +61,7 @@ def stored_sum(w: Tensor, a: Tensor, b: Tensor, *, by: float, dither: float = DI
     b  (N, R)  f32
     y  (N, K)  the type of w
 
+    first   the number of the first row in a larger matrix, of which w has some rows
     dither  each code is first moved by a fixed part of a step, up to this to either side
     """
     want(
@@ -74,9 +77,9 @@ def stored_sum(w: Tensor, a: Tensor, b: Tensor, *, by: float, dither: float = DI
 
 
 @stored_sum.kernel("numpy")
-def stored_sum_numpy(y, w, a, b, *, by, dither):
+def stored_sum_numpy(y, w, a, b, *, by, first, dither):
     values = dequantize(w).astype(a.dtype) + by * (b @ a)
-    turn = np.arange(len(w))[:, None] * TURN >> 8
+    turn = np.arange(first, first + len(w))[:, None] * TURN >> 8
     parts = moved(dither)[(turn + np.arange(a.shape[1])) & (PARTS - 1)]
     y[...] = _recoded(w, values.reshape(*w.shape, -1), parts.reshape(*w.shape, -1))
 
@@ -115,9 +118,9 @@ def _nearest(dtype, values, parts, all_of, where, rint, clip):
 
 
 @stored_sum.kernel("cpu")
-def stored_sum_cpu(y, w, a, b, *, by, dither):
+def stored_sum_cpu(y, w, a, b, *, by, first, dither):
     kind, rows = packed(w)
-    kernels.recoding.add(packed(y)[1], rows, kind, a, b, by, moved(dither), 0)
+    kernels.recoding.add(packed(y)[1], rows, kind, a, b, by, moved(dither), first)
 
 
 def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: int) -> np.ndarray:
@@ -129,13 +132,13 @@ def stored_rows(w: np.ndarray, a: np.ndarray, b: np.ndarray, by: float, first: i
 
 
 @stored_sum.kernel("torch")
-def stored_sum_torch(y, w, a, b, *, by, dither):
+def stored_sum_torch(y, w, a, b, *, by, first, dither):
     (n, k), dtype = w.shape, w.dtype
     table = torch.tensor(moved(dither).tolist(), device=a.device)
     columns = torch.arange(k, device=a.device)
     for start, end in spans(n, CHUNK // (8 * k), a):
         part = w[start:end]
-        turn = torch.arange(start, end, device=a.device)[:, None] * TURN >> 8
+        turn = torch.arange(first + start, first + end, device=a.device)[:, None] * TURN >> 8
         parts = table[(turn + columns) & (PARTS - 1)].view(-1, dtype.block)
         values = torch.empty((end - start, k), dtype=torch.float32, device=a.device)
         blocks().unpack(values, part)
@@ -166,7 +169,7 @@ def _recoded_torch(dtype, raw, values, parts):
 
 
 @stored_sum.cost
-def stored_sum_cost(y, w, a, b, *, by, dither):
+def stored_sum_cost(y, w, a, b, *, by, first, dither):
     n, k = w.shape
     work = {"multiply": costs.multiplied(n, k, a.shape[0]), costs.laying(w.dtype): 4.0 * n * k}
     return costs.Cost(work)
@@ -178,7 +181,7 @@ def stored_sum_samples():
         w = _blocks(dtype, 9, 2 if dtype.block > 32 else 10)
         a, b = input("a", (3, w.shape[1])), input("b", (9, 3))
         yield stored_sum(w, a, b, by=0.01)
-    yield stored_sum(w, a, b, by=0.5, dither=0.0)
+    yield stored_sum(w, a, b, by=0.5, first=5000, dither=0.0)
 
 
 def _blocks(dtype, rows, count):

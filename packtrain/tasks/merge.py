@@ -29,6 +29,8 @@ from packtrain.words import plural
 
 HEAD = "output.weight"
 CONTEXT = 2048  # most tokens of a row
+CALIBRATE = "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
+AWARE = "the adapter was trained in the base's blocks, and is merged as it was trained"
 
 
 @dataclass(frozen=True)
@@ -80,21 +82,16 @@ def merge(settings: Merge, events: Events) -> Written:
 
     name = settings.output.stem.encode(errors="replace").decode()
     types = named_types(settings.tensor_type, changes, base.entries)
-    merging = Merging(open_model(settings.model), adapters, dtype, types)
-    if merging.aware is not None:
-        events.message(
-            "the adapter was trained in the base's blocks, and is merged as it was trained"
-        )
-        merging.write(settings.output, name, done=done)
-    elif settings.calibrate is None:
+    merging = None
+    if settings.calibrate is not None or any(adapter.aware for adapter, _ in adapters):
+        merging = Merging(open_model(settings.model), adapters, dtype, types)
+    if merging is not None and (settings.calibrate is not None or merging.aware is not None):
+        _calibrated(settings, merging, name, done, events)
+    else:
         given = settings.output, base, changes
         write_changed(*given, name=name, dtype=dtype, types=types, done=done)
         if any(stored_type(base.entries[n], dtype).layout for n in changes):
-            events.message(
-                "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
-            )
-    else:
-        _calibrated(settings, merging, name, done, events)
+            events.message(CALIBRATE)
     weights = sum(math.prod(entry.shape) for entry in base.entries.values())
     nbytes, seconds = settings.output.stat().st_size, time.perf_counter() - began
     return Written(
@@ -109,7 +106,11 @@ def _calibrated(
     done: Callable[[Entry, Dtype, float], None],
     events: Events,
 ) -> None:
-    """Write the file, calibrated on data. Raises DoesNotFit if --memory is too small."""
+    """Write the file, calibrated on data or as it was trained. Raises DoesNotFit if --memory is too small."""
+    if merging.aware is not None:
+        events.message(AWARE)
+        merging.write(settings.output, name, done=done)
+        return
     data, found = _data(settings, merging, events), None
     if merging.calibrated:
         found = reading(

@@ -13,6 +13,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.watched import packtrain
@@ -31,7 +32,7 @@ def tuned(base: Path, data: Path, output: Path, *more: str) -> tuple[list[float]
         sys.exit(done.said)
     steps = [r for r in metrics.read(output.with_suffix(".run") / "metrics.jsonl") if "loss" in r]
     seconds = [0.0, *(r["seconds"] for r in steps)]
-    each = [b - a for a, b in zip(seconds, seconds[1:], strict=False)]
+    each = [b - a for a, b in pairwise(seconds)]
     return [*map(float, found.groups())], statistics.median(each[2:])
 
 

@@ -1,7 +1,5 @@
 """Several processes that train one model: the same losses as one, the same bits each time, and what ends them."""
 
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,13 +12,11 @@ import pytest
 
 from packtrain import ranks
 from packtrain.cli import main
-from packtrain.gguf import GGUF
-from packtrain.ranks import world
+from packtrain.ranks import exchange, world
 from packtrain.training.state import load
 from packtrain.watch import metrics
-from tests.kill import ALWAYS, KINDS, TINY, prepare_base, words
-
-FEW = ["--no-tensorboard", "-t", "1"]
+from tests.kill import KINDS, prepare_base, words
+from tests.ranked import FEW, by_hand, close, done, errors, losses, same, train
 
 
 @pytest.fixture(scope="module")
@@ -30,52 +26,16 @@ def folder(tmp_path_factory):
     return made
 
 
-def train(folder: Path, name: str, *more: str) -> list[str]:
-    files = ["--data", str(folder / "text.txt"), "-o", str(folder / f"{name}.gguf")]
-    return [sys.executable, "-m", "packtrain", "train", *files, *TINY, *FEW, *more]
-
-
-def done(command: list[str], code: int = 0, **environment: str) -> str:
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
-    )
-    assert ended.returncode == code, ended.stderr
-    return ended.stderr
-
-
-def losses(folder: Path, name: str, key: str = "loss") -> np.ndarray:
-    records = metrics.read(folder / f"{name}.run/metrics.jsonl")
-    return np.array([record[key] for record in records if key in record])
-
-
-def same(folder: Path, one: str, other: str) -> None:
-    """Weights, moments and losses are equal, bit for bit."""
-    for result in ALWAYS:
-        a, b = (GGUF(folder / result.format(name)) for name in (one, other))
-        assert a.entries.keys() == b.entries.keys()
-        for name in a.entries:
-            assert a.array(name).tobytes() == b.array(name).tobytes(), name
-    for key in ("loss", "grad_norm", "val_loss"):
-        assert losses(folder, one, key).tolist() == losses(folder, other, key).tolist()
-
-
 def about(folder: Path, name: str) -> dict[str, Any]:
     found = load(folder / f"{name}.run/checkpoint.gguf", print)
     assert found is not None
     return found.about
 
 
-def close(folder: Path, one: str, other: str, steps: int) -> None:
-    for key, count in (("loss", steps), ("val_loss", steps // 50)):
-        a, b = losses(folder, one, key), losses(folder, other, key)
-        assert len(a) == len(b) == count
-        assert np.all(np.abs(a - b) <= 1e-5 * a), np.max(np.abs(a - b) / a)
-
-
 def test_numbers_are_exchanged_in_buckets_that_cover_all(monkeypatch):
-    monkeypatch.setattr(world, "BUCKET", 7)
+    monkeypatch.setattr(exchange, "BUCKET", 7)
     arrays = [np.arange(n, dtype=np.float32) for n in (3, 1, 20, 4)]
-    buckets = list(world.buckets(arrays))
+    buckets = list(exchange.buckets(arrays))
     assert [sum(piece.size for piece in one) for one in buckets] == [7, 7, 7, 7]
     flat = np.concatenate([piece for one in buckets for piece in one])
     assert flat.tolist() == np.concatenate(arrays).tolist()
@@ -144,31 +104,6 @@ def test_a_run_goes_on_with_the_same_bits_or_with_another_number_of_ranks(folder
     assert len(losses(folder, "parts")) == 15
 
 
-def by_hand(command: list[str], *each: list[str]) -> list["subprocess.Popen[str]"]:
-    """A rank for each list of more arguments, as torchrun starts them."""
-    port = str(ranks.free_port())
-    started = []
-    for rank, more in enumerate(each):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(len(each)), "MASTER_PORT": port}
-        own |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        started.append(
-            subprocess.Popen(
-                [*command, *more], stderr=subprocess.PIPE, text=True, env={**os.environ, **own}
-            )
-        )
-    return started
-
-
-def errors(started: list["subprocess.Popen[str]"], seconds: float) -> list[str]:
-    """What the ranks say at last; each must end, and fail, within so many seconds."""
-    until, found = time.monotonic() + seconds, []
-    for one in started:
-        said = one.communicate(timeout=until - time.monotonic())[1]
-        assert one.returncode != 0
-        found.append(said.splitlines()[-1] if said else "")
-    return found
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("setting, what", [("--lr", "--lr"), ("--data", "the data")])
 def test_what_differs_between_ranks_is_found_before_step_1(folder, setting, what):
@@ -177,22 +112,6 @@ def test_what_differs_between_ranks_is_found_before_step_1(folder, setting, what
     first, second = errors(by_hand(train(folder, "odd"), [], [setting, value]), 110)
     assert first == second and first.startswith(f"packtrain: error: rank 1 has {what} "), first
     assert not (folder / "odd.run").exists()
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_the_others_and_the_checkpoint_is_whole(folder, killed):
-    name = f"killed{killed}"
-    command = train(folder, name, "--iters", "100000", "--save-every", "3")
-    started = by_hand(command, [], [])
-    checkpoint = folder / f"{name}.run/checkpoint.previous.gguf"
-    while not checkpoint.exists():
-        assert all(one.poll() is None for one in started)
-        time.sleep(0.05)
-    started[killed].kill()
-    said = errors(started, 30)[1 - killed]
-    assert re.fullmatch(rf"packtrain: error: rank {killed} was lost: .*--resume", said), said
-    done(train(folder, name, "--iters", "4", "--resume"))  # whole: one process loads it
 
 
 @pytest.mark.torch

@@ -12,7 +12,10 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO
 
-GRACE_SECONDS = 30.0  # after the end of one rank, the others end by themselves
+from packtrain.ranks.beats import PARENT
+
+GRACE_SECONDS = 25.0  # after a rank was ended by a signal, the others find out by themselves
+SHORT_SECONDS = 5.0  # after one that has said why; one that hangs cannot know
 POLL_SECONDS = 0.05
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -57,6 +60,7 @@ def _environment(rank: int, count: int, port: int) -> Mapping[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
     }
     if sys.platform == "linux":
         own["GLOO_SOCKET_IFNAME"] = "lo"
@@ -82,8 +86,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Until all have ended, or the time of grace after the first failure has."""
     until = float("inf")
     while any(one.poll() is None for one in ranks) and time.monotonic() < until:
-        if until == float("inf") and any(one.returncode for one in ranks):
-            until = time.monotonic() + GRACE_SECONDS
+        failed = [one.returncode for one in ranks if one.returncode]
+        if failed:
+            grace = SHORT_SECONDS if any(code > 0 for code in failed) else GRACE_SECONDS
+            until = min(until, time.monotonic() + grace)
         time.sleep(POLL_SECONDS)
 
 

@@ -1,7 +1,9 @@
 """The ranks of a run, seen from one of them."""
 
+import atexit
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -12,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from packtrain.errors import InputError, RankLost, printable
+from packtrain.ranks.beats import RESUME, SILENT_SECONDS, Heart, publish
+from packtrain.ranks.exchange import BUCKET, Exchange, gathering
 
-BUCKET = 1 << 20  # numbers that are exchanged at a time
-PATIENCE = timedelta(
-    hours=2
-)  # of a rank for the others, while they live: rank 0 may write a large file
-TOLD = timedelta(seconds=5)  # within which a rank that lives says that it does
+JOIN = timedelta(minutes=10)  # for all ranks to come
+# of a rank for the others, while they live: rank 0 may write a large file
+PATIENCE = timedelta(hours=24)
+SLICE = timedelta(seconds=0.5)  # of waiting, after which it is seen who has been lost
 
 
 class World:
@@ -31,6 +34,14 @@ class World:
 
     def add(self, arrays: Sequence[np.ndarray]) -> None:
         """Each f32 array becomes its sum over all ranks, added in their order."""
+        self.send(arrays)
+        self.arrived()
+
+    def send(self, arrays: Sequence[np.ndarray]) -> None:
+        """The same, but without waiting for it: `arrived` does."""
+
+    def arrived(self) -> None:
+        """Until the sums of all that was sent are there."""
 
     def from_first(self, value: Any) -> Any:
         """The value of rank 0. The others wait for it."""
@@ -50,88 +61,101 @@ class Group(World):
 
     def __init__(self) -> None:
         self.rank, self.size = rank(), int(os.environ["WORLD_SIZE"])
+        self.heart = Heart(self.rank, self.size, _keeper())
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")
+        self.gathering = gathering(self.dist)
         self.torch.set_num_threads(1)
         try:
-            self.dist.init_process_group("gloo", timeout=PATIENCE)
-            self.store = self.dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+            self.dist.init_process_group("gloo", timeout=JOIN)
+            self.control = self.dist.new_group(backend="gloo", timeout=PATIENCE)
+            self.exchange = Exchange(
+                self.dist, self.torch.from_numpy, self.size, self._wait, PATIENCE
             )
+            self.store = _store(self.dist)
+            self.heart.beat(lambda: _store(self.dist))
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self.rank} cannot join the others: {_first(error)}") from None
-        self.store.set_timeout(TOLD)
-        self.mine = np.zeros(BUCKET, np.float32)
-        self.theirs = [np.zeros(BUCKET, np.float32) for _ in range(self.size)]
-        self.add([self.mine.copy()])  # a plan made later counts what an exchange takes
+        self.add([np.zeros(BUCKET, np.float32)])  # a plan made later counts what an exchange takes
 
     def gather(self, value: Any) -> list[Any]:
         data = np.frombuffer(pickle.dumps(value), np.uint8)
-        sizes = self._all(np.array([data.size]), [np.zeros(1, np.int64) for _ in range(self.size)])
-        most = max(int(size[0]) for size in sizes)
-        mine = np.zeros(most, np.uint8)
+        sizes = self._all(np.array([data.size])).tolist()
+        mine = np.zeros(max(sizes), np.uint8)
         mine[: data.size] = data
-        found = self._all(mine, [np.zeros(most, np.uint8) for _ in range(self.size)])
+        found = self._all(mine).reshape(self.size, -1)
         return [pickle.loads(one.tobytes()) for one in found]
 
     def from_first(self, value: Any) -> Any:
         return self.gather(value if self.rank == 0 else None)[0]
 
-    def add(self, arrays: Sequence[np.ndarray]) -> None:
-        for pieces in buckets(arrays):
-            count, at = sum(piece.size for piece in pieces), 0
-            for piece in pieces:
-                self.mine[at : at + piece.size] = piece
-                at += piece.size
-            first, *others = self._all(self.mine[:count], [one[:count] for one in self.theirs])
-            for other in others:
-                first += other
-            at = 0
-            for piece in pieces:
-                piece[:] = first[at : at + piece.size]
-                at += piece.size
+    def send(self, arrays: Sequence[np.ndarray]) -> None:
+        self.exchange.add(arrays)
 
-    def _all(self, mine: np.ndarray, theirs: list[np.ndarray]) -> list[np.ndarray]:
-        as_tensor = self.torch.from_numpy
-        try:
-            self.dist.all_gather([as_tensor(one) for one in theirs], as_tensor(mine))
-        except RuntimeError as error:
-            raise RankLost(self._lost(_first(error))) from None
-        return theirs
+    def arrived(self) -> None:
+        self.exchange.wait()
+
+    def _all(self, mine: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks, one after the other."""
+        found = np.empty(self.size * mine.size, mine.dtype)
+        tensors = self.torch.from_numpy(found), self.torch.from_numpy(mine)
+        self._wait(self.gathering(*tensors, group=self.control, async_op=True))
+        return found
 
     # ---- faults
+
+    def _wait(self, transfer: Any) -> None:
+        """Until it is done. Raises RankLost when another rank has ended or is silent."""
+        while not transfer.is_completed():
+            try:
+                transfer.wait(SLICE)
+            except RuntimeError:  # not yet, or failed
+                if self.heart.lost:
+                    raise RankLost(self.heart.lost) from None
+        try:
+            transfer.wait()
+        except RuntimeError as error:
+            raise RankLost(self._lost(_first(error))) from None
 
     def tell(self, why: str) -> None:
         """Let the others know why this rank ends."""
         with suppress(RuntimeError):
-            self.store.set(f"packtrain/ended/{self.rank}", why)
+            publish(self.store, f"rank {self.rank} has ended: {why}")
 
     def _lost(self, cause: str) -> str:
-        """Which rank has ended, and why, as far as it can be known."""
-        others = [other for other in range(self.size) if other != self.rank]
-        try:
-            self.store.set(f"packtrain/lives/{self.rank}", "")
-            ended = [other for other in others if self.store.check([f"packtrain/ended/{other}"])]
-            if ended:
-                why = self.store.get(f"packtrain/ended/{ended[0]}").decode()
-                return f"rank {ended[0]} has ended: {why}"
-            silent = [other for other in others if not self._lives(other)]
-        except RuntimeError:
-            silent = [0]  # it kept the store
-        names = " and ".join(f"rank {other}" for other in silent) or "the connection"
-        return f"{names} was lost: {cause}; the last checkpoint is whole, go on with --resume"
-
-    def _lives(self, other: int) -> bool:
-        try:
-            self.store.wait([f"packtrain/lives/{other}"], TOLD)
-        except RuntimeError:
-            # the rank that keeps the store may have ended meanwhile: then this raises
-            self.store.set(f"packtrain/lives/{self.rank}", "")
-            return False
-        return True
+        """Who was lost, if it becomes known."""
+        who = self.heart.wait(SILENT_SECONDS)
+        return who or f"the connection was lost: {cause}; {RESUME}"
 
     def close(self) -> None:
         with suppress(RuntimeError):
+            self.heart.linger(self.store)
+            self.heart.close(self.store)
+        if self.heart.lost or not self.exchange.close():
+            atexit.register(_end_now)  # threads of gloo wait for what never comes
+            return
+        with suppress(RuntimeError):
+            # now, not when Python ends: threads of gloo may have to wait for it to drop what they hold
+            self.control = None
             self.dist.destroy_process_group()
+
+
+def _end_now() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+def _keeper() -> str:
+    """Who keeps the store, in words."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"the store at {os.environ['MASTER_ADDR']}" if agent else "rank 0"
+
+
+def _store(dist: Any) -> Any:
+    """A connection of its own to the store of the ranks."""
+    there = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*there, is_master=False)
 
 
 ALONE = World()
@@ -181,21 +205,6 @@ def check_torch() -> None:
     """Raise InputError unless PyTorch is installed."""
     if find_spec("torch") is None:
         raise InputError("several processes need PyTorch: pip install packtrain[torch]")
-
-
-def buckets(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """The numbers of the arrays in order, as lists of flat views of at most BUCKET together."""
-    pieces, room = list[np.ndarray](), BUCKET
-    for array in arrays:
-        flat = array.reshape(-1)
-        while flat.size:
-            pieces.append(flat[:room])
-            flat, room = flat[room:], room - pieces[-1].size
-            if not room:
-                yield pieces
-                pieces, room = [], BUCKET
-    if pieces:
-        yield pieces
 
 
 def _first(error: Exception) -> str:

@@ -1,0 +1,166 @@
+"""Sums over ranks on a thread of their own, so that the work goes on while numbers travel.
+
+Each rank adds up an equal part of a bucket, in the order of the ranks, and sends the sums to all: the same bits each
+time and on each rank, and 2 (k - 1) / k times the bucket for each of k ranks to send.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+BUCKET = 1 << 20  # numbers that are exchanged at a time
+IDLE_SECONDS = 1.0
+
+Wait = Callable[[Any], None]
+Run = tuple[int, int, int]  # the number of an array, and from where to where
+
+
+class Exchange:
+    """Jobs that all ranks give in the same order. The arrays of a job must not be touched until `wait` returns.
+
+    wait     waits for a transfer, or raises RankLost
+    seconds  that transfers and sums took so far, and `nbytes` that this rank sent
+    """
+
+    def __init__(self, dist: Any, as_tensor: Any, size: int, wait: Wait, patience: Any) -> None:
+        self.dist, self.as_tensor, self.size, self.ready = dist, as_tensor, size, wait
+        self.gather = gathering(dist)
+        self.group = dist.new_group(backend="gloo", timeout=patience)
+        part = -(-BUCKET // size)
+        self.mine, self.theirs = (np.zeros(part * size, np.float32) for _ in range(2))
+        self.jobs = SimpleQueue[Callable[[], None] | None]()
+        self.given = self.done = self.nbytes = 0
+        self.seconds = 0.0
+        self.error: BaseException | None = None
+        self.changed = threading.Condition()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def add(self, arrays: Sequence[np.ndarray]) -> None:
+        """Each f32 array becomes its sum over all ranks."""
+        self._give(lambda: self._add(arrays))
+
+    def spread(self, arrays: Sequence[np.ndarray], rank: int) -> None:
+        """Each rank has an equal run of each array's numbers, see `part_of`; all get all of them."""
+        self._give(lambda: self._spread(arrays, rank))
+
+    def wait(self) -> None:
+        """Until all jobs are done. Raises what one of them raised."""
+        with self.changed:
+            while self.done < self.given and self.error is None:
+                self.changed.wait()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> bool:
+        """End the thread, if all jobs are done, or will be in a moment."""
+        with self.changed:
+            idle = self.changed.wait_for(lambda: self.done >= self.given, IDLE_SECONDS)
+        if idle:
+            self.jobs.put(None)
+            self.group = None
+        return idle
+
+    def _give(self, job: Callable[[], None]) -> None:
+        self.given += 1
+        self.jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            try:
+                began = time.perf_counter()
+                if self.error is None:
+                    job()
+                self.seconds += time.perf_counter() - began
+                with self.changed:
+                    self.done += 1
+                    self.changed.notify_all()
+            except BaseException as error:
+                with self.changed:
+                    self.error = error
+                    self.changed.notify_all()
+
+    # ---- on the thread
+
+    def _add(self, arrays: Sequence[np.ndarray]) -> None:
+        for pieces in buckets(arrays):
+            part = -(-sum(piece.size for piece in pieces) // self.size)
+            mine, theirs = self.mine[: part * self.size], self.theirs[: part * self.size]
+            for piece, place in _places(pieces, mine):
+                place[:] = piece
+            self._move(self.dist.all_to_all_single, theirs, mine, part)
+            first, *others = theirs.reshape(self.size, part)
+            for other in others:
+                first += other
+            self._move(self.gather, mine, first, part)
+            for piece, place in _places(pieces, mine):
+                piece[:] = place
+
+    def _spread(self, arrays: Sequence[np.ndarray], rank: int) -> None:
+        every = [
+            [array.reshape(-1)[part_of(array.size, self.size, i)] for array in arrays]
+            for i in range(self.size)
+        ]
+        # the first rank has the longest parts, the last may have none
+        for runs in _runs([part.size for part in every[0]], BUCKET // self.size):
+            count = sum(end - start for _, start, end in runs)
+            mine, theirs = self.mine[:count], self.theirs[: count * self.size]
+            for piece, place in _places([every[rank][i][a:b] for i, a, b in runs], mine, runs):
+                place[:] = piece
+            self._move(self.gather, theirs, mine, count)
+            for parts, got in zip(every, theirs.reshape(self.size, count), strict=True):
+                for piece, place in _places([parts[i][a:b] for i, a, b in runs], got, runs):
+                    piece[:] = place
+
+    def _move(self, do: Any, to: np.ndarray, given: np.ndarray, part: int) -> None:
+        tensors = self.as_tensor(to), self.as_tensor(given)
+        self.ready(do(*tensors, group=self.group, async_op=True))
+        self.nbytes += 4 * part * (self.size - 1)
+
+
+def gathering(dist: Any) -> Any:
+    """The function that gathers equal parts into one array, under its name of before or after PyTorch 2.13."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def part_of(count: int, size: int, rank: int) -> slice:
+    """The numbers of an array of `count` that are this rank's: equal runs, of which the last may be shorter."""
+    part = -(-count // size)
+    return slice(min(part * rank, count), min(part * (rank + 1), count))
+
+
+def buckets(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """The numbers of the arrays in order, as lists of flat views of at most BUCKET together."""
+    flat = [array.reshape(-1) for array in arrays]
+    for runs in _runs([array.size for array in flat], BUCKET):
+        yield [flat[i][start:end] for i, start, end in runs]
+
+
+def _runs(sizes: Sequence[int], most: int) -> Iterator[list[Run]]:
+    """Arrays of these sizes one after the other, as lists of runs of at most `most` numbers together."""
+    runs, room = list[Run](), most
+    for i, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            end = min(start + room, size)
+            runs.append((i, start, end))
+            start, room = end, room - (end - start)
+            if not room:
+                yield runs
+                runs, room = [], most
+    if runs:
+        yield runs
+
+
+def _places(
+    pieces: Sequence[np.ndarray], within: np.ndarray, runs: Sequence[Run] | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each piece with its place in a flat array; they lie side by side, or as far apart as the runs are long."""
+    lengths = [p.size for p in pieces] if runs is None else [end - start for _, start, end in runs]
+    at = 0
+    for piece, length in zip(pieces, lengths, strict=True):
+        yield piece, within[at : at + piece.size]
+        at += length

@@ -1,0 +1,92 @@
+"""Network namespaces as hosts: each has an address of its own, and a link that can be throttled or cut.
+
+Needs Linux, root, `ip` and `tc` (iproute2); `possible()` tells.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+
+def do(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def possible() -> bool:
+    """Whether namespaces can be made here."""
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    name = f"pt{os.getpid()}try"
+    try:
+        do("ip", "netns", "add", name)
+        do("ip", "netns", "del", name)
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Namespaces on one bridge, which is in a namespace of its own."""
+
+    tag: str
+    count: int
+
+    def name(self, host: int) -> str:
+        return f"{self.tag}h{host}"
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command, run on a host."""
+        return ["ip", "netns", "exec", self.name(host), *command]
+
+    def throttle(self, mbit: float) -> None:
+        """Each host sends at most so much."""
+        for host in range(self.count):
+            limit = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "400ms"]
+            do(
+                *self.command(
+                    host, ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit]
+                )
+            )
+
+    def cut(self, host: int) -> None:
+        """From now on all that a host sends is lost, and it gets nothing, without a word."""
+        do("ip", "netns", "exec", f"{self.tag}b", "ip", "link", "set", f"p{host}", "down")
+
+    def environment(self, rank: int, ranks: int, port: int) -> dict[str, str]:
+        """The variables of torchrun."""
+        own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+        own |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
+        return own | {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    made = Hosts(f"pt{os.getpid()}", count)
+    bridge = f"{made.tag}b"
+    try:
+        do("ip", "netns", "add", bridge)
+        inside = ["ip", "netns", "exec", bridge]
+        do(*inside, "ip", "link", "add", "br0", "type", "bridge")
+        do(*inside, "ip", "link", "set", "br0", "up")
+        for host in range(count):
+            name = made.name(host)
+            do("ip", "netns", "add", name)
+            peer = ["type", "veth", "peer", "name", "eth0", "netns", name]
+            do("ip", "-n", bridge, "link", "add", f"p{host}", *peer)
+            do(*inside, "ip", "link", "set", f"p{host}", "master", "br0", "up")
+            address = ["address", "add", f"{made.address(host)}/24", "dev", "eth0"]
+            do(*made.command(host, ["ip", *address]))
+            for device in ("eth0", "lo"):
+                do(*made.command(host, ["ip", "link", "set", device, "up"]))
+        yield made
+    finally:
+        for name in (*map(made.name, range(count)), bridge):
+            with suppress(subprocess.CalledProcessError):
+                do("ip", "netns", "del", name)

@@ -1,0 +1,87 @@
+"""Runs of several ranks, for tests and benchmarks."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from packtrain import ranks
+from packtrain.gguf import GGUF
+from packtrain.watch import metrics
+from tests.hosts import Hosts
+from tests.kill import ALWAYS, TINY
+
+FEW = ["--no-tensorboard", "-t", "1"]
+Started = list["subprocess.Popen[str]"]
+
+
+def train(folder: Path, name: str, *more: str) -> list[str]:
+    files = ["--data", str(folder / "text.txt"), "-o", str(folder / f"{name}.gguf")]
+    return [sys.executable, "-m", "packtrain", "train", *files, *TINY, *FEW, *more]
+
+
+def done(command: list[str], code: int = 0, **environment: str) -> str:
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr
+
+
+def losses(folder: Path, name: str, key: str = "loss") -> np.ndarray:
+    records = metrics.read(folder / f"{name}.run/metrics.jsonl")
+    return np.array([record[key] for record in records if key in record])
+
+
+def same(folder: Path, one: str, other: str) -> None:
+    """Weights, moments and losses are equal, bit for bit."""
+    for result in ALWAYS:
+        a, b = (GGUF(folder / result.format(name)) for name in (one, other))
+        assert a.entries.keys() == b.entries.keys()
+        for name in a.entries:
+            assert a.array(name).tobytes() == b.array(name).tobytes(), name
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert losses(folder, one, key).tolist() == losses(folder, other, key).tolist()
+
+
+def close(folder: Path, one: str, other: str, steps: int) -> None:
+    for key, count in (("loss", steps), ("val_loss", steps // 50)):
+        a, b = losses(folder, one, key), losses(folder, other, key)
+        assert len(a) == len(b) == count
+        assert np.all(np.abs(a - b) <= 1e-5 * a), np.max(np.abs(a - b) / a)
+
+
+def by_hand(command: Sequence[str], *each: Sequence[str], on: Hosts | None = None) -> Started:
+    """A rank for each list of more arguments, as torchrun starts them; each on a host of its own if there are any."""
+    port, started = ranks.free_port(), []
+    for rank, more in enumerate(each):
+        own = {"RANK": str(rank), "WORLD_SIZE": str(len(each)), "MASTER_PORT": str(port)}
+        own |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        whole = [*command, *more]
+        if on is not None:
+            own, whole = on.environment(rank, len(each), port), on.command(rank, whole)
+        started.append(
+            subprocess.Popen(whole, stderr=subprocess.PIPE, text=True, env={**os.environ, **own})
+        )
+    return started
+
+
+def begun(checkpoint: Path, started: Started) -> None:
+    """Until a run has saved twice."""
+    while not checkpoint.with_suffix(".previous.gguf").exists():
+        assert all(one.poll() is None for one in started), errors(started, 30)
+        time.sleep(0.05)
+
+
+def errors(started: Started, seconds: float) -> list[str]:
+    """What the ranks say at last; each must end, and fail, within so many seconds."""
+    until, found = time.monotonic() + seconds, []
+    for one in started:
+        said = one.communicate(timeout=max(until - time.monotonic(), 0))[1]
+        assert one.returncode != 0
+        found.append(said.splitlines()[-1] if said else "")
+    return found

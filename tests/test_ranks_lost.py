@@ -1,0 +1,110 @@
+"""A rank that is killed, hangs, is cut off or finds its disk full ends the others in time, and the run goes on."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from packtrain.ranks import beats
+from tests import hosts
+from tests.kill import words
+from tests.ranked import begun, by_hand, done, errors, train
+
+ENDLESS = ["--iters", "100000", "--save-every", "3"]
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("lost")
+    (made / "text.txt").write_text(words())
+    return made
+
+
+def whole(folder: Path, name: str) -> None:
+    """The checkpoint can be resumed from, by one process."""
+    done(train(folder, name, "--iters", "4", "--resume"))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_the_others_and_the_checkpoint_is_whole(folder, killed):
+    name = f"killed{killed}"
+    started = by_hand(train(folder, name, *ENDLESS), [], [])
+    begun(folder / f"{name}.run/checkpoint.gguf", started)
+    started[killed].kill()
+    said = errors(started, 30)[1 - killed]
+    assert re.fullmatch(rf"packtrain: error: rank {killed} was lost: .*--resume", said), said
+    whole(folder, name)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_hangs_is_named_by_all_others(folder, stopped):
+    name = f"hangs{stopped}"
+    started = by_hand(train(folder, name, *ENDLESS), [], [])
+    begun(folder / f"{name}.run/checkpoint.gguf", started)
+    started[stopped].send_signal(signal.SIGSTOP)
+    try:
+        (said,) = errors([started[1 - stopped]], 30)
+    finally:
+        started[stopped].kill()
+    pattern = rf"packtrain: error: rank {stopped} was lost: nothing was heard .*--resume"
+    assert re.fullmatch(pattern, said), said
+    started[stopped].communicate()
+    whole(folder, name)
+
+
+@pytest.mark.skipif(not hosts.possible(), reason="needs network namespaces")
+def test_a_host_that_is_cut_off_without_a_word_is_named(folder):
+    with hosts.hosts(2) as two:
+        started = by_hand(train(folder, "cut", *ENDLESS), [], [], on=two)
+        begun(folder / "cut.run/checkpoint.gguf", started)
+        two.cut(1)
+        first, second = errors(started, 30)
+    assert "rank 1 was lost: nothing was heard of it" in first
+    assert "rank 0 was lost: nothing was heard of it" in second
+    whole(folder, "cut")
+
+
+def test_a_full_disk_of_rank_0_is_what_the_others_say(folder):
+    started = by_hand(train(folder, "full", *ENDLESS), [], [])
+    checkpoint = folder / "full.run/checkpoint.gguf"
+    begun(checkpoint, started)
+    limit = checkpoint.stat().st_size // 2
+    resource.prlimit(started[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+    first, second = errors(started, 30)
+    assert "file too large" in first.lower()
+    assert re.fullmatch("packtrain: error: rank 0 has ended: .*[Ff]ile too large.*", second), second
+    whole(folder, "full")
+
+
+def test_ranks_end_with_the_process_that_started_them(folder):
+    command = train(folder, "parent", *ENDLESS, "--nproc", "2")
+    started = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    begun(folder / "parent.run/checkpoint.gguf", [started])
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    assert len(children) == 2
+    started.kill()
+    started.wait()
+    until = time.monotonic() + 30
+    while any(_runs(int(child)) for child in children):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    whole(folder, "parent")
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, FileNotFoundError):
+        return False
+
+
+def test_all_that_a_lost_rank_takes_fits_into_half_a_minute():
+    seconds = beats.SILENT_SECONDS + 2 * beats.BEAT_SECONDS + beats.GRACE_SECONDS
+    assert seconds + 5 < 30

@@ -34,7 +34,7 @@ class Heart:
         self.lost: str | None = None
         self.lost_at = self.silent = 0.0
         self.before = (rank - 1) % size
-        self.patience = SILENT_SECONDS
+        self.patience, self.grace = SILENT_SECONDS, GRACE_SECONDS
         self.ended = threading.Event()
         self.found = threading.Event()
         self.answered: float | None = None  # when the store last did
@@ -44,6 +44,7 @@ class Heart:
 
     def beat(self, connect: Callable[[], Any]) -> None:
         """Begin to beat, and to hear the others."""
+        self.answered = time.monotonic()
         self.beating = threading.Thread(target=self._beat, args=(connect(),), daemon=True)
         self.beating.start()
 
@@ -55,6 +56,7 @@ class Heart:
 
     def close(self, store: Any) -> None:
         """This rank ends, and is not missed."""
+        self.grace += 2 * GRACE_SECONDS  # it is on its way
         self.ended.set()
         if self.beating is not None:
             self.beating.join(GRACE_SECONDS)
@@ -91,12 +93,13 @@ class Heart:
             self._lose(f"{self.keeper} was lost: its connection has ended; {RESUME}")
 
     def _watch(self) -> None:
-        while not self.ended.wait(WATCH_SECONDS):
+        while self.lost or not self.ended.is_set():
+            time.sleep(WATCH_SECONDS)
             if self.parent and os.getppid() != self.parent:
                 self._lose(f"the process that started the ranks was lost; {RESUME}")
             if self.answered and time.monotonic() - self.answered > SILENT_SECONDS:
                 self._lose(self._silent(self.keeper))
-            if self.lost and time.monotonic() - self.lost_at > GRACE_SECONDS:
+            if self.lost and time.monotonic() - self.lost_at > self.grace:
                 with suppress(OSError, ValueError):
                     print(f"packtrain: error: {self.lost}", file=sys.stderr, flush=True)
                 os._exit(1)  # its other threads may wait for what never comes

@@ -47,6 +47,7 @@ COMMANDS = {
     "convert": ("convert", "Convert"),
     "compile": ("compile", "Compile"),
 }
+RANKS = "train", "finetune"  # commands that several processes carry out together
 FORESEEN = InputError, DoesNotFit, DiskFull, RankLost, Interrupted, ArithmeticError
 INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         debug_flags()  # report a misspelt one before any work
         asked = from_flags(settings, _resumed(given, settings))
-        if getattr(asked, "nproc", 1) > 1 and not several():
+        if given.command in RANKS and getattr(asked, "nproc", 1) > 1 and not several():
             return launch(sys.argv[1:] if arguments is None else arguments, asked.nproc)
         code: int = module.run(asked)
         sys.stdout.flush()

@@ -48,22 +48,6 @@ class _Leaf:
         return self.backend.view(self.buffer, self.offset, self.spec, self.spec.strides)
 
 
-class Values(Mapping[str, np.ndarray]):
-    """Leaves by name, each read on access, see Session.view."""
-
-    def __init__(self, session: "Session", names: Iterable[str]) -> None:
-        self._session, self._names = session, tuple(names)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._session.view(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 class Session:
     """Leaves, allocated once by name, and arenas as large as the largest plan needs.
 
@@ -80,6 +64,7 @@ class Session:
         self._leaves: dict[str, _Leaf] = {}
         self._shared: dict[str, np.ndarray] = {}
         self._constants: dict[Tensor, _Leaf] = {}
+        self._within: dict[str, tuple[str, int]] = {}
         self._arenas: dict[Place, tuple[int, Any]] = {}
         self._running = threading.Lock()
 
@@ -103,6 +88,10 @@ class Session:
         for name, value in values.items():
             self._shared[name] = np.require(value, requirements=["C", "A"]).view()
             self._shared[name].flags.writeable = False
+
+    def overlay(self, parts: Mapping[str, tuple[str, int]]) -> None:
+        """Let states be parts of other leaves: the same bytes, from that element of that leaf on."""
+        self._within.update(parts)
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
         """Bind a placed graph, by its plan (planned here if none is given), to this session's memory."""
@@ -131,8 +120,12 @@ class Session:
 
     def _allocate(self, every: Iterable[Placed]) -> None:
         """Allocate all leaves of graphs that this session does not have yet, in one buffer per space."""
-        found = (self._adopt(leaf, p.home[leaf]) for p in every for leaf in p.graph.leaves)
-        waiting = (leaf for leaf in found if leaf is not None and leaf.buffer is None)
+        found = [self._adopt(leaf, p.home[leaf]) for p in every for leaf in p.graph.leaves]
+        parts = [name for name in self._within if name in self._leaves]
+        inside = {id(self._leaves[name]) for name in parts}
+        waiting = (
+            leaf for leaf in found if leaf and leaf.buffer is None and id(leaf) not in inside
+        )
         new, tops = {id(leaf): leaf for leaf in waiting}.values(), dict[str, int]()
         for one in new:
             one.offset = tops.get(one.backend.space, 0)
@@ -141,6 +134,10 @@ class Session:
         buffers = {space: backend.alloc(tops[space]) for space, backend in backends.items()}
         for one in new:
             one.buffer = buffers[one.backend.space]
+        for name in parts:
+            of, start = self._within[name]
+            one, whole = self._leaves[name], self._leaves[of]
+            one.buffer, one.offset = whole.buffer, whole.offset + one.spec.dtype.row_nbytes(start)
         for t, constant in self._constants.items():
             if not constant.given and t.value is not None:
                 constant.backend.write(constant.array, t.value)
@@ -181,7 +178,7 @@ class Session:
             leaf = self._own(name)
             leaf.backend.write(leaf.array, _fitting(name, value, leaf.spec))
             leaf.given = True
-        if values.keys() | self._shared.keys() >= self._leaves.keys():
+        if {*values, *self._shared, *self._within} >= self._leaves.keys():
             self.dirty = None
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:

@@ -209,7 +209,7 @@ def weight(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "weight") -
     return _leaf(name, shape, dtype, "weight", role)
 
 
-def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role = "moment") -> Tensor:
+def state(name: str, shape: Shape, dtype: Dtype = f32, role: Role | None = "moment") -> Tensor:
     """A leaf that a run may update for the next run, initially zero; a `sum` of gradients and a `cache` are zero
     again in each process."""
     return _leaf(name, shape, dtype, "state", role)

@@ -37,7 +37,7 @@ LAYERS = {
     "quant": "dtypes kernels",
     "ops": "types dtypes errors tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
-    "optim": "settings dtypes tensor graph kernels ops grad",
+    "optim": "ranks settings dtypes tensor graph kernels ops grad",
     "interpreting": "dtypes tensor graph",
     "backends": "errors dtypes tensor kernels ops",
     "placing": "dtypes tensor graph ops backends",
@@ -67,7 +67,7 @@ LAYERS = {
     "beams": "context generation tokenizer",
     "embedding": "context errors models words",
     "watch": "errors events words files settings memory planning",
-    "design": "child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
+    "design": "ranks child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
     " recompute models context watch version backends",
     "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"
     " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",

@@ -1,22 +1,32 @@
 """Several processes that train one model: the same losses as one, the same bits each time, and what ends them."""
 
+import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from packtrain import ranks
+from packtrain import ops, ranks
 from packtrain.cli import main
-from packtrain.ranks import exchange, world
+from packtrain.design import sharing
+from packtrain.gguf import GGUF
+from packtrain.optim import accumulating
+from packtrain.placing import place
+from packtrain.ranks import exchange, part_of, world
+from packtrain.run import Session
+from packtrain.tensor import input, weight
+from packtrain.training import sums
 from packtrain.training.state import load
 from packtrain.watch import metrics
 from tests.kill import KINDS, prepare_base, words
-from tests.ranked import FEW, by_hand, close, done, errors, losses, same, train
+from tests.ranked import FEW, by_hand, close, done, errors, same, train
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +68,39 @@ def test_a_process_alone_exchanges_nothing():
 
 
 @pytest.mark.torch
-def test_two_ranks_train_as_one_and_with_the_same_bits_each_time(folder):
+def test_two_and_four_ranks_train_as_one_and_with_the_same_bits_each_time(folder):
     asked = ["--iters", "200", "--steps-per-eval", "50", "--memory", "400MiB"]
+    asked += ["--grad-accumulation-steps", "2"]
     done(train(folder, "one", *asked))
-    done(train(folder, "two", *asked, "--nproc", "2"))
-    close(folder, "one", "two", 200)
-    done(train(folder, "again", *asked, "--nproc", "2"))
-    same(folder, "two", "again")
-    end = metrics.read(folder / "two.run/metrics.jsonl")[-1]
-    assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 400 << 20
+    for name, more in (("two", []), ("zero", ["--zero", "1"])):
+        done(train(folder, name, *asked, "--nproc", "2", *more))
+        close(folder, "one", name, 200)
+        end = metrics.read(folder / f"{name}.run/metrics.jsonl")[-1]
+        assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 400 << 20
+    same(folder, "two", "zero")  # a second run, and one that shares out the moments
+    done(train(folder, "four", *asked, "--nproc", "4"))
+    close(folder, "one", "four", 200)
+
+
+@pytest.mark.torch
+def test_moments_that_are_shared_out_take_their_share_of_the_plan_and_are_saved_whole(folder):
+    asked = ["--iters", "4", "--grad-accumulation-steps", "2", "--lr-scheduler", "constant"]
+    done(train(folder, "all", *asked, "--nproc", "2"))
+    done(train(folder, "half", *asked, "--nproc", "2", "--zero", "1"))
+    states = [
+        json.loads((folder / f"{name}.run/plan.json").read_text())["state_bytes"]
+        for name in ("all", "half")
+    ]
+    assert states[0] / 2 <= states[1] <= states[0] / 2 + 64 * 2 * len(moments(folder, "all"))
+    for name, more in (("all", []), ("half", ["--zero", "1"])):  # with another number of ranks
+        done(train(folder, name, "--iters", "8", "--resume", "--nproc", "4", *more))
+    same(folder, "all", "half")
+    said = done(train(folder, "half", "--iters", "9", "--resume", "--nproc", "1"))
+    assert "the run had 4 processes and has 1 now" in said
+
+
+def moments(folder: Path, name: str) -> list[str]:
+    return [entry for entry in GGUF(folder / f"{name}.run/checkpoint.gguf").entries if "/" in entry]
 
 
 @pytest.mark.torch
@@ -93,15 +127,96 @@ def test_an_adapter_is_tuned_by_two_ranks_as_by_one(folder):
 
 
 @pytest.mark.torch
-def test_a_run_goes_on_with_the_same_bits_or_with_another_number_of_ranks(folder):
+def test_a_run_goes_on_with_the_same_bits(folder):
     constant = ["--lr-scheduler", "constant", "--steps-per-eval", "5", "--warmup-ratio", "0"]
     done(train(folder, "whole", *constant, "--iters", "10", "--nproc", "2"))
-    done(train(folder, "parts", *constant, "--iters", "5", "--nproc", "2"))
+    done(train(folder, "parts", *constant, "--iters", "5", "--nproc", "2", "--zero", "1"))
     done(train(folder, "parts", "--iters", "10", "--resume"))
     same(folder, "whole", "parts")
-    said = done(train(folder, "parts", "--iters", "15", "--resume", "--nproc", "1"))
-    assert "the run had 2 processes and has 1 now" in said
-    assert len(losses(folder, "parts")) == 15
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (
+            ["--batch-size", "4", "--optimizer", "lbfgs"],
+            "--optimizer lbfgs works in one process; leave out --nproc",
+        ),
+        (
+            ["--batch-size", "4", "--optimizer", "muon", "--zero", "1"],
+            "muon updates whole matrices",
+        ),
+        (["--grad-accumulation-steps", "3"], "4 processes cannot share out the 6 rows of a step"),
+        (["--link", "fast"], "--link fast: it must be a rate such as 10Gbit or 100Mbit"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_by_one_sentence(folder, flags, sentence, capsys):
+    planned = ["plan", "train", *train(folder, "refused", *flags)[4:], "--ranks", "4"]
+    assert main(planned) == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_plan_for_ranks_says_what_their_link_costs_and_what_their_share_of_moments_is(
+    folder, capsys
+):
+    found = []
+    for flags in (["--link", "1Gbit"], ["--link", "10Mbit"], ["--link", "10Mbit", "--zero", "1"]):
+        planned = train(folder, "planned", "--batch-size", "4", "--ranks", "4", *flags)[4:]
+        assert main(["plan", "train", *planned]) == 0
+        said = capsys.readouterr().out
+        (seconds,) = re.findall(r"each of 4 processes: (\S+) s a step", said)
+        (nbytes,) = re.findall(r"optimizer +(\S+) KiB", said)
+        found.append((float(seconds), float(nbytes)))
+    (fast, whole), (slow, also), (slowest, part) = found
+    sent = 2 * 3 / 4 * 4 * 18_016 / (10e6 / 8)  # of 18,016 gradients, in seconds
+    assert whole == also and whole / 4 <= part <= whole / 4 + 2
+    assert fast + 0.8 * sent < slow and slow + 0.4 * sent < slowest
+
+
+def test_transfers_go_one_after_the_other_once_they_are_ready():
+    assert sharing.last_arrival([1, 2, 9], [3, 4, 1]) == 10
+    assert sharing.last_arrival([1, 2, 3], [3, 4, 1]) == 9
+    assert sharing.last_arrival([], []) == 0
+
+
+def test_parts_of_arrays_cover_them_and_are_aligned():
+    for count in (0, 1, 16, 17, 100, 1000, 4096):
+        for size in (1, 2, 3, 8):
+            runs = [part_of(count, rank, size) for rank in range(size)]
+            assert [i for run in runs for i in range(run.start, run.stop)] == [*range(count)]
+            assert all(run.start % 16 == 0 or run.start == count for run in runs)
+
+
+def test_sums_leave_when_they_are_complete_while_the_backward_pass_goes_on(monkeypatch):
+    monkeypatch.setattr(sharing, "BUCKET", 1000)
+    sent = list[tuple[int, list[str]]]()
+
+    class Two(ranks.World):
+        size = 2
+
+        def send(self, arrays):
+            sent.append((micro.at, [array.copy() for array in arrays]))
+
+    monkeypatch.setattr(world, "_here", Two())
+    w = [weight(f"w{i}", (40, 40)) for i in range(3)]
+    h = input("x", (2, 40))
+    for one in w:
+        h = ops.matmul(h, one)
+    graph = accumulating({"loss": ops.sum(ops.mul(h, h))}, w)
+    session = Session()
+    micro = session.executor(place(graph))
+    rng = np.random.default_rng(0)
+    session.set({one.label: rng.standard_normal((40, 40), np.float32) for one in w})
+    leaves = {one.label: one for one in w}
+    plans = SimpleNamespace(leaves=leaves, trained=[*leaves], shape=SimpleNamespace(share=None))
+    exchanged = sums.Exchanged(session, plans, micro)
+    exchanged.begin()
+    micro({"x": np.ones((2, 40), np.float32), "fresh": np.ones(())}, stop=exchanged.leaving())
+    assert len(sent) >= 2 and all(at < len(micro.placed.steps) - 1 for at, _ in sent)
+    exchanged.end(np.zeros((), np.float32))
+    assert len(sent) == 4
+    for (_, (array,)), name in zip(sent, ("w2", "w1", "w0"), strict=False):
+        assert np.array_equal(array, session.get(f"g/{name}"))  # it was complete when it left
 
 
 @pytest.mark.torch

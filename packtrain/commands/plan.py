@@ -1,14 +1,17 @@
 """packtrain plan: print what a run would need and how long it would take, without running it."""
 
+import re
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.commands import say
+from packtrain.design.sharing import Shared, shared
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.files import check_writable, write_text
 from packtrain.picture import chart, page, terminal, trace
+from packtrain.ranks import assumed
 from packtrain.settings import OUTPUT
 from packtrain.tasks import finetune, train
 from packtrain.tasks.ready import facts
@@ -29,6 +32,13 @@ class Drawn:
     svg: Path | None = OUTPUT(None, "write the same as SVG")
     trace: Path | None = OUTPUT(None, "write a trace for ui.perfetto.dev")
     map: bool = OUTPUT(False, "draw the arena in the terminal")
+    ranks: int = OUTPUT(
+        0,
+        "plan for one of N processes, each on a machine like this one; 0: as many as --nproc",
+        least=0,
+        most=1024,
+    )
+    link: str = OUTPUT("10Gbit", "the rate at which each of them can send", metavar="RATE")
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,16 @@ def run(settings: PlanTrain | PlanTune) -> int:
         if path is not None:
             check_writable(path, f"--{name}")
             _check_not_read(path, f"--{name}", settings)
-    if isinstance(settings, TuneSettings):
-        ready = finetune.prepare(settings, say, runs=False)
-    else:
-        ready = train.prepare(settings, say, runs=False)
+    count, link = settings.ranks or settings.nproc, rate_of(settings.link)
+    with assumed(count):
+        if isinstance(settings, TuneSettings):
+            ready = finetune.prepare(settings, say, runs=False)
+        else:
+            ready = train.prepare(settings, say, runs=False)
     if ready.refusal is None:
         print("\n".join([str(ready), *ready.notes]))
+        if count > 1:
+            print(_of_ranks(shared(ready.plans, ready.rates, link), count, settings.link))
     about, plan = facts(ready, _measured(settings.folder)), ready.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)
@@ -73,6 +87,23 @@ def run(settings: PlanTrain | PlanTune) -> int:
     if ready.refusal is not None:
         raise DoesNotFit(ready.refusal)
     return 0
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second of a rate in bits, such as 10Gbit. Raises InputError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)bit", text)
+    if found is None or not float(found[1]):
+        raise InputError(f"--link {text}: it must be a rate such as 10Gbit or 100Mbit")
+    times: int = 1000 ** " KMGT".index(found[2] or " ")
+    return float(found[1]) * times / 8
+
+
+def _of_ranks(step: Shared, ranks: int, link: str) -> str:
+    hidden = 1 - step.waiting / step.exchanging
+    return (
+        f"each of {ranks} processes: {step.seconds:.3g} s a step, of which {step.waiting:.3g} s wait for its link of"
+        f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes"
+    )
 
 
 def _check_not_read(path: Path, field: str, settings: PlanTrain | PlanTune) -> None:

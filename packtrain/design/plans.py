@@ -17,7 +17,7 @@ from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.lora import EMBEDDING, SUFFIXES
 from packtrain.models.preference import Preference
-from packtrain.optim import Optimizer, accumulating, applying, measuring, training, updating
+from packtrain.optim import Optimizer, Share, accumulating, applying, measuring, training, updating
 from packtrain.placing import Placed, place
 from packtrain.planning import Plan, make_plan
 from packtrain.recompute import Built, Choice
@@ -71,6 +71,7 @@ class StepShape:
     layered     all micro-batches go through each block in turn, so that no gradient is stored until the next one
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
     ranks       processes that do the same on other rows and add their gradients before the update
+    share       number of this process among those that share out the moments; None: it has all
     base        the model file that is tuned; None: train a new model
     max_norm    clip gradients to this global norm, and then each of their values to `max_value`
     preference  the loss of pairs of answers, of which a row has at most `pairs`; None: of the next token
@@ -88,6 +89,7 @@ class StepShape:
     layered: bool = False
     evaluations: int = 1
     ranks: int = 1
+    share: Share | None = None
     base: Base | None = None
     max_value: float | None = None
     preference: Preference | None = None
@@ -194,7 +196,15 @@ class Plans:
     @property
     def loop_nbytes(self) -> int:
         passing = passing_nbytes(self.kept.values(), self.target)
-        return loop_nbytes(self.shape, self.calls) + passing
+        return loop_nbytes(self.shape, self.calls) + passing + self.whole_nbytes
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes for the moments of a weight from all processes, on their way into a file, beside the arena."""
+        if self.shape.share is None:
+            return 0
+        largest = max((self.leaves[name].spec.nbytes for name in self.trained), default=0)
+        return max(largest - self.arena_nbytes, 0)
 
     @property
     def nbytes(self) -> int:
@@ -327,7 +337,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     """A graph of a run, with the stream through the blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     if name == UPDATE:
-        return Built(updating(trained, optimizer, **shape.clipping), [], {})
+        return Built(updating(trained, optimizer, share=shape.share, **shape.clipping), [], {})
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     rows = shape.rows * parts
     config = still(shape.config) if name == EVALUATE else shape.config

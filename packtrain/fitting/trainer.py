@@ -19,9 +19,10 @@ from packtrain.fitting.model import Model, initial
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.optim import ROUNDING, Optimizer, updating
 from packtrain.quant import quantize
-from packtrain.run import Session, Values
+from packtrain.run import Session
 from packtrain.tensor import Tensor
 from packtrain.training.engine import NotFinite, Turn, judged
+from packtrain.training.shards import Values
 from packtrain.words import plural
 
 Arrays = Mapping[str, np.ndarray]

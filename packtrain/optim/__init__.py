@@ -14,12 +14,13 @@ from packtrain.optim.graphs import (
 from packtrain.optim.lbfgs import LBFGS
 from packtrain.optim.muon import Muon
 from packtrain.optim.optimizer import Given, Optimizer, Turn, moment
+from packtrain.optim.parts import PART, Share, whole_name
 from packtrain.optim.sgd import SGD
 from packtrain.tensor import weight
 
 __all__ = [
-    "LBFGS", "OPTIMIZERS", "ROUNDING", "SGD", "AdamW", "Given", "Muon", "Optimizer", "Turn", "accumulating", "applying",
-    "leaner", "measuring", "moment", "training", "updating",
+    "LBFGS", "OPTIMIZERS", "PART", "ROUNDING", "SGD", "AdamW", "Given", "Muon", "Optimizer", "Share", "Turn",
+    "accumulating", "applying", "leaner", "measuring", "moment", "training", "updating", "whole_name",
 ]  # fmt: skip
 
 KINDS: tuple[type[Optimizer], ...] = (AdamW, SGD, Muon, LBFGS)  # the first one is the default

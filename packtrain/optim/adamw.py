@@ -34,6 +34,7 @@ class AdamW(Optimizer):
     name: ClassVar[str] = "adamw"
     hyper: ClassVar[tuple[str, ...]] = HYPER
     kernels: ClassVar[tuple[str, ...]] = ("update",)
+    by_parts: ClassVar[bool] = True
 
     lr: float = 1e-3
     beta1: float = TRAINING(0.9, "AdamW: decay of the first moment", least=0, most=0.9999)

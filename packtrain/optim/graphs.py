@@ -10,6 +10,7 @@ from packtrain.dtypes import i64
 from packtrain.grad import Keep, differentiate
 from packtrain.graph import Graph
 from packtrain.optim.optimizer import Given, Optimizer
+from packtrain.optim.parts import Share, parts
 from packtrain.tensor import GraphError, Tensor, input, named, state
 
 ROUNDING = "rounding"  # the input for stochastic rounding of bf16 weights: seed and step
@@ -111,14 +112,18 @@ def updating(
     *,
     max_norm: float | None = None,
     max_value: float | None = None,
+    share: Share | None = None,
 ) -> Graph:
-    """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss."""
+    """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss.
+
+    share  update only this process's parts of the weights, and keep moments for no others
+    """
     _check(trained)
     update = _Update(optimizer, input("loss", ()), max_norm, max_value)
     sums = [(w, _sum_of(w)) for w in trained]
     for w, g in sums:
         update.measure(w, g)
-    more, handles = update.measured(sums)
+    more, handles = update.measured(sums if share is None else [*parts(sums, share)])
     return Graph({"squares": named("squares", update.squares[-1]), **more}, handles)
 
 

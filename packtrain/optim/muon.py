@@ -28,6 +28,7 @@ class Muon(AdamW):
     note: ClassVar[str] = "keeps one moment for a matrix and orthogonalizes its steps"
     hyper: ClassVar[tuple[str, ...]] = (*HYPER, "momentum")
     kernels: ClassVar[tuple[str, ...]] = ("elementwise", "matmul", "reduce", "update")
+    by_parts: ClassVar[bool] = False
 
     muon_momentum: float = TRAINING(0.95, "Muon: momentum", least=0, most=0.9999)
 

@@ -67,6 +67,7 @@ class Optimizer:
                  and the update is a separate graph, which `drive` runs
     first_length the rate without --lr of an optimizer that finds the lengths of its steps itself: gradients are not
                  clipped, and the rate has no schedule
+    by_parts     whether the update of a part of a weight is that part of the update
     """
 
     name: ClassVar[str]
@@ -75,6 +76,7 @@ class Optimizer:
     kernels: ClassVar[tuple[str, ...]] = ()
     evaluations: ClassVar[int] = 1
     first_length: ClassVar[float | None] = None
+    by_parts: ClassVar[bool] = False
     lr: float
 
     def check(self) -> None:

@@ -35,6 +35,7 @@ class SGD(Optimizer):
     note: ClassVar[str] = "keeps no moments and needs less memory"
     hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
     kernels: ClassVar[tuple[str, ...]] = ("elementwise", "update")
+    by_parts: ClassVar[bool] = True
 
     lr: float = 1e-1
     weight_decay: float = 0.0

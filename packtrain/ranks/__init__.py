@@ -5,7 +5,20 @@ PyTorch's gloo carries the bytes; sums are added here, in the order of the ranks
 each time and on each rank.
 """
 
+from packtrain.ranks.exchange import BUCKET, part_of
 from packtrain.ranks.launch import free_port, launch
-from packtrain.ranks.world import ALONE, World, here, joined, rank, several
+from packtrain.ranks.world import ALONE, World, assumed, here, joined, rank, several
 
-__all__ = ["ALONE", "World", "free_port", "here", "joined", "launch", "rank", "several"]
+__all__ = [
+    "ALONE",
+    "BUCKET",
+    "World",
+    "assumed",
+    "free_port",
+    "here",
+    "joined",
+    "launch",
+    "part_of",
+    "rank",
+    "several",
+]

@@ -32,9 +32,12 @@ class Heart:
     def __init__(self, rank: int, size: int, keeper: str) -> None:
         self.rank, self.size, self.keeper = rank, size, keeper
         self.lost: str | None = None
-        self.lost_at = self.silent = 0.0
+        self.lost_at = self.clock = (
+            0.0  # of this process, which does not count while it is stopped itself
+        )
         self.before = (rank - 1) % size
         self.patience, self.grace = SILENT_SECONDS, GRACE_SECONDS
+        self.hears = True
         self.ended = threading.Event()
         self.found = threading.Event()
         self.answered: float | None = None  # when the store last did
@@ -44,7 +47,7 @@ class Heart:
 
     def beat(self, connect: Callable[[], Any]) -> None:
         """Begin to beat, and to hear the others."""
-        self.answered = time.monotonic()
+        self.answered = self.clock
         self.beating = threading.Thread(target=self._beat, args=(connect(),), daemon=True)
         self.beating.start()
 
@@ -63,6 +66,11 @@ class Heart:
             if not self.lost and not self.beating.is_alive():
                 store.set(f"{BEAT}{self.rank}", "done")
 
+    def tell(self, store: Any, why: str) -> None:
+        """Let the others know why this rank ends."""
+        self.hears = False  # what it says itself
+        publish(store, f"rank {self.rank} has ended: {why}")
+
     def linger(self, store: Any) -> None:
         """Rank 0 may keep the store: if the run has failed, it stays until the others know why."""
         until = time.monotonic() + GRACE_SECONDS
@@ -74,16 +82,16 @@ class Heart:
     # ---- two threads: one that may have to wait for the store, and one that never waits
 
     def _beat(self, store: Any) -> None:
-        number, heard, last = 0, time.monotonic(), b""
+        number, heard, last = 0, self.clock, b""
         try:
             while not self.ended.wait(BEAT_SECONDS):
                 number += 1
                 store.set(f"{BEAT}{self.rank}", str(number))
-                if self.lost is None and store.check([LOST]):
+                if self.hears and self.lost is None and store.check([LOST]):
                     self._lose(store.get(LOST).decode())
                     store.add(HEARD, int(self.rank > 0))
                 beat = f"{BEAT}{self.before}"
-                now, seen = time.monotonic(), store.get(beat) if store.check([beat]) else b""
+                now, seen = self.clock, store.get(beat) if store.check([beat]) else b""
                 self.answered = now
                 if seen != last or seen == b"done":
                     heard, last = now, seen
@@ -93,13 +101,17 @@ class Heart:
             self._lose(f"{self.keeper} was lost: its connection has ended; {RESUME}")
 
     def _watch(self) -> None:
+        before = time.monotonic()
         while self.lost or not self.ended.is_set():
             time.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            self.clock += min(now - before, 4 * WATCH_SECONDS)
+            before = now
             if self.parent and os.getppid() != self.parent:
                 self._lose(f"the process that started the ranks was lost; {RESUME}")
-            if self.answered and time.monotonic() - self.answered > SILENT_SECONDS:
+            if self.answered is not None and self.clock - self.answered > SILENT_SECONDS:
                 self._lose(self._silent(self.keeper))
-            if self.lost and time.monotonic() - self.lost_at > self.grace:
+            if self.lost and self.clock - self.lost_at > self.grace:
                 with suppress(OSError, ValueError):
                     print(f"packtrain: error: {self.lost}", file=sys.stderr, flush=True)
                 os._exit(1)  # its other threads may wait for what never comes
@@ -109,7 +121,7 @@ class Heart:
 
     def _lose(self, why: str) -> None:
         if self.lost is None:
-            self.lost, self.lost_at = why, time.monotonic()
+            self.lost, self.lost_at = why, self.clock
             self.found.set()
 
 

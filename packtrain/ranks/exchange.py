@@ -14,6 +14,7 @@ import numpy as np
 
 BUCKET = 1 << 20  # numbers that are exchanged at a time
 IDLE_SECONDS = 1.0
+ALIGNED = 16  # numbers: parts of an array begin where kernels like arrays to begin
 
 Wait = Callable[[Any], None]
 Run = tuple[int, int, int]  # the number of an array, and from where to where
@@ -101,7 +102,7 @@ class Exchange:
 
     def _spread(self, arrays: Sequence[np.ndarray], rank: int) -> None:
         every = [
-            [array.reshape(-1)[part_of(array.size, self.size, i)] for array in arrays]
+            [array.reshape(-1)[part_of(array.size, i, self.size)] for array in arrays]
             for i in range(self.size)
         ]
         # the first rank has the longest parts, the last may have none
@@ -126,9 +127,9 @@ def gathering(dist: Any) -> Any:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def part_of(count: int, size: int, rank: int) -> slice:
-    """The numbers of an array of `count` that are this rank's: equal runs, of which the last may be shorter."""
-    part = -(-count // size)
+def part_of(count: int, rank: int, size: int) -> slice:
+    """The numbers of an array of `count` that are this rank's: equal runs; the last may be shorter or empty."""
+    part = -(-count // (size * ALIGNED)) * ALIGNED
     return slice(min(part * rank, count), min(part * (rank + 1), count))
 
 

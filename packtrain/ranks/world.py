@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.errors import InputError, RankLost, printable
-from packtrain.ranks.beats import RESUME, SILENT_SECONDS, Heart, publish
+from packtrain.ranks.beats import RESUME, SILENT_SECONDS, Heart
 from packtrain.ranks.exchange import BUCKET, Exchange, gathering
 
 JOIN = timedelta(minutes=10)  # for all ranks to come
@@ -28,6 +28,11 @@ class World:
 
     rank, size = 0, 1
 
+    @property
+    def seconds(self) -> float:
+        """Of exchanging, so far, whether or not something else was done meanwhile."""
+        return 0.0
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
         return [value]
@@ -39,6 +44,9 @@ class World:
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         """The same, but without waiting for it: `arrived` does."""
+
+    def spread(self, arrays: Sequence[np.ndarray]) -> None:
+        """Each rank has its own part of each f32 array, see `part_of`; all get all parts, when `arrived` returns."""
 
     def arrived(self) -> None:
         """Until the sums of all that was sent are there."""
@@ -91,8 +99,15 @@ class Group(World):
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         self.exchange.add(arrays)
 
+    def spread(self, arrays: Sequence[np.ndarray]) -> None:
+        self.exchange.spread(arrays, self.rank)
+
     def arrived(self) -> None:
         self.exchange.wait()
+
+    @property
+    def seconds(self) -> float:
+        return self.exchange.seconds
 
     def _all(self, mine: np.ndarray) -> np.ndarray:
         """The arrays of all ranks, one after the other."""
@@ -119,7 +134,7 @@ class Group(World):
     def tell(self, why: str) -> None:
         """Let the others know why this rank ends."""
         with suppress(RuntimeError):
-            publish(self.store, f"rank {self.rank} has ended: {why}")
+            self.heart.tell(self.store, why)
 
     def _lost(self, cause: str) -> str:
         """Who was lost, if it becomes known."""
@@ -158,6 +173,16 @@ def _store(dist: Any) -> Any:
     return dist.TCPStore(*there, is_master=False)
 
 
+class Assumed(World):
+    """One of so many processes that are not there, to plan for; all would say what this one does."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
 ALONE = World()
 _here: World = ALONE
 
@@ -175,6 +200,17 @@ def rank() -> int:
 def several() -> bool:
     """Whether the environment describes a run of several ranks."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and int(os.environ["WORLD_SIZE"]) > 1
+
+
+@contextmanager
+def assumed(size: int) -> Iterator[World]:
+    """Plan as rank 0 of a run of so many processes."""
+    global _here
+    before, _here = _here, Assumed(size)
+    try:
+        yield _here
+    finally:
+        _here = before
 
 
 @contextmanager

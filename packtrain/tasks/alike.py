@@ -45,6 +45,7 @@ CHANGING = (
     "max_no_improvement",
     "grad_tol",
     "force_reshuffle",
+    "zero",
 )
 
 

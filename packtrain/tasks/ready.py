@@ -48,6 +48,7 @@ class Ready:
     found: Checkpoint | None  # to resume from
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
+    rates: Rates  # of this machine, for the job's data
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
     files: tuple[tuple[Path, str, int], ...] = ()  # written beside the job's: path, what, bytes
 
@@ -114,7 +115,10 @@ def ready(
             found = _ready(command, settings, build_job, say, runs, None)
             world.from_first(found.plans.shape)
             return found
-        return _ready(command, settings, build_job, say, runs, world.from_first(None))
+        decided = world.from_first(None)
+        if decided.share is not None:
+            decided = replace(decided, share=(world.rank, world.size))
+        return _ready(command, settings, build_job, say, runs, decided)
 
 
 def _ready(
@@ -155,7 +159,7 @@ def _ready(
     plans = planned(job.shape, request, say) if decided is None else followed(decided, request)
     least = partial(_least, plans, job.shape, request, say)
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
-    return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command)
+    return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command, speed)
 
 
 def _least(plans: Plans, shape: StepShape, request: Request, say: Say) -> int:

@@ -1,7 +1,7 @@
 """Plans bound to memory: steps of training and of evaluation on one session. It knows no files and no schedule."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
@@ -15,6 +15,8 @@ from packtrain.optim import ROUNDING, Optimizer
 from packtrain.ranks import ALONE, World, here
 from packtrain.run import Executor, Session
 from packtrain.training.pairs import logps_of, measured, right, summary
+from packtrain.training.shards import overlays
+from packtrain.training.sums import Exchanged, exchanged
 
 Batch = Mapping[str, np.ndarray]
 Sums = tuple[list[float], list[float], float]
@@ -63,7 +65,7 @@ class Evaluated:
 class Turn:
     """One step of the engine, which an optimizer drives, see `optim.optimizer.Turn`.
 
-    add  makes the loss and the gradients of this rank the sums of all ranks
+    sums  of several ranks, which make the loss and the gradients of this rank the sums of all
     """
 
     def __init__(
@@ -72,9 +74,9 @@ class Turn:
         shares: Sequence[Batch],
         rounding: Batch,
         before: "Turn | None" = None,
-        add: Callable[[np.ndarray], None] = lambda loss: None,
+        sums: Exchanged | None = None,
     ) -> None:
-        self.run, self.shares, self.rounding, self.add = run, shares, rounding, add
+        self.run, self.shares, self.rounding, self.sums = run, shares, rounding, sums
         self.loss = np.zeros((), np.float32)
         self.fed: list[tuple[Executor, Batch]] = []
         same = before is not None and _same(before.shares, shares)
@@ -99,19 +101,29 @@ class Turn:
         each = [{**s, "fresh": new} for s, new in zip(self.shares, fresh, strict=True)]
         losses = [got["loss"] for got in self._fed(MICRO, each)]
         self.loss = np.array(sum(losses), np.float32)
-        self.add(self.loss)
+        if self.sums is not None:
+            self.sums.end(self.loss)
         return {"loss": self.loss}
 
     def update(self, hyper: Batch) -> Batch:
         run, given = self.run[UPDATE], {**hyper, **self.rounding, "loss": self.loss}
-        return run({name: given[name] for name in given.keys() & run.inputs.keys()})
+        got = run({name: given[name] for name in given.keys() & run.inputs.keys()})
+        if self.sums is not None:
+            self.sums.spread()
+        return got
 
     def say(self, note: str) -> None:
         self.note = note
 
     def _fed(self, name: str, inputs: Sequence[Batch]) -> list[Batch]:
         self.fed = [(self.run[name], one) for one in inputs]
-        self.latest = [run(one) for run, one in self.fed]
+        leaving = None
+        if self.sums is not None and name == MICRO:
+            self.sums.begin()
+            leaving = self.sums.leaving()
+        *before, last = self.fed
+        self.latest = [run(one) for run, one in before]
+        self.latest.append(last[0](last[1], stop=leaving))
         self.outputs = self.outputs or self.latest
         self.evaluations += 1
         return self.latest
@@ -140,21 +152,25 @@ class Engine:
         self.plans, self.optimizer, self.seed = plans, optimizer, seed
         self.session = Session()
         self.session.share(shared)
+        self.session.overlay(overlays(plans))
         self.bad = 0
         self.before: Turn | None = None  # the last step, if its gradients are still there
         self.run = self.session.executors(plans.placed, plans.plans)
+        self.sums = exchanged(self.session, plans, self.run.get(MICRO))
 
     def step(self, batches: Sequence[Batch], number: int, rate: float) -> Stepped:
         """Train on the micro-batches of step `number`, counted from 1. Raises NotFinite for IN_A_ROW bad steps."""
         tokens = here().total(float(sum(batch["weights"].sum() for batch in batches)))
         shares = self._shares(batches, tokens, number)
-        turn = Turn(self.run, shares, self._rounding(number), self.before, self._add)
+        turn = Turn(self.run, shares, self._rounding(number), self.before, self.sums)
         self.before = None
         got = self.optimizer.drive(turn, number, rate)
         self.before = turn if self.optimizer.evaluations > 1 else None
         self.bad, bad = judged(got, turn, self.bad)
         norm, how = float(got["squares"]) ** 0.5, self.plans.shape.preference
         more = summary(self._pairs(how, batches, turn)) if how else {}
+        if self.sums is not None:
+            more = {**more, **self.sums.seconds()}
         return Stepped(float(got["loss"]), norm, int(tokens), bad, turn.note, more)
 
     def _pairs(
@@ -190,13 +206,6 @@ class Engine:
         """Seed and step, if weights are rounded stochastically."""
         wanted = any(ROUNDING in run.inputs for run in self.run.values())
         return {ROUNDING: np.array([self.seed, number], np.int64)} if wanted else {}
-
-    def _add(self, loss: np.ndarray) -> None:
-        """The loss and the sums of gradients of this rank become those of all, in place."""
-        if here().size == 1:
-            return
-        leaves = (leaf for leaf in self.plans.leaves.values() if leaf.role == "sum")
-        here().add([loss.reshape(1), *(self.session.array(leaf) for leaf in leaves)])
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
         return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, here())

@@ -11,8 +11,7 @@ from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.gguf import GGUF
 from packtrain.ranks import here
-from packtrain.run import Values
-from packtrain.training import state
+from packtrain.training import shards, state
 from packtrain.training.ending import why_ended
 from packtrain.training.engine import Engine
 from packtrain.training.job import Job
@@ -43,8 +42,7 @@ class Fit:
         if found is None:
             self.job.subject.begin(session)
             return
-        for name in self.engine.plans.saved:
-            session.set({name: found.array(name)})
+        shards.restored(session, self.engine.plans, found)
         self.progress = found.progress
         if self.job.settings.force_reshuffle:
             self.progress = replace(self.progress, shuffled=self.progress.step)
@@ -146,11 +144,15 @@ class Fit:
 
     def save(self, watch: Watch) -> None:
         """Write a checkpoint of the current state; rank 0 does."""
+        arrays = shards.saved(self.engine.session, self.engine.plans)
         if here().rank:
+            if isinstance(arrays, shards.Whole):
+                arrays.serve()
             return
-        arrays = Values(self.engine.session, self.engine.plans.saved)
         watch.save()  # first: metrics may be ahead of the checkpoint (they are truncated on resume), never behind it
         state.save(self.checkpoint, self.progress, self.job.about(), arrays)
+        if isinstance(arrays, shards.Whole):
+            arrays.end()
         self._keep(self.job.settings.save_name, lambda to: state.copy(self.checkpoint, to))
         view = self.engine.session.view
         self._keep(self.job.settings.save_model, lambda to: self.job.subject.keep(to, view))

@@ -11,7 +11,7 @@ import numpy as np
 
 from packtrain.corpus import Text, prepare
 from packtrain.design.plans import Base, StepShape
-from packtrain.dtypes import DTYPES
+from packtrain.dtypes import DTYPES, f32
 from packtrain.errors import InputError
 from packtrain.flash import with_flash
 from packtrain.gguf import Value
@@ -19,7 +19,7 @@ from packtrain.kernels.runtime import cache_root, has, writable
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import save_model
-from packtrain.optim import OPTIMIZERS, Optimizer
+from packtrain.optim import OPTIMIZERS, Optimizer, Share
 from packtrain.ranks import here
 from packtrain.run import Session
 from packtrain.settings import unescaped
@@ -275,6 +275,7 @@ def shape_of(
         evaluate,
         evaluations=optimizer.evaluations,
         ranks=ranks,
+        share=_share(settings, optimizer, base),
         base=base,
         max_value=value,
     )
@@ -293,6 +294,19 @@ def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
     if ranks > 1 and settings.device != "cpu":
         raise InputError(f"--device {settings.device} works in one process; leave out --nproc")
     return ranks, every // ranks
+
+
+def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None) -> Share | None:
+    """Whose part of the moments this process has. Raises InputError where they cannot be shared out."""
+    if not settings.zero or here().size == 1:
+        return None
+    if not optimizer.by_parts:
+        raise InputError(
+            f"--zero 1: {optimizer.name} updates whole matrices, so its moments cannot be shared out; leave out --zero"
+        )
+    if base is not None and base.masters != f32:
+        raise InputError(f"--zero 1 needs trained weights in f32, not {base.masters}")
+    return here().rank, here().size
 
 
 def optimizer_of(settings: RunSettings) -> Optimizer:

@@ -202,6 +202,12 @@ class RunSettings:
         most=1024,
         metavar="N",
     )
+    zero: int = MEMORY(
+        0,
+        "1: processes share out the moments of the optimizer, of which each has a part (ZeRO-1); same bits",
+        least=0,
+        most=1,
+    )
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     force_reshuffle: bool = OUTPUT(
         False, "with --resume: go on with the data in a new random order, no longer bit for bit"
@@ -297,5 +303,6 @@ FREE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
 sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
+zero
 """
 FREE = frozenset(FREE_NAMES.split())

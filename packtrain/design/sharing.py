@@ -1,0 +1,93 @@
+"""What several processes exchange in a step, when each part of it can leave, and how long the step takes with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packtrain import cost
+from packtrain.design.plans import MICRO, UPDATE, Plans, runs
+from packtrain.placing import Placed
+from packtrain.ranks import BUCKET
+from packtrain.tensor import Tensor
+
+LATENCY = (
+    2e-4  # seconds of one exchange beside its bytes, between processes of two machines of a room
+)
+MESSAGES = 6  # small ones of a step: the learnt tokens, whether to stop, the loss
+PASSES = 6  # over the bytes of a bucket in memory: packed, added up, unpacked
+
+Bucket = tuple[int, list[Tensor]]  # sums, and the step of the graph that completes the last of them
+
+
+def buckets_of(micro: Placed) -> list[Bucket]:
+    """The sums that a micro-batch adds to, in the order in which they are complete, at least BUCKET numbers each."""
+    found, waiting, count = list[Bucket](), list[Tensor](), 0
+    for at, step in enumerate(micro.steps):
+        if step.op.name == "accumulate":
+            waiting.append(step.results[0].base)
+            count += waiting[-1].spec.size
+            if count >= BUCKET:
+                found.append((at, waiting))
+                waiting, count = [], 0
+    last = len(micro.steps)
+    return [*found, (last, waiting)] if waiting else found
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Seconds of a step of one of several processes.
+
+    computing    what it computes
+    exchanging   what its link is busy
+    waiting      what it does nothing but wait for the link
+    """
+
+    computing: float
+    exchanging: float
+    waiting: float
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.waiting
+
+
+def shared(plans: Plans, rates: cost.Rates, link: float) -> Shared:
+    """The model of a step: its ops by their costs; each bucket leaves when it is complete and the link, of so many
+    bytes per second, is free; the update waits for the last of them."""
+    ranks, micro = plans.shape.ranks, plans.placed[MICRO]
+    times = runs(plans.shape)
+    one = cost.seconds(micro, rates)
+    computing = times[MICRO] * one + times[UPDATE] * cost.seconds(plans.placed[UPDATE], rates)
+    sent = [(at, sum(t.spec.size for t in sums)) for at, sums in buckets_of(micro)]
+    durations = [transfer_seconds(n, ranks, rates, link) for _, n in sent]
+    late = last_arrival(_ready(micro, rates, [at for at, _ in sent]), durations) - one
+    messages = MESSAGES * LATENCY
+    spread = 0.0
+    if plans.shape.share is not None:
+        numbers = sum(plans.leaves[name].spec.size for name in plans.trained)
+        spread = transfer_seconds(numbers, ranks, rates, link) / 2
+    return Shared(computing, sum(durations) + messages + spread, max(late, 0.0) + messages + spread)
+
+
+def transfer_seconds(numbers: int, ranks: int, rates: cost.Rates, link: float) -> float:
+    """To add up f32 numbers over ranks: each sends 2 (k - 1) / k of them, in as many exchanges as they need."""
+    exchanges = 2 * -(-numbers // BUCKET)
+    share = 2 * (ranks - 1) / ranks
+    return exchanges * LATENCY + 4 * numbers * (share / link + PASSES / rates.nbytes)
+
+
+def last_arrival(ready: Sequence[float], durations: Sequence[float]) -> float:
+    """When the last of some transfers is done, which go one after the other, each once it is ready."""
+    free = 0.0
+    for start, seconds in zip(ready, durations, strict=True):
+        free = max(free, start) + seconds
+    return free
+
+
+def _ready(micro: Placed, rates: cost.Rates, steps: Sequence[int]) -> list[float]:
+    """When these steps of a graph are done."""
+    read = {t for step in micro.steps for t in step.reads}
+    done, time = list[float](), 0.0
+    for step in micro.steps:
+        time += cost.call_seconds(step, rates, read)
+        done.append(time)
+    return [done[min(at, len(done) - 1)] for at in steps]

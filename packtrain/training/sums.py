@@ -1,0 +1,71 @@
+"""Sums of gradients over ranks, which travel while the backward pass goes on."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from packtrain.design.plans import Plans
+from packtrain.design.sharing import buckets_of
+from packtrain.ranks import World, here
+from packtrain.run import Executor, Session
+from packtrain.tensor import Tensor
+
+
+class Exchanged:
+    """Of a run of several ranks, for its graph of a micro-batch.
+
+    waited  seconds of the last step in which nothing was done but to wait for them
+    """
+
+    def __init__(self, session: Session, plans: Plans, micro: Executor) -> None:
+        self.session, self.micro = session, micro
+        self.trained = [plans.leaves[name] for name in plans.trained]
+        self.shared = plans.shape.share is not None
+        self.buckets = buckets_of(micro.placed)
+        self.sent, self.waited, self.before = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        self.sent, self.waited, self.before = 0, 0.0, here().seconds
+
+    def leaving(self) -> Callable[[], bool]:
+        """Called before each step of the last micro-batch: sends what is complete. It never stops a run."""
+
+        def send() -> bool:
+            while self.sent < len(self.buckets) and self.buckets[self.sent][0] <= self.micro.at:
+                here().send(self._arrays(self.buckets[self.sent][1]))
+                self.sent += 1
+            return False
+
+        return send
+
+    def end(self, loss: np.ndarray) -> None:
+        """After the last micro-batch; the loss () becomes the sum of all, too."""
+        for _, sums in self.buckets[self.sent :]:
+            here().send(self._arrays(sums))
+        here().send([loss.reshape(1)])
+        self._wait()
+
+    def spread(self) -> None:
+        """After an update of parts of the weights: all ranks get all parts."""
+        if self.shared:
+            here().spread(self._arrays(self.trained))
+            self._wait()
+
+    def _wait(self) -> None:
+        began = time.perf_counter()
+        here().arrived()
+        self.waited += time.perf_counter() - began
+
+    def _arrays(self, leaves: Sequence[Tensor]) -> list[np.ndarray]:
+        return [self.session.array(leaf) for leaf in leaves]
+
+    def seconds(self) -> dict[str, float]:
+        """Of the last step: of exchanging, and of waiting for it."""
+        return {"exchange_seconds": here().seconds - self.before, "waited_seconds": self.waited}
+
+
+def exchanged(session: Session, plans: Plans, micro: Executor | None) -> Exchanged | None:
+    """None for a process alone."""
+    world: World = here()
+    return Exchanged(session, plans, micro) if world.size > 1 and micro is not None else None

@@ -79,6 +79,12 @@ CONFIGS: Mapping[str, Config] = {
         optional=("rope_factors_long.weight", "rope_factors_short.weight"),
     ),
     "smollm3": replace(LLAMA, architecture="smollm3", block_count=5),
+    "granite": replace(
+        LLAMA, architecture="granite", embedding_scale=1.7, residual_scale=0.6, score_scale=0.2, logit_scale=0.8,
+    ),
+    "olmo2": replace(LLAMA, architecture="olmo2", tied=False),
+    "seed_oss": replace(LLAMA, architecture="seed_oss", key_length=128, optional=BIASES),
+    "ernie4_5": replace(LLAMA, architecture="ernie4_5", key_length=128),
 }  # fmt: skip
 
 

@@ -75,6 +75,18 @@ KINDS: dict[str, Config] = {
         "architectures": ["SmolLM3ForCausalLM"], "tie_word_embeddings": True, "num_hidden_layers": 4,
         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
     },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True, "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "seed_oss": {
+        "architectures": ["SeedOssForCausalLM"], "head_dim": 24, "attention_bias": True,
+        "attention_out_bias": False,
+    },
+    "ernie4_5": {
+        "architectures": ["Ernie4_5ForCausalLM"], "head_dim": 24, "use_bias": False, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
@@ -119,6 +131,10 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block |= {"pre_feedforward_layernorm": (c,), "post_feedforward_layernorm": (c,)}
     if kind in HEAD_NORMS:
         block |= {"self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
+    if kind == "Olmo2ForCausalLM":
+        del block["input_layernorm"]
+        block |= {"self_attn.q_norm": (q,), "self_attn.k_norm": (kv,)}
+        block["post_feedforward_layernorm"] = (c,)
     if kind == "Phi3ForCausalLM":
         block |= {"self_attn.qkv_proj": (q + 2 * kv, c), "mlp.gate_up_proj": (2 * f, c)}
     else:
@@ -153,7 +169,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def biased(config: Config) -> str:
-    if config["architectures"][0] == "Qwen2ForCausalLM":
+    if config["architectures"][0] in ("Qwen2ForCausalLM", "SeedOssForCausalLM"):
         return "qkv"
     return "qkvo" if config.get("attention_bias") else ""
 
@@ -252,12 +268,14 @@ class Model:
         h = self.w["model.embed_tokens.weight"][tokens]
         if self.gemma:
             h = h * math.sqrt(self.config["hidden_size"])
+        h = h * self.config.get("embedding_multiplier", 1.0)
         for i in range(self.config["num_hidden_layers"]):
             h = self.block(i, h)
         x = (
             self.norm("model.norm", h)
             @ self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"]).T
         )
+        x = x / self.config.get("logits_scaling", 1.0)
         cap = self.config.get("final_logit_softcapping")
         return cap * np.tanh(x / cap) if cap else x
 
@@ -269,14 +287,18 @@ class Model:
         return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0)
 
     def block(self, i: int, h: np.ndarray) -> np.ndarray:
-        at = f"model.layers.{i}"
+        at, share = f"model.layers.{i}", self.config.get("residual_multiplier", 1.0)
+        if self.kind == "Olmo2ForCausalLM":
+            h = h + self.norm(f"{at}.post_attention_layernorm", self.attention(i, h))
+            return h + self.norm(f"{at}.post_feedforward_layernorm", self.feed_forward(at, h))
         y = self.attention(i, self.norm(f"{at}.input_layernorm", h))
         if self.kind in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
             h = h + self.norm(f"{at}.post_attention_layernorm", y)
             y = self.feed_forward(at, self.norm(f"{at}.pre_feedforward_layernorm", h))
             return h + self.norm(f"{at}.post_feedforward_layernorm", y)
-        h = h + y
-        return h + self.feed_forward(at, self.norm(f"{at}.post_attention_layernorm", h))
+        h = h + share * y
+        y = self.feed_forward(at, self.norm(f"{at}.post_attention_layernorm", h))
+        return h + share * y
 
     def feed_forward(self, at: str, x: np.ndarray) -> np.ndarray:
         if self.kind in EXPERTS:
@@ -306,13 +328,16 @@ class Model:
             q, k, v = np.split(self.linear(f"{at}.qkv_proj", x), [heads * d, (heads + kv) * d], -1)
         else:
             q, k, v = (self.linear(f"{at}.{name}_proj", x) for name in "qkv")
+        if self.kind == "Olmo2ForCausalLM":
+            q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         q, k, v = (t.reshape(time, -1, d) for t in (q, k, v))
         if self.kind in HEAD_NORMS:
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         sliding = self.sliding(i)
         if not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):
             angles, scale = self.rotation(time, sliding)
-            q, k = turned(q, angles, scale), turned(k, angles, scale)
+            turn = turned_pairs if self.kind == "Ernie4_5ForCausalLM" else turned
+            q, k = turn(q, angles, scale), turn(k, angles, scale)
         if self.kind == "Ministral3ForCausalLM":
             rope = c["rope_parameters"]
             steps = np.floor(np.arange(time) / rope["original_max_position_embeddings"])
@@ -324,6 +349,8 @@ class Model:
             scores = (
                 q[:, j] @ k[:, j * kv // heads].T / math.sqrt(c.get("query_pre_attn_scalar", d))
             )
+            if "attention_multiplier" in c:
+                scores = scores * math.sqrt(d) * c["attention_multiplier"]
             if cap := c.get("attn_logit_softcapping"):
                 scores = cap * np.tanh(scores / cap)
             y[:, j] = softmax(np.where(hidden, -np.inf, scores)) @ v[:, j * kv // heads]
@@ -394,6 +421,13 @@ def turned(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
     cos, sin = (np.concatenate([f(angles)] * 2, -1)[:, None] * scale for f in (np.cos, np.sin))
     first, second = np.split(x, 2, -1)
     return x * cos + np.concatenate([-second, first], -1) * sin
+
+
+def turned_pairs(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
+    """Rotation of neighbours: element 2i of a head goes with element 2i + 1."""
+    turn = np.exp(1j * angles)[:, None] * scale
+    pairs = (x[..., ::2] + 1j * x[..., 1::2]) * turn
+    return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
 
 
 def silu(x: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
-HALVES = {"qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3"}
+HALVES = {"qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "seed_oss"}
 GEMMAS = {"gemma", "gemma2", "gemma3"}
 
 
@@ -38,19 +38,22 @@ class Model:
         h = self.w["token_embd.weight"][tokens]
         if self.arch in GEMMAS:
             h = h * np.sqrt(self.width)
+        h = h * self.keys.get("embedding_scale", 1.0)
+        first, second = "post_attention_norm", "ffn_norm"
+        if self.arch == "seed_oss":  # it stands before the feed-forward
+            first, second = "none", first
+        share = self.keys.get("residual_scale", 1.0)
         for i in range(self.keys["block_count"]):
-            h = h + self.after(
-                i, "post_attention_norm", self.attention(i, self.normed(h, f"blk.{i}.attn_norm"))
-            )
-            h = h + self.after(
-                i, "post_ffw_norm", self.feed_forward(i, self.normed(h, f"blk.{i}.ffn_norm"))
-            )
+            y = self.attention(i, self.after(i, "attn_norm", h))
+            h = h + share * self.after(i, first, y)
+            y = self.feed_forward(i, self.after(i, second, h))
+            h = h + share * self.after(i, "post_ffw_norm", y)
         return self.normed(h, "output_norm")
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits (T, V) of one sequence of tokens (T,)."""
         head = self.w.get("output.weight", self.w["token_embd.weight"])
-        y = self.hidden(tokens) @ head.T
+        y = self.hidden(tokens) @ head.T / self.keys.get("logit_scale", 1.0)
         return capped(
             y, self.keys.get("final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0)
         )
@@ -80,8 +83,11 @@ class Model:
             parts = np.split(self.linear(i, "attn_qkv", x), np.cumsum(sizes)[:2], axis=-1)
         else:
             parts = [self.linear(i, f"attn_{name}", x) for name in "qkv"]
+        if self.arch == "olmo2":
+            parts[:2] = (self.after(i, f"attn_{x}_norm", parts["qk".index(x)]) for x in "qk")
         q, k, v = (part.reshape(time, -1, self.head) for part in parts)
-        q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
+        if self.arch != "olmo2":
+            q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         if not (self.arch == "smollm3" and i % 4 == 3):
             q, k = self.rotated(i, q), self.rotated(i, k)
         warmth = self.keys.get("attention.temperature_scale", 0.0)
@@ -97,6 +103,8 @@ class Model:
         return self.linear(i, "attn_output", y.reshape(time, -1))
 
     def scale(self) -> float:
+        if "attention.scale" in self.keys:
+            return float(self.keys["attention.scale"])
         largest = {"gemma2": 46, "gemma3": 62}.get(self.arch) == self.keys["block_count"]
         return float((self.width / self.heads if largest else self.head) ** -0.5)
 

@@ -135,6 +135,10 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "gemma3": {"halves": False, "head_norms": False, "post_norms": False, "wide_blocks": 7},
     "phi3": {"halves": False},
     "smollm3": {"halves": True, "rope_pause": 0},
+    "granite": {"halves": True},
+    "olmo2": {"halves": False, "post_norms": False, "whole_norms": False},
+    "seed_oss": {"halves": False},
+    "ernie4_5": {"halves": True},
 }
 OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are not
     "llama": {"rope_freq_base": 1e4, "rms_eps": 1e-2, "tied": True, "rope_dims": 32},
@@ -150,6 +154,13 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
     "gemma3": {"window": 8, "window_pattern": 7, "rope_freq_base_swa": None},
     "gemma3 linear": {"window": 0, "rope_scaling": RopeScaling()},
     "phi3": {"rope_dims": None},
+    "granite": {
+        "embedding_scale": 0.0,
+        "residual_scale": 0.0,
+        "score_scale": 0.0,
+        "logit_scale": 0.0,
+    },
+    "seed_oss": {"optional": ("attn_q.bias", "attn_k.bias"), "score_scale": 0.5},
     "phi3 short": {"rope_scaling": RopeScaling("longrope", 1.0, 256)},
     "phi3 long": {"rope_scaling": RopeScaling("longrope", 1.0, 128, attn_factor=1.19)},
 }

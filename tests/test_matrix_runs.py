@@ -32,6 +32,10 @@ ROWS = {
     "phi3": "lora",
     "smollm3": "last",
     "qwen3moe": "lora last",
+    "granite": "full",
+    "olmo2": "lora",
+    "seed_oss": "last",
+    "ernie4_5": "frozen",
 }
 
 

@@ -105,7 +105,7 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
 
 def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
     """The tensors of a block: weights and biases, then those of its experts."""
-    shapes, turned = block_shapes(config), turned_heads(config)
+    shapes, turned = block_shapes(config), {} if family.pairs else turned_heads(config)
     for module, part in family.block.items():
         for kind in ("weight", "bias"):
             shape = shapes.get(f"{part}.{kind}")

@@ -10,6 +10,7 @@ from packtrain.models.config import Config
 from packtrain.models.part import Weights
 from packtrain.models.rounding import rounded
 from packtrain.models.transformer import (
+    for_head,
     head,
     logits,
     output_norm,
@@ -99,7 +100,7 @@ def generation(
 
 def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> Tensor:
     """Losses (count,) of `targets` (count,) after `x` (count, C), what the last norm gives; `weights` are not used."""
-    x = rounded(config, input("x", (count, config.embedding_length)), head(w))
+    x = rounded(config, for_head(config, input("x", (count, config.embedding_length))), head(w))
     targets, weights = input("targets", (count,), i32), input("weights", (count,))
     cap, how = config.final_softcap, config.precision
     _, losses, *_ = ops.linear_cross_entropy(

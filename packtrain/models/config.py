@@ -84,6 +84,10 @@ class Config(Sizes):
     window             sliding window: how many tokens, itself included, a token attends to; 0: all
     window_pattern     every N-th block has no window; or for each block whether it has one
     temperature_scale  queries are scaled by this factor times the logarithm of their position
+    score_scale        attention scores are multiplied by it; 0: by 1 / sqrt(width)
+    embedding_scale    embeddings are multiplied by it; 0: they are not
+    residual_scale     outputs of attention and feed-forward are multiplied by it; 0: they are not
+    logit_scale        logits are divided by it; 0: they are not
     optional           optional tensors that this model has, such as "attn_q.bias" (in all blocks) or
                        "rope_freqs.weight"
     lora               LoRA adapters of its matrices
@@ -105,6 +109,10 @@ class Config(Sizes):
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     temperature_scale: float = 0.0
+    score_scale: float = 0.0
+    embedding_scale: float = 0.0
+    residual_scale: float = 0.0
+    logit_scale: float = 0.0
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
     precision: str = "f32"
@@ -128,7 +136,7 @@ class Config(Sizes):
 
     @property
     def attention_scale(self) -> float:
-        return 1.0 / math.sqrt(self.traits.scored_width(self))
+        return self.score_scale or 1.0 / math.sqrt(self.traits.scored_width(self))
 
     def window_of(self, block: int) -> int:
         """How many tokens a token attends to in that block; 0: all."""

@@ -94,8 +94,9 @@ class Keys:
         known = {*SHARED, *self.architecture.keys, *self.architecture.ignored}
         prefix = f"{self.architecture.name}."
         for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
-            value, neutral = self.get(key), NEUTRAL.get(key, ())
-            if key in known or not key.startswith(CHANGING):
+            own = self.architecture.neutral
+            value, neutral = self.get(key), own.get(key, NEUTRAL.get(key, ()))
+            if (key in known and key not in own) or not key.startswith(CHANGING):
                 continue
             if isinstance(value, np.ndarray | list) or value not in neutral:
                 right = f"{neutral[0]!r} or left out" if neutral else "left out"
@@ -117,13 +118,17 @@ def read(gguf: GGUF) -> Config:
         head_count_kv=keys.size("attention.head_count_kv", heads),
         rope_freq_base=keys.real("rope.freq_base", ROPE_FREQ_BASE),
         rms_eps=keys.real("attention.layer_norm_rms_epsilon"),
-        tied=keys.architecture.always_tied or "output.weight" not in gguf.entries,
+        tied=_tied(gguf, keys.architecture),
         architecture=keys.architecture.name,
         optional=_optional(gguf, keys.architecture),
         rope_scaling=_scaling(keys),
         attention_softcap=keys.own("attn_logit_softcapping"),
         final_softcap=keys.own("final_logit_softcapping"),
         temperature_scale=keys.own("attention.temperature_scale"),
+        score_scale=keys.own("attention.scale"),
+        embedding_scale=keys.own("embedding_scale"),
+        residual_scale=keys.own("residual_scale"),
+        logit_scale=keys.own("logit_scale"),
         **_heads(keys, heads),
         **_windows(keys),
         **_mixture(keys),
@@ -144,6 +149,11 @@ def _vocabulary_size(gguf: GGUF) -> int:
             f"{gguf.path}: token_embd.weight has shape {list(entry.shape)}; it must be [vocabulary, width]"
         )
     return entry.shape[0]
+
+
+def _tied(gguf: GGUF, architecture: Architecture) -> bool:
+    separate = architecture.always_apart or "output.weight" in gguf.entries
+    return architecture.always_tied or not separate
 
 
 def _optional(gguf: GGUF, architecture: Architecture) -> tuple[str, ...]:
@@ -299,7 +309,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},
         **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
         **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},
-        **{f"{arch}.{key}": value for key, value in _cap_keys(config).items()},
+        **{f"{arch}.{key}": value for key, value in _factor_keys(config).items()},
     }
 
 
@@ -332,9 +342,14 @@ def _window_keys(config: Config) -> dict[str, Value]:
     return keys
 
 
-def _cap_keys(config: Config) -> dict[str, Value]:
-    caps = {
+def _factor_keys(config: Config) -> dict[str, Value]:
+    """Caps and scales."""
+    factors = {
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
+        "attention.scale": config.score_scale,
+        "embedding_scale": config.embedding_scale,
+        "residual_scale": config.residual_scale,
+        "logit_scale": config.logit_scale,
     }
-    return {key: Value("f32", cap) for key, cap in caps.items() if cap}
+    return {key: Value("f32", factor) for key, factor in factors.items() if factor}

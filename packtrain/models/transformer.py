@@ -72,9 +72,10 @@ def _attention_shapes(config: Config) -> Shapes:
     c, d, traits = config.embedding_length, config.head_width, config.traits
     q, kv = config.head_count * d, config.head_count_kv * d
     apart: Shapes = {"attn_q": (q, c), "attn_k": (kv, c), "attn_v": (kv, c)}
-    shapes: Shapes = {"attn_norm": (c,)}
+    shapes: Shapes = {"attn_norm": (c,)} if traits.pre_norms else {}
     shapes |= {"attn_qkv": (q + 2 * kv, c)} if traits.fused else apart
     shapes |= {"attn_q_norm": (d,), "attn_k_norm": (d,)} if traits.head_norms else {}
+    shapes |= {"attn_q_norm": (q,), "attn_k_norm": (kv,)} if traits.whole_norms else {}
     shapes["attn_output"] = (c, q)
     return shapes | ({"post_attention_norm": (c,)} if traits.post_norms else {})
 
@@ -83,7 +84,7 @@ def _feed_forward_shapes(config: Config) -> Shapes:
     c, f, e, traits = (
         config.embedding_length, config.expert_width, config.expert_count, config.traits
     )  # fmt: skip
-    shapes: Shapes = {"ffn_norm": (c,)}
+    shapes: Shapes = {traits.ffn_norm: (c,)} if traits.pre_norms else {}
     if e:
         exps: Shapes = {"ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
         exps["ffn_down_exps"] = (e, c, f)
@@ -140,10 +141,14 @@ class Block(Part):
     def heads(self, name: str, x: Tensor, count: int) -> Tensor:
         """x @ weight.T by heads, (..., count, D)."""
         y = self.linear(name, x)
+        if self.config.traits.whole_norms and name != "attn_v":
+            y = self.norm(f"{name}_norm", self.saved(y))
         return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
 
     def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
-        """h + x @ weight.T, normalized before the sum if the architecture does so."""
+        """h + x @ weight.T, normalized or scaled before the sum if the model does so."""
+        if self.config.residual_scale:
+            return ops.add(ops.scale(self.linear(name, x), by=self.config.residual_scale), h)
         if not self.config.traits.post_norms:
             return self.linear(name, x, h)
         return ops.add(self.norm(norm, self.saved(self.linear(name, x))), h)
@@ -152,7 +157,7 @@ class Block(Part):
 def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend: Attend) -> Tensor:
     """One transformer block: h (..., C) -> (..., C)."""
     part, traits = Block(config, w, i), config.traits
-    x = part.saved(part.norm("attn_norm", h))
+    x = part.saved(part.norm("attn_norm", h)) if traits.pre_norms else h
     q = part.heads("attn_q", x, config.head_count)
     k = part.heads("attn_k", x, config.head_count_kv)
     v = part.heads("attn_v", x, config.head_count_kv)
@@ -171,14 +176,13 @@ def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend:
 
 def feed_forward(part: Block, h: Tensor) -> Tensor:
     """The second half of a block: h (..., C) -> (..., C)."""
-    x = part.saved(part.norm("ffn_norm", h))
+    traits = part.config.traits
+    x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
     if part.config.expert_count:
         return part.named("ffn_experts", mixture(part, x, h))
     gate, up = (part.saved(part.linear(name, x)) for name in ("ffn_gate", "ffn_up"))
-    if part.config.traits.gelu:
-        y = part.named("ffn_geglu", ops.geglu(gate, up))
-    else:
-        y = part.named("ffn_swiglu", ops.swiglu(gate, up))
+    name, gated = ("ffn_geglu", ops.geglu) if traits.gelu else ("ffn_swiglu", ops.swiglu)
+    y = part.named(name, gated(gate, up))
     return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
 
 
@@ -235,6 +239,8 @@ def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
         h = ops.matmul(low, w[EMBEDDING + B], h)
     if config.traits.scaled_embedding:
         h = ops.scale(h, by=config.embedding_length**0.5)
+    if config.embedding_scale:
+        h = ops.scale(h, by=config.embedding_scale)
     return named("token_embd", h)
 
 
@@ -279,9 +285,15 @@ def head(w: Weights) -> Tensor:
     return w.get("output.weight", w["token_embd.weight"])
 
 
+def for_head(config: Config, x: Tensor) -> Tensor:
+    """What the head multiplies: the output of the last norm, divided where logits are."""
+    return ops.scale(x, by=1 / config.logit_scale) if config.logit_scale else x
+
+
 def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
     """Logits (..., V) from the output of the last block, (..., C)."""
-    y, cap = product(config, output_norm(config, w, h), head(w)), config.final_softcap
+    x, cap = for_head(config, output_norm(config, w, h)), config.final_softcap
+    y = product(config, x, head(w))
     if cap:
         y = ops.scale(ops.tanh(ops.scale(y, by=1 / cap)), by=cap)
     return named("logits", y)
@@ -327,7 +339,7 @@ def loss(
     last = layers[-1][0] if parts == 1 else ops.concat(layers[-1][::-1], axis=0)
     if skipped:
         last = ops.narrow(last, axis=1, start=skipped, length=time - skipped)
-    x = rounded(config, output_norm(config, w, last), head(w))
+    x = rounded(config, for_head(config, output_norm(config, w, last)), head(w))
     weights = constant("ones", np.ones(counted, np.float32)) if even else input("weights", counted)
     cap, how = config.final_softcap, config.precision
     results = ops.linear_cross_entropy(

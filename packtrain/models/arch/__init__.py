@@ -1,20 +1,27 @@
 """The architectures, one module each; to add one, write it and list it here."""
 
 from packtrain.models.arch import (
+    ernie4_5,
     gemma,
     gemma2,
     gemma3,
+    granite,
     llama,
     mistral3,
+    olmo2,
     phi3,
     qwen2,
     qwen3,
     qwen3moe,
+    seed_oss,
     smollm3,
 )
 from packtrain.models.arch.architecture import Architecture, Family
 
-MODULES = (llama, mistral3, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3, smollm3)
+MODULES = (
+    *(llama, mistral3, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3),
+    *(granite, olmo2, seed_oss, ernie4_5, smollm3),
+)
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}
 
 

@@ -87,6 +87,7 @@ class Family:
     norm_shift    added to the weights of norms
     head_width    default; 0: hidden_size / num_attention_heads
     qkv_bias      queries, keys and values have biases, whatever the config says
+    pairs         rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
     space_prefix  whether to add a space before texts; None: as the tokenizer's config says
     """
 
@@ -99,6 +100,7 @@ class Family:
     rope_freq_base: float = 10_000.0
     head_width: int = 0
     qkv_bias: bool = False
+    pairs: bool = False
     space_prefix: bool | None = None
 
 
@@ -110,9 +112,13 @@ class Architecture:
     gelu              the feed-forward's gate is gelu (tanh form), not silu
     scaled_embedding  embeddings are multiplied by sqrt(embedding_length)
     head_norms        queries and keys are normalized per head, before rope
+    whole_norms       queries and keys are normalized before rope, too, but all heads together
+    pre_norms         what attention and feed-forward read is normalized
+    ffn_norm          the norm of what the feed-forward reads
     post_norms        the outputs of attention and feed-forward are normalized before they are added
     fused             attn_qkv stacks queries, keys and values, ffn_up stacks gate and up
     always_tied       there is never a separate output head
+    always_apart      there always is one
     square            heads are embedding_length / head_count wide, whatever the keys say
     partial_rope      rope may rotate only a part of each head
     rope_pause        every N-th block has no rope
@@ -120,6 +126,7 @@ class Architecture:
 
     keys              additional GGUF keys with their defaults; None: required
     ignored           keys without effect, as in llama.cpp
+    neutral           values that keys must have if they are there
     optional          tensors that a model may have: those of blocks by their name within one
     blocks_70b        a model with this many blocks is a 70B, to which llama-quantize gives more bits,
     grouped_70b       or only if it has fewer value heads than query heads
@@ -130,15 +137,20 @@ class Architecture:
     gelu: bool = False
     scaled_embedding: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
+    pre_norms: bool = True
+    ffn_norm: str = "ffn_norm"
     post_norms: bool = False
     fused: bool = False
     always_tied: bool = False
+    always_apart: bool = False
     square: bool = False
     partial_rope: bool = False
     rope_pause: int = 0
     wide_blocks: int = 0
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = BIASES
     blocks_70b: int = 0
     grouped_70b: bool = False

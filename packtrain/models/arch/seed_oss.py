@@ -1,0 +1,39 @@
+"""Seed-OSS: llama with biases of queries, keys and values; the second norm has another name."""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    BIASES,
+    FEED_FORWARD,
+    Architecture,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+NORM = "post_attention_norm"
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("attention_bias", True, True)
+    given.one_of("attention_out_bias", False, False)
+    given.one_of("mlp_bias", False, False)
+    return {}
+
+
+ARCHITECTURE = Architecture(
+    "seed_oss",
+    halves=True,
+    ffn_norm=NORM,
+    keys={"attention.scale": 0.0},
+    optional=(*BIASES, "attn_output.bias"),
+    families=(
+        Family(
+            ("SeedOssForCausalLM",),
+            ATTENTION | {"post_attention_layernorm": NORM} | FEED_FORWARD,
+            keys,
+            head_width=128,
+            qkv_bias=True,
+        ),
+    ),
+)

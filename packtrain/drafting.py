@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from packtrain.errors import InputError
 from packtrain.generation import Generator
-from packtrain.models.file import TOKENS, ModelFile
 
-APART = 128  # by how many tokens the sizes of both vocabularies may differ, as in llama.cpp
 NGRAMS = 4, 3, 2  # lengths of the ends that are looked up, the longest first
 
 
@@ -63,19 +60,3 @@ class SmallModel:
                 break
             found.append(token)
         return found
-
-
-def check_vocabularies(model: ModelFile, draft: ModelFile) -> None:
-    """Raise InputError unless both have the same tokens."""
-    ours, theirs = (file.gguf.metadata[TOKENS] for file in (model, draft))
-    if abs(len(ours) - len(theirs)) > APART:
-        raise InputError(
-            f"{draft.gguf.path}: its vocabulary has {len(theirs):,} tokens and that of {model.gguf.path} {len(ours):,};"
-            " a draft needs the same vocabulary"
-        )
-    for id, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            raise InputError(
-                f"{draft.gguf.path}: token {id} is {b!r}, and in {model.gguf.path} {a!r}; a draft needs the same"
-                " vocabulary"
-            )

@@ -15,6 +15,7 @@ from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
+from packtrain.models.distill import Distill
 from packtrain.models.lora import EMBEDDING, SUFFIXES
 from packtrain.models.preference import Preference
 from packtrain.optim import Optimizer, Share, accumulating, applying, measuring, training, updating
@@ -74,6 +75,7 @@ class StepShape:
     share       number of this process among those that share out the moments; None: it has all
     base        the model file that is tuned; None: train a new model
     max_norm    clip gradients to this global norm, and then each of their values to `max_value`
+    distill     what a teacher has to say counts, too
     preference  the loss of pairs of answers, of which a row has at most `pairs`; None: of the next token
     """
 
@@ -94,6 +96,7 @@ class StepShape:
     max_value: float | None = None
     preference: Preference | None = None
     pairs: int = 0
+    distill: Distill | None = None
 
     @property
     def clipping(self) -> dict[str, float | None]:
@@ -286,8 +289,9 @@ def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
 
 def loop_nbytes(shape: StepShape, calls: int) -> int:
     """Bytes of the training loop outside the session: executors, batches, files."""
-    # tokens, targets, weights, pos, seq, and which targets are an answer's
-    batch = (5 + 2 * shape.pairs) * 4 * shape.rows * shape.time
+    # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher says
+    more = 2 * shape.pairs + (2 * (shape.distill.top + 1) if shape.distill else 0)
+    batch = (5 + more) * 4 * shape.rows * shape.time
     # as they come, with their share of the loss, and together, or those of the step before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
     return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros
@@ -348,6 +352,8 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     outputs = {"loss": loss.loss}
     if chosen is not None:
         outputs["loss"], outputs["logps"] = chosen.loss(loss.losses, shape.pairs)
+    if shape.distill is not None and name != EVALUATE:
+        outputs["loss"] = shape.distill.loss(shape.config, weights, loss, shape.chunk)
     if name == EVALUATE:
         return Built(Graph(outputs | {"losses": loss.losses, "right": loss.right}), loss.blocks, {})
     stream, inner = (

@@ -22,6 +22,7 @@ from packtrain.tokenizer import Tokenizer, TokenizerError
 
 PART = 1 << 18  # elements converted at a time
 TOKENS = "tokenizer.ggml.tokens"
+APART = 128  # by how many tokens the sizes of two vocabularies may differ, as in llama.cpp
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +195,19 @@ def _rounded_to_bf16(array: np.ndarray) -> np.ndarray:
     upper = rounded.astype(np.uint16)
     upper[np.isnan(array)] = 0x7FC0
     return upper
+
+
+def check_vocabularies(model: ModelFile, draft: ModelFile, what: str = "a draft") -> None:
+    """Raise InputError unless both have the same tokens."""
+    ours, theirs = (file.gguf.metadata[TOKENS] for file in (model, draft))
+    if abs(len(ours) - len(theirs)) > APART:
+        raise InputError(
+            f"{draft.gguf.path}: its vocabulary has {len(theirs):,} tokens and that of {model.gguf.path} {len(ours):,};"
+            f" {what} needs the same vocabulary"
+        )
+    for id, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            raise InputError(
+                f"{draft.gguf.path}: token {id} is {b!r}, and in {model.gguf.path} {a!r}; {what} needs the same"
+                " vocabulary"
+            )

@@ -306,6 +306,7 @@ def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
 class Loss:
     """loss () is sum of weights * losses; losses (B, T); right (B, T) is 1 where the target is the likeliest token.
 
+    x, targets, weights  what the head takes
     blocks  the residual stream, to keep when recomputing: one tensor for each part of the batch, in the order written
     """
 
@@ -313,6 +314,9 @@ class Loss:
     losses: Tensor
     right: Tensor
     blocks: list[Tensor]
+    x: Tensor
+    targets: Tensor
+    weights: Tensor
 
 
 def loss(
@@ -346,7 +350,7 @@ def loss(
         x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how
     )
     loss, losses, right = map(named, ("loss", "losses", "right"), results)
-    return Loss(loss, losses, right, [*chain(*layers)])
+    return Loss(loss, losses, right, [*chain(*layers)], x, targets, weights)
 
 
 def in_parts(

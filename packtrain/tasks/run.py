@@ -36,6 +36,7 @@ from packtrain.training.reference import refer
 from packtrain.training.settings import RunSettings
 from packtrain.training.space import check_space, resumable
 from packtrain.training.state import Progress, previous
+from packtrain.training.teacher import teach
 from packtrain.watch import METRICS, Watch
 from packtrain.watch.metrics import read
 from packtrain.watch.progress import clock
@@ -179,6 +180,8 @@ def _train(
         events.training(job.steps, total, settings.steps_per_report),
     ):
         show(folder, lambda: watch.peak.nbytes)
+        if not _taught(prepared, folder, events, stopped):
+            return Trained(settings.output, folder, prepared, Progress(), watch.peak.nbytes, True)
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
         timed = pace(prepared.seconds, partial(correct, target=settings.target))
         fit = Fit(job, engine, folder, timed, events=events)
@@ -199,6 +202,16 @@ def _train(
             fit.finish()
             watch.end(_end(fit, total, watch))
         return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, False)
+
+
+def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:
+    """What a teacher says is there, computed before the memory of the run is taken; not if it was stopped."""
+    try:
+        teach(prepared.job, folder, prepared.budget, events, stopped)
+    except Interrupted as error:
+        events.message(f"{error}; continue with: {prepared.resume}")
+        return False
+    return True
 
 
 def _share_cores(ranks: int) -> None:

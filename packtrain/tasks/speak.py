@@ -8,7 +8,7 @@ from typing import Protocol
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
 from packtrain.design.budget import Say
-from packtrain.drafting import Lookup, SmallModel, check_vocabularies
+from packtrain.drafting import Lookup, SmallModel
 from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
@@ -19,7 +19,7 @@ from packtrain.grammar import Grammar
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled, with_activations
 from packtrain.models.config import Config
-from packtrain.models.file import ModelFile, open_model
+from packtrain.models.file import ModelFile, check_vocabularies, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.planning import size_text
 from packtrain.sampling import Sampling

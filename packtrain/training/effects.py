@@ -9,7 +9,7 @@ from packtrain.errors import InputError
 from packtrain.optim import OPTIMIZERS
 from packtrain.settings import flag
 from packtrain.training.settings import RunSettings, TrainSettings
-from packtrain.training.tune_settings import TuneSettings
+from packtrain.training.tune_settings import NEXT_TOKEN, TuneSettings
 
 Rule = tuple[str, Callable[[Any], bool], str]
 
@@ -103,6 +103,12 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 lambda s: s.merge == "none",
                 "with --merge none, which writes the adapter alone",
             ),
+            (
+                "distill_weight distill_temperature distill_top",
+                lambda s: s.teacher is None,
+                "without --teacher",
+            ),
+            ("teacher", lambda s: s.loss != NEXT_TOKEN, "with a loss of pairs"),
             ("masters freeze", lambda s: not s.full, "without --full"),
             (
                 "type tensor_type lora_dropout",

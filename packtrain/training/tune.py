@@ -23,7 +23,7 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.config import Config
-from packtrain.models.file import ModelFile, open_model
+from packtrain.models.file import ModelFile, check_vocabularies, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
 from packtrain.quant import dequantize, quantize
@@ -44,6 +44,7 @@ from packtrain.training.job import (
 from packtrain.training.pairs import PairBatches
 from packtrain.training.reference import refers
 from packtrain.training.samples import SampleBatches, row_length
+from packtrain.training.teacher import TeacherBatches
 from packtrain.training.tune_settings import TuneSettings
 from packtrain.words import long_context, plural
 
@@ -191,13 +192,17 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     subject = Tuned(settings, model, config, base)
     if not subject.trained:
         raise InputError("--freeze: nothing is left to train; leave some tensors out of it")
-    train, valid, data = _batches(settings, config, say)
+    train, valid, data = _batches(settings, model, config, say)
     how, evaluates = settings.preference, valid is not None
     shape = shape_of(settings, config, train.rows, train.time, evaluates or refers(how), base, say)
     if isinstance(train, PairBatches):
         if shape.ranks > 1:
             raise InputError("pairs of answers are trained on in one process; leave out --nproc")
         shape = replace(shape, preference=how, pairs=train.most)
+    if isinstance(train, TeacherBatches):
+        if shape.ranks > 1:
+            raise InputError("--teacher is for one process; leave out --nproc")
+        shape = replace(shape, distill=train.how)
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",
@@ -212,7 +217,7 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
 
 
 def _batches(
-    settings: TuneSettings, config: Config, say: Callable[[str], None]
+    settings: TuneSettings, model: ModelFile, config: Config, say: Callable[[str], None]
 ) -> tuple[SampleBatches, SampleBatches | None, Dataset]:
     """Batches for training and validation, as long as the longest sample needs, and their data set."""
     length = settings.ctx or min(config.context_length, CONTEXT)
@@ -229,8 +234,17 @@ def _batches(
             partial(PairBatches, how=how),
             row_length(2 * length, *map(PairBatches.lengths_of, parts)),
         )
-    size = settings.batch_size, time
-    train, valid = make(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
+    size, learnt = (settings.batch_size, time), make
+    if settings.distill is not None and settings.teacher is not None:
+        teacher = open_model(existing(settings.teacher, "--teacher"))
+        check_vocabularies(model, teacher, "a teacher")
+        if config.final_softcap:
+            raise InputError(
+                f"--teacher: {model.gguf.path.name} caps its logits, which it is not for"
+            )
+        mark = fingerprint(teacher)
+        learnt = partial(TeacherBatches, how=settings.distill, teacher=teacher, mark=mark)
+    train, valid = learnt(dataset.train, *size, seed=settings.seed, pack=settings.pack), None
     if dataset.valid is not None:
         valid = make(dataset.valid, *size, shuffle=False, pack=settings.pack)
     return train, valid, dataset

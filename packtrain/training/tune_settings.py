@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import InputError
+from packtrain.models.distill import Distill
 from packtrain.models.preference import KINDS, Preference, preference
 from packtrain.samples import TRUNCATE
 from packtrain.settings import DATA, LORA, OUTPUT, TRAINING, positional
@@ -112,6 +113,25 @@ class TuneSettings(RunSettings):
     )
     reference_free: bool = TRAINING(False, "dpo: leave the base out of the rewards")
 
+    teacher: Path | None = TRAINING(
+        None,
+        "a larger model with the same vocabulary, a GGUF file, whose likeliest tokens the tuned model learns, too; it"
+        " reads the data once, before step 1",
+    )
+    distill_weight: float = TRAINING(
+        0.5, "with --teacher: its share of the loss; the rest is the data's", least=1e-6, most=1
+    )
+    distill_temperature: float = TRAINING(
+        1.0,
+        "with --teacher: what both models' logits are divided by; other than 1, logits are computed twice unless"
+        " --distill-weight is 1",
+        least=0.05,
+        most=100,
+    )
+    distill_top: int = TRAINING(
+        16, "with --teacher: how many of its likeliest tokens count", least=1, most=128
+    )
+
     mask_prompt: bool = DATA(True, "train on the assistant's words only, not the prompt")
     train_on: str = DATA(
         "all", "which of the assistant's turns to train on", choices=("all", "last")
@@ -139,6 +159,13 @@ class TuneSettings(RunSettings):
     def usual_rate(self) -> float:
         usual = FULL_RATE if self.full else LORA_RATE
         return usual if self.loss == NEXT_TOKEN else usual / 10
+
+    @property
+    def distill(self) -> Distill | None:
+        """What a teacher's part in the loss is."""
+        if self.teacher is None:
+            return None
+        return Distill(self.distill_weight, self.distill_temperature, self.distill_top)
 
     @property
     def preference(self) -> Preference | None:

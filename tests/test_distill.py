@@ -1,0 +1,249 @@
+"""Learning from a teacher: the loss and its gradients, what the teacher says and where it is kept, runs, refusals."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import kernels, ops
+from packtrain.checking.running import run
+from packtrain.cli import main
+from packtrain.gguf import write
+from packtrain.grad import differentiate
+from packtrain.graph import Graph
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.models.distill import Distill
+from packtrain.models.file import open_model
+from packtrain.models.transformer import Loss
+from packtrain.training.teacher import FILE
+from packtrain.watch import metrics
+from tests.architectures import random_model
+from tests.test_train import said, signal_after, weights
+
+B, T, C, V = 2, 5, 8, 23
+CONFIG = Config(V, 16, C, 1, 16, 2, 1)
+SETTINGS = {
+    "plain": Distill(0.3, 1.0, 4),
+    "hot": Distill(0.6, 2.5, 4),
+    "alone": Distill(1.0, 0.7, 3),
+}
+
+
+def example(how: Distill) -> dict[str, np.ndarray]:
+    """Values of the inputs; one position counts nothing."""
+    rng = np.random.default_rng(1)
+    targets = rng.integers(0, V, (B, T)).astype(np.int32)
+    weights = rng.uniform(0.1, 1, (B, T)).astype(np.float32)
+    weights[0, 0], targets[0, 0] = 0, -1
+    teacher = rng.standard_normal((B * T, V)).astype(np.float32) * 2
+    ids = np.argsort(-teacher, axis=-1)[:, : how.top].astype(np.int32)
+    logits = np.take_along_axis(teacher, ids, -1)
+    both = np.concatenate((np.maximum(targets, 0).reshape(-1, 1), ids), -1)
+    parts = how.parts(logits) * (weights.reshape(-1, 1) > 0)
+    by_row = {"teacher_ids": both.astype(np.int32), "teacher_parts": parts}
+    turned = {n: v.reshape(B, T, -1).swapaxes(1, 2).copy() for n, v in by_row.items()}
+    x = rng.standard_normal((B, T, C)).astype(np.float32)
+    head = rng.standard_normal((V, C)).astype(np.float32)
+    return {"x": x, "head": head, "targets": targets, "weights": weights, **turned} | {
+        "ids": ids.reshape(B, T, -1),
+        "logits": logits.reshape(B, T, -1),
+    }
+
+
+def graph(how: Distill) -> tuple[pt.Tensor, list[pt.Tensor]]:
+    x, head = pt.weight("x", (B, T, C)), pt.weight("token_embd.weight", (V, C))
+    targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
+    results = ops.linear_cross_entropy(x, head, targets, counted, chunk=4)
+    made = Loss(*results[:3], [], x, targets, counted)
+    return how.loss(CONFIG, {"token_embd.weight": head}, made, 4), [x, head]
+
+
+def wanted(how: Distill, given: dict[str, np.ndarray], x: np.ndarray, head: np.ndarray) -> float:
+    """The loss in f64, written out over the whole vocabulary."""
+    z = x.astype(np.float64) @ head.astype(np.float64).T
+
+    def likelihoods(z: np.ndarray) -> np.ndarray:
+        return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+    at = np.maximum(given["targets"], 0)[..., None]
+    hard = -np.take_along_axis(likelihoods(z), at, -1)[..., 0]
+    p = np.exp(given["logits"].astype(np.float64) / how.temperature)
+    p /= p.sum(-1, keepdims=True)
+    q = np.take_along_axis(likelihoods(z / how.temperature), given["ids"], -1)
+    soft = -(p * q).sum(-1) * how.temperature**2
+    each = (1 - how.weight) * hard + how.weight * soft
+    return float((each * given["weights"]).sum())
+
+
+def inputs(given: dict[str, np.ndarray], names: set[str]) -> dict[str, np.ndarray]:
+    return {n: v for n, v in {**given, "token_embd.weight": given["head"]}.items() if n in names}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_loss_and_its_slope(name: str) -> None:
+    how = SETTINGS[name]
+    given, (loss, leaves) = example(how), graph(how)
+    found = differentiate(loss, leaves)
+    made = Graph({"loss": loss} | {t.label: d for t, d in found.items()})
+    got = run(made, inputs(given, {leaf.label for leaf in made.leaves}))
+    x, head = given["x"], given["head"]
+    assert float(got["loss"]) == pytest.approx(wanted(how, given, x, head), rel=1e-5)
+    for label, array in (("x", x), ("token_embd.weight", head)):
+        for at in [*np.ndindex(array.shape)][::7]:
+            step = np.zeros(array.shape)
+            step[at] = 1e-5
+            sides = [array + step, array - step]
+            up, down = (
+                wanted(how, given, *((side, head) if label == "x" else (x, side))) for side in sides
+            )
+            assert got[label][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), (label, at)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", SETTINGS)
+def test_pytorch_agrees(name: str) -> None:
+    torch: Any = kernels.torch()
+    how = SETTINGS[name]
+    given, (loss, leaves) = example(how), graph(how)
+    found = differentiate(loss, leaves)
+    made = Graph({"loss": loss} | {t.label: d for t, d in found.items()})
+    got = run(made, inputs(given, {leaf.label for leaf in made.leaves}))
+    x, head = (torch.tensor(given[n]).double().requires_grad_() for n in ("x", "head"))
+    z, counted = x @ head.T, torch.tensor(given["weights"]).double()
+    functional = torch.nn.functional
+    targets = torch.tensor(given["targets"]).long().clamp(min=0)
+    hard = functional.cross_entropy(z.transpose(1, 2), targets, reduction="none")
+    p = torch.zeros_like(z).scatter(
+        -1,
+        torch.tensor(given["ids"]).long(),
+        functional.softmax(torch.tensor(given["logits"]).double() / how.temperature, -1),
+    )
+    soft = functional.cross_entropy(
+        (z / how.temperature).transpose(1, 2), p.transpose(1, 2), reduction="none"
+    )
+    each = (1 - how.weight) * hard + how.weight * how.temperature**2 * soft
+    total = (each * counted).sum()
+    total.backward()
+    assert float(got["loss"]) == pytest.approx(total.item(), rel=1e-5)
+    np.testing.assert_allclose(got["x"], x.grad.numpy(), atol=2e-5)
+    np.testing.assert_allclose(got["token_embd.weight"], head.grad.numpy(), atol=2e-5)
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("distill")
+    rng = random.Random(1)
+    words = [[rng.choice(("sun", "ice", "sea", "sky")) for _ in range(3)] for _ in range(50)]
+    lines = [{"prompt": f"say {w[0]}", "completion": " ".join(w)} for w in words]
+    (made / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name in ("llama tied", "gemma2"):
+        random_model(made / f"{name}.gguf", name)
+    random_model(made / "teacher.gguf", "qwen2")
+    return made
+
+
+def tuned(folder: Path, output: Path, *more: str, base: str = "llama tied") -> int:
+    given = [str(folder / f"{base}.gguf"), "--data", str(folder / "data.jsonl"), "-o", str(output)]
+    usual = ["--batch-size", "2", "--lr", "0.003", "--val-split", "0.2", "--no-tensorboard"]
+    teacher = ["--teacher", str(folder / "llama tied.gguf")] if "--teacher" not in more else []
+    return main(["finetune", *given, *usual, *teacher, *more])
+
+
+def losses(output: Path) -> list[float]:
+    path = output.with_suffix(".run") / "metrics.jsonl"
+    return [r["loss"] for r in metrics.read(path) if "loss" in r]
+
+
+def test_what_the_teacher_says_is_kept(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its likeliest tokens are those of its logits; the file is read again, unless it is of something else."""
+    output = tmp_path / "tuned.gguf"
+    assert tuned(folder, output, "--iters", "2", "--distill-top", "5") == 0, said(capsys)
+    path = output.with_suffix(".run") / FILE
+    with np.load(path) as file:
+        ids, found = file["ids"], file["logits"]
+    known = ids[:, 0] >= 0
+    assert known.any() and ids.shape[1] == 5
+    assert (np.diff(found[known], axis=-1) <= 0).all()
+    before = path.stat().st_mtime_ns
+    assert tuned(folder, output, "--iters", "2", "--distill-top", "5", "--overwrite") == 0
+    assert path.stat().st_mtime_ns == before
+    assert tuned(folder, output, "--iters", "2", "--distill-top", "6", "--overwrite") == 0
+    with np.load(path) as file:
+        assert file["ids"].shape[1] == 6
+
+
+def test_a_teacher_that_is_the_model_leaves_it_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """Alone and with all that it finds likely, its loss has no slope where the student says the same."""
+    output = tmp_path / "tuned.gguf"
+    more = ["--iters", "1", "--distill-weight", "1", "--distill-top", "128"]
+    assert tuned(folder, output, *more) == 0
+    record = next(iter(metrics.read(output.with_suffix(".run") / "metrics.jsonl")))
+    other = tmp_path / "other.gguf"
+    assert tuned(folder, other, "--iters", "1", "--distill-weight", "0.001") == 0
+    plain = next(iter(metrics.read(other.with_suffix(".run") / "metrics.jsonl")))
+    assert record["grad_norm"] < 0.5 * plain["grad_norm"]
+
+
+def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    whole, stopped = tmp_path / "whole.gguf", tmp_path / "stopped.gguf"
+    assert tuned(folder, whole, "--iters", "6") == 0
+    with signal_after(3):
+        assert tuned(folder, stopped, "--iters", "6") == 130
+    assert tuned(folder, stopped, "--iters", "6", "--resume") == 0, said(capsys)
+    assert losses(whole) == losses(stopped)
+    first, second = (weights(path) for path in (whole, stopped))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def test_packing_and_memory_do_not_change_the_loss(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, more in (("a", []), ("b", ["--memory", "900MiB"]), ("c", ["--recompute", "blocks"])):
+        output = tmp_path / f"{name}.gguf"
+        assert tuned(folder, output, "--iters", "2", *more) == 0
+        found.append(losses(output))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "why"),
+    [
+        ("llama tied", ["--loss", "dpo"], "--teacher has no effect with a loss of pairs"),
+        ("gemma2", ["--teacher", "gemma2.gguf"], "caps its logits"),
+        ("llama tied", ["--teacher", "missing.gguf"], "--teacher"),
+        ("llama tied", ["--memory", "40MiB"], "--memory"),
+    ],
+)
+def test_what_it_is_not_for_is_refused(base, more, why, folder, tmp_path, capsys):
+    more = [str(folder / one) if one.endswith(".gguf") else one for one in more]
+    assert tuned(folder, tmp_path / "tuned.gguf", *more, base=base) in (2, 3)
+    assert any(why in line for line in said(capsys))
+
+
+def test_settings_without_a_teacher_are_refused(folder, tmp_path, capsys):
+    given = [str(folder / "llama tied.gguf"), "--data", str(folder / "data.jsonl")]
+    output = ["-o", str(tmp_path / "tuned.gguf"), "--distill-weight", "0.7"]
+    assert main(["finetune", *given, *output]) == 2
+    assert "--distill-weight has no effect without --teacher" in said(capsys)[-1]
+
+
+def test_another_vocabulary_is_refused_by_name(folder, tmp_path, capsys):
+    """The first token that differs is named."""
+    model = open_model(folder / "llama tied.gguf")
+    changed = dict(model.gguf.values)
+    tokens = changed["tokenizer.ggml.tokens"]
+    other = replace(tokens, value=[*tokens.value[:-1], b"another"])
+    arrays = {n: model.gguf.array(n) for n in transformer.weights(model.config)}
+    write(tmp_path / "other.gguf", changed | {"tokenizer.ggml.tokens": other}, arrays)
+    assert tuned(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "other.gguf")) == 2
+    last = said(capsys)[-1]
+    assert "b'another'" in last and "a teacher needs the same" in last

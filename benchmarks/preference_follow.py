@@ -19,7 +19,7 @@ from benchmarks.watched import packtrain
 from packtrain.events import Events
 from packtrain.tasks.chat import Chat, Talk
 
-SETTINGS = "--loss dpo --sft-weight 1 --lr 1e-4 --iters 40"
+SETTINGS = "--loss dpo --sft-weight 1 --beta 0.3 --lr 5e-5 --iters 24 --lora-rank 8"
 USUAL = "--batch-size 2 --ctx 192 --val-split 0 --no-tensorboard --overwrite --seed 1"
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"

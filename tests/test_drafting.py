@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from packtrain.context import Cache, Context, Sizes, placements
-from packtrain.drafting import Lookup, SmallModel, check_vocabularies
+from packtrain.drafting import Lookup, SmallModel
 from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.generation import Drafter, Generator, Limits, Reply
+from packtrain.models.file import check_vocabularies
 from packtrain.run import Session
 from packtrain.sampling import Sampling
 from packtrain.tasks.generate import Generate, generate

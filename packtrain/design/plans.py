@@ -290,7 +290,7 @@ def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
 def loop_nbytes(shape: StepShape, calls: int) -> int:
     """Bytes of the training loop outside the session: executors, batches, files."""
     # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher says
-    more = 2 * shape.pairs + (2 * (shape.distill.top + 1) if shape.distill else 0)
+    more = 2 * (shape.pairs + (shape.distill.top + 1 if shape.distill else 0))
     batch = (5 + more) * 4 * shape.rows * shape.time
     # as they come, with their share of the loss, and together, or those of the step before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
@@ -343,23 +343,19 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     if name == UPDATE:
         return Built(updating(trained, optimizer, share=shape.share, **shape.clipping), [], {})
     parts = shape.micros if shape.layered and name != EVALUATE else 1
-    rows = shape.rows * parts
     config = still(shape.config) if name == EVALUATE else shape.config
-    chosen = None if name == EVALUATE else shape.preference
-    loss = transformer.loss(
-        config, weights, rows, shape.time, chunk=shape.chunk, parts=parts, even=chosen is not None
-    )
+    chosen, how = shape.preference, {"chunk": shape.chunk, "parts": parts}
+    even = name != EVALUATE and chosen is not None
+    loss = transformer.loss(config, weights, shape.rows * parts, shape.time, even=even, **how)
     outputs = {"loss": loss.loss}
-    if chosen is not None:
-        outputs["loss"], outputs["logps"] = chosen.loss(loss.losses, shape.pairs)
-    if shape.distill is not None and name != EVALUATE:
-        outputs["loss"] = shape.distill.loss(shape.config, weights, loss, shape.chunk)
     if name == EVALUATE:
         return Built(Graph(outputs | {"losses": loss.losses, "right": loss.right}), loss.blocks, {})
-    stream, inner = (
-        loss.blocks[passed_over(shape.config, shape.base) * parts :],
-        dict[Tensor, Tensor](),
-    )
+    if chosen is not None:
+        outputs["loss"], outputs["logps"] = chosen.loss(loss.losses, shape.pairs)
+    elif shape.distill is not None:
+        outputs["loss"] = shape.distill.loss(config, weights, loss, shape.chunk)
+    first, inner = passed_over(shape.config, shape.base) * parts, dict[Tensor, Tensor]()
+    stream = loss.blocks[first:]
     keep = None if shape.keep is None else shape.keep.ranks(stream)
     if name == MICRO:
         graph = accumulating(outputs, trained, keep=keep, inner=inner)

@@ -14,7 +14,6 @@ import numpy as np
 
 from packtrain import ops
 from packtrain.dtypes import i32
-from packtrain.graph import Graph
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.part import Weights
@@ -75,8 +74,8 @@ class Distill:
 
 def reading(
     config: Config, w: Weights, time: int, most: int, top: int, shared: int
-) -> dict[str, Graph]:
-    """Graphs of a teacher: `read` gives the `hidden` state (1, time, C) of tokens, `likely` tokens for `most` of them.
+) -> dict[str, dict[str, Tensor]]:
+    """Outputs of a teacher: `read` gives the `hidden` state (1, time, C) of tokens, `likely` tokens for `most` of them.
 
     top     how many, `ids` and `logits` (most, top), of the first `shared` of its vocabulary
     """
@@ -86,4 +85,4 @@ def reading(
     if shared < config.vocab_size:
         logits = ops.cont(ops.narrow(logits, axis=1, start=0, length=shared))
     ids, values = ops.candidates(logits, k=top)
-    return {"read": Graph({"hidden": last}), "likely": Graph({"ids": ids, "logits": values})}
+    return {"read": {"hidden": last}, "likely": {"ids": ids, "logits": values}}

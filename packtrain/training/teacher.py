@@ -13,6 +13,7 @@ from packtrain.backends import Target
 from packtrain.errors import DoesNotFit, Interrupted
 from packtrain.events import Events
 from packtrain.files import atomic_file
+from packtrain.graph import Graph
 from packtrain.memory import private_nbytes, settle
 from packtrain.models import transformer
 from packtrain.models.distill import IDS, PARTS, Distill, reading
@@ -81,8 +82,8 @@ class Reader:
         w = transformer.weights(model.config, model.types())
         self._session = Session(target.limits)
         self._session.share(model.stored())
-        graphs = reading(model.config, w, time, TOKENS, *how)
-        placed = {name: place(graph, target) for name, graph in graphs.items()}
+        outputs = reading(model.config, w, time, TOKENS, *how)
+        placed = {name: place(Graph(named), target) for name, named in outputs.items()}
         plans = {name: make_plan(one) for name, one in placed.items()}
         needed = private_nbytes() + sum(plan.arena().nbytes for plan in plans.values())
         if limit is not None and needed > limit:

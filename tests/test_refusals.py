@@ -78,6 +78,11 @@ IDLE = {
         "--masters": {"masters": "bf16"},
         "--freeze": {"freeze": ("token_embd*",)},
         "--train-on": {"train_on": "last", "mask_prompt": False},
+        "--aware": {"full": True, "aware": True},
+        "--distill-weight": {"distill_weight": 0.7},
+        "--distill-temperature": {"distill_temperature": 3.0},
+        "--distill-top": {"distill_top": 9},
+        "--teacher": {"teacher": Path("large.gguf"), "loss": "dpo"},
     },
 }
 

@@ -100,12 +100,12 @@ def test_a_type_is_one_file(tmp_path: Path):
         (
             "# of 32 values; q6_K",
             "# another comment: q6_K",
-            {"dequantize", "dots", "quantize", "rounded"},
+            {"dequantize", "dots", "quantize", "recoding", "rounded"},
         ),
-        ("least = (low >> 4)", "least = (low // 16)", {"dequantize", "quantize"}),
+        ("least = (low >> 4)", "least = (low // 16)", {"dequantize", "quantize", "recoding"}),
         ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
         ("least = ((rest >> 4)", "least = ((rest // 16)", {"rounded"}),
-        ("to_floats(q & 3) *", "to_floats(3 & q) *", {"dequantize", "quantize"}),
+        ("to_floats(q & 3) *", "to_floats(3 & q) *", {"dequantize", "quantize", "recoding"}),
     ],
 )
 def test_a_change_in_a_room_reaches_what_compiles_it(

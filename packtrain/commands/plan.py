@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.commands import say
-from packtrain.design.sharing import Shared, shared
+from packtrain.design.sharing import Shared
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.files import check_writable, write_text
 from packtrain.picture import chart, page, terminal, trace
@@ -70,7 +70,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
     if ready.refusal is None:
         print("\n".join([str(ready), *ready.notes]))
         if count > 1:
-            print(_of_ranks(shared(ready.plans, ready.rates, link), count, settings.link))
+            print(_of_ranks(ready.shared(link), count, settings.link))
     about, plan = facts(ready, _measured(settings.folder)), ready.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)

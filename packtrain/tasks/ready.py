@@ -18,6 +18,7 @@ from packtrain.design.pace import learnt, seen
 from packtrain.design.plans import Plans, StepShape, packed_types
 from packtrain.design.rates import rates_apart
 from packtrain.design.request import Request
+from packtrain.design.sharing import Shared, shared
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
@@ -48,7 +49,7 @@ class Ready:
     found: Checkpoint | None  # to resume from
     minimum: Callable[[], int]  # searches the smallest budget that fits
     command: str
-    rates: Rates  # of this machine, for the job's data
+    shared: Callable[[float], Shared]  # the time of a step over a link of so many bytes per second
     notes: tuple[str, ...] = ()  # more lines to print, such as the memory of the final merge
     files: tuple[tuple[Path, str, int], ...] = ()  # written beside the job's: path, what, bytes
 
@@ -159,7 +160,8 @@ def _ready(
     plans = planned(job.shape, request, say) if decided is None else followed(decided, request)
     least = partial(_least, plans, job.shape, request, say)
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
-    return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command, speed)
+    over = partial(shared, plans, speed)
+    return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command, over)
 
 
 def _least(plans: Plans, shape: StepShape, request: Request, say: Say) -> int:

@@ -85,6 +85,12 @@ CONFIGS: Mapping[str, Config] = {
     "olmo2": replace(LLAMA, architecture="olmo2", tied=False),
     "seed_oss": replace(LLAMA, architecture="seed_oss", key_length=128, optional=BIASES),
     "ernie4_5": replace(LLAMA, architecture="ernie4_5", key_length=128),
+    "exaone4": replace(LLAMA, architecture="exaone4", optional=("rope_freqs.weight",)),
+    "glm4": replace(
+        LLAMA, architecture="glm4", key_length=128, rope_dims=64, optional=BIASES, tied=False
+    ),
+    "hunyuan-dense": replace(LLAMA, architecture="hunyuan-dense", key_length=128),
+    "internlm2": replace(LLAMA, architecture="internlm2", tied=False),
 }  # fmt: skip
 
 

@@ -80,6 +80,7 @@ KINDS: dict[str, Config] = {
         "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "exaone4": {"architectures": ["Exaone4ForCausalLM"], "rope_scaling": LLAMA_3},
     "seed_oss": {
         "architectures": ["SeedOssForCausalLM"], "head_dim": 24, "attention_bias": True,
         "attention_out_bias": False,
@@ -90,6 +91,7 @@ KINDS: dict[str, Config] = {
 }  # fmt: skip
 
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+NORMS_BEHIND = ("Olmo2ForCausalLM", "Exaone4ForCausalLM")  # and none before
 # where experts are, what their number is called, and gate, up and down
 EXPERTS = {
     "MixtralForCausalLM": ("block_sparse_moe", "num_local_experts", ("w1", "w3", "w2")),
@@ -131,9 +133,13 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block |= {"pre_feedforward_layernorm": (c,), "post_feedforward_layernorm": (c,)}
     if kind in HEAD_NORMS:
         block |= {"self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
-    if kind == "Olmo2ForCausalLM":
+    if kind in NORMS_BEHIND:
         del block["input_layernorm"]
-        block |= {"self_attn.q_norm": (q,), "self_attn.k_norm": (kv,)}
+        whole = kind == "Olmo2ForCausalLM"
+        block |= {
+            "self_attn.q_norm": (q if whole else d,),
+            "self_attn.k_norm": (kv if whole else d,),
+        }
         block["post_feedforward_layernorm"] = (c,)
     if kind == "Phi3ForCausalLM":
         block |= {"self_attn.qkv_proj": (q + 2 * kv, c), "mlp.gate_up_proj": (2 * f, c)}
@@ -288,7 +294,7 @@ class Model:
 
     def block(self, i: int, h: np.ndarray) -> np.ndarray:
         at, share = f"model.layers.{i}", self.config.get("residual_multiplier", 1.0)
-        if self.kind == "Olmo2ForCausalLM":
+        if self.kind in NORMS_BEHIND:
             h = h + self.norm(f"{at}.post_attention_layernorm", self.attention(i, h))
             return h + self.norm(f"{at}.post_feedforward_layernorm", self.feed_forward(at, h))
         y = self.attention(i, self.norm(f"{at}.input_layernorm", h))
@@ -331,7 +337,7 @@ class Model:
         if self.kind == "Olmo2ForCausalLM":
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         q, k, v = (t.reshape(time, -1, d) for t in (q, k, v))
-        if self.kind in HEAD_NORMS:
+        if self.kind in (*HEAD_NORMS, "Exaone4ForCausalLM"):
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         sliding = self.sliding(i)
         if not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):

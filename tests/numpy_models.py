@@ -10,7 +10,19 @@ from typing import Any
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
-HALVES = {"qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "seed_oss"}
+HALVES = {
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "seed_oss",
+    "exaone4",
+    "hunyuan-dense",
+}
 GEMMAS = {"gemma", "gemma2", "gemma3"}
 
 
@@ -86,10 +98,13 @@ class Model:
         if self.arch == "olmo2":
             parts[:2] = (self.after(i, f"attn_{x}_norm", parts["qk".index(x)]) for x in "qk")
         q, k, v = (part.reshape(time, -1, self.head) for part in parts)
-        if self.arch != "olmo2":
+        late = self.arch == "hunyuan-dense"
+        if self.arch != "olmo2" and not late:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         if not (self.arch == "smollm3" and i % 4 == 3):
             q, k = self.rotated(i, q), self.rotated(i, k)
+        if late:
+            q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         warmth = self.keys.get("attention.temperature_scale", 0.0)
         q = q * (1 + warmth * np.log(1 + np.arange(time) // self.original))[:, None, None]
         ago = np.arange(time)[:, None] - np.arange(time)
@@ -168,7 +183,7 @@ class Model:
     def feed_forward(self, i: int, x: np.ndarray) -> np.ndarray:
         if f"blk.{i}.ffn_gate_inp.weight" in self.w:
             return self.experts(i, x)
-        if self.arch == "phi3":
+        if self.arch in ("phi3", "glm4"):
             gate, up = np.split(self.linear(i, "ffn_up", x), 2, axis=-1)
         else:
             gate, up = self.linear(i, "ffn_gate", x), self.linear(i, "ffn_up", x)

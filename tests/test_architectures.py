@@ -139,6 +139,10 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "olmo2": {"halves": False, "post_norms": False, "whole_norms": False},
     "seed_oss": {"halves": False},
     "ernie4_5": {"halves": True},
+    "exaone4": {"halves": False, "head_norms": False, "post_norms": False},
+    "glm4": {"halves": True, "post_norms": False},
+    "hunyuan-dense": {"halves": False, "late_norms": False},
+    "internlm2": {"halves": True},
 }
 OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are not
     "llama": {"rope_freq_base": 1e4, "rms_eps": 1e-2, "tied": True, "rope_dims": 32},
@@ -154,6 +158,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
     "gemma3": {"window": 8, "window_pattern": 7, "rope_freq_base_swa": None},
     "gemma3 linear": {"window": 0, "rope_scaling": RopeScaling()},
     "phi3": {"rope_dims": None},
+    "glm4": {"rope_dims": None, "optional": ()},
     "granite": {
         "embedding_scale": 0.0,
         "residual_scale": 0.0,

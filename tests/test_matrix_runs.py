@@ -36,6 +36,10 @@ ROWS = {
     "olmo2": "lora",
     "seed_oss": "last",
     "ernie4_5": "frozen",
+    "exaone4": "lora",
+    "glm4": "full",
+    "hunyuan-dense": "lora last",
+    "internlm2": "lora",
 }
 
 

@@ -159,14 +159,14 @@ class Config(Sizes):
     @property
     def slices(self) -> Mapping[str, tuple[str, int, int]]:
         """Parts of fused tensors: the tensor, the first row and the number of rows of each."""
-        if not self.traits.fused:
-            return {}
         q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width
         f = self.feed_forward_length
-        return {
+        attention = {
             "attn_q": ("attn_qkv", 0, q), "attn_k": ("attn_qkv", q, kv), "attn_v": ("attn_qkv", q + kv, kv),
-            "ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f),
         }  # fmt: skip
+        feed_forward = {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
+        found = attention if self.traits.fused else {}
+        return found | (feed_forward if self.traits.fused_ffn else {})
 
 
 PRESETS = {

@@ -107,12 +107,15 @@ def read(gguf: GGUF) -> Config:
     """The Config of a model file, from its metadata and its optional tensors. Raises InputError."""
     keys = Keys(gguf)
     keys.check()
+    blocks = keys.size("block_count")
+    if blocks == keys.architecture.refused_blocks:
+        raise keys.wrong("block_count", blocks, "another: windows are not supported here")
     heads = keys.size("attention.head_count")
     config = Config(
         vocab_size=_vocabulary_size(gguf),
         context_length=keys.size("context_length"),
         embedding_length=keys.size("embedding_length"),
-        block_count=keys.size("block_count"),
+        block_count=blocks,
         feed_forward_length=keys.size("feed_forward_length"),
         head_count=heads,
         head_count_kv=keys.size("attention.head_count_kv", heads),

@@ -89,7 +89,7 @@ def _feed_forward_shapes(config: Config) -> Shapes:
         exps: Shapes = {"ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
         exps["ffn_down_exps"] = (e, c, f)
         return shapes | {"ffn_gate_inp": (e, c)} | exps
-    shapes |= {"ffn_up": (2 * f, c)} if traits.fused else {"ffn_gate": (f, c), "ffn_up": (f, c)}
+    shapes |= {"ffn_up": (2 * f, c)} if traits.fused_ffn else {"ffn_gate": (f, c), "ffn_up": (f, c)}
     shapes["ffn_down"] = (c, f)
     return shapes | ({"post_ffw_norm": (c,)} if traits.post_norms else {})
 
@@ -145,6 +145,9 @@ class Block(Part):
             y = self.norm(f"{name}_norm", self.saved(y))
         return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
 
+    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm("attn_q_norm", self.saved(q)), self.norm("attn_k_norm", self.saved(k))
+
     def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
         """h + x @ weight.T, normalized or scaled before the sum if the model does so."""
         if self.config.residual_scale:
@@ -161,14 +164,15 @@ def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend:
     q = part.heads("attn_q", x, config.head_count)
     k = part.heads("attn_k", x, config.head_count_kv)
     v = part.heads("attn_v", x, config.head_count_kv)
-    if traits.head_norms:
-        q = part.norm("attn_q_norm", part.saved(q))
-        k = part.norm("attn_k_norm", part.saved(k))
+    if traits.head_norms and not traits.late_norms:
+        q, k = part.norm_heads(q, k)
     rope = config.rope_of(i)
     if rope is not None:
         for_q, for_k = tables[rope]
         q = part.named("q_rope", ops.rope(q, for_q, neox=traits.halves))
         k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
+    if traits.late_norms:
+        q, k = part.norm_heads(q, k)
     y = attend(i, *map(part.saved, (q, k, v)))
     y = ops.reshape(y, shape=(*h.shape[:-1], config.head_count * config.head_width))
     return feed_forward(part, part.join("attn_output", y, "post_attention_norm", h))

@@ -2,10 +2,14 @@
 
 from packtrain.models.arch import (
     ernie4_5,
+    exaone4,
     gemma,
     gemma2,
     gemma3,
+    glm4,
     granite,
+    hunyuan_dense,
+    internlm2,
     llama,
     mistral3,
     olmo2,
@@ -20,7 +24,7 @@ from packtrain.models.arch.architecture import Architecture, Family
 
 MODULES = (
     *(llama, mistral3, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3),
-    *(granite, olmo2, seed_oss, ernie4_5, smollm3),
+    *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2, smollm3),
 )
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}
 

@@ -112,11 +112,13 @@ class Architecture:
     gelu              the feed-forward's gate is gelu (tanh form), not silu
     scaled_embedding  embeddings are multiplied by sqrt(embedding_length)
     head_norms        queries and keys are normalized per head, before rope
+    late_norms        that is done after rope
     whole_norms       queries and keys are normalized before rope, too, but all heads together
     pre_norms         what attention and feed-forward read is normalized
     ffn_norm          the norm of what the feed-forward reads
     post_norms        the outputs of attention and feed-forward are normalized before they are added
-    fused             attn_qkv stacks queries, keys and values, ffn_up stacks gate and up
+    fused             attn_qkv stacks queries, keys and values
+    fused_ffn         ffn_up stacks gate and up
     always_tied       there is never a separate output head
     always_apart      there always is one
     square            heads are embedding_length / head_count wide, whatever the keys say
@@ -128,6 +130,7 @@ class Architecture:
     ignored           keys without effect, as in llama.cpp
     neutral           values that keys must have if they are there
     optional          tensors that a model may have: those of blocks by their name within one
+    refused_blocks    a model with this many blocks computes something else
     blocks_70b        a model with this many blocks is a 70B, to which llama-quantize gives more bits,
     grouped_70b       or only if it has fewer value heads than query heads
     """
@@ -137,11 +140,13 @@ class Architecture:
     gelu: bool = False
     scaled_embedding: bool = False
     head_norms: bool = False
+    late_norms: bool = False
     whole_norms: bool = False
     pre_norms: bool = True
     ffn_norm: str = "ffn_norm"
     post_norms: bool = False
     fused: bool = False
+    fused_ffn: bool = False
     always_tied: bool = False
     always_apart: bool = False
     square: bool = False
@@ -152,6 +157,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = BIASES
+    refused_blocks: int = 0
     blocks_70b: int = 0
     grouped_70b: bool = False
     families: tuple[Family, ...] = ()

@@ -15,6 +15,7 @@ MATRICES = {module: part for module, part in ATTENTION.items() if part != "attn_
 NORMS_BEHIND = {
     "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+MODULES = MATRICES | HEAD_NORMS | FEED_FORWARD | NORMS_BEHIND
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
@@ -34,8 +35,7 @@ ARCHITECTURE = Architecture(
     optional=(),
     families=(
         Family(
-            ("Olmo2ForCausalLM",), MATRICES | HEAD_NORMS | FEED_FORWARD | NORMS_BEHIND, keys,
-            rope_freq_base=500_000.0,
+            ("Olmo2ForCausalLM",), MODULES, keys, rope_freq_base=500_000.0,
         ),
     ),
 )  # fmt: skip

@@ -40,6 +40,7 @@ ARCHITECTURE = Architecture(
     "phi3",
     halves=True,
     fused=True,
+    fused_ffn=True,
     square=True,
     partial_rope=True,
     ignored=WINDOW_KEYS,

@@ -1,0 +1,211 @@
+"""Several processes, measured: python -m benchmarks.ranks overlap|predict|kills [--mbit 100] [--preset 15m] …
+
+overlap  two hosts (network namespaces) with a throttled link: how much of the exchange is hidden behind the backward
+         pass, beside the most that could be: each bucket leaving as soon as it is complete, at the link's rate
+predict  the step of 1, 2 and 4 processes, as `plan --ranks N --link RATE` predicts it and as it is
+kills    a rank of a run, drawn by chance, is killed at a random moment, so many times; each time the run must end
+         within 30 seconds and go on, and at last be equal, bit for bit, to one that was left alone
+
+`overlap` and `predict` with --mbit need Linux, root and iproute2. Only a quiet machine means anything.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packtrain.cli import main as packtrain
+from packtrain.design.sharing import last_arrival
+from packtrain.gguf import GGUF
+from packtrain.training import sums
+from packtrain.watch import metrics
+from tests.hosts import hosts
+from tests.kill import words
+from tests.ranked import by_hand, done, same, train
+
+BEGUN = 2  # steps that are not counted
+
+
+def command(folder: Path, name: str, given: argparse.Namespace) -> list[str]:
+    """A run of the preset; `-m benchmarks.ranks rank` writes down when buckets leave."""
+    asked = ["--preset", given.preset, "--vocab-size", "auto", "-c", given.ctx, "--warmup-ratio", 0]
+    asked += ["--batch-size", given.rows, "--iters", given.steps, "--val-split", 0, "-t", 1]
+    files = ["--data", folder / "text.txt", "-o", folder / f"{name}.gguf", "--overwrite"]
+    start = [sys.executable, "-m", "benchmarks.ranks", "rank", "train"]
+    return [*start, *map(str, [*files, *asked, "--no-tensorboard"])]
+
+
+def rank(arguments: Sequence[str]) -> int:
+    """A run as packtrain carries it out, with a line for each step in $TIMES: when buckets left, and all were there."""
+    leaving, end, began = sums.Exchanged.leaving, sums.Exchanged.end, [0.0]
+    sent = list[tuple[float, int]]()
+
+    def noted_leaving(self: sums.Exchanged) -> Any:
+        began[0], send = time.perf_counter(), leaving(self)
+        sent.clear()
+
+        def noted() -> bool:
+            before = self.sent
+            send()
+            now = time.perf_counter() - began[0]
+            for _, bucket in self.buckets[before : self.sent]:
+                sent.append((now, sum(t.spec.size for t in bucket)))
+            return False
+
+        return noted
+
+    def noted_end(self: sums.Exchanged, loss: Any) -> None:
+        now = time.perf_counter() - began[0]
+        for _, bucket in self.buckets[self.sent :]:
+            sent.append((now, sum(t.spec.size for t in bucket)))
+        end(self, loss)
+        arrived = time.perf_counter() - began[0]
+        with open(os.environ["TIMES"] + os.environ.get("RANK", "0"), "a") as file:
+            print(json.dumps({"sent": sent, "computed": now, "arrived": arrived}), file=file)
+
+    sums.Exchanged.leaving, sums.Exchanged.end = noted_leaving, noted_end  # type: ignore[method-assign]
+    return packtrain(arguments)
+
+
+def overlap(given: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as made, hosts(2) as two:
+        folder = Path(made)
+        (folder / "text.txt").write_text(words(400_000))
+        two.throttle(given.mbit)
+        os.environ["TIMES"] = str(folder / "times")
+        ended(by_hand(command(folder, "run", given), [], [], on=two))
+        lines = (folder / "times0").read_text().splitlines()[BEGUN:]
+    found = [hidden(json.loads(line), given.mbit * 1e6 / 8) for line in lines]
+    for name in ("computed", "exchanged", "waited", "least", "share"):
+        print(f"{name:10} {statistics.median(one[name] for one in found):.3f}")
+
+
+def hidden(step: dict[str, Any], link: float) -> dict[str, float]:
+    """Seconds of a step until its backward pass was done, of the exchange at the link's rate, of waiting for it, and of
+    the least possible waiting; and the share of what could be hidden that was."""
+    durations = [
+        4 * numbers / link for _, numbers in step["sent"]
+    ]  # of two ranks, each sends as much
+    exchanged = sum(durations)
+    least = max(last_arrival([at for at, _ in step["sent"]], durations) - step["computed"], 0)
+    waited = step["arrived"] - step["computed"]
+    share = (exchanged - waited) / (exchanged - least)
+    found = {"computed": step["computed"], "exchanged": exchanged, "waited": waited}
+    return found | {"least": least, "share": share}
+
+
+def ended(started: list["subprocess.Popen[str]"]) -> None:
+    for one in started:
+        said = one.communicate()[1]
+        if one.returncode:
+            raise SystemExit(said)
+
+
+def predict(given: argparse.Namespace) -> None:
+    print("processes  link       predicted  measured  ratio")
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "text.txt").write_text(words(400_000))
+        os.environ["TIMES"] = str(folder / "times")
+        for ranks in map(int, given.ranks.split(",")):
+            for mbit in (given.mbit, None) if ranks > 1 and given.mbit else (None,):
+                name = f"{ranks}-{mbit}"
+                asked = command(folder, name, given)
+                if mbit is None:
+                    done([*asked, "--nproc", str(ranks)])
+                else:
+                    with hosts(ranks) as several:
+                        several.throttle(mbit)
+                        ended(by_hand(asked, *[[]] * ranks, on=several))
+                took = measured(folder / f"{name}.run")
+                expected = predicted(asked, ranks, mbit or 20_000)
+                link = f"{mbit or 'loopback'}"
+                print(f"{ranks:9}  {link:9}  {expected:9.3f}  {took:8.3f}  {took / expected:5.2f}")
+
+
+def measured(folder: Path) -> float:
+    ends = [r["seconds"] for r in metrics.read(folder / "metrics.jsonl") if "loss" in r]
+    return statistics.median(b - a for a, b in zip(ends[BEGUN:], ends[BEGUN + 1 :], strict=False))
+
+
+def predicted(asked: list[str], ranks: int, mbit: float) -> float:
+    flags = ["--ranks", str(ranks), "--link", f"{mbit:g}Mbit"]
+    start = [sys.executable, "-m", "packtrain", "plan"]
+    said = subprocess.run([*start, *asked[4:], *flags], capture_output=True, text=True, check=True)
+    line = next(x for x in said.stdout.splitlines()[::-1] if " s a step" in x)
+    return float(line.partition(" s a step")[0].split()[-1])
+
+
+def kills(given: argparse.Namespace) -> None:
+    rng = random.Random(given.seed)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "text.txt").write_text(words())
+        often = ["--save-every", "5", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
+        often += ["--nproc", "2", "--zero", "1", "--grad-accumulation-steps", "2"]
+        longest, slow = 0.0, given.life
+        for number in range(given.kills):
+            asked = train(folder, "killed", *often, "--iters", "1000000", "--resume")
+            seconds = killed(asked, rng.uniform(0, slow), rng)
+            longest = max(longest, seconds)
+            step = step_of(folder / "killed.run/checkpoint.gguf")
+            print(
+                f"kill {number + 1}: ended after {seconds:.1f} s; step {step} is saved", flush=True
+            )
+        iters = ["--iters", str(step_of(folder / "killed.run/checkpoint.gguf") + 10)]
+        done(train(folder, "killed", *often, *iters, "--resume"))
+        done(train(folder, "alone", *often, *iters))
+        same(folder, "killed", "alone")
+        print(
+            f"{given.kills} kills: the longest end took {longest:.1f} s; equal, bit for bit, {iters[1]} steps"
+        )
+
+
+def killed(asked: list[str], after: float, rng: random.Random) -> float:
+    """Kill a rank of a run; how long the run then takes to end. It must say who was lost, or which signal it was."""
+    started = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    while len(children.read_text().split()) < 2:
+        time.sleep(0.01)
+    time.sleep(after)
+    os.kill(int(rng.choice(children.read_text().split())), 9)
+    began = time.monotonic()
+    said = started.communicate(timeout=30)[1]
+    assert started.returncode and "ended by signal 9" in said, said
+    return time.monotonic() - began
+
+
+def step_of(checkpoint: Path) -> int:
+    if not checkpoint.exists():
+        return 0
+    return int(json.loads(GGUF(checkpoint).metadata["packtrain.checkpoint.progress"])["step"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["overlap", "predict", "kills"])
+    parser.add_argument("--mbit", type=float, default=100.0)
+    parser.add_argument("--preset", default="15m")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--ctx", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--life", type=float, default=12.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    {"overlap": overlap, "predict": predict, "kills": kills}[given.what](given)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        sys.exit(rank(sys.argv[2:]))
+    main()

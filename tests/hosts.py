@@ -48,7 +48,7 @@ class Hosts:
     def throttle(self, mbit: float) -> None:
         """Each host sends at most so much."""
         for host in range(self.count):
-            limit = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "400ms"]
+            limit = ["rate", f"{mbit}mbit", "burst", "64kb", "latency", "20ms"]
             do(
                 *self.command(
                     host, ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit]

@@ -118,11 +118,11 @@ def test_split_bases_become_one_file(settings: Merge, tmp_path: Path):
 
 
 def test_a_type_that_is_only_read_gets_the_next_larger_one(settings: Merge, capsys: Capture):
-    zeros = np.zeros((64, 1), BLOCK_TYPES["q3_K"].numpy)
+    zeros = np.zeros((64, 1), BLOCK_TYPES["iq3_s"].numpy)
     write(settings.model, BASE, tensors() | {Q: zeros})
     merge.run(settings)
     assert GGUF(settings.output).entries[Q].dtype is BLOCK_TYPES["q4_K"]
-    assert "q3_K -> q4_K" in capsys.readouterr().out
+    assert "iq3_s -> q4_K" in capsys.readouterr().out
 
 
 def test_norms_beside_an_adapter_are_left_out_and_said(settings: Merge, capsys: Capture):
@@ -213,7 +213,7 @@ def test_a_base_whose_type_cannot_be_read_is_refused(settings: Merge):
 
 
 def test_an_unknown_type_is_refused(settings: Merge):
-    refused(replace(settings, type="q3_K"), "--type: q3_K is unknown")
+    refused(replace(settings, type="iq3_s"), "--type: iq3_s is unknown")
 
 
 def test_values_that_are_no_numbers_are_refused(settings: Merge, tmp_path: Path):

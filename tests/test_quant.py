@@ -1,5 +1,5 @@
-"""Packed types against PyPI `gguf`, ggml's own Python: the same bits, read and written; q4_K to q6_K, which it does
-not write, against the errors of llama-quantize."""
+"""Packed types against PyPI `gguf`, ggml's own Python: the same bits, read and written; the K types, which it does not
+write, against ggml itself: q2_K and q3_K its bits, q4_K to q6_K the errors of llama-quantize."""
 
 import gguf
 import numpy as np
@@ -8,6 +8,8 @@ import pytest
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, DTYPES, READABLE, WRITABLE, Dtype
 from packtrain.quant import dequantize, quantize
+from tests import ggml_packed
+from tests.ggml_packed import odd_rows, rows_of
 
 # where a block's f16 scales are; the types without have none
 SCALES = {
@@ -106,19 +108,6 @@ def test_what_cannot_be_read_is_said():
 # ---- writing ---------------------------------------------------------------------------------------------------
 
 
-def odd_rows() -> np.ndarray:
-    """Normal rows among rows of zeros, of one value, of few values, tiny, tinier than f16, and large."""
-    x = np.random.RandomState(0).standard_normal((12, 512)).astype(np.float32)
-    x[0], x[1], x[2, :64], x[3, ::3] = 0, -1.5, 1e-37, 0
-    x[4] *= 1e-30
-    x[5] *= 1e-7
-    x[6] *= 1e4
-    x[7] = np.round(x[7] * 8) / 4
-    x[8] = np.abs(x[8])
-    x[9, ::2] = -x[9, 1::2]  # equal sizes of both signs
-    return x
-
-
 blockwise = pytest.mark.parametrize(
     "dtype", [d for d in WRITABLE if not d.name.endswith("_K")], ids=str
 )
@@ -133,6 +122,12 @@ def test_values_are_packed_as_ggml_packs_them_bit_for_bit(dtype: Dtype):
     assert found.dtype == dtype.numpy
     assert found.shape == dtype.array_shape(x.shape)
     np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+
+
+@pytest.mark.parametrize(("name", "rows"), list(ggml_packed.cases()))
+def test_small_blocks_with_parts_are_packed_as_ggml_packs_them_bit_for_bit(name: str, rows: str):
+    found = quantize(rows_of(rows), DTYPES[name])
+    assert ggml_packed.digest(found) == ggml_packed.load()[f"{name} {rows}"]
 
 
 @pytest.mark.parametrize("dtype", WRITABLE, ids=str)
@@ -156,14 +151,6 @@ def test_scalars_of_any_width_are_written(name: str, width: int):
     x = odd_rows()[-3:, :width]
     wanted = gguf.quants.quantize(np.ascontiguousarray(x), kind(DTYPES[name]))
     np.testing.assert_array_equal(quantize(x, DTYPES[name]).view(np.uint8), wanted.view(np.uint8))
-
-
-def rows_of(name: str) -> np.ndarray:
-    rng = np.random.RandomState(0)
-    normal = rng.standard_normal((64, 1024)).astype(np.float32)
-    if name == "heavy":
-        return normal * np.exp(rng.standard_normal((64, 1024))).astype(np.float32)
-    return np.abs(normal) + np.float32(0.5) if name == "positive" else normal
 
 
 def error(x: np.ndarray, packed: np.ndarray) -> float:
@@ -194,7 +181,7 @@ def test_values_too_small_for_a_scale_become_zeros(dtype: Dtype):
 
 
 def test_what_cannot_be_written_is_said():
-    with pytest.raises(ValueError, match="q2_K cannot be written; supported are f32"):
-        quantize(np.zeros((1, 256), np.float32), DTYPES["q2_K"])
+    with pytest.raises(ValueError, match="iq3_s cannot be written; supported are f32"):
+        quantize(np.zeros((1, 256), np.float32), DTYPES["iq3_s"])
     with pytest.raises(ValueError, match="rows have 48 values; q8_0 packs 32 each"):
         quantize(np.zeros((1, 48), np.float32), DTYPES["q8_0"])

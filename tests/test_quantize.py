@@ -198,7 +198,9 @@ def test_weights_that_are_too_large_for_a_type_are_refused(
 def test_wrong_settings_are_said_before_any_work(settings: Quantize):
     wrong = {
         r"type: Q9 is unknown; it must be one of F32, F16, BF16, Q4_0": {"type": "Q9"},
-        r"--output-tensor-type: q2_K is unknown; it must be one of": {"output_tensor_type": "q2_K"},
+        r"--output-tensor-type: iq3_s is unknown; it must be one of": {
+            "output_tensor_type": "iq3_s"
+        },
         r"--token-embedding-type: x is unknown": {"token_embedding_type": "x"},
         r"m.gguf is the model itself; give another name": {
             "output": settings.model,

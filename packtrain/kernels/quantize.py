@@ -4,7 +4,7 @@ import math
 
 from numba import types
 
-from packtrain.kernels import bits, codes, simd
+from packtrain.kernels import bits, codes, search, simd
 from packtrain.kernels.bits import squares
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.dequantize import row as unpack_row
@@ -14,7 +14,7 @@ from packtrain.kernels.simd import LANES, address, in2, load_part, scratch
 i64, f64, void = types.int64, types.float64, types.void
 LINE = 256  # values measured at a time: whole blocks of every type
 bytes2 = types.Array(types.uint8, 2, "C")
-explain(simd, bits, codes)
+explain(simd, bits, codes, search)
 form = void(i64, i64, i64)
 pack = choice(from_rooms("pack", kernel(form)), form, blocks=True)
 

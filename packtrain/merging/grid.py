@@ -4,6 +4,7 @@ Extracts codes, steps and lows from quantized rows; `put_codes` writes new codes
 block is defined with its type, in types/. It knows no models.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,13 +46,11 @@ def codes_of(rows: np.ndarray) -> np.ndarray:
     if layout.levels > BYTE:
         signed = raw[..., layout.quads : layout.quads + dtype.block].view(np.int8)
         return _flat(signed.astype(np.int16) - (layout.low or 0))
-    quads = raw[..., layout.quads : layout.quads + dtype.block // 2]
-    pairs = quads.reshape(*raw.shape[:2], layout.runs, -1)
-    codes = np.stack((pairs & 15, pairs >> 4), axis=-2).reshape(*raw.shape[:2], dtype.block)
-    if layout.levels > 16:
-        high, by = _high(dtype, layout, raw)
-        bits = high[..., None, :] >> by & (layout.levels // 16 - 1)
-        codes |= bits.reshape(codes.shape) << 4
+    codes = np.zeros((*raw.shape[:2], dtype.block), np.uint8)
+    for run, shift, bits in _runs(dtype, layout, raw):
+        by = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        found = run[..., None, :] >> by & ((1 << bits) - 1)
+        codes |= found.reshape(codes.shape) << shift
     return _flat(codes)
 
 
@@ -63,13 +62,10 @@ def put_codes(rows: np.ndarray, codes: np.ndarray) -> None:
         signed = (codes.astype(np.int16) + (layout.low or 0)).astype(np.int8)
         raw[..., layout.quads : layout.quads + dtype.block] = signed.view(np.uint8)
         return
-    pairs = (codes & 15).reshape(*raw.shape[:2], layout.runs, 2, -1)
-    quads = pairs[..., 0, :] | pairs[..., 1, :] << 4
-    raw[..., layout.quads : layout.quads + dtype.block // 2] = quads.reshape(*raw.shape[:2], -1)
-    if layout.levels > 16:
-        high, by = _high(dtype, layout, raw)
-        bits = (codes >> 4).reshape(*high.shape[:-1], len(by), -1)
-        high[...] = np.bitwise_or.reduce(bits << by, axis=-2)
+    for run, shift, bits in _runs(dtype, layout, raw):
+        by = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        part = (codes >> shift & ((1 << bits) - 1)).reshape(*run.shape[:-1], len(by), -1)
+        run[...] = np.bitwise_or.reduce(part << by, axis=-2)
 
 
 def _opened(rows: np.ndarray) -> tuple[Dtype, Layout, Bytes]:
@@ -88,10 +84,12 @@ def _half(raw: Bytes, at: int) -> np.ndarray:
     return np.ascontiguousarray(raw[..., at : at + 2]).view(np.float16).astype(np.float32)
 
 
-def _high(dtype: Dtype, layout: Layout, raw: Bytes) -> tuple[Bytes, np.ndarray]:
-    """A view (R, blocks, runs, bytes) of the bits above the low four, and the shift of a code's bits in a byte."""
-    bits = (layout.levels // 16).bit_length() - 1
-    count = dtype.block * bits // 8
-    high = raw[..., layout.high : layout.high + count]
-    by = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return high.reshape(*raw.shape[:2], layout.high_runs, count // layout.high_runs), by
+def _runs(dtype: Dtype, layout: Layout, raw: Bytes) -> Iterator[tuple[Bytes, int, int]]:
+    """Views (R, blocks, runs, bytes) of the low bits and of those above, from which bit of a code on, and how many."""
+    above = (layout.levels >> layout.bits).bit_length() - 1
+    places = [(layout.quads, layout.runs, 0, layout.bits)]
+    if above > 0:
+        places.append((layout.high, layout.high_runs, layout.bits, above))
+    for at, runs, shift, bits in places:
+        part = raw[..., at : at + dtype.block * bits // 8]
+        yield part.reshape(*raw.shape[:2], runs, -1), shift, bits

@@ -18,7 +18,10 @@ from packtrain.types.room import Mix
 OUTPUT, EMBEDDING = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
 VALUES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
 EXPERTS = 8  # models with this many experts get more bits for shared tensors
-FIRST_VALUES = 4  # tensors at the beginning that some mixes treat differently
+# tensors at the beginning that some mixes treat differently, and which share of the blocks; `few` of them
+FIRST_VALUES, FIRST_SHARE = 4, 8
+FEW_VALUES, FEW_SHARE = 2, 16
+SHARING = 4  # heads that share values, from which on some mixes give them more bits
 # tensors of two or more axes that keep their type: norms, routers, small or special matrices
 KEPT = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
@@ -116,8 +119,8 @@ class _Rules:
             return self._values()
         if "attn_k.weight" in name and self.experts == EXPERTS:
             return q8_0
-        if "attn_output.weight" in name and self.experts == EXPERTS:
-            return self.mix.dtype.richer or self.mix.dtype
+        if "attn_output.weight" in name:
+            return self._attended()
         if "ffn_down" in name:
             return self._down(name)
         return self.mix.dtype
@@ -133,7 +136,9 @@ class _Rules:
         self.seen["values"] += 1
         if self.experts == EXPERTS:
             return q8_0
-        dtype = self._instead(i, FIRST_VALUES, self.values)
+        first = FEW_VALUES if self.mix.few else FIRST_VALUES
+        usual = self.mix.shared if self.mix.shared and self._sharing() else self.mix.values
+        dtype = self._instead(i, first, self.values, usual)
         return (self._is_70b() and dtype.richer) or dtype
 
     def _is_70b(self) -> bool:
@@ -149,13 +154,27 @@ class _Rules:
         self.seen["ffn_down"] += 1
         if self.experts > 1:  # a block has several
             i = _block(name) or 0
-        return self._instead(i, self.blocks // 8, self.blocks)
+        share = FEW_SHARE if self.mix.few else FIRST_SHARE
+        return self._instead(i, self.blocks // share, self.blocks, self.mix.down)
 
-    def _instead(self, i: int, first: int, count: int) -> Dtype:
+    def _attended(self) -> Dtype:
+        richer, usual = self.mix.dtype.richer, self.mix.attended
+        if self.experts == EXPERTS:  # a mix that gives it these bits anyway does not here
+            return richer if richer and richer is not usual else self.mix.dtype
+        return usual or self.mix.dtype
+
+    def _sharing(self) -> bool:
+        """Whether so many heads share values that these get more bits."""
+        heads = self._number("attention.head_count")
+        shared = self._number("attention.head_count_kv", heads)
+        return shared > 0 and heads // shared >= SHARING
+
+    def _instead(self, i: int, first: int, count: int, usual: Dtype | None) -> Dtype:
         """The mix's type for the i-th of `count` such tensors."""
         if self.mix.first and i < first:
             return self.mix.first
-        return self.mix.spread if self.mix.spread and _more(i, count) else self.mix.dtype
+        more = self.mix.spread if _more(i, count) else None
+        return more or usual or self.mix.dtype
 
 
 def _more(i: int, count: int) -> bool:

@@ -1,13 +1,13 @@
 """The K types: blocks of 256 values in groups, each with its own scale, which is quantized, too.
 
-q4_K, q5_K and q6_K can be written, by ggml's search: a group's scale (and offset) is the weighted least-squares fit to
-the codes of trial scales, the best of about twenty. Then the scales are quantized, and codes are chosen for the
-quantized scales. Formats: ggml-common.h.
+q4_K, q5_K and q6_K are written here by ggml's search, q2_K and q3_K in k_small: a group's scale (and offset) is the
+weighted least-squares fit to the codes of trial scales, the best of about twenty. Then the scales are quantized, and
+codes are chosen for the quantized scales. Formats: ggml-common.h.
 """
 
 import numpy as np
 
-from packtrain.types.legacy import q5_0, q5_1, q8_0
+from packtrain.types.legacy import q4_0, q5_0, q5_1, q8_0
 from packtrain.types.room import Bytes, Layout, packed
 from packtrain.types.words import (
     Floats,
@@ -58,6 +58,23 @@ def scales_and_lows(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
     return d.astype(f32), -m.astype(f32)
 
 
+def six_bits(raw: Bytes) -> tuple[np.ndarray]:
+    """Scales of q3_K: see six_bit_scales."""
+    low, high = (
+        raw[..., 96:104],
+        raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None],
+    )
+    low = np.concatenate((low & 15, low >> 4), axis=-1)
+    both = low | (high.reshape(low.shape) & 3) << 4
+    return (both.astype(f32) - f32(32),)
+
+
+def four_bits(raw: Bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and lows of q2_K; lows <= 0."""
+    both = raw[..., :16]
+    return (both & 15).astype(f32), -(both >> 4).astype(f32)
+
+
 def even_scales(raw: Bytes) -> tuple[np.ndarray]:
     return (raw[..., 192:208].view(np.int8).astype(f32),)
 
@@ -78,10 +95,22 @@ q4_K = packed(
     richer=q5_K,
     layout=Layout(32, 16, None, (0, 2), 16, runs=4, scales=scales_and_lows),
 )
-q3_K = packed("q3_K", 11, 256, 110, instead=q4_K)
-q2_K = packed("q2_K", 10, 256, 84, instead=q4_K)
-q2_K.mix("Q2_K", 10)
-q3_K.mix("Q3_K_M", 12)
+q3_K = packed(
+    *("q3_K", 11, 256, 110),
+    smaller=q4_0,
+    richer=q5_K,
+    layout=Layout(16, 8, -4, (108,), 32, runs=2, bits=2, high=0, scales=six_bits),
+)
+q2_K = packed(
+    *("q2_K", 10, 256, 84),
+    smaller=q4_0,
+    richer=q5_K,
+    layout=Layout(16, 4, None, (80, 82), 16, runs=2, bits=2, scales=four_bits),
+)
+q2_K.mix("Q2_K", 10, values=q3_K, shared=q4_K, down=q3_K, attended=q3_K)
+q3_K.mix("Q3_K_S", 11)
+q3_K.mix("Q3_K_L", 13, values=q5_K, down=q5_K, attended=q5_K)
+q3_K.mix("Q3_K_M", 12, values=q4_K, down=q4_K, attended=q4_K, first=q5_K, few=True)
 q4_K.mix("Q4_K_S", 14, first=q5_K)
 q4_K.mix("Q4_K_M", 15, spread=q6_K)
 q5_K.mix("Q5_K_S", 16)

@@ -25,8 +25,9 @@ class Layout:
     levels  number of codes; above 64 a code is a signed byte
     low     value of code 0, in steps; None if the block has its own offsets
     halves  places of its f16 values: the units of steps and of lows
-    quads   place of the low four bits of each code, and number of runs: of a run, the low nibbles come first
-    high    place of the bits above, and number of runs: of a run, the lowest bits of its bytes come first
+    quads   place of the low bits of each code, and number of runs: of a run, the lowest bits of its bytes come first
+    bits    how many low bits: four or two
+    high    place of the bits above, and number of runs, likewise
     scales  the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
     """
 
@@ -36,6 +37,7 @@ class Layout:
     halves: tuple[int, ...]
     quads: int
     runs: int = 1
+    bits: int = 4
     high: int = 0
     high_runs: int = 1
     scales: Callable[[Bytes], tuple[np.ndarray, ...]] | None = None
@@ -45,14 +47,21 @@ class Layout:
 class Mix:
     """A mix by llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
 
-    first   type of the first tensors of two kinds
-    spread  their type in the first and last eighth of the blocks, and every third between
+    values    type of the matrices of values,  shared  where four or more heads share them
+    down      type of ffn_down,  attended  of attn_output
+    first     type of the first values and ffn_down; `few` of them: two, and a sixteenth of the blocks
+    spread    their type in the first and last eighth of the blocks, and every third between
     """
 
     name: str
     number: int
     dtype: "Dtype"
+    values: "Dtype | None" = None
+    shared: "Dtype | None" = None
+    down: "Dtype | None" = None
+    attended: "Dtype | None" = None
     first: "Dtype | None" = None
+    few: bool = False
     spread: "Dtype | None" = None
 
 
@@ -86,7 +95,7 @@ class Dtype:
     def __repr__(self) -> str:
         return self.name
 
-    def mix(self, name: str, number: int, **instead: "Dtype") -> None:
+    def mix(self, name: str, number: int, **instead: Any) -> None:
         self.mixes.append(Mix(name, number, self, **instead))
 
     def unpack(self, function: Callable[..., Any]) -> Callable[..., Any]:

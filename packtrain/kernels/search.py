@@ -1,0 +1,224 @@
+"""The searches for scales of ggml-quants.c, in its order of sums: the same bits as llama-quantize.
+
+A group is n values at the address x with weights at w (f32); its codes are written to `codes`, as f32, too. `even`,
+`even_by_turns`: value = code * scale, codes -most .. most - 1 written with `most` added; `above`: value = code * scale,
+codes 0 .. most; `sloped`: value = code * scale + low, codes 0 .. most.
+"""
+
+import numpy as np
+from numba import types
+
+from packtrain.kernels.call import kernel, part
+from packtrain.kernels.simd import peek, poke, scratch
+
+i64, f32, void = types.int64, types.float32, types.void
+NOTHING = np.float32(1e-15)  # a group without larger values is all zeros
+ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits
+LARGEST = 1 << 22
+TURNS = 5  # at most, each through all codes of a group
+group = (i64, i64, i64, i64, i64)  # x, w, n, most, codes
+
+
+@part(i64(f32))
+def nearest(v):
+    """Round to the nearest integer, ties to even; numbers beyond 22 bits lose their upper bits, as there."""
+    bits = np.float32(v + f32(ROUND)).view(np.int32)
+    return (i64(bits) & 0x007FFFFF) - 0x00400000
+
+
+@part(f32(f32, i64, i64))
+def code_of(v, low, high):
+    return f32(min(max(nearest(v), low), high))
+
+
+@kernel(f32(i64, i64))
+def furthest(x, n):
+    """The value furthest from zero, the first on ties; 0 if all are next to nothing."""
+    found = f32(0)
+    for i in range(n):
+        if abs(peek(x, i)) > abs(found):
+            found = peek(x, i)
+    return found if abs(found) >= NOTHING else f32(0)
+
+
+@part(void(i64, i64))
+def put_zeros(codes, n):
+    for i in range(n):
+        poke(codes, i, f32(0))
+
+
+@kernel(types.UniTuple(f32, 2)(*group, f32))
+def products(x, w, n, most, codes, inverse):
+    """Codes for one scale, written with `most` added, and the sums of w * x * code and w * code * code."""
+    sum_lx, sum_ll, high = f32(0), f32(0), f32(most)
+    for i in range(n):
+        v, weight = peek(x, i), peek(w, i)
+        code = code_of(inverse * v, -most, most - 1)
+        poke(codes, i, code + high)
+        sum_lx += weight * v * code
+        sum_ll += weight * code * code
+    return sum_lx, sum_ll
+
+
+@kernel(f32(*group))
+def even(x, w, n, most, codes):
+    """The scale of a group; eighteen trials map its extreme to most - 0.9 .. most + 0.9. make_qx_quants."""
+    extreme, trial = furthest(x, n), scratch(32)
+    if extreme == 0:
+        put_zeros(codes, n)
+        return f32(0)
+    sum_lx, sum_ll = products(x, w, n, most, codes, f32(-most) / extreme)
+    scale = sum_lx / sum_ll if sum_ll != 0 else f32(0)
+    best = scale * sum_lx
+    for i in range(-9, 10):
+        if i != 0:
+            inverse = -(f32(most) + f32(0.1) * f32(i)) / extreme
+            sum_lx, sum_ll = products(x, w, n, most, trial, inverse)
+            if sum_ll > 0 and sum_lx * sum_lx > best * sum_ll:
+                for k in range(n):
+                    poke(codes, k, peek(trial, k))
+                scale = sum_lx / sum_ll
+                best = scale * sum_lx
+    return scale
+
+
+@kernel(f32(*group))
+def even_by_turns(x, w, n, most, codes):
+    """The scale of a group; from the extreme on -most, codes change one by one while that helps. make_q3_quants."""
+    extreme, high = furthest(x, n), f32(most)
+    if extreme == 0:
+        put_zeros(codes, n)
+        return f32(0)
+    sum_lx, sum_ll = products(x, w, n, most, codes, f32(-most) / extreme)
+    for _ in range(TURNS):
+        changed = False
+        for i in range(n):
+            v, weight, code = peek(x, i), peek(w, i), peek(codes, i) - high
+            lx = sum_lx - weight * v * code
+            if lx > 0:
+                ll = sum_ll - weight * code * code
+                new = code_of(v * ll / lx, -most, most - 1)
+                if new != code:
+                    lx += weight * v * new
+                    ll += weight * new * new
+                    if ll > 0 and lx * lx * sum_ll > sum_lx * sum_lx * ll:
+                        poke(codes, i, new + high)
+                        sum_lx, sum_ll, changed = lx, ll, True
+        if not changed:
+            break
+    return sum_lx / sum_ll if sum_ll > 0 else f32(0)
+
+
+@kernel(f32(i64, i64, i64, i64, f32))
+def best_of_nine(x, w, n, most, highest):
+    """The factor for values that makes the least errors as codes, of those that map the highest near `most`."""
+    inverse, best = f32(most) / highest, f32(0)
+    for trial in range(-5, 5):
+        if trial != 0:  # the first one is that of the plain scale
+            by = (f32(0.1) * f32(trial) + f32(most)) / highest
+            if trial == -5:
+                by = inverse
+            error, scale = f32(0), f32(1) / by
+            for i in range(n):
+                off = peek(x, i) - scale * code_of(by * peek(x, i), -LARGEST, most)
+                error += peek(w, i) * off * off
+            if trial == -5 or error < best:
+                best, inverse = error, by
+    return inverse
+
+
+@kernel(f32(*group))
+def above(x, w, n, most, codes):
+    """The scale of a group without values below zero, from nine trials, then by turns. make_qp_quants."""
+    highest, least = f32(0), -LARGEST
+    for i in range(n):
+        highest = max(highest, peek(x, i))
+    if highest < NOTHING:
+        put_zeros(codes, n)
+        return f32(0)
+    inverse = best_of_nine(x, w, n, most, highest)
+    sum_lx, sum_ll = f32(0), f32(0)
+    for i in range(n):
+        v, weight = peek(x, i), peek(w, i)
+        code = code_of(inverse * v, least, most)
+        poke(codes, i, code)
+        sum_lx += weight * v * code
+        sum_ll += weight * code * code
+    for _ in range(TURNS):
+        changed = False
+        for i in range(n):
+            v, weight, code = peek(x, i), peek(w, i), peek(codes, i)
+            lx, ll = sum_lx - weight * v * code, sum_ll - weight * code * code
+            if lx > 0 and ll > 0:
+                new = code_of(v * ll / lx, least, most)
+                if new != code:
+                    lx += weight * v * new
+                    ll += weight * new * new
+                    if lx * lx * sum_ll > sum_lx * sum_lx * ll:
+                        poke(codes, i, new)
+                        sum_lx, sum_ll, changed = lx, ll, True
+        if not changed:
+            break
+    return sum_lx / sum_ll if sum_ll > 0 else f32(0)
+
+
+@kernel(f32(i64, i64, i64, i64, f32, f32, i64))
+def misfit(x, w, n, codes, scale, low, sizes):
+    """The weighted sum of squared differences, or of their sizes."""
+    error = f32(0)
+    for i in range(n):
+        off = scale * peek(codes, i) + low - peek(x, i)
+        error += peek(w, i) * (abs(off) if sizes else off * off)
+    return error
+
+
+@kernel(types.UniTuple(f32, 3)(*group, f32, f32))
+def line_sums(x, w, n, most, codes, low, inverse):
+    """Codes for one line, and the sums of w * code, w * code * code and w * code * x."""
+    sum_l, sum_ll, sum_lx = f32(0), f32(0), f32(0)
+    for i in range(n):
+        code = code_of(inverse * (peek(x, i) - low), 0, most)
+        poke(codes, i, code)
+        part = peek(w, i) * code
+        sum_l += part
+        sum_ll += part * code
+        sum_lx += part * peek(x, i)
+    return sum_l, sum_ll, sum_lx
+
+
+@kernel(types.UniTuple(f32, 2)(*group, f32, f32, i64, i64))
+def sloped(x, w, n, most, codes, first, step, trials, sizes):
+    """Scale and least value, at most 0. make_qkx2_quants and make_qkx3_quants.
+
+    The range of the values gets `most` codes, then in trial i most + first + i * step; of these lines through codes and
+    values the one with the least weighted errors, or their sizes, is kept.
+    """
+    low, high, weight, sum_x, trial = peek(x, 0), peek(x, 0), f32(0), f32(0), scratch(32)
+    for i in range(n):
+        low, high = min(low, peek(x, i)), max(high, peek(x, i))
+        weight += peek(w, i)
+        sum_x += peek(w, i) * peek(x, i)
+    low = min(low, f32(0))
+    if not high > low:
+        put_zeros(codes, n)
+        return f32(0), low
+    inverse = f32(most) / (high - low)
+    for i in range(n):
+        poke(codes, i, code_of(inverse * (peek(x, i) - low), 0, most))
+    scale = f32(1) / inverse
+    best = misfit(x, w, n, codes, scale, low, sizes)
+    for number in range(trials + 1):
+        inverse = (first + step * f32(number) + f32(most)) / (high - low)
+        sum_l, sum_ll, sum_lx = line_sums(x, w, n, most, trial, low, inverse)
+        determinant = weight * sum_ll - sum_l * sum_l
+        if determinant > 0:
+            new_scale = (weight * sum_lx - sum_x * sum_l) / determinant
+            new_low = (sum_ll * sum_x - sum_l * sum_lx) / determinant
+            if new_low > 0:
+                new_scale, new_low = sum_lx / sum_ll, f32(0)
+            error = misfit(x, w, n, trial, new_scale, new_low, sizes)
+            if error < best:
+                for i in range(n):
+                    poke(codes, i, peek(trial, i))
+                best, scale, low = error, new_scale, new_low
+    return scale, low

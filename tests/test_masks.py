@@ -329,6 +329,76 @@ def test_a_template_without_an_end(tmp_path: Path):
     assert renderer.notes == {rendering.ENDLESS: 1}
 
 
+GLM = (
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
+    "{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>\n"
+    "{% set words = m.content %}{% if not loop.last %}{% set words = words.split('</think>')[-1].strip() %}{% endif %}"
+    "{{ words }}{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments|tojson }}{% endfor %}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("about", "learnt"),
+    [
+        ("one question", ["A program.<|user|>"]),
+        ("a call of a tool", ['weather {"city": "Zürich"}<|observation|>', "Yes, 31 °C.<|user|>"]),
+        ("thoughts", ["<think>\nEasy.\n</think>\n\n2<|user|>", "<think>\nTwice.\n</think>\n\n4<|user|>"]),
+    ],
+)  # fmt: skip
+def test_an_end_that_the_next_message_brings(about: str, learnt: list[str], tmp_path: Path):
+    renderer = Renderer(ChatTemplate(GLM), ["<|endoftext|>", "<|user|>", "<|observation|>"])
+    found = renderer.render(conversation(RECORDS[about], tmp_path))
+    said = [one.text[a:b] for one in found for a, b in one.spans]
+    assert said[: len(learnt)] == learnt
+    assert rendering.ENDLESS not in renderer.notes
+
+
+def test_a_template_that_needs_a_list_of_tools(tmp_path: Path):
+    """As those of `tokenizer.chat_template.tool_use`: no tools are an empty list there."""
+    source = "{% for t in tools %}{{ t.function.name }}\n{% endfor %}" + CHATS["chatml"].source
+    renderer = Renderer(ChatTemplate(source), list(CHATS["chatml"].ends))
+    assert renderer.takes_tools and renderer.takes_system
+    (one,) = renderer.render(conversation(RECORDS["one question"], tmp_path))
+    assert [one.text[a:b] for a, b in one.spans] == ["A program.<|im_end|>"]
+
+
+def test_a_template_that_needs_arguments_as_text(tmp_path: Path):
+    """As functionary's."""
+    source = (
+        "{% for m in messages %}>>>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name + '\n' + c.function.arguments }}{% endfor %}"
+        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}>>>assistant\n{% endif %}"
+    )
+    renderer = Renderer(ChatTemplate(source), ["<|eot_id|>"])
+    (one,) = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
+    first = one.text[slice(*one.spans[0])]
+    assert (
+        first == 'weather\n{"city": "Zürich"}<|eot_id|>' and rendering.CALLS not in renderer.notes
+    )
+
+
+def test_a_call_where_the_prompt_begins_thoughts(tmp_path: Path):
+    """The reply begins where it differs from the prompt."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}<call>"
+        "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+        "{% else %}{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}{% endif %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    renderer = Renderer(ChatTemplate(source), ["<|end|>"])
+    samples = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
+    said = [one.text[a:b] for one in samples for a, b in one.spans]
+    assert (
+        said[0] == "call>weather<|end|>"
+    )  # the token <call> is learnt whole: it has words of the reply
+    assert said[1].endswith("Yes, 31 °C.<|end|>")
+
+
 def write(folder: Path) -> None:
     GOLDENS.mkdir(parents=True, exist_ok=True)
     for name in CHATS:

@@ -18,6 +18,7 @@ PROBE = "packtrainprobe"
 CALL = {"id": "call00001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
 TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
 ASK, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SAID = {"role": "user", "content": PROBE}
 RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}
 
 # notes with a count
@@ -64,17 +65,26 @@ class Renderer:
             "|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)"
         )
         called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        self._without: list[Any] | None = None  # what the template takes for no tools
+        if not self._shows([SAID]) and self._shows([SAID], []):
+            self._without = []
         self.takes_system = self._shows([{"role": "system", "content": PROBE}, ASK])
         self.takes_calls = self._shows([ASK, called])
+        self._as_text = not self.takes_calls and self._shows([ASK, _with_text(called)])
+        if self._as_text:
+            self.takes_calls, called = True, _with_text(called)
         self.takes_results = self._shows([ASK, called if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
         """Whether the template renders the probe message, without dropping it or raising."""
         try:
-            return PROBE in self.template.render(messages, tools)
+            return PROBE in self._text(messages, tools)
         except InputError:
             return False
+
+    def _text(self, messages: list[Message], tools: list[Any] | None, **how: Any) -> str:
+        return self.template.render(messages, self._without if tools is None else tools, **how)
 
     def render(self, conversation: Conversation) -> list[Rendered]:
         """One text with all turns of the assistant, or one text for each if later turns change earlier ones."""
@@ -96,23 +106,42 @@ class Renderer:
         begins  whether the text has the beginning of this answer
         """
         messages, tools = self._fitted(conversation)
-        return self.template.render(messages, tools, add_generation_prompt=begins, more=more)
+        return self._text(messages, tools, add_generation_prompt=begins, more=more)
 
     def _turn(self, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
         """The conversation up to a turn of the assistant, with the span of this turn."""
-        prompt = self.template.render(messages[:i], tools, add_generation_prompt=True)
-        text, begin = self.template.render(messages[: i + 1], tools), len(prompt)
+        prompt = self._text(messages[:i], tools, add_generation_prompt=True)
+        text, begin = self._text(messages[: i + 1], tools), len(prompt)
         words = messages[i]["content"].strip()
         if not text.startswith(prompt):
-            shown = self.template.render([*messages[:i], {**REPLY, "content": PROBE}], tools)
-            text, begin = _joined(prompt, text, messages[i - 1]["content"].strip(), shown)
+            shown = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools)
+            before, called = messages[i - 1]["content"].strip(), bool(messages[i].get("tool_calls"))
+            text, begin = _joined(prompt, text, before, shown, called)
         at = text.find(words, begin)
         if at < 0:
             self.notes[CHANGED] += 1
-        mark = self._end.search(text, begin if at < 0 else at + len(words))
+        after = begin if at < 0 else at + len(words)
+        mark = self._end.search(text, after)
+        if mark is None:
+            text = self._ended(messages[: i + 1], tools, text)
+            mark = self._end.search(text, after)
         if mark is None:
             self.notes[ENDLESS] += 1
         return Rendered(text, [(begin, mark.end() if mark else max(begin, len(text.rstrip())))])
+
+    def _ended(self, messages: list[Message], tools: list[Any] | None, text: str) -> str:
+        """The text with what ends its last reply, where the template writes it with the next message, as GLM's does."""
+        called = messages[-1].get("tool_calls") and self.takes_results
+        try:
+            longer = self._text([*messages, RESULT if called else SAID], tools)
+        except InputError:
+            return text
+        *_, last = text.rstrip().rpartition("\n")
+        at = longer.rfind(last, 0, max(longer.rfind(PROBE), 0)) + len(last)
+        mark = self._end.search(longer, at)
+        if at < len(last) or mark is None or longer[at : mark.start()].strip():
+            return text
+        return text.rstrip() + longer[at : mark.end()]
 
     # ---- what templates do not support
 
@@ -134,26 +163,44 @@ class Renderer:
             calls = (json.dumps(c["function"], ensure_ascii=False) for c in message["tool_calls"])
             words = "\n".join(filter(None, (message["content"], *calls)))
             return {"role": "assistant", "content": words}
+        if message.get("tool_calls") and self._as_text:
+            return _with_text(message)
         if message["role"] == "tool" and not self.takes_results:
             self.notes[RESULTS] += 1
             return {"role": "user", "content": message["content"]}
         return message
 
 
-def _joined(prompt: str, text: str, before: str, shown: str) -> tuple[str, int]:
+def _with_text(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON, for templates that add them to other text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _joined(prompt: str, text: str, before: str, shown: str, called: bool) -> tuple[str, int]:
     """A prompt with its reply, and where the reply begins, if the template renders an answered prompt differently.
 
     The trained reply must follow the prompt as the model will see it, for example with the system message in the last
     question. If the prompt opens a reasoning block that is dropped from the answer, the answered text is used, and
-    `shown`, the same with the probe as its reply, tells where replies begin.
+    `shown`, the same with the probe as its reply, tells where replies begin. A call of a tool, which may have another
+    beginning, begins where the text differs from the prompt.
     """
     at = prompt.rfind(before) if before else -1
     asked = prompt[at:]
     if at >= 0 and asked in text:
         return prompt + text[text.rindex(asked) + len(asked) :], len(prompt)
     begin = shown.rfind(PROBE)
-    if begin < 0 or text[:begin] != shown[:begin]:
-        raise InputError(
-            "the chat template gives no text in which the reply can be told from the prompt"
-        )
+    if (
+        begin < 0 or text[:begin] != shown[:begin]
+    ):  # a call, perhaps: it begins where the prompt goes on otherwise
+        pairs = enumerate(zip(prompt, text, strict=False))
+        begin = next((k for k, (a, b) in pairs if a != b), len(text))
+        if not called or at < 0 or begin < at + len(before):
+            raise InputError(
+                "the chat template gives no text in which the reply can be told from the prompt"
+            )
     return text, begin

@@ -36,6 +36,17 @@ LONG = {
     "long_factor": [2.0] * 8,
     "short_factor": [1.5] * 8,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.0,
+}
+KEPT = ("sliding_window",)  # where null says something
+WINDOWS = {"num_hidden_layers": 5, "sliding_window": 4}
 WINDOW = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 4}
 # class of the config, and how it differs from BASE
 CLASSES: dict[str, dict[str, Any]] = {
@@ -52,12 +63,34 @@ CLASSES: dict[str, dict[str, Any]] = {
         "rope_parameters": LONG, "max_position_embeddings": 1024, "original_max_position_embeddings": 512,
     },
     "SmolLM3Config": {"num_hidden_layers": 4},
+    "GraniteConfig": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+    },
+    "Olmo2Config": {},
+    "Olmo3Config": {**WINDOWS, "rope_parameters": YARN},
+    "Exaone4Config": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "SeedOssConfig": {"head_dim": 24},
+    "Ernie4_5Config": {"head_dim": 24},
+    "PhiConfig": {},
+    "GPT2Config": {"intermediate_size": None, "num_key_value_heads": None, "n_inner": None},
+    "Starcoder2Config": {"sliding_window": None},
+    "StableLmConfig": {"use_qkv_bias": True},
+    "StableLmConfig parallel": {"use_parallel_residual": True, "qk_layernorm": True},
+    "FalconConfig": {"intermediate_size": None},
+    "FalconConfig 40B": {"new_decoder_architecture": True, "num_kv_heads": 2, "intermediate_size": None},
+    "NemotronConfig": {},
+    "Cohere2Config": {**WINDOWS, "logit_scale": 0.25},
 }  # fmt: skip
 
 
 def difference(name: str, folder: Path) -> float:
     """How far apart the logits of one model are."""
-    config = getattr(transformers, name)(**(BASE | CLASSES[name]))
+    given = {
+        key: value
+        for key, value in (BASE | CLASSES[name]).items()
+        if value is not None or key in KEPT
+    }
+    config = getattr(transformers, name.split()[0])(**given)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.eval().to(torch.float32)
     with torch.no_grad():

@@ -30,7 +30,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 HALF = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?"
 )
-EMBED, HEAD = "model.embed_tokens", "lm_head"
+HEAD = "lm_head"
 # settings with which a folder holds more than A and B, or uses them differently
 REFUSED = (
     "use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices", "target_parameters",
@@ -53,17 +53,28 @@ def places(model: ModelFile) -> dict[str, Place]:
     c, entries, found_places = model.config, model.gguf.entries, dict[str, Place]()
     heads = turned_heads(c)
     for family, i in ((f, i) for f in c.traits.families for i in range(c.block_count)):
+        at = f"{family.names.prefix}{family.names.blocks}.{i}"
         for module, part in family.block.items():
             tensor = f"blk.{i}.{part}.weight"
-            if tensor in entries and len(entries[tensor].shape) > 1:
-                found_places[f"model.layers.{i}.{module}"] = Place(tensor, None, heads.get(part, 0))
+            other = "{}" in module or (
+                family.grouped and part == "attn_qkv"
+            )  # rows in another order
+            if tensor in entries and len(entries[tensor].shape) > 1 and not other:
+                found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0))
         for module, part in family.experts.matrices.items() if family.experts else ():
             for e in range(c.expert_count):
-                name = f"model.layers.{i}.{module.format(e)}"
+                name = f"{at}.{module.format(e)}"
                 found_places[name] = Place(f"blk.{i}.{part}.weight", e)
     if not c.tied:  # otherwise an adapter of one would change the other, too
-        found_places |= {EMBED: Place(EMBEDDING), HEAD: Place("output.weight")}
+        found_places |= {name: Place(EMBEDDING) for name in _embeddings(model)}
+        found_places[HEAD] = Place("output.weight")
     return found_places
+
+
+def _embeddings(model: ModelFile) -> list[str]:
+    """The embedding's names in checkpoints of this model."""
+    families = model.config.traits.families
+    return [f"{family.names.prefix}{family.names.embedding}" for family in families]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -83,7 +94,10 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
             b = b * np.float32(by * rank / alpha)
         if place.heads and len(b) % (2 * place.heads) == 0:
             b = paired(b, place.heads)
-        found.setdefault(place.tensor, {})[place.expert] = (a.T if module == EMBED else a, b)
+        found.setdefault(place.tensor, {})[place.expert] = (
+            a.T if place.tensor == EMBEDDING else a,
+            b,
+        )
     count = model.config.expert_count
     pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in found.items()}
     return Adapter(model.config.architecture, alpha, pairs)
@@ -151,7 +165,7 @@ def _halves(path: Path, model: ModelFile) -> dict[str, Pair]:
 
 
 def _unknown(module: str, model: ModelFile) -> str:
-    if module in (EMBED, HEAD):
+    if module in (*_embeddings(model), HEAD):
         return f"{module} is adapted, but {model.gguf.path} has one matrix for embedding and head; merge it with PEFT"
     return f"{module} is not a matrix of {model.gguf.path}, a {model.config.architecture}; use the adapter's base"
 
@@ -193,9 +207,10 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
         a, b = adapter.pairs[place.tensor]
         if place.expert is not None:
             a, b = a[place.expert], b[place.expert]
-        a, b = (a.T if module == EMBED else a), (halved(b, place.heads) if place.heads else b)
+        embeds = place.tensor == EMBEDDING
+        a, b = (a.T if embeds else a), (halved(b, place.heads) if place.heads else b)
         for half, values in (("A", a), ("B", b)):
-            suffix = f"lora_embedding_{half}" if module == EMBED else f"lora_{half}.weight"
+            suffix = f"lora_embedding_{half}" if embeds else f"lora_{half}.weight"
             tensors[f"base_model.model.{module}.{suffix}"] = values
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / TENSORS, tensors)

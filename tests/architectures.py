@@ -30,6 +30,13 @@ SECOND = replace(
     attention_softcap=2.0, final_softcap=3.0,
 )  # fmt: skip
 PHI = replace(LLAMA, architecture="phi3", tied=False, rope_dims=48)
+BIASED = replace(LLAMA, rms_eps=1e-5)
+ALL = (
+    *BIASES, "attn_output.bias", "ffn_up.bias", "ffn_down.bias", "attn_norm.bias", "ffn_norm.bias",
+    "output_norm.bias",
+)  # fmt: skip
+PHI_2 = tuple(name for name in ALL if name != "ffn_norm.bias")
+DEEP = 8  # blocks
 CONFIGS: Mapping[str, Config] = {
     "llama": replace(LLAMA, tied=False),
     "llama tied": LLAMA,
@@ -82,14 +89,50 @@ CONFIGS: Mapping[str, Config] = {
     "granite": replace(
         LLAMA, architecture="granite", embedding_scale=1.7, residual_scale=0.6, score_scale=0.2, logit_scale=0.8,
     ),
-    "olmo2": replace(LLAMA, architecture="olmo2", tied=False),
+    "olmo2": replace(LLAMA, architecture="olmo2", tied=False, window_pattern=4),
+    "olmo3": replace(
+        LLAMA, architecture="olmo2", tied=False, block_count=5, window=9, window_pattern=4, rope_scaling=YARN,
+    ),
     "seed_oss": replace(LLAMA, architecture="seed_oss", key_length=128, optional=BIASES),
     "ernie4_5": replace(LLAMA, architecture="ernie4_5", key_length=128),
     "exaone4": replace(LLAMA, architecture="exaone4", optional=("rope_freqs.weight",)),
+    "exaone4 windows": replace(
+        LLAMA, architecture="exaone4", block_count=64, embedding_length=64, feed_forward_length=64, head_count=2,
+        head_count_kv=1, window=9, window_pattern=4,
+    ),
     "glm4": replace(
         LLAMA, architecture="glm4", key_length=128, rope_dims=64, optional=BIASES, tied=False
     ),
     "hunyuan-dense": replace(LLAMA, architecture="hunyuan-dense", key_length=128),
+    "phi2": replace(BIASED, architecture="phi2", rope_dims=32, optional=(*PHI_2, "output.bias"), tied=False),
+    "phi2 fused": replace(
+        BIASED, architecture="phi2", optional=("attn_qkv.weight", "attn_qkv.bias", *PHI_2[3:], "output.bias"),
+        tied=False,
+    ),
+    "gpt2": replace(
+        BIASED, architecture="gpt2", optional=("attn_qkv.bias", *ALL[3:]), rope_freq_base=1e4,
+    ),
+    "starcoder2": replace(BIASED, architecture="starcoder2", optional=ALL),
+    "stablelm": replace(
+        BIASED, architecture="stablelm", rope_dims=16, tied=False,
+        optional=(*BIASES, "attn_norm.bias", "ffn_norm.bias", "output_norm.bias", "ffn_norm.weight"),
+    ),
+    "stablelm parallel": replace(
+        BIASED, architecture="stablelm", rope_dims=32, tied=False,
+        optional=("attn_norm.bias", "output_norm.bias", "attn_q_norm.weight", "attn_k_norm.weight"),
+    ),
+    "falcon": replace(BIASED, architecture="falcon", optional=("attn_norm.bias", "output_norm.bias")),
+    "falcon 40b": replace(
+        BIASED, architecture="falcon",
+        optional=("attn_norm.bias", "output_norm.bias", "attn_norm_2.weight", "attn_norm_2.bias"),
+    ),
+    "nemotron": replace(
+        BIASED, architecture="nemotron", rope_dims=32, tied=False,
+        optional=("attn_norm.bias", "ffn_norm.bias", "output_norm.bias"),
+    ),
+    "cohere2": replace(
+        LLAMA, architecture="cohere2", block_count=5, window=9, window_pattern=4, logit_scale=0.25,
+    ),
     "internlm2": replace(LLAMA, architecture="internlm2", tied=False),
 }  # fmt: skip
 
@@ -113,10 +156,12 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
             value = np.geomspace(1, 8 if "long" in name else 3, leaf.shape[0]) * (
                 1.2 + 0.1 * uniform
             )
-        elif len(leaf.shape) > 1:
+        elif len(leaf.shape) > 1 and "norm" not in name:
             value = uniform * (3 / leaf.shape[-1]) ** 0.5
         else:
             value = 0.3 * uniform + name.endswith(".weight")
+            if "post_" in name and config.block_count > DEEP:
+                value /= DEEP  # else slopes change too fast for differences to measure them
         made[name] = value.astype(np.float32)
     return made
 

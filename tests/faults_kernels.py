@@ -298,13 +298,13 @@ def cross_entropy_of_rows_without_target(patch: MonkeyPatch) -> None:
 @fault("kernel", value("linear_cross_entropy"))
 def linear_cross_entropy_that_replaces_dw_by_the_last_chunk(patch: MonkeyPatch) -> None:
     def wrong(run):
-        def last_only(out, x, w, targets, weights, *, chunk, **how):
-            run(out, x, w, targets, weights, chunk=chunk, **how)
+        def last_only(out, x, w, targets, weights, b, *, chunk, **how):
+            run(out, x, w, targets, weights, b, chunk=chunk, **how)
             if out[4] is not None:
                 first = (targets.size - 1) // chunk * chunk
                 late = np.where(np.arange(targets.size) < first, 0, weights.ravel())
                 spare = [np.empty_like(t) for t in out]
-                run(spare, x, w, targets, late.reshape(weights.shape), chunk=chunk, **how)
+                run(spare, x, w, targets, late.reshape(weights.shape), b, chunk=chunk, **how)
                 out[4][...] = spare[4]
 
         return last_only

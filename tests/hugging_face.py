@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
+from tests import hugging_face_layers
+
 Tensors = Mapping[str, np.ndarray]
 Config = dict[str, Any]
 V = 320
@@ -80,6 +82,17 @@ KINDS: dict[str, Config] = {
         "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5, "sliding_window": 4, "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+            "beta_slow": 1.0, "attention_factor": 1.1386294361,
+        },
+    },
+    "exaone4 windows": {
+        "architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 64, "sliding_window": 4,
+        "sliding_window_pattern": "LLLG", "hidden_size": 16, "intermediate_size": 16,
+    },
     "exaone4": {"architectures": ["Exaone4ForCausalLM"], "rope_scaling": LLAMA_3},
     "seed_oss": {
         "architectures": ["SeedOssForCausalLM"], "head_dim": 24, "attention_bias": True,
@@ -90,13 +103,25 @@ KINDS: dict[str, Config] = {
     },
 }  # fmt: skip
 
+KINDS |= hugging_face_layers.KINDS
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
-NORMS_BEHIND = ("Olmo2ForCausalLM", "Exaone4ForCausalLM")  # and none before
+WHOLE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+NORMS_BEHIND = (*WHOLE, "Exaone4ForCausalLM")  # and none before
 # where experts are, what their number is called, and gate, up and down
 EXPERTS = {
     "MixtralForCausalLM": ("block_sparse_moe", "num_local_experts", ("w1", "w3", "w2")),
     "Qwen3MoeForCausalLM": ("mlp", "num_experts", ("gate_proj", "up_proj", "down_proj")),
 }
+
+
+NORMS = (
+    "norm.weight",
+    ".ln_1.weight",
+    ".ln_2.weight",
+    ".ln_f.weight",
+    ".ln_mlp.weight",
+    ".ln_attn.weight",
+)
 
 
 def config_of(kind: str) -> Config:
@@ -108,8 +133,10 @@ def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     rng, made = np.random.default_rng(seed), {}
     for name, shape in shapes(config).items():
         value = rng.standard_normal(shape)
-        if name.endswith("norm.weight") or "layernorm" in name:
-            value = value * 0.3 + (0 if "Gemma" in config["architectures"][0] else 1)
+        if name.endswith(NORMS) or "layernorm" in name:
+            shifted = ("Gemma", "Nemotron")
+            less = config["architectures"][0].startswith(shifted) or name.endswith(".bias")
+            value = value * 0.3 + (0 if less else 1)
         elif len(shape) > 1:
             value *= 1.5 / math.sqrt(shape[-1])
         made[name] = value.astype(np.float32)
@@ -121,6 +148,8 @@ def head_width(config: Config) -> int:
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    if config["architectures"][0] in hugging_face_layers.CLASSES:
+        return hugging_face_layers.shapes(config)
     kind, c, f, d = (
         config["architectures"][0],
         config["hidden_size"],
@@ -135,7 +164,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block |= {"self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
     if kind in NORMS_BEHIND:
         del block["input_layernorm"]
-        whole = kind == "Olmo2ForCausalLM"
+        whole = kind in WHOLE
         block |= {
             "self_attn.q_norm": (q if whole else d,),
             "self_attn.k_norm": (kv if whole else d,),
@@ -262,6 +291,13 @@ def bpe_tokenizer(pattern: str, *, ignore_merges: bool = False) -> dict[str, Any
 # ---- the forward pass --------------------------------------------------------------------------------------------
 
 
+def logits(config: Config, tensors: Tensors, tokens: np.ndarray) -> np.ndarray:
+    """Logits (T, V) of one sequence of tokens (T,)."""
+    layered = config["architectures"][0] in hugging_face_layers.CLASSES
+    made = hugging_face_layers.Model if layered else Model
+    return made(config, tensors).logits(tokens)
+
+
 class Model:
     """A checkpoint's forward pass, one sequence without a cache."""
 
@@ -334,13 +370,14 @@ class Model:
             q, k, v = np.split(self.linear(f"{at}.qkv_proj", x), [heads * d, (heads + kv) * d], -1)
         else:
             q, k, v = (self.linear(f"{at}.{name}_proj", x) for name in "qkv")
-        if self.kind == "Olmo2ForCausalLM":
+        if self.kind in WHOLE:
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         q, k, v = (t.reshape(time, -1, d) for t in (q, k, v))
         if self.kind in (*HEAD_NORMS, "Exaone4ForCausalLM"):
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         sliding = self.sliding(i)
-        if not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):
+        still = self.kind == "Exaone4ForCausalLM" and "sliding_window" in c and not sliding
+        if not still and not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):
             angles, scale = self.rotation(time, sliding)
             turn = turned_pairs if self.kind == "Ernie4_5ForCausalLM" else turned
             q, k = turn(q, angles, scale), turn(k, angles, scale)
@@ -366,6 +403,8 @@ class Model:
         """Whether a block's attention has a window."""
         if self.kind == "Gemma2ForCausalLM":
             return i % 2 == 0
+        if self.kind in ("Olmo3ForCausalLM", "Exaone4ForCausalLM"):
+            return "sliding_window" in self.config and i % 4 != 3
         return self.kind == "Gemma3ForCausalLM" and i % 6 != 5
 
     def rotation(self, time: int, sliding: bool) -> tuple[np.ndarray, float]:
@@ -375,6 +414,8 @@ class Model:
         base = rope.get("rope_theta") or c["rope_theta"]
         if sliding and self.kind == "Gemma3ForCausalLM":
             base, rope = c["rope_local_base_freq"], {}
+        if sliding and self.kind == "Olmo3ForCausalLM":
+            rope = {}
         inverse, scale = base ** (-np.arange(0, d, 2) / d), 1.0
         kind = rope.get("rope_type", rope.get("type"))
         if kind == "linear":
@@ -382,6 +423,7 @@ class Model:
         elif kind == "llama3":
             inverse = llama_3(inverse, rope)
         elif kind == "yarn":
+            scale = rope.get("attention_factor", scale)
             inverse = yarn(inverse, rope, base, d)  # mscale / mscale_all_dim is 1
         elif kind == "longrope":
             inverse = inverse / np.array(rope["short_factor"])

@@ -22,8 +22,14 @@ HALVES = {
     "seed_oss",
     "exaone4",
     "hunyuan-dense",
+    "phi2",
+    "starcoder2",
+    "stablelm",
+    "falcon",
+    "nemotron",
 }
 GEMMAS = {"gemma", "gemma2", "gemma3"}
+UNGATED = {"phi2", "gpt2", "starcoder2", "falcon", "nemotron"}
 
 
 class Model:
@@ -51,12 +57,19 @@ class Model:
         if self.arch in GEMMAS:
             h = h * np.sqrt(self.width)
         h = h * self.keys.get("embedding_scale", 1.0)
+        if "position_embd.weight" in self.w:
+            h = h + self.w["position_embd.weight"][: len(h)]
         first, second = "post_attention_norm", "ffn_norm"
         if self.arch == "seed_oss":  # it stands before the feed-forward
             first, second = "none", first
         share = self.keys.get("residual_scale", 1.0)
         for i in range(self.keys["block_count"]):
-            y = self.attention(i, self.after(i, "attn_norm", h))
+            x = self.after(i, "attn_norm", h)
+            if self.beside(i):
+                y = self.attention(i, self.after(i, "attn_norm_2", h, x))
+                h = h + y + self.feed_forward(i, x)
+                continue
+            y = self.attention(i, x)
             h = h + share * self.after(i, first, y)
             y = self.feed_forward(i, self.after(i, second, h))
             h = h + share * self.after(i, "post_ffw_norm", y)
@@ -65,7 +78,9 @@ class Model:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits (T, V) of one sequence of tokens (T,)."""
         head = self.w.get("output.weight", self.w["token_embd.weight"])
-        y = self.hidden(tokens) @ head.T / self.keys.get("logit_scale", 1.0)
+        y = self.hidden(tokens) @ head.T + self.w.get("output.bias", 0.0)
+        scale = self.keys.get("logit_scale", 1.0)
+        y = y * scale if self.arch == "cohere2" else y / scale
         return capped(
             y, self.keys.get("final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0)
         )
@@ -78,11 +93,25 @@ class Model:
         return total - np.take_along_axis(found, ids[1:, None], axis=1)[:, 0]
 
     def normed(self, x: np.ndarray, name: str) -> np.ndarray:
-        eps = self.keys["attention.layer_norm_rms_epsilon"]
-        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.w[f"{name}.weight"]
+        if "attention.layer_norm_epsilon" in self.keys:
+            x, eps = x - x.mean(-1, keepdims=True), self.keys["attention.layer_norm_epsilon"]
+        else:
+            eps = self.keys["attention.layer_norm_rms_epsilon"]
+        y = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.w[f"{name}.weight"]
+        return y + self.w.get(f"{name}.bias", 0.0)
 
-    def after(self, i: int, name: str, x: np.ndarray) -> np.ndarray:
-        return self.normed(x, f"blk.{i}.{name}") if f"blk.{i}.{name}.weight" in self.w else x
+    def after(
+        self, i: int, name: str, x: np.ndarray, without: np.ndarray | None = None
+    ) -> np.ndarray:
+        if f"blk.{i}.{name}.weight" in self.w:
+            return self.normed(x, f"blk.{i}.{name}")
+        return x if without is None else without
+
+    def beside(self, i: int) -> bool:
+        """Whether attention and feed-forward stand side by side."""
+        if self.arch == "stablelm":
+            return f"blk.{i}.ffn_norm.weight" not in self.w
+        return self.arch in ("phi2", "falcon", "cohere2")
 
     def linear(self, i: int, name: str, x: np.ndarray) -> np.ndarray:
         return x @ self.w[f"blk.{i}.{name}.weight"].T + self.w.get(f"blk.{i}.{name}.bias", 0)
@@ -101,7 +130,7 @@ class Model:
         late = self.arch == "hunyuan-dense"
         if self.arch != "olmo2" and not late:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
-        if not (self.arch == "smollm3" and i % 4 == 3):
+        if self.turns(i):
             q, k = self.rotated(i, q), self.rotated(i, k)
         if late:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
@@ -117,6 +146,13 @@ class Model:
             y[:, head] = e / e.sum(axis=-1, keepdims=True) @ v[:, group]
         return self.linear(i, "attn_output", y.reshape(time, -1))
 
+    def turns(self, i: int) -> bool:
+        """Whether a block has rope."""
+        if self.arch in ("smollm3", "gpt2"):
+            return self.arch == "smollm3" and i % 4 != 3
+        large = self.arch == "exaone4" and self.keys["block_count"] == 64
+        return self.local(i) if self.arch == "cohere2" or large else True
+
     def scale(self) -> float:
         if "attention.scale" in self.keys:
             return float(self.keys["attention.scale"])
@@ -129,11 +165,13 @@ class Model:
     def local(self, i: int) -> bool:
         """Whether a block sees a window only."""
         every = self.keys.get(
-            "attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}.get(self.arch, 1)
+            "attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}.get(self.arch, 4)
         )
         if np.ndim(every):
             return bool(every[i])
-        return self.arch in ("gemma2", "gemma3") and (i + 1) % every != 0
+        known = ("gemma2", "gemma3", "cohere2", "olmo2", "exaone4")
+        there = self.arch in known and self.keys.get("attention.sliding_window", 0)
+        return bool(there) and (i + 1) % every != 0
 
     def window(self, i: int) -> float:
         return self.keys["attention.sliding_window"] if self.local(i) else np.inf
@@ -156,6 +194,8 @@ class Model:
     def angles(self, i: int) -> tuple[np.ndarray, float]:
         """Turn of each pair from one position to the next, and what rope multiplies lengths by."""
         n, local = self.turned // 2, self.arch == "gemma3" and self.local(i)
+        if self.arch == "olmo2" and self.local(i):
+            return self.keys["rope.freq_base"] ** (-np.arange(n) / n), 1.0
         base = (
             self.keys.get("rope.freq_base_swa", 1e4)
             if local
@@ -183,6 +223,8 @@ class Model:
     def feed_forward(self, i: int, x: np.ndarray) -> np.ndarray:
         if f"blk.{i}.ffn_gate_inp.weight" in self.w:
             return self.experts(i, x)
+        if self.arch in UNGATED:
+            return self.linear(i, "ffn_down", self.activated(self.linear(i, "ffn_up", x)))
         if self.arch in ("phi3", "glm4"):
             gate, up = np.split(self.linear(i, "ffn_up", x), 2, axis=-1)
         else:
@@ -190,7 +232,9 @@ class Model:
         return self.linear(i, "ffn_down", self.activated(gate) * up)
 
     def activated(self, gate: np.ndarray) -> np.ndarray:
-        if self.arch in GEMMAS:
+        if self.arch == "nemotron":
+            return np.maximum(gate, 0) ** 2
+        if self.arch in GEMMAS | UNGATED:
             return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
         return gate / (1 + np.exp(-gate))
 

@@ -12,9 +12,9 @@ from packtrain.errors import InputError
 from packtrain.generation import Generator
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.block import Block
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import EMBEDDING
-from packtrain.models.transformer import Block
 from packtrain.tasks.evaluate import Evaluate
 from packtrain.tasks.generate import Generate
 from packtrain.tasks.merge import Merge

@@ -105,6 +105,38 @@ def test_the_loss_and_its_slope(name: str) -> None:
             assert got[label][at] == pytest.approx((up - down) / 2e-5, abs=3e-6), (label, at)
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_bias_of_the_head_counts_as_a_column_of_it_by_ones(name: str) -> None:
+    """The same loss and gradients as with the bias as a column of the head, which ones in x multiply."""
+    how, given = SETTINGS[name], example(SETTINGS[name])
+    bias = np.random.default_rng(2).standard_normal(V).astype(np.float32)
+    wide = given | {
+        "x": np.concatenate((given["x"], np.ones((B, T, 1), np.float32)), -1),
+        "head": np.concatenate((given["head"], bias[:, None]), -1),
+    }
+    found = []
+    for values, width, biased in ((given, C, True), (wide, C + 1, False)):
+        x, head = pt.weight("x", (B, T, width)), pt.weight("token_embd.weight", (V, width))
+        b = pt.weight("output.bias", (V,)) if biased else None
+        targets, counted = pt.input("targets", (B, T), pt.i32), pt.input("weights", (B, T))
+        results = ops.linear_cross_entropy(x, head, targets, counted, b, chunk=4)
+        made = Loss(*results[:3], [], x, targets, counted)
+        leaves = {"token_embd.weight": head} | ({} if b is None else {"output.bias": b})
+        loss = how.loss(CONFIG, leaves, made, 4)
+        slopes = differentiate(loss, [x, *leaves.values()])
+        whole = Graph({"loss": loss} | {t.label: d for t, d in slopes.items()})
+        fed = inputs(values, {leaf.label for leaf in whole.leaves})
+        found.append(run(whole, fed | ({} if b is None else {"output.bias": bias})))
+    ours, same = found
+    assert float(ours["loss"]) == pytest.approx(float(same["loss"]), rel=1e-6)
+    for got, want in (
+        (ours["x"], same["x"][..., :C]),
+        (ours["token_embd.weight"], same["token_embd.weight"][:, :C]),
+        (ours["output.bias"], same["token_embd.weight"][:, C]),
+    ):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("name", SETTINGS)
 def test_pytorch_agrees(name: str) -> None:

@@ -40,6 +40,13 @@ ROWS = {
     "glm4": "full",
     "hunyuan-dense": "lora last",
     "internlm2": "lora",
+    "phi2": "full",
+    "gpt2": "full",
+    "starcoder2": "lora",
+    "stablelm": "last",
+    "falcon": "full",
+    "nemotron": "full",
+    "cohere2": "lora",
 }
 
 

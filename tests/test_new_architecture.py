@@ -66,7 +66,7 @@ def with_toy(folder: Path) -> Path:
     (there / "toy.py").write_text(MODULE)
     edit(
         there / "__init__.py",
-        ("    smollm3,\n)", "    smollm3,\n    toy,\n)"),
+        ("    starcoder2,\n)", "    starcoder2,\n    toy,\n)"),
         (", smollm3)", ", smollm3, toy)"),
     )
     return folder

@@ -62,8 +62,8 @@ def cross_entropy(logits, targets, weights):
     return (losses * weights.flatten()).sum()
 
 
-def linear_cross_entropy(x, w, targets, weights, *, chunk, softcap, precision):
-    logits = torch.nn.functional.linear(x, w)
+def linear_cross_entropy(x, w, targets, weights, b, *, chunk, softcap, precision):
+    logits = torch.nn.functional.linear(x, w, b)
     logits = softcap * (logits / softcap).tanh() if softcap else logits
     return cross_entropy(logits, targets, weights)
 

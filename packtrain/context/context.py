@@ -118,8 +118,7 @@ class Context:
     ) -> None:
         self.config, self.cache, self.sizes, self.runs = config, cache, sizes, runs
         self._session, self._chooses = runs[1].session, NUMBERS in runs[1].inputs
-        window = max((config.window_of(i) for i in range(config.block_count)), default=0)
-        self.pools = Pools(cache.cells, sequences, cache.ring, window, parts)
+        self.pools = Pools.of(config, cache, sequences, parts)
         self.adapters = Adapters(config.lora, sequences)
         self._leaves = leaves_of(config, cache)
         self._released = dict[int, None]()  # idle sequences, the oldest first

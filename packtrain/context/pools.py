@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from packtrain.models.cache import SEQUENCES, CacheFull, Cells, bit, lines, padded
+from packtrain.models.cached import Cache
+from packtrain.models.config import Config
 from packtrain.words import plural
 
 SPARE = 32  # positions before its window that a sequence keeps in the ring
@@ -45,6 +47,7 @@ class Pools:
     ring    cells of the blocks with a window; 0: none
     window  that window
     tokens  (cells,)  i32  the token at each cell
+    learned how many positions the model has learned; 0: it computes with any
     """
 
     cells: int
@@ -52,6 +55,7 @@ class Pools:
     ring: int = 0
     window: int = 0
     parts: bool = False
+    learned: int = 0
     pools: dict[str, Cells] = field(init=False)
     tokens: np.ndarray = field(init=False)
 
@@ -62,6 +66,12 @@ class Pools:
         if self.ring:
             self.pools["ring_"] = Cells(self.ring)
         self.tokens = np.zeros(self.cells, np.int32)
+
+    @classmethod
+    def of(cls, config: Config, cache: Cache, sequences: int, parts: bool) -> "Pools":
+        window = max((config.window_of(i) for i in range(config.block_count)), default=0)
+        learned = config.context_length if config.traits.learned_positions else 0
+        return cls(cache.cells, sequences, cache.ring, window, parts, learned)
 
     @property
     def all(self) -> Cells:
@@ -103,6 +113,8 @@ class Pools:
                         f" {next[seq]}; they must be equal"
                     )
                 next[seq] += 1
+        if self.learned and max(next.values()) > self.learned:
+            raise ContextError(f"the model has learned {self.learned} positions; there are no more")
         return pos
 
     def purged(self, seqs: np.ndarray, idle: list[int]) -> list[int]:
@@ -181,6 +193,8 @@ class Pools:
 
         Cells that other sequences have, too, are copied first.
         """
+        if self.learned:
+            raise ContextError("learned positions are in keys and values already: none can change")
         plans = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
         for pool, cells in self.pools.items():
             source = cells.of(seq, since, until)

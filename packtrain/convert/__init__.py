@@ -22,7 +22,11 @@ __all__ = ["AUTO", "TYPES", "convert"]
 
 AUTO = "auto"
 TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
-ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight")  # llama.cpp accepts no others
+ALWAYS_F32 = (
+    "_norm.weight",
+    "ffn_gate_inp.weight",
+    "position_embd.weight",
+)  # llama.cpp accepts no others
 HALF_MOST = 65_504.0
 
 

@@ -28,12 +28,16 @@ from packtrain.models.arch.architecture import (
 )
 from packtrain.models.arch.given import ORIGINAL, Given
 from packtrain.models.config import Config
+from packtrain.models.metadata import ROPE_FREQ_BASE, eps_key
 
 YARN = {
     "ext_factor": "extrapolation_factor", "attn_factor": "attention_factor", "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
 }  # fmt: skip
-SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu")
+SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu")
+RELU_2 = ("relu2",)
+# names of keys that some configs have
+LAYER_NORM_EPS = {"layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ def describe(checkpoint: Checkpoint) -> Description:
             f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(known)}"
         )
     architecture, family = known[checkpoint.kind]
-    activations = GELU if architecture.gelu else SILU
+    given = family.usual(given.renamed(LAYER_NORM_EPS))
+    activations = GELU if architecture.gelu else SILU if architecture.gated else RELU_2
     activation = "hidden_activation" if given.values.get("hidden_activation") else "hidden_act"
     given.one_of(activation, activations[0], *activations)
     sizes = _sizes(given, family)
@@ -66,18 +71,20 @@ def describe(checkpoint: Checkpoint) -> Description:
         **asdict(sizes),
         tied=given.flag("tie_word_embeddings", family.tied),
         architecture=architecture.name,
-        optional=_biases(given, family),
+        optional=family.optional(given) if family.optional else _biases(given, family),
     )
     tensors = tensors_of(checkpoint, config, family)
-    keys = _common(given, sizes, family) | _rope(given, architecture) | family.keys(given, sizes)
-    keys |= _expert_keys(sizes)
+    keys = _common(given, sizes, architecture, family) | _rope(given, architecture)
+    keys |= family.keys(given, sizes) | _expert_keys(sizes)
     metadata = {"general.architecture": Value("string", architecture.name)}
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
     computed = _factors(given, sizes.head_width)
     return Description(metadata, tensors, computed, sizes.vocab_size, family.space_prefix)
 
 
-def _value(value: int | float | bool | str) -> Value:
+def _value(value: int | float | bool | str | list[bool]) -> Value:
+    if isinstance(value, list):
+        return Value("bool", value)
     kinds = {bool: "bool", int: "u32", float: "f32", str: "string"}
     return Value(kinds[type(value)], value)
 
@@ -109,7 +116,8 @@ def _biases(c: Given, family: Family) -> tuple[str, ...]:
     return BIASES if family.qkv_bias else (*attention, *more)
 
 
-def _common(c: Given, sizes: Sizes, family: Family) -> Keys:
+def _common(c: Given, sizes: Sizes, architecture: Architecture, family: Family) -> Keys:
+    name, default = ("layer_norm_eps", 1e-5) if architecture.layer_norms else ("rms_norm_eps", 1e-6)
     theta = c.full_rotation().get("rope_theta", family.rope_freq_base)
     keys: Keys = {
         "context_length": sizes.context_length,
@@ -118,13 +126,15 @@ def _common(c: Given, sizes: Sizes, family: Family) -> Keys:
         "feed_forward_length": sizes.feed_forward_length,
         "attention.head_count": sizes.head_count,
         "attention.head_count_kv": sizes.head_count_kv,
-        "attention.layer_norm_rms_epsilon": c.real("rms_norm_eps", 1e-6),
+        eps_key(architecture): c.real(name, default),
         "rope.freq_base": c.number("rope_theta", theta),
     }
     width = sizes.head_width
     if width * sizes.head_count != sizes.embedding_length or c.values.get("head_dim"):
         keys |= {"attention.key_length": width, "attention.value_length": width}
-    return keys
+    usual = {"rope.freq_base": ROPE_FREQ_BASE, "attention.head_count_kv": sizes.head_count}
+    gone = [key for key in family.left_out if keys[key] == usual[key]]
+    return {key: value for key, value in keys.items() if key not in gone}
 
 
 def _expert_keys(sizes: Sizes) -> Keys:

@@ -11,8 +11,9 @@ from packtrain.convert.safetensors import Stored
 from packtrain.errors import InputError
 from packtrain.models.arch.architecture import Family
 from packtrain.models.config import Config
-from packtrain.models.transformer import block_shapes
+from packtrain.models.shapes import POSITIONS, block_shapes
 
+HEAD = "lm_head."
 PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 
@@ -20,8 +21,10 @@ PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 class Tensor:
     """A tensor to write: `sources` of the checkpoint, stacked if there are several.
 
-    turned  number of heads whose rows are permuted from halves to pairs, 0 for none
-    shift   added to every value
+    turned      number of heads whose rows are permuted from halves to pairs, 0 for none
+    shift       added to every value
+    transposed  the source has columns instead of rows
+    spans       rows of the source in the order of the file, each (from, to); none: as they are
     """
 
     name: str
@@ -29,23 +32,29 @@ class Tensor:
     stacked: bool = False
     turned: int = 0
     shift: float = 0.0
+    transposed: bool = False
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        one = self.sources[0].shape
+        one = self.sources[0].shape[:: -1 if self.transposed else 1]
         return (len(self.sources), *one) if self.stacked else one
 
     def values(self) -> Iterator[np.ndarray]:
         """The values of the sources in order as f32, some rows at a time; heads are not split."""
         for source in self.sources:
-            array = source.array()
+            array = source.array().T if self.transposed else source.array()
             head = len(array) // self.turned if self.turned else 1
             step = max(PART * len(array) // (array.size * head), 1) * head
-            for start in range(0, len(array), step):
-                rows = quant.dequantize(array[start : start + step])
+            for start, end in self._parts(len(array), step):
+                rows = quant.dequantize(np.ascontiguousarray(array[start:end]))
                 if self.turned:
                     rows = paired(rows, len(rows) // head)
                 yield rows + np.float32(self.shift) if self.shift else rows
+
+    def _parts(self, count: int, step: int) -> Iterator[tuple[int, int]]:
+        for first, last in self.spans or ((0, count),):
+            yield from ((at, min(at + step, last)) for at in range(first, last, step))
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -63,8 +72,15 @@ def halved(rows: np.ndarray, heads: int) -> np.ndarray:
 class _Found:
     """The tensors of a checkpoint that have not been used yet."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.folder, self.tensors = checkpoint.folder, dict(checkpoint.tensors)
+    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
+        self.folder, prefix = checkpoint.folder, family.names.prefix
+        self.tensors = dict[str, Stored]()
+        for name, stored in checkpoint.tensors.items():
+            for other, usual in family.same.items():
+                name = name.replace(f".{other}.", f".{usual}.")
+            if not (family.unused and name.endswith(family.unused)):
+                there = name.startswith((prefix, HEAD))
+                self.tensors[name if there else prefix + name] = stored
 
     def take(self, name: str, shape: tuple[int, ...]) -> Stored:
         stored = self.tensors.pop(name, None)
@@ -77,48 +93,100 @@ class _Found:
         return stored
 
     def check_empty(self) -> None:
-        if self.tensors:
-            name, stored = next(iter(self.tensors.items()))
+        left = {n: stored for n, stored in self.tensors.items() if not _is_nothing(n, stored)}
+        if left:
+            stored = next(iter(left.values()))
             raise InputError(
-                f"{stored.path}: tensor {name} is not part of the model that config.json describes"
-                f" ({len(self.tensors)} such tensors)"
+                f"{stored.path}: tensor {stored.name} is not part of the model that config.json describes"
+                f" ({len(left)} such tensors)"
             )
+
+
+def _is_nothing(name: str, stored: Stored) -> bool:
+    """Whether a tensor is a bias of zeros, as some checkpoints have where the model has none."""
+    vector = name.endswith(".bias") and len(stored.shape) == 1
+    return vector and not quant.dequantize(stored.array()).any()
 
 
 def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[Tensor]:
     """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
-    found, width = _Found(checkpoint), config.embedding_length
-    embedding = found.take("model.embed_tokens.weight", (config.vocab_size, width))
+    found, width, names = _Found(checkpoint, family), config.embedding_length, family.names
+    embedding = found.take(f"{names.prefix}{names.embedding}.weight", (config.vocab_size, width))
     tensors = [Tensor("token_embd.weight", (embedding,))]
+    if names.positions:
+        learned = f"{names.prefix}{names.positions}.weight", (config.context_length, width)
+        tensors.append(Tensor(POSITIONS, (found.take(*learned),)))
     for i in range(config.block_count):
         tensors += _block(found, i, config, family)
-    norm = found.take("model.norm.weight", (width,))
-    tensors.append(Tensor("output_norm.weight", (norm,), shift=family.norm_shift))
+    norm = f"{names.prefix}{names.norm}"
+    tensors += _both(found, norm, "output_norm", (width,), config, family.norm_shift)
     if config.tied:
-        found.tensors.pop("lm_head.weight", None)  # some folders repeat the embedding
+        found.tensors.pop(f"{HEAD}weight", None)  # some folders repeat the embedding
     else:
-        head = found.take("lm_head.weight", (config.vocab_size, width))
-        tensors.append(Tensor("output.weight", (head,)))
+        tensors += _both(found, HEAD[:-1], "output", (config.vocab_size, width), config)
     found.check_empty()
     return tensors
+
+
+def _both(
+    found: _Found,
+    module: str,
+    name: str,
+    shape: tuple[int, ...],
+    config: Config,
+    shift: float = 0.0,
+) -> Iterator[Tensor]:
+    """A weight, and its bias if the model has it."""
+    yield Tensor(f"{name}.weight", (found.take(f"{module}.weight", shape),), shift=shift)
+    if f"{name}.bias" in config.optional:
+        yield Tensor(f"{name}.bias", (found.take(f"{module}.bias", shape[:1]),))
 
 
 def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
     """The tensors of a block: weights and biases, then those of its experts."""
     shapes, turned = block_shapes(config), {} if family.pairs else turned_heads(config)
+    at = f"{family.names.prefix}{family.names.blocks}.{i}"
     for module, part in family.block.items():
         for kind in ("weight", "bias"):
-            shape = shapes.get(f"{part}.{kind}")
-            if shape is not None:
-                stored = found.take(f"model.layers.{i}.{module}.{kind}", shape)
-                shift = family.norm_shift if kind == "weight" and len(shape) == 1 else 0.0
-                name = f"blk.{i}.{part}.{kind}"
-                yield Tensor(name, (stored,), turned=turned.get(part, 0), shift=shift)
+            shape, name = shapes.get(f"{part}.{kind}"), f"{part}.{kind}"
+            if shape is None:
+                continue
+            if "{}" in module:
+                yield _stacked(found, f"{at}.{module}.{kind}", f"blk.{i}.{name}", shape)
+                continue
+            across = family.transposed and len(shape) > 1
+            stored = found.take(f"{at}.{module}.{kind}", shape[:: -1 if across else 1])
+            yield Tensor(
+                f"blk.{i}.{name}",
+                (stored,),
+                turned=turned.get(part, 0),
+                shift=family.norm_shift if kind == "weight" and len(shape) == 1 else 0.0,
+                transposed=across,
+                spans=_ungrouped(config) if family.grouped and part == "attn_qkv" else (),
+            )
     for module, part in family.experts.matrices.items() if family.experts else ():
-        count, *matrix = shapes[f"{part}.weight"]
-        names = (f"model.layers.{i}.{module.format(e)}.weight" for e in range(count))
-        taken = tuple(found.take(name, tuple(matrix)) for name in names)
-        yield Tensor(f"blk.{i}.{part}.weight", taken, stacked=True)
+        yield _stacked(
+            found, f"{at}.{module}.weight", f"blk.{i}.{part}.weight", shapes[f"{part}.weight"]
+        )
+
+
+def _stacked(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor from those of each expert or head, whose number is {} in their names."""
+    count, *one = shape
+    taken = tuple(found.take(source.format(n), tuple(one)) for n in range(count))
+    return Tensor(name, taken, stacked=True)
+
+
+def _ungrouped(config: Config) -> tuple[tuple[int, int], ...]:
+    """Spans of rows of attn_qkv: all queries, all keys, all values, from groups of those that belong together."""
+    d, groups = config.head_width, config.head_count_kv
+    each = config.head_count // groups + 2
+    parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # of a group, in heads
+    return tuple(
+        ((g * each + first) * d, (g * each + last) * d)
+        for first, last in parts
+        for g in range(groups)
+    )
 
 
 def turned_heads(config: Config) -> dict[str, int]:

@@ -36,6 +36,7 @@ SERIAL = 1 << 15  # elements below which a parallel region costs more than it sa
 
 i64, f32, void = types.int64, types.float32, types.void
 a3, a2, a1, i1 = f32[:, :, ::1], f32[:, ::1], f32[::1], types.int32[::1]
+bias1 = types.Array(types.float32, 1, "C", readonly=True)
 chunk_of_rows = types.Tuple((i64, f32, i64, i64, i64, i64))  # lse, cap, counted, after, half, rows
 
 
@@ -160,14 +161,24 @@ def project(logits, x, kind, w, half, rows, start, stop):
         multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V, half)
 
 
-@kernel(void(a1, a1, i64, a2, i1, f32, i64, i64))
-def row_lse(losses, right, lse, logits, targets, cap, counted, i):
+@kernel(void(i64, i64, i64))
+def add_to(x, y, count):
+    """x += y, `count` f32 at addresses."""
+    for i in range(0, count, LANES):
+        store_part(x, i, load_part(x, i, count - i) + load_part(y, i, count - i), count - i)
+
+
+@kernel(void(a1, a1, i64, a2, bias1, i1, f32, i64, i64))
+def row_lse(losses, right, lse, logits, bias, targets, cap, counted, i):
     """The loss of row counted[i], whether its target has the largest logit, and its log-sum-exp to lse[i].
 
+    The row gets the bias, if there is one, first.
     With a cap, the row is capped here, after its largest value was found: very large logits become equal.
     """
     row, V = i64(peek(counted, i)), logits.shape[1]
     target = i64(targets[row])
+    if bias.size:
+        add_to(address(logits, i * V), address(bias, 0), V)
     if right.size:
         right[row] = f32(logits[i, target] >= highest(address(logits, i * V), V))
     if cap > 0:
@@ -183,9 +194,12 @@ def slices_in_part(size, width, parts):
     return -(-slices // parts)
 
 
-@kernel(void(a2, a2, a2, i1, a1, chunk_of_rows, i64, i64))
-def slice_back(dw, logits, x, targets, weights, chunk, start, stop):
-    """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x."""
+@kernel(void(a2, a1, a2, a2, i1, a1, chunk_of_rows, i64, i64))
+def slice_back(dw, db, logits, x, targets, weights, chunk, start, stop):
+    """Columns start:stop of d_logits, written over logits, and from them dw[start:stop] (+)= d_logits.T @ x.
+
+    db[start:stop] += the sum of their rows.
+    """
     C, V, (lse, cap, counted, after, half, rows) = x.shape[1], logits.shape[1], chunk
     for i in range(rows):
         row = i64(peek(counted, i))
@@ -196,6 +210,9 @@ def slice_back(dw, logits, x, targets, weights, chunk, start, stop):
         probabilities(columns, columns, stop - start, peek(lse, i), weight, cap)
         if hit:
             poke(at, target, peek(at, target) - weight * (f32(1.0) - capped * capped))
+    if db.size:
+        for i in range(rows):
+            add_to(address(db, start), address(logits, i * V + start), stop - start)
     if dw.size:
         at, x_at, out = address(logits, start), address(x, 0), address(dw, start * C)
         sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, after, out, C, half)
@@ -214,15 +231,15 @@ def add_slice(sums, logits, kind, w, half, rows, number, add, start, stop):
         multiply_back(kind, rows, columns, C, 0, C, at, V, w_at, nbytes, add, out, C, half)
 
 
-@kernel(void(a2, a2, a3, a2, a2, i64, packed2, i1, a1, chunk_of_rows, i64, i64))
-def part_back(dx, dw, sums, logits, x, kind, w, targets, weights, chunk, width, number):
-    """All that follows from one of the parts of V: its d_logits, dw, and its share of dx, by slices of `width`."""
+@kernel(void(a2, a2, a1, a3, a2, a2, i64, packed2, i1, a1, chunk_of_rows, i64, i64))
+def part_back(dx, dw, db, sums, logits, x, kind, w, targets, weights, chunk, width, number):
+    """All that follows from one of the parts of V: its d_logits, dw, db, and its share of dx, by slices of `width`."""
     V, half, rows = logits.shape[1], chunk[4], chunk[5]
     wide = slices_in_part(V, width, sums.shape[0]) * width
     first = number * wide
     for start in range(first, min(first + wide, V), width):
         stop = min(start + width, V)
-        slice_back(dw, logits, x, targets, weights, chunk, start, stop)
+        slice_back(dw, db, logits, x, targets, weights, chunk, start, stop)
         if dx.size:
             add_slice(sums, logits, kind, w, half, rows, number, start > first, start, stop)
 
@@ -266,16 +283,16 @@ def parts(size, most, least, unit):
     return -(-size // max(width, 1)), width
 
 
-@kernel(void(a1, a1, a1, a2, a2, a2, a2, a3, a2, i64, packed2, i1, a1, f32, i64))
+@kernel(void(a1, a1, a1, a2, a2, a1, a2, a2, a3, a2, i64, packed2, bias1, i1, a1, f32, i64))
 def linear_cross_entropy(
-    loss, losses, right, dx, dw, logits, some, sums, x, kind, w, targets, weights, cap, half
-):
+    loss, losses, right, dx, dw, db, logits, some, sums, x, kind, w, bias, targets, weights, cap, half,
+):  # fmt: skip
     """The loss of the head and, if they are not empty: whether each target is likeliest; gradients at d_loss = 1.
 
-    losses = logsumexp(z) - z[target], loss = sum(weights * losses), z = x w^T, with a cap cap * tanh(z / cap)
+    losses = logsumexp(z) - z[target], loss = sum(weights * losses), z = x w^T + bias, with a cap cap * tanh(z / cap)
     Rows without a target are left out: the others are gathered, `chunk` at a time.
 
-        x, dx (N, C), w, dw (V, C), losses, right, targets int32, weights (N,), loss (1,)
+        x, dx (N, C), w, dw (V, C), bias, db (V,) or empty, losses, right, targets int32, weights (N,), loss (1,)
         logits (chunk, V), some (chunk, C), sums (parts of V, chunk, C): workspace
         w u8 (V, row bytes), of a kind of `dequantize`
     dx is summed by parts of V, whose number does not depend on that of threads.
@@ -284,7 +301,7 @@ def linear_cross_entropy(
     V, N = w.shape[0], x.shape[0]
     chunk, lse, counted = min(logits.shape[0], MOST_ROWS), scratch(MOST_ROWS), scratch(MOST_ROWS)
     _, width = parts(V, MOST_COLUMNS, LEAST_COLUMNS, LANES)
-    for zeros in (losses, right):
+    for zeros in (losses, right, db):
         fill_zero(address(zeros, 0), zeros.size)
     fill_zero(address(dx, 0), dx.size)
     after, at = 0, 0
@@ -294,10 +311,10 @@ def linear_cross_entropy(
             break
         each(move_row, (some, x, counted), rows)
         spans(project, (logits, some, kind, w, half, rows), V, width)
-        each(row_lse, (losses, right, lse, logits, targets, cap, counted), rows)
-        if dx.size + dw.size > 0:
+        each(row_lse, (losses, right, lse, logits, bias, targets, cap, counted), rows)
+        if dx.size + dw.size + db.size > 0:
             wide = slices_in_part(V, width, sums.shape[0]) * width
-            given = dx, dw, sums, logits, some, kind, w, targets, weights
+            given = dx, dw, db, sums, logits, some, kind, w, targets, weights
             kept = lse, cap, counted, after, half, rows
             each(part_back, (*given, kept, width), -(-V // wide))
         if dx.size:

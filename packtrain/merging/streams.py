@@ -15,6 +15,7 @@ from packtrain.dtypes import Dtype, dtype_of, f32, i32
 from packtrain.graph import Graph
 from packtrain.merging.feedback import product
 from packtrain.models import transformer
+from packtrain.models.block import block
 from packtrain.models.file import ModelFile
 from packtrain.models.part import Weights
 from packtrain.placing import place
@@ -82,7 +83,7 @@ class Streams:
         self.graphs = Graphs.of(adapted, types, self.shape)
         self.real = [~padding(batch) for batch in batches]
         embed = self._run(self.graphs.embedding())
-        self.z = [embed({"tokens": batch["tokens"]})["z"] for batch in batches]
+        self.z = [embed({n: batch[n] for n in embed.inputs})["z"] for batch in batches]
         self.x = [z.copy() for z in self.z]
 
     def _run(self, graph: Graph):  # type: ignore[no-untyped-def]
@@ -172,8 +173,8 @@ class Graphs:
         return cls(adapted, x, bare | changed, own, shape)
 
     def embedding(self) -> Graph:
-        tokens = input("tokens", self.shape, i32)
-        return Graph({"z": transformer.embedding(self.adapted.config, self.z, tokens)})
+        tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
+        return Graph({"z": transformer.embedding(self.adapted.config, self.z, tokens, pos)})
 
     def block(self, i: int) -> Block:
         config, time = self.adapted.config, self.shape[-1]
@@ -185,8 +186,8 @@ class Graphs:
 
         wide = (*self.shape, config.embedding_length)
         ins = {name: input(name, wide, f32) for name in ("x", "z")}
-        x = transformer.block(config, self.x, i, ins["x"], tables, attend)
-        z = transformer.block(config, self.z, i, ins["z"], tables, attend)
+        x = block(config, self.x, i, ins["x"], tables, attend)
+        z = block(config, self.z, i, ins["z"], tables, attend)
         return Block(_sites(x, z, self.own, config.expert_count), x, z)
 
 

@@ -9,6 +9,7 @@ from packtrain.models.cache import lines
 from packtrain.models.config import Config
 from packtrain.models.part import Weights
 from packtrain.models.rounding import rounded
+from packtrain.models.shapes import HEAD_BIAS
 from packtrain.models.transformer import (
     for_head,
     head,
@@ -104,7 +105,7 @@ def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> T
     targets, weights = input("targets", (count,), i32), input("weights", (count,))
     cap, how = config.final_softcap, config.precision
     _, losses, *_ = ops.linear_cross_entropy(
-        x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how
+        x, head(w), targets, weights, w.get(HEAD_BIAS), chunk=chunk, softcap=cap, precision=how
     )
     return losses
 

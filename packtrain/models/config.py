@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from packtrain.errors import InputError
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.arch.architecture import Architecture, Sizes
 from packtrain.models.lora import Lora
@@ -124,6 +125,20 @@ class Config(Sizes):
     def traits(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
 
+    def has(self, part: str) -> bool:
+        """Whether the blocks have this weight, which other models of the architecture may lack."""
+        return f"{part}.weight" in self.optional
+
+    @property
+    def fused(self) -> bool:
+        """Whether queries, keys and values are one matrix."""
+        return self.traits.fused or self.has("attn_qkv")
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and feed-forward read the same, and both are added to it."""
+        return self.traits.parallel and not self.has(self.traits.ffn_norm)
+
     @property
     def rope_width(self) -> int:
         """How many elements of a head are rotated."""
@@ -147,11 +162,14 @@ class Config(Sizes):
 
     def rope_of(self, block: int) -> Rope | None:
         """How that block rotates queries and keys, or None if it does not."""
-        pause, scaling = self.traits.rope_pause, self.rope_scaling
-        if pause and (block + 1) % pause == 0:
+        traits, scaling, near = self.traits, self.rope_scaling, self.window_of(block)
+        paused = traits.rope_pause and (block + 1) % traits.rope_pause == 0
+        if traits.learned_positions or paused or (traits.windows_turn and self.window and not near):
             return None
+        if traits.windows_plain and near:
+            return Rope(self.rope_freq_base)
         base, divisor = self.rope_freq_base, scaling.divisor
-        if self.rope_freq_base_swa and self.window_of(block):
+        if self.rope_freq_base_swa and near:
             base, divisor = self.rope_freq_base_swa, 1.0
         blend = scaling.blend(self.rope_width, base, self.original_context)
         return Rope(base, divisor, blend, scaling.magnitude(divisor))
@@ -165,8 +183,18 @@ class Config(Sizes):
             "attn_q": ("attn_qkv", 0, q), "attn_k": ("attn_qkv", q, kv), "attn_v": ("attn_qkv", q + kv, kv),
         }  # fmt: skip
         feed_forward = {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
-        found = attention if self.traits.fused else {}
+        found = attention if self.fused else {}
         return found | (feed_forward if self.traits.fused_ffn else {})
+
+
+def check_positions(config: Config, ctx: int | None) -> None:
+    """Raise InputError if a context is longer than the positions that the model has learned."""
+    own = config.context_length
+    if ctx is not None and ctx > own and config.traits.learned_positions:
+        raise InputError(
+            f"--ctx {ctx:,}: a {config.architecture} has learned its positions, and this one only {own:,};"
+            " give at most that"
+        )
 
 
 PRESETS = {

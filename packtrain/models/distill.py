@@ -6,6 +6,7 @@ With q the model's and p the teacher's probabilities at temperature T, p among i
 
 Hinton et al. 2015, arXiv 1503.02531. The sum differs from the loss of one target by a product: with z = x @ head.T,
 -(sum p log q) = -log q(y) + x · (head[y] - sum of p head), so that logits are computed once, in chunks, by the head.
+A bias of the head adds the same of its own.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from packtrain.dtypes import i32
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.part import Weights
+from packtrain.models.shapes import HEAD_BIAS
 from packtrain.models.transformer import Loss
 from packtrain.tensor import Tensor, input, named
 
@@ -38,26 +40,23 @@ class Distill:
 
     def loss(self, config: Config, w: Weights, made: Loss, chunk: int) -> Tensor:
         """The loss (). Adds inputs `teacher_ids` i32 and `teacher_parts`, (B, top + 1, T), see `parts`."""
-        (rows, time, _), head = made.x.shape, transformer.head(w)
+        (rows, time, _), head, bias = made.x.shape, transformer.head(w), w.get(HEAD_BIAS)
         shape = (rows, self.top + 1, time)
-        ids, parts, mixed = input(IDS, shape, i32), input(PARTS, shape), None
-        for at in range(self.top + 1):
-            chosen, part = (
-                ops.cont(ops.narrow(t, axis=1, start=at, length=1)) for t in (ids, parts)
-            )
-            row = ops.get_rows(head, ops.reshape(chosen, shape=(rows, time)))
-            row = ops.mul(row, ops.reshape(part, shape=(rows, time, 1)))
-            mixed = row if mixed is None else ops.add(mixed, row)
-        assert mixed is not None
+        counted = input(IDS, shape, i32), input(PARTS, shape)
+        mixed = _mixed(head, *counted)
         apart = ops.reshape(ops.sum_rows(ops.mul(made.x, mixed)), shape=(rows, time))
+        if bias is not None:
+            column = ops.reshape(bias, shape=(*bias.shape, 1))
+            of_bias = ops.reshape(_mixed(column, *counted), shape=(rows, time))
+            apart = ops.add(apart, of_bias)
         apart = ops.sum(ops.mul(apart, made.weights))
         by = self.weight
         if self.temperature == 1:
             return named("loss", ops.add(made.loss, ops.scale(apart, by=by)))
         t = self.temperature
         sharp = ops.linear_cross_entropy(
-            ops.scale(made.x, by=1 / t), head, made.targets, made.weights, chunk=chunk,
-            precision=config.precision,
+            ops.scale(made.x, by=1 / t), head, made.targets, made.weights,
+            None if bias is None else ops.scale(bias, by=1 / t), chunk=chunk, precision=config.precision,
         )[0]  # fmt: skip
         soft = ops.scale(ops.add(sharp, ops.scale(apart, by=1 / t)), by=by * t**2)
         return named("loss", soft if by == 1 else ops.add(soft, ops.scale(made.loss, by=1 - by)))
@@ -70,6 +69,18 @@ class Distill:
         e = np.exp((logits - logits[:, :1]).astype(np.float64) / self.temperature)
         p = e / e.sum(-1, keepdims=True)
         return np.concatenate((np.ones((len(p), 1)), -p), -1).astype(np.float32)
+
+
+def _mixed(table: Tensor, ids: Tensor, parts: Tensor) -> Tensor:
+    """Of each target, the sum of rows of a table (V, N), as much as each counts: (B, T, N)."""
+    (rows, count, time), mixed = ids.shape, None
+    for at in range(count):
+        chosen, part = (ops.cont(ops.narrow(t, axis=1, start=at, length=1)) for t in (ids, parts))
+        row = ops.get_rows(table, ops.reshape(chosen, shape=(rows, time)))
+        row = ops.mul(row, ops.reshape(part, shape=(rows, time, 1)))
+        mixed = row if mixed is None else ops.add(mixed, row)
+    assert mixed is not None
+    return mixed
 
 
 def reading(

@@ -148,7 +148,8 @@ def save_model(
         )
 
     def deferred(tensor: str, shape: tuple[int, ...]) -> Deferred:
-        stored = DTYPES[dtype] if len(shape) > 1 else f32
+        matrix = len(shape) > 1 and not tensor.endswith("_norm.weight")
+        stored = DTYPES[dtype] if matrix else f32
         return Deferred(
             stored, shape, lambda: _stored(path, tensor, weights(tensor), shape, stored)
         )

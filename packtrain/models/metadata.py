@@ -22,9 +22,10 @@ MOST = 2**31 - 1  # ids, positions and sizes are i32
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
 MOST_EXPERTS = 512  # as in llama.cpp
 ROPE_FREQ_BASE = 10_000.0  # the default
+RMS_EPS, EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 SHARED = [
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
+    RMS_EPS, "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 ]  # fmt: skip
@@ -91,7 +92,12 @@ class Keys:
 
     def check(self) -> None:
         """Raise InputError for a key that changes the computation and is not supported."""
-        known = {*SHARED, *self.architecture.keys, *self.architecture.ignored}
+        known = {
+            *SHARED,
+            *self.architecture.keys,
+            *self.architecture.ignored,
+            eps_key(self.architecture),
+        }
         prefix = f"{self.architecture.name}."
         for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
             own = self.architecture.neutral
@@ -108,8 +114,6 @@ def read(gguf: GGUF) -> Config:
     keys = Keys(gguf)
     keys.check()
     blocks = keys.size("block_count")
-    if blocks == keys.architecture.refused_blocks:
-        raise keys.wrong("block_count", blocks, "another: windows are not supported here")
     heads = keys.size("attention.head_count")
     config = Config(
         vocab_size=_vocabulary_size(gguf),
@@ -120,7 +124,7 @@ def read(gguf: GGUF) -> Config:
         head_count=heads,
         head_count_kv=keys.size("attention.head_count_kv", heads),
         rope_freq_base=keys.real("rope.freq_base", ROPE_FREQ_BASE),
-        rms_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        rms_eps=keys.real(eps_key(keys.architecture)),
         tied=_tied(gguf, keys.architecture),
         architecture=keys.architecture.name,
         optional=_optional(gguf, keys.architecture),
@@ -139,6 +143,11 @@ def read(gguf: GGUF) -> Config:
     _check_widths(keys, config)
     _check_heads(keys, config)
     return config
+
+
+def eps_key(architecture: Architecture) -> str:
+    """The key of what norms add to a mean of squares."""
+    return EPS if architecture.layer_norms else RMS_EPS
 
 
 def _vocabulary_size(gguf: GGUF) -> int:
@@ -203,7 +212,7 @@ def _heads(keys: Keys, heads: int) -> dict[str, Any]:
 
 def _windows(keys: Keys) -> dict[str, Any]:
     """Sliding windows, for architectures that have them."""
-    if WINDOWS not in keys.architecture.keys:
+    if not keys.architecture.windowed(keys.size("block_count")):
         return {}
     pattern = keys.get(WINDOWS)
     if isinstance(pattern, np.ndarray) and len(pattern) >= keys.size("block_count"):
@@ -289,8 +298,10 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
     }
     reals = {
         "rope.freq_base": config.rope_freq_base,
-        "attention.layer_norm_rms_epsilon": config.rms_eps,
+        eps_key(config.traits): config.rms_eps,
     }
+    if config.traits.learned_positions:
+        del sizes["rope.dimension_count"], reals["rope.freq_base"]
     if config.key_length is not None:
         sizes |= dict.fromkeys(
             ("attention.key_length", "attention.value_length"), config.key_length
@@ -303,16 +314,22 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
     if EXPERT_WIDTH in config.traits.keys:
         sizes[EXPERT_WIDTH] = config.expert_width
     return {
-        "general.architecture": Value("string", arch),
-        "general.type": Value("string", "model"),
-        "general.name": Value("string", name),
-        "general.file_type": Value("u32", DTYPES[dtype].file_type),
-        "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
+        **_general(arch, name, dtype),
         **{f"{arch}.{key}": Value("u32", size) for key, size in sizes.items()},
         **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},
         **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
         **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},
         **{f"{arch}.{key}": value for key, value in _factor_keys(config).items()},
+    }
+
+
+def _general(architecture: str, name: str, dtype: str) -> dict[str, Value]:
+    return {
+        "general.architecture": Value("string", architecture),
+        "general.type": Value("string", "model"),
+        "general.name": Value("string", name),
+        "general.file_type": Value("u32", DTYPES[dtype].file_type),
+        "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
     }
 
 
@@ -335,7 +352,7 @@ def _scaling_keys(config: Config, scaling: RopeScaling) -> dict[str, Value]:
 
 def _window_keys(config: Config) -> dict[str, Value]:
     own, pattern = config.traits.keys, config.window_pattern
-    if WINDOWS not in own:
+    if not config.traits.windowed(config.block_count):
         return {}
     keys = {"attention.sliding_window": Value("u32", config.window)}
     if pattern != own[WINDOWS]:

@@ -13,18 +13,17 @@ from typing import TypedDict
 import numpy as np
 
 from packtrain import ops
-from packtrain.dtypes import Dtype, bf16, f32, i32, i64
+from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models import written
+from packtrain.models.block import Attend, Tables, block, normalized
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
-from packtrain.models.part import Part, Weights
+from packtrain.models.part import Weights
 from packtrain.models.rounding import product, rounded
+from packtrain.models.shapes import HEAD_BIAS, POSITIONS, shapes
 from packtrain.tensor import Tensor, constant, input, named, weight
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
-Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
-Shapes = dict[str, tuple[int, ...]]
 
 
 class Rule(TypedDict):
@@ -40,58 +39,12 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
 
     LoRA adapters come last.
     """
-    c = config.embedding_length
-    shapes: Shapes = {"token_embd.weight": (config.vocab_size, c)}
-    factors = [name for name in config.optional if name.startswith("rope_")]
-    block = block_shapes(config)
-    for i in range(config.block_count):
-        shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
-    shapes["output_norm.weight"] = (c,)
-    if not config.tied:
-        shapes["output.weight"] = (config.vocab_size, c)
-    shapes |= dict.fromkeys(factors, (config.rope_width // 2,))
-    if config.lora is not None:
-        shapes |= dict(config.lora.shapes(shapes, config.block_count))
     return {
-        name: weight(name, shape, types.get(name, f32), "table" if name in factors else "weight")
-        for name, shape in shapes.items()
+        name: weight(
+            name, shape, types.get(name, f32), "table" if name.startswith("rope_") else "weight"
+        )
+        for name, shape in shapes(config).items()
     }
-
-
-def block_shapes(config: Config) -> Shapes:
-    """Shapes of the weights of a block by their names within it, each followed by its bias if there is one."""
-    shapes: Shapes = {}
-    for name, shape in (_attention_shapes(config) | _feed_forward_shapes(config)).items():
-        shapes[f"{name}.weight"] = shape
-        if f"{name}.bias" in config.optional:
-            shapes[f"{name}.bias"] = shape[:1]
-    return shapes
-
-
-def _attention_shapes(config: Config) -> Shapes:
-    c, d, traits = config.embedding_length, config.head_width, config.traits
-    q, kv = config.head_count * d, config.head_count_kv * d
-    apart: Shapes = {"attn_q": (q, c), "attn_k": (kv, c), "attn_v": (kv, c)}
-    shapes: Shapes = {"attn_norm": (c,)} if traits.pre_norms else {}
-    shapes |= {"attn_qkv": (q + 2 * kv, c)} if traits.fused else apart
-    shapes |= {"attn_q_norm": (d,), "attn_k_norm": (d,)} if traits.head_norms else {}
-    shapes |= {"attn_q_norm": (q,), "attn_k_norm": (kv,)} if traits.whole_norms else {}
-    shapes["attn_output"] = (c, q)
-    return shapes | ({"post_attention_norm": (c,)} if traits.post_norms else {})
-
-
-def _feed_forward_shapes(config: Config) -> Shapes:
-    c, f, e, traits = (
-        config.embedding_length, config.expert_width, config.expert_count, config.traits
-    )  # fmt: skip
-    shapes: Shapes = {traits.ffn_norm: (c,)} if traits.pre_norms else {}
-    if e:
-        exps: Shapes = {"ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
-        exps["ffn_down_exps"] = (e, c, f)
-        return shapes | {"ffn_gate_inp": (e, c)} | exps
-    shapes |= {"ffn_up": (2 * f, c)} if traits.fused_ffn else {"ffn_gate": (f, c), "ffn_up": (f, c)}
-    shapes["ffn_down"] = (c, f)
-    return shapes | ({"post_ffw_norm": (c,)} if traits.post_norms else {})
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -106,7 +59,8 @@ def initialise(
 ) -> None:
     """Initialize weights in place: at(name, fill) calls fill(array) for each weight in turn.
 
-    Normal with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms are 1.
+    Normal with deviation 0.02, divided by sqrt(2 blocks) for projections into the residual stream; norms are 1,
+    biases 0.
     """
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
@@ -117,87 +71,10 @@ def initialise(
             rng.standard_normal(dtype=np.float32, out=array)
             array *= deviation
 
-        at(name, normal if len(leaf.shape) > 1 else lambda array: array.fill(1))
+        def even(array: np.ndarray, value: int = 0 if name.endswith(".bias") else 1) -> None:
+            array.fill(value)
 
-
-@dataclass(frozen=True, slots=True)
-class Block(Part):
-    """Builds one block, and names its activations."""
-
-    def named(self, name: str, tensor: Tensor) -> Tensor:
-        return named(f"blk.{self.number}.{name}", tensor)
-
-    def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
-        """x @ weight.T (+ bias) (+ acc)."""
-        return self.named(name, self.product(name, x, acc))
-
-    def saved(self, x: Tensor) -> Tensor:
-        """x as the backward pass will read it: all read the rounded value, so that recomputation changes no bit."""
-        return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return self.named(name, ops.rms_norm(x, self.weight(name), eps=self.config.rms_eps))
-
-    def heads(self, name: str, x: Tensor, count: int) -> Tensor:
-        """x @ weight.T by heads, (..., count, D)."""
-        y = self.linear(name, x)
-        if self.config.traits.whole_norms and name != "attn_v":
-            y = self.norm(f"{name}_norm", self.saved(y))
-        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
-
-    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm("attn_q_norm", self.saved(q)), self.norm("attn_k_norm", self.saved(k))
-
-    def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
-        """h + x @ weight.T, normalized or scaled before the sum if the model does so."""
-        if self.config.residual_scale:
-            return ops.add(ops.scale(self.linear(name, x), by=self.config.residual_scale), h)
-        if not self.config.traits.post_norms:
-            return self.linear(name, x, h)
-        return ops.add(self.norm(norm, self.saved(self.linear(name, x))), h)
-
-
-def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend: Attend) -> Tensor:
-    """One transformer block: h (..., C) -> (..., C)."""
-    part, traits = Block(config, w, i), config.traits
-    x = part.saved(part.norm("attn_norm", h)) if traits.pre_norms else h
-    q = part.heads("attn_q", x, config.head_count)
-    k = part.heads("attn_k", x, config.head_count_kv)
-    v = part.heads("attn_v", x, config.head_count_kv)
-    if traits.head_norms and not traits.late_norms:
-        q, k = part.norm_heads(q, k)
-    rope = config.rope_of(i)
-    if rope is not None:
-        for_q, for_k = tables[rope]
-        q = part.named("q_rope", ops.rope(q, for_q, neox=traits.halves))
-        k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
-    if traits.late_norms:
-        q, k = part.norm_heads(q, k)
-    y = attend(i, *map(part.saved, (q, k, v)))
-    y = ops.reshape(y, shape=(*h.shape[:-1], config.head_count * config.head_width))
-    return feed_forward(part, part.join("attn_output", y, "post_attention_norm", h))
-
-
-def feed_forward(part: Block, h: Tensor) -> Tensor:
-    """The second half of a block: h (..., C) -> (..., C)."""
-    traits = part.config.traits
-    x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
-    if part.config.expert_count:
-        return part.named("ffn_experts", mixture(part, x, h))
-    gate, up = (part.saved(part.linear(name, x)) for name in ("ffn_gate", "ffn_up"))
-    name, gated = ("ffn_geglu", ops.geglu) if traits.gelu else ("ffn_swiglu", ops.swiglu)
-    y = part.named(name, gated(gate, up))
-    return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
-
-
-def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
-    """h plus the output of the experts for x, with their LoRA adapters."""
-    names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
-    choose, gate, up, down = map(part.weight, names.values())
-    found = {short: part.low(name) for short, name in names.items()}
-    low = {short: addition for short, addition in found.items() if addition is not None}
-    used = part.config.expert_used_count
-    return ops.experts(x, choose, gate, up, down, h, used=used, low=low)
+        at(name, normal if len(leaf.shape) > 1 else even)
 
 
 def rope_tables(
@@ -233,8 +110,8 @@ def rope_table(
     return named("rope_table", table)
 
 
-def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
-    """The embeddings of tokens (...), with their LoRA adapter if there is one, (..., C)."""
+def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor:
+    """The embeddings of tokens (...), with their LoRA adapter if there is one, and of their positions, (..., C)."""
     h = ops.get_rows(w[EMBEDDING], tokens)
     a, lora = w.get(EMBEDDING + A), config.lora
     if a is not None and lora is not None:
@@ -245,6 +122,8 @@ def embedding(config: Config, w: Weights, tokens: Tensor) -> Tensor:
         h = ops.scale(h, by=config.embedding_length**0.5)
     if config.embedding_scale:
         h = ops.scale(h, by=config.embedding_scale)
+    if config.traits.learned_positions:
+        h = ops.add(h, ops.get_rows(w[POSITIONS], pos))
     return named("token_embd", h)
 
 
@@ -253,7 +132,7 @@ def stream(
 ) -> Iterator[Tensor]:
     """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each."""
     tables = rope_tables(config, w, pos, context)
-    h = embedding(config, w, tokens)
+    h = embedding(config, w, tokens, pos)
     yield h
     for i in range(config.block_count):
         h = block(config, w, i, h, tables, attend)
@@ -281,7 +160,7 @@ def rule_of(config: Config, i: int) -> Rule:
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
-    return named("output_norm", ops.rms_norm(h, w["output_norm.weight"], eps=config.rms_eps))
+    return named("output_norm", normalized(config, w, "output_norm", h))
 
 
 def head(w: Weights) -> Tensor:
@@ -290,14 +169,19 @@ def head(w: Weights) -> Tensor:
 
 
 def for_head(config: Config, x: Tensor) -> Tensor:
-    """What the head multiplies: the output of the last norm, divided where logits are."""
-    return ops.scale(x, by=1 / config.logit_scale) if config.logit_scale else x
+    """What the head multiplies: the output of the last norm, scaled where logits are."""
+    by = config.logit_scale
+    if not by:
+        return x
+    return ops.scale(x, by=by if config.traits.logits_times else 1 / by)
 
 
 def logits(config: Config, w: Weights, h: Tensor) -> Tensor:
     """Logits (..., V) from the output of the last block, (..., C)."""
     x, cap = for_head(config, output_norm(config, w, h)), config.final_softcap
     y = product(config, x, head(w))
+    if HEAD_BIAS in w:
+        y = ops.add(y, w[HEAD_BIAS])
     if cap:
         y = ops.scale(ops.tanh(ops.scale(y, by=1 / cap)), by=cap)
     return named("logits", y)
@@ -351,7 +235,7 @@ def loss(
     weights = constant("ones", np.ones(counted, np.float32)) if even else input("weights", counted)
     cap, how = config.final_softcap, config.precision
     results = ops.linear_cross_entropy(
-        x, head(w), targets, weights, chunk=chunk, softcap=cap, precision=how
+        x, head(w), targets, weights, w.get(HEAD_BIAS), chunk=chunk, softcap=cap, precision=how
     )
     loss, losses, right = map(named, ("loss", "losses", "right"), results)
     return Loss(loss, losses, right, [*chain(*layers)], x, targets, weights)

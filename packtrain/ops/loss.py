@@ -169,22 +169,24 @@ def cross_entropy_back_samples():
         yield cross_entropy_back(input("dloss", ()), input("logits", (n, v)), *_targets((n,), v))
 
 
-def _check_head(x: Tensor, w: Tensor, chunk: int, softcap: float) -> None:
+def _check_head(x: Tensor, w: Tensor, b: Tensor | None, chunk: int, softcap: float) -> None:
     want(
         x.dtype == f32 and len(w.shape) == 2 and w.dtype in READABLE,
         f"x is {x.spec} and w is {w.spec}; x must be f32 and w [V, C] of a type that can be read",
     )
     want(x.shape[-1:] == w.shape[1:], f"last axis of x {x.spec} must equal last axis of w {w.spec}")
+    fits = b is None or b.spec == Spec(w.shape[:1])
+    want(fits, f"b is {b and b.spec}; for w {w.spec} it must be f32{[*w.shape[:1]]}")
     positive = chunk > 0 <= softcap
     want(positive, f"chunk is {chunk}, softcap {softcap}; chunk must be above 0, softcap 0 or more")
 
 
-@op(optional=(2, 3, 4))
+@op(optional=(2, 3, 4, 5))
 def linear_cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, *, chunk: int = 256,
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, b: Tensor | None = None, *, chunk: int = 256,
     softcap: float = 0.0, precision: str = "f32",
 ) -> tuple[Spec, ...]:  # fmt: skip
-    """Cross-entropy of the logits x @ w.T, `chunk` rows at a time, so that all logits never exist at once.
+    """Cross-entropy of the logits x @ w.T (+ b), `chunk` rows at a time, so that all logits never exist at once.
 
     With a softcap of c, of c * tanh(logits / c). Gradients for a loss gradient of 1 come from the same logits; a graph
     that does not read them (evaluation) does not pay for them.
@@ -193,38 +195,58 @@ def linear_cross_entropy(
         w        (V, C)    any readable type
         targets  (...)     i32; negative: no loss, no gradient
         weights  (...)     f32
+        b        (V,)      f32, or None for 0
         loss     ()        f32
         losses   (...)     f32, by row, not weighted
         right    (...)     f32, 1 where no logit is larger than the target's, else 0
-        dx, dw             f32, as x and w; no dw if w is neither f32 nor bf16
+        dx, dw, db         f32, as x, w and b; no dw if w is neither f32 nor bf16
     Gradients of `losses` use dx if weights are constant 1 and w is frozen; else logits are computed again.
     precision as in matmul. The idea of chunks as in Liger-Kernel's fused linear cross-entropy.
     """
     want_precision(precision)
-    _check_head(x, w, chunk, softcap)
+    _check_head(x, w, b, chunk, softcap)
     _check_targets(targets, weights, x.shape[:-1])
     dw = (Spec(w.shape),) if w.dtype in TRAINABLE else ()
-    return Spec(()), weights.spec, weights.spec, x.spec, *dw
+    return Spec(()), weights.spec, weights.spec, x.spec, *dw, *(() if b is None else (b.spec,))
 
 
 @linear_cross_entropy.vjp
-def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, **how):
+def linear_cross_entropy_vjp(dy, y, x, w, targets, weights, b, **how):
     dloss, dlosses, *others = dy
-    _, losses, _, dx, *dw = y
+    losses, dx, (dw, db) = y[1], y[3], _of_weights(y, b)
+    _check_gradients(dloss, dlosses, others)
+    if dlosses is not None:
+        return _by_row(dlosses, dx, x, w, targets, weights, b, how)
+    of_w, of_b = (d and _times(dloss, d) for d in (dw, db))
+    return _times(dloss, dx), of_w, None, _times(dloss, losses), of_b
+
+
+def _store(wanted, values):
+    for made, value in zip(wanted, values, strict=True):
+        if made is not None:
+            made[...] = value
+
+
+def _check_gradients(dloss, dlosses, others):
     want(dloss is None or dlosses is None, "the loss has a gradient or losses by row, not both")
     want(not any(others), "what is right and gradients have no gradients")
-    if dlosses is not None:
-        return _by_row(dlosses, dx, dw, x, w, targets, weights, how)
-    return _times(dloss, dx), (_times(dloss, *dw) if dw else None), None, _times(dloss, losses)
 
 
-def _by_row(dlosses, dx, dw, x, w, targets, weights, how):
+def _of_weights(results, b):
+    """dw and db of all results, None for what is not there."""
+    count = len(results) - (b is not None)
+    return (results[4] if count > 4 else None), (None if b is None else results[-1])
+
+
+def _by_row(dlosses, dx, x, w, targets, weights, b, how):
     """Gradients for those of the losses by row."""
-    if not dw and weights.kind == "constant" and np.all(weights.value == 1):
-        return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None
+    fixed = w.dtype not in TRAINABLE and b is None
+    if fixed and weights.kind == "constant" and np.all(weights.value == 1):
+        return mul(dx, reshape(dlosses, shape=(*dlosses.shape, 1))), None, None, None, None
     # the logits again, once it is known how much each row counts
-    again = linear_cross_entropy(x, w, targets, dlosses, **how)
-    return again[3], (again[4] if dw else None), None, None
+    again = linear_cross_entropy(x, w, targets, dlosses, b, **how)
+    dw, db = _of_weights(again, b)
+    return again[3], dw, None, None, db
 
 
 def _times(dloss: Tensor, d: Tensor) -> Tensor:
@@ -232,36 +254,34 @@ def _times(dloss: Tensor, d: Tensor) -> Tensor:
 
 
 @linear_cross_entropy.workspace("cpu")
-def linear_cross_entropy_work(x, w, targets, weights, *, chunk, **how):
+def linear_cross_entropy_work(x, w, targets, weights, b, *, chunk, **how):
     rows = min(chunk, max(targets.spec.size, 1))
     return *(Spec((rows, n)) for n in w.shape), Spec((costs.parts(w.shape[0]), rows, w.shape[1]))
 
 
 @linear_cross_entropy.kernel("numpy")
-def linear_cross_entropy_numpy(out, x, w, targets, weights, *, chunk, softcap, precision):
+def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap, precision):
     _check_ids("linear_cross_entropy", targets, len(w))
-    loss, losses, right, dx, dw = (*out, None)[:5]
+    (loss, losses, right, dx), (dw, db) = out[:4], _of_weights(out, b)
     x, w = rounded(x, precision), rounded(floats(w), precision)
-    logits = x @ w.T
+    logits = x @ w.T + (0 if b is None else b)
     if right is not None:
         right[...] = _is_largest(logits, targets)
     logits, slope = _capped(logits, softcap)
     losses[...], p = _losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
-    d = rounded(_dlogits(p, targets, weights) * slope, precision)
-    if dx is not None:
-        dx[...] = d @ w
-    if dw is not None:
-        dw[...] = rows(d).T @ rows(x)
+    exact = _dlogits(p, targets, weights) * slope
+    d = rounded(exact, precision)
+    _store((dx, dw, db), (d @ w, rows(d).T @ rows(x), rows(exact).sum(0)))
 
 
 @linear_cross_entropy.kernel("cpu")
-def linear_cross_entropy_cpu(out, x, w, targets, weights, *, chunk, softcap, precision, work):
+def linear_cross_entropy_cpu(out, x, w, targets, weights, b, *, chunk, softcap, precision, work):
     _check_ids("linear_cross_entropy", targets, len(w))
-    loss, losses, right, dx, dw = (*out, None)[:5]
+    (loss, losses, right, dx), (dw, db) = out[:4], _of_weights(out, b)
     by_row = flat(loss), flat(losses), flat_or_absent(right)
-    arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), *work
-    given = rows(x), *packed(w), flat(targets), flat(weights)
+    arrays = *by_row, rows_or_absent(dx), rows_or_absent(dw), flat_or_absent(db), *work
+    given = rows(x), *packed(w), flat_or_absent(b), flat(targets), flat(weights)
     kernels.loss.linear_cross_entropy(*arrays, *given, softcap, half(precision))
 
 
@@ -269,8 +289,8 @@ linear_cross_entropy.kernel("torch")(torch_loss.linear_cross_entropy)
 
 
 @linear_cross_entropy.cost
-def linear_cross_entropy_cost(out, x, w, targets, weights, *, chunk, softcap, precision):
-    return costs.at(precision, costs.head(x, w, *(*out, None)[3:5], chunk))
+def linear_cross_entropy_cost(out, x, w, targets, weights, b, *, chunk, softcap, precision):
+    return costs.at(precision, costs.head(x, w, out[3], _of_weights(out, b)[0], chunk))
 
 
 @linear_cross_entropy.samples
@@ -282,6 +302,9 @@ def linear_cross_entropy_samples():
     yield linear_cross_entropy(*folded, chunk=4)[0]
     capped = input("x", (70, 9)), input("w", (150, 9)), *_targets((70,), 150)
     yield linear_cross_entropy(*capped, chunk=32, softcap=2.5)[0]
+    biased = input("x", (70, 2)), input("w", (150, 2)), *_targets((70,), 150), input("b", (150,))
+    yield linear_cross_entropy(*biased, chunk=64, softcap=20.0)[0]
     halves = np.random.default_rng(1).standard_normal((150, 33)).astype(np.float16)
     x, w = input("x", (70, 33)), constant("w", halves, f16)
     yield linear_cross_entropy(x, w, *_targets((70,), 150), chunk=64)[0]
+    yield linear_cross_entropy(x, w, *_targets((70,), 150), input("b", (150,)), chunk=64)[0]

@@ -48,24 +48,29 @@ def _turn(p, at, ignored, weights):
     p.mul_(weights).scatter_add_(1, at, -weights)
 
 
-def linear_cross_entropy(out, x, w, targets, weights, *, chunk, softcap, precision):
+def linear_cross_entropy(out, x, w, targets, weights, b, *, chunk, softcap, precision):
     _check("linear_cross_entropy", targets, w.shape[0])
-    loss, losses, right, dx, dw = (*out, None)[:5]
-    if dw is not None:
-        dw.zero_()
+    loss, losses, right, dx, *of_w = out
+    db = None if b is None else of_w.pop()
+    dw = of_w[0] if of_w else None
+    for d in (dw, db):
+        if d is not None:
+            d.zero_()
     flat = [None if t is None else t.view(-1) for t in (losses, right, targets, weights)]
     by_row = *flat[:2], None if dx is None else rows(dx), rows(x), *flat[2:]
     for start, end in spans(len(flat[0]), chunk, x):
         part = (None if t is None else t[start:end] for t in by_row)
-        _head(*part, dw, w, softcap, precision)
+        _head(*part, dw, db, w, b, softcap, precision)
     _whole(loss, losses, weights)
 
 
-def _head(losses, right, dx, x, targets, weights, dw, w, softcap, precision):
+def _head(losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
     """Some rows of it."""
     x = rounded(x, precision)
     logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
     add_product(logits, x, w, precision, fresh=True)
+    if b is not None:
+        logits.add_(b)
     at, ignored = _at(targets)
     if right is not None:
         found = logits.gather(1, at) >= logits.amax(-1, keepdim=True)
@@ -74,9 +79,12 @@ def _head(losses, right, dx, x, targets, weights, dw, w, softcap, precision):
         logits.div_(softcap).tanh_().mul_(softcap)
     denominator = logits.logsumexp(-1, keepdim=True)
     losses.copy_((denominator - logits.gather(1, at))[:, 0].masked_fill_(ignored, 0))
-    if dx is None and dw is None:
+    if dx is None and dw is None and db is None:
         return
-    d = rounded(_dlogits(logits, denominator, at, ignored, weights, softcap), precision)
+    d = _dlogits(logits, denominator, at, ignored, weights, softcap)
+    if db is not None:
+        db.add_(d.sum(0))
+    d = rounded(d, precision)
     if dx is not None:
         add_product_back(dx, d, w, precision, fresh=True)
     if dw is not None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from packtrain.context import Context
+from packtrain.context import Context, ContextError
 from packtrain.errors import InputError
 from packtrain.models.cache import CacheFull
 from packtrain.sampling import Chain, Given
@@ -325,9 +325,8 @@ class Engine:
         try:
             context.remove(slot.number, since, until)
             context.shift(slot.number, since - until, since)
-        except (
-            CacheFull
-        ):  # cells of other answers, too, have no room to be copied: the rest is read again
+        except (CacheFull, ContextError):
+            # cells of other answers, too, have no room to be copied, or positions are learned: read the rest again
             context.remove(slot.number)
             writing.left = [*writing.text]
         return since < until

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.generation import Limits, Reply
+from packtrain.models.config import check_positions
 from packtrain.settings import option
 from packtrain.tasks.speak import (
     CONTEXT,
@@ -51,6 +52,7 @@ class Talk:
             events.message(taken.note)
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
+        check_positions(model.config, settings.ctx)
         self.cells = cells(settings, model.config.context_length, CONTEXT, events)
         if settings.warmup:
             warm(model, events)

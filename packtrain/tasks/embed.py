@@ -13,6 +13,7 @@ from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import read_text
 from packtrain.flash import AUTO, FLASH, MODES
+from packtrain.models.config import check_positions
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.settings import MODEL, option
 from packtrain.tasks.speak import CACHE, CACHES, CTX, LORA, Speaker, check_cache, opened
@@ -63,6 +64,7 @@ def embed(settings: Embed, events: Events) -> Embedded:
     pooling = settings.pooling or pooling_of(model)
     ids = _encoded(model.tokenizer(), texts)
     most = settings.ctx or model.config.context_length
+    check_positions(model.config, most)
     if most > model.config.context_length:
         events.message(long_context(most, model.config.context_length))
     check_texts(ids, most)

@@ -21,6 +21,7 @@ from packtrain.files import existing
 from packtrain.flash import AUTO, FLASH, MODES, with_flash
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.adapted import adapted, read_scaled, with_activations
+from packtrain.models.config import check_positions
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples import Recipe, prepare
@@ -178,6 +179,7 @@ def _prepared(settings: Evaluate, model: ModelFile, context: int, say: Say) -> P
     path, part = file_to_measure(settings.data, settings.split)
     text = not path.is_dir() and kind_of(path) not in RECORDS
     length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
+    check_positions(model.config, length)
     if length > context:
         say(long_context(length, context))
     if text and not part and not settings.all_positions:

@@ -12,6 +12,7 @@ from packtrain.files import read_text
 from packtrain.generation import Limits, Reply
 from packtrain.grammar import Grammar
 from packtrain.models.cache import SEQUENCES
+from packtrain.models.config import check_positions
 from packtrain.sampling import Sampling
 from packtrain.settings import option
 from packtrain.tasks.speak import (
@@ -84,6 +85,7 @@ def generate(settings: Generate, events: Events) -> Generated:
     if settings.warmup:
         warm(model, events)
     sequences = max(settings.parallel, settings.num_beams)
+    check_positions(model.config, settings.ctx)
     size, most = _sizes(settings, len(ids), sequences, model.config.context_length, events)
     generator = load_generator(settings, model, most, sequences=sequences)
     seed = settings.drawn_seed()

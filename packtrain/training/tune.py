@@ -22,7 +22,7 @@ from packtrain.gguf import Deferred, Value, tensor_nbytes, write
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
-from packtrain.models.config import Config
+from packtrain.models.config import Config, check_positions
 from packtrain.models.file import ModelFile, check_vocabularies, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
@@ -221,6 +221,7 @@ def _batches(
 ) -> tuple[SampleBatches, SampleBatches | None, Dataset]:
     """Batches for training and validation, as long as the longest sample needs, and their data set."""
     length = settings.ctx or min(config.context_length, CONTEXT)
+    check_positions(config, length)
     if length > config.context_length:
         say(long_context(length, config.context_length))
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
@@ -348,7 +349,8 @@ def _matrices(config: Config) -> Iterator[str]:
     """Names, within a block, of the matrices that can have a LoRA adapter."""
     for name, leaf in transformer.weights(config).items():
         kind = name.removeprefix("blk.0.").removesuffix(".weight")
-        if name.startswith("blk.0.") and len(leaf.shape) > 1 and kind != "ffn_gate_inp":
+        other = kind == "ffn_gate_inp" or kind.endswith("_norm")
+        if name.startswith("blk.0.") and len(leaf.shape) > 1 and not other:
             yield kind
 
 

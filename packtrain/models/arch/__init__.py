@@ -1,30 +1,38 @@
 """The architectures, one module each; to add one, write it and list it here."""
 
 from packtrain.models.arch import (
+    cohere2,
     ernie4_5,
     exaone4,
+    falcon,
     gemma,
     gemma2,
     gemma3,
     glm4,
+    gpt2,
     granite,
     hunyuan_dense,
     internlm2,
     llama,
     mistral3,
+    nemotron,
     olmo2,
+    phi2,
     phi3,
     qwen2,
     qwen3,
     qwen3moe,
     seed_oss,
     smollm3,
+    stablelm,
+    starcoder2,
 )
 from packtrain.models.arch.architecture import Architecture, Family
 
 MODULES = (
     *(llama, mistral3, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3),
-    *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2, smollm3),
+    *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2),
+    *(phi2, gpt2, starcoder2, stablelm, falcon, nemotron, cohere2, smollm3),
 )
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}
 

@@ -9,13 +9,16 @@ from typing import Any
 
 from packtrain.models.arch.given import Given
 
-Keys = dict[str, int | float | bool | str]
+Keys = dict[str, int | float | bool | str | list[bool]]
 # keys of GGUF files that several architectures have
 EXPERT_KEYS = {"expert_count": 0, "expert_used_count": None}
 BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 # optional tensors
 BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
+FUSED = ("attn_qkv.weight", "attn_qkv.bias")
+UNGATED_BIASES = ("attn_output.bias", "ffn_up.bias", "ffn_down.bias")
 MORE_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -78,10 +81,29 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """Where a checkpoint has the tensors outside its blocks, and its blocks; `prefix` may be missing."""
+
+    prefix: str = "model."
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    blocks: str = "layers"
+    norm: str = "norm"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Hugging Face checkpoints of some model classes, and how to convert them to a file of the architecture.
 
-    block         modules of a block and the tensors they become, in the order of the file
+    block         modules of a block and the tensors they become, in the order of the file; {} is the number of a head
+    names         where the other tensors are
+    usual         the config with the keys that most have
+    same          modules of a block that some checkpoints call otherwise, by that name
+    optional      biases, and other tensors that only some models have, by the config; None: by its usual keys
+    unused        ends of names of tensors that are computed
+    transposed    matrices of blocks are stored as (inputs, outputs)
+    grouped       rows of attn_qkv: the queries of each key and value, its key, its value
+    left_out      keys that llama.cpp's converter leaves out; here, too, if they have their default
     keys          additional metadata; refuses configs that would compute something else
     tied          default of whether the embedding is also the output head
     norm_shift    added to the weights of norms
@@ -95,6 +117,14 @@ class Family:
     block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
     keys: Callable[[Given, Sizes], Keys] = no_keys
     experts: Experts | None = None
+    names: Names = Names()
+    usual: Callable[[Given], Given] = lambda given: given
+    same: Mapping[str, str] = field(default_factory=dict)
+    optional: Callable[[Given], tuple[str, ...]] | None = None
+    unused: tuple[str, ...] = ()
+    transposed: bool = False
+    grouped: bool = False
+    left_out: tuple[str, ...] = ()
     tied: bool = False
     norm_shift: float = 0.0
     rope_freq_base: float = 10_000.0
@@ -109,7 +139,12 @@ class Architecture:
     """How the models of one architecture differ from llama, and its keys in files and checkpoints.
 
     halves            rope rotates the pairs (i, i + R / 2), not (2i, 2i + 1)
-    gelu              the feed-forward's gate is gelu (tanh form), not silu
+    gelu              the feed-forward's activation is gelu (tanh form), not silu
+    gated             the feed-forward has a gate; else its activation is gelu or the square of relu
+    layer_norms       norms take the mean away, and may have biases
+    parallel          attention and feed-forward read the same norm's output, if there is no second norm
+    learned_positions positions have embeddings, which are added to those of tokens; there is no rope
+    logits_times      logits are multiplied by the key logit_scale, not divided
     scaled_embedding  embeddings are multiplied by sqrt(embedding_length)
     head_norms        queries and keys are normalized per head, before rope
     late_norms        that is done after rope
@@ -124,13 +159,15 @@ class Architecture:
     square            heads are embedding_length / head_count wide, whatever the keys say
     partial_rope      rope may rotate only a part of each head
     rope_pause        every N-th block has no rope
+    windows_turn      in a model with windows, blocks without one have no rope
+    windows_plain     blocks with a window have rope without scaling
     wide_blocks       a model with this many blocks scales scores by embedding_length / head_count
 
     keys              additional GGUF keys with their defaults; None: required
     ignored           keys without effect, as in llama.cpp
     neutral           values that keys must have if they are there
     optional          tensors that a model may have: those of blocks by their name within one
-    refused_blocks    a model with this many blocks computes something else
+    window_blocks     only a model with this many blocks has windows
     blocks_70b        a model with this many blocks is a 70B, to which llama-quantize gives more bits,
     grouped_70b       or only if it has fewer value heads than query heads
     """
@@ -138,6 +175,11 @@ class Architecture:
     name: str
     halves: bool = False
     gelu: bool = False
+    gated: bool = True
+    layer_norms: bool = False
+    parallel: bool = False
+    learned_positions: bool = False
+    logits_times: bool = False
     scaled_embedding: bool = False
     head_norms: bool = False
     late_norms: bool = False
@@ -152,15 +194,22 @@ class Architecture:
     square: bool = False
     partial_rope: bool = False
     rope_pause: int = 0
+    windows_turn: bool = False
+    windows_plain: bool = False
     wide_blocks: int = 0
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = BIASES
-    refused_blocks: int = 0
+    window_blocks: int = 0
     blocks_70b: int = 0
     grouped_70b: bool = False
     families: tuple[Family, ...] = ()
+
+    def windowed(self, blocks: int) -> bool:
+        """Whether a model with so many blocks can have windows."""
+        known = "attention.sliding_window_pattern" in self.keys
+        return known and self.window_blocks in (0, blocks)
 
     def scored_width(self, sizes: Sizes) -> int:
         """Attention scores are divided by the square root of this width."""

@@ -1,9 +1,11 @@
-"""EXAONE 4 without windows (1.2B): norms only behind attention and feed-forward, QK norms. arXiv 2507.11407."""
+"""EXAONE 4: norms only behind attention and feed-forward, QK norms; the 32B has windows, and rope only within them.
+
+arXiv 2507.11407.
+"""
 
 from packtrain.models.arch import olmo2
 from packtrain.models.arch.architecture import (
     FACTORS,
-    WINDOW_KEYS,
     Architecture,
     Family,
     Keys,
@@ -11,10 +13,19 @@ from packtrain.models.arch.architecture import (
 )
 from packtrain.models.arch.given import Given
 
+BLOCKS = 64  # those of the 32B, which alone has windows in llama.cpp
+
 
 def keys(given: Given, sizes: Sizes) -> Keys:
-    given.one_of("sliding_window", None, None)
-    return {"vocab_size": sizes.vocab_size}
+    blocks, keys = sizes.block_count, Keys(vocab_size=sizes.vocab_size)
+    window, local = given.values.get("sliding_window"), given.windows(sizes.block_count)
+    if (blocks == BLOCKS) != bool(window and any(local)):
+        right = f"a number in a model of {BLOCKS} blocks, and null in others, as in llama.cpp"
+        raise given.wrong("sliding_window", window, right)
+    if window:
+        keys["attention.sliding_window"] = given.size("sliding_window")
+        keys["attention.sliding_window_pattern"] = local
+    return keys
 
 
 ARCHITECTURE = Architecture(
@@ -24,8 +35,10 @@ ARCHITECTURE = Architecture(
     pre_norms=False,
     post_norms=True,
     square=True,
-    ignored=WINDOW_KEYS,
-    refused_blocks=64,  # the 32B, where llama.cpp has windows
+    windows_turn=True,
+    window_blocks=BLOCKS,
+    keys={"attention.sliding_window": 4096, "attention.sliding_window_pattern": 4},
+    ignored=("rope.freq_base_swa",),
     optional=(FACTORS,),
     families=(Family(("Exaone4ForCausalLM",), olmo2.MODULES, keys, rope_freq_base=1_000_000.0),),
 )

@@ -1,5 +1,6 @@
 """The values of a checkpoint's config.json, checked when they are read, and its rope settings."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 from packtrain.errors import InputError
 
-MOST = 2**31 - 1
+MOST, CLOSE = 2**31 - 1, 1e-3
+SLIDING, FULL = "sliding_attention", "full_attention"
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 
@@ -25,6 +27,19 @@ class Given:
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(key)
         return default if value is None else value
+
+    def renamed(self, names: Mapping[str, tuple[str, ...]]) -> "Given":
+        """With the values of other keys, the first that is there, where a key is missing."""
+        found = dict(self.values)
+        for key, others in names.items():
+            here = [found[other] for other in others if found.get(other) is not None]
+            if found.get(key) is None and here:
+                found[key] = here[0]
+        return Given(self.path, found)
+
+    def but(self, **values: Any) -> "Given":
+        """With these values instead."""
+        return Given(self.path, {**self.values, **values})
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
@@ -53,6 +68,28 @@ class Given:
         if value not in allowed:
             raise self.wrong(key, value, " or ".join(map(repr, allowed)))
 
+    # ---- windows
+
+    def windows(self, blocks: int) -> list[bool]:
+        """Whether each block has a window, by `layer_types` or the pattern; none if the config says nothing."""
+        types, pattern = self.values.get("layer_types"), self.values.get("sliding_window_pattern")
+        if isinstance(types, list):
+            if len(types) != blocks or set(types) - {SLIDING, FULL}:
+                raise self.wrong("layer_types", types, f"{blocks} times {SLIDING} or {FULL}")
+            return [kind == SLIDING for kind in types]
+        if isinstance(pattern, str) and pattern:
+            return [pattern[i % len(pattern)] == "L" for i in range(blocks)]
+        if type(pattern) is int and pattern > 0:
+            return [(i + 1) % pattern != 0 for i in range(blocks)]
+        return []
+
+    def windows_every(self, every: int, blocks: int) -> None:
+        """Refuse other windows than in all blocks but every N-th."""
+        want = [(i + 1) % every != 0 for i in range(blocks)]
+        if self.windows(blocks) not in ([], want):
+            right = f"windows but for every {every}th block"
+            raise self.wrong("layer_types", self.values.get("layer_types"), right)
+
     # ---- rope
 
     def rotation(self) -> dict[str, Any]:
@@ -76,7 +113,16 @@ class Given:
         kind = str(found.get("rope_type", found.get("type")) or "default")
         return "longrope" if kind == "su" else kind  # its former name
 
-    def turned(self, head_width: int) -> int:
+    def usual_magnitude(self) -> None:
+        """Refuse another factor of YaRN's cosines than 1 + 0.1 ln(factor), for which GGUF has no key."""
+        found = self.full_rotation()
+        value, factor = found.get("attention_factor"), found.get("factor", 1.0)
+        if self.scaling() == "yarn" and value is not None:
+            usual = 1 + 0.1 * math.log(self.number("factor", factor))
+            if abs(self.number("attention_factor", value) - usual) > CLOSE:
+                raise self.wrong("rope_scaling.attention_factor", value, f"{usual:.4f}")
+
+    def turned(self, head_width: int, default: float = 1.0) -> int:
         """How many elements of a head are rotated."""
-        share = self.full_rotation().get(PARTIAL, self.values.get(PARTIAL, 1.0))
+        share = self.full_rotation().get(PARTIAL, self.get(PARTIAL, default))
         return int(self.number(PARTIAL, share) * head_width)

@@ -1,4 +1,7 @@
-"""OLMo 2: norms only behind attention and feed-forward; queries and keys are normalized whole. arXiv 2501.00656."""
+"""OLMo 2 and 3: norms only behind attention and feed-forward; queries and keys are normalized whole.
+
+OLMo 3 has windows, within which rope is not scaled. arXiv 2501.00656, 2512.13961.
+"""
 
 from packtrain.models.arch.architecture import (
     ATTENTION,
@@ -23,6 +26,16 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     return {}
 
 
+def windows(given: Given, sizes: Sizes) -> Keys:
+    every = [(i + 1) % 4 != 0 for i in range(sizes.block_count)]
+    given.usual_magnitude()
+    return {
+        **keys(given, sizes),
+        "attention.sliding_window": given.size("sliding_window"),
+        "attention.sliding_window_pattern": given.windows(sizes.block_count) or every,
+    }
+
+
 ARCHITECTURE = Architecture(
     "olmo2",
     halves=True,
@@ -31,9 +44,14 @@ ARCHITECTURE = Architecture(
     whole_norms=True,
     square=True,
     always_apart=True,
-    neutral={"attention.sliding_window": (0,)},  # OLMo 3
+    windows_plain=True,
+    keys={"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},
+    ignored=("rope.freq_base_swa", "rope.scaling.yarn_attn_factor"),
     optional=(),
     families=(
+        Family(
+            ("Olmo3ForCausalLM",), MODULES, windows, rope_freq_base=500_000.0,
+        ),
         Family(
             ("Olmo2ForCausalLM",), MODULES, keys, rope_freq_base=500_000.0,
         ),

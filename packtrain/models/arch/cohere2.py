@@ -1,0 +1,57 @@
+"""Command R7B and A: attention and feed-forward side by side, windows, and rope only within them. arXiv 2504.00698."""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    BIASES,
+    FEED_FORWARD,
+    FUSED,
+    Architecture,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+EVERY = 4
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("use_qk_norm", False, False)
+    given.one_of("layer_switch", EVERY, EVERY)
+    given.one_of("sliding_window_pattern", EVERY, EVERY)
+    given.windows_every(EVERY, sizes.block_count)
+    return {
+        "logit_scale": given.real("logit_scale", 0.0625),
+        "attention.sliding_window": given.size("sliding_window", 4096),
+        "vocab_size": sizes.vocab_size,
+        "rope.dimension_count": int(given.real("rotary_pct", 1.0) * sizes.head_width),
+        "rope.scaling.type": "none",
+    }
+
+
+ARCHITECTURE = Architecture(
+    "cohere2",
+    layer_norms=True,
+    parallel=True,
+    square=True,
+    partial_rope=True,
+    always_tied=True,
+    logits_times=True,
+    windows_turn=True,
+    keys={
+        "logit_scale": None,
+        "attention.sliding_window": None,
+        "attention.sliding_window_pattern": 4,
+    },
+    ignored=("rope.freq_base_swa",),
+    optional=(*BIASES, *FUSED, "attn_output.bias"),
+    families=(
+        Family(
+            ("Cohere2ForCausalLM",),
+            ATTENTION | FEED_FORWARD,
+            keys=keys,
+            tied=True,
+            pairs=True,
+        ),
+    ),
+)

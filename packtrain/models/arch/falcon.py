@@ -1,0 +1,75 @@
+"""Falcon: attention and feed-forward side by side, layer norms, gelu without a gate; the 40B has a norm for each.
+
+arXiv 2311.16867.
+"""
+
+from packtrain.models.arch.architecture import (
+    NORM_BIASES,
+    Architecture,
+    Family,
+    Keys,
+    Names,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+SECOND = ("attn_norm_2.weight", "attn_norm_2.bias")
+MODULES = {
+    "input_layernorm": "attn_norm", "ln_attn": "attn_norm_2",
+    "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
+}  # fmt: skip
+
+
+def usual(given: Given) -> Given:
+    """The large ones have as many keys and values as the config says, the small ones of several queries one."""
+    given = given.renamed({"num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",)})
+    width, heads = given.size("hidden_size"), given.size("num_attention_heads")
+    kv = given.size("num_kv_heads", given.get("n_head_kv", heads))
+    single = given.flag("multi_query", True) and not given.flag("new_decoder_architecture")
+    return given.but(
+        num_key_value_heads=1 if single else kv,
+        intermediate_size=given.size("ffn_hidden_size", 4 * width),
+        max_position_embeddings=given.size("max_position_embeddings", 2048),
+        hidden_act=given.get("activation", "gelu"),
+    )
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("alibi", False, False)
+    given.one_of("bias", False, False)
+    given.one_of("parallel_attn", True, True)
+    return {"tensor_data_layout": "jploski"}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    large = given.flag("new_decoder_architecture") and given.get("num_ln_in_parallel_attn", 2) == 2
+    return ("attn_norm.bias", "output_norm.bias", *(SECOND if large else ()))
+
+
+ARCHITECTURE = Architecture(
+    "falcon",
+    halves=True,
+    layer_norms=True,
+    parallel=True,
+    gelu=True,
+    gated=False,
+    fused=True,
+    square=True,
+    optional=(*NORM_BIASES, *SECOND),
+    families=(
+        Family(
+            ("FalconForCausalLM",),
+            MODULES,
+            keys,
+            None,
+            Names("transformer.", "word_embeddings", "", "h", "ln_f"),
+            usual,
+            {"ln_mlp": "input_layernorm"},
+            optional,
+            grouped=True,
+            left_out=("rope.freq_base",),
+            tied=True,
+        ),
+    ),
+)

@@ -1,0 +1,68 @@
+"""GPT-2: learned positions instead of rope, layer norms, biases everywhere, no gate. Radford et al. 2019."""
+
+from packtrain.models.arch.architecture import (
+    MORE_BIASES,
+    NORM_BIASES,
+    UNGATED_BIASES,
+    Architecture,
+    Family,
+    Keys,
+    Names,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+MODULES = {
+    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+RENAMED = {
+    "hidden_size": ("n_embd",), "num_attention_heads": ("n_head",), "num_hidden_layers": ("n_layer",),
+    "max_position_embeddings": ("n_positions", "n_ctx"), "intermediate_size": ("n_inner",),
+    "hidden_act": ("activation_function",),
+}  # fmt: skip
+
+
+def usual(given: Given) -> Given:
+    given = given.renamed(RENAMED)
+    return given.but(
+        intermediate_size=given.size("intermediate_size", 4 * given.size("hidden_size"))
+    )
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("scale_attn_weights", True, True)
+    given.one_of("scale_attn_by_inverse_layer_idx", False, False)
+    given.one_of("add_cross_attention", False, False)
+    return {}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    return ("attn_qkv.bias", *UNGATED_BIASES, *NORM_BIASES)
+
+
+ARCHITECTURE = Architecture(
+    "gpt2",
+    learned_positions=True,
+    layer_norms=True,
+    gelu=True,
+    gated=False,
+    fused=True,
+    square=True,
+    optional=("attn_qkv.bias", *MORE_BIASES, *NORM_BIASES),
+    families=(
+        Family(
+            ("GPT2LMHeadModel",),
+            MODULES,
+            keys,
+            None,
+            Names("transformer.", "wte", "wpe", "h", "ln_f"),
+            usual,
+            optional=optional,
+            unused=(".attn.bias", ".attn.masked_bias"),  # masks
+            transposed=True,
+            left_out=("rope.freq_base", "attention.head_count_kv"),
+            tied=True,
+        ),
+    ),
+)

@@ -1,0 +1,43 @@
+"""Nemotron and Minitron: layer norms, partial rope, a feed-forward of the square of relu. arXiv 2402.16819."""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    BIASES,
+    FFN_NORM,
+    FUSED,
+    MORE_BIASES,
+    NORM_BIASES,
+    UNGATED_BIASES,
+    Architecture,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+MODULES = ATTENTION | FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    turned = given.turned(sizes.head_width, 0.5)
+    return {"vocab_size": sizes.vocab_size, "rope.dimension_count": turned}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    attention = (*BIASES, UNGATED_BIASES[0]) if given.flag("attention_bias") else ()
+    return (*NORM_BIASES, *attention, *(UNGATED_BIASES[1:] if given.flag("mlp_bias") else ()))
+
+
+ARCHITECTURE = Architecture(
+    "nemotron",
+    halves=True,
+    layer_norms=True,
+    gated=False,
+    square=True,
+    partial_rope=True,
+    always_apart=True,
+    optional=(*BIASES, *FUSED, *MORE_BIASES, *NORM_BIASES),
+    families=(
+        Family(("NemotronForCausalLM",), MODULES, optional=optional, keys=keys, norm_shift=1.0),
+    ),
+)

@@ -1,0 +1,56 @@
+"""Phi-1 and 2: attention and feed-forward side by side, layer norms, partial rope, biases, also of the head.
+
+arXiv 2306.11644.
+"""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    BIASES,
+    FUSED,
+    MORE_BIASES,
+    NORM_BIASES,
+    UNGATED_BIASES,
+    Architecture,
+    Family,
+    Keys,
+    Names,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+MODULES = {module: part for module, part in ATTENTION.items() if part != "attn_output"}
+MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("qk_layernorm", False, False)
+    return {"rope.dimension_count": given.turned(sizes.head_width, 0.5)}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    return (*BIASES, *UNGATED_BIASES, *NORM_BIASES, "output.bias")
+
+
+ARCHITECTURE = Architecture(
+    "phi2",
+    halves=True,
+    layer_norms=True,
+    parallel=True,
+    gelu=True,
+    gated=False,
+    square=True,
+    partial_rope=True,
+    always_apart=True,
+    optional=(*BIASES, *FUSED, *MORE_BIASES, *NORM_BIASES, "output.bias"),
+    families=(
+        Family(
+            ("PhiForCausalLM",),
+            MODULES,
+            keys,
+            None,
+            Names(norm="final_layernorm"),
+            optional=optional,
+            left_out=("rope.freq_base",),
+        ),
+    ),
+)

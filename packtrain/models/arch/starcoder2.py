@@ -1,0 +1,35 @@
+"""StarCoder 2: layer norms, biases everywhere, a feed-forward of gelu without a gate. arXiv 2402.19173."""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    BIASES,
+    FFN_NORM,
+    FUSED,
+    MORE_BIASES,
+    NORM_BIASES,
+    UNGATED_BIASES,
+    WINDOW_KEYS,
+    Architecture,
+    Family,
+)
+from packtrain.models.arch.given import Given
+
+MODULES = ATTENTION | FFN_NORM | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    given.one_of("norm_type", "layer_norm", "layer_norm")
+    return (*NORM_BIASES, *((*BIASES, *UNGATED_BIASES) if given.flag("use_bias", True) else ()))
+
+
+ARCHITECTURE = Architecture(
+    "starcoder2",
+    halves=True,
+    layer_norms=True,
+    gelu=True,
+    gated=False,
+    square=True,
+    ignored=WINDOW_KEYS,
+    optional=(*BIASES, *FUSED, *MORE_BIASES, *NORM_BIASES),
+    families=(Family(("Starcoder2ForCausalLM",), MODULES, optional=optional, tied=True),),
+)

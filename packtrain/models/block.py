@@ -1,0 +1,131 @@
+"""One block of a transformer as graph functions: attention and feed-forward, for every architecture.
+
+Activations have the names of GGUF tensors; `attend` is what mixes the values of a block.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from packtrain import ops
+from packtrain.dtypes import bf16
+from packtrain.models.config import Config, Rope
+from packtrain.models.part import Part, Weights
+from packtrain.tensor import Tensor, named
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
+
+
+def normalized(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
+    """x (..., C) normalized with these weights, (C,) or, of heads, (H, C)."""
+    weight, eps = w[f"{name}.weight"], config.rms_eps
+    if not config.traits.layer_norms:
+        return ops.rms_norm(x, weight, eps=eps)
+    if len(weight.shape) > 1:
+        return ops.mul(ops.norm(x, eps=eps), weight)
+    return ops.norm(x, weight, w.get(f"{name}.bias"), eps=eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Part):
+    """Builds one block, and names its activations."""
+
+    def named(self, name: str, tensor: Tensor) -> Tensor:
+        return named(f"blk.{self.number}.{name}", tensor)
+
+    def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) (+ acc)."""
+        return self.named(name, self.product(name, x, acc))
+
+    def saved(self, x: Tensor) -> Tensor:
+        """x as the backward pass will read it: all read the rounded value, so that recomputation changes no bit."""
+        return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        y = normalized(self.config, self.w, f"blk.{self.number}.{name}", x)
+        return self.named(name, y)
+
+    def heads(self, name: str, x: Tensor, count: int) -> Tensor:
+        """x @ weight.T by heads, (..., count, D)."""
+        y = self.linear(name, x)
+        if self.config.traits.whole_norms and name != "attn_v":
+            y = self.norm(f"{name}_norm", self.saved(y))
+        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
+
+    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm("attn_q_norm", self.saved(q)), self.norm("attn_k_norm", self.saved(k))
+
+    def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
+        """h + x @ weight.T, normalized or scaled before the sum if the model does so."""
+        if self.config.residual_scale:
+            return ops.add(ops.scale(self.linear(name, x), by=self.config.residual_scale), h)
+        if not self.config.traits.post_norms:
+            return self.linear(name, x, h)
+        return ops.add(self.norm(norm, self.saved(self.linear(name, x))), h)
+
+
+def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend: Attend) -> Tensor:
+    """One transformer block: h (..., C) -> (..., C)."""
+    part, traits = Block(config, w, i), config.traits
+    x = read = part.saved(part.norm("attn_norm", h)) if traits.pre_norms else h
+    if config.has("attn_norm_2"):
+        read = part.saved(part.norm("attn_norm_2", h))
+    y = attention(part, read, tables, attend)
+    h = part.join("attn_output", y, "post_attention_norm", h)
+    if not config.parallel:
+        x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
+    return feed_forward(part, x, h)
+
+
+def attention(part: Block, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
+    """The heads' mixed values, side by side: x (..., C) -> (..., H D)."""
+    config, i = part.config, part.number
+    traits = config.traits
+    q = part.heads("attn_q", x, config.head_count)
+    k = part.heads("attn_k", x, config.head_count_kv)
+    v = part.heads("attn_v", x, config.head_count_kv)
+    by_heads = traits.head_norms or config.has("attn_q_norm")
+    if by_heads and not traits.late_norms:
+        q, k = part.norm_heads(q, k)
+    rope = config.rope_of(i)
+    if rope is not None:
+        for_q, for_k = tables[rope]
+        q = part.named("q_rope", ops.rope(q, for_q, neox=traits.halves))
+        k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
+    if traits.late_norms:
+        q, k = part.norm_heads(q, k)
+    y = attend(i, *map(part.saved, (q, k, v)))
+    return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.head_width))
+
+
+def feed_forward(part: Block, x: Tensor, h: Tensor) -> Tensor:
+    """h plus the feed-forward of x, or of the experts for x: both (..., C) -> (..., C)."""
+    if part.config.expert_count:
+        return part.named("ffn_experts", mixture(part, x, h))
+    y = gated(part, x) if part.config.traits.gated else activated(part, x)
+    return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
+
+
+def gated(part: Block, x: Tensor) -> Tensor:
+    gate, up = (part.saved(part.linear(name, x)) for name in ("ffn_gate", "ffn_up"))
+    if part.config.traits.gelu:
+        return part.named("ffn_geglu", ops.geglu(gate, up))
+    return part.named("ffn_swiglu", ops.swiglu(gate, up))
+
+
+def activated(part: Block, x: Tensor) -> Tensor:
+    """Without a gate: gelu, or the square of relu."""
+    up = part.saved(part.linear("ffn_up", x))
+    if part.config.traits.gelu:
+        return part.named("ffn_gelu", ops.gelu(up))
+    return part.named("ffn_relu_sqr", ops.sqr(ops.relu(up)))
+
+
+def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
+    """h plus the output of the experts for x, with their LoRA adapters."""
+    names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
+    choose, gate, up, down = map(part.weight, names.values())
+    found = {short: part.low(name) for short, name in names.items()}
+    low = {short: addition for short, addition in found.items() if addition is not None}
+    used = part.config.expert_used_count
+    return ops.experts(x, choose, gate, up, down, h, used=used, low=low)

@@ -26,6 +26,8 @@ class SentencePieces:
     """
 
     bos = True
+    always = clean = False
+    compiles = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         tokens = texts(metadata, "tokens")
@@ -62,6 +64,7 @@ class SentencePieces:
             len(tokens),
             order=(order.max(initial=0) - order).astype(np.int32),
             unknown=NONE if self.table.unk is None else self.table.unk,
+            letters=True,
         )
 
     def can_cut(self, text: str, at: int) -> bool:

@@ -1,13 +1,14 @@
 """One interface to both kinds of vocabulary: special tokens, BOS and EOS, streams of text and of ids."""
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
-from packtrain.tokenizer.bpe import BytePairs
+from packtrain.tokenizer.bpe import BytePairs, Segments
 from packtrain.tokenizer.compiled import FEW, Lane, Names, Tables
 from packtrain.tokenizer.spm import SentencePieces
 from packtrain.tokenizer.table import (
@@ -26,6 +27,11 @@ from packtrain.tokenizer.table import (
 
 WHITESPACE = " \t\n\v\f\r"
 EMPTY = np.empty(0, np.int32)
+CLEANED = [
+    (re.compile(" (?=[?!.,])"), ""),
+    (re.compile(" ' "), "'"),
+    (re.compile(" (?='(?:s|m|re|ve))"), ""),
+]
 Parts = list[str | int]  # text, and ids of special tokens
 
 
@@ -33,11 +39,17 @@ class Encoding(Protocol):
     """How a kind of vocabulary encodes text without special tokens.
 
     bos, space  whether to add a BOS token, and a space before the text, by default
+    always      whether a BOS token is added even where the file says otherwise
+    clean       whether llama_detokenize removes spaces before punctuation
+    compiles    whether there are `tables`
     """
 
     table: TokenTable
     bos: bool
     space: bool
+    always: bool
+    clean: bool
+    compiles: bool
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -53,6 +65,8 @@ class Encoding(Protocol):
 KINDS: dict[str, type[SentencePieces] | type[BytePairs]] = {
     "llama": SentencePieces,
     "gpt2": BytePairs,
+    "gemma4": BytePairs,
+    "whitespace": Segments,
 }
 
 
@@ -69,16 +83,13 @@ class Tokenizer:
         """few: how many characters are encoded before compiled code is loaded."""
         model = wanted(metadata, "model")
         if not isinstance(model, str) or model not in KINDS:
-            raise TokenizerError(
-                f"{KEYS}model is {model!r}; 'llama' (SentencePiece with scores) and 'gpt2' (BPE with merges)"
-                " are supported"
-            )
+            raise TokenizerError(f"{KEYS}model is {model!r}; these are known: {', '.join(KINDS)}")
         self._encoding: Encoding = KINDS[model](metadata)
         self._table = table = self._encoding.table
         self.tokens, self.kinds, self.vocab_size = table.tokens, table.kinds, len(table.tokens)
         self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
         self.ends = table.ends
-        self.add_bos = flag(metadata, "add_bos_token", self._encoding.bos)
+        self.add_bos = flag(metadata, "add_bos_token", self._encoding.bos) or self._encoding.always
         self.add_eos = flag(metadata, "add_eos_token", False)
         self.add_space_prefix = self._encoding.space
         self._added(None, None)
@@ -123,7 +134,7 @@ class Tokenizer:
     @property
     def compiles(self) -> bool:
         """Whether there have been so many characters that compiled code is worth loading."""
-        return self._few <= 0
+        return self._few <= 0 and self._encoding.compiles
 
     def lane(self) -> Lane:
         """Compiled code for one thread."""
@@ -207,7 +218,9 @@ class Tokenizer:
         at = 0
         parts: list[str | int] = []
         while (found := part.find(token, at)) >= 0:
-            parts += [part[at:found], id] if found > at else [id]
+            text = part[at:found]
+            text = text.rstrip(WHITESPACE) if id in self._table.swallow_before else text
+            parts += [text, id] if text else [id]
             at = found + len(token)
             while id in self._table.swallow and at < len(part) and part[at] in WHITESPACE:
                 at += 1
@@ -227,10 +240,21 @@ class Tokenizer:
         named = BYTE_NAME.fullmatch(token) if kind == BYTE else None
         return bytes([int(named[1], 16)]) if named else b""
 
-    def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD. See Stream for the rules."""
+    def decode(self, ids: Iterable[int], special: bool = False, clean: bool = False) -> str:
+        """The text of ids; invalid UTF-8 becomes U+FFFD. See Stream for the rules.
+
+        clean  without spaces before punctuation where llama.cpp's llama_detokenize removes them for this vocabulary
+        """
         stream = Stream(self, special)
-        return "".join([stream.feed(id) for id in ids]) + stream.flush()
+        text = "".join([stream.feed(id) for id in ids]) + stream.flush()
+        return _cleaned(text) if clean and self._encoding.clean else text
+
+
+def _cleaned(text: str) -> str:
+    """Without spaces before punctuation, around single apostrophes, and before some contractions."""
+    for pattern, put in CLEANED:
+        text = pattern.sub(put, text)
+    return text
 
 
 def _listed(ids: list[int] | np.ndarray) -> list[int]:

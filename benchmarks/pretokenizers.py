@@ -24,9 +24,13 @@ from benchmarks.tokenizers import Theirs, texts
 from packtrain import gguf
 from packtrain.tokenizer import Tokenizer
 from packtrain.tokenizer.rules import ROWS, RULES
-from tests.vocabularies import checksum, drawn, joining
+from tests.vocabularies import PIECES, checksum, drawn, joining, pieces
 
 GOLDEN, RECORDED = Path("tests/goldens/pretokenizers.json"), 24  # texts
+WRITTEN = {
+    "_id": "u32", "_type": "i32", "scores": "f32", "charsmap": "i8", "lowercase": "bool", "accents": "bool",
+    "prefix": "bool", "whitespaces": "bool",
+}  # fmt: skip
 KEYS = ("tokens", "merges", "token_type")
 
 
@@ -57,8 +61,8 @@ def written(path: Path, metadata: dict[str, Any]) -> Path:
     """A file with a vocabulary and nothing else."""
     said = {"general.architecture": gguf.Value("string", "llama")}
     for key, value in metadata.items():
-        kind = "u32" if key.endswith("_id") else "i32" if key.endswith("_type") else "string"
-        said[key] = gguf.Value(kind, value)
+        ends = (end for end in WRITTEN if key.endswith(end))
+        said[key] = gguf.Value(next((WRITTEN[end] for end in ends), "string"), value)
     gguf.write(path, said, {})
     return path
 
@@ -79,14 +83,21 @@ def cleaned(theirs: Theirs, ids: list[int]) -> str:
     return room.raw[:size].decode(errors="replace")
 
 
+def whole(theirs: Theirs, text: bytes) -> list[int]:
+    """The ids of a text in llama.cpp, with what it adds before and after."""
+    room = (llama_cpp.llama_token * (len(text) + 4))()
+    count = llama_cpp.llama_tokenize(theirs.vocab, text, len(text), room, len(room), True, False)
+    return list(room[:count])
+
+
 def compare(path: Path, seed: int, count: int, every: int) -> tuple[int, int]:
     """How many texts there were, and how many differ in ids or in the text that comes back."""
     metadata, theirs = gguf.GGUF(path).metadata, Theirs(path)
     sides = [Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)]
-    vocab = theirs.vocab
-    adds = llama_cpp.llama_vocab_get_add_bos(vocab), llama_cpp.llama_vocab_get_add_eos(vocab)
-    wrong, done = int((sides[0].add_bos, sides[0].add_eos) != adds), 0
-    spells = metadata["tokenizer.ggml.pre"] != "whitespace"  # whose pieces are [UNK_BYTE_…] there
+    wrong, done = int(sides[0].encode("ab", special=False) != whole(theirs, b"ab")), 0
+    spells = (
+        metadata.get("tokenizer.ggml.pre") != "whitespace"
+    )  # whose pieces are [UNK_BYTE_…] there
     for text, special in lines(seed, count, every):
         done += 1
         wanted = theirs.encode(text, special)
@@ -104,8 +115,9 @@ def compare(path: Path, seed: int, count: int, every: int) -> tuple[int, int]:
 def record(folder: Path) -> None:
     """Write checksums of the ids that llama.cpp has for some texts, by rule."""
     found = {}
-    for names in ROWS:
-        theirs = Theirs(written(folder / "vocab.gguf", joining(name := names.split()[0])))
+    made = {name: joining(name) for name in (names.split()[0] for names in ROWS)}
+    for name, metadata in (made | {name: pieces(name) for name in PIECES}).items():
+        theirs = Theirs(written(folder / "vocab.gguf", metadata))
         found[name] = [checksum(theirs.encode(text, False)) for text in drawn(7, RECORDED)]
     rows = (f'  "{name}": {json.dumps(sums)}' for name, sums in found.items())
     GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
@@ -118,7 +130,7 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--every", type=int, default=1, help="one of so many blocks of code points")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--names", nargs="+", default=list(RULES))
+    parser.add_argument("--names", nargs="+", default=[*RULES, *PIECES])
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     silent = llama_cpp.llama_log_callback(lambda *_: None)
@@ -129,11 +141,11 @@ def main() -> int:
         if given.record:
             record(Path(folder))
         for name in given.names:
-            own = joining(name)
-            for kind, metadata in (
-                ("given", own | (spelled if RULES[name].spelled else plain)),
-                ("joining", own),
-            ):
+            own = pieces(name) if name in PIECES else joining(name)
+            sides = {"made": own}
+            if name in RULES:
+                sides["given"] = own | (spelled if RULES[name].spelled else plain)
+            for kind, metadata in sides.items():
                 path = written(Path(folder) / "vocab.gguf", metadata)
                 done, wrong = compare(path, given.seed, given.texts, given.every)
                 print(f"{name}, {kind}: {wrong} of {done:,} texts differ", flush=True)

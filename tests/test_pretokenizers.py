@@ -6,15 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from packtrain.tokenizer import Tokenizer, TokenizerError
 from packtrain.tokenizer.rules import ROWS, RULES
 from packtrain.tokenizer.words import Splitter
-from tests.vocabularies import checksum, drawn, joining
+from tests.vocabularies import PIECES, charsmap, checksum, drawn, joining, pieces
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens/pretokenizers.json").read_text())
 LEADERS = [names.split()[0] for names in ROWS]
+MADE = [*LEADERS, *PIECES]
 # those in the source of llama.cpp, in its order
 NAMES = (
     "default minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano "
@@ -33,24 +35,30 @@ def test_all_names_are_known_once():
     assert sorted(NAMES.split()) == sorted(RULES) == sorted(" ".join(ROWS).split())
 
 
+def made(name: str) -> dict[str, Any]:
+    return pieces(name) if name in PIECES else joining(name)
+
+
 @pytest.mark.parametrize("few", [0, sys.maxsize])
-@pytest.mark.parametrize("name", LEADERS)
+@pytest.mark.parametrize("name", MADE)
 def test_the_ids_of_llama_cpp(name: str, few: int):
     """`python -m benchmarks.pretokenizers --record` recorded them; the vocabulary joins any two neighbours."""
-    tokenizer = Tokenizer(joining(name), few=few)
+    tokenizer = Tokenizer(made(name), few=few)
     texts = drawn(7, len(GOLDEN[name]))
     for text, wanted in zip(texts, GOLDEN[name], strict=True):
-        assert checksum(tokenizer.encode(text, bos=False, special=False)) == wanted, repr(text)
+        assert checksum(tokenizer.encode(text, bos=False, eos=False, special=False)) == wanted, (
+            repr(text)
+        )
 
 
-@pytest.mark.parametrize("name", LEADERS)
+@pytest.mark.parametrize("name", MADE)
 def test_pieces_give_the_ids_of_the_whole(name: str):
-    tokenizer, draw = Tokenizer(joining(name)), random.Random(5)
+    tokenizer, draw = Tokenizer(made(name)), random.Random(5)
     for text in drawn(8, 100, 60):
         size = draw.randint(1, 12)
         pieces = tokenizer.encode_pieces(text[i : i + size] for i in range(0, len(text), size))
         found = [id for part in pieces for id in part]
-        assert found == tokenizer.encode(text, bos=False, special=False), repr(text)
+        assert found == tokenizer.encode(text, bos=False, eos=False, special=False), repr(text)
 
 
 @pytest.mark.parametrize("name", LEADERS)
@@ -146,3 +154,86 @@ def test_ends_that_are_none():
     named = {gemma.tokens[id] for id in gemma.ends}
     assert b"<|tool_response>" in named and b"</s>" not in named
     assert len(gemma.encode("</s>")) > 1
+
+
+# ---- WordPiece and Unigram
+
+
+def spelled(tokenizer: Tokenizer, text: str, **how: Any) -> list[str]:
+    return [tokenizer.tokens[id].decode() for id in tokenizer.encode(text, **how)]
+
+
+def listed(kind: str, tokens: dict[str, float], **more: Any) -> Tokenizer:
+    """A vocabulary of these tokens and scores; those in brackets are control tokens."""
+    given = {
+        "model": kind,
+        "tokens": [token.encode() for token in tokens],
+        "scores": np.array([*tokens.values()], np.float32),
+        "token_type": np.array([3 if token[0] in "[<" else 1 for token in tokens], np.int32),
+    } | more
+    return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in given.items()})
+
+
+BERT = dict.fromkeys(
+    "[PAD] [UNK] [CLS] [SEP] \u2581the \u2581un aff able \u2581, \u2581cafe \u2581\u4e2d".split(
+        " "
+    ),
+    0.0,
+)
+BERT_IDS = {"bos_token_id": 2, "unknown_token_id": 1, "seperator_token_id": 3}
+
+
+def test_word_pieces():
+    tokenizer = listed("bert", BERT, **BERT_IDS)
+    words = ["\u2581the", "\u2581un", "aff", "able", "\u2581,", "\u2581cafe", "\u2581\u4e2d"]
+    assert spelled(tokenizer, "The unaffable, Caf\u00e9\u4e2d") == ["[CLS]", *words, "[SEP]"]
+    assert spelled(tokenizer, "unaffected [SEP] the", bos=False, eos=False) == [
+        "[UNK]", "[SEP]", "\u2581the",
+    ]  # fmt: skip
+    cased = listed("bert", BERT, **BERT_IDS, **{"normalizer.lowercase": False})
+    assert spelled(cased, "The the caf\u00e9", bos=False) == [
+        "[UNK]",
+        "\u2581the",
+        "[UNK]",
+        "[SEP]",
+    ]
+    ids = tokenizer.encode("the, unaffable", bos=False, eos=False)
+    assert tokenizer.decode(ids) == " the , unaffable"
+    assert tokenizer.decode(ids, clean=True) == " the, unaffable"
+
+
+T5 = {
+    "<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "\u2581": -2.0, "a": -2.0, "b": -3.0, "ab": -4.0, "abb": -9.5,
+    "\u2581a": -2.5,
+}  # fmt: skip
+
+
+def test_unigrams():
+    tokenizer = listed("t5", T5, add_space_prefix=True)
+    assert spelled(tokenizer, "ab b") == ["\u2581a", "b", "\u2581", "b", "</s>"]
+    assert spelled(tokenizer, "bab") == ["\u2581", "b", "ab", "</s>"]
+    assert spelled(tokenizer, "axyb", eos=False) == ["\u2581a", "<unk>", "b"]
+    assert tokenizer.decode(tokenizer.encode("ab b")) == "ab b"
+    assert spelled(listed("t5", T5), "ab") == ["ab", "</s>"]
+    joined = listed("t5", T5, remove_extra_whitespaces=True)
+    assert spelled(joined, " a   a ", eos=False) == ["\u2581a", "\u2581a"]
+
+
+def test_replacements_of_characters():
+    mapped = np.frombuffer(charsmap({"x": "a", "xy": "ab", "z": ""}), np.int8)
+    tokenizer = listed("t5", T5, precompiled_charsmap=mapped)
+    assert spelled(tokenizer, "xxyz", eos=False) == ["a", "ab"]
+    for end, said in ((3, "does not fit in"), (len(mapped) - 1, "no end of a replacement")):
+        with pytest.raises(TokenizerError, match=said):
+            listed("t5", T5, precompiled_charsmap=mapped[:end]).encode("z")
+
+
+def test_pieces_without_an_unknown_token():
+    few = {"\u2581the": 0.0, "b": 0.0}
+    tokenizer = listed("bert", few, bos_token_id=0, seperator_token_id=1)
+    with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
+        tokenizer.encode("of")
+    with pytest.raises(TokenizerError, match="unknown_token_id must name one"):
+        listed("t5", few)
+    with pytest.raises(TokenizerError, match="seperator_token_id must name one"):
+        listed("bert", few, bos_token_id=0)

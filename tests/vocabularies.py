@@ -7,9 +7,10 @@ from zlib import crc32
 
 import numpy as np
 
-from packtrain.tokenizer import BYTE, NORMAL
+from packtrain.tokenizer import BYTE, CONTROL, NORMAL, USER_DEFINED
 from packtrain.tokenizer.bpe import ALPHABET
 from packtrain.tokenizer.rules import RULES
+from packtrain.tokenizer.table import UNUSED
 
 UNITS = [
     *"aBcDeZ  \n\t\r0123456789.,!?/-_=$+<>^~|`\"'()",
@@ -67,3 +68,73 @@ def _characters() -> tuple[list[bytes], list[bytes]]:
     named = [b"<0x%02X>" % b for b in range(256) if b % 5]
     tokens = [*named, *known, *(a + b for a, b in pairs), b"\n\n", b"\n\n\n"]
     return list(dict.fromkeys(tokens)), [a + b" " + b for a, b in pairs]
+
+
+# ---- WordPiece and Unigram
+
+PIECES = {
+    "bert": {},
+    "bert cased": {"normalizer.lowercase": False},
+    "bert accents": {"normalizer.strip_accents": False},
+    "t5": {},
+    "t5 spaces": {"add_space_prefix": True, "remove_extra_whitespaces": True},
+    "t5 one space": {"add_space_prefix": True},
+}
+REPLACED = {
+    "\ufb01": "fi", "\u00c4": "A", "\u3000": " ", "\u00a0": " ", "hello": "HI", "he": "Z", "\u0905\u094d": "\u0905",
+    "\u0301": "", "\uff0c": ",", "'R": "'r", "\U0001f600": ":)",
+}  # fmt: skip
+
+
+def pieces(name: str) -> dict[str, Any]:
+    """The metadata of a WordPiece or Unigram vocabulary of characters and some sequences of them."""
+    kind, draw = name.split()[0], random.Random(3)
+    found = sorted({c for unit in UNITS for c in unit + unit.lower()} - set(" \n\0\u2581"))
+    known = [c for n, c in enumerate(found) if n % 7]
+    words = known + ["".join(draw.choices(known, k=draw.randint(2, 4))) for _ in range(4000)]
+    words += ["".join(draw.choices("abcdez's12.", k=draw.randint(2, 6))) for _ in range(2000)]
+    words += [f"\u2581{word}" for word in words if draw.random() < 0.7]
+    words += (
+        ["\u2581", "\u2581\u2581", "hel", "hello", "IMGIMG", "12345", "don't"]
+        if kind == "t5"
+        else []
+    )
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"] if kind == "bert" else ["<pad>", "</s>", "<unk>"]
+    tokens = [word.encode() for word in dict.fromkeys(special + words)]
+    kinds = [CONTROL] * len(special) + [NORMAL] * (len(tokens) - len(special))
+    keys: dict[str, Any] = {"model": kind, "tokens": tokens, "token_type": kinds} | PIECES[name]
+    if kind == "bert":
+        keys |= {"bos_token_id": 2, "unknown_token_id": 1, "seperator_token_id": 3}
+    else:
+        for token, of in ((b"IMGIMG", USER_DEFINED), (b"12345", USER_DEFINED), (b"don't", UNUSED)):
+            kinds[tokens.index(token)] = of
+        scores = [-2.0 * draw.random() * len(token) ** 0.7 for token in tokens]
+        keys |= {"scores": np.array(scores, np.float32)}
+        keys |= {"precompiled_charsmap": np.frombuffer(charsmap(REPLACED), np.int8)}
+    keys["token_type"] = np.array(kinds, np.int32)
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
+def charsmap(replaced: dict[str, str]) -> bytes:
+    """SentencePiece's precompiled map: the size of a double array, the array, and the replacements."""
+    texts, at = b"", dict[bytes, int]()
+    for key, put in replaced.items():
+        at[key.encode()] = len(texts)
+        texts += put.encode() + b"\0"
+    nodes = [0] * 256
+    taken, waiting = {0}, [(0, b"")]
+    while waiting:
+        node, prefix = waiting.pop()
+        after = {key[len(prefix)] for key in at if key.startswith(prefix) and key != prefix}
+        after |= {0} if prefix in at else set()  # 0 leads to the value
+        base = next(b for b in range(256, 1 << 20) if not any(b ^ c in taken for c in after))
+        offset = base if node == 0 else base ^ node
+        assert offset < 1 << 21
+        nodes += [0] * max(0, (base | 255) + 1 - len(nodes))
+        nodes[node] |= offset << 10 | (0 in after) << 8
+        for c in sorted(after):
+            taken.add(base ^ c)
+            nodes[base ^ c] = c if c else 1 << 31 | at[prefix]
+            if c:
+                waiting.append((base ^ c, prefix + bytes([c])))
+    return len(nodes * 4).to_bytes(4, "little") + np.array(nodes, "<u4").tobytes() + texts

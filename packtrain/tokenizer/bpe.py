@@ -5,7 +5,6 @@ Tokens are spelled in GPT-2's alphabet of bytes, or, in vocabularies like Gemma 
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from packtrain.tokenizer.rules import RULES, Rule, after_any
 from packtrain.tokenizer.table import (
     KEYS,
     NORMAL,
-    USER_DEFINED,
     TokenizerError,
     TokenTable,
     flag,
@@ -38,7 +36,7 @@ _BYTES = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(b) for b, c in ALPHA
 class BytePairs:
     """The "gpt2" and "gemma4" kinds of vocabulary. No space is added before the text."""
 
-    space = False
+    eos = separated = space = leads = False
     compiles = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -103,9 +101,7 @@ class BytePairs:
 
     def can_cut(self, text: str, at: int) -> bool:
         """Whether a word always begins here, whatever comes before and after."""
-        if text[at - 1] + text[at] in self._inside or self.table.strips:
-            return False
-        return (self._rule.border or after_any)(text, at)
+        return not self.table.spans(text, at) and (self._rule.border or after_any)(text, at)
 
     def piece(self, token: bytes) -> bytes:
         """The bytes of a normal token."""
@@ -118,12 +114,6 @@ class BytePairs:
         """Ranks of merges by "left right"; of duplicates the first counts."""
         merges = self._merges
         return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
-
-    @cached_property
-    def _inside(self) -> set[str]:
-        """Adjacent characters within user-defined tokens, which are found in any text."""
-        given = (text for text, id in self.table.specials if self.table.kinds[id] == USER_DEFINED)
-        return {a + b for text in given for a, b in pairwise(text)}
 
     def _plain(self, text: str) -> str:
         spaces = self._rule.spaces

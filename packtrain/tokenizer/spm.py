@@ -26,7 +26,7 @@ class SentencePieces:
     """
 
     bos = True
-    always = clean = False
+    eos = always = separated = clean = False
     compiles = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ class SentencePieces:
         kinds = numbers(metadata, "token_type", len(tokens))
         self._scores = numbers(metadata, "scores", len(tokens))
         self.table = TokenTable(metadata, tokens, kinds, bos=1, eos=2, unk=0)
-        self.space = flag(metadata, "add_space_prefix", True)
+        self.space = self.leads = flag(metadata, "add_space_prefix", True)
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:

@@ -5,6 +5,8 @@ Reads GGUF metadata into a TokenTable, or raises a TokenizerError that names the
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,7 @@ class TokenTable:
     kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     index             ids by text
     bos eos unk eot   ids, or None; eot is the end of a turn
+    sep               the separator's id, or None
     ends              ids that end generation
     specials          (text, id) of tokens that are matched before all others, the longest first
     swallow           those of them that swallow the whitespace after them
@@ -80,6 +83,7 @@ class TokenTable:
         self.bos = self._id(metadata, "bos", defaults.get("bos"))
         self.eos = self._id(metadata, "eos", defaults.get("eos"))
         self.unk = self._id(metadata, "unknown", defaults.get("unk"))
+        self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # spelled so in the files
         self.eot = self._id(metadata, "eot", None)
         self.ends = self._find_ends(metadata)
         found = np.isin(self.kinds, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
@@ -88,9 +92,15 @@ class TokenTable:
         self.swallow = self._swallowing(metadata)
         self.swallow_before = self._swallowing_before(metadata)
 
-    @property
-    def strips(self) -> bool:
-        return bool(self.swallow or self.swallow_before)
+    def spans(self, text: str, at: int) -> bool:
+        """Whether a special token that is found in any text may lie across a place, or swallow what is there."""
+        return bool(self.swallow or self.swallow_before) or text[at - 1] + text[at] in self._inside
+
+    @cached_property
+    def _inside(self) -> set[str]:
+        """Adjacent characters within user-defined tokens."""
+        given = (text for text, id in self.specials if self.kinds[id] == USER_DEFINED)
+        return {a + b for text in given for a, b in pairwise(text)}
 
     def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
         id, count = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)

@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from packtrain.tokenizer.table import (
     flag,
     wanted,
 )
+from packtrain.tokenizer.unigram import Unigrams
+from packtrain.tokenizer.wordpiece import WordPieces
 
 WHITESPACE = " \t\n\v\f\r"
 EMPTY = np.empty(0, np.int32)
@@ -38,16 +40,22 @@ Parts = list[str | int]  # text, and ids of special tokens
 class Encoding(Protocol):
     """How a kind of vocabulary encodes text without special tokens.
 
-    bos, space  whether to add a BOS token, and a space before the text, by default
-    always      whether a BOS token is added even where the file says otherwise
+    bos, eos    whether to add a BOS and an EOS token by default
+    space       whether to add a space before the text, and after special tokens
+    leads       whether the space before a text that comes back is not part of it
+    always      whether a BOS token, and an EOS token if by default, is added even where the file says otherwise
+    separated   whether the separator ends a text, not EOS
     clean       whether llama_detokenize removes spaces before punctuation
     compiles    whether there are `tables`
     """
 
     table: TokenTable
     bos: bool
+    eos: bool
     space: bool
+    leads: bool
     always: bool
+    separated: bool
     clean: bool
     compiles: bool
 
@@ -62,11 +70,13 @@ class Encoding(Protocol):
     def piece(self, token: bytes) -> bytes: ...
 
 
-KINDS: dict[str, type[SentencePieces] | type[BytePairs]] = {
+KINDS: dict[str, Callable[[Mapping[str, Any]], Encoding]] = {
     "llama": SentencePieces,
     "gpt2": BytePairs,
     "gemma4": BytePairs,
     "whitespace": Segments,
+    "bert": WordPieces,
+    "t5": Unigrams,
 }
 
 
@@ -90,8 +100,10 @@ class Tokenizer:
         self.bos, self.eos, self.unk, self.eot = table.bos, table.eos, table.unk, table.eot
         self.ends = table.ends
         self.add_bos = flag(metadata, "add_bos_token", self._encoding.bos) or self._encoding.always
-        self.add_eos = flag(metadata, "add_eos_token", False)
-        self.add_space_prefix = self._encoding.space
+        own = self._encoding
+        self.add_eos = flag(metadata, "add_eos_token", own.eos) or (own.eos and own.always)
+        self.last = table.sep if own.separated else table.eos
+        self.add_space_prefix, self.leads = own.space, own.leads
         self._added(None, None)
         self._few = few
         self._lane: Lane | None = None
@@ -183,7 +195,10 @@ class Tokenizer:
     def _added(self, bos: bool | None, eos: bool | None) -> tuple[list[int], list[int]]:
         """The BOS and EOS ids to add around the ids of a text; None: as the file says."""
         bos, eos = self.add_bos if bos is None else bos, self.add_eos if eos is None else eos
-        for asked, id, name in ((bos, self.bos, "bos"), (eos, self.eos, "eos")):
+        for asked, id, name in (
+            (bos, self.bos, "bos"),
+            (eos, self.last, "seperator" if self._encoding.separated else "eos"),
+        ):
             if asked and id is None:
                 raise TokenizerError(
                     f"{name} is to be added, but the vocabulary of {self.vocab_size} tokens has no {name} token;"
@@ -191,7 +206,7 @@ class Tokenizer:
                 )
         return (
             [self.bos] if bos and self.bos is not None else [],
-            [self.eos] if eos and self.eos is not None else [],
+            [self.last] if eos and self.last is not None else [],
         )
 
     def _specials_in(self, text: str, special: bool) -> list[tuple[str, int]]:
@@ -282,7 +297,7 @@ class Stream:
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
-        self._leading = tokenizer.add_space_prefix
+        self._leading = tokenizer.leads
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:

@@ -53,7 +53,7 @@ def category(code: int) -> str:
     known = unicodedata.category(chr(code))
     if known != "Cn":
         return known[0]
-    return next((name for name, ranges in NEWER.items() if _within(code, ranges)), "")
+    return next((name for name, ranges in NEWER.items() if within(code, ranges)), "")
 
 
 def lowered(character: str) -> str:
@@ -61,7 +61,7 @@ def lowered(character: str) -> str:
     return character.lower()[0]
 
 
-def _within(code: int, ranges: Ranges) -> bool:
+def within(code: int, ranges: Ranges) -> bool:
     return any(first <= code <= last for first, last in ranges)
 
 
@@ -85,7 +85,7 @@ class Classes(dict[int, str]):
         elif chr(code).isspace():
             self[code] = SPACE
         else:
-            inside = sum(_within(code, ranges) << n for n, ranges in enumerate(self.sets))
+            inside = sum(within(code, ranges) << n for n, ranges in enumerate(self.sets))
             self[code] = chr(FIRST + COUNT * inside + CATEGORIES.get(category(code), OTHER))
         return self[code]
 

@@ -174,19 +174,14 @@ def listed(kind: str, tokens: dict[str, float], **more: Any) -> Tokenizer:
     return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in given.items()})
 
 
-BERT = dict.fromkeys(
-    "[PAD] [UNK] [CLS] [SEP] \u2581the \u2581un aff able \u2581, \u2581cafe \u2581\u4e2d".split(
-        " "
-    ),
-    0.0,
-)
+WORDS = ["\u2581the", "\u2581un", "aff", "able", "\u2581,", "\u2581cafe", "\u2581\u4e2d"]
+BERT = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS], 0.0)
 BERT_IDS = {"bos_token_id": 2, "unknown_token_id": 1, "seperator_token_id": 3}
 
 
 def test_word_pieces():
     tokenizer = listed("bert", BERT, **BERT_IDS)
-    words = ["\u2581the", "\u2581un", "aff", "able", "\u2581,", "\u2581cafe", "\u2581\u4e2d"]
-    assert spelled(tokenizer, "The unaffable, Caf\u00e9\u4e2d") == ["[CLS]", *words, "[SEP]"]
+    assert spelled(tokenizer, "The unaffable, Caf\u00e9\u4e2d") == ["[CLS]", *WORDS, "[SEP]"]
     assert spelled(tokenizer, "unaffected [SEP] the", bos=False, eos=False) == [
         "[UNK]", "[SEP]", "\u2581the",
     ]  # fmt: skip

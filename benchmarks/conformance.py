@@ -45,7 +45,7 @@ LIMITS = {
     "Q8_0": 0.1,
     "Q4_K_M": math.inf,
 }  # of |difference of logarithms of probabilities|
-TOKENS, TEXTS = 48, 1000
+TOKENS, TEXTS, DEEP = 48, 1000, 32
 Values = dict[str, Value]
 Arrays = dict[str, np.ndarray]
 
@@ -91,9 +91,10 @@ Small models of random weights, {tokens} random tokens, KV cache in f32, no flas
 logarithms of probabilities of llama.cpp's {top} likeliest tokens, the largest over all positions. In the files that
 are wrong on purpose one thing is changed. Replies are greedy. In quantized models llama.cpp rounds activations to 8
 bits, packtrain does not: replies may part where two tokens are nearly as likely, and where another expert comes out
-first more than that changes. So replies must be equal in F32 only, and Q4_K_M has no limit; a model with experts that
-is beyond that of Q8_0 must be within F32's of llama.cpp with the same weights unpacked, where nothing is rounded.
-gemma's differences in F32 are those of llama.cpp's table of gelu, which is f16.
+first, or in many blocks, more than that changes. So replies must be equal in F32 only, and Q4_K_M has no limit; a model
+with experts or {DEEP} blocks that is beyond that of Q8_0 must be within F32's of llama.cpp with the same weights
+unpacked, where nothing is rounded.
+Where gelu is the activation, differences in F32 are those of llama.cpp's table of it, which is f16.
 """
 HEADING = """| architecture | type | largest difference | limit | wrong on purpose: difference | reply equal |
 |---|---|---|---|---|---|"""
@@ -155,6 +156,9 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
     "scale of logits": key("logit_scale", lambda scale: scale * 1.5),
     "one expert less": key("expert_used_count", lambda used: used - 1),
     "no bias": tensor("attn_q.bias", 0.0),
+    "no bias of norms": tensor("_norm.bias", 0.0),
+    "no bias of the head": tensor("output.bias", 0.0),
+    "no positions": tensor("position_embd.weight", 0.0),
     "no norm of heads": tensor("attn_q_norm.weight", 1.0),
     "no norm after": tensor("post_ffw_norm.weight", 1.0),
 }  # fmt: skip
@@ -193,7 +197,8 @@ def compared(name: str, kind: str, path: Path, python: str, others: bool = False
     seen = {what: off(logits(variant, tokens), theirs) for what, variant in bad}
     ours = logits(model, tokens)
     row = Row(name, kind, off(ours, theirs), LIMITS[kind], seen, equal)
-    if row.off <= row.limit or not model.config.expert_count:
+    spreads = model.config.expert_count or model.config.block_count >= DEEP
+    if row.off <= row.limit or not spreads:
         return row
     unpacked = folder / "unpacked.gguf"
     silently("quantize", path, unpacked, "F32", "--allow-requantize")
@@ -280,7 +285,12 @@ def main() -> int:
 
     say(
         INTRODUCTION.format(
-            __version__, ask(python)["version"], datetime.date.today(), tokens=TOKENS, top=TOP
+            __version__,
+            ask(python)["version"],
+            datetime.date.today(),
+            tokens=TOKENS,
+            top=TOP,
+            DEEP=DEEP,
         )
     )
     say(HEADING)

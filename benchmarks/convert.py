@@ -4,7 +4,8 @@
     python -m benchmarks.convert
 
 A small model of random weights of each class is saved by `save_pretrained`, converted to f32, and reads the same
-tokens in both. Printed is the largest difference of a logit, relative to the largest logit.
+tokens in both. Printed are the largest difference of a logit, relative to the largest logit, and that of the loss's
+gradients for the embedding and the last norm, which go through everything.
 """
 
 import tempfile
@@ -17,9 +18,15 @@ import transformers
 
 from packtrain.convert import convert
 from packtrain.generation import Generator
-from packtrain.models.file import open_model
+from packtrain.grad import differentiate
+from packtrain.graph import Graph
+from packtrain.interpreting import interpret
+from packtrain.models import transformer
+from packtrain.models.file import ModelFile, open_model
 from tests.hugging_face import V, sentencepiece_model
 
+ENDS = "token_embd.weight", "output_norm.weight"
+LAST = ("model.norm.weight", "ln_f.weight", "final_layernorm.weight")
 TOKENS = np.random.default_rng(5).integers(3, 300, 24)
 BASE = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
@@ -69,6 +76,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Olmo2Config": {},
     "Olmo3Config": {**WINDOWS, "rope_parameters": YARN},
     "Exaone4Config": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "Exaone4Config 32B": {"num_hidden_layers": 64, "sliding_window": 4, "sliding_window_pattern": 4},
     "SeedOssConfig": {"head_dim": 24},
     "Ernie4_5Config": {"head_dim": 24},
     "PhiConfig": {},
@@ -83,8 +91,8 @@ CLASSES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def difference(name: str, folder: Path) -> float:
-    """How far apart the logits of one model are."""
+def difference(name: str, folder: Path) -> tuple[float, float]:
+    """How far apart the logits of one model are, and its gradients."""
     given = {
         key: value
         for key, value in (BASE | CLASSES[name]).items()
@@ -99,14 +107,52 @@ def difference(name: str, folder: Path) -> float:
                 weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
             else:
                 weight.add_(torch.randn_like(weight) * 0.2)
-        want = model(torch.tensor(TOKENS)[None]).logits[0].numpy()
+    ids = torch.tensor(TOKENS)[None]
+    found = model(ids).logits[0]
+    loss = torch.nn.functional.cross_entropy(found[:-1], ids[0, 1:])
+    slopes = torch.autograd.grad(loss, _ends(model))
+    want = found.detach().numpy()
     model.save_pretrained(folder)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     path = folder / "model.gguf"
     convert(folder, path, "f32")
     generator = Generator.of(open_model(path), len(TOKENS))
     got = np.stack([generator.feed([int(token)]).copy() for token in TOKENS])
+    ours = gradients(open_model(path))
+    pairs = [(ours[label], d.numpy()) for label, d in zip(ENDS, slopes, strict=True)]
+    return apart(got, want), max(apart(*pair) for pair in pairs)
+
+
+def apart(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def _ends(model: Any) -> list[Any]:
+    """The embedding and the weight of the last norm."""
+    last = [weight for name, weight in model.named_parameters() if name.endswith(LAST)]
+    return [model.get_input_embeddings().weight, last[-1]]
+
+
+def gradients(model: ModelFile) -> dict[str, np.ndarray]:
+    """Of the mean loss of TOKENS, for ENDS."""
+    time, leaves = len(TOKENS) - 1, transformer.weights(model.config)
+    made = transformer.loss(model.config, leaves, 1, time)
+    found = differentiate(made.loss, [leaves[label] for label in ENDS])
+    graph = Graph({leaf.label: d for leaf, d in found.items()})
+    pos = np.arange(time, dtype=np.int32)[None]
+    fed = {
+        "tokens": TOKENS[None, :-1].astype(np.int32),
+        "targets": TOKENS[None, 1:].astype(np.int32),
+    }
+    fed |= {
+        "weights": np.full((1, time), 1 / time, np.float32),
+        "pos": pos,
+        "seq": np.zeros_like(pos),
+    }
+    there = {leaf.label for leaf in graph.leaves}
+    stored = model.stored()
+    given = {n: stored.get(n, fed.get(n)) for n in there}
+    return interpret(graph, {n: v for n, v in given.items() if v is not None})
 
 
 def main() -> None:
@@ -115,7 +161,8 @@ def main() -> None:
     for name in CLASSES:
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:
-            print(f"{name:18} {difference(name, Path(folder)):.1e}", flush=True)
+            values, slopes = difference(name, Path(folder))
+            print(f"{name:24} {values:.1e}  {slopes:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from packtrain.convert.checkpoint import alone
 from packtrain.convert.plain import as_object, read_json
 from packtrain.convert.safetensors import open_file, write_file
-from packtrain.convert.tensors import halved, paired, turned_heads
+from packtrain.convert.tensors import halved, paired, turned_heads, ungrouped
 from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.models.adapter import Adapter, Pair
@@ -41,11 +41,30 @@ EXACT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a matrix of the checkpoint is in the base: its tensor, its expert, and its heads if rows are permuted."""
+    """Where a matrix of the checkpoint is in the base: its tensor, its expert, and its heads if rows are permuted.
+
+    spans  rows of the checkpoint in the order of the base, each (from, to); none: they are in that order
+    """
 
     tensor: str
     expert: int | None = None
     heads: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def here(self, b: np.ndarray) -> np.ndarray:
+        """B as the base orders its rows."""
+        if self.heads and len(b) % (2 * self.heads) == 0:
+            return paired(b, self.heads)
+        return np.concatenate([b[at:end] for at, end in self.spans]) if self.spans else b
+
+    def there(self, b: np.ndarray) -> np.ndarray:
+        """B as the checkpoint orders its rows."""
+        if self.heads:
+            return halved(b, self.heads)
+        if not self.spans:
+            return b
+        rows = np.concatenate([np.arange(at, end) for at, end in self.spans])
+        return b[np.argsort(rows)]
 
 
 def places(model: ModelFile) -> dict[str, Place]:
@@ -56,11 +75,9 @@ def places(model: ModelFile) -> dict[str, Place]:
         at = f"{family.names.prefix}{family.names.blocks}.{i}"
         for module, part in family.block.items():
             tensor = f"blk.{i}.{part}.weight"
-            other = "{}" in module or (
-                family.grouped and part == "attn_qkv"
-            )  # rows in another order
-            if tensor in entries and len(entries[tensor].shape) > 1 and not other:
-                found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0))
+            if tensor in entries and len(entries[tensor].shape) > 1 and "{}" not in module:
+                spans = ungrouped(c) if family.grouped and part == "attn_qkv" else ()
+                found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0), spans)
         for module, part in family.experts.matrices.items() if family.experts else ():
             for e in range(c.expert_count):
                 name = f"{at}.{module.format(e)}"
@@ -92,12 +109,8 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
         alpha = alpha or by * rank
         if abs(by * rank / alpha - 1) > EXACT:  # a GGUF adapter has one alpha
             b = b * np.float32(by * rank / alpha)
-        if place.heads and len(b) % (2 * place.heads) == 0:
-            b = paired(b, place.heads)
-        found.setdefault(place.tensor, {})[place.expert] = (
-            a.T if place.tensor == EMBEDDING else a,
-            b,
-        )
+        a = a.T if place.tensor == EMBEDDING else a
+        found.setdefault(place.tensor, {})[place.expert] = a, place.here(b)
     count = model.config.expert_count
     pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in found.items()}
     return Adapter(model.config.architecture, alpha, pairs)
@@ -208,7 +221,7 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
         if place.expert is not None:
             a, b = a[place.expert], b[place.expert]
         embeds = place.tensor == EMBEDDING
-        a, b = (a.T if embeds else a), (halved(b, place.heads) if place.heads else b)
+        a, b = a.T if embeds else a, place.there(b)
         for half, values in (("A", a), ("B", b)):
             suffix = f"lora_embedding_{half}" if embeds else f"lora_{half}.weight"
             tensors[f"base_model.model.{module}.{suffix}"] = values

@@ -110,7 +110,7 @@ CONFIGS: Mapping[str, Config] = {
         tied=False,
     ),
     "gpt2": replace(
-        BIASED, architecture="gpt2", optional=("attn_qkv.bias", *ALL[3:]), rope_freq_base=1e4,
+        BIASED, architecture="gpt2", context_length=320, optional=("attn_qkv.bias", *ALL[3:]), rope_freq_base=1e4,
     ),
     "starcoder2": replace(BIASED, architecture="starcoder2", optional=ALL),
     "stablelm": replace(

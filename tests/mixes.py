@@ -49,6 +49,8 @@ SHAPES = {
     "two experts": Shape(10, experts=2, tied=False),
     "eight experts": Shape(9, experts=8),
     "fused": Shape(6, architecture="phi3", fused=True, tied=False),
+    "falcon": Shape(33, architecture="falcon", heads=8, kv_heads=1, fused=True),
+    "falcon untied": Shape(16, architecture="falcon", fused=True, tied=False),
     "rows of 96": Shape(4, 96, 512),
     "rows of 96, untied": Shape(4, 256, 96, tied=False),
     "rows of 40": Shape(4, 40),
@@ -110,6 +112,7 @@ def write_shape(path: Path, shape: Shape) -> None:
         "general.architecture": Value("string", a),
         **{f"{a}.{key}": Value("u32", number) for key, number in numbers.items()},
         f"{a}.attention.layer_norm_rms_epsilon": Value("f32", 1e-5),
+        **({f"{a}.attention.layer_norm_epsilon": Value("f32", 1e-5)} if a == "falcon" else {}),
     }
     tensors = {name: rng.standard_normal(size).astype(np.float32) for name, size in _tensors(shape)}
     write(path, metadata, tensors)

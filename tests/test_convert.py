@@ -21,7 +21,7 @@ from packtrain.errors import InputError
 from packtrain.generation import Generator
 from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
-from packtrain.tokenizer import Tokenizer, rules
+from packtrain.tokenizer import Tokenizer, words
 from tests import hugging_face
 from tests.hugging_face import write_checkpoint, write_safetensors
 
@@ -85,6 +85,23 @@ def test_halves_are_kept_bit_for_bit(kind: str, tmp_path: Path) -> None:
     value = tensors["model.layers.1.self_attn.q_proj.weight"]
     halves = value.astype("<f2").view("<u2") if kind == "F16" else (value.view("<u4") >> 16)
     np.testing.assert_array_equal(file.array(name).view("<u2").reshape(value.shape), halves)
+
+
+def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
+    whole = converted(tmp_path)
+    change_tensors(lambda t: t.update({BIAS: np.zeros(64, np.float32)}))(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "same.gguf")
+    assert (tmp_path / "same.gguf").read_bytes() == whole.path.read_bytes()
+
+
+def test_a_gpt2_of_before_has_no_prefix_and_masks(tmp_path: Path) -> None:
+    whole = converted(tmp_path, "gpt2")
+    _, tensors = write_checkpoint(tmp_path / "model", "gpt2")
+    old = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    old["h.0.attn.bias"] = np.ones((1, 1, 64, 64), np.float32)
+    write_safetensors(tmp_path / "model/model.safetensors", old)
+    convert(tmp_path / "model", tmp_path / "same.gguf")
+    assert (tmp_path / "same.gguf").read_bytes() == whole.path.read_bytes()
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
@@ -170,7 +187,7 @@ def with_bpe(folder: Path, **changes: Any) -> Path:
     """A checkpoint with a byte-level vocabulary."""
     write_checkpoint(folder, "qwen2")
     (folder / "tokenizer.model").unlink()
-    fast = hugging_face.bpe_tokenizer(rules.LLAMA_3_STEP, ignore_merges=True) | changes
+    fast = hugging_face.bpe_tokenizer(words.LLAMA_3_STEP, ignore_merges=True) | changes
     (folder / "tokenizer.json").write_text(json.dumps(fast))
     about = {
         "bos_token": {"content": "<|begin|>"}, "eos_token": "<|eot_id|>", "add_eos_token": False,
@@ -202,9 +219,9 @@ STEPS = {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
     },
-    "qwen2": {"type": "Split", "pattern": {"Regex": rules.QWEN_2_STEP}},
-    "tekken": {"type": "Split", "pattern": {"Regex": rules.TEKKEN_STEP}},
-    "gpt-4o": {"type": "Split", "pattern": {"Regex": rules.GPT_4O_STEP}},
+    "qwen2": {"type": "Split", "pattern": {"Regex": words.QWEN_2_STEP}},
+    "tekken": {"type": "Split", "pattern": {"Regex": words.TEKKEN_STEP}},
+    "gpt-4o": {"type": "Split", "pattern": {"Regex": words.GPT_4O_STEP}},
 }  # fmt: skip
 
 
@@ -276,6 +293,7 @@ def other_steps(folder: Path) -> None:
 
 
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+BIAS = "model.layers.0.self_attn.o_proj.bias"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read: no such file"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "this must be a JSON object"),
@@ -290,6 +308,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "more blocks": (change_config(num_hidden_layers=3), "tensor model.layers.2.input_layernorm.weight is missing"),
     "fewer blocks": (change_config(num_hidden_layers=1), "is not part of the model that config.json describes"),
     "missing": (change_tensors(lambda t: t.pop(NORM)), f"tensor {NORM} is missing; its shape is \\[64\\]"),
+    "bias": (
+        change_tensors(lambda t: t.update({BIAS: np.ones(64, np.float32)})),
+        f"tensor {BIAS} is not part of the model",
+    ),
     "unknown": (change_tensors(lambda t: t.update(more=t[NORM])), "tensor more is not part of the model"),
     "shape": (
         change_tensors(lambda t: t.update({NORM: t[NORM][:-1]})),

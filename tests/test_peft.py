@@ -31,9 +31,14 @@ Tensors = dict[str, np.ndarray]
 def random_halves(tensors: Tensors, tied: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A and B for every matrix, by the name of its module; not for embeddings that are the head, nor for heads."""
     rng, made = np.random.default_rng(7), {}
+    embedding = ["model.embed_tokens"] if tied else []
     for name, w in tensors.items():
         module = name.removesuffix(".weight")
-        if w.ndim == 2 and module != "lm_head" and not (tied and module == "model.embed_tokens"):
+        if module.startswith("transformer.h.") and w.ndim == 2:  # GPT-2's are (inputs, outputs)
+            rows, width = w.shape[:: -1 if "c_" in module else 1]
+            a, b = rng.standard_normal((RANK, width)), rng.standard_normal((rows, RANK))
+            made[module] = 0.1 * a.astype(np.float32), b.astype(np.float32)
+        elif w.ndim == 2 and not module.startswith(("lm_head", "transformer.", *embedding)):
             a, b = rng.standard_normal((RANK, w.shape[1])), rng.standard_normal((w.shape[0], RANK))
             made[module] = 0.1 * a.astype(np.float32), b.astype(np.float32)
     return made
@@ -66,8 +71,12 @@ def check_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     lora, base, made, back, again = given
     assert main(["convert", lora, "--base", base, "-o", made]) == 0
     by = ALPHA / (math.sqrt(RANK) if changes else RANK)
-    changed = {f"{m}.weight": tensors[f"{m}.weight"] + by * (b @ a) for m, (a, b) in halves.items()}
-    wanted = hugging_face.Model(config, tensors | changed).logits(IDS)[-1]
+    deltas = {m: by * (b @ a) for m, (a, b) in halves.items()}
+    changed = {
+        f"{m}.weight": tensors[f"{m}.weight"] + (delta.T if kind == "gpt2" else delta)
+        for m, delta in deltas.items()
+    }
+    wanted = hugging_face.logits(config, tensors | changed, IDS)[-1]
     model = open_model(tmp_path / "base.gguf")
     beside = adapted(model, read_scaled((made,), model.gguf))
     got = Generator.of(beside, len(IDS), f32).feed([*map(int, IDS)])
@@ -88,6 +97,9 @@ KINDS = [
     ("gemma2", {}),
     ("phi3", {}),
     ("mixtral", {}),
+    ("phi2", {}),
+    ("gpt2", {}),
+    ("falcon 40b", {}),
 ]
 
 

@@ -37,7 +37,7 @@ def written(client: TestClient, **more: Any) -> Any:
     return answer.json()
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])  # the second has windows
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2"])  # windows; learned positions
 def test_an_answer_longer_than_the_context(tmp_path, arch):
     with serving(tmp_path, arch) as (client, engine):
         found = written(client)

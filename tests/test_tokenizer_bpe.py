@@ -14,8 +14,7 @@ import pytest
 from packtrain.gguf import GGUF
 from packtrain.tokenizer import Tokenizer, TokenizerError
 from packtrain.tokenizer.bpe import ALPHABET
-from packtrain.tokenizer.rules import RULES
-from packtrain.tokenizer.words import Splitter
+from packtrain.tokenizer.words import RULES, Splitter
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 VECTORS = SHARED / "tokenizers/ggml-vocab"

@@ -33,8 +33,7 @@ class Target:
     @property
     def every(self) -> list[Backend]:
         """All its backends, in order."""
-        found = (*self.backends, *self.homes.values())
-        return list({(b.name, b.space): b for b in found}.values())
+        return list({b.name: b for b in (*self.backends, *self.homes.values())}.values())
 
     def supports(self, op: Op[..., Any], inputs: Inputs) -> bool:
         """Whether a backend has the op for such inputs; nothing is allocated."""

@@ -118,7 +118,6 @@ def _biases(c: Given, family: Family) -> tuple[str, ...]:
 
 def _common(c: Given, sizes: Sizes, architecture: Architecture, family: Family) -> Keys:
     name, default = ("layer_norm_eps", 1e-5) if architecture.layer_norms else ("rms_norm_eps", 1e-6)
-    theta = c.full_rotation().get("rope_theta", family.rope_freq_base)
     keys: Keys = {
         "context_length": sizes.context_length,
         "embedding_length": sizes.embedding_length,
@@ -127,7 +126,7 @@ def _common(c: Given, sizes: Sizes, architecture: Architecture, family: Family) 
         "attention.head_count": sizes.head_count,
         "attention.head_count_kv": sizes.head_count_kv,
         eps_key(architecture): c.real(name, default),
-        "rope.freq_base": c.number("rope_theta", theta),
+        "rope.freq_base": c.base(family.rope_freq_base),
     }
     width = sizes.head_width
     if width * sizes.head_count != sizes.embedding_length or c.values.get("head_dim"):

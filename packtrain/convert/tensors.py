@@ -162,7 +162,7 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
                 turned=turned.get(part, 0),
                 shift=family.norm_shift if kind == "weight" and len(shape) == 1 else 0.0,
                 transposed=across,
-                spans=_ungrouped(config) if family.grouped and part == "attn_qkv" else (),
+                spans=ungrouped(config) if family.grouped and part == "attn_qkv" else (),
             )
     for module, part in family.experts.matrices.items() if family.experts else ():
         yield _stacked(
@@ -177,7 +177,7 @@ def _stacked(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> T
     return Tensor(name, taken, stacked=True)
 
 
-def _ungrouped(config: Config) -> tuple[tuple[int, int], ...]:
+def ungrouped(config: Config) -> tuple[tuple[int, int], ...]:
     """Spans of rows of attn_qkv: all queries, all keys, all values, from groups of those that belong together."""
     d, groups = config.head_width, config.head_count_kv
     each = config.head_count // groups + 2

@@ -11,7 +11,7 @@ from packtrain.dtypes import WRITABLE, Dtype, f16
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.models.arch import ARCHITECTURES
-from packtrain.types.k import q6_K
+from packtrain.types.k import q3_K, q4_K, q5_K, q6_K
 from packtrain.types.legacy import q8_0
 from packtrain.types.room import Mix
 
@@ -52,7 +52,8 @@ def types_of(
     output     type of output.weight, and of tied embeddings
     embedding  type of token embeddings
     """
-    rules, types = _Rules(gguf, mix, output), {}
+    falcon = gguf.metadata.get("general.architecture") == "falcon"
+    rules, types = (_FalconRules if falcon else _Rules)(gguf, mix, output), {}
     for name in sorted(gguf.entries, key=_place):
         entry = gguf.entries[name]
         if not quantizable(name, entry.shape):
@@ -91,6 +92,13 @@ def _place(name: str) -> tuple[int, bytes]:
 def _block(name: str) -> int | None:
     found = re.match(r"blk\.([0-9]{1,9})\.", name)
     return int(found[1]) if found else None
+
+
+# ffn_down of a falcon: in the first sixteenth of the blocks, where others get more bits, elsewhere
+FALCON_DOWN = {
+    "Q3_K_M": (q5_K, q4_K, q3_K), "Q3_K_L": (q4_K, q4_K, q4_K), "Q4_K_S": (q4_K, q4_K, q4_K),
+    "Q4_K_M": (q6_K, q5_K, q4_K),
+}  # fmt: skip
 
 
 class _Rules:
@@ -175,6 +183,22 @@ class _Rules:
             return self.mix.first
         more = self.mix.spread if _more(i, count) else None
         return more or usual or self.mix.dtype
+
+
+class _FalconRules(_Rules):
+    """A falcon's: more bits for the head, fewer for the feed-forward and attention's output."""
+
+    def _output(self, width: int) -> Dtype:
+        return self.output or q8_0
+
+    def _down(self, name: str) -> Dtype:
+        usual = super()._down(name)
+        i = self.seen["ffn_down"] - 1
+        first, more, rest = FALCON_DOWN.get(self.mix.name, (usual, usual, usual))
+        return first if i < self.blocks // FEW_SHARE else more if _more(i, self.blocks) else rest
+
+    def _attended(self) -> Dtype:
+        return q4_K if self.mix.name == "Q3_K_L" else self.mix.dtype
 
 
 def _more(i: int, count: int) -> bool:

@@ -107,6 +107,10 @@ class Given:
         theta = self.values.get("rope_theta")
         return found if theta is None else {"rope_theta": theta, **found}
 
+    def base(self, default: float) -> float:
+        """The base of rope's frequencies."""
+        return self.number("rope_theta", self.full_rotation().get("rope_theta", default))
+
     def scaling(self) -> str:
         """The type of rope scaling; "default" is none."""
         found = self.full_rotation()

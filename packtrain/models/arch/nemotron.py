@@ -19,8 +19,12 @@ MODULES = ATTENTION | FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
-    turned = given.turned(sizes.head_width, 0.5)
-    return {"vocab_size": sizes.vocab_size, "rope.dimension_count": turned}
+    none: Keys = {"rope.scaling.type": "none"} if given.scaling() == "default" else {}
+    return none | {
+        "vocab_size": sizes.vocab_size,
+        "rope.dimension_count": given.turned(sizes.head_width, 0.5),
+        "attention.layer_norm_rms_epsilon": given.real("norm_eps", 1e-5),  # not read
+    }
 
 
 def optional(given: Given) -> tuple[str, ...]:

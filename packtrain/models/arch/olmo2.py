@@ -15,6 +15,7 @@ from packtrain.models.arch.architecture import (
 from packtrain.models.arch.given import Given
 
 MATRICES = {module: part for module, part in ATTENTION.items() if part != "attn_norm"}
+BASE = 500_000.0
 NORMS_BEHIND = {
     "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
@@ -32,6 +33,7 @@ def windows(given: Given, sizes: Sizes) -> Keys:
     return {
         **keys(given, sizes),
         "attention.sliding_window": given.size("sliding_window"),
+        "rope.freq_base_swa": given.base(BASE),
         "attention.sliding_window_pattern": given.windows(sizes.block_count) or every,
     }
 
@@ -50,10 +52,10 @@ ARCHITECTURE = Architecture(
     optional=(),
     families=(
         Family(
-            ("Olmo3ForCausalLM",), MODULES, windows, rope_freq_base=500_000.0,
+            ("Olmo3ForCausalLM",), MODULES, windows, rope_freq_base=BASE,
         ),
         Family(
-            ("Olmo2ForCausalLM",), MODULES, keys, rope_freq_base=500_000.0,
+            ("Olmo2ForCausalLM",), MODULES, keys, rope_freq_base=BASE,
         ),
     ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Value, write
 from packtrain.models import transformer
 from packtrain.models.arch import ARCHITECTURES
+from packtrain.models.arch.refused import NEEDS
 from packtrain.models.cache import Cells
 from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config, RopeScaling
@@ -257,3 +258,9 @@ def test_windows_that_llama_cpp_ignores_are_ignored(tmp_path: Path) -> None:
         keys |= {f"{config.architecture}.attention.sliding_window": number}
         write(tmp_path / "n.gguf", keys, random_weights(config))
         assert open_model(tmp_path / "n.gguf").config == config
+
+
+def test_what_is_refused_is_not_here():
+    """Each name once, and none that is supported: take a line away when an architecture comes."""
+    names = [name for names in NEEDS.values() for name in names.split()]
+    assert len(names) == len({*names}) and not {*names} & {*ARCHITECTURES}

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from packtrain.serving import slots, stream
+from packtrain.serving.styles import HERMES, LLAMA, MISTRAL, Style
 from tests.clients import ASK, Api, openai, opened
 
 pydantic = pytest.importorskip("pydantic")
@@ -31,11 +32,17 @@ TOOLS: list[Any] = [
 ]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALL = '<tool_call>{"name": "get_time", "arguments": {"zone": "utc"}}</tool_call>'
-STYLES = {  # what a chat template teaches
-    "hermes": "<tool_call>",
-    "mistral": "[TOOL_CALLS]",
-    "llama": '{{ tools }} "parameters"',
-}
+STYLES = {  # as chat templates write calls
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "llama": LLAMA,
+    "functionary": Style("<function=", "</function><function=", "</function>", middle=">"),
+    "kimi": Style("<|calls|>functions.", "<|next|>functions.", "<|end|>", middle=":\1<|arguments|>"),
+    "coder": Style(
+        "<tool_call><function=", "></function></tool_call><tool_call><function=", "></function></tool_call>",
+        middle="", pair=("><parameter=", ">", "</parameter"),
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +107,7 @@ def check_arguments(name: str, arguments: str) -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("style", STYLES)
 def test_calls_fit_their_parameters(api, dense, monkeypatch, style, choice):
-    monkeypatch.setattr(api.server, "source", STYLES[style])
+    monkeypatch.setattr(api.server, "style", STYLES[style])
     (whole,) = api.chat(tools=TOOLS, tool_choice=choice, **dense).choices
     assert whole.finish_reason == "tool_calls" and whole.message.content is None
     (call,) = whole.message.tool_calls
@@ -266,10 +273,10 @@ def test_parsed_calls_of_the_client(api, dense):
 @pytest.mark.parametrize("style", STYLES)
 def test_a_call_or_a_document(api, dense, monkeypatch, style):
     """Tools with a response_format: `auto` lets either come, `required` calls only."""
-    monkeypatch.setattr(api.server, "source", STYLES[style])
+    monkeypatch.setattr(api.server, "style", STYLES[style])
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": DAYS}}
     asked = {"tools": TOOLS[:1], "response_format": wanted} | dense
-    first = {"hermes": "<", "mistral": "[", "llama": '"'}[style]
+    first = {"mistral": "[", "llama": '"'}.get(style, "<")
     tokens = api.server.tokenizer.tokens
     for opening in ("{", first):
         bias = asked["logit_bias"] | {str(tokens.index(b"<0x%02X>" % ord(opening))): 50}

@@ -1,6 +1,5 @@
 """A grammar that the text of one sequence follows: the tokens that can come, what came, whether it is over."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 from packtrain.errors import InputError
 from packtrain.grammar.gbnf import parse
 from packtrain.grammar.lark import to_lark
-from packtrain.grammar.schema import of_calls, of_schema
+from packtrain.grammar.schema import of_schema
 from packtrain.grammar.table import matcher, table
 from packtrain.tokenizer import Tokenizer
 
@@ -65,27 +64,6 @@ class Grammar:
     def from_schema(cls, tokenizer: Tokenizer, text: str) -> "Grammar":
         """The documents of a JSON schema. Raises InputError."""
         return cls(tokenizer, of_schema(text))
-
-    @classmethod
-    def of_calls(
-        cls,
-        tokenizer: Tokenizer,
-        schema: Any,
-        opening: str | int = "",
-        closing: str = "",
-        *,
-        several: bool = False,
-        words: Sequence[str] = (),
-        tokens: Sequence[int] = (),
-        otherwise: str = "",
-    ) -> "Grammar":
-        """JSON documents of a schema, each after a text or token and before a text. Raises InputError.
-
-        otherwise  schema of one without such texts, which may come instead
-        """
-        first = f"<[{opening}]>" if isinstance(opening, int) else _quoted(opening)
-        source = of_calls(schema, first, _quoted(closing), several, otherwise)
-        return cls(tokenizer, source, words, tokens)
 
     def copy(self) -> "Grammar":
         """A grammar in the same state that goes its own way."""
@@ -170,11 +148,6 @@ class Grammar:
                 raise InputError("grammar: no token of this vocabulary can come next")
             more = "".join(f" {line[len(REASON) :]}" for line in lines if line.startswith(REASON))
             raise InputError(f"grammar: {fact}: {PLACE.sub('', lines[0])}{more}")
-
-
-def _quoted(text: str) -> str:
-    """As llguidance writes a text; nothing for an empty one."""
-    return json.dumps(text) if text else ""
 
 
 def _text(piece: bytes) -> str:

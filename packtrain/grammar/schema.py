@@ -14,10 +14,11 @@ NAMED = "properties", "$defs", "definitions", "patternProperties"  # of names, n
 
 def of_schema(text: str) -> str:
     """The grammar of the documents that a schema describes. Raises InputError."""
-    return f"{HEAD}start: %json {_spaced(_read(text))}\n"
+    return f"{HEAD}start: %json {spaced(of_text(text))}\n"
 
 
-def _read(text: str) -> Any:
+def of_text(text: str) -> Any:
+    """The schema in a text. Raises InputError."""
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
@@ -32,20 +33,7 @@ def _read(text: str) -> Any:
     return schema
 
 
-def of_calls(schema: Any, opening: str, closing: str, several: bool, otherwise: str = "") -> str:
-    """The grammar of texts between which a JSON document stands, once or several times; as llguidance writes them.
-
-    otherwise  schema of a document that may come instead. Raises InputError.
-    """
-    call = " ".join(filter(None, (opening, "document", closing)))
-    again = f" (/\\s*/ {call})*" if several else ""
-    start, rules = f"{call}{again}", f"document: %json {_spaced(schema)}\n"
-    if otherwise:
-        start, rules = f"{start} | other", f"{rules}other: %json {_spaced(_read(otherwise))}\n"
-    return f"{HEAD}start: {start}\n{rules}"
-
-
-def _spaced(schema: Any) -> str:
+def spaced(schema: Any) -> str:
     """A schema as llguidance takes it, with as much space in documents as llama.cpp lets come."""
     try:
         return json.dumps(_closed(schema) | {"x-guidance": {"whitespace_pattern": WHITE}})

@@ -16,6 +16,7 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.arch.architecture import BETAS, Architecture
+from packtrain.models.arch.refused import NEEDED
 from packtrain.models.config import Config, RopeScaling, Scaling
 
 MOST = 2**31 - 1  # ids, positions and sizes are i32
@@ -57,8 +58,9 @@ class Keys:
         self.path, self.metadata = gguf.path, gguf.metadata
         found: Any = self.metadata.get("general.architecture")
         if not isinstance(found, str) or found not in ARCHITECTURES:
+            need = f", which needs {NEEDED[found]}" if found in NEEDED else ""
             raise InputError(
-                f"{self.path}: general.architecture is {found!r}; supported are {', '.join(ARCHITECTURES)}"
+                f"{self.path}: general.architecture is {found!r}{need}; supported are {', '.join(ARCHITECTURES)}"
             )
         self.architecture = ARCHITECTURES[found]
 

@@ -98,6 +98,11 @@ class Renderer:
         self.notes[UNSTABLE] += 1
         return alone
 
+    def without_end(self, reply: str) -> str:
+        """A reply without the token that ends it."""
+        marks = [*self._end.finditer(reply)]
+        return reply[: marks[-1].start()] if marks and marks[-1].end() == len(reply) else reply
+
     def prompt(
         self, conversation: Conversation, more: Mapping[str, Any] | None = None, begins: bool = True
     ) -> str:
@@ -199,6 +204,9 @@ def _joined(prompt: str, text: str, before: str, shown: str, called: bool) -> tu
     ):  # a call, perhaps: it begins where the prompt goes on otherwise
         pairs = enumerate(zip(prompt, text, strict=False))
         begin = next((k for k, (a, b) in pairs if a != b), len(text))
+        tag = text.rfind("<", 0, begin)
+        if begin < len(text) and tag >= 0 and ">" not in text[tag:begin]:
+            begin = tag  # of two tags that begin alike
         if not called or at < 0 or begin < at + len(before):
             raise InputError(
                 "the chat template gives no text in which the reply can be told from the prompt"

@@ -130,7 +130,7 @@ class Chats(Texts):
     ) -> None:
         super().__init__(model, tokenizer, asked, verbose)
         tools = self._tools = asked.tools
-        openings = (tools.style.opening,) if tools else ()
+        openings = tools.beginnings if tools else ()
         self._shown = [Pieces(openings) for _ in asked.jobs]
         self._texts = [""] * len(asked.jobs)
         thinks = asked.thinks

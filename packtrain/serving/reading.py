@@ -197,7 +197,7 @@ def shown_of(body: Body, asked: bool, top: int) -> int | None:
 def chat(server: Server, body: Body) -> Asked:
     """What /v1/chat/completions is asked for. Raises InputError."""
     conversation = conversation_of(body)
-    tools = Tools.of(body, conversation, server.source)
+    tools = Tools.of(body, conversation, server.style)
     text = prompt_text(server, body, conversation, tools)
     top, asked = body.number("top_logprobs", 0, 0, MOST_TOP), body.flag("logprobs")
     if top and not asked:
@@ -211,7 +211,7 @@ def chat(server: Server, body: Body) -> Asked:
         else grammar_of(server, body)
     )
     job = job_of(server, body, server.ids(text), grammar)
-    special = tools is not None and tools.token(server.tokenizer) is not None
+    special = tools is not None and tools.has_tokens(server.tokenizer)
     count = body.number("n", 1, 1, MOST_ANSWERS)
     job = replace(with_top(server, job, shown, count), special=special)
     thinks = thinks_of(server, body, text, conversation)

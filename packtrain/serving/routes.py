@@ -114,7 +114,7 @@ def count_tokens(server: Server, body: Body, request: Request) -> Any:
 
 def asked_text(server: Server, body: Body) -> str:
     conversation = reading.conversation_of(body)
-    tools = Tools.of(body, conversation, server.source)
+    tools = Tools.of(body, conversation, server.style)
     return reading.prompt_text(server, body, conversation, tools)
 
 

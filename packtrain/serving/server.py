@@ -6,7 +6,7 @@ import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -25,6 +25,7 @@ from packtrain.sampling import Sampling
 from packtrain.serving.engine import Engine
 from packtrain.serving.jobs import Busy, End, Job, Told
 from packtrain.serving.shapes import Refused
+from packtrain.serving.styles import Style, style_of
 from packtrain.serving.thoughts import AUTO
 from packtrain.tokenizer import Tokenizer
 
@@ -100,6 +101,12 @@ class Server:
     _grammars: int = 0
 
     # ---- texts
+
+    @cached_property
+    def style(self) -> Style:
+        """How the chat template writes calls of tools."""
+        with self._lock:
+            return style_of(self.renderer, self.source)
 
     @property
     def takes_tools(self) -> bool:

@@ -1,16 +1,19 @@
-"""Tools: how models of a chat template call them, as a grammar and in a text."""
+"""Tools: which an answer may call, the grammar of calls, and the calls in a text."""
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain.errors import InputError
 from packtrain.grammar import Grammar
+from packtrain.grammar.calls import Calls, either
 from packtrain.grammar.schema import moved
 from packtrain.samples.messages import Conversation
 from packtrain.serving.asked import LONGEST_GRAMMAR, Body
-from packtrain.tokenizer import CONTROL, Tokenizer
+from packtrain.serving.styles import ID, WILD, Style
+from packtrain.tokenizer import Tokenizer
 
 MOST = 128
 EXPLAINED = (
@@ -18,29 +21,6 @@ EXPLAINED = (
     'To call one, answer <tool_call>{{"name": NAME, "arguments": {{…}}}}</tool_call> and nothing else.'
 )
 Call = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How a call is written: texts around its JSON, the name of its arguments, and whether calls are a list."""
-
-    opening: str
-    closing: str
-    arguments: str = "arguments"
-    listed: bool = False
-
-
-HERMES = Style("<tool_call>", "</tool_call>")
-MISTRAL = Style("[TOOL_CALLS]", "", listed=True)
-LLAMA = Style('{"name":', "", "parameters")  # nothing stands around it: this is how it begins
-
-
-def style_of(template: str) -> Style:
-    """The style that a chat template teaches; Hermes's if it teaches none."""
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    plain = "<tool_call>" not in template and "tools" in template
-    return LLAMA if plain and '"parameters"' in template else HERMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +38,7 @@ class Tools:
     style: Style
 
     @classmethod
-    def of(cls, body: Body, conversation: Conversation, template: str) -> "Tools | None":
+    def of(cls, body: Body, conversation: Conversation, style: Style) -> "Tools | None":
         """Those that an answer may call. Raises InputError."""
         choice = body.get("tool_choice") or "auto"
         if isinstance(choice, dict):
@@ -73,7 +53,11 @@ class Tools:
             raise InputError(f"tool_choice is {choice!r}; there is no such tool")
         if not functions or choice == "none":
             return None
-        return cls(functions, choice, body.flag("parallel_tool_calls"), style_of(template))
+        return cls(functions, choice, body.flag("parallel_tool_calls"), style)
+
+    @property
+    def names(self) -> list[str]:
+        return [function["name"] for function in self.functions]
 
     def grammar(self, tokenizer: Tokenizer, otherwise: str = "") -> Grammar:
         """Calls that fit the functions' parameters: from the first token on, or once one begins.
@@ -81,9 +65,58 @@ class Tools:
         otherwise  schema of a document that an answer is where it need not call. Raises InputError.
         """
         style, free = self.style, self.choice == "auto"
-        lazy = free and not otherwise
         chosen = [f for f in self.functions if free or self.choice in ("required", f["name"])]
-        calls = [_schema(f, style.arguments, f"#/$defs/{i}") for i, f in enumerate(chosen)]
+        if len(json.dumps(chosen)) > LONGEST_GRAMMAR:
+            raise InputError(f"tools have more than {LONGEST_GRAMMAR:,} characters")
+        made = Calls(tokenizer, WILD)
+        call, opening, triggers = (
+            self._call(made, chosen),
+            made.split(style.opening),
+            dict[str, Any](),
+        )
+        if free and not otherwise:
+            first = opening[0] if opening else None
+            begin = self.beginnings if first is None else (str(first).split(ID)[0].strip(),)
+            triggers = {"tokens": (first,)} if isinstance(first, int) else {"words": begin}
+        again = f"({made.text(style.again)} {call})*" if self.several and style.again else ""
+        start = " ".join(
+            filter(None, (made.text(opening, True), call, again, made.text(style.closing)))
+        )
+        return Grammar(tokenizer, made.grammar(start, otherwise if free else ""), **triggers)
+
+    def _call(self, made: Calls, chosen: Sequence[Call]) -> str:
+        """The grammar of one call of these functions."""
+        style = self.style
+        if style.middle is None:
+            return made.document(self._schema(chosen))
+        middle = made.text(style.middle)
+        return either(
+            [f"{json.dumps(f['name'])} {middle} {self._arguments(made, f)}" for f in chosen]
+        )
+
+    def _arguments(self, made: Calls, function: Call) -> str:
+        """What stands behind a name: an object, or its parts one by one."""
+        schema = function["parameters"] or {"type": "object"}
+        if self.style.pair is None:
+            return made.document(schema)
+        before, between, after = self.style.pair
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        parts = []
+        for key, one in schema.get("properties", {}).items():
+            text = f"{made.text(before)} {json.dumps(key)} {made.text(between)}"
+            if one.get("type") == "string" and not one.keys() & {"enum", "const", "pattern"}:
+                text = f"{text} {made.free(after)}"
+            elif all(isinstance(value, str) for value in one.get("enum", [0])):
+                text = f"{text} {either([json.dumps(x) for x in one['enum']])} {made.text(after)}"
+            else:
+                text = f"{text} {made.document(one | shared)} {made.text(after)}"
+            parts.append(text if key in schema.get("required", ()) else f"({text})?")
+        return " ".join(parts)
+
+    def _schema(self, chosen: Sequence[Call]) -> Call:
+        """Of the object, or the list of objects, that calls one of these functions."""
+        style = self.style
+        calls = [_schema(f, style, f"#/$defs/{i}") for i, f in enumerate(chosen)]
         schema: Call = calls[0] if len(calls) == 1 else {"anyOf": calls}
         if style.listed:
             most = {} if self.several else {"maxItems": 1}
@@ -92,39 +125,23 @@ class Tools:
             str(i): moved(f["parameters"] or {"type": "object"}, f"#/$defs/{i}")
             for i, f in enumerate(chosen)
         }
-        if len(json.dumps(schema)) > LONGEST_GRAMMAR:
-            raise InputError(f"tools have more than {LONGEST_GRAMMAR:,} characters")
-        token = self.token(tokenizer)
-        opening = token if token is not None else "" if style is LLAMA else style.opening
-        words = (style.opening,) if lazy and token is None else ()
-        return Grammar.of_calls(
-            tokenizer, schema, opening, style.closing, several=self.several and not style.listed,
-            words=words, tokens=(token,) if lazy and token is not None else (),
-            otherwise=otherwise if free else "",
-        )  # fmt: skip
+        return schema
 
-    def token(self, tokenizer: Tokenizer) -> int | None:
-        """The control token with which calls begin, if there is one: a text of answers would not show it."""
-        text = self.style.opening.encode()
-        found = tokenizer.tokens.index(text) if text in tokenizer.tokens else None
-        return found if found is not None and tokenizer.kinds[found] == CONTROL else None
+    @property
+    def beginnings(self) -> tuple[str, ...]:
+        """Texts with which an answer begins to call."""
+        return self.style.beginnings(self.names)
+
+    def has_tokens(self, tokenizer: Tokenizer) -> bool:
+        """Whether control tokens are part of calls: the text of an answer must show them then."""
+        made, style = Calls(tokenizer, WILD), self.style
+        texts = style.opening, style.again, style.closing, style.middle or "", *(style.pair or ())
+        return any(isinstance(part, int) for text in texts for part in made.split(text))
 
     def parse(self, text: str) -> tuple[str, list[Call]]:
         """The content of an answer, and its calls, as OpenAI's API has them, up to one that cannot be read."""
-        style, names = self.style, {function["name"] for function in self.functions}
-        begin = text.find(style.opening)
-        if begin < 0:
-            return text, []
-        rest = text[begin:] if style is LLAMA else text[begin + len(style.opening) :]
-        pieces = rest.split(style.opening) if style is HERMES else [rest]
-        found = list[Call]()
-        for piece in pieces:
-            call = _json(piece.split(style.closing)[0] if style.closing else piece)
-            calls = call if isinstance(call, list) else [call]
-            if not all(isinstance(one, dict) and one.get("name") in names for one in calls):
-                break
-            found += [_call(one["name"], one.get(style.arguments, {})) for one in calls]
-        return (text[:begin].rstrip(), found) if found else (text, [])
+        words, calls = self.style.parse(text, self.names)
+        return words, [_call(name, arguments) for name, arguments in calls]
 
 
 def explained(conversation: Conversation) -> Conversation:
@@ -140,14 +157,15 @@ def explained(conversation: Conversation) -> Conversation:
     )
 
 
-def _schema(function: Call, arguments: str, parameters: str) -> Call:
+def _schema(function: Call, style: Style, parameters: str) -> Call:
+    known = {
+        style.name: {"const": function["name"]},
+        style.arguments: {"$ref": parameters},
+    }
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            arguments: {"$ref": parameters},
-        },
-        "required": ["name", arguments],
+        "properties": {key: known.get(key, {"type": "string"}) for key in style.keys or known},
+        "required": [style.name, style.arguments],
         "additionalProperties": False,
     }
 
@@ -159,10 +177,3 @@ def _call(name: str, arguments: Any) -> Call:
         "type": "function",
         "function": {"name": name, "arguments": words},
     }
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -1,0 +1,164 @@
+"""How chat templates write calls of tools, found by rendering; texts that are read back; and grammars of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from packtrain.samples.messages import Conversation
+from packtrain.samples.render import Renderer
+from packtrain.serving.styles import COUNT, HERMES, ID, LLAMA, Style, style_of
+from packtrain.template import ChatTemplate
+from tests.templates import CHATS
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+    for name in ("weather", "way")
+]  # fmt: skip
+NAMES = ["weather", "way"]
+ARGUMENTS = {"city": "New York", "days": 3}
+HEAD = (
+    "{% if tools %}{{ tools|tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}"
+)
+TAIL = "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+EACH, NAME, OBJECT = (
+    "{% for c in m.tool_calls %}",
+    "{{ c.function.name }}",
+    "{{ c.function.arguments|tojson }}",
+)
+PAIRS = "{% for k, v in c.function.arguments.items() %}"
+TEXT = "{{ v if v is string else v|tojson }}"
+# as templates of these families write calls
+BODIES = {
+    "deepseek": "<calls>" + EACH + "<call>" + NAME + "<sep>" + OBJECT + "</call>{% endfor %}</calls>",
+    "functionary": EACH + "<function=" + NAME + ">" + OBJECT + "</function>{% endfor %}",
+    "kimi": "<sect>" + EACH + "<c>functions." + NAME + ":{{ loop.index0 }}<a>" + OBJECT + "</c>{% endfor %}</sect>",
+    "solar": EACH + "<c>{{ c.id }}<n>" + NAME + "<a>" + OBJECT + "</c>{% endfor %}",
+    "coder": EACH + "\n<tool_call>\n<function=" + NAME + ">\n" + PAIRS + "<parameter={{ k }}>\n" + TEXT
+    + "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+    "glm": EACH + "<tool_call>" + NAME + "\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXT
+    + "</arg_value>\n{% endfor %}</tool_call>{% endfor %}",
+    "nemotron": "<TOOLCALL>[" + EACH + '{"name": "' + NAME + '", "arguments": ' + OBJECT
+    + "}{{ ', ' if not loop.last }}{% endfor %}]</TOOLCALL>",
+    "cohere": "<act>[" + EACH + '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "' + NAME + '", "parameters": '
+    + OBJECT + "}{{ ', ' if not loop.last }}{% endfor %}]</act>",
+}  # fmt: skip
+
+
+def renderer_of(name: str) -> Renderer:
+    if name in CHATS:
+        chat = CHATS[name]
+        return Renderer(ChatTemplate(chat.source, chat.bos, chat.eos), list(chat.ends))
+    return Renderer(ChatTemplate(HEAD + BODIES[name] + TAIL), ["<|end|>"])
+
+
+def written(renderer: Renderer, count: int, words: str = "") -> str:
+    """The answer of a conversation with so many calls, as the template writes it."""
+    calls = [
+        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
+        for i, name in enumerate(NAMES[:count])
+    ]  # fmt: skip
+    answer = {"role": "assistant", "content": words, "tool_calls": calls}
+    made = renderer.render(Conversation("", [{"role": "user", "content": "a"}, answer], TOOLS))[-1]
+    return renderer.without_end(made.text[slice(*made.spans[-1])])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama-3", "mistral", *BODIES])
+def test_what_a_template_writes_is_read_back(name: str):
+    renderer = renderer_of(name)
+    style = style_of(renderer, "")
+    several = style.again or style.listed
+    assert several or name == "llama-3"
+    for count in (1, 2) if several else (1,):
+        text = written(renderer, count)
+        assert style.parse(text, NAMES) == ("" if "think" not in text else style.parse(text, NAMES)[0], [
+            (tool, ARGUMENTS) for tool in NAMES[:count]
+        ])  # fmt: skip
+        assert style.parse(text, ["other"]) == (text, [])
+
+
+def test_styles():
+    """The parts of some."""
+    assert style_of(renderer_of("qwen2.5"), "").opening == HERMES.opening
+    assert replace(style_of(renderer_of("llama-3"), ""), keys=()) == LLAMA
+    assert style_of(renderer_of("kimi"), "").middle == f":{COUNT}<a>"
+    assert style_of(renderer_of("solar"), "").opening == f"<c>{ID}<n>"
+    found = style_of(renderer_of("cohere"), "")
+    assert (found.name, found.arguments, found.listed) == ("tool_name", "parameters", True)
+    assert style_of(renderer_of("chatml"), "") == HERMES  # it has no place for tools
+    plain = (
+        HEAD
+        + "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    untold = Renderer(ChatTemplate(plain), ["<|end|>"])
+    assert style_of(untold, '<tool_call> "parameters"') == HERMES
+    assert style_of(untold, 'tools "parameters"') == LLAMA
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_words_before_calls_and_cut_calls(name: str):
+    renderer = renderer_of(name)
+    style = style_of(renderer, "")
+    text = written(renderer, 1, "I look.")
+    assert style.parse(text, NAMES) == ("I look.", [("weather", ARGUMENTS)])
+    assert style.parse("I look.", NAMES) == ("I look.", [])
+    cut = text[: text.index("New") + 3]
+    assert style.parse(cut, NAMES) == (cut, [])
+    (begins,) = {text.find(one) for one in style.beginnings(NAMES)}
+    assert begins == text.index(style.opening.split(ID)[0].strip())
+
+
+def test_white_space_may_differ():
+    text = 'So:\n<tool_call>{"name": "way","arguments":{}}</tool_call>\n'
+    text += ' <tool_call>\n\n{"name":"way", "arguments":{"a":[1]}}'
+    assert HERMES.parse(text, NAMES) == ("So:", [("way", {}), ("way", {"a": [1]})])
+    apart = Style("<f=", "</f><f=", "</f>", middle="", pair=("<p=", ">", "</p>"))
+    text = "<f=way>".replace(">", "") + ' <p=n> 3 </p> <p=t>"x"</p>\n</f>'
+    assert apart.parse(text, NAMES) == ("", [("way", {"n": 3, "t": '"x"'})])
+    assert apart.parse("<f=way</f>", NAMES) == ("", [("way", {})])
+
+
+@pytest.mark.grammar
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral", "llama-3", *BODIES])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_grammar_takes_what_the_template_writes(name: str, several: bool, tmp_path):
+    pytest.importorskip("llguidance")
+    from packtrain.gguf import GGUF
+    from packtrain.serving.tools import Tools
+    from packtrain.tokenizer import Tokenizer
+    from tests.architectures import random_model
+
+    random_model(tmp_path / "m.gguf", "llama")
+    tokenizer = Tokenizer(GGUF(tmp_path / "m.gguf").metadata)
+    renderer = renderer_of(name)
+    style = style_of(renderer, "")
+    functions = tuple(
+        {**tool["function"], "parameters": {**tool["function"]["parameters"], "required": ["city", "days"]}}
+        for tool in TOOLS
+    )  # fmt: skip
+    count = 2 if several and (style.again or style.listed) else 1
+    text = written(renderer, count)
+    for choice in ("required", "auto"):
+        grammar = Tools(functions, choice, several, style).grammar(tokenizer)
+        assert grammar.awaits == (choice == "auto")
+        for id in (tokenizer.tokens.index(b"<0x%02X>" % byte) for byte in text.strip().encode()):
+            allowed = grammar.allowed(tokenizer.vocab_size)
+            assert allowed is None or allowed[id], text
+            grammar.accept(id)
+        assert not grammar.awaits and grammar.complete
+    strict = (
+        Tools(functions, "required", several, style)
+        .grammar(tokenizer)
+        .allowed(tokenizer.vocab_size)
+    )
+    assert (
+        strict is not None and not strict[tokenizer.tokens.index(b"<0x78>")]
+    )  # an x begins no call

@@ -393,9 +393,7 @@ def test_a_call_where_the_prompt_begins_thoughts(tmp_path: Path):
     renderer = Renderer(ChatTemplate(source), ["<|end|>"])
     samples = renderer.render(conversation(RECORDS["a call of a tool"], tmp_path))
     said = [one.text[a:b] for one in samples for a, b in one.spans]
-    assert (
-        said[0] == "call>weather<|end|>"
-    )  # the token <call> is learnt whole: it has words of the reply
+    assert said[0] == "<call>weather<|end|>"  # not within the token
     assert said[1].endswith("Yes, 31 °C.<|end|>")
 
 

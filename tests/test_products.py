@@ -105,16 +105,20 @@ packed_type = pytest.mark.parametrize("dtype", [t for t in READABLE if t != pt.f
 
 
 def random_weights(dtype: Dtype, rows: int, width: int) -> np.ndarray:
-    """Random bits of the type, with scales near 0.01."""
+    """Random bits of the type, with scales near 0.01; of the ternary ones 0.1, as their values are scales."""
     random = np.random.default_rng(3)
     if dtype in (pt.f16, pt.bf16):
         return quantize(random.standard_normal((rows, width), np.float32), dtype)
     shape = rows, width // dtype.block, dtype.block_nbytes
     bits = random.integers(0, 256, shape, np.uint8)
+    unit = 0.1 if dtype.name.startswith("tq") else 0.01
     for i, at in enumerate(SCALES.get(dtype.name, ())):
-        bits[..., at : at + 2] = np.float16([0.01 + 0.01 * i]).view(np.uint8)
+        bits[..., at : at + 2] = np.float16([unit + 0.01 * i]).view(np.uint8)
     if dtype.name == "mxfp4":
         bits[..., 0] = random.integers(117, 124, shape[:2])  # 2**-11 to 2**-5
+    if dtype.name == "iq1_m":  # four bits of the scale in front of each of four shorts
+        for i, four in enumerate((0xF, 0x1, 0x1, 0x2)):  # 0.01 as f16 is 0x211F
+            bits[..., 49 + 2 * i] = bits[..., 49 + 2 * i] & 0xF | four << 4
     return bits.view(dtype.numpy)[..., 0]
 
 

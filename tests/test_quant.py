@@ -15,6 +15,7 @@ from tests.ggml_packed import odd_rows, rows_of
 SCALES = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_K": (80, 82), "q3_K": (108,),
     "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq3_s": (0,), "iq4_nl": (0,), "iq4_xs": (0,),
+    "iq1_s": (0,), "iq2_xxs": (0,), "iq2_xs": (0,), "iq2_s": (0,), "iq3_xxs": (0,), "tq1_0": (52,), "tq2_0": (64,),
 }  # fmt: skip
 BLOCKS = 512
 # of llama-quantize: sum of squared errors over sum of squares, for `rows_of`
@@ -98,9 +99,9 @@ def test_rows_of_any_width_end_where_they_should(name: str, width: int):
 
 
 def test_what_cannot_be_read_is_said():
-    array = np.zeros((2, 1), BLOCK_TYPES["iq1_s"].numpy)
+    array = np.zeros((2, 1), BLOCK_TYPES["q1_0"].numpy)
     with pytest.raises(
-        ValueError, match=r"iq1_s cannot be read; supported are f32, f16, bf16, q4_0"
+        ValueError, match=r"q1_0 cannot be read; supported are f32, f16, bf16, q4_0"
     ):
         dequantize(array)
 

@@ -123,6 +123,8 @@ class _Rules:
     def choose(self, name: str, width: int) -> Dtype:
         if name == OUTPUT or (self.tied and name in EMBEDDING):
             return self._output(width)
+        if name in EMBEDDING:
+            return self.mix.embedding or self.mix.dtype
         if any(part in name for part in VALUES):
             return self._values()
         if "attn_k.weight" in name and self.experts == EXPERTS:

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from packtrain.types.k import q4_K
+from packtrain.types.grids import ONE, THREE_S, THREE_XXS, TWO_S, TWO_XS, TWO_XXS
+from packtrain.types.k import q2_K, q3_K, q4_K
 from packtrain.types.legacy import q5_0
 from packtrain.types.room import packed
 from packtrain.types.words import (
+    Floats,
     byte_at,
     bytes_at,
     bytes_of,
@@ -17,6 +19,7 @@ from packtrain.types.words import (
     part,
     peek,
     pick,
+    put_short,
     put_where,
     put_word,
     scratch,
@@ -32,35 +35,120 @@ from packtrain.types.words import (
 f32 = np.float32
 # the sixteen values of iq4_nl and iq4_xs
 NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], f32)
-# the values of iq3_s's 512 indices: four odd values from 1 to 15 each, of which the upper three bits are written
-BITS_S = np.unpackbits(np.frombuffer(bytes.fromhex(
-    "000200400a00e00040240440840c40080280a806c0100500b00f003407401805803c09c0fc0008208408808048248a48"
-    "088688e882c8ac8908388b885c8010210a10e10050650c50290a900d08d0510b10f103507501d07d0618258a58098498"
-    "2d86d8cd8918158558f983d8bd8020660e602a08a04e01207203601e04288280a84a8ca86e8328b28f28da87e8c30270"
-    "6702f05703f00384388380b84b8cb86f8178978001201401801041241641a41e410814812c18c1cc1941d413815c1009"
-    "209609c090498492890c96c93091495491c9dc9011451a51e510918914d1111711b511915d1219819e19059659299e99"
-    "0d98d93195991d9621a214618612e16e1521d211619612290696692a90e94e93690b18b1eb1931d312396390794792b9"
-    "af93395b91f9002202602a02e02042442842c42282682e820c24c2302702b02142542f821c27c2bc200a40a04a64ae4a"
-    "48aa8a2ca8ca50a34a212812e122926920d2ed2312752f523d29d201a41aa1a25a49a89a2da6da51a15ad9a222e220a2"
-    "6a24e2ae23225e2be282a26a4aaeea12a76a1ea032432e322b2b723b2a3a27acba0fa73a17a403243643a43e434832c3"
-    "6c3ac3503903f033437833c320b60ba0b84b28b68b10b18b5cbdcb0134530934d38d315321b05b85b29b69be9b0db31b"
-    "71bf1bb5b7db623263c634a32e35631a39a322b06b46baab4eb92bd6b7ebc7333323b63b0bb4bbafb004804444084884"
-    "e844c43041441c440ce0c24c64c48c0ccacc70c34cb4c214614054a542946d4114f545941d481c25c65c09c49c2dcadc"
-    "0244248a4ee41243e4a2ce2c2ac5ac6748f41b407ca7c0fc73c37c405045845485105905f05545d859c520d60da0d44d"
-    "28d4cd5cd0152556950d5cd575541de1d05de9d91d35db9d7dd2258250a54e5d2546dcad36d76d53543d83d4bd246646"
-    "a462c66c618600e08ee8e98e4568d6516b565961d601e85e29e11eaa67265a602e62e8ee1aea3613627e67e007807e07"
-    "087487cc710794758740f24f88f70fb0f217817057c572970d735741f4dfadf75f227a276670a71674af52f4372f703f"
-), np.uint8)).reshape(-1, 3)  # fmt: skip
-FOURS_S = np.array(BITS_S @ (8, 4, 2) + 1, np.uint8).view("<u4")
-iq1_s, iq1_m = packed("iq1_s", 19, 256, 50), packed("iq1_m", 29, 256, 56)
-iq2_xxs, iq2_xs, iq2_s = (
-    packed("iq2_xxs", 16, 256, 66),
-    packed("iq2_xs", 17, 256, 74),
-    packed("iq2_s", 22, 256, 82),
+# the eighth sign of seven makes the number of set bits even
+EVEN = np.array([i | (i.bit_count() % 2) << 7 for i in range(128)], np.int64)
+iq1_s, iq1_m, iq2_xxs, iq2_xs, iq2_s = (
+    packed(name, number, 256, nbytes, instead=q2_K)
+    for name, number, nbytes in (
+        ("iq1_s", 19, 50), ("iq1_m", 29, 56), ("iq2_xxs", 16, 66), ("iq2_xs", 17, 74), ("iq2_s", 22, 82),
+    )
+)  # fmt: skip
+iq3_xxs, iq3_s = (
+    packed("iq3_xxs", 18, 256, 98, instead=q3_K),
+    packed("iq3_s", 21, 256, 110, instead=q4_K),
 )
-iq3_xxs, iq3_s = packed("iq3_xxs", 18, 256, 98), packed("iq3_s", 21, 256, 110, instead=q4_K)
 iq4_nl = packed("iq4_nl", 20, 32, 18, instead=q5_0)
 iq4_xs = packed("iq4_xs", 23, 256, 136, instead=q4_K)
+
+
+@part
+def signed(v: Floats, bits: int) -> Floats:
+    """Negative in each lane whose bit is set."""
+    return put_where(v, bits, neg(v))
+
+
+@part
+def two_signs(bits: int) -> int:
+    """The signs of two groups of eight values, of which seven each are written."""
+    return EVEN[bits & 127] | (EVEN[bits >> 7 & 127] << 8)
+
+
+@part
+def shifts_of(first: int, second: int) -> Floats:
+    """What iq1's levels 0 to 2 are shifted by: -7/8, or -9/8 if the bit of the first or second eight is set."""
+    v = splat(f32(-0.875) - f32(0.25) * f32(first & 1))
+    return put_where(v, 0xFF00, splat(f32(-0.875) - f32(0.25) * f32(second & 1)))
+
+
+@iq1_s.unpack
+def unpack_iq1_s(y, x, n):
+    for b in range(n):
+        at, out = x + b * 50, b * 256
+        for i in range(16):
+            high = short_at(at + 34, i // 2)
+            scale = half_at(at, 0) * f32((high >> 12 & 7) * 2 + 1)
+            three = high >> (i % 2 * 6)
+            first = ONE[byte_at(at, 2 + 2 * i) | ((three & 7) << 8)]
+            second = ONE[byte_at(at, 3 + 2 * i) | ((three >> 3 & 7) << 8)]
+            shift = shifts_of(high >> 15, high >> 15)
+            store(y, out + i * 16, (to_floats(bytes_of(first, second)) + shift) * scale)
+
+
+@iq1_m.unpack
+def unpack_iq1_m(y, x, n):
+    half = scratch(1)
+    for b in range(n):
+        at, out = x + b * 56, b * 256
+        for i in range(4):  # each has four bits of the unit in front of its scales
+            put_short(half, 0, (short_at(half, 0) >> 4) | (short_at(at, 24 + i) >> 12 << 12))
+        for i in range(16):
+            three = short_at(at, 24 + i // 4) >> (i % 4 * 3) & 7
+            scale, high = half_at(half, 0) * f32(three * 2 + 1), byte_at(at, 32 + i)
+            first = ONE[byte_at(at, 2 * i) | ((high & 7) << 8)]
+            second = ONE[byte_at(at, 2 * i + 1) | ((high >> 4 & 7) << 8)]
+            shift = shifts_of(high >> 3, high >> 7)
+            store(y, out + i * 16, (to_floats(bytes_of(first, second)) + shift) * scale)
+
+
+@iq2_xxs.unpack
+def unpack_iq2_xxs(y, x, n):
+    for b in range(n):
+        at, out = x + b * 66, b * 256
+        for i in range(16):
+            indices, word = at + 2 + i // 2 * 8 + i % 2 * 2, word_at(at + 2 + i // 2 * 8, 1)
+            scale = half_at(at, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.25)
+            v = bytes_of(TWO_XXS[byte_at(indices, 0)], TWO_XXS[byte_at(indices, 1)])
+            store(y, out + i * 16, signed(to_floats(v) * scale, two_signs(word >> (i % 2 * 14))))
+
+
+@iq2_xs.unpack
+def unpack_iq2_xs(y, x, n):
+    for b in range(n):
+        at, out = x + b * 74, b * 256
+        for i in range(16):
+            first, second = short_at(at, 1 + 2 * i), short_at(at, 2 + 2 * i)
+            scale = byte_at(at, 66 + i // 2) >> (i % 2 * 4) & 15
+            scale = half_at(at, 0) * (f32(scale) + f32(0.5)) * f32(0.25)
+            v = bytes_of(TWO_XS[first & 511], TWO_XS[second & 511])
+            signs = two_signs((first >> 9) | (second >> 9 << 7))
+            store(y, out + i * 16, signed(to_floats(v) * scale, signs))
+
+
+@iq2_s.unpack
+def unpack_iq2_s(y, x, n):
+    for b in range(n):
+        at, out = x + b * 82, b * 256
+        for i in range(16):
+            high = byte_at(at, 66 + i // 2) >> (i % 2 * 4)
+            first = TWO_S[byte_at(at, 2 + 2 * i) | ((high & 3) << 8)]
+            second = TWO_S[byte_at(at, 3 + 2 * i) | ((high >> 2 & 3) << 8)]
+            nibble = byte_at(at, 74 + i // 2) >> (i % 2 * 4) & 15
+            scale = half_at(at, 0) * (f32(nibble) + f32(0.5)) * f32(0.25)
+            v = to_floats(bytes_of(first, second)) * scale
+            store(y, out + i * 16, signed(v, short_at(at, 17 + i)))
+
+
+@iq3_xxs.unpack
+def unpack_iq3_xxs(y, x, n):
+    for b in range(n):
+        at, out = x + b * 98, b * 256
+        for i in range(16):
+            indices, word = at + 2 + i * 4, word_at(at + 66, i // 2)
+            scale = half_at(at, 0) * (f32(word >> 28) + f32(0.5)) * f32(0.5)
+            first = THREE_XXS[byte_at(indices, 0)] | (THREE_XXS[byte_at(indices, 1)] << 32)
+            second = THREE_XXS[byte_at(indices, 2)] | (THREE_XXS[byte_at(indices, 3)] << 32)
+            v = to_floats(bytes_of(first, second)) * scale
+            store(y, out + i * 16, signed(v, two_signs(word >> (i % 2 * 14))))
 
 
 @iq3_s.unpack
@@ -73,7 +161,7 @@ def unpack_iq3_s(y, x, n):
             ninth = byte_at(at, 66 + i // 2) >> (i % 2 * 4)
             for four in range(4):
                 index = byte_at(at, 2 + i * 4 + four) | ((ninth >> four & 1) << 8)
-                put_word(values, four, FOURS_S[index])
+                put_word(values, four, THREE_S[index])
             signs = (spread_bits(short_at(at + 74, i)) >> lane_numbers()) & 1
             scale = d * f32((byte_at(at, 106 + i // 4) >> (i // 2 % 2 * 4) & 15) * 2 + 1)
             v = to_floats(bytes_at(values, 0)) * scale
@@ -85,7 +173,7 @@ def eight_of(at: int, ninth: int) -> int:
     """The eight values, as bytes, of two indices: low bytes at `at`, their upper bits the lowest of `ninth`."""
     first = byte_at(at, 0) | ((ninth & 1) << 8)
     second = byte_at(at, 1) | ((ninth & 2) << 7)
-    return FOURS_S[first] | (FOURS_S[second] << 32)
+    return THREE_S[first] | (THREE_S[second] << 32)
 
 
 @iq3_s.dot

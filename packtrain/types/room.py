@@ -48,7 +48,7 @@ class Mix:
     """A mix by llama-quantize's name: its number in files (llama.h, enum llama_ftype), the type of most tensors.
 
     values    type of the matrices of values,  shared  where four or more heads share them
-    down      type of ffn_down,  attended  of attn_output
+    down      type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
     first     type of the first values and ffn_down; `few` of them: two, and a sixteenth of the blocks
     spread    their type in the first and last eighth of the blocks, and every third between
     """
@@ -60,6 +60,7 @@ class Mix:
     shared: "Dtype | None" = None
     down: "Dtype | None" = None
     attended: "Dtype | None" = None
+    embedding: "Dtype | None" = None
     first: "Dtype | None" = None
     few: bool = False
     spread: "Dtype | None" = None

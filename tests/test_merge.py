@@ -208,8 +208,8 @@ def test_quantized_halves_are_refused(settings: Merge, tmp_path: Path):
 
 
 def test_a_base_whose_type_cannot_be_read_is_refused(settings: Merge):
-    write(settings.model, BASE, tensors() | {Q: np.zeros((64, 1), BLOCK_TYPES["iq2_xs"].numpy)})
-    refused(settings, "attn_q.weight is iq2_xs, which cannot be merged into")
+    write(settings.model, BASE, tensors() | {Q: np.zeros((64, 2), BLOCK_TYPES["q1_0"].numpy)})
+    refused(settings, "attn_q.weight is q1_0, which cannot be merged into")
 
 
 def test_an_unknown_type_is_refused(settings: Merge):

@@ -174,7 +174,7 @@ def no_tensor(name: str) -> Change:
 
 
 def packed(rows: int, width: int) -> np.ndarray:
-    return np.zeros((rows, width // 256), BLOCK_TYPES["iq1_s"].numpy)
+    return np.zeros((rows, width // 128), BLOCK_TYPES["q1_0"].numpy)
 
 
 BAD: dict[str, Change] = {
@@ -245,7 +245,7 @@ def test_a_type_that_cannot_be_read_is_named_with_its_tensor(tmp_path: Path) -> 
     keys, tensors = metadata(config, "small") | vocabulary(), dict[str, Any](values(config))
     tensors["blk.0.attn_q.weight"] = packed(256, 256)
     write(tmp_path / "m.gguf", keys, tensors)
-    with pytest.raises(InputError, match=r"blk\.0\.attn_q\.weight is of type iq1_s; only f32, f16"):
+    with pytest.raises(InputError, match=r"blk\.0\.attn_q\.weight is of type q1_0; only f32, f16"):
         open_model(tmp_path / "m.gguf")
 
 

@@ -231,7 +231,7 @@ def test_a_type_must_fit_the_rows_it_is_asked_for(tmp_path: Path):
 
 
 def test_types_that_cannot_be_read_are_copied_or_refused(tmp_path: Path):
-    dtype = DTYPES["iq1_s"]
+    dtype = DTYPES["q1_0"]
     tensors = {
         "blk.0.x_norm.weight": np.zeros((2, 1), dtype.numpy),
         "ids": np.arange(5, dtype=np.int32),
@@ -246,5 +246,5 @@ def test_types_that_cannot_be_read_are_copied_or_refused(tmp_path: Path):
         name: value.tobytes() for name, value in tensors.items()
     }
     write(tmp_path / "m.gguf", {}, {"token_embd.weight": np.zeros((2, 1), dtype.numpy)})
-    with pytest.raises(InputError, match=r"token_embd.weight is iq1_s, which cannot be converted"):
+    with pytest.raises(InputError, match=r"token_embd.weight is q1_0, which cannot be converted"):
         quantize.run(replace(settings, overwrite=True, allow_requantize=True))

@@ -42,6 +42,7 @@ COMMANDS = {
     "data": ("data", "Data"),
     "inspect": ("inspect", "Inspect"),
     "quantize": ("quantize", "Quantize"),
+    "imatrix": ("imatrix", "Imatrix"),
     "check": ("check", "Check"),
     "bench": ("bench", "Bench"),
     "convert": ("convert", "Convert"),

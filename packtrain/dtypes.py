@@ -2,7 +2,19 @@
 
 import numpy as np
 
-from packtrain.types import floats, integers, iq, k, k_small, legacy, mx, recode, rounded, ternary
+from packtrain.types import (
+    floats,
+    integers,
+    iq,
+    k,
+    k_small,
+    legacy,
+    mx,
+    recode,
+    rounded,
+    ternary,
+    weighed,
+)
 from packtrain.types.floats import bf16, f16, f32, f64
 from packtrain.types.integers import i32, i64, u8
 from packtrain.types.room import KNOWN, Dtype
@@ -12,7 +24,7 @@ __all__ = [
     "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
 ]  # fmt: skip
 
-ROOMS = (floats, integers, legacy, k, k_small, iq, mx, ternary, rounded, recode)
+ROOMS = (floats, integers, legacy, k, k_small, iq, mx, ternary, rounded, recode, weighed)
 BLOCKS = sorted((t for t in KNOWN.values() if t.quantized), key=lambda t: t.number or 0)
 BLOCK_TYPES = {t.name: t for t in BLOCKS}
 DTYPES = {name: t for name, t in KNOWN.items() if not t.quantized} | BLOCK_TYPES

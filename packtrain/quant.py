@@ -34,15 +34,18 @@ def unpack(values: np.ndarray, array: np.ndarray) -> None:
         compiled.rows(dtype_of(array).number, rows, packed.reshape(len(rows), -1))
 
 
-def quantize(values: np.ndarray, dtype: Dtype) -> np.ndarray:
+def quantize(values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None) -> np.ndarray:
     """f32 values (..., width) as an array of `dtype`, one of WRITABLE; rows are whole blocks, values finite.
 
-    The types without sub-blocks are packed bit for bit as ggml's reference.
+    weights  (width,) by which errors of each column count, if the type can weigh them; finite, not below zero
+    The types without parts, q2_K and q3_K are packed bit for bit as ggml's reference; with weights all that use them.
     """
-    return quantize_measured(values, dtype)[0]
+    return quantize_measured(values, dtype, weights)[0]
 
 
-def quantize_measured(values: np.ndarray, dtype: Dtype) -> tuple[np.ndarray, float, float]:
+def quantize_measured(
+    values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None
+) -> tuple[np.ndarray, float, float]:
     """The same, with the sums of squares of the values and of the errors.
 
     Rows that are not finite are not packed: the first sum shows them.
@@ -59,8 +62,12 @@ def quantize_measured(values: np.ndarray, dtype: Dtype) -> tuple[np.ndarray, flo
         return packed, 0.0, 0.0
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, width)
     sums = np.empty((2, len(rows)))
-    compiled: Any = kernels.quantize
+    compiled: Any = kernels
     raw = packed.reshape(-1).view(np.uint8).reshape(len(rows), -1)
-    compiled.rows(dtype.number, raw, sums, rows)
+    if weights is None or "weigh" not in dtype.code:
+        compiled.quantize.rows(dtype.number, raw, sums, rows)
+    else:
+        weights = np.ascontiguousarray(weights, np.float32)
+        compiled.weighing.rows(dtype.number, raw, sums, rows, weights)
     total, wrong = sums.sum(axis=1)
     return packed, float(total), float(wrong)

@@ -17,6 +17,8 @@ from packtrain.dtypes import DTYPES, Dtype
 
 RECORD = Path(__file__).parent / "goldens" / "packed.json"
 PLAIN = ("q2_K", "q3_K")  # packed bit for bit without weights
+WEIGHED = ("q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K")  # and with them
+ROWS = ("odd", "normal", "heavy", "positive")
 
 
 def odd_rows() -> np.ndarray:
@@ -46,36 +48,45 @@ def digest(packed: np.ndarray) -> str:
     return hashlib.sha256(packed.tobytes()).hexdigest()[:16]
 
 
-def cases() -> Iterator[tuple[str, str]]:
-    """Name of the type, and of the rows."""
-    for name in PLAIN:
-        for rows in ("odd", "normal", "heavy", "positive"):
-            yield name, rows
+def weights_of(width: int) -> np.ndarray:
+    """Weights of columns, of very different sizes; one is nothing."""
+    weights = np.exp(2 * np.random.RandomState(1).standard_normal(width)).astype(np.float32)
+    weights[5] = 0
+    return weights
+
+
+def cases() -> Iterator[tuple[str, str, bool]]:
+    """Name of the type, and of the rows, and whether columns have weights."""
+    for names, weighed in ((PLAIN, False), (WEIGHED, True)):
+        for name in names:
+            yield from ((name, rows, weighed) for rows in ROWS)
 
 
 def load() -> dict[str, str]:
-    """Digests by `type rows`."""
+    """Digests by `type rows weighed`."""
     found: dict[str, str] = json.loads(RECORD.read_text())
     return found
 
 
-def pack(library: ctypes.CDLL, dtype: Dtype, x: np.ndarray) -> np.ndarray:
+def pack(
+    library: ctypes.CDLL, dtype: Dtype, x: np.ndarray, weights: np.ndarray | None
+) -> np.ndarray:
     made = np.empty((len(x), dtype.row_nbytes(x.shape[1])), np.uint8)
     function = getattr(library, f"quantize_{dtype.name}")
     function.restype = ctypes.c_size_t
     rows, width = map(ctypes.c_int64, x.shape)
-    function(
-        x.ctypes.data_as(ctypes.c_void_p), made.ctypes.data_as(ctypes.c_void_p), rows, width, None
-    )
+    given, to = (array.ctypes.data_as(ctypes.c_void_p) for array in (x, made))
+    by = None if weights is None else weights.ctypes.data_as(ctypes.c_void_p)
+    function(given, to, rows, width, by)
     return made
 
 
 def main() -> None:
-    library = ctypes.CDLL(sys.argv[1])
-    found = {
-        f"{name} {rows}": digest(pack(library, DTYPES[name], rows_of(rows)))
-        for name, rows in cases()
-    }
+    library, found = ctypes.CDLL(sys.argv[1]), {}
+    for name, rows, weighed in cases():
+        x = rows_of(rows)
+        weights = weights_of(x.shape[1]) if weighed else None
+        found[f"{name} {rows} {weighed}"] = digest(pack(library, DTYPES[name], x, weights))
     RECORD.write_text(json.dumps(found, indent=0) + "\n")
     print(f"{RECORD.name}: {len(found)} cases")
 

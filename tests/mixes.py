@@ -5,6 +5,7 @@
 
 import gzip
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import numpy as np
 
 from packtrain.dtypes import DTYPES
 from packtrain.gguf import GGUF, Value, write
+from packtrain.merging.importance import Importance, save
 from packtrain.models.mix import MIXES
 
 RECORD = Path(__file__).parent / "goldens" / "mixes.json.gz"
@@ -61,6 +63,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     " pure": (["--pure"], {"pure": True}),
     " output q8_0": (["--output-tensor-type", "q8_0"], {"output": DTYPES["q8_0"]}),
     " embedding q5_K": (["--token-embedding-type", "q5_K"], {"embedding": DTYPES["q5_K"]}),
+    " weighed": (["--imatrix", "WEIGHTS"], {"weighed": True}),
 }
 WITH_OPTIONS = ("tied", "untied")  # the shapes for which all of them are recorded
 
@@ -118,6 +121,17 @@ def write_shape(path: Path, shape: Shape) -> None:
     write(path, metadata, tensors)
 
 
+def write_weights(path: Path, model: GGUF) -> None:
+    """An importance matrix of ones for the model."""
+    entries = {n: e for n, e in model.entries.items() if n.startswith("blk.") and len(e.shape) > 1}
+    sums = {
+        n: np.ones((math.prod(e.shape[:-2]), e.shape[-1]), np.float32) for n, e in entries.items()
+    }
+    save(
+        path, Importance(sums, {n: np.ones(len(s), np.float32) for n, s in sums.items()}, "", 1, 1)
+    )
+
+
 def load() -> dict[str, str]:
     """The types of a case's tensors in the order of the file, by `shape: mix options`."""
     found: dict[str, str] = json.loads(gzip.decompress(RECORD.read_bytes()))
@@ -130,7 +144,9 @@ def main() -> None:
         given, made = Path(folder) / "given.gguf", Path(folder) / "made.gguf"
         for shape, mix, options in cases():
             write_shape(given, SHAPES[shape])
-            command = [program, *OPTIONS[options][0], str(given), str(made), mix]
+            flags = [flag.replace("WEIGHTS", f"{folder}/i.gguf") for flag in OPTIONS[options][0]]
+            write_weights(Path(folder) / "i.gguf", GGUF(given))
+            command = [program, *flags, str(given), str(made), mix]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{shape}, {mix}{options}: {done.stdout}{done.stderr}")

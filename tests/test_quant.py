@@ -1,5 +1,5 @@
 """Packed types against PyPI `gguf`, ggml's own Python: the same bits, read and written; the K types, which it does not
-write, against ggml itself: q2_K and q3_K its bits, q4_K to q6_K the errors of llama-quantize."""
+write, against ggml itself: q2_K, q3_K and all with weights its bits, q4_K to q6_K the errors of llama-quantize."""
 
 import gguf
 import numpy as np
@@ -125,10 +125,12 @@ def test_values_are_packed_as_ggml_packs_them_bit_for_bit(dtype: Dtype):
     np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
 
 
-@pytest.mark.parametrize(("name", "rows"), list(ggml_packed.cases()))
-def test_small_blocks_with_parts_are_packed_as_ggml_packs_them_bit_for_bit(name: str, rows: str):
-    found = quantize(rows_of(rows), DTYPES[name])
-    assert ggml_packed.digest(found) == ggml_packed.load()[f"{name} {rows}"]
+@pytest.mark.parametrize(("name", "rows", "weighed"), list(ggml_packed.cases()))
+def test_blocks_are_packed_as_ggml_packs_them_bit_for_bit(name: str, rows: str, weighed: bool):
+    x = rows_of(rows)
+    weights = ggml_packed.weights_of(x.shape[1]) if weighed else None
+    found = ggml_packed.digest(quantize(x, DTYPES[name], weights))
+    assert found == ggml_packed.load()[f"{name} {rows} {weighed}"]
 
 
 @pytest.mark.parametrize("dtype", WRITABLE, ids=str)

@@ -58,13 +58,13 @@ def compiled(code, decorator, done):
 
 
 def choice(functions, signature, *, blocks):
-    """An intrinsic (kind, a, b, n): the function of the type of that number, for (a, b, n).
+    """An intrinsic (kind, given values, n): the function of the type of that number, for (given values, n).
 
     blocks  whether they count in blocks; n counts elements
     """
 
     def codegen(context, builder, sig, args):
-        kind, a, b, n = args
+        kind, *given, n = args
         result = cgutils.alloca_once(builder, context.get_value_type(signature.return_type))
         end = builder.append_basic_block("chosen")
         switch = builder.switch(kind, end)
@@ -76,10 +76,12 @@ def choice(functions, signature, *, blocks):
             found = context.get_function(types.Dispatcher(function), signature)
             context.add_linking_libs(getattr(found, "libs", ()))
             count = builder.udiv(n, I64(dtype.block)) if blocks else n
-            builder.store(found(builder, (a, b, count)), result)
+            builder.store(found(builder, (*given, count)), result)
             builder.branch(end)
         builder.position_at_end(end)
         return builder.load(result)
 
     typed = signature.return_type(i64, *signature.args), codegen
+    if len(signature.args) == 4:
+        return intrinsic(lambda typingctx, kind, a, b, c, n: typed)
     return intrinsic(lambda typingctx, kind, a, b, n: typed)

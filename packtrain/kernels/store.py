@@ -66,6 +66,7 @@ MADE_OF = {
     "tokens": "call splitting",
     "update": "bits call dequantize elementwise simd",
     "visible": "call simd tile",
+    "weighing": "bits call codes quantize rooms search simd",
     "windows": "call simd",
 }
 TYPES, LIST = FOLDER.parent / "types", FOLDER.parent / "dtypes.py"
@@ -75,6 +76,7 @@ ROLES = {
     "rounded": "codes scales",
     "quantize": "pack",
     "recoding": "recode",
+    "weighing": "weigh",
 }  # module -> functions of a type that it compiles
 COMPLETE = "complete"  # a file with the checksum of the machine code
 FINGERPRINT = re.compile("[0-9a-f]{16}")

@@ -1,9 +1,10 @@
-"""Merges an adapter block by block into a file, on its quantization grids, with the least change of outputs.
+"""Rounds matrices of a file block by block to quantization grids, with the least change of what they compute.
 
-Takes the base with its adapters, batches of tokens, and a copy of the base's tensors, which is changed in place.
+Takes a model (a base with unmerged adapters, or the one to quantize), batches of tokens, and a file with the new types,
+whose matrices are changed in place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from packtrain.merging.grid import grid_of, put_codes
 from packtrain.merging.streams import Batch, Site, Streams
 from packtrain.models.adapted import Scaled, adapted
 from packtrain.models.file import ModelFile
+from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import Rows
 from packtrain.quant import quantize
 
@@ -34,19 +36,22 @@ def calibrate(
     width: int | None = None,
     done: Done = lambda block, blocks: None,
     target: Target = CPU,
+    anew: Collection[str] = (),
 ) -> dict[str, float]:
     """Round these matrices in the file; returns the relative error of each matrix's output.
 
-    model  the base with unmerged adapters
+    model  whose outputs are wanted
     width  most columns that compensate each other's errors: the sums over their inputs have width² numbers
+    anew   names whose scales are searched under the sums over their inputs; the others keep those in the file
     """
     file = GGUF(path)
     written = np.memmap(path, np.uint8, "r+")
     arrays = {name: _mapped(written, file, name) for name in file.entries if name in changes}
-    merging = {name: array for name, array in arrays.items() if name.startswith("blk.")}
-    streams, sums = Streams(model, merging, batches, target), dict[str, np.ndarray]()
-    changed = {int(name.split(".")[1]) for name in merging}
-    first, last = min(changed), max(changed)
+    inside = {name: array for name, array in arrays.items() if name.startswith("blk.")}
+    embedding = {name: arrays[name] for name in (EMBEDDING,) if name in anew}
+    streams, sums = Streams(model, inside | embedding, batches, target), dict[str, np.ndarray]()
+    changed = {int(name.split(".")[1]) for name in inside}
+    first, last = 0 if embedding else min(changed), max(changed)
     streams.pass_by(first)
     for i in range(first, last + 1):
         block = streams.block(i)
@@ -54,7 +59,8 @@ def calibrate(
             names = [name for name in site.names if dtype_of(arrays[name]).layout]
             if names:
                 here = replace(site, names=tuple(names))
-                for name, sum in _site(streams, here, arrays, changes, width or site.z.shape[-1]):
+                most = width or site.z.shape[-1]
+                for name, sum in _site(streams, here, arrays, changes, most, anew):
                     sums[name] = sums.get(name, 0) + sum
         if i < last:
             streams.advance(block)
@@ -84,6 +90,7 @@ def _site(
     arrays: Mapping[str, np.ndarray],
     changes: Mapping[str, Rows],
     width: int,
+    anew: Collection[str],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Round the matrices of a site; an expert has its own sums if its inputs differ from the others'.
 
@@ -103,9 +110,11 @@ def _site(
                     one.round_plainly()
                 continue
             powers = [one.power(moments.squares) for one in parts.values()]
+            weights = moments.squares.diagonal() / moments.tokens
             back = feedback(moments.squares, moments.shift)
             for (name, one), right in zip(parts.items(), powers, strict=True):
-                yield name, np.array([one.round(back), right])
+                error = one.round(back, weights if name in anew else None)
+                yield name, np.array([error, right])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +147,14 @@ class Slice:
         """The sum of squares of the outputs for inputs with these sums."""
         return float(sum(np.vdot(product(rows, squares), rows) for _, rows in self._pieces()))
 
-    def round(self, back: Feedback) -> float:
-        """Write the rounded codes; returns the sum of squares of the output error."""
+    def round(self, back: Feedback, weights: np.ndarray | None) -> float:
+        """Write the rounded codes, with scales found by these weights of columns; returns the squared output error."""
         error = 0.0
         for packed, rows in self._pieces():
-            codes, wrong = back.round(back.targets(rows), grid_of(packed))
+            aim = back.targets(rows)
+            if weights is not None:
+                packed[...] = quantize(back.rows(aim), dtype_of(packed), weights)
+            codes, wrong = back.round(aim, grid_of(packed))
             put_codes(packed, codes)
             error += wrong
         return error

@@ -37,6 +37,12 @@ class Feedback:
             product(self.factor.T, moved, aim)
         return aim
 
+    def rows(self, aim: np.ndarray) -> np.ndarray:
+        """Targets (n, R) as rows (R, n), columns in their own order."""
+        rows = np.empty(aim.shape[::-1], np.float32)
+        rows[:, self.order] = aim.T
+        return rows
+
     def round(self, aim: np.ndarray, grid: Grid) -> tuple[np.ndarray, float]:
         """Codes u8 (R, n) for targets (n, R), which are overwritten, and the squared error of the outputs."""
         codes = np.empty(aim.shape, np.uint8)

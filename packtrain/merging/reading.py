@@ -5,6 +5,7 @@ Returns a Reading for a model, names of matrices and a number of bytes, or None 
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -48,11 +49,18 @@ class Reading:
     target: Target = CPU
 
     def __str__(self) -> str:
-        return f"merging reads {self.tokens:,} tokens of the data"
+        return f"reads {self.tokens:,} tokens of the data"
 
     @property
     def tokens(self) -> int:
         return self.batches * self.rows * self.time
+
+    def all(self, data: Batched, tokens: int | None = None) -> list[Batch]:
+        """All rows of the data in batches, the last one filled with padding; or the first rows with so many tokens."""
+        most = None if tokens is None else max(1, tokens // self.time)
+        rows = list(islice(_rows(data), most))
+        nothing = {name: np.zeros_like(values) for name, values in rows[0].items()}
+        return self._batches(rows + [nothing] * (-len(rows) % self.rows))
 
     def read(self, data: Batched) -> list[Batch]:
         """The first rows of the data, in batches."""
@@ -62,6 +70,9 @@ class Reading:
             if len(rows) == wanted:
                 break
         del rows[len(rows) // self.rows * self.rows or len(rows) :]
+        return self._batches(rows)
+
+    def _batches(self, rows: list[Batch]) -> list[Batch]:
         groups = [rows[at : at + self.rows] for at in range(0, len(rows), self.rows)]
         return [{name: np.stack([r[name] for r in g]) for name in g[0]} for g in groups]
 
@@ -81,11 +92,13 @@ def reading(
     rows: int,
     limit: int | None = None,
     target: Target = CPU,
+    tokens: int | None = None,
 ) -> Reading | None:
     """The most tokens, and columns at a time, that fit; None if not even the minimum fits.
 
-    types  of the calibrated matrices
-    rows   number of available rows of `time` tokens
+    types   of the calibrated matrices
+    rows    number of available rows of `time` tokens
+    tokens  most to read, else TOKENS
     """
     at_once = min(max(1, AT_ONCE // time), rows)
     blocks = _kinds(adapted, types)
@@ -104,7 +117,7 @@ def reading(
     if target.limit is not None and most_apart + sum(t.spec.nbytes for t in leaves) > target.limit:
         return None
     fixed = arena + sum(array.nbytes for array in adapted.added.values()) + OTHER_NBYTES
-    most = min(TOKENS, rows * time) // (at_once * time) or 1
+    most = min(tokens or TOKENS, rows * time) // (at_once * time) or 1
     for batches, width in _ladder(most, LEAST // (at_once * time) or 1, widest):
         streams = 2 * 4 * batches * at_once * time * adapted.config.embedding_length
         matrix = 4 * width * width

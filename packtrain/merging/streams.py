@@ -1,10 +1,11 @@
-"""Two residual streams through a model in lockstep: with the unmerged adapter, and merged as far as the merge has come.
+"""Two residual streams through a model in lockstep: as it should be, with unmerged adapters or before it is quantized,
+and as it is in the file that is written, as far as that has come.
 
 Each block has sites: inputs of its matrices, grouped by equal input. A site yields sums over the tokens of all
 batches. The graphs are the model's own; inputs of matrices are found in them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,8 +84,8 @@ class Streams:
         self.graphs = Graphs.of(adapted, types, self.shape)
         self.real = [~padding(batch) for batch in batches]
         embed = self._run(self.graphs.embedding())
-        self.z = [embed({n: batch[n] for n in embed.inputs})["z"] for batch in batches]
-        self.x = [z.copy() for z in self.z]
+        both = [embed({n: batch[n] for n in embed.inputs}) for batch in batches]
+        self.x, self.z = ([one[name] for one in both] for name in ("x", "z"))
 
     def _run(self, graph: Graph):  # type: ignore[no-untyped-def]
         return self.session.executor(place(graph, self.target))
@@ -121,6 +122,8 @@ class Streams:
 
     def pass_by(self, blocks: int) -> None:
         """Advance through the first blocks, in which nothing is merged: both streams are equal there."""
+        if not blocks:
+            return
         for i in range(blocks):
             run = self._run(Graph({"x": self.block(i).x}))
             for at in range(len(self.batches)):
@@ -134,6 +137,12 @@ class Streams:
         for at in range(len(self.batches)):
             got = run(self._inputs(run, at))
             self.x[at], self.z[at] = got["x"], got["z"]
+
+    def through(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
+        """The outputs of a graph of a block for each batch, by its index."""
+        run = self._run(graph)
+        for at in range(len(self.batches)):
+            yield at, run(self._inputs(run, at))
 
     def _inputs(self, run, at: int) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
         there = {"x": self.x[at], "z": self.z[at], **self.batches[at]}
@@ -174,7 +183,8 @@ class Graphs:
 
     def embedding(self) -> Graph:
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
-        return Graph({"z": transformer.embedding(self.adapted.config, self.z, tokens, pos)})
+        config, ends = self.adapted.config, {"x": self.x, "z": self.z}
+        return Graph({n: transformer.embedding(config, w, tokens, pos) for n, w in ends.items()})
 
     def block(self, i: int) -> Block:
         config, time = self.adapted.config, self.shape[-1]

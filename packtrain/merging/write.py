@@ -124,4 +124,4 @@ class Merge:
         with atomic_path(path) as part:
             write(part)
             given = reading.read(data), reading.width, block, reading.target
-            return calibrate(part, self.adapted, changes, *given)
+            return calibrate(part, self.adapted, changes, *given, anew=rounded - kept)

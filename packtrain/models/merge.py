@@ -37,6 +37,13 @@ class Stored(NamedTuple):
     values: np.ndarray
 
 
+class Weighed(NamedTuple):
+    """Values whose rounding errors count by a weight of each column."""
+
+    values: np.ndarray
+    weights: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class InBlocks:
     """Merged rows in the blocks of the base, with their scales: bit for bit what aware training saw.
@@ -73,19 +80,18 @@ def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, R
     """Merged rows of every matrix that the adapters change. Raises InputError for types that cannot be read."""
     touched = dict.fromkeys(name for adapter, _ in adapters for name in adapter.pairs)
 
-    def rows(name: str) -> Rows:
+    def changed(name: str) -> Rows:
         if base.entries[name].dtype not in READABLE:
             known = ", ".join(map(str, READABLE))
             raise InputError(
                 f"{base.path}: {name} is {base.entries[name].dtype}, which cannot be merged into; it must be one"
                 f" of {known}"
             )
-        array = base.array(name)
-        flat = array.reshape(-1, array.shape[-1])
+        before = unpacked(base, name)
         ours = [(adapter, by) for adapter, by in adapters if name in adapter.pairs]
 
-        def changed(start: int, stop: int) -> np.ndarray:
-            values = dequantize(flat[start:stop])
+        def rows(start: int, stop: int) -> np.ndarray:
+            values = before(start, stop)
             with np.errstate(
                 over="ignore", invalid="ignore"
             ):  # `packed` finds values that are not finite
@@ -93,9 +99,16 @@ def merged(base: GGUF, adapters: Sequence[tuple[Adapter, float]]) -> dict[str, R
                     values = values + np.float32(by) * adapter.rows(name, start, stop)
             return values
 
-        return changed
+        return rows
 
-    return {name: rows(name) for name in touched}
+    return {name: changed(name) for name in touched}
+
+
+def unpacked(base: GGUF, name: str) -> Rows:
+    """The rows of a matrix, or of all matrices of a stack, as f32."""
+    array = base.array(name)
+    flat = array.reshape(-1, array.shape[-1])
+    return lambda start, stop: dequantize(flat[start:stop])
 
 
 def stored_type(entry: Entry, dtype: Dtype | None) -> Dtype:
@@ -164,7 +177,10 @@ def _deferred(
 
 
 def packed(
-    where: str, parts: Iterable[np.ndarray | Stored], dtype: Dtype, done: Callable[[float], None]
+    where: str,
+    parts: Iterable[np.ndarray | Stored | Weighed],
+    dtype: Dtype,
+    done: Callable[[float], None],
 ) -> Iterator[np.ndarray]:
     """Convert parts of a tensor from f32; calls `done` with the rounding error. Raises InputError for bad values."""
     wrong = total = 0.0
@@ -172,6 +188,8 @@ def packed(
         if isinstance(values, Stored):
             part, size = values.blocks, squares(values.values)
             error = squares(dequantize(part) - values.values)
+        elif isinstance(values, Weighed):
+            part, size, error = quantize_measured(values.values, dtype, values.weights)
         else:
             part, size, error = quantize_measured(values, dtype)
         total += size

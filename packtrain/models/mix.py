@@ -1,7 +1,7 @@
 """Quantization mixes by llama-quantize's names (Q4_K_M …), and which type each tensor gets in a mix.
 
-types_of(gguf, mix) returns what llama-quantize chooses for the same file: llama-quant.cpp, without importance matrices
-and without the rules for unsupported architectures. Nothing is converted here.
+types_of(gguf, mix) returns what llama-quantize chooses for the same file: llama-quant.cpp, without the rules for
+unsupported architectures. Nothing is converted here.
 """
 
 import re
@@ -45,15 +45,17 @@ def types_of(
     pure: bool = False,
     output: Dtype | None = None,
     embedding: Dtype | None = None,
+    weighed: bool = False,
 ) -> dict[str, Dtype]:
     """The type of each tensor. Raises InputError for invalid sizes in the metadata.
 
     pure       the mix's own type for all
     output     type of output.weight, and of tied embeddings
     embedding  type of token embeddings
+    weighed    whether there is an importance matrix, which changes two mixes
     """
     falcon = gguf.metadata.get("general.architecture") == "falcon"
-    rules, types = (_FalconRules if falcon else _Rules)(gguf, mix, output), {}
+    rules, types = (_FalconRules if falcon else _Rules)(gguf, mix, output, weighed), {}
     for name in sorted(gguf.entries, key=_place):
         entry = gguf.entries[name]
         if not quantizable(name, entry.shape):
@@ -104,8 +106,8 @@ FALCON_DOWN = {
 class _Rules:
     """The rules of a mix for single tensors; counts the tensors of each kind."""
 
-    def __init__(self, gguf: GGUF, mix: Mix, output: Dtype | None) -> None:
-        self.gguf, self.mix, self.output = gguf, mix, output
+    def __init__(self, gguf: GGUF, mix: Mix, output: Dtype | None, weighed: bool) -> None:
+        self.gguf, self.mix, self.output, self.weighed = gguf, mix, output, weighed
         self.architecture = gguf.metadata.get("general.architecture")
         self.blocks = self._number("block_count")
         self.experts = self._number("expert_count")
@@ -164,6 +166,8 @@ class _Rules:
         self.seen["ffn_down"] += 1
         if self.experts > 1:  # a block has several
             i = _block(name) or 0
+        if self.weighed and self.mix.weighed and i < self.blocks // FIRST_SHARE:
+            return self.mix.weighed
         share = FEW_SHARE if self.mix.few else FIRST_SHARE
         return self._instead(i, self.blocks // share, self.blocks, self.mix.down)
 

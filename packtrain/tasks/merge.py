@@ -9,10 +9,7 @@ from pathlib import Path
 from packtrain.dtypes import Dtype
 from packtrain.errors import DoesNotFit
 from packtrain.events import Events
-from packtrain.files import existing
 from packtrain.gguf import GGUF, Entry
-from packtrain.kernels.runtime import cache_root, writable
-from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.merging.reading import reading
 from packtrain.merging.types import named_types
 from packtrain.merging.write import Merge as Merging
@@ -21,14 +18,12 @@ from packtrain.models.file import open_model
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import merged, stored_type, write_changed
 from packtrain.planning import size_text
-from packtrain.samples import Recipe, prepare
 from packtrain.settings import option, positional, required
+from packtrain.tasks.calibration import calibration, memory_left
 from packtrain.tasks.quantize import TYPES, Written, check_output, line, writable_dtype
-from packtrain.training.samples import SampleBatches
 from packtrain.words import plural
 
 HEAD = "output.weight"
-CONTEXT = 2048  # most tokens of a row
 CALIBRATE = "--calibrate DATA, with some of what the adapters were trained on, keeps more of what they learned"
 AWARE = "the adapter was trained in the base's blocks, and is merged as it was trained"
 
@@ -111,36 +106,23 @@ def _calibrated(
         events.message(AWARE)
         merging.write(settings.output, name, done=done)
         return
-    data, found = _data(settings, merging, events), None
+    assert settings.calibrate is not None
+    data, found = calibration(settings.calibrate, merging.base, events), None
     if merging.calibrated:
         found = reading(
-            merging.adapted, merging.calibrated, data.time, data.windows, _limit(settings)
+            merging.adapted,
+            merging.calibrated,
+            data.time,
+            data.windows,
+            memory_left(settings.memory),
         )
         if found is None:
             raise DoesNotFit(
                 f"--memory: {settings.memory} is too small to merge with --calibrate; give more, or merge without it"
             )
-        events.message(f"{found}, {size_text(found.nbytes)}")
+        events.message(f"merging {found}, {size_text(found.nbytes)}")
     with events.counting("merging", "block") as count:
         errors = merging.write(settings.output, name, found, data, done=done, block=count)
     for tensor, error in errors.items():
         entry = merging.base.gguf.entries[tensor]
         events.row(f"{line(entry, merging.stored(tensor), error)} of what it computes")
-
-
-def _limit(settings: Merge) -> int | None:
-    """Bytes left of --memory for the merge, or None without a limit."""
-    if settings.memory is None:
-        return None
-    settle()
-    return parse_size(settings.memory, "--memory") - private_nbytes()
-
-
-def _data(settings: Merge, merging: Merging, events: Events) -> SampleBatches:
-    """Rows of the data, the same ones each time it runs."""
-    assert settings.calibrate is not None
-    existing(settings.calibrate, "--calibrate")
-    most = min(merging.base.config.context_length, CONTEXT)
-    recipe = Recipe(settings.calibrate, settings.model, most, pairs=None)
-    samples = prepare(recipe, writable(cache_root() / "tokens"), events.message).train
-    return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))

@@ -2,27 +2,38 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
-from packtrain.errors import InputError, printable
+from packtrain.errors import DoesNotFit, InputError, printable
 from packtrain.events import Events
-from packtrain.files import check_writable
+from packtrain.files import atomic_path, check_writable
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
-from packtrain.models.merge import packed, squares
-from packtrain.models.mix import MIXES, types_of
+from packtrain.merging.calibrated import calibrate
+from packtrain.merging.importance import Importance, load
+from packtrain.merging.reading import reading
+from packtrain.models.file import open_model
+from packtrain.models.lora import EMBEDDING
+from packtrain.models.merge import Weighed, packed, squares, unpacked
+from packtrain.models.mix import MIXES, quantizable, types_of
+from packtrain.planning import size_text
 from packtrain.quant import dequantize
 from packtrain.settings import option, positional
+from packtrain.tasks.calibration import calibration, enough, memory_left
 from packtrain.types.room import Mix
+from packtrain.words import plural
 
 PART = 1 << 20  # values that are converted at a time
 MIB = 1 << 20
 FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
 DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
+IMATRIX = "quantize.imatrix"
+TOKENS = 1 << 14  # most that are read to calibrate
+NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
 TYPES = ", ".join(str(dtype) for dtype in WRITABLE)
 
 
@@ -36,6 +47,20 @@ class Quantize:
     pure: bool = option(False, "use one type for all matrices instead of a mix")
     output_tensor_type: str | None = option(None, f"element type of output.weight: {TYPES}")
     token_embedding_type: str | None = option(None, "element type of token_embd.weight")
+    imatrix: Path | None = option(
+        None,
+        "importance matrix of the model, a file of `packtrain imatrix` or llama-imatrix: errors count by it",
+        metavar="FILE",
+    )
+    calibrate: Path | None = option(
+        None,
+        "text or conversations like those the model is for: rounding then changes least what it computes on them",
+        metavar="DATA",
+    )
+    memory: str | None = option(
+        None,
+        "with --calibrate: limit of private memory, such as 2GiB; if it is tight, less of the data is read",
+    )
     allow_requantize: bool = option(
         False,
         "also quantize weights that are already quantized, which loses more; to F32 nothing is lost",
@@ -63,27 +88,114 @@ class Written:
 def quantize(settings: Quantize, events: Events) -> Written:
     """Write the file. Raises InputError, for values only after writing began."""
     began, mix = time.perf_counter(), _mix(settings)
+    if settings.calibrate is not None and settings.imatrix is not None:
+        raise InputError("--calibrate: the data says more than --imatrix; give one of them")
     gguf = GGUF(settings.model)
+    importance = None if settings.imatrix is None else load(settings.imatrix)
     types = types_of(
         gguf,
         mix,
         pure=settings.pure,
         output=writable_dtype(settings.output_tensor_type, "--output-tensor-type"),
         embedding=writable_dtype(settings.token_embedding_type, "--token-embedding-type"),
+        weighed=importance is not None,
     )
     _check(settings, gguf, types)
+    by_column = {} if importance is None else _weights(settings, gguf, importance, events)
     converted = {
         name: Deferred(
-            types[name], entry.shape, _maker(gguf, entry, types[name], mix.dtype, events)
+            types[name],
+            entry.shape,
+            _maker(gguf, entry, types[name], mix.dtype, by_column.get(name), events),
         )
         for name, entry in gguf.entries.items()
     }
-    write(settings.output, metadata(gguf, mix), converted)
+    values = metadata(gguf, mix) | (_origin(settings, importance) if importance else {})
+    if settings.calibrate is None:
+        write(settings.output, values, converted)
+    else:
+        _calibrated(settings, types, values, converted, events)
     before, after = (sum(t.nbytes for t in part.values()) for part in (gguf.entries, converted))
     weights = sum(math.prod(entry.shape) for entry in gguf.entries.values())
     changed = sum(types[name] != entry.dtype for name, entry in gguf.entries.items())
     seconds = time.perf_counter() - began
     return Written(settings.output, changed, len(types), before, after, weights, seconds)
+
+
+def _weights(
+    settings: Quantize, gguf: GGUF, importance: Importance, events: Events
+) -> dict[str, np.ndarray]:
+    """Weights by matrix, (experts, columns). Raises InputError if they are another model's."""
+    found = dict[str, np.ndarray]()
+    for name, entry in gguf.entries.items():
+        weights = importance.weights(name)
+        if weights is None:
+            continue
+        wanted = (math.prod(entry.shape[:-2]), entry.shape[-1])
+        if weights.size != math.prod(wanted):
+            raise InputError(
+                f"{settings.imatrix}: {name} has {weights.size} weights, in {gguf.path} {math.prod(wanted)} inputs;"
+                " measure this model with `packtrain imatrix`"
+            )
+        found[name] = weights.reshape(wanted)
+    blocks = [
+        n for n, e in gguf.entries.items() if n.startswith("blk.") and quantizable(n, e.shape)
+    ]
+    without = [name for name in blocks if name not in found]
+    if blocks and len(without) == len(blocks):
+        raise InputError(
+            f"{settings.imatrix}: it has no weights for any matrix of {gguf.path}; measure this model with"
+            " `packtrain imatrix`"
+        )
+    if without:
+        events.message(
+            f"{settings.imatrix} has no weights for {plural(len(without), 'matrix', 'matrices')}, "
+            f"the first: {without[0]}"
+        )
+    return found
+
+
+def _origin(settings: Quantize, importance: Importance) -> dict[str, Value]:
+    """The metadata that llama-quantize adds for an importance matrix."""
+    return {
+        f"{IMATRIX}.file": Value("string", str(settings.imatrix)),
+        f"{IMATRIX}.dataset": Value("string", importance.source),
+        f"{IMATRIX}.entries_count": Value("u32", len(importance.sums)),
+        f"{IMATRIX}.chunks_count": Value("u32", importance.chunks),
+    }
+
+
+def _calibrated(
+    settings: Quantize,
+    types: Mapping[str, Dtype],
+    values: Mapping[str, Value],
+    tensors: Mapping[str, Deferred],
+    events: Events,
+) -> None:
+    """Write the file, its blocks rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
+    assert settings.calibrate is not None
+    model = open_model(settings.model)
+    entries = model.gguf.entries
+    changed = {n: dtype for n, dtype in types.items() if dtype != entries[n].dtype}
+    inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
+    if not any(dtype.layout for dtype in inside.values()):
+        raise InputError(NOTHING)
+    data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
+    limit = memory_left(settings.memory)
+    found = reading(model, inside, data.time, data.windows, limit, tokens=TOKENS)
+    if found is None:
+        raise DoesNotFit(
+            f"--memory: {settings.memory} is too small to quantize with --calibrate; give more, or leave it out"
+        )
+    events.message(f"quantizing {found}, {size_text(found.nbytes)}")
+    rows = {name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))}
+    with atomic_path(settings.output) as part:
+        write(part, values, tensors)
+        with events.counting("quantizing", "block") as count:
+            given = found.read(data), found.width, count
+            errors = calibrate(part, model, rows, *given, anew=rows.keys())
+    for name, error in errors.items():
+        events.row(f"{line(entries[name], types[name], error)} of what it computes")
 
 
 def _mix(settings: Quantize) -> Mix:
@@ -142,7 +254,12 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
 
 
 def _maker(
-    gguf: GGUF, entry: Entry, dtype: Dtype, usual: Dtype, events: Events
+    gguf: GGUF,
+    entry: Entry,
+    dtype: Dtype,
+    usual: Dtype,
+    weights: np.ndarray | None,
+    events: Events,
 ) -> Callable[[], Iterator[np.ndarray]]:
     """A generator that converts a tensor part by part when it is written, and reports the result."""
     where = f"{gguf.path}: {entry.name}"
@@ -161,7 +278,12 @@ def _maker(
         events.row(line(entry, dtype))
 
     def converted() -> Iterator[np.ndarray]:
-        return packed(where, map(_floats, _parts(gguf.array(entry.name))), dtype, done)
+        array = gguf.array(entry.name)
+        if weights is None:
+            return packed(where, map(_floats, _parts(array)), dtype, done)
+        stack = zip(array.reshape(len(weights), -1, array.shape[-1]), weights, strict=True)
+        parts = (Weighed(_floats(part), own) for some, own in stack for part in _parts(some))
+        return packed(where, parts, dtype, done)
 
     return kept if dtype == entry.dtype else converted
 

@@ -255,6 +255,14 @@ def unpack_q6_K(y, x, n):
 # ---- packing --------------------------------------------------------------------------------------------------
 
 
+@part
+def put_scale_bits(y: int, i: int, scale: int, least: int, scale_4: int, least_4: int) -> None:
+    """Scales and offsets, six bits each, of groups i and i + 4 of a q4_K or q5_K block."""
+    put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
+    put_byte(y, 8 + i, least | (least_4 >> 4 << 6))
+    put_byte(y, 12 + i, (scale_4 & 15) | ((least_4 & 15) << 4))
+
+
 @code
 def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
     """The first 16 bytes of a q4_K or q5_K block: see scale_and_least, which reads them."""
@@ -272,10 +280,7 @@ def put_scales(y: int, x: int, most: f32, first: f32, trials: int) -> None:
     for i in range(GROUPS // 2):
         scale, least = whole(by_scale * peek(scales, i), 63), whole(by_low * peek(lows, i), 63)
         scale_4 = whole(by_scale * peek(scales, i + 4), 63)
-        least_4 = whole(by_low * peek(lows, i + 4), 63)
-        put_byte(y, 4 + i, scale | (scale_4 >> 4 << 6))
-        put_byte(y, 8 + i, least | (least_4 >> 4 << 6))
-        put_byte(y, 12 + i, (scale_4 & 15) | ((least_4 & 15) << 4))
+        put_scale_bits(y, i, scale, least, scale_4, whole(by_low * peek(lows, i + 4), 63))
 
 
 @part

@@ -51,6 +51,7 @@ class Mix:
     down      type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
     first     type of the first values and ffn_down; `few` of them: two, and a sixteenth of the blocks
     spread    their type in the first and last eighth of the blocks, and every third between
+    weighed   type of the first ffn_down with an importance matrix
     """
 
     name: str
@@ -64,6 +65,7 @@ class Mix:
     first: "Dtype | None" = None
     few: bool = False
     spread: "Dtype | None" = None
+    weighed: "Dtype | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +77,7 @@ class Dtype:
     richer   llama-quantize's choice for matrices that are used more than others
     instead  the type to write if this one can only be read: the next larger one with the same block
     mixes    mixes with this type, the usual one last
-    code     its kernels: unpack, dot, codes and scales (for rounded values), pack, recode
+    code     its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, recode
     """
 
     name: str
@@ -128,6 +130,11 @@ class Dtype:
     def pack(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, n): finite f32 at x become n blocks at y. If the scale is too small for f16, zeros."""
         self.code["pack"] = Code(function)
+        return function
+
+    def weigh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, w, n): the same for a row of n blocks whose errors count by f32 weights at w."""
+        self.code["weigh"] = Code(function)
         return function
 
     def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,44 @@
+"""The data that merging and quantizing with data read, and how much memory is left for it."""
+
+from pathlib import Path
+
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.files import existing
+from packtrain.kernels.runtime import cache_root, writable
+from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.models.file import ModelFile
+from packtrain.samples import Recipe, prepare
+from packtrain.training.samples import SampleBatches
+
+CONTEXT = 2048  # most tokens of a row
+LEAST = 1024  # tokens that say what a model is for
+
+
+def calibration(
+    data: Path, model: ModelFile, events: Events, field: str = "--calibrate"
+) -> SampleBatches:
+    """Rows of the data, the same ones each time it runs. Raises InputError for data that cannot be used."""
+    existing(data, field)
+    most = min(model.config.context_length, CONTEXT)
+    recipe = Recipe(data, model.gguf.path, most, pairs=None)
+    samples = prepare(recipe, writable(cache_root() / "tokens"), events.message).train
+    return SampleBatches(samples, 1, max(2, int(samples.lengths.max()) - 1))
+
+
+def enough(data: Path, rows: SampleBatches) -> SampleBatches:
+    """The rows, if there are enough of them to quantize by. Raises InputError."""
+    tokens = int((rows.samples.lengths - 1).sum())
+    if tokens < LEAST:
+        raise InputError(
+            f"{data} has {tokens:,} tokens, too few to say what a model is for; {LEAST:,} are needed"
+        )
+    return rows
+
+
+def memory_left(memory: str | None) -> int | None:
+    """Bytes left of --memory, or None without a limit."""
+    if memory is None:
+        return None
+    settle()
+    return parse_size(memory, "--memory") - private_nbytes()

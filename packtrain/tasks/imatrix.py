@@ -1,0 +1,62 @@
+"""Measure how much each input of a model's matrices matters on a text, as a file that quantizing reads."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.errors import DoesNotFit
+from packtrain.events import Events
+from packtrain.merging.importance import measure, save
+from packtrain.merging.reading import reading
+from packtrain.models.file import open_model
+from packtrain.settings import option, positional, required
+from packtrain.tasks.calibration import calibration, enough, memory_left
+from packtrain.tasks.quantize import check_output
+
+AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """Write an importance matrix of a model, for `quantize --imatrix` and llama-quantize."""
+
+    model: Path = positional("the model, a GGUF file")
+    data: Path = required("text or conversations like those the model is for")
+    output: Path = required("the GGUF file to write", flags="-o")
+    tokens: int | None = option(None, "most tokens to read (default: all)", least=1)
+    memory: str | None = option(None, "limit of private memory, such as 2GiB")
+    overwrite: bool = option(False, "replace the output if it exists")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An importance matrix: how many matrices it is of, and how many tokens were read."""
+
+    output: Path
+    matrices: int
+    tokens: int
+    seconds: float
+
+
+def imatrix(settings: Imatrix, events: Events) -> Measured:
+    """Write the file. Raises InputError, and DoesNotFit if --memory is too small."""
+    began = time.perf_counter()
+    model = open_model(settings.model)
+    read = [*model.gguf.paths, settings.data]
+    check_output(settings.output, "-o", read, settings.overwrite)
+    data = enough(settings.data, calibration(settings.data, model, events, "--data"))
+    types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
+    limit = memory_left(settings.memory)
+    found = reading(model, types, data.time, data.windows, limit, tokens=AT_ONCE)
+    if found is None:
+        raise DoesNotFit(
+            f"--memory: {settings.memory} is too small to read any of the data; give more"
+        )
+    batches = found.all(data, settings.tokens)
+    groups = [batches[at : at + found.batches] for at in range(0, len(batches), found.batches)]
+    with events.counting("reading", "block") as count:
+        result = measure(model, groups, settings.data.name, count)
+    save(settings.output, result)
+    tokens = int(max(counts.max() for counts in result.counts.values()))
+    seconds = time.perf_counter() - began
+    return Measured(settings.output, len(result.sums), tokens, seconds)

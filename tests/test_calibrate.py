@@ -1,0 +1,229 @@
+"""Quantizing with data: `quantize --calibrate`, importance matrices and `quantize --imatrix`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.cli import main
+from packtrain.commands import imatrix, quantize
+from packtrain.errors import DoesNotFit, InputError
+from packtrain.events import Events
+from packtrain.gguf import GGUF, Value, write
+from packtrain.merging.importance import load
+from packtrain.merging.streams import Streams
+from packtrain.models.file import open_model
+from packtrain.quant import quantize as packed
+from packtrain.tasks.calibration import calibration
+from packtrain.tasks.imatrix import Imatrix
+from packtrain.tasks.quantize import Quantize
+from tests.architectures import random_model
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "by", "it"]
+V, DOWN = "blk.0.attn_v.weight", "blk.1.ffn_down.weight"
+
+
+def write_text(path: Path, words: int = 900, seed: int = 0) -> Path:
+    """Sentences of few words, which are about four tokens each."""
+    rng = np.random.default_rng(seed)
+    lines = (" ".join(rng.choice(WORDS, 9)) + ".\n" for _ in range(words // 9))
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Quantize:
+    random_model(tmp_path / "m.gguf", "llama tied")
+    data = write_text(tmp_path / "text.txt")
+    return Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q4_0", pure=True, calibrate=data)
+
+
+def end(path: Path, data: Path) -> np.ndarray:
+    """What the last block leaves for a text."""
+    model = open_model(path)
+    rows = calibration(data, model, Events())
+    streams = Streams(model, {}, [rows[i] for i in range(4)])
+    for i in range(model.config.block_count):
+        streams.advance(streams.block(i))
+    return np.concatenate(streams.x)
+
+
+@pytest.mark.parametrize("mix", ("Q4_0", "Q4_K", "Q3_K_M", "Q2_K"))
+@pytest.mark.parametrize("name", ("llama tied", "gemma3 linear", "llama experts"))
+def test_with_data_a_file_computes_more_nearly_the_same(tmp_path, name, mix):
+    random_model(tmp_path / "m.gguf", name)
+    data, held = write_text(tmp_path / "a.txt"), write_text(tmp_path / "b.txt", seed=1)
+    given = Quantize(tmp_path / "m.gguf", tmp_path / "plain.gguf", mix, pure=True)
+    quantize.run(given)
+    quantize.run(replace(given, output=tmp_path / "with.gguf", calibrate=data))
+    want = end(given.model, held)
+    plain, found = (
+        np.square(end(tmp_path / f"{which}.gguf", held) - want).sum() for which in ("plain", "with")
+    )
+    assert found < 0.8 * plain
+    one, other = GGUF(tmp_path / "plain.gguf"), GGUF(tmp_path / "with.gguf")
+    assert one.values.keys() == other.values.keys()
+    assert {n: e.dtype for n, e in one.entries.items()} == {
+        n: e.dtype for n, e in other.entries.items()
+    }
+
+
+def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize, capsys):
+    quantize.run(settings)
+    (line,) = (s for s in capsys.readouterr().err.splitlines() if s.startswith("quantizing reads"))
+    assert int(line.split()[2].replace(",", "")) > 1024
+    made, again = GGUF(settings.output), replace(settings, overwrite=True)
+    assert made.metadata["general.file_type"] == 2
+    assert all(e.dtype.name == "q4_0" for e in made.entries.values() if len(e.shape) > 1)
+    settings.output.write_bytes(b"before")
+    for change, said in (
+        ({"memory": "1MiB"}, "--memory: 1MiB is too small to quantize with --calibrate"),
+        (
+            {"type": "F16"},
+            "--calibrate: no matrix of a block gets a type whose codes can be chosen",
+        ),
+        ({"calibrate": settings.model.with_name("none.txt")}, "none.txt"),
+        ({"calibrate": write_text(settings.model.with_name("few.txt"), 90)}, TOO_FEW),
+        ({"imatrix": settings.model}, "--calibrate: the data says more than --imatrix"),
+    ):
+        with pytest.raises((InputError, DoesNotFit), match=said):
+            quantize.run(replace(again, **change))
+        assert settings.output.read_bytes() == b"before"
+
+
+TOO_FEW = r"few.txt has [\d,]+ tokens, too few to say what a model is for; 1,024 are needed"
+
+
+# ---- importance matrices -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(settings: Quantize, capsys) -> Path:
+    made = settings.model.with_name("i.gguf")
+    assert settings.calibrate is not None
+    imatrix.run(Imatrix(settings.model, settings.calibrate, made))
+    assert f"{made}: 14 matrices" in capsys.readouterr().out
+    return made
+
+
+def test_sums_are_of_what_matrices_read(settings: Quantize, measured: Path):
+    model, found, file = open_model(settings.model), load(measured), GGUF(measured)
+    assert settings.calibrate is not None
+    data = calibration(settings.calibrate, model, Events())
+    rows = [data[i] for i in range(len(data))]
+    real = [(row["tokens"] != 0) | (row["targets"] != 0) for row in rows]
+    x = np.concatenate(
+        [model.weight("token_embd.weight")[r["tokens"]][k] for r, k in zip(rows, real, strict=True)]
+    ).astype(np.float64)
+    x /= np.sqrt(np.square(x).mean(-1, keepdims=True) + model.config.rms_eps)
+    wanted = np.square(x * model.weight("blk.0.attn_norm.weight")).sum(0)
+    np.testing.assert_allclose(found.sums[V][0], wanted, rtol=1e-5)
+    assert found.counts[V].tolist() == [len(x)] == found.counts[DOWN].tolist()
+    assert file.metadata["general.type"] == "imatrix"
+    assert file.metadata["imatrix.datasets"] == [b"text.txt"]
+    assert file.metadata["imatrix.chunk_count"] == len(rows)
+    assert file.metadata["imatrix.chunk_size"] == data.time
+    assert file.entries[f"{V}.in_sum2"].shape == (x.shape[1],)
+    assert file.entries[f"{V}.counts"].shape == (1,)
+    inside = {n for n, e in model.gguf.entries.items() if n[:4] == "blk." and len(e.shape) > 1}
+    assert found.sums.keys() == inside
+
+
+def test_groups_of_rows_add_up(settings: Quantize, measured: Path, monkeypatch):
+    monkeypatch.setattr("packtrain.tasks.imatrix.AT_ONCE", 1024)
+    parts = measured.with_name("parts.gguf")
+    assert settings.calibrate is not None
+    imatrix.run(Imatrix(settings.model, settings.calibrate, parts, memory="4GiB"))
+    whole, found = load(measured), load(parts)
+    for name, sums in whole.sums.items():
+        np.testing.assert_allclose(found.sums[name], sums, rtol=1e-5)
+        assert (found.counts[name] == whole.counts[name]).all()
+
+
+def test_errors_count_by_it(settings: Quantize, measured: Path):
+    by = replace(settings, calibrate=None, imatrix=measured, type="Q4_K")
+    quantize.run(by)
+    given, made, found = GGUF(settings.model), GGUF(settings.output), load(measured)
+    for name in (V, DOWN):
+        weights = found.sums[name][0] / found.counts[name][0]
+        wanted = packed(given.array(name), made.entries[name].dtype, weights)
+        assert made.array(name).tobytes() == wanted.tobytes()
+        assert wanted.tobytes() != packed(given.array(name), made.entries[name].dtype).tobytes()
+    said = {"file": str(measured), "dataset": "text.txt", "entries_count": 14}
+    assert (
+        said.items()
+        <= {
+            key.removeprefix("quantize.imatrix."): value for key, value in made.metadata.items()
+        }.items()
+    )
+
+
+def test_experts_have_a_row_each(tmp_path: Path, capsys):
+    config = random_model(tmp_path / "m.gguf", "llama experts")
+    data = write_text(tmp_path / "a.txt")
+    assert (
+        main(["imatrix", f"{tmp_path}/m.gguf", "--data", str(data), "-o", f"{tmp_path}/i.gguf"])
+        == 0
+    )
+    found, down = load(tmp_path / "i.gguf"), "blk.0.ffn_down_exps.weight"
+    assert len(found.sums[down]) == config.expert_count
+    tokens = found.counts["blk.0.attn_q.weight"][0]
+    assert found.counts[down].sum() == tokens * config.expert_used_count
+    given = Quantize(
+        tmp_path / "m.gguf", tmp_path / "q.gguf", "Q5_0", pure=True, imatrix=tmp_path / "i.gguf"
+    )
+    quantize.run(given)
+    model, made, weights = GGUF(given.model), GGUF(given.output), found.weights(down)
+    for i in range(config.expert_count):
+        wanted = packed(model.array(down)[i], made.entries[down].dtype, weights[i])
+        assert made.array(down)[i].tobytes() == wanted.tobytes()
+
+
+def changed(path: Path, **tensors: np.ndarray | None) -> Path:
+    """A copy of an importance matrix with some tensors others, or without them."""
+    gguf = GGUF(path)
+    arrays = {name: gguf.array(name) for name in gguf.entries} | tensors
+    to = path.with_name("other.gguf")
+    write(to, gguf.values, {n: t for n, t in arrays.items() if t is not None})
+    return to
+
+
+def test_matrices_of_other_models_are_refused(settings: Quantize, measured: Path, tmp_path: Path):
+    by = replace(settings, calibrate=None, imatrix=measured)
+    sums, counts, one = f"{V}.in_sum2", f"{V}.counts", np.ones(1, np.float32)
+    wrong = {
+        f"{V} has 7 weights, in .*m.gguf 256 inputs; measure this model": {
+            sums: np.ones(7, np.float32)
+        },
+        f"{counts} is missing": {counts: None},
+        "must be F32, a row of sums for each count": {counts: np.ones(3, np.float32)},
+        "has values that are not finite, or below zero": {sums: np.full(256, np.nan, np.float32)},
+    }
+    for said, tensors in wrong.items():
+        with pytest.raises(InputError, match=f"other.gguf: .*{said}"):
+            quantize.run(replace(by, imatrix=changed(measured, **tensors)))
+    with pytest.raises(InputError, match=r"m.gguf: this is not an importance matrix; `packtrain"):
+        quantize.run(replace(by, imatrix=settings.model))
+    kind = {"general.type": Value("string", "imatrix")}
+    write(tmp_path / "none.gguf", kind, {"x": one})
+    with pytest.raises(InputError, match=r"none.gguf: there are no sums in it"):
+        quantize.run(replace(by, imatrix=tmp_path / "none.gguf"))
+    write(tmp_path / "far.gguf", kind, {"a.in_sum2": one, "a.counts": one})
+    with pytest.raises(InputError, match=r"it has no weights for any matrix of .*m.gguf; measure"):
+        quantize.run(replace(by, imatrix=tmp_path / "far.gguf"))
+    assert not settings.output.exists()
+
+
+def test_matrices_without_weights_are_said(settings: Quantize, measured: Path, capsys):
+    names = {f"{V}.in_sum2": None, f"{V}.counts": None}
+    quantize.run(replace(settings, calibrate=None, imatrix=changed(measured, **names)))
+    told = capsys.readouterr()
+    assert f"other.gguf has no weights for 1 matrix, the first: {V}" in told.out + told.err
+
+
+def test_data_must_be_enough_to_measure(settings: Quantize):
+    few = write_text(settings.model.with_name("few.txt"), 90)
+    with pytest.raises(InputError, match=TOO_FEW):
+        imatrix.run(Imatrix(settings.model, few, settings.output))
+    assert not settings.output.exists()

@@ -24,6 +24,7 @@ from packtrain.models.transformer import Loss
 from packtrain.training.teacher import FILE
 from packtrain.watch import metrics
 from tests.architectures import random_model
+from tests.room import room
 from tests.test_train import said, signal_after, weights
 
 B, T, C, V = 2, 5, 8, 23
@@ -238,7 +239,7 @@ def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys:
 
 def test_packing_and_memory_do_not_change_the_loss(folder: Path, tmp_path: Path) -> None:
     found = []
-    for name, more in (("a", []), ("b", ["--memory", "900MiB"]), ("c", ["--recompute", "blocks"])):
+    for name, more in (("a", []), ("b", ["--memory", room(600)]), ("c", ["--recompute", "blocks"])):
         output = tmp_path / f"{name}.gguf"
         assert tuned(folder, output, "--iters", "2", *more) == 0
         found.append(losses(output))

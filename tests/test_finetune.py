@@ -14,7 +14,6 @@ import pytest
 
 from packtrain.cli import main
 from packtrain.gguf import GGUF, Value, write
-from packtrain.memory import private_nbytes
 from packtrain.models.adapter import read_adapter
 from packtrain.models.file import ModelFile
 from packtrain.quant import dequantize
@@ -27,6 +26,7 @@ from packtrain.watch import metrics
 from tests.architectures import random_model
 from tests.checks import close
 from tests.kill import KINDS, chats, survive, without_times, words
+from tests.room import room
 from tests.test_model_file import CONFIG, save
 from tests.test_train import said, signal_after, weights
 
@@ -358,8 +358,7 @@ def test_types_of_single_matrices_are_checked_before_step_1(folder, tmp_path, ca
 def test_too_little_memory_for_data_is_said_with_the_plan(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("packtrain.merging.reading.OTHER_NBYTES", 1 << 40)
     output = tmp_path / "a.gguf"
-    enough = f"{(private_nbytes() >> 20) + 330}MiB"  # this process holds what other tests left
-    assert tuned(folder, "q4_K", output, *SHORT, "--memory", enough) == 0
+    assert tuned(folder, "q4_K", output, *SHORT, "--memory", room(330)) == 0
     lines = said(capsys)
     (told,) = (i for i, line in enumerate(lines) if "plain rounding will keep less" in line)
     assert told < next(i for i, line in enumerate(lines) if line.startswith("step 1/"))

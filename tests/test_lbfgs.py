@@ -22,6 +22,7 @@ from packtrain.training.tune_settings import TuneSettings
 from tests.architectures import random_model
 from tests.kill import chats
 from tests.models import CONFIG, batch, same_bits, values
+from tests.room import room
 
 LINE_SEARCHES = [c for c in CONDITIONS if c != NONE]
 Function = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -351,7 +352,8 @@ def test_train_resumes_bit_for_bit(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("the cat sat on the mat and saw a rat. " * 400)
     small = "train --data text.txt --dim 32 --layers 2 --heads 2 --ffn 64 --ctx 32 --batch-size 4"
-    small += " --vocab-size 290 --grad-accumulation-steps 2 --memory 400MiB --history 3"
+    small += " --vocab-size 290 --grad-accumulation-steps 2 --history 3"
+    small += f" --memory {room(300)}"
     small += " --optimizer lbfgs --no-tensorboard --steps-per-eval 0"
     for name, steps in (("whole", "6"), ("parts", "4"), ("parts", "6 --resume")):
         assert main([*small.split(), "-o", f"{name}.gguf", "--iters", *steps.split()]) == 0, (
@@ -377,7 +379,8 @@ def test_finetune_resumes_bit_for_bit(kind: str, tmp_path: Path, capsys, monkeyp
     flags = (
         "finetune base.gguf --data chats.jsonl --batch-size 2 --grad-accumulation-steps 9 --ctx 64"
     )
-    flags += " --optimizer lbfgs --val-split 0 --no-tensorboard --memory 500MiB"
+    flags += " --optimizer lbfgs --val-split 0 --no-tensorboard"
+    flags += f" --memory {room(400)}"
     flags += " --full" if kind == "full" else " --lora-rank 4"
     for name, steps in (("whole", "5"), ("parts", "2"), ("parts", "5 --resume")):
         assert main([*flags.split(), "-o", f"{name}.gguf", "--iters", *steps.split()]) == 0, (

@@ -28,6 +28,7 @@ from packtrain.training.reference import FILE
 from packtrain.watch import metrics
 from tests.architectures import random_model
 from tests.preferred import PAIRS, preference_base
+from tests.room import room
 from tests.test_train import said, signal_after, weights
 
 LOSSES = {
@@ -338,7 +339,7 @@ def test_other_data_is_refused_for_such_a_loss(folder, tmp_path, capsys):
 
 
 def test_a_budget_is_kept_or_refused(folder, tmp_path, capsys):
-    assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "2", "--memory", "900MiB") == 0
+    assert tuned(folder, tmp_path / "tuned.gguf", "--iters", "2", "--memory", room(600)) == 0
     assert tuned(folder, tmp_path / "small.gguf", "--iters", "2", "--memory", "40MiB") == 3
 
 

@@ -11,7 +11,7 @@ from packtrain import kernels
 from packtrain.backends import CPU, Target
 from packtrain.child import ask
 from packtrain.cost import Rates
-from packtrain.dtypes import DTYPES, Dtype
+from packtrain.dtypes import DTYPES, READABLE, Dtype
 from packtrain.files import write_text
 from packtrain.kernels.runtime import cache_root, platform_parts, refusal
 from packtrain.ops.costs import laying
@@ -56,7 +56,7 @@ def rates(
     before = None if again else read(path)
     if before is not None and before.serves(types):
         return before.expected
-    known = {laying(t): t for t in DTYPES.values()}
+    known = {laying(t): t for t in READABLE}
     others = () if before is None else [known[k] for k in before.rates.kinds if k in known]
     found, quiet = measured({*types, *others} - {DTYPES["f32"]}, target=target)
     if before is not None and not quiet:

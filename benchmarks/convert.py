@@ -77,6 +77,12 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Olmo3Config": {**WINDOWS, "rope_parameters": YARN},
     "Exaone4Config": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "Exaone4Config 32B": {"num_hidden_layers": 64, "sliding_window": 4, "sliding_window_pattern": 4},
+    "Glm4Config": {"head_dim": 24, "attention_bias": True},
+    "HunYuanDenseV1Config": {"head_dim": 24},
+    "HunYuanDenseV1Config dynamic": {
+        "head_dim": 24, "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+    },
     "SeedOssConfig": {"head_dim": 24},
     "Ernie4_5Config": {"head_dim": 24},
     "PhiConfig": {},

@@ -82,6 +82,13 @@ KINDS: dict[str, Config] = {
         "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "glm4": {
+        "architectures": ["Glm4ForCausalLM"], "head_dim": 24, "attention_bias": True, "partial_rotary_factor": 0.5,
+    },
+    "hunyuan": {
+        "architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 24, "tie_word_embeddings": True,
+        "rope_scaling": {"type": "dynamic", "alpha": 20.0},
+    },
     "olmo3": {
         "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5, "sliding_window": 4, "rope_theta": 5e5,
         "rope_scaling": {
@@ -105,6 +112,7 @@ KINDS: dict[str, Config] = {
 
 KINDS |= hugging_face_layers.KINDS
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+GATE_UP = ("Phi3ForCausalLM", "Glm4ForCausalLM")
 WHOLE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 NORMS_BEHIND = (*WHOLE, "Exaone4ForCausalLM")  # and none before
 # where experts are, what their number is called, and gate, up and down
@@ -162,6 +170,10 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block |= {"pre_feedforward_layernorm": (c,), "post_feedforward_layernorm": (c,)}
     if kind in HEAD_NORMS:
         block |= {"self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
+    if kind == "Glm4ForCausalLM":
+        block |= {"post_self_attn_layernorm": (c,), "post_mlp_layernorm": (c,)}
+    if kind == "HunYuanDenseV1ForCausalLM":
+        block |= {"self_attn.query_layernorm": (d,), "self_attn.key_layernorm": (d,)}
     if kind in NORMS_BEHIND:
         del block["input_layernorm"]
         whole = kind in WHOLE
@@ -170,8 +182,10 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             "self_attn.k_norm": (kv if whole else d,),
         }
         block["post_feedforward_layernorm"] = (c,)
+    if kind in GATE_UP:
+        block["mlp.gate_up_proj"] = (2 * f, c)
     if kind == "Phi3ForCausalLM":
-        block |= {"self_attn.qkv_proj": (q + 2 * kv, c), "mlp.gate_up_proj": (2 * f, c)}
+        block["self_attn.qkv_proj"] = (q + 2 * kv, c)
     else:
         block |= {
             "self_attn.q_proj": (q, c),
@@ -188,7 +202,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
                 block[f"{at}.experts.{e}.{name}"] = shape
     else:
         block["mlp.down_proj"] = (c, f)
-        if kind != "Phi3ForCausalLM":
+        if kind not in GATE_UP:
             block |= {"mlp.gate_proj": (f, c), "mlp.up_proj": (f, c)}
     made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], c)}
     for i in range(config["num_hidden_layers"]):
@@ -204,7 +218,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def biased(config: Config) -> str:
-    if config["architectures"][0] in ("Qwen2ForCausalLM", "SeedOssForCausalLM"):
+    if config["architectures"][0] in ("Qwen2ForCausalLM", "SeedOssForCausalLM", "Glm4ForCausalLM"):
         return "qkv"
     return "qkvo" if config.get("attention_bias") else ""
 
@@ -338,6 +352,10 @@ class Model:
             h = h + self.norm(f"{at}.post_attention_layernorm", y)
             y = self.feed_forward(at, self.norm(f"{at}.pre_feedforward_layernorm", h))
             return h + self.norm(f"{at}.post_feedforward_layernorm", y)
+        if self.kind == "Glm4ForCausalLM":
+            h = h + self.norm(f"{at}.post_self_attn_layernorm", y)
+            y = self.feed_forward(at, self.norm(f"{at}.post_attention_layernorm", h))
+            return h + self.norm(f"{at}.post_mlp_layernorm", y)
         h = h + share * y
         y = self.feed_forward(at, self.norm(f"{at}.post_attention_layernorm", h))
         return h + share * y
@@ -345,7 +363,7 @@ class Model:
     def feed_forward(self, at: str, x: np.ndarray) -> np.ndarray:
         if self.kind in EXPERTS:
             return self.experts(f"{at}.{EXPERTS[self.kind][0]}", x)
-        if self.kind == "Phi3ForCausalLM":
+        if self.kind in GATE_UP:
             gate, up = np.split(self.linear(f"{at}.mlp.gate_up_proj", x), 2, -1)
         else:
             gate, up = self.linear(f"{at}.mlp.gate_proj", x), self.linear(f"{at}.mlp.up_proj", x)
@@ -379,8 +397,11 @@ class Model:
         still = self.kind == "Exaone4ForCausalLM" and "sliding_window" in c and not sliding
         if not still and not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):
             angles, scale = self.rotation(time, sliding)
-            turn = turned_pairs if self.kind == "Ernie4_5ForCausalLM" else turned
+            pairs = self.kind in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM")
+            turn = turned_pairs if pairs else turned
             q, k = turn(q, angles, scale), turn(k, angles, scale)
+        if self.kind == "HunYuanDenseV1ForCausalLM":
+            q, k = self.norm(f"{at}.query_layernorm", q), self.norm(f"{at}.key_layernorm", k)
         if self.kind == "Ministral3ForCausalLM":
             rope = c["rope_parameters"]
             steps = np.floor(np.arange(time) / rope["original_max_position_embeddings"])
@@ -409,7 +430,10 @@ class Model:
 
     def rotation(self, time: int, sliding: bool) -> tuple[np.ndarray, float]:
         """Angles (T, D / 2), and what cosines and sines are multiplied with."""
-        c, d = self.config, head_width(self.config)
+        c, d = (
+            self.config,
+            int(head_width(self.config) * self.config.get("partial_rotary_factor", 1)),
+        )
         rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
         base = rope.get("rope_theta") or c["rope_theta"]
         if sliding and self.kind == "Gemma3ForCausalLM":
@@ -418,6 +442,8 @@ class Model:
             rope = {}
         inverse, scale = base ** (-np.arange(0, d, 2) / d), 1.0
         kind = rope.get("rope_type", rope.get("type"))
+        if kind == "dynamic":
+            inverse = (base * rope["alpha"] ** (d / (d - 2))) ** (-np.arange(0, d, 2) / d)
         if kind == "linear":
             inverse = inverse / rope["factor"]
         elif kind == "llama3":
@@ -473,9 +499,10 @@ def turned(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
 
 def turned_pairs(x: np.ndarray, angles: np.ndarray, scale: float) -> np.ndarray:
     """Rotation of neighbours: element 2i of a head goes with element 2i + 1."""
-    turn = np.exp(1j * angles)[:, None] * scale
-    pairs = (x[..., ::2] + 1j * x[..., 1::2]) * turn
-    return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
+    turn, n = np.exp(1j * angles)[:, None] * scale, 2 * angles.shape[-1]
+    pairs = (x[..., :n:2] + 1j * x[..., 1:n:2]) * turn
+    both = np.stack([pairs.real, pairs.imag], -1).reshape(*x.shape[:-1], n)
+    return np.concatenate([both, x[..., n:]], -1)
 
 
 def silu(x: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         optional=family.optional(given) if family.optional else _biases(given, family),
     )
     tensors = tensors_of(checkpoint, config, family)
-    keys = _common(given, sizes, architecture, family) | _rope(given, architecture)
+    keys = _common(given, sizes, architecture, family) | _rope(given, architecture, family)
     keys |= family.keys(given, sizes) | _expert_keys(sizes)
     metadata = {"general.architecture": Value("string", architecture.name)}
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
@@ -147,12 +147,12 @@ def _expert_keys(sizes: Sizes) -> Keys:
 # ---- rope ------------------------------------------------------------------------------------------------
 
 
-def _rope(c: Given, architecture: Architecture) -> Keys:
+def _rope(c: Given, architecture: Architecture, family: Family) -> Keys:
     """Keys of rope scaling, if there is any."""
     found, kind = c.full_rotation(), c.scaling()
     by_tensors = (("llama3", FACTORS), ("longrope", LONG))
     computed = [name for name, tensor in by_tensors if tensor in architecture.optional]
-    if kind in ("default", *computed):
+    if kind in ("default", *computed, *family.scalings):
         return {}
     if kind not in ("linear", "yarn"):
         right = " or ".join(("default", "linear", "yarn", *computed))

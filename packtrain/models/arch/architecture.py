@@ -103,6 +103,7 @@ class Family:
     unused        ends of names of tensors that are computed
     transposed    matrices of blocks are stored as (inputs, outputs)
     grouped       rows of attn_qkv: the queries of each key and value, its key, its value
+    scalings      types of rope scaling that `keys` describes
     left_out      keys that llama.cpp's converter leaves out; here, too, if they have their default
     keys          additional metadata; refuses configs that would compute something else
     tied          default of whether the embedding is also the output head
@@ -124,6 +125,7 @@ class Family:
     unused: tuple[str, ...] = ()
     transposed: bool = False
     grouped: bool = False
+    scalings: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     tied: bool = False
     norm_shift: float = 0.0

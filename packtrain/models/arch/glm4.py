@@ -1,7 +1,27 @@
 """GLM-4 (0414): norms before and behind attention and feed-forward, rope for half of each head, gate and up in one."""
 
-from packtrain.models.arch.architecture import BIASES, Architecture
+from packtrain.models.arch.architecture import ATTENTION, BIASES, Architecture, Family, Keys, Sizes
+from packtrain.models.arch.given import Given
+
+MODULES = ATTENTION | {
+    "post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_mlp_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    return {"rope.dimension_count": given.turned(sizes.head_width, 0.5)}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    return BIASES if given.flag("attention_bias") else ()
+
 
 ARCHITECTURE = Architecture(
-    "glm4", post_norms=True, fused_ffn=True, partial_rope=True, optional=BIASES
+    "glm4",
+    post_norms=True,
+    fused_ffn=True,
+    partial_rope=True,
+    optional=BIASES,
+    families=(Family(("Glm4ForCausalLM",), MODULES, keys, optional=optional, pairs=True),),
 )

@@ -1,7 +1,33 @@
 """Hunyuan (dense): llama with QK norms behind rope."""
 
-from packtrain.models.arch.architecture import BIASES, Architecture
+from packtrain.models.arch.architecture import BIASES, BLOCK, Architecture, Family, Keys, Sizes
+from packtrain.models.arch.given import Given
+
+MODULES = BLOCK | {
+    "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
+}  # fmt: skip
+LONG = 256 * 1024  # tokens that its "dynamic" scaling is for, which no config says
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    if given.scaling() != "dynamic":
+        return {}
+    width = sizes.head_width
+    alpha = given.number("alpha", given.full_rotation().get("alpha", 50.0))
+    return {
+        "rope.freq_base": given.base(10_000.0) * alpha ** (width / (width - 2)),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": LONG,
+        "context_length": LONG,
+    }
+
 
 ARCHITECTURE = Architecture(
-    "hunyuan-dense", halves=True, head_norms=True, late_norms=True, optional=BIASES
+    "hunyuan-dense",
+    halves=True,
+    head_norms=True,
+    late_norms=True,
+    optional=BIASES,
+    families=(Family(("HunYuanDenseV1ForCausalLM",), MODULES, keys, scalings=("dynamic",)),),
 )

@@ -2,8 +2,8 @@
 
 `import packtrain as pt`: the nouns (Tensor, Op, Graph), the verbs (differentiate, place, make_plan, run), every op by
 name; the training of any model (fit, Model, Dataset, Trainer, save, load) with the optimizers; and the commands as
-functions (train, finetune, plan, evaluate, compare, generate, chat, embed, quantize, merge). All is loaded on first
-use, the commands and the optimizers apart from the engine. Importing this loads neither numba nor torch.
+functions (train, finetune, plan, evaluate, compare, choose, generate, chat, embed, quantize, merge). All is loaded on
+first use, the commands and the optimizers apart from the engine. Importing this loads neither numba nor torch.
 """
 
 import importlib
@@ -35,6 +35,7 @@ if typing.TYPE_CHECKING:
     from packtrain.interpreting import interpret
     from packtrain.library import (
         chat,
+        choose,
         compare,
         embed,
         evaluate,
@@ -70,15 +71,16 @@ if typing.TYPE_CHECKING:
         "Dataset", "DoesNotFit", "Executor", "Fitted", "Graph",
         "GraphError", "InputError", "Model", "Muon", "Op", "Placed", "Plan", "PlanError", "Result",
         "RunError", "Sampling", "Session", "Spec", "Stopped", "Tensor", "Trainer", "__version__", "backends", "bf16",
-        "chat", "compare", "constant", "debug", "differentiate", "dtypes", "embed", "epoch", "evaluate", "f16",
-        "f32", "f64", "finetune", "fit", "generate", "i32", "i64", "input", "interpret", "least_order", "load",
+        "chat", "choose", "compare", "constant", "debug", "differentiate", "dtypes", "embed", "epoch", "evaluate",
+        "f16", "f32", "f64", "finetune", "fit", "generate", "i32", "i64", "input", "interpret", "least_order", "load",
         "make_plan", "merge", "named", "op", "ops", "place", "plan", "quantize", "save", "start", "state",
         "train", "u8", "verify", "weight",
     ]  # fmt: skip
 
 _LATE = {
     "library": (
-        "chat", "compare", "embed", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start", "train",
+        "chat", "choose", "compare", "embed", "evaluate", "finetune", "generate", "merge", "plan", "quantize", "start",
+        "train",
     ),
     "context": ("CacheFull", "Context", "ContextError"),
     "fitting": (

@@ -39,6 +39,7 @@ COMMANDS = {
     "runs": ("runs", "Runs"),
     "eval": ("evaluate", "Evaluate"),
     "compare": ("compare", "Compare"),
+    "choose": ("choose", "Choose"),
     "data": ("data", "Data"),
     "inspect": ("inspect", "Inspect"),
     "quantize": ("quantize", "Quantize"),

@@ -17,6 +17,7 @@ import numpy as np
 from packtrain.events import Callbacks
 from packtrain.settings import from_values
 from packtrain.tasks import chat as chatting
+from packtrain.tasks import choose as choosing
 from packtrain.tasks import compare as comparing
 from packtrain.tasks import embed as embedding
 from packtrain.tasks import evaluate as evaluating
@@ -26,6 +27,7 @@ from packtrain.tasks import merge as merging
 from packtrain.tasks import quantize as quantizing
 from packtrain.tasks import train as training
 from packtrain.tasks.chat import Chat, Talk
+from packtrain.tasks.choose import Choose, Chosen
 from packtrain.tasks.compare import Compare, Compared
 from packtrain.tasks.embed import Embed
 from packtrain.tasks.evaluate import Evaluate, Measured
@@ -116,6 +118,15 @@ def compare(model: File, data: File, **settings: Any) -> Compared:
     return comparing.compare(*settings_of(Compare, given))
 
 
+def choose(model: File, tuned: File, output: File, data: File, **settings: Any) -> Chosen:
+    """Write a tuned model as the smallest file that keeps what tuning gained, as `packtrain choose`.
+
+    Raises InputError, DoesNotFit; Interrupted if it is stopped.
+    """
+    given = settings | {"model": model, "tuned": tuned, "output": output, "data": data}
+    return choosing.choose(*settings_of(Choose, given))
+
+
 def generate(model: File, prompt: str = "", **settings: Any) -> Generated:
     """Continue a prompt, as `packtrain generate`; pieces of the text go to `on_text` as they come.
 
@@ -204,6 +215,7 @@ for _cls, _function in (
     (TuneSettings, finetune),
     (Evaluate, evaluate),
     (Compare, compare),
+    (Choose, choose),
     (Generate, generate),
     (Chat, chat),
     (Embed, embed),

@@ -50,8 +50,8 @@ def chart(
     )
     frame = Frame(scene.last, scene.top)
     drawn = [
-        _text(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
-        _text(24, 54, scene.summary, "start"),
+        label(24, 34, scene.title, "start", f'font-size="16" font-weight="600" fill="{STRONG}"'),
+        label(24, 54, scene.summary, "start"),
         _legend(scene),
         *_axes(frame),
         *_rectangles(scene, frame),
@@ -60,7 +60,7 @@ def chart(
         *(_level(level, frame) for level in scene.levels),
         *_owners(scene),
     ]
-    return _picture(scene.title, drawn)
+    return picture(scene.title, drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _alive(scene: Scene, frame: Frame) -> Iterator[str]:
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         yield f'<polyline points="{places}" fill="none" stroke="{STRONG}" stroke-width="1.5"/>'
         top = min(y for _, y in points)
-        yield _text(LEFT + 6, top + 14, scene.measured_text, "start", HALO)
+        yield label(LEFT + 6, top + 14, scene.measured_text, "start", HALO)
 
 
 def _height(nbytes: float, frame: Frame) -> float:
@@ -123,15 +123,15 @@ def _axes(frame: Frame) -> Iterator[str]:
     for nbytes in byte_ticks(frame.top, 8):
         y = frame.y(nbytes)
         yield f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{GRID}"/>'
-        yield _text(LEFT - 8, y + 4, size_text(nbytes).replace(".0", ""), "end")
+        yield label(LEFT - 8, y + 4, size_text(nbytes).replace(".0", ""), "end")
     for step in step_ticks(frame.last, 10):
         x = frame.x(step)
         yield f'<path d="M{x:.1f} {BELOW}v5M{x:.1f} {BOTTOM}v5" stroke="{INK}"/>'
-        yield _text(x, BELOW + 18, f"{step:,}", "middle")
+        yield label(x, BELOW + 18, f"{step:,}", "middle")
     yield f'<path d="M{LEFT} {BOTTOM}H{RIGHT}M{LEFT} {BELOW}H{RIGHT}" stroke="{INK}"/>'
-    yield _text(LEFT - 12, BELOW + 18, "op", "end")
-    yield _text(LEFT - 8, BELOW + 4, "0 B", "end")
-    yield _text(LEFT - 8, ABOVE + 4, "alive", "end")
+    yield label(LEFT - 12, BELOW + 18, "op", "end")
+    yield label(LEFT - 8, BELOW + 4, "0 B", "end")
+    yield label(LEFT - 8, ABOVE + 4, "alive", "end")
 
 
 def byte_ticks(top: int, most: int) -> list[int]:
@@ -157,7 +157,7 @@ def _peak(scene: Scene, frame: Frame) -> Iterator[str]:
     text = f"peak at op {at:,}: {size_text(scene.arena.lower_bound)} alive"
     path = f"M{x:.1f} {TOP}V{BOTTOM + 4}M{x:.1f} {ABOVE - 5}V{BELOW}"  # the text is between them
     yield f'<path d="{path}" stroke="{STRONG}" stroke-dasharray="1 3"/>'
-    yield _text(x, ABOVE - 10, text, anchor, f'fill="{STRONG}"')
+    yield label(x, ABOVE - 10, text, anchor, f'fill="{STRONG}"')
 
 
 def _level(level: Level, frame: Frame) -> str:
@@ -165,7 +165,7 @@ def _level(level: Level, frame: Frame) -> str:
     x, anchor = (LEFT + 6, "start") if level.kind == "arena" else (RIGHT - 6, "end")
     line = f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{STRONG}" stroke-dasharray="{DASHES[level.kind]}"/>'
     below = level.kind == "bound"
-    return line + _text(x, y + (14 if below else -5), level.text, anchor, HALO)
+    return line + label(x, y + (14 if below else -5), level.text, anchor, HALO)
 
 
 def _legend(scene: Scene) -> str:
@@ -173,31 +173,31 @@ def _legend(scene: Scene) -> str:
     drawn, x = [], 24
     for category in scene.used():
         drawn.append(f'<rect x="{x}" y="63" width="11" height="11" {_fill(category)}/>')
-        drawn.append(_text(x + 17, 73, category, "start"))
+        drawn.append(label(x + 17, 73, category, "start"))
         x += 34 + 7 * len(category)
     return "".join(drawn)
 
 
 def _owners(scene: Scene) -> Iterator[str]:
-    yield _text(24, 564, "Largest at the peak", "start", f'font-weight="600" fill="{STRONG}"')
+    yield label(24, 564, "Largest at the peak", "start", f'font-weight="600" fill="{STRONG}"')
     for k, b in enumerate(scene.owners[:NAMED]):
         y = 582 + 16 * k
         about = f"{plain(b.name, 60)} = {plain(b.op, 30)}, {b.category}"
-        yield _text(110, y, size_text(b.nbytes), "end")
-        yield _text(160, y, f"{scene.share(b.nbytes):.1%}", "end")
-        yield _text(172, y, about, "start")
+        yield label(110, y, size_text(b.nbytes), "end")
+        yield label(160, y, f"{scene.share(b.nbytes):.1%}", "end")
+        yield label(172, y, about, "start")
 
 
 def _fill(category: str) -> str:
     return f'fill="{"url(#hatch)" if category == "recomputed" else COLORS[category]}"'
 
 
-def _picture(title: str, drawn: Sequence[str]) -> str:
+def picture(title: str, drawn: Sequence[str], height: int = HEIGHT) -> str:
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12" role="img">'
     )
-    card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8" fill="#fff" stroke="#cbd5e1"/>'
+    card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="#fff" stroke="#cbd5e1"/>'
     hatch = (
         '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="5" height="5" fill="{COLORS["recomputed"]}"/>'
@@ -207,5 +207,5 @@ def _picture(title: str, drawn: Sequence[str]) -> str:
     return "\n".join([head, name, hatch, card, *drawn, "</svg>", ""])
 
 
-def _text(x: float, y: float, text: str, anchor: str, style: str = PLAIN) -> str:
+def label(x: float, y: float, text: str, anchor: str, style: str = PLAIN) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{escape(text)}</text>'

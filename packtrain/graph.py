@@ -69,6 +69,12 @@ class Graph:
             f"read the handle that {newest.call.op.name} returned, or copy the value before the write{site}"
         )
 
+    @property
+    def written(self) -> list[str]:
+        """The leaves that calls write, by name."""
+        handles = (t for call in self.calls for t in call.results[: len(call.op.writes)])
+        return [t.base.label for t in handles]
+
     @cached_property
     def fingerprint(self) -> str:
         """Equal for graphs with the same calls, specs, attributes and names, independent of source lines."""

@@ -81,6 +81,11 @@ class Placed:
         """Runs of steps on one backend."""
         return [(b, list(steps)) for b, steps in itertools.groupby(self.steps, lambda s: s.backend)]
 
+    @property
+    def copies(self) -> list[Step]:
+        """Steps that copy a value from one memory to another."""
+        return [s for s in self.steps if self.home[s.reads[0].base].space != s.backend.space]
+
     def __str__(self) -> str:
         return "\n".join(
             f"{self.names[step.results[0]]}: {step.op.name} on {step.backend.name}"

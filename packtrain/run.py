@@ -53,8 +53,7 @@ class Session:
 
     Leaves that are allocated together, those of a graph or of several `executors`, share one buffer per space.
     Add all executors before the first run to allocate everything up front; one added later may move the arena.
-    An executor that needs more of a space than `limits` allow is refused with DoesNotFit. Sessions may run in threads
-    of their own: a region of kernels that finds the pool of threads taken runs on its own, with the same result.
+    An executor that needs more of a space than `limits` allow is refused with DoesNotFit. Sessions may run in threads.
     """
 
     def __init__(self, limits: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -95,28 +94,33 @@ class Session:
 
     def executor(self, placed: Placed, plan: Plan | None = None) -> "Executor":
         """Bind a placed graph, by its plan (planned here if none is given), to this session's memory."""
-        plan = plan or make_plan(placed, reuse="noreuse" not in flags())
-        plan.check_belongs(placed)
-        if beyond := plan.beyond(self.limits):
-            raise DoesNotFit(beyond)
-        report(placed, plan)
-        self._allocate([placed])
-        for call in placed.graph.calls:
-            for handle in call.results[: len(call.op.writes)]:
-                self._own(handle.base.label)
-        for arena in plan.arenas:
-            backend = next(b for b in placed.home.values() if b.space == arena.space)
-            if arena.nbytes > self._arenas.get(arena.place, (-1, None))[0]:
-                self._arenas[arena.place] = arena.nbytes, backend.alloc(arena.nbytes)
-                self.generation += 1
-        return Executor(self, placed, plan)
+        return self.executors({0: placed}, {} if plan is None else {0: plan})[0]
 
     def executors(
         self, placed: Mapping[K, Placed], plans: Mapping[K, Plan] | None = None
     ) -> dict[K, "Executor"]:
-        """Executors of several graphs, whose leaves are allocated together."""
+        """Executors of several graphs, whose leaves are allocated together, and their arenas."""
+        given, reuse = plans or {}, "noreuse" not in flags()
+        bound = {n: (p, given.get(n) or make_plan(p, reuse=reuse)) for n, p in placed.items()}
+        for one, plan in bound.values():
+            plan.check_belongs(one)
+            if beyond := plan.beyond(self.limits):
+                raise DoesNotFit(beyond)
+            report(one, plan)
         self._allocate(placed.values())
-        return {name: self.executor(p, (plans or {}).get(name)) for name, p in placed.items()}
+        for name in (name for one in placed.values() for name in one.graph.written):
+            self._own(name)
+        self._make_room(bound.values())
+        return {name: Executor(self, *one) for name, one in bound.items()}
+
+    def _make_room(self, bound: Iterable[tuple[Placed, Plan]]) -> None:
+        """Arenas as large as the largest plan needs: a small one first would be held beside it."""
+        every = [(arena, placed) for placed, plan in bound for arena in plan.arenas]
+        for arena, placed in sorted(every, key=lambda one: -one[0].nbytes):  # the largest first
+            if arena.nbytes > self._arenas.get(arena.place, (-1, None))[0]:
+                backend = next(b for b in placed.home.values() if b.space == arena.space)
+                self._arenas[arena.place] = arena.nbytes, backend.alloc(arena.nbytes)
+                self.generation += 1
 
     def _allocate(self, every: Iterable[Placed]) -> None:
         """Allocate all leaves of graphs that this session does not have yet, in one buffer per space."""
@@ -183,13 +187,12 @@ class Session:
 
     def fill(self, name: str, make: Callable[[np.ndarray], None]) -> None:
         """Let `make` write a leaf's value in place; for values too large for a temporary copy."""
-        leaf = self._own(name)
+        leaf, spec = self._own(name), self._known(name).spec
         there = leaf.backend.window(leaf.array)
         if there is not None:
             make(there)
         else:
-            dtype = leaf.spec.dtype
-            value = np.empty(dtype.array_shape(leaf.spec.shape), dtype.numpy)
+            value = np.empty(spec.dtype.array_shape(spec.shape), spec.dtype.numpy)
             make(value)
             leaf.backend.write(leaf.array, value)
         leaf.given = True

@@ -67,8 +67,8 @@ LAYERS = {
     "beams": "context generation tokenizer",
     "embedding": "context errors models words",
     "watch": "errors events words files settings memory planning",
-    "design": "ranks child words files dtypes tensor graph ops optim placing packing planning memory kernels cost speed"
-    " recompute models context watch version backends",
+    "design": "errors ranks child words files dtypes tensor graph ops optim placing packing planning memory kernels"
+    " cost speed recompute models context watch version backends",
     "training": "child ranks errors events words files settings dtypes tensor graph optim placing planning run memory"
     " stop kernels quant gguf tokenizer template corpus samples speed models flash watch design backends version",
     "serving": "errors words template samples tokenizer models sampling grammar context generation embedding watch"

@@ -2,17 +2,20 @@
 
 from importlib import import_module
 
-from packtrain.backends.host import BACKENDS, HOST, Backend, Host, aligned
+from packtrain.backends.host import BACKENDS, HOST, Aside, Backend, Host, aligned
 from packtrain.backends.target import CPU, Target
+from packtrain.errors import InputError
 
 __all__ = [
     "CPU",
     "DEVICES",
     "HOST",
+    "Aside",
     "Backend",
     "Host",
     "Target",
     "aligned",
+    "backend",
     "cpu",
     "numpy",
     "target",
@@ -23,7 +26,20 @@ cpu, numpy = BACKENDS["cpu"], BACKENDS["numpy"]
 DEVICES = {"cpu": "host", "numpy": "host", "torch:cpu": "torch", "cuda": "torch", "mps": "torch"}
 
 
+def backend(device: str) -> Backend:
+    """The backend of a name of DEVICES, or of NAME:N, its Nth memory. Raises InputError."""
+    name, _, number = device.rpartition(":")
+    kind = name if name in DEVICES and number.isdecimal() else device
+    if kind not in DEVICES:
+        raise InputError(f"--device {device}: it must be one of {', '.join(DEVICES)}, or NAME:N")
+    module = import_module(f"packtrain.backends.{DEVICES[kind]}")
+    try:
+        found: Backend = module.BACKENDS[device]
+    except KeyError:
+        raise InputError(f"--device {device}: {kind} has one memory only") from None
+    return found
+
+
 def target(device: str) -> Target:
-    """All on the backend of a name of DEVICES."""
-    module = import_module(f"packtrain.backends.{DEVICES[device]}")
-    return Target.of(module.BACKENDS[device])
+    """All on one backend."""
+    return Target.of(backend(device))

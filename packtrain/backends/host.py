@@ -128,4 +128,21 @@ class Host:
         """Kernels of the host are done when they return."""
 
 
-BACKENDS = {"cpu": Host("cpu"), "numpy": Host("numpy")}
+@dataclass(frozen=True, slots=True)
+class Aside(Host):
+    """A part of ordinary memory that is counted apart, as that of a device: what is there was copied there."""
+
+    def share(self, values: np.ndarray) -> np.ndarray:
+        buffer = self.alloc(values.nbytes)
+        buffer[:] = values.reshape(-1).view(np.uint8)
+        return buffer
+
+
+class _Hosts(dict[str, Host]):
+    """Backends, and `cpu:1`, `cpu:2`, … with memories of their own."""
+
+    def __missing__(self, device: str) -> Host:
+        return self.setdefault(device, Aside(device.partition(":")[0], device))
+
+
+BACKENDS: dict[str, Host] = _Hosts(cpu=Host("cpu"), numpy=Host("numpy"))

@@ -12,7 +12,7 @@ from packtrain.tensor import GraphError, Op, Tensor
 class Target:
     """The first backend is where leaves live that `homes` does not name, and with them the arena that counts.
 
-    homes   name or role of a leaf -> backend
+    homes   name or role of a leaf, of a weight whose moments and sums go with it, or cache.N -> backend
     limits  space -> most bytes; the process's own memory is limited by `--memory` instead
     """
 
@@ -60,9 +60,11 @@ class Target:
         return not self.homes
 
     def home(self, leaf: Tensor) -> Backend:
-        """Where a leaf lives."""
-        found = self.homes.get(leaf.label) or self.homes.get(leaf.role or "")
-        return found or self.backends[0]
+        """Where a leaf lives: by its name, that of its weight (m/NAME), its role, or its block's number of a cache."""
+        _, _, number = leaf.label.rpartition(".")
+        own = leaf.label, leaf.label.rpartition("/")[2], leaf.role or "", f"{leaf.role}.{number}"
+        found = (self.homes[name] for name in own if name in self.homes)
+        return next(found, self.backends[0])
 
 
 CPU = Target()

@@ -149,8 +149,8 @@ class Apart:
     @property
     def capacity(self) -> int | None:
         """What is free there now."""
-        if self.device == "cuda":
-            return int(torch.cuda.mem_get_info()[0])
+        if self.device.startswith("cuda"):
+            return int(torch.cuda.mem_get_info(self.device)[0])
         return int(torch.mps.recommended_max_memory()) if self.device == "mps" else None
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
@@ -159,7 +159,7 @@ class Apart:
 
     def _only_bytes(self, dtype: Dtype) -> bool:
         """Whether PyTorch has no such type there: `mps` has no f64."""
-        return self.name == "mps" and dtype == f64
+        return self.name.startswith("mps") and dtype == f64
 
     def workspaces(
         self, op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]
@@ -211,8 +211,10 @@ class Apart:
         return max(first.start, second.start) < min(first.stop, second.stop)
 
     def sync(self) -> None:
-        if self.device != "cpu":
-            getattr(torch, self.device).synchronize()
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)
+        elif self.device == "mps":
+            torch.mps.synchronize()
 
 
 # ---- devices by name -----------------------------------------------------------------------------------------
@@ -226,12 +228,19 @@ class _Asked(dict[str, Backend]):
             raise InputError(
                 f"--device {name} needs PyTorch: pip install torch (or packtrain with its extra: packtrain[torch])"
             )
-        there = {"cuda": torch.cuda, "mps": torch.mps}.get(name)
-        if there is not None and not there.is_available():
+        kind, _, number = name.removeprefix("torch:").partition(":")
+        if not _there(kind, int(number or 0)):
             raise InputError(f"--device {name}: PyTorch finds no such device on this machine")
         _warm()
-        made = Apart(name, name) if there else OnHost(name)
-        return self.setdefault(name, made)
+        device = "cpu" if kind == "cpu" else name
+        return self.setdefault(name, OnHost(name) if name == "torch:cpu" else Apart(name, device))
+
+
+def _there(kind: str, number: int) -> bool:
+    """Whether PyTorch has the device of such a kind."""
+    if kind == "cuda":
+        return bool(number < torch.cuda.device_count() and torch.cuda.is_available())
+    return kind == "cpu" or bool(torch.mps.is_available())
 
 
 def _warm() -> None:

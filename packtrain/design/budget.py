@@ -129,7 +129,8 @@ def full(plans: Plans, limits: Mapping[str, int], change: str) -> str | None:
         if nbytes > limits.get(space, nbytes):
             has = size_text(limits[space])
             lines = [
-                f"this does not fit into the memory of {space}: it has {has}, {size_text(nbytes)} are needed",
+                f"this does not fit into the memory of {space}: it has {has}, {size_text(nbytes)} are needed;"
+                f" the smallest --device-memory that would do is {mib(nbytes)}",
                 f"  {_described(plans)}",
                 *rows(plans),
                 *_owners(plans, space),

@@ -304,12 +304,11 @@ def make_plans(
     target: Target = CPU,
 ) -> Plans:
     """Plans for training, optionally for evaluation, and for other graphs on the same leaves."""
-    own = (
-        (name, place(build_graph(name, shape, optimizer).graph, target)) for name in names(shape)
-    )
-    placed = dict[Name, Placed](own) | dict(others or {})
+    graphs = ((name, build_graph(name, shape, optimizer).graph) for name in names(shape))
+    placed = dict[Name, Placed]((name, place(g, target)) for name, g in graphs) | dict(others or {})
     plans = Plans(shape, placed, {name: make_plan(p) for name, p in placed.items()}, target)
-    unknown = target.homes.keys() - plans.leaves.keys() - {*get_args(Role)}
+    named = {name for name in target.homes if not name.startswith("cache.")}
+    unknown = named - plans.leaves.keys() - {*get_args(Role)}
     if unknown:
         raise GraphError(f"homes names {sorted(unknown)}, which are no leaves")
     return plans

@@ -84,7 +84,7 @@ def rates_apart(
     """
     threads = kernels.threads()
     found = dict[str, Rates]()
-    for backend in target.every:
+    for backend in {b.name: b for b in target.every}.values():
         one = Target.of(backend)
         before = None if again else read(kept(threads, one))
         if before is not None and (before.serves(types) or free < MEASURING_NBYTES):

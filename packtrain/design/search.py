@@ -62,7 +62,11 @@ def search(shape: StepShape, request: Request) -> Answer:
         return Answer(best.shape, True)
     least = looking[0].least_of(extremes(shape, request.fixed)).shape
     full = next((one for one in looking if one.draft(least).nbytes > one.limit), None)
-    return Answer(least, True) if full is None else Answer(least, False, full.change(least))
+    if full is None:
+        return Answer(least, True)
+    if full is not looking[0]:  # the least of that space is what a refusal tells
+        least = full.least_of(extremes(shape, request.fixed)).shape
+    return Answer(least, False, full.change(least))
 
 
 def smallest(shape: StepShape, request: Request) -> StepShape:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from packtrain.backends import HOST
-from packtrain.design.plans import CHUNK, Plans, counted, held_nbytes, leaves
+from packtrain.design.plans import CHUNK, Plans, counted, held_nbytes, leaves, runs
 from packtrain.planning import size_text
 from packtrain.watch.progress import clock, same_speed, speed_text
 from packtrain.words import plural
@@ -21,7 +21,7 @@ def as_data(
     """The plan as plain data for JSON; sizes in bytes, null without a budget or a minimum."""
     arena = plans.largest.arena(plans.target.space)
     total = plans.total_nbytes
-    found = {
+    found: dict[str, Any] = {
         "weights_bytes": plans.weight_nbytes,
         "mapped_bytes": plans.mapped_nbytes,
         "state_bytes": plans.state_nbytes,
@@ -38,7 +38,13 @@ def as_data(
         "buffers": [asdict(buffer) for buffer in plans.largest.buffers],
     }
     limits = plans.target.limits
-    apart = {s: {"bytes": plans.nbytes_in(s), "limit": limits.get(s)} for s in plans.spaces}
+    apart: dict[str, Any] = {
+        s: {"bytes": plans.nbytes_in(s), "limit": limits.get(s)} for s in plans.spaces
+    }
+    if apart:
+        step = [plans.placed[name] for name in runs(plans.shape)]
+        found["splits"] = [[b.space for b, _ in p.splits] for p in step]
+        found["copies_bytes"] = [[c.results[0].spec.nbytes for c in p.copies] for p in step]
     return found | ({"spaces": apart} if apart else {})
 
 
@@ -128,6 +134,20 @@ def choices(plans: Plans) -> list[str]:
     return found
 
 
+def crossings(plans: Plans) -> list[str]:
+    """Of a step over several memories: its splits, and what is copied between them."""
+    placed = [(plans.placed[name], count) for name, count in runs(plans.shape).items()]
+    if len({s.backend.space for p, _ in placed for s in p.steps}) < 2:
+        return []
+    copies = [(s.results[0].spec.nbytes, count) for p, count in placed for s in p.copies]
+    nbytes = sum(size * count for size, count in copies)
+    splits = sum(len(p.splits) * count for p, count in placed)
+    times = sum(count for _, count in copies)
+    return [
+        f"  crosses   {splits} splits a step, {plural(times, 'copy', 'copies')} of {size_text(nbytes)}"
+    ]
+
+
 def text(plans: Plans, seconds: float, steps: int, learnt: int) -> str:
     """The plan as a printed table; `learnt` is the number of tokens that a step trains on."""
     shape, positions = plans.shape, plans.shape.positions
@@ -139,6 +159,7 @@ def text(plans: Plans, seconds: float, steps: int, learnt: int) -> str:
         [
             "; ".join([first, *choices(plans)]),
             *rows(plans),
+            *crossings(plans),
             f"  expected  {seconds:>7.3f} s a step, {speed_text(positions / seconds, learnt / seconds)}, "
             f"{clock(seconds * steps)} for {plural(steps, 'step')}",
         ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain import kernels
-from packtrain.backends import HOST
+from packtrain.backends import HOST, Target
 from packtrain.cost import Rates
 from packtrain.design.budget import Say, enough, followed, minimum, planned
 from packtrain.design.loaded import loaded, needed
@@ -19,6 +19,7 @@ from packtrain.design.plans import Plans, StepShape, packed_types
 from packtrain.design.rates import rates_apart
 from packtrain.design.request import Request
 from packtrain.design.sharing import Shared, shared
+from packtrain.design.spread import AUTO
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
@@ -131,7 +132,6 @@ def _ready(
     decided: StepShape | None,
 ) -> Ready:
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
-    own = {} if limit is None else {HOST: limit}
     job = _job(settings, build_job, say)
     packed, kind = job.shape.base is not None, type(job.optimizer)
     flash, lora = job.shape.config.flash, job.config.lora
@@ -152,16 +152,26 @@ def _ready(
         job.config.context_length if sampled else 0,
         settings.target,
         settings.recompute,
-        {**settings.target.limits, **own},
+        {**settings.target.limits, **({} if limit is None else {HOST: limit})},
         found is not None,
         taken,
         runs,
     )
+    request = replace(request, target=_spread(settings, job.shape, request, say))
     plans = planned(job.shape, request, say) if decided is None else followed(decided, request)
     least = partial(_least, plans, job.shape, request, say)
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
     over = partial(shared, plans, speed)
     return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command, over)
+
+
+def _spread(settings: RunSettings, shape: StepShape, request: Request, say: Say) -> Target:
+    """Where the leaves of the model live. Raises InputError."""
+    found = settings.spread.over(shape, request)
+    if settings.gpu_layers == AUTO:
+        there = sum(name.startswith("cache.") for name in found.homes)
+        say(f"--gpu-layers auto: {there} of {plural(shape.config.block_count, 'block')}")
+    return found
 
 
 def _least(plans: Plans, shape: StepShape, request: Request, say: Say) -> int:
@@ -171,6 +181,7 @@ def _least(plans: Plans, shape: StepShape, request: Request, say: Say) -> int:
 def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) -> Job:
     """The checked job of the settings. Raises InputError."""
     check_effects(settings)
+    _ = settings.spread  # raises InputError before data is read
     if settings.threads:
         _set_threads(settings.threads)
     job = build_job(settings, say)

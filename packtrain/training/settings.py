@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from packtrain.backends import DEVICES, Target, target
+from packtrain.backends import Target
+from packtrain.design.spread import Spread, spread
 from packtrain.dtypes import PRECISIONS, WRITABLE
 from packtrain.errors import InputError
 from packtrain.flash import AUTO, FLASH, MODES
@@ -25,6 +26,7 @@ DEVICE = (
     "what computes, and whose memory holds the model; numpy is the specification, slow and with memory"
     " beside the plan; torch:cpu, cuda and mps need PyTorch (packtrain[torch])"
 )
+DEVICES_OF_RUN = "several by commas share out the blocks; cpu:1, torch:cpu:1 or cuda:1 is another memory of its kind"
 WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
 
 
@@ -192,7 +194,24 @@ class RunSettings:
         "serve a page with the run's curves, while it goes on, at a port of this machine; 0: any that is free",
         metavar="[HOST:]PORT",
     )
-    device: str = MEMORY("cpu", DEVICE, choices=tuple(DEVICES))
+    device: str = MEMORY("cpu", f"{DEVICE}; {DEVICES_OF_RUN}", metavar="NAME[,NAME]")
+    device_memory: str | None = MEMORY(
+        None,
+        "limit on the memory of --device, or of each of several: 2GiB or 1GiB,3GiB; a run that does not fit is refused",
+        metavar="SIZE",
+    )
+    gpu_layers: str | None = MEMORY(
+        None,
+        "blocks on --device, the last ones, with what follows them if it is more than there are; the others are on the"
+        " cpu. auto: as many as fit",
+        flags="-ngl --n-gpu-layers",
+        metavar="N",
+    )
+    split: str | None = MEMORY(
+        None,
+        "shares of the blocks for each of --device, such as 3,5 (default: by --device-memory)",
+        metavar="A,B",
+    )
     threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
     nproc: int = MEMORY(
         1,
@@ -215,8 +234,13 @@ class RunSettings:
     overwrite: bool = OUTPUT(False, "start over: replace the earlier run and its result")
 
     @property
+    def spread(self) -> Spread:
+        return spread(self.device, self.gpu_layers, self.split, self.device_memory)
+
+    @property
     def target(self) -> Target:
-        return target(self.device)
+        """Where a run computes. Raises InputError."""
+        return self.spread.target
 
     @property
     def folder(self) -> Path:
@@ -303,6 +327,6 @@ FREE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
 sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
-zero
+zero device_memory
 """
 FREE = frozenset(FREE_NAMES.split())

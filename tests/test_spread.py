@@ -1,0 +1,254 @@
+"""A model over several memories from the command line: --device, --gpu-layers, --split, --device-memory."""
+
+import json
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import backends, kernels
+from packtrain.backends import Aside
+from packtrain.cli import main
+from packtrain.design.plans import StepShape
+from packtrain.design.spread import spread
+from packtrain.errors import InputError
+from packtrain.models.config import Config
+
+MIB = 1 << 20
+SIZES = {"dim": 64, "layers": 4, "heads": 4, "vocab_size": 300, "ctx": 64, "batch_size": 4}
+SHORT = {"iters": 4, "threads": 1, "sample_every": 0, "overwrite": True, "warmup_ratio": 0.0}
+SHAPE = StepShape(Config(64, 16, 32, 8, 64, 2, 2), 2, 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = kernels.threads()
+    yield
+    kernels.set_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spread")
+    words = "bal cem dis hor fin gut"
+    rows = [f"{words} {i % 17} {words[: i % 20]}" for i in range(400)]
+    (folder / "text.txt").write_text("\n".join(rows))
+    return folder
+
+
+def trained(folder: Path, **given: object) -> Any:
+    given = {"output": folder / "m.gguf", **SIZES, **SHORT, **given}
+    return pt.train(folder / "text.txt", **given)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[float]:
+    return list(trained(folder).losses)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The most bytes that a run takes at once of each memory beside the process's own."""
+    now, most = dict[str, int](), dict[str, int]()
+    plain = Aside.alloc
+
+    def take(space: str, nbytes: int) -> None:
+        now[space] = now.get(space, 0) + nbytes
+        most[space] = max(most.get(space, 0), now[space])
+
+    def alloc(self: Aside, nbytes: int) -> np.ndarray:
+        take(self.space, nbytes)
+        made = plain(self, nbytes)
+        weakref.finalize(made, take, self.space, -nbytes)
+        return made
+
+    monkeypatch.setattr(Aside, "alloc", alloc)
+    return most
+
+
+# ---- where blocks go -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "blocks", "last"),
+    [
+        ({"device": "cpu:1", "layers": "3"}, "cpu " * 5 + "cpu:1 " * 3, "cpu"),
+        ({"device": "cpu:1", "layers": "8"}, "cpu:1 " * 8, "cpu"),
+        ({"device": "cpu:1", "layers": "99"}, "cpu:1 " * 8, "cpu:1"),
+        ({"device": "cpu:1", "layers": "0"}, "cpu " * 8, "cpu"),
+        ({"device": "cpu,cpu:1", "split": "3,5"}, "cpu " * 3 + "cpu:1 " * 5, "cpu:1"),
+        ({"device": "cpu:1,cpu:2"}, "cpu:1 " * 4 + "cpu:2 " * 4, "cpu:2"),
+        ({"device": "cpu:1,cpu:2", "memory": "1GiB,3GiB"}, "cpu:1 " * 2 + "cpu:2 " * 6, "cpu:2"),
+        ({"device": "cpu:1,cpu:2", "split": "1,0"}, "cpu:1 " * 8, "cpu:2"),
+        ({"device": "cpu:1,cpu:2", "layers": "4", "split": "1,3"}, "cpu " * 4 + "cpu:1 " + "cpu:2 " * 3, "cpu"),
+    ],
+)  # fmt: skip
+def test_blocks_go_where_they_are_sent(flags: dict[str, str], blocks: str, last: str) -> None:
+    asked = spread(**flags)
+    on = asked.homes(SHAPE, asked.number(SHAPE))
+    first = on.backends[0]
+    at = [on.homes.get(f"blk.{i}.ffn_up.weight", first).space for i in range(8)]
+    assert [space.replace("host", "cpu") for space in at] == blocks.split()
+    assert on.homes.get("output_norm.weight", first).space.replace("host", "cpu") == last
+    assert "token_embd.weight" not in on.homes
+    cache = pt.state("cache.k.7", (4,), role="cache")
+    moment = pt.state("m/blk.7.ffn_up.weight", (4,))
+    assert {on.home(cache).space, on.home(moment).space} == {at[7]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"device": "fra"}, "--device fra: it must be one of cpu, numpy, torch:cpu, cuda, mps, or NAME:N"),
+        ({"device": "cpu,cpu"}, "each memory can be named once"),
+        ({"device": "cpu", "layers": "2"}, "--gpu-layers needs a --device with a memory of its own"),
+        ({"device": "cpu:1", "layers": "two"}, "--gpu-layers two: it must be a number of blocks, or auto"),
+        ({"device": "cpu,cpu:1", "split": "1"}, "--split 1: it must be 2 numbers such as 3,5"),
+        ({"device": "cpu,cpu:1", "split": "0,0"}, "--split 0,0: it must be 2 numbers"),
+        ({"device": "cpu,cpu:1", "split": "a,b"}, "--split a,b: it must be 2 numbers"),
+        ({"device": "cpu", "memory": "1GiB"}, "cpu works in the memory of this process, whose limit is --memory"),
+        ({"device": "cpu:1", "memory": "1GiB,2GiB"}, "has 2 sizes for 1 memories"),
+        ({"device": "cpu:1", "memory": "much"}, "--device-memory: 'much' is not a size"),
+        ({"device": "cpu:1", "memory": "50%"}, "--device-memory 50%: give a size such as 2GiB"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence(flags: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        spread(**flags)
+
+
+def test_memories_of_a_kind_are_their_own() -> None:
+    assert backends.backend("cpu:1") == backends.backend("cpu:1") != backends.backend("cpu:2")
+    assert backends.backend("cpu:1").name == "cpu"
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"device": "cpu,cpu:1", "split": "1,3", "sample_every": 2, "sample_prompt": "bal"},
+        {"device": "cpu:1,cpu:2"},
+        {"device": "cpu:1", "gpu_layers": "2"},
+        {"device": "cpu:1", "gpu_layers": "auto"},
+        {"device": "cpu:1,cpu:2", "gpu_layers": "3", "split": "2,1", "grad_accumulation_steps": 2, "batch_size": 2},
+    ],
+    ids=lambda given: " ".join(map(str, given.values())),
+)  # fmt: skip
+def test_losses_are_those_of_one_memory(
+    given: dict[str, str], folder: Path, alone: list[float], held: dict[str, int]
+) -> None:
+    done = trained(folder, **given)
+    if "batch_size" in given:
+        alone = list(trained(folder, batch_size=2, grad_accumulation_steps=2).losses)
+    assert list(done.losses) == alone
+    plans = done.plan.plans
+    spaces = {space for space in given["device"].split(",") if space != "cpu"}
+    assert held.keys() == spaces == {*plans.spaces}
+    for space, nbytes in held.items():
+        assert nbytes <= plans.nbytes_in(space), space
+        assert nbytes > 0.95 * plans.nbytes_in(space), space
+
+
+def test_finetune_on_two_memories(folder: Path, held: dict[str, int]) -> None:
+    """LoRA on Q8_0, whose blocks were copied; an adapter of the same bits."""
+    trained(folder, output=folder / "b.gguf")
+    pt.quantize(folder / "b.gguf", folder / "q.gguf", "q8_0")
+    made = []
+    for device in ("cpu", "cpu,cpu:1"):
+        given = {"device": device, "iters": 3, "ctx": 32, "batch_size": 2, "threads": 1}
+        given |= {"output": folder / "t.gguf", "overwrite": True}
+        done = pt.finetune(folder / "q.gguf", folder / "text.txt", **given)
+        made.append((done.losses, (folder / "t.run/adapter.gguf").read_bytes()))
+    assert made[0] == made[1] and held["cpu:1"] > 0
+
+
+def test_a_run_over_two_memories_resumes_bit_for_bit(folder: Path) -> None:
+    given = {"device": "cpu,cpu:1", "iters": 6, "save_every": 1}
+    whole, stop = trained(folder, **given).losses, threading.Event()
+
+    def third(step: Any) -> None:
+        if step.step == 3:
+            stop.set()
+
+    begun = trained(folder, **given, on_step=third, cancel=stop)
+    assert begun.stopped
+    again = {**given, "resume": True, "overwrite": False}
+    with pytest.raises(InputError, match="--split was"):
+        trained(folder, **again, split="1,3")
+    assert trained(folder, **again).losses == whole
+
+
+@pytest.mark.torch
+def test_a_memory_of_pytorch_beside_the_cpu(folder: Path, alone: list[float]) -> None:
+    """Some blocks on each, and all on its own one."""
+    for given in ({"gpu_layers": "2"}, {}):
+        done = trained(folder, device="torch:cpu:1", **given)
+        assert list(done.losses) == pytest.approx(alone, rel=1e-4)
+    done = trained(folder, device="cpu:1,torch:cpu:1")
+    assert list(done.losses) == pytest.approx(alone, rel=1e-4)
+    assert done.plan.plans.spaces == ["cpu:1", "torch:cpu:1"]
+
+
+# ---- limits --------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, **given: object) -> str:
+    with pytest.raises(pt.DoesNotFit) as caught:
+        trained(folder, **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"device": "cpu:1"}, {"device": "cpu:1", "gpu_layers": "3"}])
+def test_a_refusal_names_the_least_which_does(
+    given: dict[str, str], folder: Path, alone: list[float], held: dict[str, int]
+) -> None:
+    said = refused(folder, **given, device_memory="1MiB")
+    least = "the smallest --device-memory that would do is"
+    found = re.search(rf"it has 1\.0 MiB, .* needed; {least} (\d+)MiB", said)
+    assert found, said
+    enough = int(found[1])
+    done = trained(folder, **given, device_memory=f"{enough}MiB")
+    assert done.plan.plans.nbytes_in("cpu:1") <= enough * MIB
+    assert held["cpu:1"] <= enough * MIB
+    assert list(done.losses) == pytest.approx(alone, rel=1e-5)
+    assert "the memory of cpu:1" in refused(folder, **given, device_memory=f"{enough - 1}MiB")
+
+
+def test_as_many_blocks_as_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More memory, more blocks; all keep to it."""
+    counts = []
+    for size in ("3MiB", "5MiB", "1GiB"):
+        done = trained(folder, device="cpu:1", gpu_layers="auto", device_memory=size)
+        homes = done.plan.plans.target.homes
+        counts.append(sum(name.startswith("cache.") for name in homes))
+        assert done.plan.plans.nbytes_in("cpu:1") <= {"3": 3, "5": 5, "1": 1024}[size[0]] * MIB
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 4, counts
+
+
+def test_plan_prints_splits_copies_and_bytes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    about = [
+        "--device=cpu,cpu:1",
+        "--split=1,3",
+        "--device-memory=64MiB",
+        f"--json={folder}/p.json",
+    ]
+    where = [f"--data={folder}/text.txt", f"-o={folder}/p.gguf", "--iters=3", "--threads=1"]
+    where += [f"--json={folder}/p.json"]
+    assert main(["plan", "train", *where, *flags, *about]) == 0
+    shown = capsys.readouterr().out
+    assert "in the memory of cpu:1, which has 64.0 MiB\n" in shown
+    assert re.search(r"crosses   6 splits a step, 10 copies of 27\d\.\d KiB", shown), shown
+    told = json.loads((folder / "p.json").read_text())
+    assert told["splits"] == [["host", "cpu:1", "host", "cpu:1", "host", "cpu:1"]]
+    assert len(told["copies_bytes"][0]) == 10 and told["spaces"]["cpu:1"]["bytes"] > MIB

@@ -8,7 +8,7 @@ import itertools
 import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain.backends import CPU, Backend, Target, numpy
@@ -94,7 +94,8 @@ class Placed:
 
 
 def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = None) -> Placed:
-    """Give every call a backend: where its leaves live, else where its inputs are, else the first that can.
+    """Give every call a backend: where its weights and states live, else where the fewest bytes must be copied for
+    it, else the first that can. What several calls read in another space is copied once.
 
     Falls back to the `numpy` specification, with a warning, if no backend of the target has a kernel.
 
@@ -150,6 +151,7 @@ class _Placing:
         self.steps: list[Step] = []
         self.barriers: list[int] = []
         self.copies: dict[tuple[Tensor, str], Tensor] = {}
+        self.wanted = self._wanted(graph)
         self.fallen: set[str] = set()
 
     def run(self, group: list[Call]) -> None:
@@ -180,28 +182,75 @@ class _Placing:
             self.home.setdefault(t.base, backend)
         self.steps.append(Step(call.op, call, backend, kernel, tuple(inputs), call.results))
 
+    def _wanted(self, graph: Graph) -> dict[Tensor, set[str]]:
+        """The spaces where a result is read beside weights or states that live there."""
+        found: dict[Tensor, set[str]] = {}
+        for call in graph.calls:
+            backend = self._tied(call)
+            if backend is not None:
+                for t in call.reads:
+                    found.setdefault(t.handle, set()).add(backend.space)
+        return found
+
+    def _tied(self, call: Call) -> Backend | None:
+        """Where the leaf lives that the call writes, or the first weight or state that it reads, if any."""
+        leaves = [t.base for t in call.reads if t.base.kind in ("weight", "state")]
+        written = [t.base for i in call.op.writes if (t := call.inputs[i]) is not None]
+        return self.home[(written or leaves)[0]] if leaves else None
+
     def _choose(self, call: Call) -> tuple[Backend, Kernel]:
-        near = [
-            self.home[t.base]
-            for t in sorted(call.reads, key=lambda t: t.base.kind not in ("weight", "state"))
-        ]
-        for backend in (*near[:1], *self.among):
+        tied = self._tied(call)
+        near = [tied] if tied else self._by_bytes(call)
+        for backend in (*near, *self.among):
             kernel = backend.kernel(call.op, call.inputs)
             if kernel is not None:
                 return backend, kernel
         self.fallen.add(call.op.name)
         return numpy, _known(numpy, call, call.op, call.inputs)
 
+    def _by_bytes(self, call: Call) -> list[Backend]:
+        """Where the inputs are, first where the fewest bytes are copied for this call and what needs its results."""
+        latest = sorted(call.reads, key=lambda t: -1 if t.call is None else t.call.serial)
+        homes = {(b.name, b.space): b for t in reversed(latest) if (b := self.home[t.base])}
+        if len({b.space for b in homes.values()}) < 2:
+            return [self.home[t.base] for t in call.reads[:1]]
+        return sorted(homes.values(), key=lambda backend: self._copied(call, backend.space))
+
+    def _copied(self, call: Call, space: str) -> int:
+        """Bytes that are copied if the call runs in a space: of its inputs to there, of its results from there."""
+        away = [t for t in call.reads if self.home[t.base].space != space]
+        needed = {part for t in away if ((part := self._part(t, space)), space) not in self.copies}
+        left = (t for t in call.results for other in self.wanted.get(t, ()) if other != space)
+        return sum(t.spec.nbytes for t in (*needed, *left))
+
     def _bring(self, call: Call, t: Tensor, backend: Backend, taken: bool) -> Tensor:
-        """t, or a copy of it that `backend` can read: dense if its kernel wants that, in its space."""
-        source = self.home[t.base]
-        if not (taken and (t.dense or source.space == backend.space)):
-            dense = _known(source, call, cont, (t,))
-            t = self._copy(call, t, source, dense, f"{self.names[t]} dense")
-        if source.space != backend.space:
-            moved = Kernel(lambda y, x: _move(backend, y, source, x), strided=False)
-            t = self._copy(call, t, backend, moved, f"{self.names[t]} on {backend.space}")
-        return t
+        """t, or a copy of it that `backend` can read: in its space, and dense if its kernel wants that."""
+        if self.home[t.base].space != backend.space:
+            t = self._moved(call, t, backend)
+        if taken or t.dense:
+            return t
+        dense = _known(backend, call, cont, (t,))
+        return self._copy(call, t, backend, dense, f"{self.names[t]} dense")
+
+    def _part(self, t: Tensor, space: str) -> Tensor:
+        """What is copied so that t can be read in a space: a dense part alone, else all that it is a view of."""
+        whole = t.handle
+        alone = t.dense and t.spec.nbytes < whole.spec.nbytes
+        return t if alone and (whole, space) not in self.copies else whole
+
+    def _moved(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
+        """t in the space of another backend: a copy, or the same view of a copy."""
+        key, source = (t, backend.space), self.home[t.base]
+        if key not in self.copies:
+            part, name = self._part(t, backend.space), f"{{}} on {backend.space}"
+            move = Kernel(lambda y, x: _move(backend, y, source, x), strided=False)
+            copy = self._copy(call, part, backend, move, name.format(self.names[part]))
+            if part is not t:
+                assert t.call is not None
+                viewed = replace(t.call, inputs=(copy,), reads=(copy,))
+                view = self.copies[key] = replace(t, call=viewed, shared=copy, value=None)
+                self.names[view] = unique(name.format(self.names[t]), self.taken)
+        return self.copies[key]
 
     def _copy(self, call: Call, t: Tensor, backend: Backend, kernel: Kernel, name: str) -> Tensor:
         if (t, backend.space) not in self.copies:

@@ -82,6 +82,19 @@ def a_value_read_where_it_is_not(patch: MonkeyPatch) -> None:
     around(patch, _Placing, "_bring", wrong)
 
 
+@fault("place", spaces)
+def one_copy_for_all_views_of_a_value_in_another_space(patch: MonkeyPatch) -> None:
+    def wrong(moved):
+        def by_storage(self, call, t, backend):
+            same = (v for v, space in self.copies if space == backend.space)
+            made = [v for v in same if v.base is t.base and v.spec == t.spec]
+            return self.copies[made[0], backend.space] if made else moved(self, call, t, backend)
+
+        return by_storage
+
+    around(patch, _Placing, "_moved", wrong)
+
+
 @fault("run", graphs)
 def leaves_that_begin_where_their_buffer_does(patch: MonkeyPatch) -> None:
     def wrong(rule):

@@ -90,6 +90,16 @@ def test_blocks_are_unpacked_bit_for_bit(dtype: Dtype) -> None:
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
 
 
+def test_an_input_with_an_axis_of_one_element_is_overwritten() -> None:
+    """Whatever its stride is, which says nothing."""
+    wide = ops.broadcast_to(ops.tanh(pt.input("x", (1, 16))), shape=(1, 16))
+    graph = pt.Graph({"y": ops.sqr(wide)})
+    given = values(graph)
+    want = checks.run(graph, given)
+    for backend in (THERE, FAR):
+        checks.all_close(checks.run(graph, given, (backend,)), want, backend.name)
+
+
 def test_random_numbers_are_those_of_the_cpu() -> None:
     """Dropout of more than is computed at a time, and stochastic rounding: the same bits, seed by seed."""
     n = (1 << 20) + 77

@@ -33,7 +33,8 @@ class Target:
     @property
     def every(self) -> list[Backend]:
         """All its backends, in order."""
-        return list({b.name: b for b in (*self.backends, *self.homes.values())}.values())
+        found = (*self.backends, *self.homes.values())
+        return list({(b.name, b.space): b for b in found}.values())
 
     def supports(self, op: Op[..., Any], inputs: Inputs) -> bool:
         """Whether a backend has the op for such inputs; nothing is allocated."""

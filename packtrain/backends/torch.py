@@ -36,7 +36,7 @@ def kernel_of(op: Op[..., Any], convert: Any) -> Kernel | None:
 
 def _launched(run: Any, convert: Any) -> Any:
     def launch(*arrays: Any, work: Any = (), **attrs: Any) -> Any:
-        given = [convert(x) for x in arrays]
+        given = [regular(convert(x)) for x in arrays]
         pages = [found for x in work if (found := pages_of(x))]
 
         def again() -> None:
@@ -48,6 +48,22 @@ def _launched(run: Any, convert: Any) -> Any:
         return again
 
     return launch
+
+
+def regular(x: Any) -> Any:
+    """The tensor with the strides that it would have if it were dense, where an axis is of one element.
+
+    PyTorch refuses to write over an input whose strides differ, also those that say nothing.
+    """
+    if isinstance(x, tuple) and not isinstance(x, Blocks):
+        return tuple(map(regular, x))
+    if not isinstance(x, torch.Tensor) or 1 not in x.shape:
+        return x
+    strides, step = list(x.stride()), 1
+    for axis in reversed(range(x.ndim)):
+        strides[axis] = step if x.shape[axis] == 1 else strides[axis]
+        step = strides[axis] * x.shape[axis]
+    return x.as_strided(x.shape, strides, x.storage_offset())
 
 
 def reserved(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
@@ -105,8 +121,7 @@ class OnHost(Host):
     """NumPy arrays in ordinary memory, seen as tensors."""
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
-        if torch.get_num_threads() != kernels.threads():
-            torch.set_num_threads(kernels.threads())
+        _as_many_threads()
         return kernel_of(op, seen)
 
     def workspaces(
@@ -116,6 +131,12 @@ class OnHost(Host):
 
 
 # ---- elsewhere -----------------------------------------------------------------------------------------------
+
+
+def _as_many_threads() -> None:
+    """Let PyTorch use the threads of the kernels."""
+    if torch.get_num_threads() != kernels.threads():
+        torch.set_num_threads(kernels.threads())
 
 
 def raw_of(array: Any) -> Any:
@@ -154,6 +175,7 @@ class Apart:
         return int(torch.mps.recommended_max_memory()) if self.device == "mps" else None
 
     def kernel(self, op: Op[..., Any], inputs: Inputs) -> Kernel | None:
+        _as_many_threads()
         unknown = any(t is not None and self._only_bytes(t.dtype) for t in inputs)
         return None if unknown else kernel_of(op, lambda x: x)
 

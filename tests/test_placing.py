@@ -1,0 +1,295 @@
+"""Placement over several memories: the same results wherever calls run, few splits, and each copy made once."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+import packtrain as pt
+from packtrain import backends, kernels, ops
+from packtrain.backends import HOST, Backend, Host, Target
+from packtrain.design.plans import StepShape, make_plans
+from packtrain.dtypes import i32
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.optim import AdamW
+from packtrain.optim.adamw import opt_step_adamw
+from packtrain.placing import Placed, Step, place
+from packtrain.tensor import Call, Kernel, Op, Tensor
+from packtrain.training.engine import Engine
+from tests import checks
+from tests.random_graphs import random_case
+
+FAR, THIRD = Host("cpu", "far"), Host("cpu", "third")
+CONFIG = Config(64, 16, 32, 4, 64, 2, 2)
+SHAPE = StepShape(CONFIG, 2, 16, max_norm=1.0)
+BLOCKS = range(CONFIG.block_count)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models are as fast in one, also on a machine that has other work."""
+    threads = kernels.threads()
+    kernels.set_threads(1)
+    yield
+    kernels.set_threads(threads)
+
+
+def apart() -> Backend:
+    """PyTorch's kernels, in a memory that the host does not look at."""
+    from packtrain.backends.torch import Apart
+
+    return Apart("apart", "cpu")
+
+
+# ---- a llama, cut between any two blocks ---------------------------------------------------------------------
+
+
+def homes(first: int, to: Backend, tied: bool = True) -> dict[str, Backend]:
+    """Blocks from this one on, with what follows them, and their moments."""
+    blocks = [f"blk.{i}." for i in BLOCKS if i >= first]
+    rest = (*blocks, *([] if tied else ["output_norm", "output."]))
+    there = [name for name in transformer.weights(CONFIG) if name.startswith(rest)]
+    return {f"{kind}{name}": to for name in there for kind in ("", "m/", "v/")}
+
+
+def losses(on: Target, count: int = 4, again: bool = False) -> list[float]:
+    """Of some steps; `again` plans anew in the middle and goes on with what the first engine has."""
+    engine = Engine(make_plans(SHAPE, AdamW(), target=on), AdamW())
+    transformer.initialise(CONFIG, 0, engine.session.fill)
+    ids = np.random.default_rng(0).integers(0, 64, (count, 2, 17)).astype(np.int32)
+    pos, seq = np.tile(np.arange(16, dtype=np.int32), (2, 1)), np.zeros((2, 16), np.int32)
+    found = []
+    for i, x in enumerate(ids):
+        if again and i == count // 2:
+            other = Engine(make_plans(SHAPE, AdamW(), target=on), AdamW())
+            other.session.set({name: engine.session.get(name) for name in engine.plans.leaves})
+            engine = other
+        batch = {"tokens": x[:, :-1], "targets": x[:, 1:], "pos": pos, "seq": seq}
+        batch["weights"] = np.ones((2, 16), np.float32)
+        found.append(engine.step([batch], i + 1, 1e-2).loss)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return losses(backends.CPU)
+
+
+@pytest.mark.parametrize("first", BLOCKS)
+def test_every_cut_of_a_llama_gives_the_same_bits(first: int, alone: list[float]) -> None:
+    on = Target((backends.cpu,), homes(first, FAR))
+    assert losses(on) == losses(on, again=True) == alone
+
+
+def test_three_memories_in_turn_give_the_same_bits(alone: list[float]) -> None:
+    """Block by block, there and back."""
+    each = homes(1, FAR) | homes(2, THIRD) | homes(3, FAR)
+    assert losses(Target((backends.cpu,), each)) == alone
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("first", BLOCKS)
+def test_every_cut_between_the_cpu_and_pytorch(first: int, alone: list[float]) -> None:
+    on = Target((backends.cpu,), homes(first, apart()))
+    found = losses(on)
+    assert found == losses(on, again=True)
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+
+
+def crossings(placed: Placed) -> list[Step]:
+    """Copies from one space to another."""
+    return [s for s in placed.steps if placed.home[s.reads[0].base].space != s.backend.space]
+
+
+def runs(placed: Placed) -> list[str]:
+    """The spaces of the splits, in order."""
+    return [space for space, _ in itertools.groupby(s.backend.space for s in placed.steps)]
+
+
+@pytest.mark.parametrize("first", [i for i in BLOCKS if i])
+def test_a_llama_over_two_memories_has_two_splits(first: int) -> None:
+    """Forward, with its own output matrix; what crosses is the stream, positions and what is made of them."""
+    weights = transformer.weights(CONFIG)
+    output = pt.weight("output.weight", (CONFIG.vocab_size, CONFIG.embedding_length))
+    made = transformer.loss(CONFIG, weights | {"output.weight": output}, 2, 16, chunk=16)
+    there = homes(first, FAR, tied=False) | {"output.weight": FAR}
+    placed = place(pt.Graph({"loss": made.loss}), Target((backends.cpu, FAR), there))
+    assert runs(placed) == [HOST, "far"]
+    assert len(crossings(placed)) <= 6, [placed.names[s.results[0]] for s in crossings(placed)]
+    moved = [placed.names[s.inputs[0]] for s in crossings(placed) if s.inputs[0] is not None]
+    assert sorted(moved) == sorted(set(moved))
+    for step in placed.steps:
+        block = next((n for n in map(placed.names.get, step.results) if n and n[:4] == "blk."), "")
+        if block and step.op is step.call.op:
+            assert (step.backend is FAR) == (int(block.split(".")[1]) >= first), block
+
+
+@pytest.mark.parametrize("first", [i for i in BLOCKS if i])
+def test_a_step_crosses_few_times(first: int) -> None:
+    """There with the stream, back to the tied output matrix, and so the gradients; last the updates."""
+    plans = make_plans(SHAPE, AdamW(), target=Target((backends.cpu,), homes(first, FAR)))
+    placed = plans.placed["step"]
+    assert runs(placed)[:5] == [HOST, "far", HOST, "far", HOST]
+    assert len(runs(placed)) <= 7
+    stream = SHAPE.rows * SHAPE.time * CONFIG.embedding_length * 4
+    large = [s for s in crossings(placed) if s.results[0].spec.nbytes >= stream]
+    assert len(large) == 4  # the stream and its gradient, twice each, and no weight
+    for name in ("blk.0.ffn_down.weight", f"blk.{first}.ffn_down.weight"):
+        (made,) = (s for s in placed.steps if placed.names[s.results[0]] == f"d/{name}")
+        assert made.backend.space == next(b.space for t, b in placed.home.items() if t.name == name)
+
+
+# ---- cut anywhere, and at random -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Some:
+    """Another backend, which has kernels for some calls only."""
+
+    of: Backend
+    can: Callable[[tuple[Tensor | None, ...]], bool] = field(compare=False)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.of, name)
+
+    def kernel(self, op: Op[..., object], inputs: tuple[Tensor | None, ...]) -> Kernel | None:
+        return self.of.kernel(op, inputs) if op is ops.cont or self.can(inputs) else None
+
+
+def among(every: list[Backend], chosen: dict[int, int]) -> list[Backend]:
+    """The backends, each with the calls for which it was chosen; those of no call anywhere."""
+
+    def only(number: int) -> Callable[[tuple[Tensor | None, ...]], bool]:
+        return lambda inputs: chosen.get(id(inputs), number) == number
+
+    return [Some(one, only(number)) for number, one in enumerate(every)]  # type: ignore[misc]
+
+
+def results(placed: Placed, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of two runs, whose bytes are NaN before they are written and after they are freed; both are the same."""
+    plan = pt.make_plan(placed)
+    pt.verify(plan, placed)
+    run = pt.Session().executor(placed, plan)
+    with pt.debug("poison"):
+        first = checks.execute(run, given)
+        checks.same_bits(checks.execute(run, given), first, "a second run")
+    return first
+
+
+def test_a_step_cut_before_any_call_gives_the_same_bits() -> None:
+    """Forward and backward, in every memory's own bytes: the rest runs elsewhere, on copies of the weights, too."""
+    config = Config(32, 16, 16, 1, 16, 2, 1)
+    weights = transformer.weights(config)
+    made = transformer.loss(config, weights, 1, 8, chunk=8)
+    found = pt.differentiate(made.loss, list(weights.values()))
+    graph = pt.Graph({"loss": made.loss, **{f"d/{w.name}": d for w, d in found.items()}})
+    rng = np.random.default_rng(0)
+    given = {
+        leaf.label: rng.integers(0, 8, leaf.shape) if leaf.dtype == i32 else rng.random(leaf.shape, np.float32)
+        for leaf in graph.leaves if leaf.kind != "constant"
+    }  # fmt: skip
+    given |= {"pos": np.arange(8).reshape(1, 8), "seq": np.zeros((1, 8), int)}
+    want = checks.run(graph, given)
+    calls = [call for call in graph.calls if not call.op.view]
+    for count in range(len(calls) + 1):
+        chosen = {id(call.inputs): int(at >= count) for at, call in enumerate(calls)}
+        placed = place(graph, Target(tuple(among([backends.cpu, FAR], chosen))))
+        got = results(placed, given)
+        checks.same_bits(got, want, f"cut before call {count}")
+
+
+def written_together(calls: tuple[Call, ...]) -> dict[Tensor, Tensor]:
+    """For each leaf that a call writes, the first of those that it is written with."""
+    first = dict[Tensor, Tensor]()
+    for call in calls:
+        leaves = [t.base for i in call.op.writes if (t := call.inputs[i]) is not None]
+        first |= {leaf: first.get(leaves[0], leaves[0]) for leaf in leaves}
+    return first
+
+
+def scattered(graph: pt.Graph, every: list[Backend], seed: int) -> Placed:
+    """Leaves anywhere, and calls that write none of them on any backend."""
+    rng = np.random.default_rng(seed)
+    tied = written_together(graph.calls)
+    at = {leaf: int(rng.integers(len(every))) for leaf in graph.leaves}
+    at |= {leaf: at[first] for leaf, first in tied.items()}
+    chosen = {id(call.inputs): int(rng.integers(len(every))) for call in graph.calls}
+    for call in graph.calls:
+        if call.op.writes:
+            leaf = call.inputs[call.op.writes[0]]
+            assert leaf is not None
+            chosen[id(call.inputs)] = at[leaf.base]
+    on = among(every, chosen)
+    there = {leaf.label: on[at[leaf]] for leaf in graph.leaves if leaf.kind != "constant"}
+    return place(graph, Target(tuple(on), there))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_placements_over_three_memories_give_the_same_bits(seed: int) -> None:
+    """Run twice, placed anew and run twice again; leaves are set for each run."""
+    case = random_case(1000 + seed)
+    want = checks.run(case.graph, case.values)
+    every = [backends.cpu, FAR, THIRD]
+    got = results(scattered(case.graph, every, seed), case.values)
+    checks.same_bits(got, want, f"seed {seed}")
+    once_more = results(scattered(case.graph, every, seed), case.values)
+    checks.same_bits(once_more, want, f"seed {seed}, placed again")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("seed", range(100))
+def test_random_placements_with_pytorch_differ_by_rounding(seed: int) -> None:
+    """On the host's own arrays and in a memory of its own, among the cpu's."""
+    from packtrain.backends.torch import OnHost
+
+    case = random_case(2000 + seed)
+    want = checks.run(case.graph, case.values)
+    placed = scattered(case.graph, [backends.cpu, OnHost("torch:cpu"), apart()], seed)
+    checks.all_close(results(placed, case.values), want, f"seed {seed}")
+
+
+# ---- copies --------------------------------------------------------------------------------------------------
+
+
+def test_what_several_calls_read_elsewhere_is_copied_once_a_run() -> None:
+    """Also through views; and an updated leaf anew, after its update."""
+    x, w = pt.input("x", (6, 4)), pt.weight("w", (6, 4))
+    s = pt.state("s", (6, 4))
+    y = ops.tanh(x)
+    first = ops.mul(ops.add(y, w), y)
+    turned = ops.matmul(ops.transpose(y), ops.transpose(w))
+    before = ops.mul(ops.cont(s), w)
+    (after,) = ops.set_rows(s, y, pt.constant("ids", np.arange(6), i32))
+    total = ops.add(ops.add(first, before), ops.mul(w, after))
+    graph = pt.Graph({"total": total, "turned": turned}, [after])
+    rng = np.random.default_rng(0)
+    given = {n: rng.random((6, 4), np.float32) for n in ("x", "w", "s")}
+    want = checks.run(graph, given)
+    placed = place(graph, Target((backends.cpu, FAR), {"w": FAR}))
+    moved = [placed.names[s.results[0]] for s in crossings(placed)]
+    assert sorted(moved) == ["cont on far", "set_rows on far", "tanh on far"], moved
+    run = pt.Session().executor(placed)
+    checks.same_bits(checks.execute(run, given), want, "first")
+    other = given | {"x": rng.random((6, 4), np.float32), "w": rng.random((6, 4), np.float32)}
+    checks.same_bits(checks.execute(run, other), checks.run(graph, other), "with other inputs")
+
+
+def test_a_small_part_is_copied_alone() -> None:
+    x, w = ops.tanh(pt.input("x", (100, 8))), pt.weight("w", (2, 8))
+    part = ops.narrow(x, axis=0, start=4, length=2)
+    graph = pt.Graph({"y": ops.mul(part, w)})
+    placed = place(graph, Target((backends.cpu, FAR), {"w": FAR}))
+    assert [s.results[0].spec.nbytes for s in crossings(placed)] == [2 * 8 * 4]
+    given = {"x": np.ones((100, 8), np.float32), "w": np.ones((2, 8), np.float32)}
+    checks.same_bits(results(placed, given), checks.run(graph, given), "a part")
+
+
+def test_leaves_written_by_one_call_live_together() -> None:
+    w, m, v = pt.weight("w", (4,)), pt.state("m", (4,)), pt.state("v", (4,))
+    hyper, gate = pt.constant("hyper", np.zeros(7)), pt.constant("gate", np.ones(()))
+    graph = pt.Graph([], opt_step_adamw(w, ops.tanh(w), m, v, hyper, gate, decay=False))
+    with pytest.raises(pt.GraphError, match="cannot write m, which lives on far"):
+        place(graph, Target((backends.cpu,), {"m": FAR}))

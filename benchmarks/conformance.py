@@ -133,7 +133,7 @@ def tensor(part: str, value: float) -> Callable[[ModelFile, Values, Arrays], Non
 
     def edit(model: ModelFile, values: Values, arrays: Arrays) -> None:
         for name in arrays:
-            if name.endswith(part):
+            if f".{name}".endswith(part):
                 arrays[name] = np.full_like(arrays[name], value)
 
     return edit
@@ -157,7 +157,7 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
     "one expert less": key("expert_used_count", lambda used: used - 1),
     "no bias": tensor("attn_q.bias", 0.0),
     "no bias of norms": tensor("_norm.bias", 0.0),
-    "no bias of the head": tensor("output.bias", 0.0),
+    "no bias of the head": tensor(".output.bias", 0.0),
     "no positions": tensor("position_embd.weight", 0.0),
     "no norm of heads": tensor("attn_q_norm.weight", 1.0),
     "no norm after": tensor("post_ffw_norm.weight", 1.0),

@@ -96,6 +96,19 @@ def compare(path: Path, draw: random.Random, count: int) -> tuple[int, int]:
     return done + ours.vocab_size, wrong
 
 
+def vectors(path: Path) -> tuple[int, int]:
+    """How many of the vectors beside a file there are, and how many give other ids."""
+    given, wanted = Path(f"{path}.inp"), Path(f"{path}.out")
+    if not given.exists() or not wanted.exists():
+        return 0, 0
+    inputs = given.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    ours, lines = Tokenizer(GGUF(path).metadata), wanted.read_text().split("\n")
+    wrong = 0
+    for text, line in zip(inputs, lines, strict=False):
+        wrong += ours.encode(text, bos=False, eos=False, special=False) != [*map(int, line.split())]
+    return len(inputs), wrong
+
+
 def rate(nbytes: int, work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
@@ -135,9 +148,12 @@ def main() -> int:
     failed = 0
     for path in given.vocabularies:
         done, wrong = compare(path, random.Random(given.seed), given.texts)
+        listed, failures = vectors(path)
         speed = f"; {speeds(path, given.text.read_text())}" if given.text else ""
-        print(f"{path.name}: {wrong} of {done:,} texts and pieces differ{speed}")
-        failed += wrong
+        print(
+            f"{path.name}: {wrong} of {done:,} texts and pieces differ, {failures} of {listed} vectors{speed}"
+        )
+        failed += wrong + failures
     return int(failed > 0)
 
 

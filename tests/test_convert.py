@@ -21,7 +21,7 @@ from packtrain.errors import InputError
 from packtrain.generation import Generator
 from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
-from packtrain.tokenizer import Tokenizer, words
+from packtrain.tokenizer import Tokenizer, rules
 from tests import hugging_face
 from tests.hugging_face import write_checkpoint, write_safetensors
 
@@ -187,7 +187,7 @@ def with_bpe(folder: Path, **changes: Any) -> Path:
     """A checkpoint with a byte-level vocabulary."""
     write_checkpoint(folder, "qwen2")
     (folder / "tokenizer.model").unlink()
-    fast = hugging_face.bpe_tokenizer(words.LLAMA_3_STEP, ignore_merges=True) | changes
+    fast = hugging_face.bpe_tokenizer(rules.LLAMA_3_STEP, ignore_merges=True) | changes
     (folder / "tokenizer.json").write_text(json.dumps(fast))
     about = {
         "bos_token": {"content": "<|begin|>"}, "eos_token": "<|eot_id|>", "add_eos_token": False,
@@ -219,9 +219,9 @@ STEPS = {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
     },
-    "qwen2": {"type": "Split", "pattern": {"Regex": words.QWEN_2_STEP}},
-    "tekken": {"type": "Split", "pattern": {"Regex": words.TEKKEN_STEP}},
-    "gpt-4o": {"type": "Split", "pattern": {"Regex": words.GPT_4O_STEP}},
+    "qwen2": {"type": "Split", "pattern": {"Regex": rules.QWEN_2_STEP}},
+    "tekken": {"type": "Split", "pattern": {"Regex": rules.TEKKEN_STEP}},
+    "gpt-4o": {"type": "Split", "pattern": {"Regex": rules.GPT_4O_STEP}},
 }  # fmt: skip
 
 

@@ -257,10 +257,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_cannot_be_used_names_its_file(tmp_path: Path) -> None:
-    words = vocabulary() | {"tokenizer.ggml.model": Value("string", "bert")}
+    words = vocabulary() | {"tokenizer.ggml.model": Value("string", "mine")}
     path = tmp_path / "m.gguf"
     save_model(path, CONFIG, words, values(CONFIG).__getitem__, name="small")
     with pytest.raises(InputError) as error:
         open_model(path).tokenizer()
-    assert str(error.value).startswith(f"{path}: tokenizer.ggml.model is 'bert'")
-    assert GGUF(path).metadata["tokenizer.ggml.model"] == "bert"
+    assert str(error.value).startswith(f"{path}: tokenizer.ggml.model is 'mine'")
+    assert GGUF(path).metadata["tokenizer.ggml.model"] == "mine"

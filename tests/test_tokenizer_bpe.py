@@ -14,7 +14,8 @@ import pytest
 from packtrain.gguf import GGUF
 from packtrain.tokenizer import Tokenizer, TokenizerError
 from packtrain.tokenizer.bpe import ALPHABET
-from packtrain.tokenizer.words import RULES, Splitter
+from packtrain.tokenizer.rules import RULES
+from packtrain.tokenizer.words import Splitter
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
 VECTORS = SHARED / "tokenizers/ggml-vocab"

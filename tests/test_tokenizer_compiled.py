@@ -11,7 +11,8 @@ import pytest
 from packtrain.tokenizer import Tokenizer, TokenizerError, encode_all, many
 from packtrain.tokenizer.automaton import automata
 from packtrain.tokenizer.compiled import KEPT, KEPT_NBYTES, Names, Words
-from packtrain.tokenizer.words import CLASS_OF, GAPS, NAMES, RULES, Splitter
+from packtrain.tokenizer.rules import RULES
+from packtrain.tokenizer.words import Classes, Splitter
 from tests import test_tokenizer, test_tokenizer_bpe
 
 UNITS = [
@@ -37,19 +38,19 @@ def words_of(words: Words, text: str) -> list[str]:
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_words_of_every_rule(rule: str):
-    patterns = RULES[rule].patterns
-    words = Words([pattern.removesuffix(GAPS) for pattern in patterns], NAMES, CLASS_OF)
     splitter = Splitter(RULES[rule])
+    words = Words(splitter.patterns, splitter.classes)
     for text in texts(1, 400):
         assert words_of(words, text) == [word for word in splitter.split(text) if word]
 
 
 @pytest.mark.parametrize("rule", ["llama-bpe", "gpt-2", "tekken", "default"])
 def test_words_of_every_code_point(rule: str):
-    words = Words([p.removesuffix(GAPS) for p in RULES[rule].patterns], NAMES, CLASS_OF)
+    splitter = Splitter(RULES[rule])
+    words = Words(splitter.patterns, splitter.classes)
     points = [chr(c) for c in range(1, 0x110000) if not 0xD800 <= c < 0xE000]
     text = "".join(f"a{c}1 {c}" for c in points)
-    assert words_of(words, text) == Splitter(RULES[rule]).split(text)
+    assert words_of(words, text) == splitter.split(text)
 
 
 def test_patterns_as_python_matches_them():
@@ -64,7 +65,7 @@ def test_patterns_as_python_matches_them():
         r"\s+(?!\S)|\s+|.",
         "[^a1]+|a(?:b|1)*",
     ):
-        words = Words([pattern], NAMES, CLASS_OF)
+        words = Words([pattern], Classes())
         draw = random.Random(2)
         for _ in range(300):
             text = "".join(draw.choices(alphabet, k=12))

@@ -9,7 +9,7 @@ from typing import Any
 
 from packtrain.convert.plain import as_list, as_object
 from packtrain.errors import InputError
-from packtrain.tokenizer.words import DIGITS_STEP, GPT_2_STEP, known_steps
+from packtrain.tokenizer.rules import DIGITS_STEP, GPT_2_STEP, known_steps
 
 
 def pretokenizer_name(path: Path, fast: Mapping[str, Any], ignore_merges: bool) -> str:

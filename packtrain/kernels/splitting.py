@@ -118,6 +118,41 @@ def split(symbols, steps, first, before, count, ends):
     return total
 
 
+@kernel(i64(u8, u8, boolean, ints, i64, ints))
+def threes(symbols, inside, after, before, count, ends):
+    """Divide runs of characters whose class is inside into threes from their end; returns how many parts there are.
+
+    after  a run stays together with what is before it, and its end is cut; else a cut is before each three
+    """
+    start, total = 0, 0
+    for n in range(count):
+        stop = i64(before[n])
+        at = begun = start
+        while at < stop:
+            if not inside[symbols[at]]:
+                at += 1
+                continue
+            left, end, first = 0, at, at
+            while end < stop and (symbols[end] == INSIDE or inside[symbols[end]]):
+                left += symbols[end] != INSIDE
+                end += 1
+            while at < end:
+                if symbols[at] != INSIDE:
+                    if left % 3 == 0 and at > begun and (at > first or not after):
+                        ends[total] = begun = at
+                        total += 1
+                    left -= 1
+                at += 1
+            if after:
+                ends[total] = begun = end
+                total += 1
+        if begun < stop:
+            ends[total] = stop
+            total += 1
+        start = stop
+    return total
+
+
 @kernel(i64(u8, longs, ints, i64, ints))
 def cut(raw, joins, before, count, ends):
     """Divide each part between characters that no token has side by side; returns how many there are."""

@@ -21,6 +21,8 @@ rooms = types.Tuple((int_rows, longs, longs))  # for the longest word: parts, pa
 LENGTH, COUNT, IDS = 0, 1, 2  # columns of a word that is kept
 PARTS, AFTER, BEFORE, AT = 0, 1, 2, 3  # rows of the room for a word
 LOW = 0xFFFFFFFF
+LINE = 0x0A
+WORDS, LINES = 1, 2  # what is looked up before it is merged
 
 
 @kernel(void(u8, ints, ints))
@@ -154,14 +156,19 @@ def merge(count, raw, vocabulary, scratch):
                 size = push(heap, size, found[before] & ~LOW | before)
 
 
-@part(i64(u8, i64, i64, ints, boolean, int_rows), forceinline=False)
-def begin(raw, start, stop, singles, scored, room):
-    """Lay out a word as parts: bytes, or characters if tokens have scores; returns how many."""
+@part(i64(u8, i64, i64, given, boolean, int_rows), forceinline=False)
+def begin(raw, start, stop, vocabulary, letters, room):
+    """Lay out a word as parts: bytes, or characters (letters), which have a number if they merge in pairs; returns
+    how many."""
+    strings, _, order, singles = vocabulary
     count, at = 0, start
     while at < stop:
-        room[AT, count], room[PARTS, count] = at, NONE if scored else singles[raw[at]]
+        width = width_at(raw, at) if letters else 1
+        room[AT, count], room[PARTS, count] = at, NONE if letters else singles[raw[at]]
+        if letters and len(order) == 0:
+            room[PARTS, count] = find_string(raw, at, at + width, strings)
         room[BEFORE, count], room[AFTER, count] = count - 1, count + 1
-        at += width_at(raw, at) if scored else 1
+        at += width
         count += 1
     room[AT, count] = stop
     return count
@@ -185,25 +192,30 @@ def spell(raw, start, stop, singles, unknown, ids, total):
     return total
 
 
-@kernel(i64(u8, i64, i64, given, i64, i64, rooms, ints, i64))
-def word(raw, start, stop, vocabulary, tokens, unknown, scratch, ids, total):
+@kernel(i64(u8, i64, i64, given, i64, i64, boolean, rooms, ints, i64))
+def word(raw, start, stop, vocabulary, tokens, unknown, letters, scratch, ids, total):
     """Write the ids of a word that is merged; returns the new total, or NONE if it has none."""
     strings, _, order, singles = vocabulary
     room, scored = scratch[0], len(order) > 0
-    count = begin(raw, start, stop, singles, scored, room)
+    count = begin(raw, start, stop, vocabulary, letters, room)
     merge(count, raw, vocabulary, scratch)
     i = 0
     while i < count:
         n, after = i64(room[PARTS, i]), i64(room[AFTER, i])
         if scored and n == NONE:
             n = find_string(raw, room[AT, i], room[AT, after], strings)
-        if n == NONE and scored:
+        if NONE < n < tokens:  # what a merge makes may be no token
+            ids[total] = n
+            total += 1
+        elif scored:
             total = spell(raw, room[AT, i], room[AT, after], singles, unknown, ids, total)
             if total == NONE:
                 return i64(NONE)
-        elif n < tokens:  # what a merge makes may be no token
-            ids[total] = n
-            total += 1
+        elif letters:
+            for k in range(room[AT, i], room[AT, after]):
+                if singles[raw[k]] != NONE:
+                    ids[total] = singles[raw[k]]
+                    total += 1
         i = after
     return total
 
@@ -219,13 +231,16 @@ def keep(raw, start, stop, ids, before, total, kept_text, kept, slot):
             kept[slot, IDS + k] = ids[before + k]
 
 
-@kernel(i64(u8, ints, i64, longs, given, i64, i64, boolean, u8_rows, int_rows, rooms, ints, longs))
+@kernel(
+    i64(u8, ints, i64, longs, given, i64, i64, i64, boolean, u8_rows, int_rows, rooms, ints, longs)
+)
 def encode(
-    raw, ends, count, parts, vocabulary, tokens, unknown, whole, kept_text, kept, scratch, ids, totals
+    raw, ends, count, parts, vocabulary, tokens, unknown, whole, letters, kept_text, kept, scratch, ids, totals
 ):  # fmt: skip
     """Write the ids of all words, and how many there are up to the end of each part; NONE if a word has none.
 
-    whole  a word that is one of the strings becomes that token, whatever the merges
+    whole    WORDS or LINES that are one of the strings become that token, whatever the merges
+    letters  what merges are characters, not bytes
     """
     start, total, at, mask = i64(0), i64(0), 0, len(kept) - 1
     for n in range(count):
@@ -238,9 +253,13 @@ def encode(
                 ids[total + k] = kept[slot, IDS + k]
             total += kept[slot, COUNT]
         else:
-            known = find_string(raw, start, stop, vocabulary[0]) if whole else i64(NONE)
-            if known == NONE:
-                total = word(raw, start, stop, vocabulary, tokens, unknown, scratch, ids, total)
+            known = i64(NONE)
+            if whole == WORDS or (whole == LINES and raw[start] == LINE):
+                known = find_string(raw, start, stop, vocabulary[0])
+            if not NONE < known < tokens:
+                total = word(
+                    raw, start, stop, vocabulary, tokens, unknown, letters, scratch, ids, total
+                )
                 if total == NONE:
                     return i64(NONE)
             else:

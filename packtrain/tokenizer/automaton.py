@@ -6,6 +6,7 @@ The state of an automaton is the list of places in the pattern where a match may
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -137,21 +138,34 @@ def automata(patterns: Iterable[str], alphabet: str) -> tuple[list[np.ndarray], 
 def _steps(pattern: str, alphabet: str) -> np.ndarray:
     """The steps of a pattern with a class for each character."""
     places = Pattern(pattern, alphabet).places
+    alike, columns = _alike(places, alphabet)
     states, rows = {(): 0, (0,): 1}, []
     for state in _growing(states):
         row = []
-        for character in (*alphabet, None):
+        for character in (*alike, None):
             after, matched = _step(places, state, character)
             row.append(2 * states.setdefault(after, len(states)) + matched)
-        rows.append([2 * states[state], row[-1], *row[:-1]])
+        rows.append([2 * states[state], row[-1], *(row[column] for column in columns)])
     return np.array(rows, np.int32)
 
 
+def _alike(places: list[Place], alphabet: str) -> tuple[str, list[int]]:
+    """One character of all that no place tells apart, and by character which of those stands for it."""
+    sets = list({place.of for place in places})
+    columns: dict[tuple[bool, ...], int] = {}
+    found = [
+        columns.setdefault(tuple(character in of for of in sets), len(columns))
+        for character in alphabet
+    ]
+    return "".join(alphabet[found.index(n)] for n in range(len(columns))), found
+
+
 def _growing(states: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]:
-    done = 0
-    while done < len(states):
-        yield list(states)[done]
+    found, done = list(states), 0
+    while done < len(found):
+        yield found[done]
         done += 1
+        found += islice(states, len(found), None)
 
 
 def _step(

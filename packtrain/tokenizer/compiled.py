@@ -4,6 +4,7 @@ Ids are those of the encodings' own code, which is the specification and serves 
 code would take longer.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,12 @@ import numpy as np
 
 from packtrain import kernels
 from packtrain.tokenizer.automaton import automata
+from packtrain.tokenizer.rules import Threes
+from packtrain.tokenizer.words import Classes
 
 KEPT, KEPT_NBYTES, KEPT_IDS = 1 << 15, 22, 8  # words that a lane keeps, 2 MB, and their sizes
 FEW = 1 << 18  # characters that are encoded without loading compiled code
+LOOKED_UP = {False: 0, True: 1, "lines": 2}  # as in kernels.tokens
 UNKNOWN = 255  # as in kernels.splitting
 NONE = -1
 
@@ -84,13 +88,19 @@ def pair_table(
         found = index.get(part)
         return others.setdefault(part, len(index) + len(others)) if found is None else found
 
-    parted = [merge.partition(b" ") for merge in merges]
-    lefts = np.array([number(left) for left, _, _ in parted], np.int32)
-    rights = np.array([number(right) for _, _, right in parted], np.int32)
-    made = np.array([number(left + right) for left, _, right in parted], np.int32)
+    parted = [parts_of(merge) for merge in merges]
+    lefts = np.array([number(left) for left, _ in parted], np.int32)
+    rights = np.array([number(right) for _, right in parted], np.int32)
+    made = np.array([number(left + right) for left, right in parted], np.int32)
     pairs = np.full((_capacity(len(lefts)), 2), NONE, np.int64)
     tokens().fill_pairs(lefts, rights, made, pairs)
     return pairs, others
+
+
+def parts_of(merge: bytes) -> tuple[bytes, bytes]:
+    """The two parts; the first may begin with a space."""
+    at = merge.find(b" ", 1)
+    return (merge[:at], merge[at + 1 :]) if at > 0 else (b"", b"")
 
 
 def join_table(joins: Iterable[str]) -> np.ndarray:
@@ -102,28 +112,46 @@ def join_table(joins: Iterable[str]) -> np.ndarray:
 
 
 class Words:
-    """Splits by patterns: the classes of characters, looked up when a text has them, and an automaton each."""
+    """Splits by patterns: the classes of characters, looked up when a text has them, and what divides at each step."""
 
-    def __init__(self, patterns: Sequence[str], names: str, class_of: Mapping[int, str]) -> None:
-        """class_of gives the class of a character that is not ASCII as one of `names`."""
-        alphabet = "".join(map(chr, range(128))) + names
-        self._steps, classes = automata(patterns, alphabet)
-        self._classes = np.full(0x110000, UNKNOWN, np.uint8)
-        self._classes[:128] = classes[:128]
-        self._named = dict(zip(alphabet, classes.tolist(), strict=True))
-        self._class_of = class_of
+    def __init__(self, patterns: Sequence[str | Threes], classes: Classes) -> None:
+        """The patterns are over class characters."""
+        alphabet = "".join(map(chr, range(128))) + classes.names
+        over = [given.of if isinstance(given, Threes) else given for given in patterns]
+        found, numbers = automata(over, alphabet)
+        self._steps = [
+            _Runs(given, alphabet, numbers) if isinstance(given, Threes) else steps
+            for given, steps in zip(patterns, found, strict=True)
+        ]
+        self._numbers = np.full(0x110000, UNKNOWN, np.uint8)
+        self._numbers[:128] = numbers[:128]
+        self._named = dict(zip(alphabet, numbers.tolist(), strict=True))
+        self._classes = classes
 
     def split(self, raw: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
         compiled, symbols, at = splitting(), np.empty(len(raw), np.uint8), 0
-        while (at := compiled.classify(raw, at, self._classes, symbols)) < len(raw):
+        while (at := compiled.classify(raw, at, self._numbers, symbols)) < len(raw):
             code = ord(raw[at : at + 4].tobytes().decode(errors="ignore")[0])
-            self._classes[code] = self._named[self._class_of[code]]
+            self._numbers[code] = self._named[self._classes[code]]
         count = len(ends)
         for steps in self._steps:
             found = np.empty(len(raw), np.int32)
-            count = compiled.split(symbols, steps, 1, ends, count, found)
+            if isinstance(steps, _Runs):
+                count = compiled.threes(symbols, steps.inside, steps.after, ends, count, found)
+            else:
+                count = compiled.split(symbols, steps, 1, ends, count, found)
             ends = found
         return ends, count
+
+
+class _Runs:
+    """What kernels.splitting.threes wants: which classes are in a run, and where it is cut."""
+
+    def __init__(self, given: Threes, alphabet: str, numbers: np.ndarray) -> None:
+        among = re.compile(given.of, re.ASCII)
+        self.inside = np.zeros(256, np.uint8)
+        self.inside[[n for c, n in zip(alphabet, numbers, strict=True) if among.match(c)]] = 1
+        self.after = given.after
 
 
 class Cuts:
@@ -144,7 +172,8 @@ class Tables:
     order    by token: which merges come first, for vocabularies with scores
     singles  the token of each byte
     tokens   how many of the numbers are tokens
-    whole    words that are one of the strings are not merged
+    whole    words that are one of the strings are not merged; "lines": only those of line breaks
+    letters  what merges are characters, not bytes
     """
 
     splitter: Words | Cuts
@@ -154,7 +183,8 @@ class Tables:
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
     order: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     unknown: int = NONE
-    whole: bool = False
+    whole: bool | str = False
+    letters: bool = False
 
 
 class Lane:
@@ -177,8 +207,9 @@ class Lane:
         )  # a space may be three bytes
         totals = np.empty(len(parts), np.int64)
         strings = t.strings.text, t.strings.starts, t.strings.slots
-        vocabulary = strings, t.pairs, t.order, t.singles
+        vocabulary, whole = (strings, t.pairs, t.order, t.singles), LOOKED_UP[t.whole]
         total = tokens().encode(
-            raw, ends, count, parts, vocabulary, t.tokens, t.unknown, t.whole, self._text, self._kept, room, ids, totals
+            raw, ends, count, parts, vocabulary, t.tokens, t.unknown, whole, t.letters, self._text, self._kept, room,
+            ids, totals,
         )  # fmt: skip
         return None if total == NONE else (ids[:total], totals)

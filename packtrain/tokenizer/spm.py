@@ -26,13 +26,15 @@ class SentencePieces:
     """
 
     bos = True
+    eos = always = separated = clean = False
+    compiles = True
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         tokens = texts(metadata, "tokens")
         kinds = numbers(metadata, "token_type", len(tokens))
         self._scores = numbers(metadata, "scores", len(tokens))
         self.table = TokenTable(metadata, tokens, kinds, bos=1, eos=2, unk=0)
-        self.space = flag(metadata, "add_space_prefix", True)
+        self.space = self.leads = flag(metadata, "add_space_prefix", True)
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -62,6 +64,7 @@ class SentencePieces:
             len(tokens),
             order=(order.max(initial=0) - order).astype(np.int32),
             unknown=NONE if self.table.unk is None else self.table.unk,
+            letters=True,
         )
 
     def can_cut(self, text: str, at: int) -> bool:

@@ -5,6 +5,8 @@ Reads GGUF metadata into a TokenTable, or raises a TokenizerError that names the
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,12 @@ END_TEXTS = (
     "<|tool_response> [e~["
 )
 FILL_TEXTS = {
-    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> \u2581<PRE> <|code_prefix|> <|prefix|>",
-    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <SUF> \u2581<SUF> <|code_suffix|> <|suffix|>",
-    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <MID> \u2581<MID> <|code_middle|> <|middle|>",
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c>"
+    " <PRE> \u2581<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c>"
+    " <SUF> \u2581<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c>"
+    " <MID> \u2581<MID> <|code_middle|> <|middle|>",
     "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "fim_sep": "<|file_sep|>",
@@ -36,6 +41,14 @@ FILL_TEXTS = {
 FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 FORMER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 PHI_3_KEEPS_SPACE = (b"<unk>", b"<s>", b"<|endoftext|>")
+# tokens whose preceding whitespace is swallowed, by a part of the pre-tokenizer's name, the architecture or the name
+MASKS = (
+    (f"{KEYS}pre", "jina-v2-de jina-v2-es jina-v2-code", b"<mask>"),
+    ("general.architecture", "nomic-bert-moe jina-bert-v3", b"<mask>"),
+    ("general.name", "modern-bert", b"[MASK]"),
+)
+# texts of gpt-oss that become user-defined tokens, and what marks vocabularies where an end is none
+CHANNEL_TEXTS = "<|channel|> <|message|> <|start|> <|constrain|>"
 
 
 class TokenizerError(InputError):
@@ -49,9 +62,11 @@ class TokenTable:
     kinds             token types by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     index             ids by text
     bos eos unk eot   ids, or None; eot is the end of a turn
+    sep               the separator's id, or None
     ends              ids that end generation
     specials          (text, id) of tokens that are matched before all others, the longest first
     swallow           those of them that swallow the whitespace after them
+    swallow_before    those that swallow the whitespace before them
     """
 
     def __init__(
@@ -68,12 +83,24 @@ class TokenTable:
         self.bos = self._id(metadata, "bos", defaults.get("bos"))
         self.eos = self._id(metadata, "eos", defaults.get("eos"))
         self.unk = self._id(metadata, "unknown", defaults.get("unk"))
+        self.sep = self._id(metadata, "seperator", defaults.get("sep"))  # spelled so in the files
         self.eot = self._id(metadata, "eot", None)
         self.ends = self._find_ends(metadata)
         found = np.isin(self.kinds, (CONTROL, USER_DEFINED, UNKNOWN)).nonzero()[0].tolist()
         found.sort(key=lambda id: -len(self.tokens[id]))
         self.specials = [(self.tokens[id].decode(errors="replace"), id) for id in found]
         self.swallow = self._swallowing(metadata)
+        self.swallow_before = self._swallowing_before(metadata)
+
+    def spans(self, text: str, at: int) -> bool:
+        """Whether a special token that is found in any text may lie across a place, or swallow what is there."""
+        return bool(self.swallow or self.swallow_before) or text[at - 1] + text[at] in self._inside
+
+    @cached_property
+    def _inside(self) -> set[str]:
+        """Adjacent characters within user-defined tokens."""
+        given = (text for text, id in self.specials if self.kinds[id] == USER_DEFINED)
+        return {a + b for text in given for a, b in pairwise(text)}
 
     def _id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
         id, count = metadata.get(f"{KEYS}{name}_token_id", NO_ID), len(self.tokens)
@@ -101,7 +128,26 @@ class TokenTable:
                 self.kinds[id] = CONTROL
             if name in FILL_ENDS:
                 given.append(id)
-        return frozenset(ends).union(id for id in given if id is not None)
+        found = frozenset(ends).union(id for id in given if id is not None)
+        for id in self._named(CHANNEL_TEXTS):
+            self.kinds[id] = USER_DEFINED
+        return self._without_other_meanings(found)
+
+    def _without_other_meanings(self, ends: frozenset[int]) -> frozenset[int]:
+        """Without <|end|> where it ends a part of a turn, and </s> where it is text."""
+        texts = {self.tokens[id] for id in ends}
+        calls = bool(texts & {b"<|call|>", b"<|calls|>"})
+        if calls and texts & {b"<|return|>", b"<|flush|>"}:
+            ends = self._no_end(ends, b"<|end|>", USER_DEFINED)
+        if texts & {b"<|tool_response>", b"<|plamo:eos|>"}:
+            ends = self._no_end(ends, b"</s>", NORMAL)
+        return ends
+
+    def _no_end(self, ends: frozenset[int], text: bytes, kind: int) -> frozenset[int]:
+        id = self.index.get(text)
+        if id in ends:
+            self.kinds[id] = kind
+        return ends - {id}
 
     def _named(self, wanted: str) -> list[int]:
         found = (self.index.get(text.encode()) for text in wanted.split())
@@ -113,6 +159,15 @@ class TokenTable:
         if "phi-3" not in name and "phi3" not in name:
             return frozenset()
         return frozenset(id for _, id in self.specials if self.tokens[id] not in PHI_3_KEEPS_SPACE)
+
+    def _swallowing_before(self, metadata: Mapping[str, Any]) -> frozenset[int]:
+        """Masks of some families, recognized as in llama.cpp, by the first that fits."""
+        for key, parts, token in MASKS:
+            value = str(metadata.get(key, ""))
+            value = value.lower() if key == "general.name" else value
+            if any(part in value for part in parts.split()):
+                return frozenset({self.index[token]} if token in self.index else ())
+        return frozenset()
 
 
 # ---- metadata

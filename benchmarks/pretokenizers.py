@@ -1,0 +1,158 @@
+"""All names of pre-tokenizers against llama.cpp: ids, added tokens and cleaned texts.
+
+    python -m benchmarks.pretokenizers VOCAB.gguf SCORES.gguf [--texts 2000] [--every 1] [--seed 1] [--names NAME…]
+
+VOCAB is a byte-level vocabulary: each name is written into a copy of it. For names of vocabularies without an alphabet
+of bytes, SCORES, one of SentencePiece, gives the tokens and the merges. Each name also gets a vocabulary that merges
+any two neighbours (tests/vocabularies.py). --record writes what llama.cpp says with those to a file in tests/goldens/.
+llama.cpp comes as the package llama-cpp-python. Exit code 0 if nothing differs.
+"""
+
+import argparse
+import ctypes
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from benchmarks.tokenizers import Theirs, texts
+from packtrain import gguf
+from packtrain.tokenizer import Tokenizer
+from packtrain.tokenizer.rules import ROWS, RULES
+from tests.vocabularies import PIECES, checksum, drawn, joining, pieces
+
+GOLDEN, RECORDED = Path("tests/goldens/pretokenizers.json"), 24  # texts
+WRITTEN = {
+    "_id": "u32", "_type": "i32", "scores": "f32", "charsmap": "i8", "lowercase": "bool", "accents": "bool",
+    "prefix": "bool", "whitespaces": "bool",
+}  # fmt: skip
+KEYS = ("tokens", "merges", "token_type")
+
+
+def scored(path: Path) -> dict[str, Any]:
+    """Tokens of a SentencePiece vocabulary, and all merges that make one, the best score first."""
+    given = gguf.GGUF(path).metadata
+    tokens, scores = given["tokenizer.ggml.tokens"], given["tokenizer.ggml.scores"]
+    index = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for i, token in enumerate(tokens):
+        text = token.decode()
+        for at in range(1, len(text)):
+            left, right = text[:at].encode(), text[at:].encode()
+            if left in index and right in index and b" " not in token and b"\n" not in token:
+                merges.append((-float(scores[i]), i, left + b" " + right))
+    listed = [merge for _, _, merge in sorted(merges)]
+    return {
+        f"tokenizer.ggml.{k}": given[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type")
+    } | {"tokenizer.ggml.merges": listed}
+
+
+def real(path: Path) -> dict[str, Any]:
+    given = gguf.GGUF(path).metadata
+    return {key: given[key] for key in (f"tokenizer.ggml.{k}" for k in KEYS)}
+
+
+def written(path: Path, metadata: dict[str, Any]) -> Path:
+    """A file with a vocabulary and nothing else."""
+    said = {"general.architecture": gguf.Value("string", "llama")}
+    for key, value in metadata.items():
+        ends = (end for end in WRITTEN if key.endswith(end))
+        said[key] = gguf.Value(next((WRITTEN[end] for end in ends), "string"), value)
+    gguf.write(path, said, {})
+    return path
+
+
+def lines(seed: int, count: int, every: int) -> Iterator[tuple[str, bool]]:
+    """Random texts, and those of benchmarks.tokenizers with one of `every` blocks of code points."""
+    for n, text in enumerate(drawn(seed, count)):
+        yield text, n % 2 == 0
+    for n, given in enumerate(texts(random.Random(seed), 0, [])):
+        if n % every == 0:
+            yield given
+
+
+def cleaned(theirs: Theirs, ids: list[int]) -> str:
+    """The text of ids in llama.cpp."""
+    given, room = (llama_cpp.llama_token * len(ids))(*ids), ctypes.create_string_buffer(1 << 16)
+    size = llama_cpp.llama_detokenize(theirs.vocab, given, len(ids), room, len(room), False, False)
+    return room.raw[:size].decode(errors="replace")
+
+
+def whole(theirs: Theirs, text: bytes) -> list[int]:
+    """The ids of a text in llama.cpp, with what it adds before and after."""
+    room = (llama_cpp.llama_token * (len(text) + 4))()
+    count = llama_cpp.llama_tokenize(theirs.vocab, text, len(text), room, len(room), True, False)
+    return list(room[:count])
+
+
+def compare(path: Path, seed: int, count: int, every: int) -> tuple[int, int]:
+    """How many texts there were, and how many differ in ids or in the text that comes back."""
+    metadata, theirs = gguf.GGUF(path).metadata, Theirs(path)
+    sides = [Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)]
+    wrong, done = int(sides[0].encode("ab", special=False) != whole(theirs, b"ab")), 0
+    spells = (
+        metadata.get("tokenizer.ggml.pre") != "whitespace"
+    )  # whose pieces are [UNK_BYTE_…] there
+    for text, special in lines(seed, count, every):
+        done += 1
+        wanted = theirs.encode(text, special)
+        made = [t.encode(text, bos=False, eos=False, special=special) for t in sides]
+        same = made == [wanted, wanted]
+        if done <= count and spells:
+            same &= sides[0].decode(wanted, clean=True) == cleaned(theirs, wanted)
+        if not same:
+            wrong += 1
+            print(f"  {text[:60]!r} differs, special={special}")
+    llama_cpp.llama_model_free(theirs.model)
+    return done, wrong
+
+
+def record(folder: Path) -> None:
+    """Write checksums of the ids that llama.cpp has for some texts, by rule."""
+    found = {}
+    made = {name: joining(name) for name in (names.split()[0] for names in ROWS)}
+    for name, metadata in (made | {name: pieces(name) for name in PIECES}).items():
+        theirs = Theirs(written(folder / "vocab.gguf", metadata))
+        found[name] = [checksum(theirs.encode(text, False)) for text in drawn(7, RECORDED)]
+    rows = (f'  "{name}": {json.dumps(sums)}' for name, sums in found.items())
+    GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("vocabulary", type=Path, metavar="VOCAB.gguf")
+    parser.add_argument("scores", type=Path, metavar="SCORES.gguf")
+    parser.add_argument("--texts", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=1, help="one of so many blocks of code points")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--names", nargs="+", default=[*RULES, *PIECES])
+    parser.add_argument("--record", action="store_true")
+    given = parser.parse_args()
+    silent = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(silent, None)
+    failed = total = 0
+    spelled, plain = real(given.vocabulary), scored(given.scores)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.record:
+            record(Path(folder))
+        for name in given.names:
+            own = pieces(name) if name in PIECES else joining(name)
+            sides = {"made": own}
+            if name in RULES:
+                sides["given"] = own | (spelled if RULES[name].spelled else plain)
+            for kind, metadata in sides.items():
+                path = written(Path(folder) / "vocab.gguf", metadata)
+                done, wrong = compare(path, given.seed, given.texts, given.every)
+                print(f"{name}, {kind}: {wrong} of {done:,} texts differ", flush=True)
+                failed, total = failed + wrong, total + done
+    print(f"{len(given.names)} names: {failed} of {total:,} texts differ")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

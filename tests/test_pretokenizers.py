@@ -218,6 +218,9 @@ def test_replacements_of_characters():
     mapped = np.frombuffer(charsmap({"x": "a", "xy": "ab", "z": ""}), np.int8)
     tokenizer = listed("t5", T5, precompiled_charsmap=mapped)
     assert spelled(tokenizer, "xxyz", eos=False) == ["a", "ab"]
+    for wrong in ("text", np.zeros(9, np.float32), 5):
+        with pytest.raises(TokenizerError, match="precompiled_charsmap is no array of bytes"):
+            listed("t5", T5, precompiled_charsmap=wrong)
     for end, said in ((3, "does not fit in"), (len(mapped) - 1, "no end of a replacement")):
         with pytest.raises(TokenizerError, match=said):
             listed("t5", T5, precompiled_charsmap=mapped[:end]).encode("z")

@@ -1,6 +1,7 @@
 """Unigram vocabularies (T5): a text is normalized, then divided into the tokens whose scores have the largest sum."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from packtrain.tokenizer.table import (
 )
 
 SPACE = "\u2581".encode()
+MATCHED = (NORMAL, USER_DEFINED, UNUSED)  # kinds of tokens that texts are divided into
 PENALTY = np.float32(10)  # how much less an unknown character scores than the worst token
 LEAF, WIDE, VALUE = 1 << 8, 1 << 9, (1 << 31) - 1  # bits of an entry of the replacements
 
@@ -44,12 +46,18 @@ class Unigrams:
         lowest = scores[kinds == NORMAL].min(initial=np.finfo(np.float32).max)
         self._unknown_score = float(lowest - PENALTY)
         self._scores = np.where(kinds == USER_DEFINED, 0, scores).tolist()
-        found = np.isin(kinds, (NORMAL, USER_DEFINED, UNUSED)).nonzero()[0].tolist()
-        self._ids = {self.table.tokens[id]: id for id in found}
-        self._begun = _beginnings(self._ids)
-        mine = [self.table.tokens[id] for id in found if kinds[id] == USER_DEFINED]
-        self._mine = _beginnings(mine)
+        self._found: list[int] = np.isin(kinds, MATCHED).nonzero()[0].tolist()
+        mine = (kinds == USER_DEFINED).nonzero()[0].tolist()
+        self._mine = _beginnings(self.table.tokens[id] for id in mine)
         self._replacements = Replacements(metadata)
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {self.table.tokens[id]: id for id in self._found}
+
+    @cached_property
+    def _begun(self) -> set[bytes]:
+        return _beginnings(self._ids)
 
     def encode(self, text: str) -> list[int]:
         """The best tokens (Viterbi); unknown characters side by side are one unknown token."""
@@ -134,9 +142,11 @@ class Replacements:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         given = np.asarray(metadata.get(f"{KEYS}precompiled_charsmap", ()))
-        raw = given.astype(np.uint8).tobytes() if given.dtype.kind in "iu" else b""
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise TokenizerError(f"{KEYS}precompiled_charsmap is no array of bytes")
+        raw = given.astype(np.uint8).tobytes()
         count = int.from_bytes(raw[:4], "little")
-        if (len(given) or raw) and not 4 <= 4 + count < len(raw):
+        if raw and not 4 + count < len(raw):
             raise TokenizerError(
                 f"{KEYS}precompiled_charsmap has {len(raw)} bytes, and its array of {count} does not fit in"
             )
@@ -177,7 +187,7 @@ def _width(byte: int) -> int:
     return 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
 
 
-def _beginnings(tokens: Any) -> set[bytes]:
+def _beginnings(tokens: Iterable[bytes]) -> set[bytes]:
     return {token[:n] for token in tokens for n in range(1, len(token) + 1)}
 
 

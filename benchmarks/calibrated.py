@@ -1,0 +1,110 @@
+"""What quantizing with data keeps: plain, llama-quantize with an importance matrix, and --calibrate, at the same bytes.
+
+    python -m benchmarks.calibrated MODEL.gguf --data TEXT --held TEXT --llama-quantize PATH [--python PYTHON]
+
+MODEL is F32 or F16. Importance matrix and --calibrate read the same tokens of the same text; perplexity is of another
+one, in windows of 512 tokens, as llama-perplexity measures it; differences of loss are of the same tokens, with their
+standard errors. With --python, that of a virtual environment with llama-cpp-python, llama.cpp computes the calibrated
+file, too: once as it is, to see that it can, and once unpacked to F32, whose logits are compared with those of here.
+"""
+
+import argparse
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import packtrain as pt
+from benchmarks.beside import logits, off, scored, silently
+from benchmarks.watched import packtrain
+from packtrain.gguf import GGUF
+from packtrain.models.file import open_model
+from packtrain.training.measure import Mean
+
+TYPES = ("Q4_K_M", "Q3_K_M", "Q2_K")
+TOKENS = 16  # compared with llama.cpp
+
+
+def theirs(program: str, weights: Path, model: Path, to: Path, mix: str) -> None:
+    """What llama-quantize writes with this importance matrix."""
+    command = [program, "--imatrix", str(weights), str(model), str(to), mix]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def ours(model: Path, to: Path, mix: str, *flags: object) -> float:
+    """What packtrain writes; returns the seconds it took."""
+    done = packtrain("quantize", model, to, mix, *flags, "--overwrite")
+    if done.code:
+        raise SystemExit(done.said)
+    return done.seconds
+
+
+def row(given: argparse.Namespace, weights: Path, folder: Path, mix: str, base: np.ndarray) -> str:
+    """A row of the table."""
+    files = {name: folder / f"{name}.gguf" for name in ("plain", "weighed", "with")}
+    ours(given.model, files["plain"], mix)
+    theirs(given.llama_quantize, weights, given.model, files["weighed"], mix)
+    seconds = ours(given.model, files["with"], mix, "--calibrate", given.data)
+    losses = {name: measured(given, path) for name, path in files.items()}
+    cells = [
+        f"{np.exp(loss.mean()):.3f} ({np.exp(loss.mean() - base.mean()) - 1:+.1%})"
+        for loss in losses.values()
+    ]
+    less = Mean.of(losses["with"] - losses["weighed"])
+    # of tensors: llama-quantize writes more metadata
+    nbytes = [sum(e.nbytes for e in GGUF(path).entries.values()) for path in files.values()]
+    assert len(set(nbytes)) == 1, nbytes
+    apart = compared(given, files["with"], folder) if given.python else "-"
+    change = f"{less.value:+.4f} ± {less.error:.4f}"
+    return f"| {mix} | {nbytes[0]:,} | {' | '.join(cells)} | {change} | {seconds:.0f} | {apart} |"
+
+
+def measured(given: argparse.Namespace, path: Path) -> np.ndarray:
+    """Losses of the held-out text's tokens."""
+    found = pt.evaluate([path], given.held, separator="")
+    return next(iter(found.losses.values()))
+
+
+def compared(given: argparse.Namespace, path: Path, folder: Path) -> str:
+    """How far llama.cpp's logarithms of probabilities are off; it must also load the file as it is."""
+    model, unpacked = open_model(path), folder / "unpacked.gguf"
+    tokens = model.tokenizer().encode(given.held.read_text()[:400])[:TOKENS]
+    mine = logits(model, tokens)
+    near = off(mine, scored(given.python, tokens, {"model": str(path)}))
+    silently("quantize", path, unpacked, "F32", "--allow-requantize", "--overwrite")
+    exact = off(mine, scored(given.python, tokens, {"model": str(unpacked)}))
+    return f"{exact:.1e} ({near:.1e} as packed)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--held", type=Path, required=True)
+    parser.add_argument("--llama-quantize", required=True)
+    parser.add_argument("--python")
+    parser.add_argument("--types", nargs="+", default=TYPES)
+    given = parser.parse_args()
+    base = measured(given, given.model)
+    print(f"{given.model.name}: perplexity {np.exp(base.mean()):.3f} on {len(base):,} tokens")
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.monotonic()
+        weights = folder / "imatrix.gguf"
+        silently("imatrix", given.model, "--data", given.data, "-o", weights, "--tokens", 1 << 14)
+        print(f"importance matrix: {time.monotonic() - began:.0f} s")
+        if given.python:
+            print(
+                f"llama.cpp and packtrain on the model itself: {compared(given, given.model, folder)}"
+            )
+        print(
+            "| type | bytes | plain | llama-quantize --imatrix | --calibrate | change of loss | s | llama.cpp |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        for mix in given.types:
+            print(row(given, weights, folder, mix, base), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -85,6 +85,22 @@ CLASSES: dict[str, dict[str, Any]] = {
     },
     "SeedOssConfig": {"head_dim": 24},
     "Ernie4_5Config": {"head_dim": 24},
+    "Qwen2MoeConfig": {
+        "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    },
+    "Qwen3MoeConfig": {
+        "head_dim": 24, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "Ernie4_5_MoeConfig": {
+        "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_start_index": 1,
+    },
+    "Glm4MoeConfig": {
+        "head_dim": 24, "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+    },
     "PhiConfig": {},
     "GPT2Config": {"intermediate_size": None, "num_key_value_heads": None, "n_inner": None},
     "Starcoder2Config": {"sliding_window": None},

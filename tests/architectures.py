@@ -58,6 +58,10 @@ CONFIGS: Mapping[str, Config] = {
     "qwen2": replace(LLAMA, architecture="qwen2", optional=BIASES),
     "qwen3": replace(LLAMA, architecture="qwen3", key_length=128, tied=False),
     "qwen3 yarn": replace(LLAMA, architecture="qwen3", key_length=128, rope_scaling=YARN),
+    "qwen2moe": replace(
+        LLAMA, architecture="qwen2moe", tied=False, expert_count=6, expert_used_count=3, optional=BIASES,
+        expert_feed_forward_length=256, expert_shared_feed_forward_length=512,
+    ),
     "qwen3moe": replace(
         LLAMA, architecture="qwen3moe", key_length=128, tied=False, expert_count=6, expert_used_count=3,
         expert_feed_forward_length=256,
@@ -94,6 +98,21 @@ CONFIGS: Mapping[str, Config] = {
         LLAMA, architecture="olmo2", tied=False, block_count=5, window=9, window_pattern=4, rope_scaling=YARN,
     ),
     "seed_oss": replace(LLAMA, architecture="seed_oss", key_length=128, optional=BIASES),
+    "ernie4_5-moe": replace(
+        LLAMA, architecture="ernie4_5-moe", expert_count=6, expert_used_count=3, block_count=3,
+        expert_feed_forward_length=256, expert_shared_feed_forward_length=512, leading_dense_block_count=1,
+        optional=("exp_probs_b.bias",),
+    ),
+    "glm4moe": replace(
+        LLAMA, architecture="glm4moe", key_length=128, rope_dims=64, expert_count=6, expert_used_count=3,
+        block_count=3, expert_feed_forward_length=256, expert_shared_feed_forward_length=512, tied=False,
+        leading_dense_block_count=1, expert_weights_scale=1.5, expert_weights_norm=True,
+        optional=(*BIASES, "exp_probs_b.bias", "attn_q_norm.weight", "attn_k_norm.weight"),
+    ),
+    "glm4moe apart": replace(
+        LLAMA, architecture="glm4moe", rope_dims=32, expert_count=6, expert_used_count=3,
+        expert_feed_forward_length=256, expert_shared_feed_forward_length=256, optional=("exp_probs_b.bias",),
+    ),
     "ernie4_5": replace(LLAMA, architecture="ernie4_5", key_length=128),
     "exaone4": replace(LLAMA, architecture="exaone4", optional=("rope_freqs.weight",)),
     "exaone4 windows": replace(
@@ -174,7 +193,12 @@ def random_model(
     if feed_forward:
         experts = feed_forward // 4 if config.expert_feed_forward_length else 0
         config = replace(
-            config, feed_forward_length=feed_forward, expert_feed_forward_length=experts
+            config,
+            feed_forward_length=feed_forward,
+            expert_feed_forward_length=experts,
+            expert_shared_feed_forward_length=experts
+            if config.expert_shared_feed_forward_length
+            else 0,
         )
     values = random_weights(config, seed)
     # by its name alone llama.cpp would take it for a phi-3, whose vocabulary has other tokens

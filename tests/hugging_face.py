@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from tests import hugging_face_layers
+from tests import hugging_face_experts, hugging_face_layers
 
 Tensors = Mapping[str, np.ndarray]
 Config = dict[str, Any]
@@ -110,10 +110,12 @@ KINDS: dict[str, Config] = {
     },
 }  # fmt: skip
 
-KINDS |= hugging_face_layers.KINDS
-HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+KINDS |= hugging_face_layers.KINDS | hugging_face_experts.KINDS
+HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM")
 GATE_UP = ("Phi3ForCausalLM", "Glm4ForCausalLM")
 WHOLE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+QKV_BIASES = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "SeedOssForCausalLM", "Glm4ForCausalLM",
+              "Glm4MoeForCausalLM")  # fmt: skip
 NORMS_BEHIND = (*WHOLE, "Exaone4ForCausalLM")  # and none before
 # where experts are, what their number is called, and gate, up and down
 EXPERTS = {
@@ -200,13 +202,16 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         for e in range(config[count]):
             for name, shape in ((gate, (f, c)), (down, (c, f)), (up, (f, c))):
                 block[f"{at}.experts.{e}.{name}"] = shape
-    else:
+    elif kind not in hugging_face_experts.CLASSES:
         block["mlp.down_proj"] = (c, f)
         if kind not in GATE_UP:
             block |= {"mlp.gate_proj": (f, c), "mlp.up_proj": (f, c)}
     made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], c)}
     for i in range(config["num_hidden_layers"]):
         made |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+        if kind in hugging_face_experts.CLASSES:
+            found = hugging_face_experts.shapes(config, i).items()
+            made |= {f"model.layers.{i}.{name}": shape for name, shape in found}
         for part in biased(config):
             made[f"model.layers.{i}.self_attn.{part}_proj.bias"] = block[f"self_attn.{part}_proj"][
                 :1
@@ -218,7 +223,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def biased(config: Config) -> str:
-    if config["architectures"][0] in ("Qwen2ForCausalLM", "SeedOssForCausalLM", "Glm4ForCausalLM"):
+    if config["architectures"][0] in QKV_BIASES:
         return "qkv"
     return "qkvo" if config.get("attention_bias") else ""
 
@@ -361,6 +366,9 @@ class Model:
         return h + share * y
 
     def feed_forward(self, at: str, x: np.ndarray) -> np.ndarray:
+        if self.kind in hugging_face_experts.CLASSES:
+            i = int(at.split(".")[-1])
+            return hugging_face_experts.feed_forward(self.config, self.w, at, i, x, self.linear)
         if self.kind in EXPERTS:
             return self.experts(f"{at}.{EXPERTS[self.kind][0]}", x)
         if self.kind in GATE_UP:
@@ -397,9 +405,11 @@ class Model:
         still = self.kind == "Exaone4ForCausalLM" and "sliding_window" in c and not sliding
         if not still and not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):
             angles, scale = self.rotation(time, sliding)
-            pairs = self.kind in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM")
-            turn = turned_pairs if pairs else turned
-            q, k = turn(q, angles, scale), turn(k, angles, scale)
+            pairs = self.kind.startswith("Ernie4_5") or self.kind == "Glm4ForCausalLM"
+            turn, n = turned_pairs if pairs else turned, 2 * angles.shape[-1]
+            q, k = (
+                np.concatenate([turn(x[..., :n], angles, scale), x[..., n:]], -1) for x in (q, k)
+            )
         if self.kind == "HunYuanDenseV1ForCausalLM":
             q, k = self.norm(f"{at}.query_layernorm", q), self.norm(f"{at}.key_layernorm", k)
         if self.kind == "Ministral3ForCausalLM":

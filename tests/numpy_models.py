@@ -13,6 +13,8 @@ Tensors = Mapping[str, np.ndarray]
 HALVES = {
     "qwen2",
     "qwen3",
+    "qwen2moe",
+    "glm4moe",
     "qwen3moe",
     "gemma",
     "gemma2",
@@ -60,7 +62,7 @@ class Model:
         if "position_embd.weight" in self.w:
             h = h + self.w["position_embd.weight"][: len(h)]
         first, second = "post_attention_norm", "ffn_norm"
-        if self.arch == "seed_oss":  # it stands before the feed-forward
+        if self.arch in ("seed_oss", "glm4moe"):  # it stands before the feed-forward
             first, second = "none", first
         share = self.keys.get("residual_scale", 1.0)
         for i in range(self.keys["block_count"]):
@@ -239,19 +241,34 @@ class Model:
         return gate / (1 + np.exp(-gate))
 
     def experts(self, i: int, x: np.ndarray) -> np.ndarray:
-        scores = np.exp(self.linear(i, "ffn_gate_inp", x))
-        shares, y = scores / scores.sum(axis=-1, keepdims=True), np.zeros_like(x)
-        for t, row in enumerate(shares):
-            chosen = np.argsort(-row)[: self.keys["expert_used_count"]]
+        logits = self.linear(i, "ffn_gate_inp", x)
+        p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+        if self.arch == "glm4moe":
+            p = 1 / (1 + np.exp(-logits))
+        better = p + self.w.get(f"blk.{i}.exp_probs_b.bias", 0)
+        y = np.zeros_like(x)
+        for t in range(len(x)):
+            chosen = np.argsort(-better[t])[: self.keys["expert_used_count"]]
+            apart = self.arch == "qwen2moe" or (
+                self.arch == "glm4moe" and not self.keys.get("expert_weights_norm")
+            )
+            total = 1 if apart else p[t, chosen].sum()
             for e in chosen:
-                gate, up, down = (
-                    self.w[f"blk.{i}.ffn_{name}_exps.weight"][e] for name in ("gate", "up", "down")
-                )
-                y[t] += (
-                    row[e]
-                    / row[chosen].sum()
-                    * (down @ (self.activated(gate @ x[t]) * (up @ x[t])))
-                )
+                share = p[t, e] / total * self.keys.get("expert_weights_scale", 1.0)
+                y[t] += share * self.expert(i, int(e), x[t])
+        return y + self.shared_expert(i, x)
+
+    def expert(self, i: int, e: int, x: np.ndarray) -> np.ndarray:
+        gate, up, down = (self.w[f"blk.{i}.ffn_{n}_exps.weight"][e] for n in ("gate", "up", "down"))
+        return down @ (self.activated(gate @ x) * (up @ x))
+
+    def shared_expert(self, i: int, x: np.ndarray) -> np.ndarray | float:
+        if f"blk.{i}.ffn_up_shexp.weight" not in self.w:
+            return 0.0
+        gate, up = (self.linear(i, f"ffn_{name}_shexp", x) for name in ("gate", "up"))
+        y = self.linear(i, "ffn_down_shexp", self.activated(gate) * up)
+        if self.arch == "qwen2moe":
+            y = y / (1 + np.exp(-x @ self.w[f"blk.{i}.ffn_gate_inp_shexp.weight"]))[:, None]
         return y
 
 

@@ -25,6 +25,8 @@ TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
 ALWAYS_F32 = (
     "_norm.weight",
     "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+    ".bias",
     "position_embd.weight",
 )  # llama.cpp accepts no others
 HALF_MOST = 65_504.0

@@ -28,7 +28,7 @@ from packtrain.models.arch.architecture import (
 )
 from packtrain.models.arch.given import ORIGINAL, Given
 from packtrain.models.config import Config
-from packtrain.models.metadata import ROPE_FREQ_BASE, eps_key
+from packtrain.models.keys import ROPE_FREQ_BASE, eps_key
 
 YARN = {
     "ext_factor": "extrapolation_factor", "attn_factor": "attention_factor", "beta_fast": "beta_fast",
@@ -37,7 +37,10 @@ YARN = {
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu")
 RELU_2 = ("relu2",)
 # names of keys that some configs have
-LAYER_NORM_EPS = {"layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps")}
+OTHER_NAMES = {
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "num_experts": ("num_local_experts",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def describe(checkpoint: Checkpoint) -> Description:
             f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(known)}"
         )
     architecture, family = known[checkpoint.kind]
-    given = family.usual(given.renamed(LAYER_NORM_EPS))
+    given = family.usual(given.renamed(OTHER_NAMES))
     activations = GELU if architecture.gelu else SILU if architecture.gated else RELU_2
     activation = "hidden_activation" if given.values.get("hidden_activation") else "hidden_act"
     given.one_of(activation, activations[0], *activations)
@@ -94,6 +97,7 @@ def _sizes(c: Given, family: Family) -> Sizes:
     default = family.head_width or width // heads
     if not (family.head_width or c.values.get("head_dim")) and width % heads:
         raise c.wrong("num_attention_heads", heads, f"a divisor of hidden_size {width}")
+    shared, dense = experts.others(c) if experts else (0, 0)
     return Sizes(
         vocab_size=c.size("vocab_size"),
         context_length=c.size("max_position_embeddings"),
@@ -106,6 +110,8 @@ def _sizes(c: Given, family: Family) -> Sizes:
         expert_count=c.size(*experts.count) if experts else 0,
         expert_used_count=c.size(*experts.used) if experts else 0,
         expert_feed_forward_length=c.size(*experts.width) if experts and experts.width else None,
+        expert_shared_feed_forward_length=shared,
+        leading_dense_block_count=dense,
     )
 
 

@@ -72,10 +72,16 @@ def halved(rows: np.ndarray, heads: int) -> np.ndarray:
 class _Found:
     """The tensors of a checkpoint that have not been used yet."""
 
-    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
+    def __init__(self, checkpoint: Checkpoint, family: Family, blocks: int) -> None:
         self.folder, prefix = checkpoint.folder, family.names.prefix
         self.tensors = dict[str, Stored]()
+        gone = f"{prefix}{family.names.blocks}."
         for name, stored in checkpoint.tensors.items():
+            at = name.removeprefix(gone).split(".")[0] if family.more_blocks else ""
+            if at.isdecimal() and int(at) >= blocks:
+                continue
+            for end, usual in family.ends.items():
+                name = name.removesuffix(end) + usual if name.endswith(end) else name
             for other, usual in family.same.items():
                 name = name.replace(f".{other}.", f".{usual}.")
             if not (family.unused and name.endswith(family.unused)):
@@ -86,7 +92,7 @@ class _Found:
         stored = self.tensors.pop(name, None)
         if stored is None:
             raise InputError(f"{self.folder}: tensor {name} is missing; its shape is {[*shape]}")
-        if stored.shape != shape:
+        if stored.shape not in (shape, (1, *shape)):  # a matrix of one row is a vector
             raise InputError(
                 f"{stored.path}: {name} has shape {[*stored.shape]}; by config.json it must be {[*shape]}"
             )
@@ -110,7 +116,11 @@ def _is_nothing(name: str, stored: Stored) -> bool:
 
 def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[Tensor]:
     """Every tensor of the GGUF file, in order. Raises InputError for missing or unknown tensors and wrong shapes."""
-    found, width, names = _Found(checkpoint, family), config.embedding_length, family.names
+    found, width, names = (
+        _Found(checkpoint, family, config.block_count),
+        config.embedding_length,
+        family.names,
+    )
     embedding = found.take(f"{names.prefix}{names.embedding}.weight", (config.vocab_size, width))
     tensors = [Tensor("token_embd.weight", (embedding,))]
     if names.positions:
@@ -144,7 +154,7 @@ def _both(
 
 def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
     """The tensors of a block: weights and biases, then those of its experts."""
-    shapes, turned = block_shapes(config), {} if family.pairs else turned_heads(config)
+    shapes, turned = block_shapes(config, i), {} if family.pairs else turned_heads(config)
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
     for module, part in family.block.items():
         for kind in ("weight", "bias"):
@@ -164,7 +174,8 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
                 transposed=across,
                 spans=ungrouped(config) if family.grouped and part == "attn_qkv" else (),
             )
-    for module, part in family.experts.matrices.items() if family.experts else ():
+    experts = family.experts.matrices if family.experts and config.mixture(i) else {}
+    for module, part in experts.items():
         yield _stacked(
             found, f"{at}.{module}.weight", f"blk.{i}.{part}.weight", shapes[f"{part}.weight"]
         )

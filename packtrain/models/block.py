@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from packtrain import ops
 from packtrain.dtypes import bf16
+from packtrain.models.arch.architecture import CHOICE
 from packtrain.models.config import Config, Rope
 from packtrain.models.part import Part, Weights
 from packtrain.tensor import Tensor, named
@@ -100,17 +101,28 @@ def attention(part: Block, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
 
 def feed_forward(part: Block, x: Tensor, h: Tensor) -> Tensor:
     """h plus the feed-forward of x, or of the experts for x: both (..., C) -> (..., C)."""
-    if part.config.expert_count:
-        return part.named("ffn_experts", mixture(part, x, h))
+    if part.config.mixture(part.number):
+        y = part.named("ffn_experts", mixture(part, x, h))
+        return shared(part, x, y) if part.config.expert_shared_feed_forward_length else y
     y = gated(part, x) if part.config.traits.gated else activated(part, x)
     return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
 
 
-def gated(part: Block, x: Tensor) -> Tensor:
-    gate, up = (part.saved(part.linear(name, x)) for name in ("ffn_gate", "ffn_up"))
+def gated(part: Block, x: Tensor, end: str = "") -> Tensor:
+    gate, up = (part.saved(part.linear(f"{name}{end}", x)) for name in ("ffn_gate", "ffn_up"))
     if part.config.traits.gelu:
-        return part.named("ffn_geglu", ops.geglu(gate, up))
-    return part.named("ffn_swiglu", ops.swiglu(gate, up))
+        return part.named(f"ffn_geglu{end}", ops.geglu(gate, up))
+    return part.named(f"ffn_swiglu{end}", ops.swiglu(gate, up))
+
+
+def shared(part: Block, x: Tensor, h: Tensor) -> Tensor:
+    """h plus the output of the expert that all tokens have, which a gate may weigh."""
+    y = part.saved(gated(part, x, "_shexp"))
+    if not part.config.traits.shared_gate:
+        return part.linear("ffn_down_shexp", y, h)
+    row = ops.reshape(part.weight("ffn_gate_inp_shexp"), shape=(1, x.shape[-1]))
+    share = part.named("ffn_gate_inp_shexp", ops.sigmoid(ops.matmul(x, row)))
+    return ops.add(ops.mul(part.linear("ffn_down_shexp", y), share), h)
 
 
 def activated(part: Block, x: Tensor) -> Tensor:
@@ -123,9 +135,13 @@ def activated(part: Block, x: Tensor) -> Tensor:
 
 def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
     """h plus the output of the experts for x, with their LoRA adapters."""
+    config = part.config
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
     choose, gate, up, down = map(part.weight, names.values())
     found = {short: part.low(name) for short, name in names.items()}
     low = {short: addition for short, addition in found.items() if addition is not None}
-    used = part.config.expert_used_count
-    return ops.experts(x, choose, gate, up, down, h, used=used, low=low)
+    offsets = part.weight(*CHOICE.split(".")) if CHOICE in config.optional else None
+    return ops.experts(
+        x, choose, gate, up, down, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
+        sigmoids=config.traits.sigmoids, by=config.expert_weights_scale or 1.0, low=low,
+    )  # fmt: skip

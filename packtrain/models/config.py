@@ -89,6 +89,8 @@ class Config(Sizes):
     embedding_scale    embeddings are multiplied by it; 0: they are not
     residual_scale     outputs of attention and feed-forward are multiplied by it; 0: they are not
     logit_scale        logits are divided by it; 0: they are not
+    expert_weights_scale  what the chosen experts give is multiplied by it; 0: it is not
+    expert_weights_norm   their weights are divided by their sum, if the architecture leaves that to models
     optional           optional tensors that this model has, such as "attn_q.bias" (in all blocks) or
                        "rope_freqs.weight"
     lora               LoRA adapters of its matrices
@@ -114,6 +116,8 @@ class Config(Sizes):
     embedding_scale: float = 0.0
     residual_scale: float = 0.0
     logit_scale: float = 0.0
+    expert_weights_scale: float = 0.0
+    expert_weights_norm: bool = False
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
     precision: str = "f32"
@@ -138,6 +142,12 @@ class Config(Sizes):
     def parallel(self) -> bool:
         """Whether attention and feed-forward read the same, and both are added to it."""
         return self.traits.parallel and not self.has(self.traits.ffn_norm)
+
+    @property
+    def chosen_sum(self) -> bool:
+        """Whether the weights of the chosen experts are divided by their sum."""
+        own = self.traits.chosen_sum
+        return self.expert_weights_norm if own is None else own
 
     @property
     def rope_width(self) -> int:

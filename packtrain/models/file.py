@@ -5,7 +5,7 @@ It knows no sessions: weights are arrays by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,7 +16,8 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Value, write
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.models.metadata import Keys, metadata, read
+from packtrain.models.keys import Keys
+from packtrain.models.metadata import metadata, read, unused_blocks
 from packtrain.quant import dequantize
 from packtrain.tokenizer import Tokenizer, TokenizerError
 
@@ -103,7 +104,9 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
         right = f"less than the number of tensors, {len(gguf.entries)}"
         raise Keys(gguf).wrong("block_count", config.block_count, right)
     leaves = transformer.weights(config)
-    unknown = [name for name in gguf.entries if name not in leaves]
+    count = min(unused_blocks(Keys(gguf)), len(gguf.entries))
+    unused = tuple(f"blk.{config.block_count + i}." for i in range(count))
+    unknown = [n for n in gguf.entries if n not in leaves and not n.startswith(unused)]
     if unknown:
         raise InputError(
             f"{gguf.path}: tensor {unknown[0]} is not part of a {config.architecture} of {config.block_count} blocks;"
@@ -113,6 +116,8 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
         entry = gguf.entries.get(name)
         if entry is None:
             raise InputError(f"{gguf.path}: tensor {name} is missing; its shape is {[*leaf.shape]}")
+        if entry.shape == (1, *leaf.shape):  # a matrix of one row is a vector
+            entry = gguf.entries[name] = replace(entry, shape=leaf.shape)
         if entry.shape != leaf.shape:
             raise InputError(
                 f"{gguf.path}: {name} has shape {[*entry.shape]}; by the metadata it must be {[*leaf.shape]}"
@@ -148,7 +153,7 @@ def save_model(
         )
 
     def deferred(tensor: str, shape: tuple[int, ...]) -> Deferred:
-        matrix = len(shape) > 1 and not tensor.endswith("_norm.weight")
+        matrix = len(shape) > 1 and not tensor.endswith(("_norm.weight", ".bias"))
         stored = DTYPES[dtype] if matrix else f32
         return Deferred(
             stored, shape, lambda: _stored(path, tensor, weights(tensor), shape, stored)

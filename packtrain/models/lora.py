@@ -57,7 +57,8 @@ class Lora:
         for name, shape in shapes.items():
             in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first
             in_reach = in_block or name == EMBEDDING
-            matrix = len(shape) > 1 and not name.endswith("_norm.weight")  # norms of heads are none
+            # norms of heads and biases of experts are no matrices
+            matrix = len(shape) > 1 and not name.endswith(("_norm.weight", ".bias"))
             rank = self.rank(name) if in_reach and matrix else 0
             if rank:
                 yield from zip((name + A, name + B), fitting(shape, name, rank), strict=True)

@@ -4,9 +4,6 @@ A key that changes the computation is supported or refused; keys that llama.cpp 
 ignored here, too, so that both compute the same. Defaults are llama.cpp's (llama-model.cpp, src/models).
 """
 
-import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -14,108 +11,22 @@ import numpy as np
 from packtrain.dtypes import DTYPES
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
-from packtrain.models.arch import ARCHITECTURES
-from packtrain.models.arch.architecture import BETAS, Architecture
-from packtrain.models.arch.refused import NEEDED
+from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
+from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
+from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
 
-MOST = 2**31 - 1  # ids, positions and sizes are i32
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
-MOST_EXPERTS = 512  # as in llama.cpp
-ROPE_FREQ_BASE = 10_000.0  # the default
-RMS_EPS, EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-SHARED = [
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    RMS_EPS, "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
-    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
-    "rope.scaling.finetuned",
-]  # fmt: skip
-WINDOWS, EXPERT_WIDTH = "attention.sliding_window_pattern", "expert_feed_forward_length"
-# neutral values of unsupported keys
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "attention.scale": (0.0,),
-        "attention.causal": (True,),
-        "attention.temperature_scale": (0.0,),
-        "expert_count": (0,),
-        "expert_used_count": (0,),
-        "rope.scaling.yarn_ext_factor": (1.0, -1.0),
-        "rope.scaling.yarn_attn_factor": (1.0,),
-        "rope.scaling.yarn_log_multiplier": (0.0,),
-        **{key: (value,) for key, value in BETAS.items()},
-    }
-)
-CHANGING = ("attention.", "rope.", "expert", "attn_", "final_", "ssm.", "logit_scale", "residual_scale",
-            "embedding_scale", "embedding_length_", "leading_dense", "use_parallel", "swiglu_", "nextn_")  # fmt: skip
+WINDOWS, NEXT = "attention.sliding_window_pattern", "nextn_predict_layers"
 
 # ---- reading -------------------------------------------------------------------------------------------------
-
-
-class Keys:
-    """The keys of one architecture in a file; values are checked when they are read."""
-
-    def __init__(self, gguf: GGUF) -> None:
-        self.path, self.metadata = gguf.path, gguf.metadata
-        found: Any = self.metadata.get("general.architecture")
-        if not isinstance(found, str) or found not in ARCHITECTURES:
-            need = f", which needs {NEEDED[found]}" if found in NEEDED else ""
-            raise InputError(
-                f"{self.path}: general.architecture is {found!r}{need}; supported are {', '.join(ARCHITECTURES)}"
-            )
-        self.architecture = ARCHITECTURES[found]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value in the file, else `default`, else the architecture's default."""
-        default = self.architecture.keys.get(key) if default is None else default
-        return self.metadata.get(f"{self.architecture.name}.{key}", default)
-
-    def wrong(self, key: str, value: Any, right: str) -> InputError:
-        shown = "missing" if value is None else " ".join(repr(value).split())[:80]
-        return InputError(
-            f"{self.path}: {self.architecture.name}.{key} is {shown}; it must be {right}"
-        )
-
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-            raise self.wrong(key, value, f"a whole number from {least} to {MOST}")
-        return value
-
-    def real(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        value = self.get(key, default)
-        if not isinstance(value, float) or not (0 < value < math.inf or (zero and value == 0)):
-            raise self.wrong(key, value, "0 or more" if zero else "a number above 0")
-        return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
-
-    def own(self, key: str) -> float:
-        """A key of some architectures, 0 for the others; must be positive unless its default is 0."""
-        default = self.architecture.keys.get(key, 0.0)
-        return self.real(key, zero=default == 0) if key in self.architecture.keys else 0.0
-
-    def check(self) -> None:
-        """Raise InputError for a key that changes the computation and is not supported."""
-        known = {
-            *SHARED,
-            *self.architecture.keys,
-            *self.architecture.ignored,
-            eps_key(self.architecture),
-        }
-        prefix = f"{self.architecture.name}."
-        for key in (k.removeprefix(prefix) for k in self.metadata if k.startswith(prefix)):
-            own = self.architecture.neutral
-            value, neutral = self.get(key), own.get(key, NEUTRAL.get(key, ()))
-            if (key in known and key not in own) or not key.startswith(CHANGING):
-                continue
-            if isinstance(value, np.ndarray | list) or value not in neutral:
-                right = f"{neutral[0]!r} or left out" if neutral else "left out"
-                raise self.wrong(key, value, f"{right}: others are not supported")
 
 
 def read(gguf: GGUF) -> Config:
     """The Config of a model file, from its metadata and its optional tensors. Raises InputError."""
     keys = Keys(gguf)
     keys.check()
-    blocks = keys.size("block_count")
+    blocks = keys.size("block_count") - unused_blocks(keys)
     heads = keys.size("attention.head_count")
     config = Config(
         vocab_size=_vocabulary_size(gguf),
@@ -129,7 +40,7 @@ def read(gguf: GGUF) -> Config:
         rms_eps=keys.real(eps_key(keys.architecture)),
         tied=_tied(gguf, keys.architecture),
         architecture=keys.architecture.name,
-        optional=_optional(gguf, keys.architecture),
+        optional=_optional(gguf, keys.architecture, blocks - 1),
         rope_scaling=_scaling(keys),
         attention_softcap=keys.own("attn_logit_softcapping"),
         final_softcap=keys.own("final_logit_softcapping"),
@@ -140,16 +51,21 @@ def read(gguf: GGUF) -> Config:
         logit_scale=keys.own("logit_scale"),
         **_heads(keys, heads),
         **_windows(keys),
-        **_mixture(keys),
+        **mixture(keys),
     )
     _check_widths(keys, config)
     _check_heads(keys, config)
     return config
 
 
-def eps_key(architecture: Architecture) -> str:
-    """The key of what norms add to a mean of squares."""
-    return EPS if architecture.layer_norms else RMS_EPS
+def unused_blocks(keys: Keys) -> int:
+    """How many of the last blocks are there to guess more tokens, which nothing here uses."""
+    if NEXT not in keys.architecture.keys:
+        return 0
+    count, blocks = keys.size(NEXT, least=0), keys.size("block_count")
+    if count >= blocks:
+        raise keys.wrong(NEXT, count, f"less than {keys.architecture.name}.block_count {blocks}")
+    return count
 
 
 def _vocabulary_size(gguf: GGUF) -> int:
@@ -170,9 +86,11 @@ def _tied(gguf: GGUF, architecture: Architecture) -> bool:
     return architecture.always_tied or not separate
 
 
-def _optional(gguf: GGUF, architecture: Architecture) -> tuple[str, ...]:
+def _optional(gguf: GGUF, architecture: Architecture, last: int) -> tuple[str, ...]:
+    """Optional tensors that the file has; the first blocks may lack those of experts, the last has them."""
     names = architecture.optional
-    return tuple(n for n in names if n in gguf.entries or f"blk.0.{n}" in gguf.entries)
+    at = "", "blk.0.", f"blk.{last}."
+    return tuple(n for n in names if any(f"{where}{n}" in gguf.entries for where in at))
 
 
 def _scaling(keys: Keys) -> RopeScaling:
@@ -226,25 +144,6 @@ def _windows(keys: Keys) -> dict[str, Any]:
         "window_pattern": pattern,
         "rope_freq_base_swa": keys.own("rope.freq_base_swa") or None,
     }
-
-
-def _mixture(keys: Keys) -> dict[str, Any]:
-    own = keys.architecture.keys
-    must = own.get("expert_count", 0) is None
-    if not must and not keys.size("expert_count", 0, least=0):
-        return {}
-    count = keys.size("expert_count")
-    if count > MOST_EXPERTS:
-        raise keys.wrong("expert_count", count, f"at most {MOST_EXPERTS}")
-    used = keys.size("expert_used_count")
-    if used > count:
-        raise keys.wrong(
-            "expert_used_count", used, f"{keys.architecture.name}.expert_count {count} at most"
-        )
-    width = None
-    if EXPERT_WIDTH in own:
-        width = keys.size(EXPERT_WIDTH, keys.size("feed_forward_length") // used)
-    return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
 
 
 def _check_heads(keys: Keys, config: Config) -> None:
@@ -313,8 +212,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
             "expert_count": config.expert_count,
             "expert_used_count": config.expert_used_count,
         }
-    if EXPERT_WIDTH in config.traits.keys:
-        sizes[EXPERT_WIDTH] = config.expert_width
+    sizes |= expert_sizes(config)
     return {
         **_general(arch, name, dtype),
         **{f"{arch}.{key}": Value("u32", size) for key, size in sizes.items()},
@@ -322,6 +220,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
         **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},
         **{f"{arch}.{key}": value for key, value in _factor_keys(config).items()},
+        **{f"{arch}.{key}": value for key, value in weight_keys(config).items()},
     }
 
 

@@ -9,7 +9,7 @@ from packtrain.models.config import Config
 from packtrain.models.lora import KEY, A, B
 from packtrain.models.rounding import product
 from packtrain.ops.arrays import noise
-from packtrain.ops.experts import Low
+from packtrain.ops.mixture import Low
 from packtrain.tensor import Tensor
 
 Weights = Mapping[str, Tensor]

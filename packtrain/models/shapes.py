@@ -1,5 +1,6 @@
 """Names and shapes of a model's tensors, for every architecture. Names are those of GGUF files."""
 
+from packtrain.models.arch.architecture import CHOICE
 from packtrain.models.config import Config
 
 Shapes = dict[str, tuple[int, ...]]
@@ -12,9 +13,8 @@ def shapes(config: Config) -> Shapes:
     made: Shapes = {"token_embd.weight": (config.vocab_size, c)}
     if config.traits.learned_positions:
         made[POSITIONS] = (config.context_length, c)
-    block = block_shapes(config)
     for i in range(config.block_count):
-        made |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
+        made |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()}
     made |= _with_biases(config, {"output_norm": (c,)})
     if not config.tied:
         made |= _with_biases(config, {"output": (config.vocab_size, c)})
@@ -24,9 +24,13 @@ def shapes(config: Config) -> Shapes:
     return made
 
 
-def block_shapes(config: Config) -> Shapes:
-    """Shapes of the weights of a block by their names within it, each followed by its bias if there is one."""
-    return _with_biases(config, _attention_shapes(config) | _feed_forward_shapes(config))
+def block_shapes(config: Config, i: int) -> Shapes:
+    """Shapes of the weights of block i by their names within it, each followed by its bias if there is one."""
+    made = _attention_shapes(config) | _feed_forward_norm(config)
+    if not config.mixture(i):
+        return _with_biases(config, made | _feed_forward_shapes(config))
+    found = _with_biases(config, made | _expert_shapes(config))
+    return found | ({CHOICE: (config.expert_count,)} if CHOICE in config.optional else {})
 
 
 def _with_biases(config: Config, parts: Shapes) -> Shapes:
@@ -34,7 +38,7 @@ def _with_biases(config: Config, parts: Shapes) -> Shapes:
     for name, shape in parts.items():
         made[f"{name}.weight"] = shape
         if f"{name}.bias" in config.optional:
-            made[f"{name}.bias"] = shape[:1]
+            made[f"{name}.bias"] = shape[:-1] or shape
     return made
 
 
@@ -47,24 +51,34 @@ def _attention_shapes(config: Config) -> Shapes:
     made |= {"attn_qkv": (q + 2 * kv, c)} if config.fused else apart
     made |= {"attn_q_norm": (d,), "attn_k_norm": (d,)} if traits.head_norms else {}
     made |= {"attn_q_norm": (q,), "attn_k_norm": (kv,)} if traits.whole_norms else {}
-    if config.has("attn_q_norm"):  # of each head its own
-        made |= {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
+    if config.has("attn_q_norm"):  # a layer norm of each head, or one for all
+        own = {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
+        made |= own if traits.layer_norms else dict.fromkeys(own, (d,))
     made["attn_output"] = (c, q)
     return made | ({"post_attention_norm": (c,)} if traits.post_norms else {})
 
 
+def _feed_forward_norm(config: Config) -> Shapes:
+    own = config.traits.pre_norms and not config.parallel
+    return {config.traits.ffn_norm: (config.embedding_length,)} if own else {}
+
+
 def _feed_forward_shapes(config: Config) -> Shapes:
-    c, f, e, traits = (
-        config.embedding_length, config.expert_width, config.expert_count, config.traits
-    )  # fmt: skip
-    made: Shapes = {traits.ffn_norm: (c,)} if traits.pre_norms and not config.parallel else {}
-    if e:
-        exps: Shapes = {"ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
-        exps["ffn_down_exps"] = (e, c, f)
-        return made | {"ffn_gate_inp": (e, c)} | exps
+    c, f, traits = config.embedding_length, config.feed_forward_length, config.traits
+    made: Shapes = {}
     if traits.fused_ffn:
         made["ffn_up"] = (2 * f, c)
     else:
         made |= {"ffn_gate": (f, c), "ffn_up": (f, c)} if traits.gated else {"ffn_up": (f, c)}
     made["ffn_down"] = (c, f)
     return made | ({"post_ffw_norm": (c,)} if traits.post_norms else {})
+
+
+def _expert_shapes(config: Config) -> Shapes:
+    c, f, e = config.embedding_length, config.expert_width, config.expert_count
+    made: Shapes = {"ffn_gate_inp": (e, c), "ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
+    made["ffn_down_exps"] = (e, c, f)
+    if not (s := config.expert_shared_feed_forward_length):
+        return made
+    made |= {"ffn_gate_inp_shexp": (c,)} if config.traits.shared_gate else {}
+    return made | {"ffn_gate_shexp": (s, c), "ffn_up_shexp": (s, c), "ffn_down_shexp": (c, s)}

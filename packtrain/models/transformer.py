@@ -15,6 +15,7 @@ import numpy as np
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models import written
+from packtrain.models.arch.architecture import CHOICE
 from packtrain.models.block import Attend, Tables, block, normalized
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
@@ -41,10 +42,15 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
     """
     return {
         name: weight(
-            name, shape, types.get(name, f32), "table" if name.startswith("rope_") else "weight"
+            name, shape, types.get(name, f32), "table" if learned_otherwise(name) else "weight"
         )
         for name, shape in shapes(config).items()
     }
+
+
+def learned_otherwise(name: str) -> bool:
+    """Whether a tensor has no gradient: divisors of rope's frequencies, and what is added to choose experts."""
+    return name.startswith("rope_") or name.endswith(CHOICE)
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -74,7 +80,8 @@ def initialise(
         def even(array: np.ndarray, value: int = 0 if name.endswith(".bias") else 1) -> None:
             array.fill(value)
 
-        at(name, normal if len(leaf.shape) > 1 else even)
+        matrix = len(leaf.shape) > 1 and name.endswith(".weight")
+        at(name, normal if matrix else even)
 
 
 def rope_tables(

@@ -37,7 +37,6 @@ from packtrain.ops.elementwise import (
     tanh,
 )  # fmt: skip
 from packtrain.ops.experts import (
-    experts,
     matmul_id,
     matmul_id_back,
     out_prod_id,
@@ -61,6 +60,7 @@ from packtrain.ops.functions import (
 from packtrain.ops.index import get_rows, get_rows_back, set_rows, zero_rows
 from packtrain.ops.loss import cross_entropy, cross_entropy_back, linear_cross_entropy
 from packtrain.ops.matmul import matmul, matmul_back, out_prod, outer
+from packtrain.ops.mixture import experts
 from packtrain.ops.norm import mean_rows, norm, rms_norm, rms_norm_back
 from packtrain.ops.pooling import pool_1d, pool_2d, pool_2d_back
 from packtrain.ops.ranking import argmax, argsort, count_equal

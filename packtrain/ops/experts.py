@@ -1,73 +1,15 @@
-"""Mixture of experts: products of rows with the matrix of their expert, weighted sums of rows, and both together."""
-
-import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+"""Parts of a mixture of experts: products of rows with the matrix of their expert, and weighted sums of rows."""
 
 import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, READABLE, TRAINABLE, dtype_of, f16, f32, i32
 from packtrain.ops import torch_experts
-from packtrain.ops.activation import swiglu
 from packtrain.ops.arrays import floats, packed, rows, rows_or_absent, start_with
 from packtrain.ops.costs import Cost, by_expert, multiplied
-from packtrain.ops.elementwise import scale
-from packtrain.ops.index import get_rows
-from packtrain.ops.matmul import matmul
-from packtrain.ops.routing import check_ids, group_rows, take, top_k
+from packtrain.ops.routing import check_ids
 from packtrain.ops.shape import reshape, transpose
-from packtrain.ops.softmax import soft_max
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
-
-Low = tuple[Tensor, Tensor, float, Callable[[Tensor], Tensor]]
-NONE: Mapping[str, Low] = MappingProxyType({})
-
-
-def experts(
-    x: Tensor,
-    gate_inp: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    acc: Tensor | None = None,
-    *,
-    used: int,
-    norm: bool = True,
-    low: Mapping[str, Low] = NONE,
-) -> Tensor:
-    """Mixture of experts: y = sum over the `used` likeliest e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
-
-    p is the softmax of x @ gate_inp.T, over all experts, or over those chosen with `norm` (divided by their sum).
-
-        x         (..., C)   f32
-        gate_inp  (E, C)     f32
-        gate, up  (E, F, C)  any readable type
-        down      (E, C, F)  any readable type
-        acc, y    (..., C)   f32
-        low       LoRA adapters by matrix name: A (R, in), B (out, R), with an axis E if the matrix has one, scale s
-                  and dropout d: w x becomes w x + s B A d(x)
-    Mixtral (Jiang et al. 2024, arXiv 2401.04088); llama.cpp's build_moe_ffn.
-    """
-    logits = _product(x, gate_inp, low.get("gate_inp"))
-    chosen = top_k(logits, k=used)
-    p = soft_max(take(logits, chosen)) if norm else take(soft_max(logits), chosen)
-    row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
-    tokens = math.prod(x.shape[:-1])
-    sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
-    gated = _product(sorted_x, gate, low.get("gate"), expert)
-    hidden = swiglu(gated, _product(sorted_x, up, low.get("up"), expert))
-    return weighted_rows(_product(hidden, down, low.get("down"), expert), place, p, acc)
-
-
-def _product(x: Tensor, w: Tensor, low: Low | None, *expert: Tensor) -> Tensor:
-    """w x, or that of the rows' experts, plus the LoRA adapter of w."""
-    times: Callable[..., Tensor] = matmul_id if expert else matmul
-    y = times(x, w, *expert)
-    if low is None:
-        return y
-    a, b, by, drop = low
-    return times(scale(times(drop(x), a, *expert), by=by), b, *expert, y)
 
 
 def _check_order(op_name, ids, count):

@@ -3,12 +3,14 @@
 from packtrain.models.arch import (
     cohere2,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
     falcon,
     gemma,
     gemma2,
     gemma3,
     glm4,
+    glm4moe,
     gpt2,
     granite,
     hunyuan_dense,
@@ -20,6 +22,7 @@ from packtrain.models.arch import (
     phi2,
     phi3,
     qwen2,
+    qwen2moe,
     qwen3,
     qwen3moe,
     seed_oss,
@@ -30,7 +33,20 @@ from packtrain.models.arch import (
 from packtrain.models.arch.architecture import Architecture, Family
 
 MODULES = (
-    *(llama, mistral3, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3),
+    *(
+        llama,
+        mistral3,
+        qwen2,
+        qwen3,
+        qwen2moe,
+        qwen3moe,
+        ernie4_5_moe,
+        glm4moe,
+        gemma,
+        gemma2,
+        gemma3,
+        phi3,
+    ),
     *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2),
     *(phi2, gpt2, starcoder2, stablelm, falcon, nemotron, cohere2, smollm3),
 )

@@ -22,6 +22,7 @@ UNGATED_BIASES = ("attn_output.bias", "ffn_up.bias", "ffn_down.bias")
 MORE_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+CHOICE = "exp_probs_b.bias"  # added to the weights of experts to choose some
 # modules of a block in checkpoints
 ATTENTION = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -30,6 +31,14 @@ ATTENTION = {
 FFN_NORM = {"post_attention_layernorm": "ffn_norm"}
 FEED_FORWARD = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 BLOCK = ATTENTION | FFN_NORM | FEED_FORWARD
+EXPERT_MATRICES = {
+    "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
+    "mlp.experts.{}.down_proj": "ffn_down_exps",
+}  # fmt: skip
+SHARED = {
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 
 
@@ -39,6 +48,8 @@ class Sizes:
 
     key_length                  width of a head; None: embedding_length / head_count
     expert_feed_forward_length  width of an expert; None: feed_forward_length
+    expert_shared_feed_forward_length  width of the expert that all tokens have; 0: there is none
+    leading_dense_block_count   the first blocks that have no experts
     """
 
     vocab_size: int
@@ -52,6 +63,8 @@ class Sizes:
     expert_count: int = 0
     expert_used_count: int = 0
     expert_feed_forward_length: int | None = None
+    expert_shared_feed_forward_length: int = 0
+    leading_dense_block_count: int = 0
 
     @property
     def head_width(self) -> int:
@@ -60,6 +73,10 @@ class Sizes:
     @property
     def expert_width(self) -> int:
         return self.expert_feed_forward_length or self.feed_forward_length
+
+    def mixture(self, block: int) -> bool:
+        """Whether that block has experts."""
+        return self.expert_count > 0 and block >= self.leading_dense_block_count
 
 
 def no_keys(given: Given, sizes: Sizes) -> Keys:
@@ -72,12 +89,14 @@ class Experts:
 
     matrices  of one expert, with {} for its number; and the tensor that stacks those of all
     width     None: the feed-forward's
+    others    width of that expert, and how many of the first blocks have no experts
     """
 
     matrices: Mapping[str, str]
     count: tuple[str, int]
     used: tuple[str, int]
     width: tuple[str, int] | None = None
+    others: Callable[[Given], tuple[int, int]] = lambda given: (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +131,8 @@ class Family:
     qkv_bias      queries, keys and values have biases, whatever the config says
     pairs         rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
     space_prefix  whether to add a space before texts; None: as the tokenizer's config says
+    ends          ends of names of tensors, and how they would usually end
+    more_blocks   checkpoints may have blocks after the last, which only guess more tokens
     """
 
     classes: tuple[str, ...]
@@ -134,6 +155,8 @@ class Family:
     qkv_bias: bool = False
     pairs: bool = False
     space_prefix: bool | None = None
+    ends: Mapping[str, str] = field(default_factory=dict)
+    more_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +187,9 @@ class Architecture:
     windows_turn      in a model with windows, blocks without one have no rope
     windows_plain     blocks with a window have rope without scaling
     wide_blocks       a model with this many blocks scales scores by embedding_length / head_count
+    sigmoids          an expert's weight is the sigmoid of its logit, not its part of the softmax
+    chosen_sum        the weights of the chosen experts are divided by their sum; None: as the key says
+    shared_gate       what the shared expert gives is multiplied by the sigmoid of a logit
 
     keys              additional GGUF keys with their defaults; None: required
     ignored           keys without effect, as in llama.cpp
@@ -199,6 +225,9 @@ class Architecture:
     windows_turn: bool = False
     windows_plain: bool = False
     wide_blocks: int = 0
+    sigmoids: bool = False
+    chosen_sum: bool | None = True
+    shared_gate: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

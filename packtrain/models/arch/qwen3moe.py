@@ -2,6 +2,7 @@
 
 from packtrain.models.arch.architecture import (
     ATTENTION,
+    EXPERT_MATRICES,
     FFN_NORM,
     HEAD_NORMS,
     WINDOW_KEYS,
@@ -24,11 +25,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 EXPERTS = Experts(
-    {
-        "mlp.experts.{}.gate_proj": "ffn_gate_exps",
-        "mlp.experts.{}.up_proj": "ffn_up_exps",
-        "mlp.experts.{}.down_proj": "ffn_down_exps",
-    },
+    EXPERT_MATRICES,
     ("num_experts", 128),
     ("num_experts_per_tok", 8),
     ("moe_intermediate_size", 768),

@@ -11,8 +11,8 @@ NEEDS = {
     "embeddings of layers": "gemma3n gemma4",
     "lightning attention": "minimax-01",
     "experts with shared ones, or with their kind of routing":
-        "afmoe arctic bailingmoe bailingmoe2 cohere2moe dbrx deepseek dots1 ernie4_5-moe exaone-moe glm4moe granitemoe"
-        " grok grovemoe hunyuan-moe laguna llama4 maple minimax-m2 olmoe phimoe qwen2moe smallthinker step35 hy_v3",
+        "afmoe arctic bailingmoe bailingmoe2 cohere2moe dbrx deepseek dots1 exaone-moe granitemoe"
+        " grok grovemoe hunyuan-moe laguna llama4 maple minimax-m2 olmoe phimoe smallthinker step35 hy_v3",
     "experts and attention sinks": "gpt-oss granite_swa mimo2 dflash deepseek4",
     "positions by ALiBi": "bloom mpt refact jais",
     "attention in both directions":

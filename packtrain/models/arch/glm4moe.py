@@ -1,0 +1,91 @@
+"""GLM-4.5: experts after the first blocks, weighed by sigmoids, chosen with an offset of their own; and one for all.
+
+arXiv 2508.06471; the weights of the chosen experts add up to a factor. Blocks after the last, which guess more tokens,
+are not used.
+"""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    BIASES,
+    CHOICE,
+    EXPERT_MATRICES,
+    FEED_FORWARD,
+    HEAD_NORMS,
+    SHARED,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+WIDTH, SIGMOID = ("moe_intermediate_size", 1408), 2
+ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
+FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}
+
+
+def others(given: Given) -> tuple[int, int]:
+    return given.size(*WIDTH) * given.size("n_shared_experts", 1), given.size(
+        "first_k_dense_replace", 1
+    )
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("n_group", 1, 1)
+    given.one_of("topk_group", 1, 1)
+    return {
+        "rope.dimension_count": given.turned(sizes.head_width, 0.5),
+        "expert_group_count": 1,
+        "expert_group_used_count": 1,
+        "expert_shared_count": sizes.expert_shared_feed_forward_length // sizes.expert_width,
+        "leading_dense_block_count": sizes.leading_dense_block_count,
+        "expert_gating_func": SIGMOID,
+        "expert_weights_scale": given.real("routed_scaling_factor", 1.0),
+        "expert_weights_norm": given.flag("norm_topk_prob", True),
+    }
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    biases = BIASES if given.flag("attention_bias") else ()
+    return (*biases, CHOICE, *(NORMS if given.flag("use_qk_norm") else ()))
+
+
+ARCHITECTURE = Architecture(
+    "glm4moe",
+    halves=True,
+    ffn_norm="post_attention_norm",
+    partial_rope=True,
+    sigmoids=True,
+    chosen_sum=None,
+    keys={
+        "expert_count": None,
+        "expert_used_count": None,
+        "expert_feed_forward_length": None,
+        "expert_shared_count": None,
+        "leading_dense_block_count": 0,
+        "expert_weights_scale": 0.0,
+        "expert_weights_norm": False,
+        "nextn_predict_layers": 0,
+    },
+    neutral={"expert_gating_func": (SIGMOID, 0)},
+    optional=(*BIASES, CHOICE, *NORMS),
+    families=(
+        Family(
+            ("Glm4MoeForCausalLM",),
+            ATTENTION | HEAD_NORMS | FFN_NORM | ROUTER | FEED_FORWARD | SHARED,
+            keys,
+            Experts(
+                EXPERT_MATRICES,
+                ("n_routed_experts", 128),
+                ("num_experts_per_tok", 8),
+                WIDTH,
+                others,
+            ),
+            optional=optional,
+            ends={"e_score_correction_bias": "e_score_correction.bias"},
+            more_blocks=True,
+        ),
+    ),
+)

@@ -1,0 +1,68 @@
+"""Qwen2 and Qwen 1.5 with experts in every block, and one that all tokens have, behind a gate. arXiv 2407.10671.
+
+The weights of the chosen experts are parts of a softmax over all: they do not add up to 1.
+"""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    EXPERT_MATRICES,
+    FFN_NORM,
+    WINDOW_KEYS,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+SHARED = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}  # fmt: skip
+
+
+def others(given: Given) -> tuple[int, int]:
+    return given.size("shared_expert_intermediate_size", 5632), 0
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    """llama.cpp supports only experts in all blocks, with weights that do not add up to 1."""
+    given.one_of("norm_topk_prob", False, False)
+    given.one_of("decoder_sparse_step", 1, 1)
+    given.one_of("mlp_only_layers", [], [])
+    given.one_of("use_sliding_window", False, False)
+    given.one_of("qkv_bias", True, True)
+    return {"expert_shared_feed_forward_length": sizes.expert_shared_feed_forward_length}
+
+
+ARCHITECTURE = Architecture(
+    "qwen2moe",
+    halves=True,
+    square=True,
+    always_apart=True,
+    chosen_sum=False,
+    shared_gate=True,
+    keys={
+        "expert_count": None,
+        "expert_used_count": None,
+        "expert_feed_forward_length": None,
+        "expert_shared_feed_forward_length": 0,
+    },
+    ignored=WINDOW_KEYS,
+    families=(
+        Family(
+            ("Qwen2MoeForCausalLM",),
+            ATTENTION | FFN_NORM | {"mlp.gate": "ffn_gate_inp"} | SHARED,
+            keys,
+            Experts(
+                EXPERT_MATRICES,
+                ("num_experts", 60),
+                ("num_experts_per_tok", 4),
+                ("moe_intermediate_size", 1408),
+                others,
+            ),
+            qkv_bias=True,
+        ),
+    ),
+)

@@ -1,0 +1,71 @@
+"""The metadata of experts: GGUF keys to the fields of a Config and back."""
+
+from typing import Any
+
+from packtrain.gguf import Value
+from packtrain.models.config import Config
+from packtrain.models.keys import Keys
+
+MOST_EXPERTS = 512  # as in llama.cpp
+EXPERT_WIDTH = "expert_feed_forward_length"
+SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
+DENSE, WEIGHTS_SCALE, WEIGHTS_NORM = (
+    "leading_dense_block_count",
+    "expert_weights_scale",
+    "expert_weights_norm",
+)
+
+
+def mixture(keys: Keys) -> dict[str, Any]:
+    own = keys.architecture.keys
+    must = own.get("expert_count", 0) is None
+    if not must and not keys.size("expert_count", 0, least=0):
+        return {}
+    count = keys.size("expert_count")
+    if count > MOST_EXPERTS:
+        raise keys.wrong("expert_count", count, f"at most {MOST_EXPERTS}")
+    used = keys.size("expert_used_count")
+    if used > count:
+        raise keys.wrong(
+            "expert_used_count", used, f"{keys.architecture.name}.expert_count {count} at most"
+        )
+    width = None
+    if EXPERT_WIDTH in own:
+        width = keys.size(EXPERT_WIDTH, keys.size("feed_forward_length") // used)
+    found = {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
+    return found | _shared(keys, width or 0) | _weights(keys)
+
+
+def _shared(keys: Keys, width: int) -> dict[str, Any]:
+    """The width of the shared expert, and the number of blocks without experts."""
+    own, found = keys.architecture.keys, {}
+    if SHARED_WIDTH in own:
+        usual = keys.size("feed_forward_length") if keys.architecture.shared_gate else 0
+        found[SHARED_WIDTH] = keys.size(SHARED_WIDTH, least=0) or usual
+    elif SHARED_COUNT in own:
+        found[SHARED_WIDTH] = keys.size(SHARED_COUNT, least=0) * width
+    return found | ({DENSE: keys.size(DENSE, least=0)} if DENSE in own else {})
+
+
+def _weights(keys: Keys) -> dict[str, Any]:
+    """What happens to the weights of the chosen experts."""
+    norm = keys.get(WEIGHTS_NORM, False)
+    if not isinstance(norm, bool):
+        raise keys.wrong(WEIGHTS_NORM, norm, "true or false")
+    return {WEIGHTS_SCALE: keys.own(WEIGHTS_SCALE), WEIGHTS_NORM: norm}
+
+
+def expert_sizes(config: Config) -> dict[str, int]:
+    sizes = {
+        EXPERT_WIDTH: config.expert_width, SHARED_WIDTH: config.expert_shared_feed_forward_length,
+        SHARED_COUNT: config.expert_shared_feed_forward_length // config.expert_width,
+        DENSE: config.leading_dense_block_count, "interleave_moe_layer_step": 1,
+    }  # fmt: skip
+    return {key: size for key, size in sizes.items() if key in config.traits.keys}
+
+
+def weight_keys(config: Config) -> dict[str, Value]:
+    """Keys of what happens to the weights of the chosen experts."""
+    by, norm = config.expert_weights_scale, config.expert_weights_norm
+    keys = {WEIGHTS_SCALE: Value("f32", by)} if by else {}
+    return keys | ({WEIGHTS_NORM: Value("bool", True)} if norm else {})

@@ -1,0 +1,92 @@
+"""A mixture of experts as one function: routing, the chosen experts' products, and their weighted sum."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from packtrain.ops.activation import swiglu
+from packtrain.ops.elementwise import add, div, mul, scale, sigmoid
+from packtrain.ops.experts import matmul_id, weighted_rows
+from packtrain.ops.functions import clamp, gelu_quick
+from packtrain.ops.index import get_rows
+from packtrain.ops.matmul import matmul
+from packtrain.ops.reduce import sum_rows
+from packtrain.ops.routing import group_rows, take, top_k
+from packtrain.ops.shape import reshape
+from packtrain.ops.softmax import soft_max
+from packtrain.tensor import Tensor
+
+Low = tuple[Tensor, Tensor, float, Callable[[Tensor], Tensor]]
+NO_LOW: Mapping[str, Low] = MappingProxyType({})
+NO_BIASES: Mapping[str, Tensor] = MappingProxyType({})
+LEAST_SUM = 6.103515625e-5  # of weights that are divided by their sum: llama.cpp's
+LIMIT = 7.0  # of the clamped activation: gpt-oss's
+
+
+def experts(
+    x: Tensor, gate_inp: Tensor, gate: Tensor, up: Tensor, down: Tensor, acc: Tensor | None = None,
+    offsets: Tensor | None = None, *, used: int, norm: bool = True, sigmoids: bool = False, by: float = 1.0,
+    clamped: bool = False, biases: Mapping[str, Tensor] = NO_BIASES, low: Mapping[str, Low] = NO_LOW,
+) -> Tensor:  # fmt: skip
+    """Mixture of experts: y = sum over the `used` chosen e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
+
+    p is the softmax of x @ gate_inp.T over all experts, or with `sigmoids` the sigmoid of each. The `used` experts
+    with the largest p + offsets are chosen; with `norm` their p is divided by the sum of theirs, then multiplied by
+    `by`. With `clamped` silu(g) * u becomes g * sigmoid(1.702 g) * (u + 1) for g = min(gate_e x, 7) and u = up_e x
+    between -7 and 7.
+
+        x         (..., C)   f32
+        gate_inp  (E, C)     f32
+        gate, up  (E, F, C)  any readable type
+        down      (E, C, F)  any readable type
+        acc, y    (..., C)   f32
+        offsets   (E,)       f32; has no gradient
+        biases    by matrix name: (E,) of gate_inp, (E, F) of gate and up, (E, C) of down, f32
+        low       LoRA adapters by matrix name: A (R, in), B (out, R), with an axis E if the matrix has one, scale s
+                  and dropout d: w x becomes w x + s B A d(x)
+    Mixtral (Jiang et al. 2024, arXiv 2401.04088); DeepSeek-V3 (arXiv 2412.19437); llama.cpp's build_moe_ffn.
+    """
+    logits = _product(x, gate_inp, low.get("gate_inp"), biases.get("gate_inp"))
+    chosen, p = _routes(logits, offsets, used, norm, sigmoids)
+    p = p if by == 1 else scale(p, by=by)
+    row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
+    tokens = math.prod(x.shape[:-1])
+    sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
+    gated, raised = (
+        _product(sorted_x, w, low.get(name), biases.get(name), expert)
+        for name, w in (("gate", gate), ("up", up))
+    )
+    hidden = _clamped(gated, raised) if clamped else swiglu(gated, raised)
+    made = _product(hidden, down, low.get("down"), biases.get("down"), expert)
+    return weighted_rows(made, place, p, acc)
+
+
+def _routes(
+    logits: Tensor, offsets: Tensor | None, used: int, norm: bool, sigmoids: bool
+) -> tuple[Tensor, Tensor]:
+    """The chosen experts of each token, and what theirs are multiplied by."""
+    if not sigmoids and norm and offsets is None:  # the same without the sum over all
+        chosen = top_k(logits, k=used)
+        return chosen, soft_max(take(logits, chosen))
+    p = sigmoid(logits) if sigmoids else soft_max(logits)
+    chosen = top_k(p if offsets is None else add(p, offsets), k=used)
+    p = take(p, chosen)
+    return chosen, div(p, clamp(sum_rows(p), low=LEAST_SUM)) if norm else p
+
+
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    return mul(
+        gelu_quick(clamp(gate, high=LIMIT)), scale(clamp(up, low=-LIMIT, high=LIMIT), by=1, bias=1)
+    )
+
+
+def _product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
+    """w x, or that of the rows' experts, plus its bias and the LoRA adapter of w."""
+    times: Callable[..., Tensor] = matmul_id if expert else matmul
+    y = times(x, w, *expert)
+    if bias is not None:
+        y = add(y, get_rows(bias, *expert) if expert else bias)
+    if low is None:
+        return y
+    a, b, by, drop = low
+    return times(scale(times(drop(x), a, *expert), by=by), b, *expert, y)

@@ -1,0 +1,101 @@
+"""Feed-forwards of checkpoints with experts in Hugging Face's layout, in float64: Qwen2 MoE, ERNIE 4.5 and GLM-4.5.
+
+The other parts of these models are in hugging_face.py. It shares no line with packtrain.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Config = dict[str, Any]
+Linear = Callable[[str, np.ndarray], np.ndarray]
+KINDS: dict[str, Config] = {
+    "qwen2moe": {
+        "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56, "norm_topk_prob": False,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "ernie4_5-moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "head_dim": 24, "use_bias": False,
+        "tie_word_embeddings": True, "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 40,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1, "num_hidden_layers": 3,
+    },
+    "glm4moe": {
+        "architectures": ["Glm4MoeForCausalLM"], "head_dim": 24, "partial_rotary_factor": 0.5,
+        "attention_bias": True, "attention_out_bias": False, "use_qk_norm": True, "n_routed_experts": 5,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 1, "num_hidden_layers": 3,
+    },
+}  # fmt: skip
+CLASSES = {config["architectures"][0] for config in KINDS.values()}
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def count(c: Config) -> int:
+    return int(c.get("num_experts") or c.get("moe_num_experts") or c["n_routed_experts"])
+
+
+def dense(c: Config, i: int) -> bool:
+    return i < c.get("moe_layer_start_index", c.get("first_k_dense_replace", 0))
+
+
+def offsets(c: Config) -> str:
+    """What is added to choose experts."""
+    if c["architectures"][0] == "Qwen2MoeForCausalLM":
+        return ""
+    ernie = c["architectures"][0].startswith("Ernie")
+    return (
+        "mlp.moe_statics.e_score_correction_bias" if ernie else "mlp.gate.e_score_correction_bias"
+    )
+
+
+def shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a block's feed-forward."""
+    width, f = c["hidden_size"], c["moe_intermediate_size"]
+    wide = {"mlp": c["intermediate_size"]}
+    if not dense(c, i):
+        several = c.get("moe_num_shared_experts", c.get("n_shared_experts", 1))
+        one = "shared_expert" if "num_experts" in c else "shared_experts"
+        wide = {f"mlp.{one}": c.get("shared_expert_intermediate_size", several * f)}
+        wide |= {f"mlp.experts.{e}": f for e in range(count(c))}
+    made: dict[str, tuple[int, ...]] = {}
+    for at, n in wide.items():
+        made |= {f"{at}.{part}.weight": (n, width) for part in PARTS[:2]}
+        made[f"{at}.{PARTS[2]}.weight"] = (width, n)
+    if dense(c, i):
+        return made
+    made["mlp.gate.weight"] = (count(c), width)
+    if "num_experts" in c:
+        made["mlp.shared_expert_gate.weight"] = (1, width)
+    ernie = c["architectures"][0].startswith("Ernie")
+    shape = (1, count(c)) if ernie else (count(c),)
+    return made | ({offsets(c): shape} if offsets(c) else {})
+
+
+def feed_forward(
+    c: Config, w: dict[str, np.ndarray], at: str, i: int, x: np.ndarray, linear: Linear
+) -> np.ndarray:
+    """The output of block i's feed-forward, whose tensors begin with `at`."""
+
+    def gated(where: str, x: np.ndarray) -> np.ndarray:
+        gate, up = (linear(f"{at}.{where}.{part}", x) for part in PARTS[:2])
+        return linear(f"{at}.{where}.{PARTS[2]}", gate / (1 + np.exp(-gate)) * up)
+
+    if dense(c, i):
+        return gated("mlp", x)
+    z = linear(f"{at}.mlp.gate", x)
+    glm = c["architectures"][0] == "Glm4MoeForCausalLM"
+    p = 1 / (1 + np.exp(-z)) if glm else np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    better = p + (w[f"{at}.{offsets(c)}"].reshape(-1) if offsets(c) else 0)
+    y = gated("mlp.shared_expert" if "num_experts" in c else "mlp.shared_experts", x)
+    if "num_experts" in c:
+        y = y / (1 + np.exp(-linear(f"{at}.mlp.shared_expert_gate", x)))
+    for t in range(len(x)):
+        chosen = np.argsort(-better[t])[: c.get("num_experts_per_tok") or c["moe_k"]]
+        total = p[t, chosen].sum() if c.get("norm_topk_prob", True) else 1
+        for e in chosen:
+            share = p[t, e] / total * c.get("routed_scaling_factor", 1.0)
+            y[t] += share * gated(f"mlp.experts.{e}", x[t])
+    return y

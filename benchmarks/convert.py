@@ -52,6 +52,7 @@ YARN = {
     "beta_slow": 1.0,
     "attention_factor": 1.0,
 }
+GPT_YARN = YARN | {"attention_factor": None, "truncate": True}
 KEPT = ("sliding_window",)  # where null says something
 WINDOWS = {"num_hidden_layers": 5, "sliding_window": 4}
 WINDOW = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 4}
@@ -95,6 +96,10 @@ CLASSES: dict[str, dict[str, Any]] = {
     },
     "Ernie4_5_MoeConfig": {
         "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_start_index": 1,
+    },
+    "GptOssConfig": {
+        "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 4,
+        "rope_parameters": GPT_YARN,
     },
     "Glm4MoeConfig": {
         "head_dim": 24, "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,

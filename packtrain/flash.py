@@ -43,11 +43,11 @@ def missing(config: Config, target: Target, cache: Dtype | None) -> str:
 def asked(config: Config, cache: Dtype | None) -> list[Tensor]:
     """Calls of one token that attends to one; nothing is allocated."""
     d, heads, kv = config.head_width, config.head_count, config.head_count_kv
-    one = input("one", (1,), i32)
+    one, sinks = input("one", (1,), i32), input("sinks", (heads,)) if config.traits.sinks else None
     if cache is not None:
         q, order = input("q", (1, heads, d)), input("order", (1, 1), i32)
         k, v = (state(name, (1, kv, d), cache) for name in "kv")
-        return [ops.attention_cells(q, k, v, one, one, order, one, one, scale=1.0)]
+        return [ops.attention_cells(q, k, v, one, one, order, one, one, sinks, scale=1.0)]
     q, k, v = (input(n, (1, 1, count, d), f32) for n, count in (("q", heads), ("k", kv), ("v", kv)))
-    y, lse = ops.attention(q, k, v, scale=1.0)
+    y, lse = ops.attention(q, k, v, None, None, None, None, None, sinks, scale=1.0)
     return [y, ops.attention_back(q, y, lse, q, k, v, scale=1.0)[0]]

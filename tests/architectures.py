@@ -12,6 +12,7 @@ import numpy as np
 
 from packtrain.gguf import Value
 from packtrain.models import transformer
+from packtrain.models.arch.gpt_oss import ALL_BIASES
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.file import save_model
 
@@ -109,6 +110,10 @@ CONFIGS: Mapping[str, Config] = {
         leading_dense_block_count=1, expert_weights_scale=1.5, expert_weights_norm=True,
         optional=(*BIASES, "exp_probs_b.bias", "attn_q_norm.weight", "attn_k_norm.weight"),
     ),
+    "gpt-oss": replace(
+        LLAMA, architecture="gpt-oss", tied=False, key_length=128, expert_count=6, expert_used_count=3, window=9,
+        window_pattern=2, expert_feed_forward_length=256, rope_scaling=YARN, optional=ALL_BIASES,
+    ),
     "glm4moe apart": replace(
         LLAMA, architecture="glm4moe", rope_dims=32, expert_count=6, expert_used_count=3,
         expert_feed_forward_length=256, expert_shared_feed_forward_length=256, optional=("exp_probs_b.bias",),
@@ -175,6 +180,10 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
             value = np.geomspace(1, 8 if "long" in name else 3, leaf.shape[0]) * (
                 1.2 + 0.1 * uniform
             )
+        elif name.endswith("attn_sinks.weight"):
+            value = 2 * uniform
+        elif name.endswith("exps.bias"):
+            value = 3 * uniform  # beyond the limit of the activation
         elif len(leaf.shape) > 1 and "norm" not in name:
             value = uniform * (3 / leaf.shape[-1]) ** 0.5
         else:

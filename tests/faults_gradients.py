@@ -123,6 +123,18 @@ def attention_with_the_gradients_of_keys_and_values_swapped(patch: MonkeyPatch) 
     vjp(patch, "attention", wrong)
 
 
+@fault("vjp", gradient("attention"))
+def attention_with_the_gradient_of_sinks_turned_around(patch: MonkeyPatch) -> None:
+    def wrong(rule):
+        def turned(*given, **named):
+            *rest, dsinks = rule(*given, **named)
+            return *rest, None if dsinks is None else ops.neg(dsinks)
+
+        return turned
+
+    vjp(patch, "attention", wrong)
+
+
 @fault("vjp", gradient("get_rows"))
 def get_rows_that_shifts_its_ids_in_backward(patch: MonkeyPatch) -> None:
     def wrong(dy, y, w, ids):

@@ -132,8 +132,8 @@ def attention_that_sees_the_next_position(patch: MonkeyPatch) -> None:
 @fault("kernel", value("attention"))
 def attention_across_segments(patch: MonkeyPatch) -> None:
     def blind(run):
-        def wrong(out, q, k, v, q_pos, k_pos, q_seq, k_seq, length, **rule):
-            run(out, q, k, v, q_pos, k_pos, None, None, length, **rule)
+        def wrong(out, q, k, v, q_pos, k_pos, q_seq, k_seq, *rest, **rule):
+            run(out, q, k, v, q_pos, k_pos, None, None, *rest, **rule)
 
         return wrong
 
@@ -143,9 +143,29 @@ def attention_across_segments(patch: MonkeyPatch) -> None:
 @fault("kernel", value("attention"))
 def attention_beyond_the_cells_in_use(patch: MonkeyPatch) -> None:
     def long(run):
-        return lambda out, *inputs, **rule: run(out, *inputs[:-1], None, **rule)
+        return lambda out, *inputs, **rule: run(out, *inputs[:-2], None, inputs[-1], **rule)
 
     kernel(patch, "attention", long)
+
+
+@fault("kernel", value("attention"))
+def attention_that_forgets_its_sinks(patch: MonkeyPatch) -> None:
+    def forgetful(run):
+        return lambda out, *inputs, **rule: run(out, *inputs[:-1], None, **rule)
+
+    kernel(patch, "attention", forgetful)
+
+
+@fault("kernel", value("attention_cells"))
+def attention_cells_with_the_sink_of_another_head(patch: MonkeyPatch) -> None:
+    def turned(run):
+        def wrong(y, *inputs, **rule):
+            *rest, sinks = inputs
+            return run(y, *rest, None if sinks is None else np.roll(sinks, 1), **rule)
+
+        return wrong
+
+    kernel(patch, "attention_cells", turned)
 
 
 @fault("kernel", value("attention"))

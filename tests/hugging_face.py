@@ -427,12 +427,15 @@ class Model:
                 scores = scores * math.sqrt(d) * c["attention_multiplier"]
             if cap := c.get("attn_logit_softcapping"):
                 scores = cap * np.tanh(scores / cap)
-            y[:, j] = softmax(np.where(hidden, -np.inf, scores)) @ v[:, j * kv // heads]
+            scores = np.where(hidden, -np.inf, scores)
+            if (sinks := self.w.get(f"{at}.sinks")) is not None:
+                scores = np.concatenate([scores, np.full((time, 1), sinks[j])], -1)
+            y[:, j] = softmax(scores)[:, :time] @ v[:, j * kv // heads]
         return self.linear(f"{at}.o_proj", y.reshape(time, -1))
 
     def sliding(self, i: int) -> bool:
         """Whether a block's attention has a window."""
-        if self.kind == "Gemma2ForCausalLM":
+        if self.kind in ("Gemma2ForCausalLM", "GptOssForCausalLM"):
             return i % 2 == 0
         if self.kind in ("Olmo3ForCausalLM", "Exaone4ForCausalLM"):
             return "sliding_window" in self.config and i % 4 != 3
@@ -459,7 +462,10 @@ class Model:
         elif kind == "llama3":
             inverse = llama_3(inverse, rope)
         elif kind == "yarn":
-            scale = rope.get("attention_factor", scale)
+            usual = 1 + 0.1 * math.log(rope["factor"])
+            scale = rope.get(
+                "attention_factor", usual if self.kind == "GptOssForCausalLM" else scale
+            )
             inverse = yarn(inverse, rope, base, d)  # mscale / mscale_all_dim is 1
         elif kind == "longrope":
             inverse = inverse / np.array(rope["short_factor"])

@@ -1,4 +1,6 @@
-"""Feed-forwards of checkpoints with experts in Hugging Face's layout, in float64: Qwen2 MoE, ERNIE 4.5 and GLM-4.5.
+"""Feed-forwards of checkpoints with experts in Hugging Face's layout, in float64.
+
+Those of Qwen2 MoE, ERNIE 4.5, GLM-4.5 and gpt-oss.
 
 The other parts of these models are in hugging_face.py. It shares no line with packtrain.
 """
@@ -28,6 +30,14 @@ KINDS: dict[str, Config] = {
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
         "num_nextn_predict_layers": 1, "num_hidden_layers": 3,
     },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"], "head_dim": 24, "attention_bias": True, "num_local_experts": 5,
+        "num_experts_per_tok": 3, "sliding_window": 4, "num_hidden_layers": 3, "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
 }  # fmt: skip
 CLASSES = {config["architectures"][0] for config in KINDS.values()}
 PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -53,6 +63,8 @@ def offsets(c: Config) -> str:
 
 def shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a block's feed-forward."""
+    if "num_local_experts" in c:
+        return gpt_oss_shapes(c)
     width, f = c["hidden_size"], c["moe_intermediate_size"]
     wide = {"mlp": c["intermediate_size"]}
     if not dense(c, i):
@@ -74,10 +86,38 @@ def shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
     return made | ({offsets(c): shape} if offsets(c) else {})
 
 
+def gpt_oss_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    e, width, f = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
+    return {
+        "self_attn.sinks": (c["num_attention_heads"],), "mlp.router.weight": (e, width), "mlp.router.bias": (e,),
+        "mlp.experts.gate_up_proj": (e, width, 2 * f), "mlp.experts.gate_up_proj_bias": (e, 2 * f),
+        "mlp.experts.down_proj": (e, f, width), "mlp.experts.down_proj_bias": (e, width),
+    }  # fmt: skip
+
+
+def gpt_oss(
+    c: Config, w: dict[str, np.ndarray], at: str, x: np.ndarray, linear: Linear
+) -> np.ndarray:
+    z, y, experts = linear(f"{at}.mlp.router", x), np.zeros_like(x), f"{at}.mlp.experts"
+    up, up_bias = w[f"{experts}.gate_up_proj"], w[f"{experts}.gate_up_proj_bias"]
+    down, down_bias = w[f"{experts}.down_proj"], w[f"{experts}.down_proj_bias"]
+    for t in range(len(x)):
+        chosen = np.argsort(-z[t])[: c["num_experts_per_tok"]]
+        share = np.exp(z[t, chosen]) / np.exp(z[t, chosen]).sum()
+        for e, part in zip(chosen, share, strict=True):
+            both = x[t] @ up[e] + up_bias[e]
+            gate, wide = np.minimum(both[::2], 7), np.clip(both[1::2], -7, 7)
+            hidden = (wide + 1) * gate / (1 + np.exp(-1.702 * gate))
+            y[t] += part * (hidden @ down[e] + down_bias[e])
+    return y
+
+
 def feed_forward(
     c: Config, w: dict[str, np.ndarray], at: str, i: int, x: np.ndarray, linear: Linear
 ) -> np.ndarray:
     """The output of block i's feed-forward, whose tensors begin with `at`."""
+    if "num_local_experts" in c:
+        return gpt_oss(c, w, at, x, linear)
 
     def gated(where: str, x: np.ndarray) -> np.ndarray:
         gate, up = (linear(f"{at}.{where}.{part}", x) for part in PARTS[:2])

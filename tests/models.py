@@ -94,8 +94,8 @@ def logits(config: Config, rows: int, time: int) -> Graph:
     weights = transformer.weights(config)
     tokens, pos, seq = (input(name, (rows, time), i32) for name in ("tokens", "pos", "seq"))
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return transformer.mixed(config, i, q, k, v, pos, pos, seq, seq)
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        return transformer.mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
 
     *_, h = transformer.stream(config, weights, tokens, pos, attend, time)
     return Graph([transformer.logits(config, weights, h)])

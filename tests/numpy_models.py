@@ -15,6 +15,7 @@ HALVES = {
     "qwen3",
     "qwen2moe",
     "glm4moe",
+    "gpt-oss",
     "qwen3moe",
     "gemma",
     "gemma2",
@@ -62,7 +63,7 @@ class Model:
         if "position_embd.weight" in self.w:
             h = h + self.w["position_embd.weight"][: len(h)]
         first, second = "post_attention_norm", "ffn_norm"
-        if self.arch in ("seed_oss", "glm4moe"):  # it stands before the feed-forward
+        if self.arch in ("seed_oss", "glm4moe", "gpt-oss"):  # it stands before the feed-forward
             first, second = "none", first
         share = self.keys.get("residual_scale", 1.0)
         for i in range(self.keys["block_count"]):
@@ -144,8 +145,10 @@ class Model:
         for head in range(self.heads):
             group = head // (self.heads // self.kv)
             scores = capped(q[:, head] @ k[:, group].T * self.scale(), self.score_cap())
-            e = np.exp(np.where(hidden, -np.inf, scores - scores.max(axis=-1, keepdims=True)))
-            y[:, head] = e / e.sum(axis=-1, keepdims=True) @ v[:, group]
+            sink = self.w.get(f"blk.{i}.attn_sinks.weight", np.full(self.heads, -np.inf))[head]
+            top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+            e = np.exp(np.where(hidden, -np.inf, scores - top))
+            y[:, head] = e / (e.sum(axis=-1, keepdims=True) + np.exp(sink - top)) @ v[:, group]
         return self.linear(i, "attn_output", y.reshape(time, -1))
 
     def turns(self, i: int) -> bool:
@@ -167,11 +170,12 @@ class Model:
     def local(self, i: int) -> bool:
         """Whether a block sees a window only."""
         every = self.keys.get(
-            "attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}.get(self.arch, 4)
+            "attention.sliding_window_pattern",
+            {"gemma2": 2, "gpt-oss": 2, "gemma3": 6}.get(self.arch, 4),
         )
         if np.ndim(every):
             return bool(every[i])
-        known = ("gemma2", "gemma3", "cohere2", "olmo2", "exaone4")
+        known = ("gemma2", "gemma3", "cohere2", "olmo2", "exaone4", "gpt-oss")
         there = self.arch in known and self.keys.get("attention.sliding_window", 0)
         return bool(there) and (i + 1) % every != 0
 
@@ -260,6 +264,11 @@ class Model:
 
     def expert(self, i: int, e: int, x: np.ndarray) -> np.ndarray:
         gate, up, down = (self.w[f"blk.{i}.ffn_{n}_exps.weight"][e] for n in ("gate", "up", "down"))
+        if self.arch == "gpt-oss":
+            biases = (self.w[f"blk.{i}.ffn_{n}_exps.bias"][e] for n in ("gate", "up", "down"))
+            to_gate, to_up, to_down = biases
+            g, u = np.minimum(gate @ x + to_gate, 7), np.clip(up @ x + to_up, -7, 7)
+            return down @ (g / (1 + np.exp(-1.702 * g)) * (u + 1)) + to_down
         return down @ (self.activated(gate @ x) * (up @ x))
 
     def shared_expert(self, i: int, x: np.ndarray) -> np.ndarray | float:

@@ -41,11 +41,16 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
         all_pos, all_seq = (joined([*found]) for found in zip(*seen, strict=True))
 
         def attend(
-            i: int, q: Tensor, k: Tensor, v: Tensor, where=(pos, all_pos, seq, all_seq)
+            i: int,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            sinks: Tensor | None,
+            where=(pos, all_pos, seq, all_seq),
         ) -> Tensor:
             kept.setdefault(i, []).append((k, v))
             keys, held = (joined([*found]) for found in zip(*kept[i], strict=True))
-            return transformer.mixed(config, i, q, keys, held, *where)
+            return transformer.mixed(config, i, q, keys, held, sinks, *where)
 
         *_, h = transformer.stream(config, w, tokens, pos, attend, TIME)
         ends.append(h)

@@ -34,6 +34,7 @@ ROWS = {
     "qwen2moe": "lora",
     "ernie4_5-moe": "full",
     "glm4moe": "frozen",
+    "gpt-oss": "lora",
     "qwen3moe": "lora last",
     "granite": "full",
     "olmo2": "lora",

@@ -20,7 +20,7 @@ def soft_max(x, mask, *, scale):
     return y
 
 
-def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale, window, softcap):
+def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale, window, softcap):
     (b, t), s = q.shape[:2], k.shape[1]
     q_pos = torch.arange(t).expand(b, t) if q_pos is None else q_pos
     k_pos = torch.arange(s).expand(b, s) if k_pos is None else k_pos
@@ -31,28 +31,32 @@ def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, *, scale, window, sof
     if length is not None:
         seen = seen & (torch.arange(s) < length)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if softcap:
-        return capped_attention(q, k, v, seen[:, None], scale, softcap).transpose(1, 2)
+    if softcap or sinks is not None:
+        cap = softcap or 1e30
+        return capped_attention(q, k, v, seen[:, None], scale, cap, sinks).transpose(1, 2)
     y = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True
     )
     return y.transpose(1, 2)
 
 
-def attention_cells(q, k, v, q_pos, q_row, order, counts, k_pos, *, scale, window, softcap):
+def attention_cells(q, k, v, q_pos, q_row, order, counts, k_pos, sinks, *, scale, window, softcap):
     used = torch.arange(order.shape[1]) < counts[:, None]
     there = torch.zeros(order.shape, dtype=torch.long).scatter_add(1, order.long(), used.long()) > 0
     since = q_pos[:, None] - k_pos
     seen = (since >= 0) & ((since < window) | (window == 0)) & there[q_row]
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-    y = capped_attention(*heads, seen[None, None], scale, softcap or 1e30)
+    y = capped_attention(*heads, seen[None, None], scale, softcap or 1e30, sinks)
     return y[0].transpose(0, 1)
 
 
-def capped_attention(q, k, v, seen, scale, softcap):
+def capped_attention(q, k, v, seen, scale, softcap, sinks=None):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     z = softcap * (scale * q @ k.mT / softcap).tanh()
-    return z.masked_fill(~seen, -1e300).softmax(-1) @ v * seen.any(-1, keepdim=True)
+    z = z.masked_fill(~seen, -1e300)
+    if sinks is not None:
+        z = torch.cat((z, sinks[:, None, None].expand(*z.shape[:3], 1)), -1)
+    return z.softmax(-1)[..., : k.shape[2]] @ v * seen.any(-1, keepdim=True)
 
 
 def cross_entropy(logits, targets, weights):

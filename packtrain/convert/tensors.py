@@ -9,7 +9,7 @@ from packtrain import quant
 from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.safetensors import Stored
 from packtrain.errors import InputError
-from packtrain.models.arch.architecture import Family
+from packtrain.models.arch.architecture import Experts, Family
 from packtrain.models.config import Config
 from packtrain.models.shapes import POSITIONS, block_shapes
 
@@ -25,6 +25,7 @@ class Tensor:
     shift       added to every value
     transposed  the source has columns instead of rows
     spans       rows of the source in the order of the file, each (from, to); none: as they are
+    first, every  of the source's columns, only one of so many, from the first on
     """
 
     name: str
@@ -34,16 +35,23 @@ class Tensor:
     shift: float = 0.0
     transposed: bool = False
     spans: tuple[tuple[int, int], ...] = ()
+    first: int = 0
+    every: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        one = self.sources[0].shape[:: -1 if self.transposed else 1]
+        *more, last = self.sources[0].shape
+        one = (*more, last // self.every)
+        if self.transposed:
+            one = (*one[:-2], one[-1], one[-2])
         return (len(self.sources), *one) if self.stacked else one
 
     def values(self) -> Iterator[np.ndarray]:
         """The values of the sources in order as f32, some rows at a time; heads are not split."""
         for source in self.sources:
-            array = source.array().T if self.transposed else source.array()
+            array = source.array()
+            array = array[..., self.first :: self.every] if self.every > 1 else array
+            array = array.swapaxes(-1, -2) if self.transposed else array
             head = len(array) // self.turned if self.turned else 1
             step = max(PART * len(array) // (array.size * head), 1) * head
             for start, end in self._parts(len(array), step):
@@ -174,11 +182,33 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
                 transposed=across,
                 spans=ungrouped(config) if family.grouped and part == "attn_qkv" else (),
             )
-    experts = family.experts.matrices if family.experts and config.mixture(i) else {}
-    for module, part in experts.items():
+    if family.experts is None or not config.mixture(i):
+        return
+    yield from _experts(found, at, i, config, family.experts)
+    for module, part in family.experts.matrices.items():
         yield _stacked(
             found, f"{at}.{module}.weight", f"blk.{i}.{part}.weight", shapes[f"{part}.weight"]
         )
+
+
+def _experts(found: _Found, at: str, i: int, config: Config, experts: Experts) -> Iterator[Tensor]:
+    """The tensors of experts that the checkpoint has stacked, two of them maybe with their outputs in turn."""
+    shapes, taken = block_shapes(config, i), dict[str, Stored]()
+    for part, (module, first, every) in experts.stacked.items():
+        for kind in ("weight", "bias"):
+            shape, name = shapes.get(f"{part}.{kind}"), f"{at}.{module}.{kind}"
+            if shape is None:
+                continue
+            count, outputs, *inputs = shape
+            if name not in taken:
+                taken[name] = found.take(name, (count, *inputs, outputs * every))
+            yield Tensor(
+                f"blk.{i}.{part}.{kind}",
+                (taken[name],),
+                transposed=kind == "weight",
+                first=first,
+                every=every,
+            )
 
 
 def _stacked(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -34,6 +34,7 @@ from packtrain.kernels.simd import (
     address,
     fma,
     ids1,
+    in1,
     load,
     log,
     scratch,
@@ -112,6 +113,17 @@ def soften(scores, lanes, count, sums, columns, width):
             store(columns, d * lanes + i, load(columns, d * lanes + i) * fade)
 
 
+@kernel(void(i64, i64, i64, i64, in1, i64))
+def begin(sums, columns, lanes, width, sinks, h):
+    """Before the first key: sums of 0, or of 1 relative to the head's sink; see soften."""
+    top = f32(sinks[h] * LOG2E) if sinks.size else f32(LOWEST)
+    for i in range(0, lanes, LANES):
+        store(sums, i, splat(top))
+        store(sums, QUERIES + i, splat(f32(1.0) if sinks.size else f32(0.0)))
+    for i in range(0, width * lanes, LANES):
+        store(columns, i, splat(0.0))
+
+
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, i64))
 def finish(y, stride, lse, rows, sums, columns, lanes, width):
     """y = columns transposed / sum, lse = ln(2) * top + log(sum); both 0 for a query without keys.
@@ -132,8 +144,8 @@ def finish(y, stride, lse, rows, sums, columns, lanes, width):
             turn(to, stride, rows - i, width - d, source, lanes, LANES, LANES)
 
 
-@kernel(void(out4, out3, in4, bytes4, bytes4, places, i64, rule, i64))
-def attend(y, lse, q, k, v, places_of, keys, rule, task):
+@kernel(void(out4, out3, in4, bytes4, bytes4, places, in1, i64, rule, i64))
+def attend(y, lse, q, k, v, places_of, sinks, keys, rule, task):
     """One block of queries of one head."""
     (q_pos, k_pos, q_seq, k_seq), (scale, window, cap) = places_of, rule
     T, H, D = q.shape[1:]
@@ -149,11 +161,7 @@ def attend(y, lse, q, k, v, places_of, keys, rule, task):
     at = ((b * T + first) * H + h) * D
     pack(columns, lanes, address(q, at), H * D, rows, D, scale * LOG2E)
     span = place_queries(places, q_pos, q_seq, b, first, rows, window)
-    for i in range(0, lanes, LANES):
-        store(sums, i, splat(LOWEST))
-        store(sums, QUERIES + i, splat(0.0))
-    for i in range(0, D * lanes, LANES):
-        store(mixed, i, splat(0.0))
+    begin(sums, mixed, lanes, D, sinks, h)
     for start in range(0, keys, KEYS):
         count = min(KEYS, keys - start)
         seen = sight(span, k_pos, k_seq, b, start, count)
@@ -182,9 +190,9 @@ def extent(count, length, width):
 
 
 @kernel(
-    void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, f32, i64, f32),
+    void(out4, out3, in4, bytes4, bytes4, ids2, ids2, ids2, ids2, ids1, in1, f32, i64, f32),
 )
-def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window, cap):
+def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, scale, window, cap):
     """Each query averages the values of its visible keys; query head h reads kv head h // (H // K).
 
     y_i = sum_j p_ij v_j, p_ij = exp(z_ij - lse_i), lse_i = log(sum_j exp(z_ij)), z_ij = scale * q_i k_j
@@ -197,6 +205,7 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
         q_pos, q_seq  (B, T)        i32, or (0, 0): positions are indices (T = S), sequences equal
         k_pos, k_seq  (B, S)        i32, or (0, 0)
         length        (1,)          i32, or (0,): S
+        sinks         (H,)          f32, or (0,): logits that every query sees beside those of keys, without values
     """
     B, T, H, D = q.shape
     keys, places_of, rule = (
@@ -207,6 +216,6 @@ def attention(y, lse, q, k, v, q_pos, k_pos, q_seq, k_seq, length, scale, window
     tasks = B * H * -(-T // queries_in_block(D))
     if B * T * H * D * keys < SERIAL:
         for task in range(tasks):
-            attend(y, lse, q, k, v, places_of, keys, rule, task)
+            attend(y, lse, q, k, v, places_of, sinks, keys, rule, task)
     else:
-        each(attend, (y, lse, q, k, v, places_of, keys, rule), tasks)
+        each(attend, (y, lse, q, k, v, places_of, sinks, keys, rule), tasks)

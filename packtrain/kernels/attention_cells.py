@@ -8,7 +8,7 @@ head width; many go in blocks, like those of `attention`.
 from numba import types
 
 from packtrain import dtypes
-from packtrain.kernels.attention import finish, pack, packed_rows, queries_in_block, soften
+from packtrain.kernels.attention import begin, finish, pack, packed_rows, queries_in_block, soften
 from packtrain.kernels.call import each, kernel, part
 from packtrain.kernels.dequantize import UNPACKERS
 from packtrain.kernels.online import (
@@ -32,6 +32,7 @@ from packtrain.kernels.simd import (
     address,
     fma,
     ids1,
+    in1,
     in3,
     keep_first,
     largest,
@@ -153,8 +154,8 @@ def finish_one(group, sums, y, width):
             store_part(y, at, load_part(y, at, width - d) * by, width - d)
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64))
-def attend_one(y, q, k, v, places_of, rule, task):
+@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))
+def attend_one(y, q, k, v, places_of, sinks, rule, task):
     """One query for one kv head."""
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = places_of, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
@@ -170,8 +171,8 @@ def attend_one(y, q, k, v, places_of, rule, task):
         at_q, at_y = address(q, (t * H + first) * D), address(y, (t * H + first) * D)
         clear(at_y, D, group, D)
         for h in range(group):
-            poke(sums, h, LOWEST)
-            poke(sums, FEW_HEADS + h, 0.0)
+            poke(sums, h, f32(sinks[first + h] * LOG2E) if sinks.size else f32(LOWEST))
+            poke(sums, FEW_HEADS + h, f32(1.0) if sinks.size else f32(0.0))
         fetch_heads(k, head, order, row, low, min(KEYS, end - low))
         for start in range(low, end, KEYS):
             some = min(KEYS, end - start)
@@ -191,8 +192,8 @@ def attend_one(y, q, k, v, places_of, rule, task):
 # ---- many queries
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64, i64, i64))
-def attend_run(y, q, k, v, places_of, rule, h, first, rows):
+@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64, i64, i64))
+def attend_run(y, q, k, v, places_of, sinks, rule, h, first, rows):
     """Queries of one sequence, of one head."""
     (q_pos, q_row, order, counts, k_pos), (scale, window, cap) = places_of, rule
     K, H, D = k.shape[1], q.shape[1], q.shape[2]
@@ -203,11 +204,7 @@ def attend_run(y, q, k, v, places_of, rule, h, first, rows):
     at = (first * H + h) * D
     pack(columns, lanes, address(q, at), H * D, rows, D, f32(scale * LOG2E))
     low_pos, high_pos = put_places(spots, q_pos, first, rows, window)
-    for i in range(0, lanes, LANES):
-        store(sums, i, splat(LOWEST))
-        store(sums, QUERIES + i, splat(0.0))
-    for i in range(0, D * lanes, LANES):
-        store(mixed, i, splat(0.0))
+    begin(sums, mixed, lanes, D, sinks, h)
     count = i64(counts[row])
     low = first_from(order, row, count, k_pos, earliest(low_pos, window))
     end = first_from(order, row, count, k_pos, high_pos + 1)
@@ -224,8 +221,8 @@ def attend_run(y, q, k, v, places_of, rule, h, first, rows):
     finish(address(y, at), H * D, lse, rows, sums, mixed, lanes, D)
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64))
-def attend_block(y, q, k, v, places_of, rule, task):
+@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))
+def attend_block(y, q, k, v, places_of, sinks, rule, task):
     """A block of queries of one head, sequence by sequence."""
     T, D = q.shape[0], q.shape[2]
     q_row, size = places_of[1], queries_in_block(D)
@@ -236,20 +233,20 @@ def attend_block(y, q, k, v, places_of, rule, task):
         stop = first + 1
         while stop < end and q_row[stop] == q_row[first]:
             stop += 1
-        attend_run(y, q, k, v, places_of, rule, h, first, stop - first)
+        attend_run(y, q, k, v, places_of, sinks, rule, h, first, stop - first)
         first = stop
 
 
-@kernel(void(out3, in3, bytes3, bytes3, places, rule, i64))
-def attend_task(y, q, k, v, places_of, rule, task):
+@kernel(void(out3, in3, bytes3, bytes3, places, in1, rule, i64))
+def attend_task(y, q, k, v, places_of, sinks, rule, task):
     if len(q) <= FEW:
-        attend_one(y, q, k, v, places_of, rule, task)
+        attend_one(y, q, k, v, places_of, sinks, rule, task)
     else:
-        attend_block(y, q, k, v, places_of, rule, task)
+        attend_block(y, q, k, v, places_of, sinks, rule, task)
 
 
-@kernel(void(out3, in3, bytes3, bytes3, ids1, ids1, ids2, ids1, ids1, f32, i64, f32))
-def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, scale, window, cap):
+@kernel(void(out3, in3, bytes3, bytes3, ids1, ids1, ids2, ids1, ids1, in1, f32, i64, f32))
+def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, scale, window, cap):
     """y_i = sum_j softmax_j(scale * q_i k_j) v_j over cells j of the query's row of `order`.
 
     Of those, over k_pos[j] <= q_pos[i], and with a window q_pos[i] - k_pos[j] < window; cap > 0: scores are
@@ -261,6 +258,7 @@ def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, scale, window, cap
         order         (R, S)         i32, cells by position
         counts        (R,)           i32, how many of each row
         k_pos         (S,)           i32, of cells
+        sinks         (H,)           f32, or (0,); see attention
     """
     T, H, D = q.shape
     if D > WIDEST:
@@ -271,7 +269,7 @@ def attention(y, q, k, v, q_pos, q_row, order, counts, k_pos, scale, window, cap
     most = i64(0)
     for row in range(len(counts)):
         most = max(most, i64(counts[row]))
-    given = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), (scale, window, cap))
+    given = (y, q, k, v, (q_pos, q_row, order, counts, k_pos), sinks, (scale, window, cap))
     if T * H * D * most < SMALL:
         for task in range(tasks):
             attend_task(*given, task)

@@ -191,8 +191,8 @@ class Graphs:
         pos, seq = (input(name, self.shape, i32) for name in ("pos", "seq"))
         tables = transformer.rope_tables(config, self.x, pos, time)
 
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return transformer.mixed(config, i, q, k, v, pos, pos, seq, seq)
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            return transformer.mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
 
         wide = (*self.shape, config.embedding_length)
         ins = {name: input(name, wide, f32) for name in ("x", "z")}

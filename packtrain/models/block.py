@@ -13,7 +13,7 @@ from packtrain.models.config import Config, Rope
 from packtrain.models.part import Part, Weights
 from packtrain.tensor import Tensor, named
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
 
 
@@ -95,7 +95,9 @@ def attention(part: Block, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
         k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
     if traits.late_norms:
         q, k = part.norm_heads(q, k)
-    y = attend(i, *map(part.saved, (q, k, v)))
+    sinks = part.weight("attn_sinks") if traits.sinks else None
+    q, k, v = map(part.saved, (q, k, v))
+    y = attend(i, q, k, v, sinks)
     return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.head_width))
 
 
@@ -140,8 +142,14 @@ def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
     choose, gate, up, down = map(part.weight, names.values())
     found = {short: part.low(name) for short, name in names.items()}
     low = {short: addition for short, addition in found.items() if addition is not None}
+    biases = {
+        short: part.weight(name, "bias")
+        for short, name in names.items()
+        if f"{name}.bias" in config.optional
+    }
     offsets = part.weight(*CHOICE.split(".")) if CHOICE in config.optional else None
     return ops.experts(
         x, choose, gate, up, down, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
-        sigmoids=config.traits.sigmoids, by=config.expert_weights_scale or 1.0, low=low,
+        sigmoids=config.traits.sigmoids, by=config.expert_weights_scale or 1.0,
+        clamped=config.traits.clamped, biases=biases, low=low,
     )  # fmt: skip

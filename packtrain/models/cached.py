@@ -81,17 +81,17 @@ def generation(
         w = {**w, **{name: input(name, (time, len(owners))) for owners, name in scales}}
     places = {pool: places_of(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         cell, cell_pos, *own = places[cache.pool(config, i)]
         for name, x in (("k", k), ("v", v)):
             handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
         k, v, rule = *handles[-2:], rule_of(config, i)
         if config.flash:
             order, counts = own
-            y = ops.attention_cells(q, k, v, pos, line, order, counts, cell_pos, **rule)
+            y = ops.attention_cells(q, k, v, pos, line, order, counts, cell_pos, sinks, **rule)
         else:
             (seen,) = own
-            y = written.attention_cells(q, k, v, pos, line, seen, cell_pos, **rule)
+            y = written.attention_cells(q, k, v, pos, line, seen, cell_pos, sinks, **rule)
         return named(f"blk.{i}.attn", y)
 
     *_, h = stream(config, w, tokens, pos, attend, cache.cells)

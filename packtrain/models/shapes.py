@@ -54,6 +54,7 @@ def _attention_shapes(config: Config) -> Shapes:
     if config.has("attn_q_norm"):  # a layer norm of each head, or one for all
         own = {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
         made |= own if traits.layer_norms else dict.fromkeys(own, (d,))
+    made |= {"attn_sinks": (config.head_count,)} if traits.sinks else {}
     made["attn_output"] = (c, q)
     return made | ({"post_attention_norm": (c,)} if traits.post_norms else {})
 

@@ -146,14 +146,16 @@ def stream(
         yield h
 
 
-def mixed(config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, *where: Tensor) -> Tensor:
-    """The attention output of block i, see ops.attention."""
-    rule = rule_of(config, i)
-    y = (
-        ops.attention(q, k, v, *where, **rule)[0]
-        if config.flash
-        else written.attention(q, k, v, *where, **rule)
-    )
+def mixed(
+    config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *where: Tensor
+) -> Tensor:
+    """The attention output of block i, see ops.attention; `where` are q_pos, k_pos, q_seq and k_seq."""
+    rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), where
+    places = q_pos, k_pos, q_seq, k_seq
+    if config.flash:
+        y = ops.attention(q, k, v, *places, None, sinks, **rule)[0]
+    else:
+        y = written.attention(q, k, v, *places, sinks, **rule)
     return named(f"blk.{i}.attn", y)
 
 
@@ -259,8 +261,8 @@ def in_parts(
             x if parts == 1 else ops.narrow(x, axis=0, start=at * rows, length=rows) for x in batch
         )
 
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return mixed(config, i, q, k, v, pos, pos, seq, seq)
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            return mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
 
         return stream(config, w, tokens, pos, attend, time)
 

@@ -11,24 +11,24 @@ HIDDEN = 1e30  # what is taken from the scores of keys that a query does not see
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, q_seq: Tensor, k_seq: Tensor, *, scale: float,
-    window: int = 0, softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, q_seq: Tensor, k_seq: Tensor,
+    sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The first result of ops.attention. A query that sees nothing gives the mean of all values."""
     apart = ops.step(ops.abs(_since(q_seq, k_seq)))
     seen = ops.mul(_in_reach(_since(q_pos, k_pos), window), ops.scale(apart, by=-1, bias=1))
-    return _mixed(q, k, v, seen, scale, softcap)
+    return _mixed(q, k, v, sinks, seen, scale, softcap)
 
 
 def attention_cells(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_row: Tensor, seen: Tensor, k_pos: Tensor, *, scale: float,
-    window: int = 0, softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_row: Tensor, seen: Tensor, k_pos: Tensor,
+    sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """ops.attention_cells; seen (R, S) f32 is 1 where a row has a cell, else 0."""
     near = _in_reach(_since(q_pos, k_pos), window)
     seen = ops.mul(near, ops.get_rows(seen, q_row))
     q, k, v, seen = (ops.reshape(x, shape=(1, *x.shape)) for x in (q, _wide(k), _wide(v), seen))
-    y = _mixed(q, k, v, seen, scale, softcap)
+    y = _mixed(q, k, v, sinks, seen, scale, softcap)
     return ops.reshape(y, shape=y.shape[1:])
 
 
@@ -50,7 +50,15 @@ def _in_reach(since: Tensor, window: int) -> Tensor:
     return ops.mul(seen, ops.step(ops.scale(since, by=-1, bias=window - 0.5))) if window else seen
 
 
-def _mixed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
+def _mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    seen: Tensor,
+    scale: float,
+    softcap: float,
+) -> Tensor:
     """Mean of the values by softmax of the scores; seen (B, T, S)."""
     (b, t, h, d), (s, kv) = q.shape, k.shape[1:3]
     grouped = ops.reshape(ops.scale(q, by=scale / (softcap or 1)), shape=(b, t, kv, h // kv, d))
@@ -65,6 +73,11 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap:
     z = ops.matmul(x, keys)
     z = ops.scale(ops.tanh(z), by=softcap) if softcap else z
     hidden = ops.scale(seen, by=HIDDEN, bias=-HIDDEN)
-    p = ops.soft_max(ops.add(z, ops.reshape(hidden, shape=(b, 1, 1, t, s))))
+    z = ops.add(z, ops.reshape(hidden, shape=(b, 1, 1, t, s)))
+    if sinks is None:
+        p = ops.soft_max(z)
+    else:
+        p = ops.soft_max_sinks(ops.reshape(z, shape=(b, h, t, s)), sinks)
+        p = ops.reshape(ops.cont(p), shape=z.shape)
     y = ops.permute(ops.matmul(p, values), axes=(0, 3, 1, 2, 4))
     return ops.reshape(ops.cont(y), shape=q.shape)

@@ -7,6 +7,9 @@ from packtrain.dtypes import f16, f32, i32
 from packtrain.ops import torch_attention
 from packtrain.ops.arrays import ABSENT_IDS, flat_or_absent
 from packtrain.ops.costs import Cost, attended, queries
+from packtrain.ops.elementwise import exp, mul, neg, sub
+from packtrain.ops.reduce import sum_rows, sum_to
+from packtrain.ops.shape import cont, permute, reshape
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 FEW_HEADS = 8  # kv heads of all batches, below which the gradient has a task for each query head
@@ -64,6 +67,7 @@ def attention(
     q_seq: Tensor | None = None,
     k_seq: Tensor | None = None,
     length: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
@@ -80,20 +84,36 @@ def attention(
         q_pos, q_seq  (B, T)        i32
         k_pos, k_seq  (B, S)        i32; unused cells have a k_seq that no query has
         length        (1,)          i32; cells from there on are ignored
+        sinks         (H,)          f32; exp of it is added to the denominator of each softmax of the head
         lse           (B, H, T)     f32, the second result: log of the softmax's denominator
-    Dao 2023, arXiv 2307.08691; ggml_flash_attn_ext.
+    Dao 2023, arXiv 2307.08691; sinks: arXiv 2309.17453; ggml_flash_attn_ext.
     """
     b, t, h, s = _want_heads(q, k, v)
     want(window >= 0 <= softcap, f"window is {window}, softcap {softcap}; neither is below 0")
     _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
+    want(
+        sinks is None or sinks.spec == Spec((h,)),
+        f"sinks is {sinks and sinks.spec}; it must be f32[{h}]",
+    )
     return q.spec, Spec((b, h, t))
 
 
 @attention.vjp
 def attention_vjp(dy, y, q, k, v, *where, **rule):
     want(dy[1] is None, "the log-sum-exp has no gradient here")
-    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *where, **rule)
-    return dq, dk, dv, None, None, None, None, None
+    *places, sinks = where
+    dq, dk, dv = attention_back(dy[0], y[0], y[1], q, k, v, *places, **rule)
+    dsinks = None if sinks is None else _sinks_back(dy[0], y[0], y[1], sinks)
+    return dq, dk, dv, None, None, None, None, None, dsinks
+
+
+def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks (H,): - sum of exp(sinks - lse) * sum(dy * y) over batch and queries."""
+    b, h, t = lse.shape
+    along = reshape(sum_rows(mul(dy, y)), shape=(b, t, h))
+    share = exp(sub(reshape(sinks, shape=(h, 1)), lse))
+    made = mul(share, cont(permute(along, axes=(0, 2, 1))))
+    return neg(reshape(sum_to(made, shape=(h, 1)), shape=(h,)))
 
 
 def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
@@ -109,10 +129,10 @@ def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
     return hidden[:, None]
 
 
-def _probabilities(q, k, where, scale, window, softcap):
+def _probabilities(q, k, where, sinks, scale, window, softcap):
     """P (B, H, T, S), its log-denominator (B, H, T), k by query head, and the slope of z by the scores.
 
-    P and lse are 0 for a query without keys.
+    P is 0 for a query without keys, and lse without a sink.
     """
     wide = np.repeat(k, q.shape[2] // k.shape[2], axis=2).swapaxes(1, 2)
     z, slope = scale * q.swapaxes(1, 2) @ wide.swapaxes(2, 3), 1
@@ -120,10 +140,11 @@ def _probabilities(q, k, where, scale, window, softcap):
         capped = np.tanh(z / softcap)
         z, slope = softcap * capped, 1 - capped**2
     z = np.where(_hidden(q, k, *where, window), -np.inf, z)
-    top = z.max(-1, keepdims=True)
+    sink = -np.inf if sinks is None else sinks[:, None, None]
+    top = np.maximum(z.max(-1, keepdims=True), sink)
     top = np.where(np.isinf(top), 0, top)
     e = np.exp(z - top)
-    total = e.sum(-1, keepdims=True)
+    total = e.sum(-1, keepdims=True) + np.exp(sink - top)
     total = np.where(total == 0, 1, total)
     return e / total, (np.log(total) + top)[..., 0], wide, slope
 
@@ -131,7 +152,8 @@ def _probabilities(q, k, where, scale, window, softcap):
 @attention.kernel("numpy")
 def attention_numpy(out, q, k, v, *where, **rule):
     y, lse = out
-    p, lse[...], *_ = _probabilities(q, k, where, **rule)
+    *places, sinks = where
+    p, lse[...], *_ = _probabilities(q, k, places, sinks, **rule)
     wide = np.repeat(v, q.shape[2] // v.shape[2], axis=2).swapaxes(1, 2)
     y[...] = (p @ wide).swapaxes(1, 2)
 
@@ -145,7 +167,9 @@ def _where(q_pos, k_pos, q_seq, k_seq, length):
 @attention.kernel("cpu")
 def attention_cpu(out, q, k, v, *where, scale, window, softcap):
     keys, values = k.view(np.uint8), v.view(np.uint8)
-    kernels.attention.attention(*out, q, keys, values, *_where(*where), scale, window, softcap)
+    *places, sinks = where
+    given = *_where(*places), flat_or_absent(sinks), scale, window, softcap
+    kernels.attention.attention(*out, q, keys, values, *given)
 
 
 attention.kernel("torch")(torch_attention.attention)
@@ -194,6 +218,10 @@ def attention_cost(out, q, k, v, *where, scale, window, softcap):
 def attention_samples():
     for qkv, where, rule in _samples():
         yield attention(*qkv, *where, scale=qkv[0].shape[-1] ** -0.5, **rule)[0]
+        sinks = input("sinks", qkv[0].shape[2:3])
+        scale = qkv[0].shape[-1] ** -0.5
+        places = (*where, *(None,) * (5 - len(where)))
+        yield attention(*qkv, *places, sinks, scale=scale, **rule)[0]
 
 
 @op(
@@ -219,7 +247,8 @@ def attention_back(
     """Gradients of attention for q, k and v; recomputes the probabilities from the log-sum-exp, block by block.
 
     With P = exp(z - lse) and dS = P * (dy v^T - sum(dy * y)), times 1 - (z / softcap)**2 if there is one:
-    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention. ggml_flash_attn_back.
+    dq = scale dS k,  dk = scale dS^T q,  dv = P^T dy.  Shapes as in attention, whose lse includes sinks.
+    ggml_flash_attn_back.
     """
     want(dy.spec == y.spec == q.spec, f"dy {dy.spec}, y {y.spec} and q {q.spec} must be equal")
     want(k.dtype == v.dtype == f32, f"k is {k.spec} and v is {v.spec}; only f32 has a gradient")
@@ -228,7 +257,8 @@ def attention_back(
 
 @attention_back.kernel("numpy")
 def attention_back_numpy(out, dy, y, lse, q, k, v, *where, scale, **rule):
-    p, _, wide_k, slope = _probabilities(q, k, where, scale, **rule)
+    p, without, wide_k, slope = _probabilities(q, k, where, None, scale, **rule)
+    p = p * np.exp(without - lse)[..., None]  # with a sink, they add up to less than 1
     group = q.shape[2] // k.shape[2]
     wide_v = np.repeat(v, group, axis=2).swapaxes(1, 2)
     dy, y, q = dy.swapaxes(1, 2), y.swapaxes(1, 2), q.swapaxes(1, 2)

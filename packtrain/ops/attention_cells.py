@@ -7,7 +7,7 @@ import numpy as np
 from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32
 from packtrain.ops import torch_attention
-from packtrain.ops.arrays import again, floats
+from packtrain.ops.arrays import again, flat_or_absent, floats
 from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -34,6 +34,7 @@ def attention_cells(
     order: Tensor,
     counts: Tensor,
     k_pos: Tensor,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
@@ -51,6 +52,7 @@ def attention_cells(
         order         (R, S)     i32; the cells of a row by position, ascending
         counts        (R,)       i32; how many of each row
         k_pos         (S,)       i32; of cells
+        sinks         (H,)       f32; exp of it is added to the denominator of each softmax of the head
     """
     _want_cells(q, k, v)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
@@ -59,14 +61,19 @@ def attention_cells(
     for (name, shape), ids in zip(shapes.items(), given, strict=True):
         fits = Spec(shape, i32)
         want(ids.spec == fits, f"{name} is {ids.spec}; it must be {fits}")
+    want(
+        sinks is None or sinks.spec == Spec(q.shape[1:2]),
+        f"sinks is {sinks and sinks.spec}; it must be f32[{q.shape[1]}]",
+    )
     want(window >= 0 <= softcap, f"window is {window}, softcap {softcap}; neither is below 0")
     return q.spec
 
 
 @attention_cells.kernel("numpy")
 def attention_cells_numpy(
-    y, q, k, v, q_pos, q_row, order, counts, k_pos, *, scale, window, softcap
+    y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, *, scale, window, softcap
 ):
+    sink = -1e30 if sinks is None else sinks[:, None]
     k, v, sharing = floats(k), floats(v), q.shape[1] // k.shape[1]
     for i, (position, row) in enumerate(zip(q_pos, q_row, strict=True)):
         cells = order[row, : counts[row]]
@@ -75,15 +82,17 @@ def attention_cells_numpy(
         keys, values = (np.repeat(x[cells], sharing, axis=1) for x in (k, v))
         z = scale * np.einsum("hd,shd->hs", q[i], keys)
         z = softcap * np.tanh(z / softcap) if softcap else z
-        e = np.exp(z - z.max(-1, keepdims=True, initial=-1e30))
-        total = e.sum(-1, keepdims=True)
+        top = np.maximum(z.max(-1, keepdims=True, initial=-1e30), sink)
+        e = np.exp(z - top)
+        total = e.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sink - top))
         y[i] = np.einsum("hs,shd->hd", e, values) / np.where(total == 0, 1, total)
 
 
 @attention_cells.kernel("cpu")
 def attention_cells_cpu(y, q, k, v, *where, scale, window, softcap):
     keys, values = (x.view(np.uint8).reshape(*x.shape[:2], -1) for x in (k, v))
-    given = y, q, keys, values, *where, scale, window, softcap
+    *places, sinks = where
+    given = y, q, keys, values, *places, flat_or_absent(sinks), scale, window, softcap
     return again(kernels.attention_cells.attention, *given)
 
 
@@ -121,4 +130,6 @@ def attention_cells_samples():
         at, row = np.linspace(149, -1, t).astype(int), np.arange(t) * 4 // t
         ids = constant("q_pos", at, i32), constant("q_row", row, i32), *where
         for how in ({}, {"window": 40, "softcap": 1.5}):
-            yield attention_cells(input("q", (t, h, d)), k, v, *ids, scale=d**-0.5, **how)
+            q = input("q", (t, h, d))
+            yield attention_cells(q, k, v, *ids, scale=d**-0.5, **how)
+            yield attention_cells(q, k, v, *ids, input("sinks", (h,)), scale=d**-0.5, **how)

@@ -72,21 +72,25 @@ def attention(out, q, k, v, *where, scale, window, softcap):
     kv = k.shape[2]
     keys, values = _of_keys(k), _of_keys(v)
     queries, y = _by_kv_head(q, kv), _by_kv_head(y, kv)
-    lse = lse.unflatten(1, (kv, -1))
+    lse, (*places, sinks) = lse.unflatten(1, (kv, -1)), where
     for part in _parts(q, k.shape[1]):
         here = slice(*part)
-        hidden = _hidden(part, k.shape[1], q.shape[1], where, window, q.device)
+        hidden = _hidden(part, k.shape[1], q.shape[1], places, window, q.device)
         rule = queries[..., here, :], keys, hidden, scale, softcap
-        _attend(y[..., here, :], lse[..., here], values, *rule)
+        _attend(y[..., here, :], lse[..., here], values, sinks, *rule)
 
 
-def _attend(y, lse, values, *rule):
-    """Of some queries; y and lse are 0 for a query without keys."""
+def _attend(y, lse, values, sinks, *rule):
+    """Of some queries; y is 0 for a query without keys, and lse without a sink."""
     z, _ = _scores(*rule)
     top = z.amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.view(z.shape[1], z.shape[2], 1, 1)
+        top = torch.maximum(top, sinks)
     top.masked_fill_(top.isinf(), 0)
     e = z.sub_(top).exp_()
     total = e.sum(-1, keepdim=True)
+    total = total if sinks is None else total.add_((sinks - top).exp_())
     total.masked_fill_(total == 0, 1)
     y.copy_(torch.matmul(e, values).div_(total))
     if lse is not None:
@@ -126,7 +130,9 @@ def _attend_back(dk, dv, values, dq, dy, y, lse, q, keys, hidden, scale, softcap
     dq.copy_(torch.matmul(ds, keys))
 
 
-def attention_cells(y, q, k, v, q_pos, q_row, order, counts, k_pos, *, scale, window, softcap):
+def attention_cells(
+    y, q, k, v, q_pos, q_row, order, counts, k_pos, sinks, *, scale, window, softcap
+):
     (t, _, _), (cells, kv, _) = q.shape, k.shape
     keys, values = (_of_keys(real(x)[None]) for x in (k, v))
     listed = torch.arange(cells, device=q.device) < counts[:, None]
@@ -139,4 +145,4 @@ def attention_cells(y, q, k, v, q_pos, q_row, order, counts, k_pos, *, scale, wi
         hidden = _hidden(part, cells, t, where, window, q.device)
         hidden |= ~member[q_row[here].long(), :cells]
         rule = queries[..., here, :], keys, hidden, scale, softcap
-        _attend(to[..., here, :], None, values, *rule)
+        _attend(to[..., here, :], None, values, sinks, *rule)

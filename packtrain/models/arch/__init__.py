@@ -12,6 +12,7 @@ from packtrain.models.arch import (
     glm4,
     glm4moe,
     gpt2,
+    gpt_oss,
     granite,
     hunyuan_dense,
     internlm2,
@@ -33,6 +34,7 @@ from packtrain.models.arch import (
 from packtrain.models.arch.architecture import Architecture, Family
 
 MODULES = (
+    gpt_oss,
     *(
         llama,
         mistral3,

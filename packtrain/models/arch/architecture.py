@@ -89,6 +89,8 @@ class Experts:
 
     matrices  of one expert, with {} for its number; and the tensor that stacks those of all
     width     None: the feed-forward's
+    stacked   matrices of all experts that are one tensor (E, inputs, outputs) already: the tensor that they become, the
+              module, and which of its outputs: the first, and one of how many
     others    width of that expert, and how many of the first blocks have no experts
     """
 
@@ -97,6 +99,7 @@ class Experts:
     used: tuple[str, int]
     width: tuple[str, int] | None = None
     others: Callable[[Given], tuple[int, int]] = lambda given: (0, 0)
+    stacked: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,8 @@ class Architecture:
     wide_blocks       a model with this many blocks scales scores by embedding_length / head_count
     sigmoids          an expert's weight is the sigmoid of its logit, not its part of the softmax
     chosen_sum        the weights of the chosen experts are divided by their sum; None: as the key says
+    sinks             each head has a logit that every query sees beside those of keys, without a value
+    clamped           the activation of experts is the clamped one of gpt-oss
     shared_gate       what the shared expert gives is multiplied by the sigmoid of a logit
 
     keys              additional GGUF keys with their defaults; None: required
@@ -227,6 +232,8 @@ class Architecture:
     wide_blocks: int = 0
     sigmoids: bool = False
     chosen_sum: bool | None = True
+    sinks: bool = False
+    clamped: bool = False
     shared_gate: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ NEEDS = {
     "experts with shared ones, or with their kind of routing":
         "afmoe arctic bailingmoe bailingmoe2 cohere2moe dbrx deepseek dots1 exaone-moe granitemoe"
         " grok grovemoe hunyuan-moe laguna llama4 maple minimax-m2 olmoe phimoe smallthinker step35 hy_v3",
-    "experts and attention sinks": "gpt-oss granite_swa mimo2 dflash deepseek4",
+    "experts and attention sinks": "granite_swa mimo2 dflash deepseek4",
     "positions by ALiBi": "bloom mpt refact jais",
     "attention in both directions":
         "bert modern-bert neo-bert nomic-bert nomic-bert-moe jina-bert-v2 jina-bert-v3 eurobert gemma-embedding"

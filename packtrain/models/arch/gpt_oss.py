@@ -1,0 +1,83 @@
+"""gpt-oss: sinks in attention, a window in every other block, experts with biases and a clamped activation, and YaRN.
+
+arXiv 2508.10925. The weights of the chosen experts are a softmax of their logits.
+"""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    BIASES,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import FULL, SLIDING, Given
+
+EVERY = 2
+EXPERT_BIASES = (
+    "ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias",
+)  # fmt: skip
+ALL_BIASES = (*BIASES, "attn_output.bias", *EXPERT_BIASES)
+BLOCK = {
+    **ATTENTION, "self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm",
+    "mlp.router": "ffn_gate_inp",
+}  # fmt: skip
+STACKED = {
+    "ffn_gate_exps": ("mlp.experts.gate_up_proj", 0, 2), "ffn_up_exps": ("mlp.experts.gate_up_proj", 1, 2),
+    "ffn_down_exps": ("mlp.experts.down_proj", 0, 1),
+}  # fmt: skip
+ENDS = {
+    "sinks": "sinks.weight",
+    **{
+        f"experts.{name}{end}": f"experts.{name}.{kind}"
+        for name in ("gate_up_proj", "down_proj")
+        for end, kind in (("_bias", "bias"), ("", "weight"))
+    },
+}
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    blocks = range(sizes.block_count)
+    pattern = [FULL if i % EVERY == EVERY - 1 else SLIDING for i in blocks]
+    given.one_of("layer_types", pattern, pattern)
+    given.one_of("swiglu_limit", 7.0, 7.0)
+    given.one_of("swiglu_alpha", 1.702, 1.702)
+    given.one_of("attention_bias", True, True)
+    return {"attention.sliding_window": given.size("sliding_window", 128)}
+
+
+ARCHITECTURE = Architecture(
+    "gpt-oss",
+    halves=True,
+    ffn_norm="post_attention_norm",
+    always_apart=True,
+    sinks=True,
+    clamped=True,
+    keys={
+        "attention.sliding_window": None,
+        "attention.sliding_window_pattern": EVERY,
+        "expert_count": None,
+        "expert_used_count": None,
+        "expert_feed_forward_length": None,
+    },
+    optional=ALL_BIASES,
+    families=(
+        Family(
+            ("GptOssForCausalLM",),
+            BLOCK,
+            keys,
+            Experts(
+                {},
+                ("num_experts", 128),
+                ("num_experts_per_tok", 4),
+                ("intermediate_size", 2880),
+                stacked=STACKED,
+            ),
+            optional=lambda given: ALL_BIASES,
+            rope_freq_base=150_000.0,
+            head_width=64,
+            ends=ENDS,
+        ),
+    ),
+)

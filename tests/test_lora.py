@@ -10,6 +10,8 @@ from packtrain.dtypes import BLOCK_TYPES
 from packtrain.models import transformer
 from packtrain.models.lora import KEY, A, B, Lora
 from packtrain.quant import dequantize, quantize
+from packtrain.training.tune import TuneSettings, lora_of
+from tests.architectures import CONFIGS
 from tests.checks import close
 from tests.models import CONFIG, batch, bind, gradients, same_bits, values
 
@@ -105,3 +107,13 @@ def test_gradients_on_packed_matrices_are_those_of_what_they_hold(dtype):
         for part, value in ((A, scale * b.T @ d), (B, scale * d @ a.T)):
             off = np.linalg.norm(got[f"d/{name}{part}"] - value) / np.linalg.norm(value)
             assert off < 1e-4, f"{name}{part}: {off}"
+
+
+def test_experts_behind_blocks_without_any_have_adapters() -> None:
+    config = CONFIGS["glm4moe"]
+    leaves = transformer.weights(replace(config, lora=lora_of(TuneSettings(), config)))
+    adapted = {name.removesuffix(A) for name in leaves if name.endswith(A)}
+    for name in ("gate", "up", "down"):
+        assert {f"blk.0.ffn_{name}.weight", f"blk.2.ffn_{name}_exps.weight"} <= adapted
+        assert f"blk.1.ffn_{name}_shexp.weight" in adapted
+    assert not any("norm" in name or "gate_inp" in name or "bias" in name for name in adapted)

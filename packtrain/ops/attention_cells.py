@@ -14,7 +14,7 @@ from packtrain.tensor import Spec, Tensor, constant, input, op, want
 CACHED = f32, f16, BLOCK_TYPES["q8_0"]
 
 
-def _want_cells(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _want_cells(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     fact = f"q, k and v are {q.spec}, {k.spec} and {v.spec}"
     want(
         len(q.shape) == len(k.shape) == 3 and q.dtype == f32, f"{fact}; all need three axes, q f32"
@@ -22,24 +22,18 @@ def _want_cells(q: Tensor, k: Tensor, v: Tensor) -> None:
     want(k.spec == v.spec and k.dtype in CACHED, f"{fact}; k and v must be equal: f32, f16 or q8_0")
     fits = k.shape[2] == q.shape[2] and q.shape[1] % k.shape[1] == 0
     want(fits, f"{fact}; heads must be equally wide, and those of k divide those of q")
+    heads = Spec(q.shape[1:2])
+    want(
+        sinks is None or sinks.spec == heads,
+        f"sinks is {sinks and sinks.spec}; it must be {heads}",
+    )
 
 
 @op()
 def attention_cells(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    q_row: Tensor,
-    order: Tensor,
-    counts: Tensor,
-    k_pos: Tensor,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Spec:
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, q_row: Tensor, order: Tensor, counts: Tensor, k_pos: Tensor,
+    sinks: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Spec:  # fmt: skip
     """Attention over the cells of a KV cache that each query's row of `order` names, up to its own position.
 
     y = softmax(z) v over cells j = order[r, :counts[r]], r = q_row[i], with k_pos[j] <= q_pos[i]; with a window of n
@@ -54,17 +48,13 @@ def attention_cells(
         k_pos         (S,)       i32; of cells
         sinks         (H,)       f32; exp of it is added to the denominator of each softmax of the head
     """
-    _want_cells(q, k, v)
+    _want_cells(q, k, v, sinks)
     (t, *_), s, rows = q.shape, k.shape[0], order.shape[0]
     shapes = {"q_pos": (t,), "q_row": (t,), "order": (rows, s), "counts": (rows,), "k_pos": (s,)}
     given = q_pos, q_row, order, counts, k_pos
     for (name, shape), ids in zip(shapes.items(), given, strict=True):
         fits = Spec(shape, i32)
         want(ids.spec == fits, f"{name} is {ids.spec}; it must be {fits}")
-    want(
-        sinks is None or sinks.spec == Spec(q.shape[1:2]),
-        f"sinks is {sinks and sinks.spec}; it must be f32[{q.shape[1]}]",
-    )
     want(window >= 0 <= softcap, f"window is {window}, softcap {softcap}; neither is below 0")
     return q.spec
 

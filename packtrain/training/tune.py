@@ -346,12 +346,14 @@ def lora_of(settings: TuneSettings, config: Config) -> Lora:
 
 
 def _matrices(config: Config) -> Iterator[str]:
-    """Names, within a block, of the matrices that can have a LoRA adapter."""
+    """Names, within a block, of the matrices that can have a LoRA adapter: in some blocks, if not in all."""
+    found = dict[str, None]()
     for name, leaf in transformer.weights(config).items():
-        kind = name.removeprefix("blk.0.").removesuffix(".weight")
-        other = kind == "ffn_gate_inp" or kind.endswith("_norm")
-        if name.startswith("blk.0.") and len(leaf.shape) > 1 and not other:
-            yield kind
+        block, _, kind = name.removeprefix("blk.").removesuffix(".weight").partition(".")
+        other = kind == "ffn_gate_inp" or kind.endswith(("_norm", ".bias"))
+        if block.isdecimal() and len(leaf.shape) > 1 and not other:
+            found[kind] = None
+    yield from found
 
 
 def _rank(text: str) -> tuple[str, int]:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
+from packtrain import backends, ops
+from packtrain.backends import Target
 from packtrain.checking.cases import STRAIGHT
-from packtrain.checking.samples import samples
+from packtrain.checking.running import execute
+from packtrain.checking.samples import graph_of, samples, values
 from packtrain.tensor import OPS
 from tests import bit_checks, checks
 
@@ -68,6 +70,16 @@ def test_a_gradient_that_no_rule_gives_is_refused() -> None:
 @pytest.mark.parametrize("name", [n for n in NAMES if any(OPS[n].inplace.values())])
 def test_in_place_gives_the_same_bits(name: str) -> None:
     bit_checks.check_inplace(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_specification_can_run_again(name: str) -> None:
+    """What a kernel returns is called the next time, so that a specification returns nothing."""
+    for call in samples(name)[:1]:
+        graph = graph_of(call.results)
+        executor = pt.Session().executor(pt.place(graph, Target((backends.numpy,))))
+        for _ in range(2):
+            execute(executor, values(graph))
 
 
 @pytest.mark.parametrize("name", NAMES)

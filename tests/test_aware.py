@@ -161,6 +161,17 @@ def test_the_file_is_what_was_trained(base, folder, tmp_path, capsys):
     assert all(np.array_equal(both.array(n), after.array(n)) for n in after.entries)
 
 
+def test_an_adapter_alone_is_named_to_be_merged(folder, tmp_path, capsys):
+    """Beside the base it computes what was not trained."""
+    output = tmp_path / "adapter.gguf"
+    assert tuned(folder, "phi3", output, "--merge", "none", "--iters", "1") == 0, said(capsys)
+    lines = said(capsys)
+    (command,) = (line for line in lines if line.strip().startswith("packtrain merge"))
+    assert not any("--lora" in line for line in lines)
+    assert main(command.split()[1:]) == 0
+    assert (tmp_path / "adapter-merged.gguf").exists()
+
+
 def test_a_step_sees_what_is_stored(folder, tmp_path):
     """The forward pass with the adapter beside it gives the loss of the merged matrices."""
     base = open_model(folder / "phi3.gguf")

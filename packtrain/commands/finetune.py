@@ -33,12 +33,16 @@ def run(settings: TuneSettings) -> int:
 def _uses(settings: TuneSettings, chats: bool) -> Iterator[str]:
     """Commands that run the result, as chat or as plain generation."""
     name, base = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
+    if settings.merge == "none" and settings.aware:  # beside the base it is not what was trained
+        merged = settings.output.with_stem(f"{settings.output.stem}-merged")
+        yield f"packtrain merge {base} {name} -o {shlex.quote(str(merged))}"
+        return
     if settings.merge == "none":
         name = f"{base} --lora {name}"
     yield f"packtrain chat {name}" if chats else f"packtrain generate {name} -p 'Once'"
     prompt = "" if chats else " -no-cnv -p 'Once'"
     yield f"llama-cli -m {name}{prompt}"
-    if not settings.full and settings.merge != "none":
+    if not (settings.full or settings.aware) and settings.merge != "none":
         adapter = shlex.quote(str(settings.adapter or settings.folder / ADAPTER))
         yield f"llama-cli -m {base} --lora {adapter}{prompt}"
     model = OTHERS.sub("-", name_of(settings.output)).strip("-.") or "tuned"

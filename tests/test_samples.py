@@ -260,6 +260,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{no"}]}
         ([{"messages": [PAIR[1]]}], r"line 1 has no answer of the assistant to train on"),
         ([{"messages": [TURN, SILENT]}], r"messages\[1\]: the assistant's content is empty"),
         ([{"messages": [TURN, {"role": "assistant"}]}], r"messages\[1\]: content is NoneType, not a string"),
+        ([{"prompt": "a", "chosen": "b", "rejected": 5}], r'rejected: content is int.*"chosen": "…", "rejected": "…"'),
         ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], r"content has a part that is not text"),
         ([{"prompt": "a", "completion": ""}], r"line 1: completion: the assistant's content is empty"),
         ([{"instruction": "", "output": "a"}], r"line 1: instruction is empty"),

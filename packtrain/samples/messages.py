@@ -20,7 +20,7 @@ MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls"}
 KEPT_FIELDS = {"tool_call_id", "name", "reasoning_content", "thinking"}  # templates may read them
 WANTED = (
     'a record is like {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},'
-    ' {"prompt": "…", "completion": "…"} or {"text": "…"}'
+    ' {"prompt": "…", "completion": "…"}, {"prompt": "…", "chosen": "…", "rejected": "…"} or {"text": "…"}'
 )
 
 

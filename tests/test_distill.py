@@ -237,6 +237,53 @@ def test_a_stopped_run_resumes_bit_for_bit(folder: Path, tmp_path: Path, capsys:
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+def test_a_resumed_run_reads_no_more_with_the_teacher_than_it_sees(folder, tmp_path, capsys):
+    output = tmp_path / "tuned.gguf"
+    more = ["--iters", "3", "--batch-size", "1", "--ctx", "64"]
+    with signal_after(1):
+        assert tuned(folder, output, *more) == 130
+    path = output.with_suffix(".run") / FILE
+    with np.load(path) as file:
+        before = file["ids"]
+    assert (before[:, 0] < 0).any()
+    assert tuned(folder, output, *more, "--resume") == 0, said(capsys)
+    with np.load(path) as file:
+        assert np.array_equal(file["ids"], before)
+
+
+def test_the_specification_learns_the_same(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    found = []
+    for device in ("cpu", "numpy"):
+        output = tmp_path / f"{device}.gguf"
+        assert tuned(folder, output, "--iters", "2", "--device", device) == 0, said(capsys)
+        found.append(losses(output))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, capsys):
+    model = open_model(folder / "teacher.gguf")
+    arrays = {n: model.gguf.array(n) for n in transformer.weights(model.config)}
+    arrays["token_embd.weight"] = arrays["token_embd.weight"][:-3].copy()
+    changed = dict(model.gguf.values)
+    for name in ("tokens", "scores", "token_type"):
+        given = changed[f"tokenizer.ggml.{name}"]
+        changed[f"tokenizer.ggml.{name}"] = replace(given, value=[*given.value][:-3])
+    size = changed["qwen2.vocab_size"]
+    changed["qwen2.vocab_size"] = replace(size, value=size.value - 3)
+    write(tmp_path / "less.gguf", changed, arrays)
+    assert tuned(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "less.gguf")) == 2
+    count = len(arrays["token_embd.weight"])
+    assert f"less.gguf has {count} tokens, and the data has token" in said(capsys)[-1]
+    random_model(tmp_path / "gpt2.gguf", "gpt2")
+    long = {"prompt": "say it", "completion": "sun " * 100}
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(long)] * 9))
+    more = ["--teacher", str(tmp_path / "gpt2.gguf"), "--data", str(tmp_path / "data.jsonl")]
+    assert tuned(folder, tmp_path / "t.gguf", *more, "--ctx", "300") == 2
+    last = said(capsys)[-1]
+    assert "gpt2.gguf has learned 128 positions" in last and "give --ctx 128" in last
+    assert tuned(folder, tmp_path / "t.gguf", *more, "--ctx", "128", "--iters", "1") == 0
+
+
 def test_packing_and_memory_do_not_change_the_loss(folder: Path, tmp_path: Path) -> None:
     found = []
     for name, more in (("a", []), ("b", ["--memory", room(600)]), ("c", ["--recompute", "blocks"])):

@@ -23,6 +23,7 @@ from packtrain.models.preference import KINDS, Preference, preference
 from packtrain.samples import Samples
 from packtrain.samples.formats import Reader
 from packtrain.samples.messages import Pair
+from packtrain.training import told
 from packtrain.training.pairs import PairBatches
 from packtrain.training.reference import FILE
 from packtrain.watch import metrics
@@ -300,6 +301,32 @@ def test_a_stopped_run_resumes_bit_for_bit_and_reads_the_reference_once(folder, 
     assert tuned(folder, parted, "--iters", "10", "--resume") == 0
     assert tuned(folder, whole, "--iters", "10", "--resume") == 0
     assert weights(whole) == weights(parted)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_what_was_kept_is_read_whole_or_not_at_all(damage: str, tmp_path: Path) -> None:
+    path, known = tmp_path / "known.npz", {"a": np.arange(99.0), "b": np.arange(50)}
+    told.write(path, "mark", known)
+    got = {name: np.zeros_like(array) for name, array in known.items()}
+    told.read(path, "another", got)
+    assert not got["a"].any()
+    raw = bytearray(path.read_bytes())
+    if damage == "cut":
+        del raw[-30:]
+    else:
+        raw[raw.index(known["b"].tobytes()) + 3] ^= 1
+    (tmp_path / "damaged.npz").write_bytes(raw)
+    told.read(tmp_path / "damaged.npz", "mark", got)
+    assert not got["a"].any() and not got["b"].any()
+    told.read(path, "mark", got)
+    assert all(np.array_equal(got[name], array) for name, array in known.items())
+
+
+def test_learned_positions_are_enough_for_both_answers_and_padding(folder, tmp_path, capsys):
+    random_model(tmp_path / "gpt2.gguf", "gpt2")
+    given = [str(tmp_path / "gpt2.gguf"), "--data", str(folder / "pairs.jsonl"), "--loss", "dpo"]
+    more = ["--iters", "2", "--no-tensorboard", "-o", str(tmp_path / "tuned.gguf")]
+    assert main(["finetune", *given, *more]) == 0, said(capsys)
 
 
 def test_weights_themselves_can_be_trained(folder, tmp_path, capsys):

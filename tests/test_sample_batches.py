@@ -88,6 +88,13 @@ def test_a_packed_row():
     }  # fmt: skip
 
 
+def test_padding_takes_no_positions_that_samples_have_not():
+    """A model may have learned so many positions as the longest sample has."""
+    batch = SampleBatches(samples_of(3, 2), 1, 12, shuffle=False)[0]
+    assert batch["pos"][0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0]
+    assert batch["seq"][0].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+
+
 def test_samples_as_they_come():
     batches = SampleBatches(samples_of(3, 5, 4), 1, 5, shuffle=False, pack=False)
     assert [int((batches[i]["seq"] == 0).sum()) for i in range(3)] == [3, 5, 4]

@@ -142,7 +142,7 @@ def _ready(
     speed, learning = _speed(job, say, free)
     settle()
     found, sampled = _found(settings, say), settings.sample_every > 0
-    job = replace(job, shape=resumed(job.shape, found.about)) if found else job
+    job = job if found is None else _continued(job, found)
     tokenizer = job.subject.tokenizer() if sampled else None
     taken = loaded(modules, free)
     request = Request(
@@ -207,6 +207,13 @@ def _found(settings: RunSettings, say: Say) -> Checkpoint | None:
     if found is None:
         say(f"{settings.folder} has no checkpoint yet: starting at step 1")
     return found
+
+
+def _continued(job: Job, found: Checkpoint) -> Job:
+    """The job with the order of the data and the micro-batches of its checkpoint."""
+    again, progress = job.settings.force_reshuffle, found.progress
+    job.train.key = progress.step if again else progress.shuffled
+    return replace(job, shape=resumed(job.shape, found.about))
 
 
 def resumed(shape: StepShape, begun: Mapping[str, Any]) -> StepShape:

@@ -43,10 +43,7 @@ class Fit:
             self.job.subject.begin(session)
             return
         shards.restored(session, self.engine.plans, found)
-        self.progress = found.progress
-        if self.job.settings.force_reshuffle:
-            self.progress = replace(self.progress, shuffled=self.progress.step)
-        self.job.train.key = self.progress.shuffled
+        self.progress = replace(found.progress, shuffled=self.job.train.key)
         if math.isfinite(found.progress.base) and found.progress.batches != self.job.validated:
             # these losses were measured on other batches and cannot be compared
             self.progress = replace(self.progress, base=math.inf, last=math.inf)

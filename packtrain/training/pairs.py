@@ -40,7 +40,6 @@ class PairBatches(SampleBatches):
         return np.asarray((samples.lengths - 1).reshape(-1, 2).sum(-1))
 
     def answers(self, index: int) -> list[list[int]]:
-        """The samples of each row of a batch, in the order of `seq`."""
         return [[2 * i + side for i in row for side in (0, 1)] for row in self.chosen(index)]
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:

@@ -37,7 +37,7 @@ class SampleBatches:
         self.seed, self.shuffle, self.pack = seed, shuffle, pack
         self.key = 0
         lengths = self.lengths_of(samples)
-        longest = int(lengths.max())
+        longest, self.longest = int(lengths.max()), int(samples.lengths.max()) - 1
         if longest > time:
             raise ValueError(f"a sample of {longest} targets does not fit a row of {time}")
         # packed by length alone, so that every epoch has the same number of rows
@@ -70,11 +70,15 @@ class SampleBatches:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def chosen(self, index: int) -> list[list[int]]:
-        """The samples of each row of a batch."""
+        """The items of each row of a batch."""
         epoch, batch = divmod(index, len(self))
         keys = keys_of(self.seed, epoch, self.key)
         places = range(batch * self.rows, (batch + 1) * self.rows)
         return [self._chosen_at(place, keys) for place in places]
+
+    def answers(self, index: int) -> list[list[int]]:
+        """The samples of each row of a batch, in the order of `seq`."""
+        return self.chosen(index)
 
     def _chosen_at(self, place: int, keys: Keys) -> list[int]:
         """The samples of the row at a place in the epoch."""
@@ -93,7 +97,8 @@ class SampleBatches:
         return first + item_at(rank - first, end - first, keys, -int(here))
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
-        """The samples one after the other; the rest of the row is padding, as a separate sample."""
+        """The samples one after the other; the rest of the row is padding, as samples no longer than the longest: a
+        model may have learned so many positions only."""
         names = ("tokens", "targets", "pos", "seq")
         row = {name: np.zeros(self.time, np.int32) for name in names}
         row["weights"] = np.zeros(self.time, np.float32)
@@ -106,8 +111,11 @@ class SampleBatches:
             row["pos"][here] = np.arange(len(ids) - 1)
             row["seq"][here] = number
             at = here.stop
-        row["pos"][at:] = np.arange(self.time - at)
-        row["seq"][at:] = len(chosen)
+        padding = np.arange(self.time - at)
+        row["pos"][at:], row["seq"][at:] = (
+            padding % self.longest,
+            len(chosen) + padding // self.longest,
+        )
         return row
 
 

@@ -3,16 +3,15 @@
 Computed once, before the memory of the run is taken, and kept in the run folder; a resumed run reads it there.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
 from packtrain.backends import Target
-from packtrain.errors import DoesNotFit, Interrupted
+from packtrain.errors import DoesNotFit, InputError, Interrupted
 from packtrain.events import Events
-from packtrain.files import atomic_file
 from packtrain.graph import Graph
 from packtrain.memory import private_nbytes, settle
 from packtrain.models import transformer
@@ -22,12 +21,13 @@ from packtrain.placing import place
 from packtrain.planning import make_plan, size_text
 from packtrain.run import Session
 from packtrain.samples import Samples
+from packtrain.training import told
 from packtrain.training.job import Job
-from packtrain.training.reference import Some
 from packtrain.training.samples import SampleBatches
 
 FILE = "teacher.npz"  # in the run folder
 TOKENS = 32  # whose logits are computed at a time
+SAVE_SECONDS = 60.0  # between writes of what is known so far
 
 
 class TeacherBatches(SampleBatches):
@@ -46,9 +46,31 @@ class TeacherBatches(SampleBatches):
     ) -> None:  # fmt: skip
         super().__init__(samples, rows, time, seed=seed, pack=pack)
         self.how, self.teacher, self.mark = how, teacher, f"{mark} {how.top}"
+        self._check(samples)
         counts = [int(samples[i][1][1:].sum()) for i in range(len(samples))]
         self.first = np.append(0, np.cumsum(counts))
         self.known = nothing(int(self.first[-1]), how.top)
+
+    def _check(self, samples: Samples) -> None:
+        """Raise InputError if the teacher cannot read a sample."""
+        name, config = self.teacher.gguf.path.name, self.teacher.config
+        if config.traits.learned_positions and self.longest > config.context_length:
+            raise InputError(
+                f"--teacher: {name} has learned {config.context_length:,} positions, and the longest sample takes"
+                f" {self.longest:,}; give --ctx {config.context_length}"
+            )
+        last = max(int(samples[i][0].max()) for i in range(len(samples)))
+        if last >= config.vocab_size:
+            raise InputError(
+                f"--teacher: {name} has {config.vocab_size:,} tokens, and the data has token {last:,}; give a teacher"
+                " with all tokens of the data"
+            )
+
+    @property
+    def unknown(self) -> np.ndarray:
+        """Of which samples the teacher has not read a target, (samples,) bool."""
+        before = np.append(0, np.cumsum(self.known["ids"][:, 0] < 0))
+        return np.asarray(np.diff(before[self.first]) > 0)
 
     def _row(self, chosen: list[int]) -> dict[str, np.ndarray]:
         row = super()._row(chosen)
@@ -120,38 +142,31 @@ def teach(
     if not isinstance(train, TeacherBatches):
         return
     path, mark = folder / FILE, f"{job.fingerprint} {train.mark}"
-    _read(path, mark, train)
-    missing = _missing(job, train)
+    known = {name: train.known[name] for name in ("ids", "logits")}
+    told.read(path, mark, known)
+    missing = told.missing(job, train, train.unknown)
     if missing:
         shared = min(job.config.vocab_size, train.teacher.config.vocab_size)
         how = train.how.top, shared
         reader = Reader(train.teacher, train.time, how, limit, job.settings.target)
-        with events.counting("teacher", "sample") as told:
+        with events.counting("teacher", "sample") as tell:
+            written = time.monotonic()
             for done in _fill(train, reader, missing):
-                told(done, len(missing))
+                tell(done, len(missing))
                 if stopped():
-                    _write(path, mark, train)
+                    told.write(path, mark, known)
                     raise Interrupted("stopped before step 1")
+                if time.monotonic() - written > SAVE_SECONDS:
+                    told.write(path, mark, known)
+                    written = time.monotonic()
         del reader
         settle()
-        _write(path, mark, train)
-
-
-def _missing(job: Job, train: TeacherBatches) -> list[int]:
-    """The samples that the run will see, and of which nothing is known."""
-    asked = job.steps * job.settings.grad_accumulation_steps
-    unknown = np.add.reduceat(train.known["ids"][:, 0] < 0, train.first[:-1]) > 0
-    if asked < len(train) and not job.settings.resume:
-        rows = [row for index in range(asked) for row in train.chosen(index)]
-        seen = np.zeros(len(unknown), bool)
-        seen[[i for row in rows for i in row]] = True
-        unknown &= seen
-    return np.flatnonzero(unknown).tolist()
+        told.write(path, mark, known)
 
 
 def _fill(train: TeacherBatches, reader: Reader, which: list[int]) -> Iterator[int]:
     """Compute them; yields how many are done."""
-    batches = SampleBatches(Some(train.samples, which), 1, train.time, shuffle=False)  # type: ignore[arg-type]
+    batches = SampleBatches(told.Some(train.samples, which), 1, train.time, shuffle=False)  # type: ignore[arg-type]
     done = 0
     for index in range(len(batches)):
         found, at = reader.likeliest(batches[index], train.how.top), 0
@@ -161,21 +176,3 @@ def _fill(train: TeacherBatches, reader: Reader, which: list[int]) -> Iterator[i
             at += span.stop - span.start
             done += 1
         yield done
-
-
-def _write(path: Path, mark: str, train: TeacherBatches) -> None:
-    with atomic_file(path) as file:
-        known = train.known
-        np.savez(file, mark=np.array(mark), ids=known["ids"], logits=known["logits"])
-
-
-def _read(path: Path, mark: str, train: TeacherBatches) -> None:
-    """What is in the file, if it is of the same data, teacher and number of tokens; else it is computed again."""
-    try:
-        with np.load(path) as file:
-            found = file["ids"], file["logits"]
-            same = str(file["mark"]) == mark
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
-        return
-    if same and all(part.shape == train.known["ids"].shape for part in found):
-        train.known["ids"], train.known["logits"] = found

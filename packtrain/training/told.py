@@ -1,0 +1,65 @@
+"""What another model says of samples: told once, before step 1, and kept in the run folder for a resumed run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from packtrain.files import atomic_file
+from packtrain.samples import Samples
+from packtrain.training.job import Job
+from packtrain.training.samples import SampleBatches
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """Some of the samples."""
+
+    samples: Samples
+    which: list[int]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.samples.lengths[self.which]
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.samples[self.which[i]]
+
+
+def missing(job: Job, part: SampleBatches, unknown: np.ndarray) -> list[int]:
+    """The samples of a part that the run will see, of those that are unknown: (samples,) bool."""
+    asked = job.steps * job.settings.grad_accumulation_steps
+    if part is job.train and asked < len(part):
+        seen = np.zeros(len(unknown), bool)
+        for index in range(asked):
+            for row in part.answers(index):
+                seen[row] = True
+        unknown = unknown & seen
+    return np.flatnonzero(unknown).tolist()
+
+
+def write(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:
+    """mark  identifies the data, the model and the settings that these arrays are of"""
+    kept: dict[str, Any] = {"mark": np.array(mark), **known}
+    with atomic_file(path) as file:
+        np.savez(file, **kept)
+
+
+def read(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:
+    """Fill the arrays from the file if it is whole and has this mark; else they are computed again."""
+    try:
+        with path.open("rb") as raw, np.load(raw) as file:  # which has checksums
+            if str(file["mark"]) != mark:
+                return
+            found = {name: file[name] for name in known}
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return
+    if all(found[name].shape == array.shape for name, array in known.items()):
+        for name, array in known.items():
+            array[...] = found[name]

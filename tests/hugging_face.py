@@ -235,12 +235,12 @@ def write_safetensors(path: Path, tensors: Tensors, kind: str = "F32") -> None:
     """The format: a length, a JSON header, bytes."""
     header, parts, at = {}, [], 0
     for name, value in tensors.items():
-        raw = value.astype("<f4")
+        raw = value if value.dtype == np.uint8 else value.astype("<f4")
         if kind == "BF16":
             raw = (raw.view("<u4") >> 16).astype("<u2")
         data = raw.astype("<f2").tobytes() if kind == "F16" else raw.tobytes()
         header[name] = {
-            "dtype": kind,
+            "dtype": "U8" if value.dtype == np.uint8 else kind,
             "shape": list(value.shape),
             "data_offsets": [at, at + len(data)],
         }

@@ -394,3 +394,30 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"{path}: 21 tensors (16 q8_0, 5 f32), {size} bytes\n"
     assert GGUF(path).metadata["general.name"] == "tiny-1.5"
     assert quant.dequantize(GGUF(path).array("token_embd.weight")).shape == (hugging_face.V, 64)
+
+
+def test_experts_in_mxfp4_keep_their_blocks(tmp_path: Path) -> None:
+    """As OpenAI's checkpoints have them: two neighbours a byte, scales apart, rows of gate and up in turn."""
+    rng, folder = np.random.default_rng(0), tmp_path / "checkpoint"
+    changes = {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    config, tensors = write_checkpoint(folder, "gpt-oss", **changes)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values, packed, plain = np.concatenate((values, -values)), {}, dict(tensors)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        e, inputs, outputs = tensors[name].shape
+        pairs = rng.integers(0, 256, (e, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(122, 126, pairs.shape[:-1], np.uint8)
+        packed |= {f"{name}_blocks": pairs, f"{name}_scales": scales}
+        each = values[np.stack((pairs & 15, pairs >> 4), -1)].reshape(e, outputs, -1, 32)
+        wide = each * 2.0 ** (scales[..., None].astype(float) - 127)
+        plain[name] = wide.reshape(e, outputs, inputs).swapaxes(1, 2)
+        del tensors[name]
+    write_safetensors(folder / "model.safetensors", tensors | packed)
+    convert(folder, tmp_path / "m.gguf", "f32")
+    kinds = {n: str(e.dtype) for n, e in GGUF(tmp_path / "m.gguf").entries.items()}
+    assert {n for n in kinds if kinds[n] != "f32"} == {
+        n for n in kinds if n.endswith("exps.weight")
+    }
+    got = logits(tmp_path / "m.gguf", TOKENS)
+    want = hugging_face.logits(config, plain, TOKENS)
+    assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max()

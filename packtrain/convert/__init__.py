@@ -11,7 +11,7 @@ import numpy as np
 from packtrain import quant
 from packtrain.convert.checkpoint import open_checkpoint
 from packtrain.convert.description import describe
-from packtrain.convert.tensors import Tensor
+from packtrain.convert.tensors import MXFP4, Blocks, Tensor
 from packtrain.convert.vocabulary import vocabulary_of
 from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.errors import InputError
@@ -59,6 +59,8 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
 
 def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:
     """The stored type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
+    if isinstance(tensor, Blocks):
+        return MXFP4
     if len(tensor.shape) == 1 or tensor.name.endswith(ALWAYS_F32):
         return f32
     return f16 if tensor.shape[-1] % dtype.block else dtype
@@ -67,7 +69,7 @@ def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:
 def _deferred(tensor: Tensor, dtype: Dtype) -> Deferred:
     def make() -> Iterator[np.ndarray]:
         for values in tensor.values():
-            yield _packed(tensor, values, dtype)
+            yield values if isinstance(tensor, Blocks) else _packed(tensor, values, dtype)
 
     return Deferred(dtype, tensor.shape, make)
 

@@ -39,9 +39,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder / CONFIG}: architectures must name the model's class")
     if isinstance(config.get("text_config"), dict):
         config = {**config, **config["text_config"]}
-    if config.get("quantization_config"):
+    packed = config.get("quantization_config")
+    if packed and not (isinstance(packed, dict) and packed.get("quant_method") == "mxfp4"):
         raise InputError(
-            f"{folder / CONFIG}: quantization_config is present; only weights in f32, f16 or bf16 are converted"
+            f"{folder / CONFIG}: quantization_config is present; only weights in f32, f16 or bf16 and gpt-oss's MXFP4"
+            " are converted"
         )
     tensors: dict[str, Stored] = {}
     for name, stored in open_tensors(folder).items():

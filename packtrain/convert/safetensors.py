@@ -48,6 +48,12 @@ class Stored:
             )
         return READABLE[self.kind]
 
+    def raw(self) -> np.ndarray:
+        """The bytes of a tensor of bytes."""
+        if self.kind != "U8":
+            raise InputError(f"{self.path}: {self.name} is of type {self.kind}; it must be U8")
+        return np.ndarray(self.shape, np.uint8, self.data, self.start)
+
     def array(self) -> np.ndarray:
         return np.ndarray(self.shape, self.dtype.numpy, self.data, self.start)
 

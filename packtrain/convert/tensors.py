@@ -8,12 +8,15 @@ import numpy as np
 from packtrain import quant
 from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.safetensors import Stored
+from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
 from packtrain.models.arch.architecture import Experts, Family
 from packtrain.models.config import Config
 from packtrain.models.shapes import POSITIONS, block_shapes
 
 HEAD = "lm_head."
+MXFP4 = BLOCK_TYPES["mxfp4"]
+HALF = MXFP4.block // 2
 PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 
@@ -63,6 +66,30 @@ class Tensor:
     def _parts(self, count: int, step: int) -> Iterator[tuple[int, int]]:
         for first, last in self.spans or ((0, count),):
             yield from ((at, min(at + step, last)) for at in range(first, last, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Tensor):
+    """The experts' matrices; sources are blocks (E, rows, G, 16) of two values a byte, and scales (E, rows, G).
+
+    Of the rows, one of `every` is used, from `first` on. A source's byte has the values 2 j and 2 j + 1 of its block, a
+    file's j and j + 16, behind the scale: OCP Microscaling Formats; ggml's block_mxfp4.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count, rows, groups, _ = self.sources[0].shape
+        return count, rows // self.every, groups * MXFP4.block
+
+    def values(self) -> Iterator[np.ndarray]:
+        """The blocks of an expert at a time, (rows, G)."""
+        nibbles, scales = (source.raw() for source in self.sources)
+        for pairs, scale in zip(nibbles, scales, strict=True):
+            pairs, scale = pairs[self.first :: self.every], scale[self.first :: self.every]
+            each = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scale.shape, MXFP4.block)
+            both = each[..., :HALF] | each[..., HALF:] << 4
+            made = np.concatenate((scale[..., None], both), -1).astype(np.uint8)
+            yield np.ascontiguousarray(made).view(MXFP4.numpy)[..., 0]
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -200,11 +227,18 @@ def _experts(found: _Found, at: str, i: int, config: Config, experts: Experts) -
             if shape is None:
                 continue
             count, outputs, *inputs = shape
-            if name not in taken:
-                taken[name] = found.take(name, (count, *inputs, outputs * every))
-            yield Tensor(
+            blocks, rows = f"{at}.{module}_blocks", (count, outputs * every)
+            if blocks in found.tensors.keys() | taken.keys() and inputs:
+                groups = (*rows, inputs[0] // MXFP4.block)
+                shapes_of = {blocks: (*groups, HALF), f"{at}.{module}_scales": groups}
+            else:
+                shapes_of = {name: (count, *inputs, outputs * every)}
+            for source, wanted in shapes_of.items():
+                if source not in taken:
+                    taken[source] = found.take(source, wanted)
+            yield (Blocks if len(shapes_of) > 1 else Tensor)(
                 f"blk.{i}.{part}.{kind}",
-                (taken[name],),
+                tuple(taken[source] for source in shapes_of),
                 transposed=kind == "weight",
                 first=first,
                 every=every,

@@ -34,7 +34,6 @@ from packtrain.models.arch import (
 from packtrain.models.arch.architecture import Architecture, Family
 
 MODULES = (
-    gpt_oss,
     *(
         llama,
         mistral3,
@@ -44,6 +43,7 @@ MODULES = (
         qwen3moe,
         ernie4_5_moe,
         glm4moe,
+        gpt_oss,
         gemma,
         gemma2,
         gemma3,

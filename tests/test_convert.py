@@ -222,6 +222,13 @@ STEPS = {
     "qwen2": {"type": "Split", "pattern": {"Regex": rules.QWEN_2_STEP}},
     "tekken": {"type": "Split", "pattern": {"Regex": rules.TEKKEN_STEP}},
     "gpt-4o": {"type": "Split", "pattern": {"Regex": rules.GPT_4O_STEP}},
+    "falcon": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Punctuation", "behavior": "Contiguous"}, BYTES, {"type": "Digits", "individual_digits": False},
+            {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated"},
+        ],
+    },
 }  # fmt: skip
 
 
@@ -297,7 +304,7 @@ BIAS = "model.layers.0.self_attn.o_proj.bias"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read: no such file"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "this must be a JSON object"),
-    "unknown class": (change_config(architectures=["BertModel"]), "BertModel cannot be converted; supported are Llama"),
+    "unknown class": (change_config(architectures=["BertModel"]), "BertModel cannot be converted; supported are .*Ll"),
     "no class": (change_config(architectures=None), "architectures must name the model's class"),
     "quantized": (change_config(quantization_config={"bits": 4}), "only weights in f32, f16 or bf16"),
     "activation": (change_config(hidden_act="relu"), "hidden_act is 'relu'; it must be 'silu' or 'swish'"),

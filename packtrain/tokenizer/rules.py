@@ -235,7 +235,10 @@ ROWS = {
     "bloom gpt3-finnish": Rule((_BLOOM,), border=after_word),
     "viking": Rule((_BLOOM, r"\p{N}"), clean=False, border=after_word),
     "chameleon": Rule(_CHAMELEON, bos=True, clean=False),
-    "falcon": Rule((r"[\p{P}$+<=>^~|`]+", GPT_2_STEP, "[0-9][0-9][0-9]")),
+    "falcon": Rule(
+        (r"[\p{P}$+<=>^~|`]+", GPT_2_STEP, "[0-9][0-9][0-9]"),
+        steps=("Punctuation", GPT_2_STEP, "Digits", "[0-9][0-9][0-9]"),
+    ),
     "default": Rule((_PUNCTUATION, GPT_2_STEP, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gemma4 granite-embed-multi-311m": Rule(
         (_LINE,), "lines", True, spelled=False, spaces="\u2581", border=after_line

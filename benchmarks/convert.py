@@ -97,6 +97,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeConfig": {
         "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_start_index": 1,
     },
+    "OlmoeConfig": {"num_experts": 5, "num_experts_per_tok": 3},
     "GptOssConfig": {
         "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 4,
         "rope_parameters": GPT_YARN,

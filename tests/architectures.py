@@ -110,6 +110,9 @@ CONFIGS: Mapping[str, Config] = {
         leading_dense_block_count=1, expert_weights_scale=1.5, expert_weights_norm=True,
         optional=(*BIASES, "exp_probs_b.bias", "attn_q_norm.weight", "attn_k_norm.weight"),
     ),
+    "olmoe": replace(
+        LLAMA, architecture="olmoe", tied=False, head_count_kv=4, expert_count=6, expert_used_count=3,
+    ),
     "gpt-oss": replace(
         LLAMA, architecture="gpt-oss", tied=False, key_length=128, expert_count=6, expert_used_count=3, window=9,
         window_pattern=2, expert_feed_forward_length=256, rope_scaling=YARN, optional=ALL_BIASES,

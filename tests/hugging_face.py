@@ -81,6 +81,9 @@ KINDS: dict[str, Config] = {
         "architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True, "embedding_multiplier": 3.0,
         "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
     },
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False,
+    },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "glm4": {
         "architectures": ["Glm4ForCausalLM"], "head_dim": 24, "attention_bias": True, "partial_rotary_factor": 0.5,
@@ -119,6 +122,7 @@ QKV_BIASES = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "SeedOssForCausalLM", "
 NORMS_BEHIND = (*WHOLE, "Exaone4ForCausalLM")  # and none before
 # where experts are, what their number is called, and gate, up and down
 EXPERTS = {
+    "OlmoeForCausalLM": ("mlp", "num_experts", ("gate_proj", "up_proj", "down_proj")),
     "MixtralForCausalLM": ("block_sparse_moe", "num_local_experts", ("w1", "w3", "w2")),
     "Qwen3MoeForCausalLM": ("mlp", "num_experts", ("gate_proj", "up_proj", "down_proj")),
 }
@@ -176,6 +180,8 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block |= {"post_self_attn_layernorm": (c,), "post_mlp_layernorm": (c,)}
     if kind == "HunYuanDenseV1ForCausalLM":
         block |= {"self_attn.query_layernorm": (d,), "self_attn.key_layernorm": (d,)}
+    if kind == "OlmoeForCausalLM":
+        block |= {"self_attn.q_norm": (q,), "self_attn.k_norm": (kv,)}
     if kind in NORMS_BEHIND:
         del block["input_layernorm"]
         whole = kind in WHOLE
@@ -386,7 +392,8 @@ class Model:
             for e in chosen:
                 gate, up, down = (f"{at}.experts.{e}.{name}" for name in EXPERTS[self.kind][2])
                 hidden = silu(self.linear(gate, x[t])) * self.linear(up, x[t])
-                y[t] += p[t, e] / p[t, chosen].sum() * self.linear(down, hidden)
+                total = p[t, chosen].sum() if self.config.get("norm_topk_prob", True) else 1
+                y[t] += p[t, e] / total * self.linear(down, hidden)
         return y
 
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
@@ -396,7 +403,7 @@ class Model:
             q, k, v = np.split(self.linear(f"{at}.qkv_proj", x), [heads * d, (heads + kv) * d], -1)
         else:
             q, k, v = (self.linear(f"{at}.{name}_proj", x) for name in "qkv")
-        if self.kind in WHOLE:
+        if self.kind in (*WHOLE, "OlmoeForCausalLM"):
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         q, k, v = (t.reshape(time, -1, d) for t in (q, k, v))
         if self.kind in (*HEAD_NORMS, "Exaone4ForCausalLM"):

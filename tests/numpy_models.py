@@ -15,6 +15,7 @@ HALVES = {
     "qwen3",
     "qwen2moe",
     "glm4moe",
+    "olmoe",
     "gpt-oss",
     "qwen3moe",
     "gemma",
@@ -127,11 +128,11 @@ class Model:
             parts = np.split(self.linear(i, "attn_qkv", x), np.cumsum(sizes)[:2], axis=-1)
         else:
             parts = [self.linear(i, f"attn_{name}", x) for name in "qkv"]
-        if self.arch == "olmo2":
+        if self.arch in ("olmo2", "olmoe"):
             parts[:2] = (self.after(i, f"attn_{x}_norm", parts["qk".index(x)]) for x in "qk")
         q, k, v = (part.reshape(time, -1, self.head) for part in parts)
         late = self.arch == "hunyuan-dense"
-        if self.arch != "olmo2" and not late:
+        if self.arch not in ("olmo2", "olmoe") and not late:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         if self.turns(i):
             q, k = self.rotated(i, q), self.rotated(i, k)
@@ -253,7 +254,7 @@ class Model:
         y = np.zeros_like(x)
         for t in range(len(x)):
             chosen = np.argsort(-better[t])[: self.keys["expert_used_count"]]
-            apart = self.arch == "qwen2moe" or (
+            apart = self.arch in ("qwen2moe", "olmoe") or (
                 self.arch == "glm4moe" and not self.keys.get("expert_weights_norm")
             )
             total = 1 if apart else p[t, chosen].sum()

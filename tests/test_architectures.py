@@ -32,7 +32,7 @@ F32, F64, SEEN = (
     3e-3,
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
 # of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
-STEP = {"nemotron": 0.01, "glm4moe": 0.01, "gpt-oss": 0.01}
+STEP = {"nemotron": 0.01, "glm4moe": 0.01, "gpt-oss": 0.01, "olmoe": 0.01}
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
 
@@ -137,6 +137,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "qwen3moe": {"halves": False, "head_norms": False},
     "ernie4_5-moe": {"halves": True, "sigmoids": True, "chosen_sum": False},
     "glm4moe": {"halves": False, "sigmoids": False},
+    "olmoe": {"halves": False, "whole_norms": False, "chosen_sum": True},
     "gpt-oss": {"halves": False, "sinks": False, "clamped": False},
     "gemma": {"halves": False, "gelu": False, "scaled_embedding": False},
     "gemma2": {"halves": False, "gelu": False, "post_norms": False, "wide_blocks": 3},

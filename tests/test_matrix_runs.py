@@ -35,6 +35,7 @@ ROWS = {
     "ernie4_5-moe": "full",
     "glm4moe": "frozen",
     "gpt-oss": "lora",
+    "olmoe": "last",
     "qwen3moe": "lora last",
     "granite": "full",
     "olmo2": "lora",

@@ -1,0 +1,43 @@
+"""OLMoE: experts in all blocks, whose weights do not add up to 1; queries and keys normalized whole.
+
+arXiv 2409.02060.
+"""
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    EXPERT_MATRICES,
+    FFN_NORM,
+    HEAD_NORMS,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("norm_topk_prob", False, False)
+    given.one_of("clip_qkv", None, None)
+    return {}
+
+
+ARCHITECTURE = Architecture(
+    "olmoe",
+    halves=True,
+    whole_norms=True,
+    square=True,
+    always_apart=True,
+    chosen_sum=False,
+    keys={"expert_count": None, "expert_used_count": None},
+    optional=(),
+    families=(
+        Family(
+            ("OlmoeForCausalLM",),
+            ATTENTION | HEAD_NORMS | FFN_NORM | {"mlp.gate": "ffn_gate_inp"},
+            keys,
+            Experts(EXPERT_MATRICES, ("num_experts", 64), ("num_experts_per_tok", 8)),
+        ),
+    ),
+)

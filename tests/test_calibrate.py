@@ -11,6 +11,7 @@ from packtrain.commands import imatrix, quantize
 from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
 from packtrain.gguf import GGUF, Value, write
+from packtrain.memory import Peak, private_nbytes, settle
 from packtrain.merging.importance import load
 from packtrain.merging.streams import Streams
 from packtrain.models.file import open_model
@@ -18,7 +19,7 @@ from packtrain.quant import quantize as packed
 from packtrain.tasks.calibration import calibration
 from packtrain.tasks.imatrix import Imatrix
 from packtrain.tasks.quantize import Quantize
-from tests.architectures import random_model
+from tests.architectures import CONFIGS, random_model
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "by", "it"]
 V, DOWN = "blk.0.attn_v.weight", "blk.1.ffn_down.weight"
@@ -90,6 +91,27 @@ def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize
         with pytest.raises((InputError, DoesNotFit), match=said):
             quantize.run(replace(again, **change))
         assert settings.output.read_bytes() == b"before"
+
+
+def test_it_stays_in_its_memory(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "wide", replace(CONFIGS["llama"], feed_forward_length=2048))
+    random_model(tmp_path / "m.gguf", "wide")
+    data = write_text(tmp_path / "a.txt", 6000)
+    given = Quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "Q3_K_M", calibrate=data)
+    quantize.run(given)
+    read = []
+    for more in (240, 120):
+        settle()
+        limit = private_nbytes() + (more << 20)
+        capsys.readouterr()
+        with Peak() as peak:
+            quantize.run(replace(given, memory=f"{limit // 1024}KiB", overwrite=True))
+        assert peak.nbytes <= limit, (limit - peak.baseline, peak.nbytes - peak.baseline)
+        (line,) = (
+            s for s in capsys.readouterr().err.splitlines() if s.startswith("quantizing reads")
+        )
+        read.append(int(line.split()[2].replace(",", "")))
+    assert read[0] >= read[1] >= 1024
 
 
 TOO_FEW = r"few.txt has [\d,]+ tokens, too few to say what a model is for; 1,024 are needed"

@@ -100,9 +100,14 @@ class Tuned(Llama):
     """The model frozen, with low-rank additions to the matrices of its blocks, as PEFT computes them."""
 
     def __init__(
-        self, config: Config, values: Mapping[str, np.ndarray], rank: int, scale: float
+        self,
+        config: Config,
+        values: Mapping[str, np.ndarray],
+        rank: int,
+        scale: float,
+        real: bool = False,
     ) -> None:
-        super().__init__(config, values)
+        super().__init__(config, values, real)
         self.scale = scale
         self.w.requires_grad_(False)
         wide = {name: w for name, w in self.w.items() if name.startswith("blk") and w.dim() == 2}
@@ -148,7 +153,7 @@ class Trained:
 
     def __init__(self, model: Llama, update: Update, max_norm: float, forward: Any = None) -> None:
         self.model, self.update, self.max_norm = model, update, max_norm
-        self.forward = forward or model
+        self.forward = model if forward is None else forward
 
     def step(self, batches: Sequence[Batch], rate: float) -> float:
         """Mean loss of a step over micro-batches, before its update."""
@@ -171,7 +176,8 @@ class Trained:
             return sum(self._sum(batch).item() for batch in batches) / counted(batches)
 
     def _sum(self, batch: Batch) -> Array:
-        given = {name: torch.from_numpy(array) for name, array in batch.items()}
+        device = next(self.model.parameters()).device
+        given = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
         weights, seq = given["weights"], given["seq"]
         ids = given["tokens"].long(), given["targets"].long()
         if not seq.any():  # one document in each row: without a mask it is faster

@@ -21,6 +21,7 @@ from packtrain.optim import AdamW
 from packtrain.run import Executor
 from packtrain.training.engine import Batch, Engine
 from packtrain.training.job import shape_of
+from packtrain.training.settings import TrainSettings
 from packtrain.training.tune import Tuned, lora_of
 from packtrain.training.tune_settings import TuneSettings
 
@@ -65,32 +66,40 @@ def batch_of(config: Config, rows: int, time: int) -> dict[str, np.ndarray]:
     }
 
 
-def of_preset(name: str, precision: str = "f32") -> Training:
+def of_preset(name: str, precision: str = "f32", device: str = "cpu") -> Training:
     """A step of `packtrain train --preset`."""
     config = replace(PRESETS[name], precision=precision)
     rows, time = ROWS[name], config.context_length
     update = AdamW(lr=LR)
     shape = StepShape(config, rows, time, max_norm=MAX_NORM, evaluate=False)
-    shape = unlimited(shape, Request(update, rates_apart(False, _quiet)))
-    engine = Engine(make_plans(shape, update), update)
+    on = TrainSettings(device=device).target
+    request = Request(update, rates_apart(False, _quiet, target=on), target=on)
+    shape = unlimited(shape, request)
+    engine = Engine(make_plans(shape, update, target=on), update)
     transformer.initialise(config, 0, engine.session.fill)
     return Training(f"{name}, {rows} × {time} tokens", engine, [batch_of(config, rows, time)])
 
 
 def of_base(
-    path: Path, rows: int = 1, time: int = TIME, precision: str = "f32", memory: int | None = None
+    path: Path,
+    rows: int = 1,
+    time: int = TIME,
+    precision: str = "f32",
+    memory: int | None = None,
+    device: str = "cpu",
 ) -> Training:
     """A step of `packtrain finetune` with its own adapters; this process keeps to `memory` bytes. Raises InputError."""
-    settings, model = TuneSettings(model=path, precision=precision), open_model(path)
+    settings, model = TuneSettings(model=path, precision=precision, device=device), open_model(path)
     config = replace(model.config, lora=lora_of(settings, model.config))
     time = min(time, config.context_length)
     base = Base(tuple(model.types().items()))
     subject, update = Tuned(settings, model, config, base), AdamW(lr=LR)
     shape = replace(shape_of(settings, config, rows, time, False, base), max_norm=MAX_NORM)
-    speed = rates_apart(False, _quiet, packed_types(shape))
-    request = Request(update, speed, private_nbytes())
+    on = settings.target
+    speed = rates_apart(False, _quiet, packed_types(shape), target=on)
+    request = Request(update, speed, private_nbytes(), target=on)
     shape = unlimited(shape, request) if memory is None else within(memory, shape, request)
-    engine = Engine(make_plans(shape, update), update, subject.shared())
+    engine = Engine(make_plans(shape, update, target=on), update, subject.shared())
     subject.begin(engine.session)
     name = f"LoRA on {path.name}, {rows} × {time} tokens"
     return Training(name, engine, parts(batch_of(config, rows, time), shape.rows))

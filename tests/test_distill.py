@@ -23,7 +23,7 @@ from packtrain.models.file import open_model
 from packtrain.models.transformer import Loss
 from packtrain.training.teacher import FILE
 from packtrain.watch import metrics
-from tests.architectures import random_model
+from tests.architectures import CONFIGS, random_model
 from tests.room import room
 from tests.test_train import said, signal_after, weights
 
@@ -260,7 +260,7 @@ def test_the_specification_learns_the_same(folder: Path, tmp_path: Path, capsys:
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
-def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, capsys):
+def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, capsys, monkeypatch):
     model = open_model(folder / "teacher.gguf")
     arrays = {n: model.gguf.array(n) for n in transformer.weights(model.config)}
     arrays["token_embd.weight"] = arrays["token_embd.weight"][:-3].copy()
@@ -274,6 +274,7 @@ def test_a_teacher_that_lacks_tokens_or_positions_is_refused(folder, tmp_path, c
     assert tuned(folder, tmp_path / "t.gguf", "--teacher", str(tmp_path / "less.gguf")) == 2
     count = len(arrays["token_embd.weight"])
     assert f"less.gguf has {count} tokens, and the data has token" in said(capsys)[-1]
+    monkeypatch.setitem(CONFIGS, "gpt2", replace(CONFIGS["gpt2"], context_length=128))
     random_model(tmp_path / "gpt2.gguf", "gpt2")
     long = {"prompt": "say it", "completion": "sun " * 100}
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(long)] * 9))

@@ -278,7 +278,9 @@ def test_a_planted_wrong_kernel_is_caught_by_comparing(monkeypatch):
     fed = batch(CONFIG, 1, 8) | AdamW().inputs(1)
     with debug("compare"), pytest.raises(AssertionError) as error:
         run(fed)
-    text = r"swiglu: blk.0.ffn_swiglu differs from the specification by \S+ \(.*\)\n  at block.py:\d+"
+    text = (
+        r"swiglu: blk.0.ffn_swiglu differs from the specification by \S+ \(.*\)\n  at block.py:\d+"
+    )
     assert re.fullmatch(text, message(error))
 
 

@@ -27,7 +27,7 @@ from packtrain.training import told
 from packtrain.training.pairs import PairBatches
 from packtrain.training.reference import FILE
 from packtrain.watch import metrics
-from tests.architectures import random_model
+from tests.architectures import CONFIGS, random_model
 from tests.preferred import PAIRS, preference_base
 from tests.room import room
 from tests.test_train import said, signal_after, weights
@@ -322,7 +322,10 @@ def test_what_was_kept_is_read_whole_or_not_at_all(damage: str, tmp_path: Path) 
     assert all(np.array_equal(got[name], array) for name, array in known.items())
 
 
-def test_learned_positions_are_enough_for_both_answers_and_padding(folder, tmp_path, capsys):
+def test_learned_positions_are_enough_for_both_answers_and_padding(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(CONFIGS, "gpt2", replace(CONFIGS["gpt2"], context_length=128))
     random_model(tmp_path / "gpt2.gguf", "gpt2")
     given = [str(tmp_path / "gpt2.gguf"), "--data", str(folder / "pairs.jsonl"), "--loss", "dpo"]
     more = ["--iters", "2", "--no-tensorboard", "-o", str(tmp_path / "tuned.gguf")]

@@ -74,6 +74,13 @@ CLASSES: dict[str, dict[str, Any]] = {
     "GraniteConfig": {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
     },
+    "GraniteMoeConfig": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+        "num_local_experts": 5, "num_experts_per_tok": 3,
+    },
+    "GraniteMoeSharedConfig": {
+        "residual_multiplier": 0.4, "num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 56,
+    },
     "Olmo2Config": {},
     "Olmo3Config": {**WINDOWS, "rope_parameters": YARN},
     "Exaone4Config": {"sliding_window": None, "layer_types": ["full_attention"] * 2},

@@ -94,6 +94,13 @@ CONFIGS: Mapping[str, Config] = {
     "granite": replace(
         LLAMA, architecture="granite", embedding_scale=1.7, residual_scale=0.6, score_scale=0.2, logit_scale=0.8,
     ),
+    "granitemoe": replace(
+        LLAMA, architecture="granitemoe", embedding_scale=1.7, residual_scale=0.6, score_scale=0.2,
+        logit_scale=0.8, expert_count=6, expert_used_count=3, expert_shared_feed_forward_length=512,
+    ),
+    "granitemoe apart": replace(
+        LLAMA, architecture="granitemoe", residual_scale=0.6, logit_scale=0.8, expert_count=6, expert_used_count=3,
+    ),
     "olmo2": replace(LLAMA, architecture="olmo2", tied=False, window_pattern=4),
     "olmo3": replace(
         LLAMA, architecture="olmo2", tied=False, block_count=5, window=9, window_pattern=4, rope_scaling=YARN,

@@ -1,6 +1,6 @@
 """Feed-forwards of checkpoints with experts in Hugging Face's layout, in float64.
 
-Those of Qwen2 MoE, ERNIE 4.5, GLM-4.5 and gpt-oss.
+Those of Qwen2 MoE, ERNIE 4.5, GLM-4.5, Granite and gpt-oss.
 
 The other parts of these models are in hugging_face.py. It shares no line with packtrain.
 """
@@ -29,6 +29,11 @@ KINDS: dict[str, Config] = {
         "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
         "num_nextn_predict_layers": 1, "num_hidden_layers": 3,
+    },
+    "granitemoe": {
+        "architectures": ["GraniteMoeSharedForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 3,
+        "shared_intermediate_size": 56, "embedding_multiplier": 3.0, "attention_multiplier": 0.1,
+        "residual_multiplier": 0.4, "logits_scaling": 2.0, "tie_word_embeddings": True,
     },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"], "head_dim": 24, "attention_bias": True, "num_local_experts": 5,
@@ -63,8 +68,10 @@ def offsets(c: Config) -> str:
 
 def shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a block's feed-forward."""
-    if "num_local_experts" in c:
+    if "swiglu_limit" in c:
         return gpt_oss_shapes(c)
+    if c["architectures"][0].startswith("Granite"):
+        return granite_shapes(c)
     width, f = c["hidden_size"], c["moe_intermediate_size"]
     wide = {"mlp": c["intermediate_size"]}
     if not dense(c, i):
@@ -112,12 +119,50 @@ def gpt_oss(
     return y
 
 
+def granite_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    e, width, f, s = (
+        c[key]
+        for key in (
+            "num_local_experts",
+            "hidden_size",
+            "intermediate_size",
+            "shared_intermediate_size",
+        )
+    )
+    return {
+        "block_sparse_moe.router.layer.weight": (e, width),
+        "block_sparse_moe.input_linear.weight": (e, 2 * f, width),
+        "block_sparse_moe.output_linear.weight": (e, width, f),
+        "shared_mlp.input_linear.weight": (2 * s, width), "shared_mlp.output_linear.weight": (width, s),
+    }  # fmt: skip
+
+
+def granite(
+    c: Config, w: dict[str, np.ndarray], at: str, x: np.ndarray, linear: Linear
+) -> np.ndarray:
+    def gated(both: np.ndarray) -> np.ndarray:
+        gate, up = np.split(both, 2, -1)
+        return gate / (1 + np.exp(-gate)) * up
+
+    into, back = (w[f"{at}.block_sparse_moe.{side}_linear.weight"] for side in ("input", "output"))
+    z = linear(f"{at}.block_sparse_moe.router.layer", x)
+    y = linear(f"{at}.shared_mlp.output_linear", gated(linear(f"{at}.shared_mlp.input_linear", x)))
+    for t in range(len(x)):
+        chosen = np.argsort(-z[t])[: c["num_experts_per_tok"]]
+        share = np.exp(z[t, chosen]) / np.exp(z[t, chosen]).sum()
+        for e, part in zip(chosen, share, strict=True):
+            y[t] += part * (back[e] @ gated(into[e] @ x[t]))
+    return y
+
+
 def feed_forward(
     c: Config, w: dict[str, np.ndarray], at: str, i: int, x: np.ndarray, linear: Linear
 ) -> np.ndarray:
     """The output of block i's feed-forward, whose tensors begin with `at`."""
-    if "num_local_experts" in c:
+    if "swiglu_limit" in c:
         return gpt_oss(c, w, at, x, linear)
+    if c["architectures"][0].startswith("Granite"):
+        return granite(c, w, at, x, linear)
 
     def gated(where: str, x: np.ndarray) -> np.ndarray:
         gate, up = (linear(f"{at}.{where}.{part}", x) for part in PARTS[:2])

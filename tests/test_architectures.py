@@ -32,7 +32,7 @@ F32, F64, SEEN = (
     3e-3,
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
 # of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
-STEP = {"nemotron": 0.01, "glm4moe": 0.01, "gpt-oss": 0.01, "olmoe": 0.01}
+STEP = dict.fromkeys(("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe"), 0.01)
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
 
@@ -145,6 +145,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "phi3": {"halves": False},
     "smollm3": {"halves": True, "rope_pause": 0},
     "granite": {"halves": True},
+    "granitemoe": {"halves": True, "chosen_sum": False},
     "olmo2": {"halves": False, "post_norms": False, "whole_norms": False},
     "seed_oss": {"halves": False},
     "ernie4_5": {"halves": True},
@@ -214,6 +215,11 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
         "residual_scale": 0.0,
         "score_scale": 0.0,
         "logit_scale": 0.0,
+    },
+    "granitemoe": {
+        "residual_scale": 0.0,
+        "expert_used_count": 2,
+        "expert_shared_feed_forward_length": 0,
     },
     "seed_oss": {"optional": ("attn_q.bias", "attn_k.bias"), "score_scale": 0.5},
     "phi3 short": {"rope_scaling": RopeScaling("longrope", 1.0, 256)},

@@ -38,6 +38,7 @@ ROWS = {
     "olmoe": "last",
     "qwen3moe": "lora last",
     "granite": "full",
+    "granitemoe": "full",
     "olmo2": "lora",
     "seed_oss": "last",
     "ernie4_5": "frozen",

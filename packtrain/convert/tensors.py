@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import EllipsisType
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from packtrain.models.shapes import POSITIONS, block_shapes
 HEAD = "lm_head."
 MXFP4 = BLOCK_TYPES["mxfp4"]
 HALF = MXFP4.block // 2
+Cut = tuple[EllipsisType | slice, ...]
 PART = 1 << 20  # elements in memory at a time, unless a row or a head is longer
 
 
@@ -28,7 +30,7 @@ class Tensor:
     shift       added to every value
     transposed  the source has columns instead of rows
     spans       rows of the source in the order of the file, each (from, to); none: as they are
-    first, every  of the source's columns, only one of so many, from the first on
+    cut         of the source, the elements that are used
     """
 
     name: str
@@ -38,23 +40,21 @@ class Tensor:
     shift: float = 0.0
     transposed: bool = False
     spans: tuple[tuple[int, int], ...] = ()
-    first: int = 0
-    every: int = 1
+    cut: Cut = (...,)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *more, last = self.sources[0].shape
-        one = (*more, last // self.every)
-        if self.transposed:
-            one = (*one[:-2], one[-1], one[-2])
+        one = self._part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
         return (len(self.sources), *one) if self.stacked else one
+
+    def _part(self, array: np.ndarray) -> np.ndarray:
+        part: np.ndarray = array[self.cut]
+        return part.swapaxes(-1, -2) if self.transposed else part
 
     def values(self) -> Iterator[np.ndarray]:
         """The values of the sources in order as f32, some rows at a time; heads are not split."""
         for source in self.sources:
-            array = source.array()
-            array = array[..., self.first :: self.every] if self.every > 1 else array
-            array = array.swapaxes(-1, -2) if self.transposed else array
+            array = self._part(source.array())
             head = len(array) // self.turned if self.turned else 1
             step = max(PART * len(array) // (array.size * head), 1) * head
             for start, end in self._parts(len(array), step):
@@ -72,20 +72,19 @@ class Tensor:
 class Blocks(Tensor):
     """The experts' matrices; sources are blocks (E, rows, G, 16) of two values a byte, and scales (E, rows, G).
 
-    Of the rows, one of `every` is used, from `first` on. A source's byte has the values 2 j and 2 j + 1 of its block, a
+    A source's byte has the values 2 j and 2 j + 1 of its block, a
     file's j and j + 16, behind the scale: OCP Microscaling Formats; ggml's block_mxfp4.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        count, rows, groups, _ = self.sources[0].shape
-        return count, rows // self.every, groups * MXFP4.block
+        count, rows, groups = np.broadcast_to(np.uint8(0), self.sources[1].shape)[self.cut].shape
+        return count, rows, groups * MXFP4.block
 
     def values(self) -> Iterator[np.ndarray]:
         """The blocks of an expert at a time, (rows, G)."""
-        nibbles, scales = (source.raw() for source in self.sources)
+        nibbles, scales = (source.raw()[self.cut] for source in self.sources)
         for pairs, scale in zip(nibbles, scales, strict=True):
-            pairs, scale = pairs[self.first :: self.every], scale[self.first :: self.every]
             each = np.stack((pairs & 15, pairs >> 4), -1).reshape(*scale.shape, MXFP4.block)
             both = each[..., :HALF] | each[..., HALF:] << 4
             made = np.concatenate((scale[..., None], both), -1).astype(np.uint8)
@@ -219,29 +218,36 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
 
 
 def _experts(found: _Found, at: str, i: int, config: Config, experts: Experts) -> Iterator[Tensor]:
-    """The tensors of experts that the checkpoint has stacked, two of them maybe with their outputs in turn."""
+    """The tensors of experts that the checkpoint has stacked, two of them maybe as one."""
     shapes, taken = block_shapes(config, i), dict[str, Stored]()
     for part, (module, first, every) in experts.stacked.items():
         for kind in ("weight", "bias"):
             shape, name = shapes.get(f"{part}.{kind}"), f"{at}.{module}.{kind}"
             if shape is None:
                 continue
-            count, outputs, *inputs = shape
-            blocks, rows = f"{at}.{module}_blocks", (count, outputs * every)
+            count, inputs = (shape[:-2], shape[-1:]) if kind == "weight" else (shape[:-1], ())
+            outputs = shape[len(count)]
+            blocks, rows = f"{at}.{module}_blocks", (*count, outputs * every)
+            chosen = slice(first, None, every)
+            if experts.together:
+                chosen = slice(first * outputs, (first + 1) * outputs)
+            by_rows = experts.rows or not inputs
+            cut: Cut = (
+                (..., chosen, *(slice(None) for _ in inputs)) if experts.rows else (..., chosen)
+            )
             if blocks in found.tensors.keys() | taken.keys() and inputs:
-                groups = (*rows, inputs[0] // MXFP4.block)
+                groups, cut = (*rows, inputs[0] // MXFP4.block), (slice(None), chosen)
                 shapes_of = {blocks: (*groups, HALF), f"{at}.{module}_scales": groups}
             else:
-                shapes_of = {name: (count, *inputs, outputs * every)}
+                shapes_of = {name: (*rows, *inputs) if by_rows else (*count, *inputs, rows[-1])}
             for source, wanted in shapes_of.items():
                 if source not in taken:
                     taken[source] = found.take(source, wanted)
             yield (Blocks if len(shapes_of) > 1 else Tensor)(
                 f"blk.{i}.{part}.{kind}",
                 tuple(taken[source] for source in shapes_of),
-                transposed=kind == "weight",
-                first=first,
-                every=every,
+                transposed=not by_rows,
+                cut=cut,
             )
 
 

@@ -103,9 +103,11 @@ def attention(part: Block, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
 
 def feed_forward(part: Block, x: Tensor, h: Tensor) -> Tensor:
     """h plus the feed-forward of x, or of the experts for x: both (..., C) -> (..., C)."""
+    by = part.config.residual_scale
     if part.config.mixture(part.number):
-        y = part.named("ffn_experts", mixture(part, x, h))
-        return shared(part, x, y) if part.config.expert_shared_feed_forward_length else y
+        y = part.named("ffn_experts", mixture(part, x, None if by else h))
+        y = shared(part, x, y) if part.config.expert_shared_feed_forward_length else y
+        return ops.add(ops.scale(y, by=by), h) if by else y
     y = gated(part, x) if part.config.traits.gated else activated(part, x)
     return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
 
@@ -135,8 +137,8 @@ def activated(part: Block, x: Tensor) -> Tensor:
     return part.named("ffn_relu_sqr", ops.sqr(ops.relu(up)))
 
 
-def mixture(part: Block, x: Tensor, h: Tensor) -> Tensor:
-    """h plus the output of the experts for x, with their LoRA adapters."""
+def mixture(part: Block, x: Tensor, h: Tensor | None) -> Tensor:
+    """h, if it is there, plus the output of the experts for x, with their LoRA adapters."""
     config = part.config
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
     choose, gate, up, down = map(part.weight, names.values())

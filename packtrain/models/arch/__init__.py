@@ -14,6 +14,7 @@ from packtrain.models.arch import (
     gpt2,
     gpt_oss,
     granite,
+    granitemoe,
     hunyuan_dense,
     internlm2,
     llama,
@@ -51,6 +52,7 @@ MODULES = (
         gemma3,
         phi3,
     ),
+    granitemoe,
     *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2),
     *(phi2, gpt2, starcoder2, stablelm, falcon, nemotron, cohere2, smollm3),
 )

@@ -91,6 +91,8 @@ class Experts:
     width     None: the feed-forward's
     stacked   matrices of all experts that are one tensor (E, inputs, outputs) already: the tensor that they become, the
               module, and which of its outputs: the first, and one of how many
+    together  the outputs of each stand together in such a tensor, not in turn
+    rows      such tensors are (E, outputs, inputs)
     others    width of that expert, and how many of the first blocks have no experts
     """
 
@@ -100,6 +102,8 @@ class Experts:
     width: tuple[str, int] | None = None
     others: Callable[[Given], tuple[int, int]] = lambda given: (0, 0)
     stacked: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    together: bool = False
+    rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

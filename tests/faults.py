@@ -80,6 +80,7 @@ poisoned = seeds(plan_checks.check_poisoned)
 recomputed = seeds(plan_checks.check_recomputed)
 slopes = seeds(plan_checks.check_slope)
 spaces = seeds(plan_checks.check_spaces)
+parts = plan_checks.check_parts
 
 
 # ---- ways to plant ---------------------------------------------------------------------------------------------

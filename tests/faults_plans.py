@@ -21,6 +21,7 @@ from tests.faults import (
     around,
     fault,
     graphs,
+    parts,
     poisoned,
     sequences,
     spaces,
@@ -82,7 +83,7 @@ def a_value_read_where_it_is_not(patch: MonkeyPatch) -> None:
     around(patch, _Placing, "_bring", wrong)
 
 
-@fault("place", spaces)
+@fault("place", parts)
 def one_copy_for_all_views_of_a_value_in_another_space(patch: MonkeyPatch) -> None:
     def wrong(moved):
         def by_storage(self, call, t, backend):

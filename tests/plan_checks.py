@@ -132,6 +132,20 @@ def check_spaces(seed: int) -> None:
     checks.same_bits(bits(case, placed, plan), want, f"seed {seed} with {sorted(homes)} far")
 
 
+def check_parts() -> None:
+    """Two parts of a value, of one shape, that are read in another space."""
+    x, w = ops.tanh(pt.input("x", (100, 8))), pt.weight("w", (2, 8))
+    parts = (ops.narrow(x, axis=0, start=start, length=2) for start in (4, 10))
+    graph = pt.Graph({str(i): ops.mul(part, w) for i, part in enumerate(parts)})
+    placed = pt.place(graph, Target((backends.cpu, FAR), {"w": FAR}))
+    copied = [s.results[0].spec.nbytes for s in placed.steps if s.op is ops.cont]
+    assert copied == [2 * 8 * 4] * 2, copied
+    rng = np.random.default_rng(0)
+    given = {t.label: rng.random(t.shape, np.float32) for t in graph.leaves}
+    got = checks.execute(pt.Session().executor(placed), given)
+    checks.same_bits(got, checks.run(graph, given), "parts")
+
+
 def sequence_of(graph: pt.Graph, rng: np.random.Generator) -> list[int]:
     """A random order of the calls that can run, with barriers at random."""
     needs, left, sequence = needed_before(graph), set(range(len(graph.calls))), list[int]()

@@ -32,7 +32,7 @@ END = 2
 class Letters:
     """A vocabulary of tokens 0, 1, … whose token 2 ends texts; what a search needs of it."""
 
-    ends, add_space_prefix, kinds = (END,), False, [1] * 64
+    ends, leads, kinds = (END,), False, [1] * 64
 
     def piece(self, id: int) -> bytes:
         return bytes((48 + id,))

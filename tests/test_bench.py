@@ -300,7 +300,7 @@ def test_a_step_on_a_base_keeps_to_its_memory(
 ) -> None:
     monkeypatch.setattr(llama, "PRESET", "1m")
     monkeypatch.setattr(training, "private_nbytes", lambda: 0)
-    monkeypatch.setattr(training, "rates_apart", lambda *_: BEGIN)
+    monkeypatch.setattr(training, "rates_apart", lambda *_, **__: BEGIN)
     base = llama.made(tmp_path, "F16")
     whole = training.of_base(base, 4, 256)
     limit = whole.engine.plans.nbytes // 2

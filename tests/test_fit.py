@@ -363,7 +363,7 @@ def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
     optimizers = (name for kind in OPTIMIZER_KINDS.values() for name in kind.kernels)
     named = {*kernels.LEARNING, *kernels.EXPERTS, *kernels.WINDOWS, *kernels.AWARE, *optimizers}
     loaded = frozenset().union(*map(store.needed, named))
-    writing = frozenset().union(*map(store.needed, kernels.PACKING))
+    writing = frozenset().union(*map(store.needed, (*kernels.PACKING, *kernels.WEIGHING)))
     of_children = {"splitting", "tokens", "peak"}  # which tokenize, and of `packtrain bench`
     assert set(store.MADE_OF) - loaded - of_children <= writing
 

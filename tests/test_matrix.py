@@ -10,9 +10,11 @@ import pytest
 
 from packtrain.cost import Rates
 from packtrain.design.depth import even, reached, with_blocks
+from packtrain.design.drafts import Drafts
 from packtrain.design.plans import STEP, Base, StepShape, build_graph, leaves
 from packtrain.design.request import Request
 from packtrain.design.search import Search, search
+from packtrain.dtypes import DTYPES
 from packtrain.models.lora import Lora
 from packtrain.optim import AdamW
 from packtrain.placing import place
@@ -147,3 +149,32 @@ def test_blocks_without_rope_keep_in_its_place_what_rope_would_have_turned():
     best = looking.best(shape, limit)
     assert best.shape.keep is not None and any(best.shape.keep.inner)
     assert REQUEST.total(REQUEST.plans(best.shape)) <= limit
+
+
+def test_a_shorter_mixture_has_one_dense_block_at_most():
+    """Of those that are reached, and blocks keep the types of blocks of their kind."""
+    config = replace(CONFIGS["glm4moe"], block_count=6, leading_dense_block_count=3)
+    dense = [(f"blk.{i}.ffn_down.weight", DTYPES["q8_0"]) for i in range(3)]
+    experts = [(f"blk.{i}.ffn_down_exps.weight", DTYPES["q4_0"]) for i in range(3, 6)]
+    shape = StepShape(config, 2, 32, 1, 1.0, base=Base((*dense, *experts)))
+    assert not even(shape)
+    short = with_blocks(shape, 3)
+    assert short.config.leading_dense_block_count == 1 and short.base is not None and even(short)
+    assert {n: t for n, t in short.base.types if "down" in n} == dict(
+        [dense[0], *((f"blk.{i}.ffn_down_exps.weight", DTYPES["q4_0"]) for i in (1, 2))]
+    )
+    assert with_blocks(shape, 1).config.leading_dense_block_count == 0
+    shape = replace(shape, base=Base((*dense, *experts), ("token_embd*", "blk.0.*", "blk.1.*")))
+    assert even(shape) and reached(shape) == 4
+    short = with_blocks(shape, 2, below=1)
+    assert short.config.leading_dense_block_count == 2 and reached(short) == 2 and even(short)
+
+
+def test_estimates_of_a_mixture_with_a_dense_block_are_near_its_plans():
+    config = replace(CONFIGS["glm4moe"], block_count=8)
+    shape = StepShape(config, 2, 32, 1, 1.0, base=Base(()))
+    drafts = Drafts(REQUEST)
+    near = drafts.sizes(shape)
+    exact = drafts._sizes(shape)
+    assert near.calls == exact.calls and near.leaves == exact.leaves
+    assert abs(near.arena - exact.arena) < 0.01 * exact.arena

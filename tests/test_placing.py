@@ -19,7 +19,7 @@ from packtrain.optim.adamw import opt_step_adamw
 from packtrain.placing import Placed, Step, place
 from packtrain.tensor import Call, Kernel, Op, Tensor
 from packtrain.training.engine import Engine
-from tests import checks
+from tests import checks, plan_checks
 from tests.random_graphs import random_case
 
 FAR, THIRD = Host("cpu", "far"), Host("cpu", "third")
@@ -277,14 +277,8 @@ def test_what_several_calls_read_elsewhere_is_copied_once_a_run() -> None:
     checks.same_bits(checks.execute(run, other), checks.run(graph, other), "with other inputs")
 
 
-def test_a_small_part_is_copied_alone() -> None:
-    x, w = ops.tanh(pt.input("x", (100, 8))), pt.weight("w", (2, 8))
-    part = ops.narrow(x, axis=0, start=4, length=2)
-    graph = pt.Graph({"y": ops.mul(part, w)})
-    placed = place(graph, Target((backends.cpu, FAR), {"w": FAR}))
-    assert [s.results[0].spec.nbytes for s in crossings(placed)] == [2 * 8 * 4]
-    given = {"x": np.ones((100, 8), np.float32), "w": np.ones((2, 8), np.float32)}
-    checks.same_bits(results(placed, given), checks.run(graph, given), "a part")
+def test_small_parts_are_copied_alone() -> None:
+    plan_checks.check_parts()
 
 
 def test_leaves_written_by_one_call_live_together() -> None:

@@ -96,16 +96,24 @@ def test_a_type_is_one_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("old", "new", "again"),
     [
-        ("scale = sum_lx / sum_ll", "scale = sum_lx / (sum_ll * 1)", {"quantize"}),
+        ("scale = sum_lx / sum_ll", "scale = sum_lx / (sum_ll * 1)", {"quantize", "weighing"}),
         (
             "# of 32 values; q6_K",
             "# another comment: q6_K",
-            {"dequantize", "dots", "quantize", "recoding", "rounded"},
+            {"dequantize", "dots", "quantize", "recoding", "rounded", "weighing"},
         ),
-        ("least = (low >> 4)", "least = (low // 16)", {"dequantize", "quantize", "recoding"}),
+        (
+            "least = (low >> 4)",
+            "least = (low // 16)",
+            {"dequantize", "quantize", "recoding", "weighing"},
+        ),
         ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
         ("least = ((rest >> 4)", "least = ((rest // 16)", {"rounded"}),
-        ("to_floats(q & 3) *", "to_floats(3 & q) *", {"dequantize", "quantize", "recoding"}),
+        (
+            "to_floats(q & 3) *",
+            "to_floats(3 & q) *",
+            {"dequantize", "quantize", "recoding", "weighing"},
+        ),
     ],
 )
 def test_a_change_in_a_room_reaches_what_compiles_it(

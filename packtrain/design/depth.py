@@ -19,16 +19,24 @@ def reached(shape: StepShape) -> int:
 
 
 def even(shape: StepShape) -> bool:
-    """Whether the same tensors are trained in every block that the backward pass reaches."""
-    return len(set(_trained(shape.config, shape.base)[-reached(shape) :])) <= 1
+    """Whether the same tensors are trained in every block that the backward pass reaches.
+
+    The first of a mixture's blocks may be dense: a shorter model has it as well.
+    """
+    first = passed_over(shape.config, shape.base)
+    dense = _dense(shape.config, first)
+    return dense <= 1 and len(set(_trained(shape.config, shape.base)[first + dense :])) <= 1
 
 
 def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
 
-    If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is.
+    If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
+    mixture's dense blocks at most one is reached, and a single block has experts.
     """
     config, base, whole = shape.config, shape.base, below + count
+    first = 0 if base is None else passed_over(config, base)
+    dense = min(config.leading_dense_block_count, below) + min(_dense(config, first), count - 1, 1)
     pattern = config.window_pattern
     if isinstance(pattern, tuple) and whole > len(pattern):
         pattern = (pattern * whole)[:whole]
@@ -37,7 +45,9 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
             False,
             *(True,) * (whole - 1),
         )  # one without a window, which may have a rope of its own
-    short = replace(config, block_count=whole, window_pattern=pattern)
+    short = replace(
+        config, block_count=whole, window_pattern=pattern, leading_dense_block_count=dense
+    )
     if base is None:
         return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)
@@ -50,6 +60,7 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
     """The base of the shorter model, with the types and frozen tensors of the longer one, block by block."""
     first, types = passed_over(config, base), dict(base.types)
     trained = frozenset[str]().union(*_trained(config, base))
+    left_out = _dense(config, first) - _dense(short, below)
     found, frozen = [], []
     for name, leaf in transformer.weights(replace(short, lora=None)).items():
         at, kind = _place(name)
@@ -57,13 +68,19 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
             like, free = name, base.trains(config, leaf)
         else:
             passed = at < below
-            beyond = at if passed else min(first + at - below, config.block_count - 1)
+            more = 0 if at < short.leading_dense_block_count else left_out
+            beyond = at if passed else min(first + at - below + more, config.block_count - 1)
             like, free = f"blk.{beyond}.{kind}", not passed and (kind in trained or not trained)
         if like in types:
             found.append((name, types[like]))
         if not free:
             frozen.append(name)
     return replace(base, types=tuple(found), frozen=tuple(frozen), last=0)
+
+
+def _dense(config: Config, first: int) -> int:
+    """Blocks from `first` on that a mixture has without experts."""
+    return max(0, config.leading_dense_block_count - first)
 
 
 @cache

@@ -16,6 +16,7 @@ __all__ = [
     "EXPERTS",
     "LEARNING",
     "PACKING",
+    "WEIGHING",
     "WINDOWS",
     "WRITING",
     "WRITTEN",
@@ -51,6 +52,7 @@ LEARNING = (
 EXPERTS = ("experts", "softmax")
 WRITTEN = ("softmax",)  # of attention that is written out
 PACKING = ("quantize",)
+WEIGHING = ("weighing",)  # of quantizing with an importance matrix
 AWARE = ("recoding",)  # of training in the blocks of quantized matrices
 WINDOWS = ("convolution", "windows")  # of convolutions and pools
 

@@ -25,8 +25,7 @@ from packtrain.models import transformer
 from packtrain.models.file import ModelFile, open_model
 from tests.hugging_face import V, sentencepiece_model
 
-ENDS = "token_embd.weight", "output_norm.weight"
-LAST = ("model.norm.weight", "ln_f.weight", "final_layernorm.weight")
+LAST = ("model.norm.weight", "ln_f.weight", "final_layernorm.weight", "embedding_norm.weight")
 TOKENS = np.random.default_rng(5).integers(3, 300, 24)
 BASE = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
@@ -114,6 +113,11 @@ CLASSES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
         "routed_scaling_factor": 1.5,
     },
+    "Lfm2Config": {"num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 16},
+    "Lfm2MoeConfig": {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1,
+    },
     "PhiConfig": {},
     "GPT2Config": {"intermediate_size": None, "num_key_value_heads": None, "n_inner": None},
     "Starcoder2Config": {"sliding_window": None},
@@ -154,7 +158,7 @@ def difference(name: str, folder: Path) -> tuple[float, float]:
     generator = Generator.of(open_model(path), len(TOKENS))
     got = np.stack([generator.feed([int(token)]).copy() for token in TOKENS])
     ours = gradients(open_model(path))
-    pairs = [(ours[label], d.numpy()) for label, d in zip(ENDS, slopes, strict=True)]
+    pairs = [(here, d.numpy()) for here, d in zip(ours, slopes, strict=True)]
     return apart(got, want), max(apart(*pair) for pair in pairs)
 
 
@@ -168,11 +172,12 @@ def _ends(model: Any) -> list[Any]:
     return [model.get_input_embeddings().weight, last[-1]]
 
 
-def gradients(model: ModelFile) -> dict[str, np.ndarray]:
-    """Of the mean loss of TOKENS, for ENDS."""
+def gradients(model: ModelFile) -> list[np.ndarray]:
+    """Of the mean loss of TOKENS, for the embedding and the last norm."""
+    ends = "token_embd.weight", f"{model.config.traits.last_norm}.weight"
     time, leaves = len(TOKENS) - 1, transformer.weights(model.config)
     made = transformer.loss(model.config, leaves, 1, time)
-    found = differentiate(made.loss, [leaves[label] for label in ENDS])
+    found = differentiate(made.loss, [leaves[label] for label in ends])
     graph = Graph({leaf.label: d for leaf, d in found.items()})
     pos = np.arange(time, dtype=np.int32)[None]
     fed = {
@@ -187,7 +192,8 @@ def gradients(model: ModelFile) -> dict[str, np.ndarray]:
     there = {leaf.label for leaf in graph.leaves}
     stored = model.stored()
     given = {n: stored.get(n, fed.get(n)) for n in there}
-    return interpret(graph, {n: v for n, v in given.items() if v is not None})
+    made_by_name = interpret(graph, {n: v for n, v in given.items() if v is not None})
+    return [made_by_name[label] for label in ends]
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from packtrain.convert.tensors import halved, paired, turned_heads, ungrouped
 from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.models.adapter import Adapter, Pair
+from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING
 from packtrain.quant import dequantize
@@ -75,7 +76,11 @@ def places(model: ModelFile) -> dict[str, Place]:
         at = f"{family.names.prefix}{family.names.blocks}.{i}"
         for module, part in family.block.items():
             tensor = f"blk.{i}.{part}.weight"
-            if tensor in entries and len(entries[tensor].shape) > 1 and "{}" not in module:
+            if (
+                tensor in entries
+                and is_matrix(tensor, entries[tensor].shape)
+                and "{}" not in module
+            ):
                 spans = ungrouped(c) if family.grouped and part == "attn_qkv" else ()
                 found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0), spans)
         for module, part in family.experts.matrices.items() if family.experts else ():

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING, fitting
 
@@ -16,7 +17,7 @@ def random_adapter(path: Path, model: ModelFile, *, seed: int = 0) -> str:
     rng, pairs = np.random.RandomState(seed), {}
     for name, entry in model.gguf.entries.items():
         beside = name.startswith("blk.") or (name == EMBEDDING and not model.config.tied)
-        if len(entry.shape) > 1 and beside:
+        if is_matrix(name, entry.shape) and beside:
             pairs[name] = tuple(
                 (rng.standard_normal(shape) * (0.3 / shape[-1]) ** 0.5).astype(np.float32)
                 for shape in fitting(entry.shape, name, RANK)

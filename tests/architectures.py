@@ -168,6 +168,14 @@ CONFIGS: Mapping[str, Config] = {
         LLAMA, architecture="cohere2", block_count=5, window=9, window_pattern=4, logit_scale=0.25,
     ),
     "internlm2": replace(LLAMA, architecture="internlm2", tied=False),
+    "lfm2": replace(
+        LLAMA, architecture="lfm2", block_count=4, attending=(False, True, False, False), conv_width=3,
+    ),
+    "lfm2moe": replace(
+        LLAMA, architecture="lfm2moe", block_count=3, attending=(False, True, False), conv_width=4,
+        expert_count=6, expert_used_count=3, expert_feed_forward_length=256, leading_dense_block_count=1,
+        optional=("exp_probs_b.bias",),
+    ),
 }  # fmt: skip
 
 

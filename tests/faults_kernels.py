@@ -86,6 +86,20 @@ def a_gradient_of_filters_from_all_pictures_but_one(patch: MonkeyPatch) -> None:
     )
 
 
+@fault("kernel", value("short_conv"))
+def a_convolution_that_sees_the_sample_before(patch: MonkeyPatch) -> None:
+    kernel(patch, "short_conv", lambda run: lambda y, x, w, seq, work: run(y, x, w, None, work))
+
+
+@fault("kernel", value("short_conv_back_w"))
+def a_gradient_of_filters_with_the_sample_before(patch: MonkeyPatch) -> None:
+    kernel(
+        patch,
+        "short_conv_back_w",
+        lambda run: lambda dw, dy, x, seq, **how: run(dw, dy, x, None, **how),
+    )
+
+
 @fault("kernel", value("rms_norm_back"))
 def rms_norm_back_without_the_mean(patch: MonkeyPatch) -> None:
     def wrong(out, dy, x, w, acc, *, eps, work):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from tests import hugging_face_experts, hugging_face_layers
+from tests import hugging_face_experts, hugging_face_hybrids, hugging_face_layers
 
 Tensors = Mapping[str, np.ndarray]
 Config = dict[str, Any]
@@ -113,7 +113,10 @@ KINDS: dict[str, Config] = {
     },
 }  # fmt: skip
 
-KINDS |= hugging_face_layers.KINDS | hugging_face_experts.KINDS
+KINDS |= hugging_face_layers.KINDS | hugging_face_experts.KINDS | hugging_face_hybrids.KINDS
+APART = {
+    kind: room for room in (hugging_face_layers, hugging_face_hybrids) for kind in room.CLASSES
+}
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM")
 GATE_UP = ("Phi3ForCausalLM", "Glm4ForCausalLM")
 WHOLE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -162,8 +165,8 @@ def head_width(config: Config) -> int:
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    if config["architectures"][0] in hugging_face_layers.CLASSES:
-        return hugging_face_layers.shapes(config)
+    if config["architectures"][0] in APART:
+        return APART[config["architectures"][0]].shapes(config)
     kind, c, f, d = (
         config["architectures"][0],
         config["hidden_size"],
@@ -318,8 +321,8 @@ def bpe_tokenizer(pattern: str, *, ignore_merges: bool = False) -> dict[str, Any
 
 def logits(config: Config, tensors: Tensors, tokens: np.ndarray) -> np.ndarray:
     """Logits (T, V) of one sequence of tokens (T,)."""
-    layered = config["architectures"][0] in hugging_face_layers.CLASSES
-    made = hugging_face_layers.Model if layered else Model
+    kind = config["architectures"][0]
+    made = APART[kind].Model if kind in APART else Model
     return made(config, tensors).logits(tokens)
 
 

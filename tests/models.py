@@ -11,7 +11,7 @@ from packtrain.dtypes import i32
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import AdamW, training
-from packtrain.tensor import Tensor, input
+from packtrain.tensor import input
 
 CONFIG = Config(
     vocab_size=50,
@@ -94,10 +94,8 @@ def logits(config: Config, rows: int, time: int) -> Graph:
     weights = transformer.weights(config)
     tokens, pos, seq = (input(name, (rows, time), i32) for name in ("tokens", "pos", "seq"))
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        return transformer.mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
-
-    *_, h = transformer.stream(config, weights, tokens, pos, attend, time)
+    mixer = transformer.in_batch(config, pos, seq)
+    *_, h = transformer.stream(config, weights, tokens, pos, mixer, time)
     return Graph([transformer.logits(config, weights, h)])
 
 

@@ -31,6 +31,8 @@ HALVES = {
     "stablelm",
     "falcon",
     "nemotron",
+    "lfm2",
+    "lfm2moe",
 }
 GEMMAS = {"gemma", "gemma2", "gemma3"}
 UNGATED = {"phi2", "gpt2", "starcoder2", "falcon", "nemotron"}
@@ -47,7 +49,7 @@ class Model:
         self.w = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
         self.width = self.keys["embedding_length"]
         self.heads = self.keys["attention.head_count"]
-        self.kv = self.keys.get("attention.head_count_kv", self.heads)
+        self.kv = int(np.max(self.keys.get("attention.head_count_kv", self.heads)))
         self.head = self.keys.get("attention.key_length", self.width // self.heads)
         self.turned = self.keys.get("rope.dimension_count", self.head)
         self.original = self.keys.get(
@@ -73,11 +75,11 @@ class Model:
                 y = self.attention(i, self.after(i, "attn_norm_2", h, x))
                 h = h + y + self.feed_forward(i, x)
                 continue
-            y = self.attention(i, x)
+            y = self.attention(i, x) if self.attends(i) else self.convolved(i, x)
             h = h + share * self.after(i, first, y)
             y = self.feed_forward(i, self.after(i, second, h))
             h = h + share * self.after(i, "post_ffw_norm", y)
-        return self.normed(h, "output_norm")
+        return self.normed(h, "token_embd_norm" if "lfm2" in self.arch else "output_norm")
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits (T, V) of one sequence of tokens (T,)."""
@@ -121,6 +123,20 @@ class Model:
         return x @ self.w[f"blk.{i}.{name}.weight"].T + self.w.get(f"blk.{i}.{name}.bias", 0)
 
     # ---- attention
+
+    def attends(self, i: int) -> bool:
+        return f"blk.{i}.shortconv.conv.weight" not in self.w
+
+    def convolved(self, i: int, x: np.ndarray) -> np.ndarray:
+        """Token by token, from the last inputs."""
+        taps = self.w[f"blk.{i}.shortconv.conv.weight"].T
+        b, c, x = np.split(self.linear(i, "shortconv.in_proj", x), 3, axis=-1)
+        last = np.zeros_like(taps)
+        y = np.empty_like(x)
+        for t in range(len(x)):
+            last = np.concatenate([last[1:], (b[t] * x[t])[None]])
+            y[t] = c[t] * (last * taps).sum(axis=0)
+        return self.linear(i, "shortconv.out_proj", y)
 
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
         time, sizes = len(x), np.array([self.heads, self.kv, self.kv]) * self.head
@@ -248,7 +264,7 @@ class Model:
     def experts(self, i: int, x: np.ndarray) -> np.ndarray:
         logits = self.linear(i, "ffn_gate_inp", x)
         p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-        if self.arch == "glm4moe":
+        if self.arch in ("glm4moe", "lfm2moe"):
             p = 1 / (1 + np.exp(-logits))
         better = p + self.w.get(f"blk.{i}.exp_probs_b.bias", 0)
         y = np.zeros_like(x)

@@ -195,8 +195,11 @@ def windows(g: Writer, x: Tensor) -> list[Tensor]:
     largest, wide = bool(g.number(0, 2)), min(2, c)
     pooled = ops.pool_2d(picture, largest=largest, window=(1, wide))
     mixed = ops.silu(ops.reshape(folded, shape=(2 * t, c)))
+    rows, seq = ops.reshape(picture, shape=(1, t, c)), ops.reshape(g.ids(t, 3), shape=(1, t))
+    along = ops.short_conv(rows, g.weight(c, 3), seq)
     return [
         mixed,
+        ops.reshape(along, shape=(t, c)),
         ops.reshape(columns, shape=(t, 3 * c)),
         ops.reshape(pooled, shape=(t, c // wide)),
     ]

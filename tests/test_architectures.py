@@ -32,7 +32,9 @@ F32, F64, SEEN = (
     3e-3,
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
 # of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
-STEP = dict.fromkeys(("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe"), 0.01)
+STEP = dict.fromkeys(
+    ("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe"), 0.01
+)
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
 
@@ -110,7 +112,8 @@ def test_the_gradient_of_the_loss(name: str, flash: bool) -> None:
 @pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash: bool) -> None:
-    config, cells, parts = replace(CONFIGS[name], flash=flash), Cells(TIME), []
+    config, parts = replace(CONFIGS[name], flash=flash), []
+    cells = Cells(TIME, width=config.conv_width)
     leaves = transformer.weights(config)
     for start, size in ((0, 24), (24, 8), *((at, 1) for at in range(32, TIME))):
         made, handles = generation(config, leaves, size, Cache(TIME), size)
@@ -161,6 +164,8 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "falcon": {"halves": False, "layer_norms": False, "gelu": False},
     "nemotron": {"halves": False, "layer_norms": False, "gelu": True},
     "cohere2": {"halves": True, "layer_norms": False, "logits_times": False, "windows_turn": False},
+    "lfm2": {"halves": False, "head_norms": False},
+    "lfm2moe": {"sigmoids": False, "chosen_sum": False},
     "olmo3": {"windows_plain": False},
     "exaone4 windows": {"windows_turn": False},
 }
@@ -208,6 +213,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
     "falcon 40b": {"optional": ("attn_norm.bias", "output_norm.bias")},
     "nemotron": {"rope_dims": None, "optional": ()},
     "cohere2": {"window": 8, "window_pattern": 3, "logit_scale": 0.5},
+    "lfm2moe": {"expert_used_count": 2, "optional": ()},
     "olmo3": {"window": 8, "rope_scaling": RopeScaling()},
     "exaone4 windows": {"window": 8},
     "granite": {

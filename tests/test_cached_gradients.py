@@ -10,6 +10,7 @@ from packtrain.dtypes import i32
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
 from packtrain.models import transformer
+from packtrain.models.block import Mixer
 from packtrain.models.config import Config
 from packtrain.models.lora import Lora
 from packtrain.tensor import Tensor, input
@@ -52,7 +53,7 @@ def in_chunks(config: Config, sizes: tuple[int, ...]) -> Graph:
             keys, held = (joined([*found]) for found in zip(*kept[i], strict=True))
             return transformer.mixed(config, i, q, keys, held, sinks, *where)
 
-        *_, h = transformer.stream(config, w, tokens, pos, attend, TIME)
+        *_, h = transformer.stream(config, w, tokens, pos, Mixer(attend), TIME)
         ends.append(h)
         at += size
     x = transformer.output_norm(config, w, joined(ends))

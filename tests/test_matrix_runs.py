@@ -53,6 +53,8 @@ ROWS = {
     "falcon": "full",
     "nemotron": "full",
     "cohere2": "lora",
+    "lfm2": "lora",
+    "lfm2moe": "full",
 }
 
 

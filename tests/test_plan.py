@@ -57,7 +57,14 @@ def test_random_graphs_have_everything() -> None:
     assert phases == {"forward", "backward", "recomputed"}
     known = {name for name in ops.__all__ if isinstance(getattr(ops, name), pt.Op)}
     of_packed = {"matmul_back", "matmul_id_back", "stored_sum", "matmul_stored"}
-    of_generation = {"rounded", "matmul_rounded", "attention_cells", "candidates", "draw"}
+    of_generation = {
+        "rounded",
+        "matmul_rounded",
+        "attention_cells",
+        "candidates",
+        "draw",
+        "short_conv_cells",
+    }
     of_whole_numbers = {"argmax", "argsort", "count_equal"}
     missing = (
         known - names - of_packed - of_generation - of_whole_numbers - {"zero_rows", "im2col_back"}

@@ -2,13 +2,14 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from packtrain import kernels
 from packtrain.design.loaded import loaded, needed
 from packtrain.kernels import store
 from packtrain.memory import parse_size, private_nbytes
+from packtrain.models.config import PRESETS
 from packtrain.optim import OPTIMIZERS
 from packtrain.settings import option
 
@@ -27,7 +28,9 @@ def run(settings: Compile) -> int:
     names = store.modules()
     count = kernels.prepare(names, limit, private_nbytes())
     free = math.inf if limit is None else limit - private_nbytes()
-    wanted = product((False, True), (False, True), OPTIMIZERS.values())
+    usual = PRESETS["1m"]
+    configs = usual, replace(usual, expert_count=1), replace(usual, conv_width=2)
+    wanted = product(configs, (False, True), OPTIMIZERS.values())
     for modules in dict.fromkeys(needed(*one) for one in wanted):
         loaded(modules, free)  # measured, so that a tight budget can be planned
     seconds = time.perf_counter() - began

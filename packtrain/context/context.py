@@ -332,7 +332,8 @@ class Context:
                     part = value[at : at + MOVED]
                     filled[: len(part)] = part
                     inputs[pool + name] = filled
-            self.runs[MOVE](inputs)
+            run = self.runs[MOVE]
+            run({name: value for name, value in inputs.items() if name in run.inputs})
 
     # ---- states
 

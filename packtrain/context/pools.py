@@ -48,6 +48,8 @@ class Pools:
     window  that window
     tokens  (cells,)  i32  the token at each cell
     learned how many positions the model has learned; 0: it computes with any
+    width   of its convolutions; 0: it has none
+    plain   only they read the ring
     """
 
     cells: int
@@ -56,22 +58,25 @@ class Pools:
     window: int = 0
     parts: bool = False
     learned: int = 0
+    width: int = 0
+    plain: bool = False
     pools: dict[str, Cells] = field(init=False)
     tokens: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.sequences <= SEQUENCES:
             raise ContextError(f"sequences is {self.sequences}; it must be from 1 to {SEQUENCES}")
-        self.pools = {"cell_": Cells(self.cells, self.sequences if self.parts else 1)}
+        self.pools = {"cell_": Cells(self.cells, self.sequences if self.parts else 1, self.width)}
         if self.ring:
-            self.pools["ring_"] = Cells(self.ring)
+            self.pools["ring_"] = Cells(self.ring, 1, self.width)
         self.tokens = np.zeros(self.cells, np.int32)
 
     @classmethod
     def of(cls, config: Config, cache: Cache, sequences: int, parts: bool) -> "Pools":
-        window = max((config.window_of(i) for i in range(config.block_count)), default=0)
+        window = max((config.reach_of(i) for i in range(config.block_count)), default=0)
         learned = config.context_length if config.traits.learned_positions else 0
-        return cls(cache.cells, sequences, cache.ring, window, parts, learned)
+        width, plain = config.conv_width, not config.windowed
+        return cls(cache.cells, sequences, cache.ring, window, parts, learned, width, plain)
 
     @property
     def all(self) -> Cells:
@@ -134,7 +139,11 @@ class Pools:
         count = lines(size, self.sequences)
         given = padded(piece.inputs, size, count)
         for pool, cells in self.pools.items():
-            given |= cells.inputs(piece.seqs, count, pool, flash=flash)
+            if pool == "cell_" or not self.plain:
+                given |= cells.inputs(piece.seqs, count, pool, flash=flash)
+        if self.width:  # convolutions read the ring if there is one
+            new, line = given[pool.rstrip("_")], given["line"]
+            given[f"{pool}before"] = cells.before(piece.seqs, new, line)
         return given
 
     def undo(self, piece: Piece) -> None:
@@ -195,6 +204,8 @@ class Pools:
         """
         if self.learned:
             raise ContextError("learned positions are in keys and values already: none can change")
+        if self.width and divisor > 1:
+            raise ContextError("convolutions take tokens in their order: positions must differ")
         plans = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
         for pool, cells in self.pools.items():
             source = cells.of(seq, since, until)

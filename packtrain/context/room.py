@@ -45,8 +45,8 @@ def windows_nbytes(config: Config, cache: Cache, count: int) -> int:
     if not cache.ring or not count:
         return 0
     blocks = [i for i in range(config.block_count) if cache.pool(config, i) == "ring_"]
-    each = sum(cache.leaf(config, name, i).spec.nbytes for i in blocks for name in "kv")
-    window = max(config.window_of(i) for i in blocks) - 1 + SPARE
+    each = sum(leaf.spec.nbytes for i in blocks for leaf in cache.leaves(config, i).values())
+    window = max(config.reach_of(i) for i in blocks) - 1 + SPARE
     return (count + 1) * window * (each // cache.ring)
 
 

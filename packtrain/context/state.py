@@ -54,7 +54,8 @@ def leaves_of(config: Config, cache: Cache) -> dict[str, list[str]]:
     """The names of the leaves of each pool."""
     leaves = dict[str, list[str]]()
     for i in range(config.block_count):
-        leaves.setdefault(cache.pool(config, i), []).extend((f"cache.k.{i}", f"cache.v.{i}"))
+        names = (leaf.label for leaf in cache.leaves(config, i).values())
+        leaves.setdefault(cache.pool(config, i), []).extend(names)
     return leaves
 
 

@@ -17,6 +17,7 @@ from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.errors import InputError
 from packtrain.files import check_writable
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
+from packtrain.models.arch.architecture import FILTERS
 
 __all__ = ["AUTO", "TYPES", "convert"]
 
@@ -28,6 +29,7 @@ ALWAYS_F32 = (
     "ffn_gate_inp_shexp.weight",
     ".bias",
     "position_embd.weight",
+    FILTERS,
 )  # llama.cpp accepts no others
 HALF_MOST = 65_504.0
 

@@ -85,9 +85,9 @@ def describe(checkpoint: Checkpoint) -> Description:
     return Description(metadata, tensors, computed, sizes.vocab_size, family.space_prefix)
 
 
-def _value(value: int | float | bool | str | list[bool]) -> Value:
+def _value(value: int | float | bool | str | list[bool] | list[int]) -> Value:
     if isinstance(value, list):
-        return Value("bool", value)
+        return Value("bool" if isinstance(value[0], bool) else "i32", value)
     kinds = {bool: "bool", int: "u32", float: "f32", str: "string"}
     return Value(kinds[type(value)], value)
 
@@ -112,6 +112,7 @@ def _sizes(c: Given, family: Family) -> Sizes:
         expert_feed_forward_length=c.size(*experts.width) if experts and experts.width else None,
         expert_shared_feed_forward_length=shared,
         leading_dense_block_count=dense,
+        **family.mixing(c),
     )
 
 

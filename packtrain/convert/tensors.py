@@ -1,7 +1,7 @@
 """Maps the tensors of a checkpoint to those of a GGUF file, with shapes and changes of values."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 
 import numpy as np
@@ -126,11 +126,12 @@ class _Found:
         stored = self.tensors.pop(name, None)
         if stored is None:
             raise InputError(f"{self.folder}: tensor {name} is missing; its shape is {[*shape]}")
-        if stored.shape not in (shape, (1, *shape)):  # a matrix of one row is a vector
+        wide = (*shape[:1], 1, *shape[1:])  # of a convolution: one channel for each filter
+        if stored.shape not in (shape, (1, *shape), wide):  # a matrix of one row is a vector
             raise InputError(
                 f"{stored.path}: {name} has shape {[*stored.shape]}; by config.json it must be {[*shape]}"
             )
-        return stored
+        return replace(stored, shape=shape) if stored.shape == wide else stored
 
     def check_empty(self) -> None:
         left = {n: stored for n, stored in self.tensors.items() if not _is_nothing(n, stored)}
@@ -163,7 +164,7 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
     for i in range(config.block_count):
         tensors += _block(found, i, config, family)
     norm = f"{names.prefix}{names.norm}"
-    tensors += _both(found, norm, "output_norm", (width,), config, family.norm_shift)
+    tensors += _both(found, norm, config.traits.last_norm, (width,), config, family.norm_shift)
     if config.tied:
         found.tensors.pop(f"{HEAD}weight", None)  # some folders repeat the embedding
     else:

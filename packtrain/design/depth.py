@@ -48,6 +48,9 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     short = replace(
         config, block_count=whole, window_pattern=pattern, leading_dense_block_count=dense
     )
+    if config.attending:
+        like = _alike(config, short, first, below)
+        short = replace(short, attending=tuple(config.attending[i] for i in like))
     if base is None:
         return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)
@@ -60,22 +63,28 @@ def _stand_in(config: Config, base: Base, short: Config, below: int) -> Base:
     """The base of the shorter model, with the types and frozen tensors of the longer one, block by block."""
     first, types = passed_over(config, base), dict(base.types)
     trained = frozenset[str]().union(*_trained(config, base))
-    left_out = _dense(config, first) - _dense(short, below)
-    found, frozen = [], []
+    alike, found, frozen = _alike(config, short, first, below), [], []
     for name, leaf in transformer.weights(replace(short, lora=None)).items():
         at, kind = _place(name)
         if at is None:
             like, free = name, base.trains(config, leaf)
         else:
-            passed = at < below
-            more = 0 if at < short.leading_dense_block_count else left_out
-            beyond = at if passed else min(first + at - below + more, config.block_count - 1)
-            like, free = f"blk.{beyond}.{kind}", not passed and (kind in trained or not trained)
+            like, free = f"blk.{alike[at]}.{kind}", at >= below and (kind in trained or not trained)
         if like in types:
             found.append((name, types[like]))
         if not free:
             frozen.append(name)
     return replace(base, types=tuple(found), frozen=tuple(frozen), last=0)
+
+
+def _alike(config: Config, short: Config, first: int, below: int) -> list[int]:
+    """For each block of the shorter model the one of the longer that it is like."""
+    left_out = _dense(config, first) - _dense(short, below)
+    dense, last = short.leading_dense_block_count, config.block_count - 1
+    return [
+        i if i < below else min(first + i - below + (0 if i < dense else left_out), last)
+        for i in range(short.block_count)
+    ]
 
 
 def _dense(config: Config, first: int) -> int:

@@ -15,6 +15,7 @@ from packtrain.files import write_text
 from packtrain.kernels import store
 from packtrain.kernels.runtime import cache_root, refusal
 from packtrain.memory import private_nbytes, settle
+from packtrain.models.config import Config
 from packtrain.optim import Optimizer
 
 GUESSED_NBYTES = 10 << 20  # if there is no memory for the child; 6 to 7 MiB were measured
@@ -43,24 +44,27 @@ class Loaded(NamedTuple):
             self.load()
 
 
-def needed(
-    experts: bool,
-    packed: bool,
-    optimizer: type[Optimizer],
-    *,
-    flash: bool = True,
-    aware: bool = False,
-) -> tuple[str, ...]:
-    """The kernel modules that a run calls, for a model with experts, and one written with quantized matrices.
+def kernels_of(config: Config) -> tuple[str, ...]:
+    """The kernel modules that a model calls beyond those of all."""
+    return (
+        *(kernels.EXPERTS if config.expert_count else ()),
+        *(kernels.CONVS if config.conv_width else ()),
+        *(() if config.flash else kernels.WRITTEN),
+    )
 
-    flash  as in the config of the model, aware as in that of its LoRA adapters
+
+def needed(
+    config: Config, packed: bool, optimizer: type[Optimizer], *, aware: bool = False
+) -> tuple[str, ...]:
+    """The kernel modules that a run calls for such a model, which may be written with quantized matrices.
+
+    aware  as in the config of LoRA adapters
     """
     return (
         *kernels.LEARNING,
         *optimizer.kernels,
-        *(kernels.EXPERTS if experts else ()),
+        *kernels_of(config),
         *(kernels.PACKING if packed else ()),
-        *(() if flash else kernels.WRITTEN),
         *(kernels.AWARE if aware else ()),
     )
 

@@ -14,6 +14,7 @@ from packtrain.backends import CPU, HOST, Target, aligned
 from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
+from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config
 from packtrain.models.distill import Distill
 from packtrain.models.lora import EMBEDDING, SUFFIXES
@@ -386,7 +387,7 @@ def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
     base = shape.base
     names = transformer.weights(shape.config)
     trained = {
-        name: base.masters if len(leaf.shape) > 1 else f32
+        name: base.masters if is_matrix(name, leaf.shape) else f32
         for name, leaf in names.items()
         if base.trains(shape.config, leaf)
     }

@@ -13,6 +13,7 @@ from packtrain.kernels.crew import set_threads, threads
 
 __all__ = [
     "AWARE",
+    "CONVS",
     "EXPERTS",
     "LEARNING",
     "PACKING",
@@ -50,6 +51,7 @@ LEARNING = (
     "reduce",
 )  # plus those of the optimizer
 EXPERTS = ("experts", "softmax")
+CONVS = ("short_conv",)
 WRITTEN = ("softmax",)  # of attention that is written out
 PACKING = ("quantize",)
 WEIGHING = ("weighing",)  # of quantizing with an importance matrix

@@ -59,6 +59,7 @@ MADE_OF = {
     "rope": "call simd",
     "rows": "bits call codes dequantize rooms simd",
     "search": "call simd",
+    "short_conv": "call simd",
     "simd": "folds",
     "softmax": "call simd",
     "splitting": "call",

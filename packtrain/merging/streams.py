@@ -190,14 +190,11 @@ class Graphs:
         config, time = self.adapted.config, self.shape[-1]
         pos, seq = (input(name, self.shape, i32) for name in ("pos", "seq"))
         tables = transformer.rope_tables(config, self.x, pos, time)
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            return transformer.mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
-
         wide = (*self.shape, config.embedding_length)
         ins = {name: input(name, wide, f32) for name in ("x", "z")}
-        x = block(config, self.x, i, ins["x"], tables, attend)
-        z = block(config, self.z, i, ins["z"], tables, attend)
+        mixer = transformer.in_batch(config, pos, seq)
+        x = block(config, self.x, i, ins["x"], tables, mixer)
+        z = block(config, self.z, i, ins["z"], tables, mixer)
         return Block(_sites(x, z, self.own, config.expert_count), x, z)
 
 

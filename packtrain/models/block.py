@@ -1,6 +1,6 @@
-"""One block of a transformer as graph functions: attention and feed-forward, for every architecture.
+"""One block of a transformer as graph functions: what mixes tokens, and a feed-forward, for every architecture.
 
-Activations have the names of GGUF tensors; `attend` is what mixes the values of a block.
+Activations have the names of GGUF tensors; a Mixer is what mixes the values of a block's tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,13 +8,25 @@ from dataclasses import dataclass
 
 from packtrain import ops
 from packtrain.dtypes import bf16
-from packtrain.models.arch.architecture import CHOICE
+from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT
 from packtrain.models.config import Config, Rope
 from packtrain.models.part import Part, Weights
 from packtrain.tensor import Tensor, named
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
+
+
+def _none(i: int, x: Tensor, filters: Tensor) -> Tensor:
+    raise NotImplementedError("the model has convolutions")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """How tokens of a batch, or of a cache, see those before them: in attention, and in short convolutions."""
+
+    attend: Attend
+    convolve: Callable[[int, Tensor, Tensor], Tensor] = _none
 
 
 def normalized(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
@@ -65,14 +77,17 @@ class Block(Part):
         return ops.add(self.norm(norm, self.saved(self.linear(name, x))), h)
 
 
-def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, attend: Attend) -> Tensor:
+def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     """One transformer block: h (..., C) -> (..., C)."""
     part, traits = Block(config, w, i), config.traits
     x = read = part.saved(part.norm("attn_norm", h)) if traits.pre_norms else h
     if config.has("attn_norm_2"):
         read = part.saved(part.norm("attn_norm_2", h))
-    y = attention(part, read, tables, attend)
-    h = part.join("attn_output", y, "post_attention_norm", h)
+    if config.attends(i):
+        y = attention(part, read, tables, mixer.attend)
+        h = part.join("attn_output", y, "post_attention_norm", h)
+    else:
+        h = part.join(CONV_OUT, short_conv(part, read, mixer), "", h)
     if not config.parallel:
         x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
     return feed_forward(part, x, h)
@@ -99,6 +114,14 @@ def attention(part: Block, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
     q, k, v = map(part.saved, (q, k, v))
     y = attend(i, q, k, v, sinks)
     return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.head_width))
+
+
+def short_conv(part: Block, x: Tensor, mixer: Mixer) -> Tensor:
+    """A short convolution between two gates: x (..., C) -> (..., C). Liquid AI, LFM2: arXiv 2511.23404."""
+    before, after, x = (part.saved(part.linear(name, x)) for name in CONV_IN)
+    x = part.saved(part.named("shortconv.gated", ops.mul(before, x)))
+    y = mixer.convolve(part.number, x, part.weight("shortconv.conv"))
+    return part.saved(ops.mul(after, part.saved(part.named("shortconv.conv", y))))
 
 
 def feed_forward(part: Block, x: Tensor, h: Tensor) -> Tensor:

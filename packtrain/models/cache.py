@@ -34,11 +34,12 @@ class Cells:
     pos    (cells,)  i32
     sets   (cells,)  i64  bit s: sequence s has that position here; several may share a cell
     parts  equal parts of the cells, one for each sequence; with 1, all sequences share all cells
+    width  of the model's convolutions; 0: there are none
     """
 
-    def __init__(self, count: int, parts: int = 1) -> None:
+    def __init__(self, count: int, parts: int = 1, width: int = 0) -> None:
         self.pos, self.sets = np.zeros(count, np.int32), np.zeros(count, np.int64)
-        self.parts, self._orders = parts, dict[int, np.ndarray]()
+        self.parts, self.width, self._orders = parts, width, dict[int, np.ndarray]()
 
     def __len__(self) -> int:
         return len(self.pos)
@@ -138,6 +139,20 @@ class Cells:
             order[line, : len(own)], counts[line] = own, len(own)
         return {f"{prefix}pos": self.pos, f"{prefix}order": order, f"{prefix}counts": counts}
 
+    def before(self, seqs: Sequence[int], new: np.ndarray, line: np.ndarray) -> np.ndarray:
+        """The cells (T, width) of the last tokens up to each of `new`, its own last; -1 where there are no more.
+
+        new, line  cells of a run's tokens, and which of `seqs` each is of; others, as padding, see none
+        """
+        found = np.full((len(new), self.width), -1, np.int32)
+        place = np.empty(len(self), np.int64)
+        for number, seq in enumerate(seqs):
+            own, mine = self.order(seq), line == number
+            place[own] = np.arange(len(own))
+            at = place[new[mine]][:, None] - np.arange(self.width)[::-1]
+            found[mine] = np.where(at < 0, -1, own[np.maximum(at, 0)])
+        return found
+
     def feed(
         self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray | Sequence[int], *, size: int = 0,
         sequences: int = 1, flash: bool = True,
@@ -158,6 +173,8 @@ class Cells:
         count = lines(size, sequences)
         given = {"tokens": tokens, "pos": pos, "line": line, "cell": cell}
         given = padded(given, size, count) | {"rows": np.asarray(rows, np.int32)}
+        if self.width:
+            given["cell_before"] = self.before(every, given["cell"], given["line"])
         return given | self.inputs(every, count, "cell_", flash=flash)
 
 

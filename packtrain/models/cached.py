@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32
 from packtrain.models import written
+from packtrain.models.block import Mixer
 from packtrain.models.cache import lines
 from packtrain.models.config import Config
 from packtrain.models.part import Weights
@@ -43,7 +44,7 @@ class Cache:
 
     def pool(self, config: Config, i: int) -> str:
         """Which of both block i uses: the prefix of its inputs' names."""
-        return "ring_" if self.ring and config.window_of(i) else "cell_"
+        return "ring_" if self.ring and config.reach_of(i) else "cell_"
 
     def count(self, pool: str) -> int:
         return self.ring if pool == "ring_" else self.cells
@@ -52,9 +53,16 @@ class Cache:
         return tuple(dict.fromkeys(self.pool(config, i) for i in range(config.block_count)))
 
     def leaf(self, config: Config, name: str, i: int) -> Tensor:
-        """The keys (name k) or values (v) of block i."""
-        shape = self.count(self.pool(config, i)), config.head_count_kv, config.head_width
+        """The keys (name k), the values (v) or the inputs of the convolution (x) of block i."""
+        cells = self.count(self.pool(config, i))
+        if name == "x":
+            return state(f"cache.x.{i}", (cells, config.embedding_length), f32, "cache")
+        shape = cells, config.head_count_kv, config.head_width
         return state(f"cache.{name}.{i}", shape, self.dtype, "cache")
+
+    def leaves(self, config: Config, i: int) -> dict[str, Tensor]:
+        """What is kept of each token for block i."""
+        return {n: self.leaf(config, n, i) for n in ("kv" if config.attends(i) else "x")}
 
 
 def generation(
@@ -65,7 +73,8 @@ def generation(
     Inputs, i32: `tokens`, `pos`, `line` (time,); `rows` (wanted,), the tokens whose logits are returned. For `cells`:
     `cell` (time,), the cell of each token; after that, of all cells, `cell_pos` (cells,), and for each sequence of the
     run a line of `cell_order` (lines, cells), its cells by position, as many as `cell_counts` (lines,) says; where
-    attention is written out, instead `cell_seen` (lines, cells) f32 is 1 for the cells of a line, else 0. Likewise
+    attention is written out, instead `cell_seen` (lines, cells) f32 is 1 for the cells of a line, else 0. For
+    convolutions `cell_before` (time, their width): the cells of the last tokens, the token's own last. Likewise
     `ring`, `ring_pos` … All of them are inputs, so that one plan serves every position and every mix of sequences.
 
     LoRA adapters whose scale each token has add their inputs, see Lora.
@@ -79,6 +88,17 @@ def generation(
     if config.lora is not None:
         scales = config.lora.inputs().items()
         w = {**w, **{name: input(name, (time, len(owners))) for owners, name in scales}}
+    mixer = in_cells(config, cache, pos, line, handles)
+    *_, h = stream(config, w, tokens, pos, mixer, cache.cells)
+    last = ops.get_rows(h, wanted_rows)
+    return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
+
+
+def in_cells(
+    config: Config, cache: Cache, pos: Tensor, line: Tensor, handles: list[Tensor]
+) -> Mixer:
+    """New tokens see the cells of their sequence; adds the handles of the cache with them."""
+    (time,) = pos.shape
     places = {pool: places_of(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -94,9 +114,14 @@ def generation(
             y = written.attention_cells(q, k, v, pos, line, seen, cell_pos, sinks, **rule)
         return named(f"blk.{i}.attn", y)
 
-    *_, h = stream(config, w, tokens, pos, attend, cache.cells)
-    last = ops.get_rows(h, wanted_rows)
-    return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
+    near = "ring_" if cache.ring else "cell_"
+    before = input(f"{near}before", (time, config.conv_width), i32) if config.conv_width else pos
+
+    def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
+        handles.extend(ops.set_rows(cache.leaf(config, "x", i), x, places[near][0]))
+        return ops.short_conv_cells(handles[-1], filters, before)
+
+    return Mixer(attend, convolve)
 
 
 def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> Tensor:
@@ -137,8 +162,7 @@ def moving(config: Config, w: Weights, count: int, cache: Cache) -> list[Tensor]
     for i in range(config.block_count):
         pool, rope = cache.pool(config, i), config.rope_of(i)
         source, to, _ = inputs[pool]
-        for name in "kv":
-            leaf = cache.leaf(config, name, i)
+        for name, leaf in cache.leaves(config, i).items():
             x = ops.get_rows(leaf, source)
             if name == "k" and rope is not None:
                 x = ops.rope(x, turns[pool][rope][1], neox=config.traits.halves)

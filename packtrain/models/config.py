@@ -10,7 +10,7 @@ from typing import Literal
 
 from packtrain.errors import InputError
 from packtrain.models.arch import ARCHITECTURES
-from packtrain.models.arch.architecture import Architecture, Sizes
+from packtrain.models.arch.architecture import CONV_IN, CONV_ROWS, Architecture, Sizes
 from packtrain.models.lora import Lora
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
@@ -170,9 +170,20 @@ class Config(Sizes):
         every = self.window_pattern
         return self.window if not every or block % every < every - 1 else 0
 
+    @property
+    def windowed(self) -> bool:
+        """Whether attention has a window in any block."""
+        return any(self.attends(i) and self.window_of(i) for i in range(self.block_count))
+
+    def reach_of(self, block: int) -> int:
+        """How many tokens a token sees in that block, in attention or a convolution; 0: all."""
+        return self.window_of(block) if self.attends(block) else self.conv_width
+
     def rope_of(self, block: int) -> Rope | None:
         """How that block rotates queries and keys, or None if it does not."""
         traits, scaling, near = self.traits, self.rope_scaling, self.window_of(block)
+        if not self.attends(block):
+            return None
         paused = traits.rope_pause and (block + 1) % traits.rope_pause == 0
         if traits.learned_positions or paused or (traits.windows_turn and self.window and not near):
             return None
@@ -194,6 +205,9 @@ class Config(Sizes):
         }  # fmt: skip
         feed_forward = {"ffn_gate": ("ffn_up", 0, f), "ffn_up": ("ffn_up", f, f)}
         found = attention if self.fused else {}
+        if self.conv_width:
+            c = self.embedding_length
+            found |= {name: (CONV_ROWS, n * c, c) for n, name in enumerate(CONV_IN)}
         return found | (feed_forward if self.traits.fused_ffn else {})
 
 

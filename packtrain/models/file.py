@@ -15,6 +15,7 @@ from packtrain.dtypes import DTYPES, READABLE, Dtype, bf16, f32
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Value, write
 from packtrain.models import transformer
+from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config
 from packtrain.models.keys import Keys
 from packtrain.models.metadata import metadata, read, unused_blocks
@@ -153,8 +154,7 @@ def save_model(
         )
 
     def deferred(tensor: str, shape: tuple[int, ...]) -> Deferred:
-        matrix = len(shape) > 1 and not tensor.endswith(("_norm.weight", ".bias"))
-        stored = DTYPES[dtype] if matrix else f32
+        stored = DTYPES[dtype] if is_matrix(tensor, shape) else f32
         return Deferred(
             stored, shape, lambda: _stored(path, tensor, weights(tensor), shape, stored)
         )

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from packtrain.models.arch.architecture import is_matrix
+
 A, B = SUFFIXES = (".lora_a", ".lora_b")
 EMBEDDING = "token_embd.weight"
 KEY = "dropout"  # the input that random numbers depend on: seed and step
@@ -57,9 +59,7 @@ class Lora:
         for name, shape in shapes.items():
             in_block = name.startswith("blk.") and int(name.split(".")[1]) >= first
             in_reach = in_block or name == EMBEDDING
-            # norms of heads and biases of experts are no matrices
-            matrix = len(shape) > 1 and not name.endswith(("_norm.weight", ".bias"))
-            rank = self.rank(name) if in_reach and matrix else 0
+            rank = self.rank(name) if in_reach and is_matrix(name, shape) else 0
             if rank:
                 yield from zip((name + A, name + B), fitting(shape, name, rank), strict=True)
 

@@ -17,6 +17,7 @@ from packtrain.dtypes import READABLE, RECODABLE, WRITABLE, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models.adapter import Adapter
+from packtrain.models.arch.architecture import is_matrix
 from packtrain.ops.stored import stored_rows
 from packtrain.quant import dequantize, quantize_measured
 
@@ -113,7 +114,8 @@ def unpacked(base: GGUF, name: str) -> Rows:
 
 def stored_type(entry: Entry, dtype: Dtype | None) -> Dtype:
     """The stored type of a changed tensor: `dtype` if its blocks divide the rows of the matrix, else its own."""
-    if dtype is not None and len(entry.shape) > 1 and entry.shape[-1] % dtype.block == 0:
+    matrix = is_matrix(entry.name, entry.shape)
+    if dtype is not None and matrix and entry.shape[-1] % dtype.block == 0:
         return dtype
     return entry.dtype.instead or entry.dtype
 

@@ -14,6 +14,7 @@ from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
 from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
+from packtrain.models.mixers import mixer_keys, mixing
 from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
@@ -35,7 +36,6 @@ def read(gguf: GGUF) -> Config:
         block_count=blocks,
         feed_forward_length=keys.size("feed_forward_length"),
         head_count=heads,
-        head_count_kv=keys.size("attention.head_count_kv", heads),
         rope_freq_base=keys.real("rope.freq_base", ROPE_FREQ_BASE),
         rms_eps=keys.real(eps_key(keys.architecture)),
         tied=_tied(gguf, keys.architecture),
@@ -50,6 +50,7 @@ def read(gguf: GGUF) -> Config:
         residual_scale=keys.own("residual_scale"),
         logit_scale=keys.own("logit_scale"),
         **_heads(keys, heads),
+        **mixing(keys, blocks, heads),
         **_windows(keys),
         **mixture(keys),
     )
@@ -194,7 +195,6 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         "block_count": config.block_count,
         "feed_forward_length": config.feed_forward_length,
         "attention.head_count": config.head_count,
-        "attention.head_count_kv": config.head_count_kv,
         "rope.dimension_count": config.rope_width,
     }
     reals = {
@@ -216,6 +216,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
     return {
         **_general(arch, name, dtype),
         **{f"{arch}.{key}": Value("u32", size) for key, size in sizes.items()},
+        **{f"{arch}.{key}": value for key, value in mixer_keys(config).items()},
         **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},
         **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
         **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},

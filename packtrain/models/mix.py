@@ -7,6 +7,8 @@ unsupported architectures. Nothing is converted here.
 import re
 from collections import Counter
 
+import numpy as np
+
 from packtrain.dtypes import WRITABLE, Dtype, f16
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
@@ -118,6 +120,8 @@ class _Rules:
     def _number(self, key: str, default: int = 0) -> int:
         key = f"{self.architecture}.{key}"
         number = self.gguf.metadata.get(key, default)
+        if isinstance(number, np.ndarray) and number.size:  # of the first block, as llama-quantize
+            number = number.item(0)
         if not isinstance(number, int):
             raise InputError(f"{self.gguf.path}: {key} is {number!r}; it must be a whole number")
         return number

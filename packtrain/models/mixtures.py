@@ -9,6 +9,7 @@ from packtrain.models.keys import Keys
 MOST_EXPERTS = 512  # as in llama.cpp
 EXPERT_WIDTH = "expert_feed_forward_length"
 SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
+GATING = "expert_gating_func"  # llama.cpp demands it of some
 DENSE, WEIGHTS_SCALE, WEIGHTS_NORM = (
     "leading_dense_block_count",
     "expert_weights_scale",
@@ -68,4 +69,5 @@ def weight_keys(config: Config) -> dict[str, Value]:
     """Keys of what happens to the weights of the chosen experts."""
     by, norm = config.expert_weights_scale, config.expert_weights_norm
     keys = {WEIGHTS_SCALE: Value("f32", by)} if by else {}
+    keys |= {k: Value("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}
     return keys | ({WEIGHTS_NORM: Value("bool", True)} if norm else {})

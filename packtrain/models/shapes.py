@@ -1,6 +1,6 @@
 """Names and shapes of a model's tensors, for every architecture. Names are those of GGUF files."""
 
-from packtrain.models.arch.architecture import CHOICE
+from packtrain.models.arch.architecture import CHOICE, CONV_OUT, CONV_ROWS, FILTERS
 from packtrain.models.config import Config
 
 Shapes = dict[str, tuple[int, ...]]
@@ -15,7 +15,7 @@ def shapes(config: Config) -> Shapes:
         made[POSITIONS] = (config.context_length, c)
     for i in range(config.block_count):
         made |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()}
-    made |= _with_biases(config, {"output_norm": (c,)})
+    made |= _with_biases(config, {config.traits.last_norm: (c,)})
     if not config.tied:
         made |= _with_biases(config, {"output": (config.vocab_size, c)})
     made |= {name: (config.rope_width // 2,) for name in found if name.startswith("rope_")}
@@ -26,7 +26,8 @@ def shapes(config: Config) -> Shapes:
 
 def block_shapes(config: Config, i: int) -> Shapes:
     """Shapes of the weights of block i by their names within it, each followed by its bias if there is one."""
-    made = _attention_shapes(config) | _feed_forward_norm(config)
+    mixing = _attention_shapes(config) if config.attends(i) else _conv_shapes(config)
+    made = mixing | _feed_forward_norm(config)
     if not config.mixture(i):
         return _with_biases(config, made | _feed_forward_shapes(config))
     found = _with_biases(config, made | _expert_shapes(config))
@@ -57,6 +58,12 @@ def _attention_shapes(config: Config) -> Shapes:
     made |= {"attn_sinks": (config.head_count,)} if traits.sinks else {}
     made["attn_output"] = (c, q)
     return made | ({"post_attention_norm": (c,)} if traits.post_norms else {})
+
+
+def _conv_shapes(config: Config) -> Shapes:
+    c = config.embedding_length
+    filters = {FILTERS.removesuffix(".weight"): (c, config.conv_width)}
+    return {"attn_norm": (c,), **filters, CONV_ROWS: (3 * c, c), CONV_OUT: (c, c)}
 
 
 def _feed_forward_norm(config: Config) -> Shapes:

@@ -15,8 +15,8 @@ import numpy as np
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models import written
-from packtrain.models.arch.architecture import CHOICE
-from packtrain.models.block import Attend, Tables, block, normalized
+from packtrain.models.arch.architecture import CHOICE, CONV_OUT
+from packtrain.models.block import Mixer, Tables, block, normalized
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
 from packtrain.models.part import Weights
@@ -70,7 +70,7 @@ def initialise(
     """
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
-        adds = name.endswith(("attn_output.weight", "ffn_down.weight"))
+        adds = name.endswith(("attn_output.weight", "ffn_down.weight", f"{CONV_OUT}.weight"))
         deviation = np.float32(0.02 / (2 * config.block_count) ** 0.5 if adds else 0.02)
 
         def normal(array: np.ndarray, deviation: np.float32 = deviation) -> None:
@@ -135,14 +135,14 @@ def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor
 
 
 def stream(
-    config: Config, w: Weights, tokens: Tensor, pos: Tensor, attend: Attend, context: int
+    config: Config, w: Weights, tokens: Tensor, pos: Tensor, mixer: Mixer, context: int
 ) -> Iterator[Tensor]:
     """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each."""
     tables = rope_tables(config, w, pos, context)
     h = embedding(config, w, tokens, pos)
     yield h
     for i in range(config.block_count):
-        h = block(config, w, i, h, tables, attend)
+        h = block(config, w, i, h, tables, mixer)
         yield h
 
 
@@ -159,6 +159,18 @@ def mixed(
     return named(f"blk.{i}.attn", y)
 
 
+def in_batch(config: Config, pos: Tensor, seq: Tensor) -> Mixer:
+    """Tokens see those before them in their line, of the same sequence."""
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        return mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
+
+    def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
+        return ops.short_conv(x, filters, seq)
+
+    return Mixer(attend, convolve)
+
+
 def rule_of(config: Config, i: int) -> Rule:
     """Attributes of the attention of block i."""
     return {
@@ -169,7 +181,7 @@ def rule_of(config: Config, i: int) -> Rule:
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
-    return named("output_norm", normalized(config, w, "output_norm", h))
+    return named("output_norm", normalized(config, w, config.traits.last_norm, h))
 
 
 def head(w: Weights) -> Tensor:
@@ -261,9 +273,6 @@ def in_parts(
             x if parts == 1 else ops.narrow(x, axis=0, start=at * rows, length=rows) for x in batch
         )
 
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            return mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
-
-        return stream(config, w, tokens, pos, attend, time)
+        return stream(config, w, tokens, pos, in_batch(config, pos, seq), time)
 
     return zip(*(part(at) for at in reversed(range(parts))), strict=True)

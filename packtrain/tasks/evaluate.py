@@ -14,6 +14,7 @@ from packtrain.backends import DEVICES, Target, target
 from packtrain.corpus.documents import END_OF_TEXT, TRAIN, VALID, file_called
 from packtrain.corpus.streams import RECORDS, kind_of
 from packtrain.design.budget import Say
+from packtrain.design.loaded import kernels_of
 from packtrain.dtypes import PRECISIONS
 from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
@@ -277,9 +278,7 @@ def _rows(settings: Evaluate, time: int, windows: int) -> int:
 def _reader(settings: Evaluate, model: ModelFile, data: Prepared, where: Target) -> Losses:
     """What gives the losses of batches, with its kernels loaded."""
     batches, cache = data.batches, settings.cache_type
-    experts = kernels.EXPERTS if model.config.expert_count else ()
-    written = () if model.config.flash else kernels.WRITTEN
-    kernels.prepare((*kernels.WRITING, "loss", *experts, *written))
+    kernels.prepare((*kernels.WRITING, "loss", *kernels_of(model.config)))
     if cache is None:
         run = losses_of(model, batches.rows, batches.time, skipped=data.skipped, target=where)
         return partial(counted, run)

@@ -134,9 +134,8 @@ def _ready(
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     job = _job(settings, build_job, say)
     packed, kind = job.shape.base is not None, type(job.optimizer)
-    flash, lora = job.shape.config.flash, job.config.lora
-    aware = lora is not None and lora.aware
-    modules = needed(job.config.expert_count > 0, packed, kind, flash=flash, aware=aware)
+    aware = job.config.lora is not None and job.config.lora.aware
+    modules = needed(job.shape.config, packed, kind, aware=aware)
     kernels.prepare(modules, limit, private_nbytes())
     free = math.inf if limit is None else limit - private_nbytes()
     speed, learning = _speed(job, say, free)

@@ -8,6 +8,7 @@ from packtrain import kernels
 from packtrain.backends import DEVICES, target
 from packtrain.context import Context
 from packtrain.context.room import needed
+from packtrain.design.loaded import kernels_of
 from packtrain.dtypes import PRECISIONS
 from packtrain.embedding import POOLINGS, pooling_of
 from packtrain.errors import InputError
@@ -143,7 +144,7 @@ def load(settings: Serve, events: Events) -> Server:
     model = opened(settings, events.message, by_token=True)
     tokenizer = model.tokenizer()
     renderer, source, bos = template_of(settings, model, tokenizer, events)
-    kernels.prepare((*kernels.WRITING, *(kernels.EXPERTS if model.config.expert_count else ())))
+    kernels.prepare((*kernels.WRITING, *kernels_of(model.config)))
     context, embedder = contexts(settings, model, events)
     engine = Engine(
         context, tokenizer, waiting=settings.queue, chunk=settings.ubatch_size,

@@ -8,6 +8,7 @@ from typing import Protocol
 from packtrain import kernels
 from packtrain.backends import DEVICES, target
 from packtrain.design.budget import Say
+from packtrain.design.loaded import kernels_of
 from packtrain.drafting import Lookup, SmallModel
 from packtrain.dtypes import DTYPES, PRECISIONS, Dtype
 from packtrain.errors import DoesNotFit, InputError
@@ -221,13 +222,13 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 def check_cache(model: ModelFile, cells: int, type: str) -> None:
     """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
     c, there, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
-    cache = 2 * cells * c.block_count * c.head_count_kv * kind.row_nbytes(c.head_width)
+    blocks = sum(map(c.attends, range(c.block_count)))
+    cache = 2 * cells * blocks * c.head_count_kv * kind.row_nbytes(c.head_width)
     if cache > there:
         raise DoesNotFit(
             f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"
         )
-    experts = kernels.EXPERTS if c.expert_count else ()
-    kernels.prepare((*kernels.WRITING, *experts, *(() if c.flash else kernels.WRITTEN)))
+    kernels.prepare((*kernels.WRITING, *kernels_of(c)))
 
 
 def load_generator(

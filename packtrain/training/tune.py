@@ -22,6 +22,7 @@ from packtrain.gguf import Deferred, Value, tensor_nbytes, write
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
+from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config, check_positions
 from packtrain.models.file import ModelFile, check_vocabularies, open_model
 from packtrain.models.lora import A, B, Lora
@@ -350,8 +351,7 @@ def _matrices(config: Config) -> Iterator[str]:
     found = dict[str, None]()
     for name, leaf in transformer.weights(config).items():
         block, _, kind = name.removeprefix("blk.").removesuffix(".weight").partition(".")
-        other = kind == "ffn_gate_inp" or kind.endswith(("_norm", ".bias"))
-        if block.isdecimal() and len(leaf.shape) > 1 and not other:
+        if block.isdecimal() and is_matrix(name, leaf.shape) and kind != "ffn_gate_inp":
             found[kind] = None
     yield from found
 

@@ -17,6 +17,8 @@ from packtrain.models.arch import (
     granitemoe,
     hunyuan_dense,
     internlm2,
+    lfm2,
+    lfm2moe,
     llama,
     mistral3,
     nemotron,
@@ -54,6 +56,7 @@ MODULES = (
     ),
     granitemoe,
     *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2),
+    *(lfm2, lfm2moe),
     *(phi2, gpt2, starcoder2, stablelm, falcon, nemotron, cohere2, smollm3),
 )
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}

@@ -3,13 +3,13 @@
 Plain data; each of the other modules of this folder defines one architecture, and nothing here knows any of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from packtrain.models.arch.given import Given
 
-Keys = dict[str, int | float | bool | str | list[bool]]
+Keys = dict[str, int | float | bool | str | list[bool] | list[int]]
 # keys of GGUF files that several architectures have
 EXPERT_KEYS = {"expert_count": 0, "expert_used_count": None}
 BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
@@ -23,6 +23,11 @@ MORE_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bia
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 CHOICE = "exp_probs_b.bias"  # added to the weights of experts to choose some
+# of a short convolution: what its input and its output are multiplied by, and its input; what they are rows of
+CONV_IN = ("shortconv.before", "shortconv.after", "shortconv.x")
+CONV_ROWS, CONV_OUT, FILTERS = "shortconv.in_proj", "shortconv.out_proj", "shortconv.conv.weight"
+# weights of several axes that are no matrices: they are always f32, and have no LoRA adapters
+PLAIN = ("_norm.weight", ".bias", FILTERS)
 # modules of a block in checkpoints
 ATTENTION = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -42,6 +47,11 @@ SHARED = {
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 
 
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a weight is a matrix, or a stack of them."""
+    return len(shape) > 1 and not name.endswith(PLAIN)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """A model's sizes; names follow the GGUF metadata keys.
@@ -50,6 +60,8 @@ class Sizes:
     expert_feed_forward_length  width of an expert; None: feed_forward_length
     expert_shared_feed_forward_length  width of the expert that all tokens have; 0: there is none
     leading_dense_block_count   the first blocks that have no experts
+    attending   whether each block has attention; the others have a short convolution; empty: all have
+    conv_width  how many tokens, itself included, a token sees in a short convolution
     """
 
     vocab_size: int
@@ -65,6 +77,8 @@ class Sizes:
     expert_feed_forward_length: int | None = None
     expert_shared_feed_forward_length: int = 0
     leading_dense_block_count: int = 0
+    attending: tuple[bool, ...] = ()
+    conv_width: int = 0
 
     @property
     def head_width(self) -> int:
@@ -73,6 +87,10 @@ class Sizes:
     @property
     def expert_width(self) -> int:
         return self.expert_feed_forward_length or self.feed_forward_length
+
+    def attends(self, block: int) -> bool:
+        """Whether that block has attention."""
+        return self.attending[block] if self.attending else True
 
     def mixture(self, block: int) -> bool:
         """Whether that block has experts."""
@@ -132,6 +150,7 @@ class Family:
     scalings      types of rope scaling that `keys` describes
     left_out      keys that llama.cpp's converter leaves out; here, too, if they have their default
     keys          additional metadata; refuses configs that would compute something else
+    mixing        which blocks attend, and sizes of what the others have; nothing: all attend
     tied          default of whether the embedding is also the output head
     norm_shift    added to the weights of norms
     head_width    default; 0: hidden_size / num_attention_heads
@@ -155,6 +174,7 @@ class Family:
     grouped: bool = False
     scalings: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    mixing: Callable[[Given], Mapping[str, Any]] = lambda given: {}
     tied: bool = False
     norm_shift: float = 0.0
     rope_freq_base: float = 10_000.0
@@ -183,6 +203,7 @@ class Architecture:
     whole_norms       queries and keys are normalized before rope, too, but all heads together
     pre_norms         what attention and feed-forward read is normalized
     ffn_norm          the norm of what the feed-forward reads
+    last_norm         the norm of what the head reads
     post_norms        the outputs of attention and feed-forward are normalized before they are added
     fused             attn_qkv stacks queries, keys and values
     fused_ffn         ffn_up stacks gate and up
@@ -223,6 +244,7 @@ class Architecture:
     whole_norms: bool = False
     pre_norms: bool = True
     ffn_norm: str = "ffn_norm"
+    last_norm: str = "output_norm"
     post_norms: bool = False
     fused: bool = False
     fused_ffn: bool = False

@@ -1,0 +1,132 @@
+"""Models whose blocks have states beside keys and values: packed rows, contexts that go back, and tuning."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtrain.context import Context, ContextError
+from packtrain.grad import differentiate
+from packtrain.graph import Graph
+from packtrain.interpreting import interpret
+from packtrain.models import transformer
+from packtrain.models.config import Config
+from packtrain.models.file import open_model
+from packtrain.models.lora import Lora
+from tests.architectures import CONFIGS, random_model, random_weights
+from tests.models import batch
+
+HYBRIDS = [name for name, config in CONFIGS.items() if config.attending]
+
+
+def gradients(config: Config, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The losses and their gradients, in float64."""
+    rows, time = given["tokens"].shape
+    leaves = transformer.weights(config)
+    made = transformer.loss(config, leaves, rows, time, chunk=16)
+    trained = [leaf for leaf in leaves.values() if leaf.role != "table"]
+    found = differentiate(made.loss, trained, made.blocks)
+    graph = Graph({"losses": made.losses, **{f"d/{t.label}": d for t, d in found.items()}})
+    weights = random_weights(config)
+    there = {leaf.label for leaf in graph.leaves}
+    return interpret(graph, {n: v for n, v in (weights | given).items() if n in there})
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_samples_in_one_row_do_not_see_each_other(name: str) -> None:
+    """Lengths below the width of a convolution among them; nor do their gradients."""
+    config, lengths = CONFIGS[name], (5, 1, 2, 9, 7)
+    time = sum(lengths)
+    row = batch(config, 1, time)
+    row["weights"] = np.full((1, time), 1 / time, np.float32)
+    row["pos"][0] = np.concatenate([np.arange(n) for n in lengths])
+    row["seq"][0] = np.repeat(np.arange(len(lengths)), lengths)
+    found, at, parts = gradients(config, row), 0, []
+    for n in lengths:
+        parts.append(gradients(config, {k: v[:, at : at + n] for k, v in row.items()}))
+        at += n
+    losses = np.concatenate([part.pop("losses") for part in parts], axis=1)
+    np.testing.assert_allclose(found.pop("losses"), losses, atol=1e-9)
+    for label, d in found.items():
+        np.testing.assert_allclose(d, sum(part[label] for part in parts), atol=1e-9, err_msg=label)
+
+
+def anew(path: Path, text: list[int]) -> np.ndarray:
+    return Context(path, cells=256, cache="f32").decode(text)[0]
+
+
+def is_right(path: Path, context: Context, seq: int, text: list[int], more: list[int]) -> None:
+    """The context gives, one token at a time, what reading the text anew gives."""
+    for token in more:
+        text.append(token)
+        got = context.decode([token], seq)[0]
+    assert context.tokens(seq) == text
+    np.testing.assert_allclose(got, anew(path, text), atol=2e-4)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["cells", "ring"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_sequences_that_are_copied_taken_back_saved_and_put_back(
+    tmp_path: Path, name: str, full: bool
+) -> None:
+    path = tmp_path / "m.gguf"
+    config = random_model(path, name)
+    rng = np.random.default_rng(1)
+    text = rng.integers(3, config.vocab_size, 200).tolist()
+    how = {"cells": 300, "cache": "f32", "sequences": 4, "prompts": (32,), "spacing": 16}
+    context = Context(path, **how, swa_full=full)
+    assert bool(context.cache.ring) != full
+    first, second = text[:70], text[90:101]
+    # two sequences in one run, of unlike lengths
+    context.decode([*first, *second], [0] * len(first) + [1] * len(second))
+    is_right(path, context, 0, [*first], text[70:72])
+    is_right(path, context, 1, [*second], text[101:103])
+    # a copy, and tokens that both have
+    context.copy(0, 2)
+    whole = text[:72]
+    context.decode([5, 6], [(0, 2), (0, 2)])
+    is_right(path, context, 2, [*whole, 5, 6], [7, 8])
+    is_right(path, context, 0, [*whole, 5, 6], [9])
+    # back to what another text begins with, near and far
+    for common in (72, 40, 20):
+        other = [*text[:common], 11, 12, 13, 14]
+        kept = context.reuse(0, other)
+        assert kept <= common
+        context.decode(other[kept:-1], 0)
+        is_right(path, context, 0, other[:-1], other[-1:])
+    # saved, and put back as another sequence
+    state = context.save([0, 1])
+    before = context.tokens(0)
+    context.remove(0)
+    context.restore(state, [3, 0])
+    is_right(path, context, 3, before, [21, 22])
+    is_right(path, context, 0, [*second, *text[101:103]], [23])
+    is_right(path, context, 2, [*whole, 5, 6, 7, 8], [24])
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_positions_that_are_shifted_but_not_divided(tmp_path: Path, name: str) -> None:
+    """The states at the end stay what they are when tokens before them go."""
+    path = tmp_path / "m.gguf"
+    config = random_model(path, name)
+    text = np.random.default_rng(1).integers(3, config.vocab_size, 60).tolist()
+    how = {"cells": 256, "cache": "f32", "prompts": (32,)}
+    context, other = (Context(path, **how, swa_full=full) for full in (False, True))
+    for one in (context, other):
+        one.decode(text)
+        one.remove(0, 4, 24)
+        one.shift(0, -20, 24)
+        assert one.next(0) == 40
+    np.testing.assert_array_equal(context.decode([7]), other.decode([7]))
+    with pytest.raises(ContextError, match="order"):
+        context.divide(0, 2)
+
+
+def test_adapters_are_of_matrices_only(tmp_path: Path) -> None:
+    config = random_model(tmp_path / "m.gguf", "lfm2", dtype="f16")
+    types = open_model(tmp_path / "m.gguf").types()
+    assert {str(types[n]) for n in types if n.endswith("shortconv.conv.weight")} == {"f32"}
+    shapes = transformer.shapes(config)
+    low = {n for n, _ in Lora((("blk.*", 2),)).shapes(shapes, config.block_count)}
+    assert any("shortconv.in_proj" in n for n in low)
+    assert not any("shortconv.conv." in n for n in low)

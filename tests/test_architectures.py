@@ -32,9 +32,7 @@ F32, F64, SEEN = (
     3e-3,
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
 # of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
-STEP = dict.fromkeys(
-    ("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe"), 0.01
-)
+STEP = dict.fromkeys(("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe"), 0.01)
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
 

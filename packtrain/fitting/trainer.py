@@ -80,7 +80,14 @@ class Trainer:
         limit = math.inf if memory is None else parse_size(str(memory), "memory")
         own = optimizer.kernels if optimizer else ()
         kernels.load_all(
-            (*kernels.LEARNING, *kernels.EXPERTS, *kernels.WINDOWS, *kernels.AWARE, *own)
+            (
+                *kernels.LEARNING,
+                *kernels.EXPERTS,
+                *kernels.WINDOWS,
+                *kernels.CONVS,
+                *kernels.AWARE,
+                *own,
+            )
         )
         settle()  # now the memory of kernels is part of the baseline
         self.baseline = private_nbytes() + beside

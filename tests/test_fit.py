@@ -361,8 +361,7 @@ def test_a_budget_makes_parts_smaller_and_is_refused_by_name():
 def test_all_kernels_of_ops_and_optimizers_are_loaded_before_a_plan():
     """Their memory is then part of the baseline. Those that write quantized files are not: no model calls them."""
     optimizers = (name for kind in OPTIMIZER_KINDS.values() for name in kind.kernels)
-    of_ops = (*kernels.EXPERTS, *kernels.WINDOWS, *kernels.CONVS, *kernels.AWARE)
-    named = {*kernels.LEARNING, *of_ops, *optimizers}
+    named = {*kernels.LEARNING, *kernels.OF_OPS, *optimizers}
     loaded = frozenset().union(*map(store.needed, named))
     writing = frozenset().union(*map(store.needed, (*kernels.PACKING, *kernels.WEIGHING)))
     of_children = {"splitting", "tokens", "peak"}  # which tokenize, and of `packtrain bench`

@@ -79,16 +79,7 @@ class Trainer:
         asked = Asked(model, evaluated, batch, physical, max_norm, order)
         limit = math.inf if memory is None else parse_size(str(memory), "memory")
         own = optimizer.kernels if optimizer else ()
-        kernels.load_all(
-            (
-                *kernels.LEARNING,
-                *kernels.EXPERTS,
-                *kernels.WINDOWS,
-                *kernels.CONVS,
-                *kernels.AWARE,
-                *own,
-            )
-        )
+        kernels.load_all((*kernels.LEARNING, *kernels.OF_OPS, *own))
         settle()  # now the memory of kernels is part of the baseline
         self.baseline = private_nbytes() + beside
         self.form: Form = choose(asked, optimizer, target_of(device), limit, self.baseline)

@@ -16,6 +16,7 @@ __all__ = [
     "CONVS",
     "EXPERTS",
     "LEARNING",
+    "OF_OPS",
     "PACKING",
     "WEIGHING",
     "WINDOWS",
@@ -57,6 +58,7 @@ PACKING = ("quantize",)
 WEIGHING = ("weighing",)  # of quantizing with an importance matrix
 AWARE = ("recoding",)  # of training in the blocks of quantized matrices
 WINDOWS = ("convolution", "windows")  # of convolutions and pools
+OF_OPS = (*EXPERTS, *CONVS, *AWARE, *WINDOWS)  # of graphs of any ops, in training
 
 
 def torch() -> ModuleType:

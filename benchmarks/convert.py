@@ -104,6 +104,18 @@ CLASSES: dict[str, dict[str, Any]] = {
         "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_start_index": 1,
     },
     "OlmoeConfig": {"num_experts": 5, "num_experts_per_tok": 3},
+    "DeepseekV3Config": {
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "q_lora_rank": 40, "kv_lora_rank": 32,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 40,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "rope_parameters": YARN | {"attention_factor": None, "mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "DeepseekV2Config": {
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "q_lora_rank": None, "kv_lora_rank": 32,
+        "n_routed_experts": 5, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 40,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "topk_method": "greedy",
+        "mlp_layer_types": None,
+    },
     "GptOssConfig": {
         "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 4,
         "rope_parameters": GPT_YARN,

@@ -101,6 +101,25 @@ CONFIGS: Mapping[str, Config] = {
     "granitemoe apart": replace(
         LLAMA, architecture="granitemoe", residual_scale=0.6, logit_scale=0.8, expert_count=6, expert_used_count=3,
     ),
+    "deepseek2": replace(
+        LLAMA, architecture="deepseek2", tied=False, head_count_kv=4, key_length=96, value_length=64, rope_dims=32,
+        q_lora_rank=256, kv_lora_rank=256, expert_count=6, expert_used_count=3, block_count=3,
+        expert_feed_forward_length=256, expert_shared_feed_forward_length=512, leading_dense_block_count=1,
+        expert_weights_scale=1.5, expert_weights_norm=True, expert_gating_func=2, expert_group_count=3,
+        expert_group_used_count=2, optional=("exp_probs_b.bias",),
+        rope_scaling=replace(YARN, beta_fast=4.0, log_multiplier=0.0707),
+    ),
+    "deepseek2 lite": replace(
+        LLAMA, architecture="deepseek2", tied=False, block_count=26, embedding_length=64, feed_forward_length=64,
+        head_count=2, head_count_kv=2, key_length=48, value_length=32, rope_dims=16, kv_lora_rank=64, expert_count=4,
+        expert_used_count=2, expert_feed_forward_length=64, expert_shared_feed_forward_length=64,
+        leading_dense_block_count=1, expert_gating_func=1, rope_scaling=YARN,
+    ),
+    "deepseek2 unsplit": replace(
+        LLAMA, architecture="deepseek2", head_count_kv=4, key_length=96, value_length=64, rope_dims=32,
+        q_lora_rank=256, kv_lora_rank=256, expert_count=6, expert_used_count=3, expert_feed_forward_length=256,
+        expert_shared_feed_forward_length=256, optional=("attn_kv_b.weight",), rope_scaling=RopeScaling("linear", 4.0),
+    ),
     "olmo2": replace(LLAMA, architecture="olmo2", tied=False, window_pattern=4),
     "olmo3": replace(
         LLAMA, architecture="olmo2", tied=False, block_count=5, window=9, window_pattern=4, rope_scaling=YARN,

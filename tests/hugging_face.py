@@ -161,6 +161,8 @@ def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def head_width(config: Config) -> int:
+    if "qk_rope_head_dim" in config:
+        return int(config["qk_rope_head_dim"])  # of what rope turns
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -204,6 +206,9 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             "self_attn.v_proj": (kv, c),
         }
     block["self_attn.o_proj"] = (c, q)
+    if "kv_lora_rank" in config:
+        block = {name: shape for name, shape in block.items() if "self_attn" not in name}
+        block |= hugging_face_experts.latent_shapes(config)
     if kind in EXPERTS:
         at, count, (gate, up, down) = EXPERTS[kind]
         f = config.get("moe_intermediate_size", f)
@@ -401,6 +406,11 @@ class Model:
 
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
         c, at, time = self.config, f"model.layers.{i}.self_attn", len(x)
+        if "kv_lora_rank" in c:
+            angles, scale = self.rotation(time, False)
+            return hugging_face_experts.latent(
+                c, at, x, self.linear, self.norm, lambda x: turned_pairs(x, angles, scale)
+            )
         heads, kv, d = c["num_attention_heads"], c["num_key_value_heads"], head_width(c)
         if self.kind == "Phi3ForCausalLM":
             q, k, v = np.split(self.linear(f"{at}.qkv_proj", x), [heads * d, (heads + kv) * d], -1)

@@ -35,6 +35,25 @@ KINDS: dict[str, Config] = {
         "shared_intermediate_size": 56, "embedding_multiplier": 3.0, "attention_multiplier": 0.1,
         "residual_multiplier": 0.4, "logits_scaling": 2.0, "tie_word_embeddings": True,
     },
+    "deepseek2": {
+        "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20,
+        "q_lora_rank": 40, "kv_lora_rank": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "num_hidden_layers": 3, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0,
+            "mscale": 0.7, "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek2 lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20,
+        "q_lora_rank": None, "kv_lora_rank": 32, "n_routed_experts": 5, "num_experts_per_tok": 3, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "num_hidden_layers": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "scoring_func": "softmax",
+        "topk_method": "greedy",
+    },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"], "head_dim": 24, "attention_bias": True, "num_local_experts": 5,
         "num_experts_per_tok": 3, "sliding_window": 4, "num_hidden_layers": 3, "swiglu_limit": 7.0,
@@ -58,7 +77,7 @@ def dense(c: Config, i: int) -> bool:
 
 def offsets(c: Config) -> str:
     """What is added to choose experts."""
-    if c["architectures"][0] == "Qwen2MoeForCausalLM":
+    if c["architectures"][0] in ("Qwen2MoeForCausalLM", "DeepseekV2ForCausalLM"):
         return ""
     ernie = c["architectures"][0].startswith("Ernie")
     return (
@@ -119,6 +138,52 @@ def gpt_oss(
     return y
 
 
+def latent_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """The tensors of an attention with keys and values from a narrow vector."""
+    width, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    plain, turned, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    q, less = heads * (plain + turned), c["q_lora_rank"]
+    made: dict[str, tuple[int, ...]] = {"q_proj": (q, width)}
+    if less:
+        made = {"q_a_proj": (less, width), "q_a_layernorm": (less,), "q_b_proj": (q, less)}
+    made |= {"kv_a_proj_with_mqa": (rank + turned, width), "kv_a_layernorm": (rank,)}
+    made |= {"kv_b_proj": (heads * (plain + value), rank), "o_proj": (width, heads * value)}
+    return {f"self_attn.{name}": shape for name, shape in made.items()}
+
+
+def latent(
+    c: Config,
+    at: str,
+    x: np.ndarray,
+    linear: Linear,
+    norm: Linear,
+    turn: Callable[[np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """Such an attention; `turn` rotates (T, heads, R)."""
+    time, heads, rank = len(x), c["num_attention_heads"], c["kv_lora_rank"]
+    plain, value = c["qk_nope_head_dim"], c["v_head_dim"]
+    if c["q_lora_rank"]:
+        x_q = norm(f"{at}.q_a_layernorm", linear(f"{at}.q_a_proj", x))
+        q = linear(f"{at}.q_b_proj", x_q).reshape(time, heads, -1)
+    else:
+        q = linear(f"{at}.q_proj", x).reshape(time, heads, -1)
+    both = linear(f"{at}.kv_a_proj_with_mqa", x)
+    k_turned = np.repeat(turn(both[:, None, rank:]), heads, 1)
+    kv = linear(f"{at}.kv_b_proj", norm(f"{at}.kv_a_layernorm", both[:, :rank]))
+    k, v = np.split(kv.reshape(time, heads, plain + value), [plain], -1)
+    q = np.concatenate([q[..., :plain], turn(q[..., plain:])], -1)
+    k = np.concatenate([k, k_turned], -1)
+    scale = q.shape[-1] ** -0.5
+    if rope := c.get("rope_scaling"):
+        scale *= (0.1 * rope["mscale_all_dim"] * np.log(rope["factor"]) + 1) ** 2
+    y = np.empty((time, heads, value))
+    for j in range(heads):
+        scores = np.where(np.tri(time, dtype=bool), q[:, j] @ k[:, j].T * scale, -np.inf)
+        e = np.exp(scores - scores.max(-1, keepdims=True))
+        y[:, j] = e / e.sum(-1, keepdims=True) @ v[:, j]
+    return linear(f"{at}.o_proj", y.reshape(time, -1))
+
+
 def granite_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     e, width, f, s = (
         c[key]
@@ -171,9 +236,15 @@ def feed_forward(
     if dense(c, i):
         return gated("mlp", x)
     z = linear(f"{at}.mlp.gate", x)
-    glm = c["architectures"][0] == "Glm4MoeForCausalLM"
+    glm = c["architectures"][0] in ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
     p = 1 / (1 + np.exp(-z)) if glm else np.exp(z) / np.exp(z).sum(-1, keepdims=True)
     better = p + (w[f"{at}.{offsets(c)}"].reshape(-1) if offsets(c) else 0)
+    if (groups := c.get("n_group", 1)) > 1:
+        apart = better.reshape(len(x), groups, -1)
+        order = np.argsort(np.argsort(-np.sort(apart, -1)[..., -2:].sum(-1), -1), -1)
+        better = np.where((order < c["topk_group"])[..., None], apart, -np.inf).reshape(
+            better.shape
+        )
     y = gated("mlp.shared_expert" if "num_experts" in c else "mlp.shared_experts", x)
     if "num_experts" in c:
         y = y / (1 + np.exp(-linear(f"{at}.mlp.shared_expert_gate", x)))

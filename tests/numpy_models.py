@@ -138,7 +138,45 @@ class Model:
             y[t] = c[t] * (last * taps).sum(axis=0)
         return self.linear(i, "shortconv.out_proj", y)
 
+    def latent(self, i: int, x: np.ndarray) -> np.ndarray:
+        """Attention whose keys and values come from one narrow vector: deepseek2.cpp, without absorption."""
+        rank, legacy = self.keys["attention.kv_lora_rank"], f"blk.{i}.attn_kv_b.weight" in self.w
+        ends = "" if legacy else "_mla"
+        d, wide = (self.keys[f"attention.{n}_length{ends}"] for n in ("key", "value"))
+        plain, time = d - self.turned, len(x)
+        if "attention.q_lora_rank" in self.keys:
+            q = self.after(i, "attn_q_a_norm", self.linear(i, "attn_q_a", x))
+            q = self.linear(i, "attn_q_b", q)
+        else:
+            q = self.linear(i, "attn_q", x)
+        q = q.reshape(time, self.heads, d)
+        both = self.linear(i, "attn_kv_a_mqa", x)
+        c, k_turned = both[:, :rank], self.rotated(i, both[:, None, rank:])[:, 0]
+        c = self.after(i, "attn_kv_a_norm", c)
+        q_turned = self.rotated(i, q[..., plain:])
+        if legacy:
+            keys, values = np.split(
+                self.linear(i, "attn_kv_b", c).reshape(time, self.heads, -1), [plain], axis=-1
+            )
+        else:
+            keys = np.einsum("tr,hrn->thn", c, self.w[f"blk.{i}.attn_k_b.weight"])
+            values = np.einsum("tr,hvr->thv", c, self.w[f"blk.{i}.attn_v_b.weight"])
+        scores = np.einsum("thn,shn->hts", q[..., :plain], keys)
+        scores += np.einsum("thr,sr->hts", q_turned, k_turned)
+        factor = self.keys.get("rope.scaling.factor", 1.0)
+        multiplier = self.keys.get("rope.scaling.yarn_log_multiplier", 0.0)  # a tenth of it
+        growth = self.angles(i)[1] * (1 + multiplier * np.log(factor))
+        if self.keys.get("rope.scaling.type") == "linear":
+            growth *= 1 + 0.1 * np.log(factor)
+        scores *= growth**2 / np.sqrt(d)
+        scores[:, np.arange(time)[:, None] < np.arange(time)] = -np.inf
+        e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        y = np.einsum("hts,shv->thv", e / e.sum(axis=-1, keepdims=True), values)
+        return self.linear(i, "attn_output", y.reshape(time, self.heads * wide))
+
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
+        if "attention.kv_lora_rank" in self.keys:
+            return self.latent(i, x)
         time, sizes = len(x), np.array([self.heads, self.kv, self.kv]) * self.head
         if f"blk.{i}.attn_qkv.weight" in self.w:
             parts = np.split(self.linear(i, "attn_qkv", x), np.cumsum(sizes)[:2], axis=-1)
@@ -235,8 +273,10 @@ class Model:
         places = n * np.log(self.original / (2 * np.pi * np.array([fast, slow]))) / np.log(base)
         first, last = max(np.floor(places[0]), 0), min(np.ceil(places[1]), 2 * n - 1)
         share = np.clip((np.arange(n) - first) / max(last - first, 1e-3), 0, 1)
-        growth *= 1 + 0.1 * np.log(factor)
         multiplier = self.keys.get("rope.scaling.yarn_log_multiplier", 0.0)
+        if self.arch == "deepseek2" and multiplier:
+            return angle * (1 - share + share / factor), growth
+        growth *= 1 + 0.1 * np.log(factor)
         return angle * (1 - share + share / factor), growth / (
             1 + 0.1 * multiplier * np.log(factor)
         )
@@ -264,14 +304,22 @@ class Model:
     def experts(self, i: int, x: np.ndarray) -> np.ndarray:
         logits = self.linear(i, "ffn_gate_inp", x)
         p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-        if self.arch in ("glm4moe", "lfm2moe"):
+        if self.arch in ("glm4moe", "lfm2moe") or self.keys.get("expert_gating_func") == 2:
             p = 1 / (1 + np.exp(-logits))
         better = p + self.w.get(f"blk.{i}.exp_probs_b.bias", 0)
+        if (groups := self.keys.get("expert_group_count", 1)) > 1:
+            apart = better.reshape(len(x), groups, -1)
+            best = np.argsort(-np.sort(apart)[..., -2:].sum(-1))[
+                :, : self.keys["expert_group_used_count"]
+            ]
+            out = np.ones((len(x), groups), bool)
+            np.put_along_axis(out, best, False, axis=1)
+            better = np.where(out[..., None], -np.inf, apart).reshape(better.shape)
         y = np.zeros_like(x)
         for t in range(len(x)):
             chosen = np.argsort(-better[t])[: self.keys["expert_used_count"]]
             apart = self.arch in ("qwen2moe", "olmoe") or (
-                self.arch == "glm4moe" and not self.keys.get("expert_weights_norm")
+                self.arch in ("glm4moe", "deepseek2") and not self.keys.get("expert_weights_norm")
             )
             total = 1 if apart else p[t, chosen].sum()
             for e in chosen:

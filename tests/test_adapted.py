@@ -12,9 +12,9 @@ from packtrain.errors import InputError
 from packtrain.generation import Generator
 from packtrain.models.adapted import adapted, read_scaled
 from packtrain.models.adapter import Adapter, write_adapter
-from packtrain.models.block import Block
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import EMBEDDING
+from packtrain.models.part import Block
 from packtrain.tasks.evaluate import Evaluate
 from packtrain.tasks.generate import Generate
 from packtrain.tasks.merge import Merge
@@ -48,7 +48,7 @@ def check_beside(name: str, folder: Path) -> None:
     assert np.abs(got - logits(base)).max() > 0.1 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "llama experts", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "llama experts", "gemma2", "deepseek2"])
 def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
     check_beside(name, tmp_path)
 

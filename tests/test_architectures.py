@@ -20,7 +20,7 @@ from packtrain.models.cached import Cache, generation
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.file import open_model
 from packtrain.models.metadata import metadata
-from tests.architectures import BIASES, CONFIGS, random_model, random_weights, vocabulary
+from tests.architectures import BIASES, CONFIGS, YARN, random_model, random_weights, vocabulary
 from tests.checks import is_slope, slope
 from tests.models import apart, batch, bind, logits
 from tests.numpy_models import Model
@@ -32,7 +32,9 @@ F32, F64, SEEN = (
     3e-3,
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
 # of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
-STEP = dict.fromkeys(("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe"), 0.01)
+STEP = dict.fromkeys(
+    ("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe", "deepseek2"), 0.01
+)
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
 
@@ -147,6 +149,8 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "smollm3": {"halves": True, "rope_pause": 0},
     "granite": {"halves": True},
     "granitemoe": {"halves": True, "chosen_sum": False},
+    "deepseek2": {"halves": True, "sigmoids": False, "chosen_sum": False},
+    "deepseek2 lite": {"halves": True, "sigmoids": True, "chosen_sum": True},
     "olmo2": {"halves": False, "post_norms": False, "whole_norms": False},
     "seed_oss": {"halves": False},
     "ernie4_5": {"halves": True},
@@ -225,6 +229,14 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
         "expert_used_count": 2,
         "expert_shared_feed_forward_length": 0,
     },
+    "deepseek2": {
+        "expert_gating_func": 1,
+        "expert_group_used_count": 3,
+        "expert_weights_norm": False,
+        "expert_weights_scale": 0.0,
+        "rope_scaling": replace(YARN, beta_fast=4.0),
+    },
+    "deepseek2 unsplit": {"rope_scaling": RopeScaling()},
     "seed_oss": {"optional": ("attn_q.bias", "attn_k.bias"), "score_scale": 0.5},
     "phi3 short": {"rope_scaling": RopeScaling("longrope", 1.0, 256)},
     "phi3 long": {"rope_scaling": RopeScaling("longrope", 1.0, 128, attn_factor=1.19)},

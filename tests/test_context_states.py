@@ -21,7 +21,7 @@ from packtrain.errors import DoesNotFit
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
 from packtrain.optim import AdamW
-from tests.architectures import random_model
+from tests.architectures import CONFIGS, random_model
 from tests.models import batch, bind, steps, values
 from tests.test_context import Q8_0, RING, WINDOWED, context, off
 
@@ -244,7 +244,7 @@ def test_a_copy_without_room_changes_nothing():
 # ---- files
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "deepseek2"])
 def test_a_context_of_a_file_and_a_limit(tmp_path: Path, name: str):
     random_model(tmp_path / "m.gguf", name)
     made = Context(tmp_path / "m.gguf", cells=64, sequences=2, cache="f32")
@@ -254,6 +254,20 @@ def test_a_context_of_a_file_and_a_limit(tmp_path: Path, name: str):
     assert off(first, alone.decode(tokens)[0]) < 1e-5
     alone.remove(0)
     assert off(second, alone.decode(tokens[:3])[0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek2", "deepseek2 unsplit"])
+def test_what_is_left_of_a_text_moves_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """In one block, keys and values know no other token: a text without its middle is as if read anew."""
+    monkeypatch.setitem(CONFIGS, name, replace(CONFIGS[name], block_count=1))
+    random_model(tmp_path / "m.gguf", name)
+    made, fresh = (Context(tmp_path / "m.gguf", cells=64, cache="f32") for _ in range(2))
+    made.decode([3, 1, 4, 1, 5, 9, 2, 6])
+    made.remove(0, 2, 5)
+    made.shift(0, -3, 5)
+    assert off(made.decode([7])[0], fresh.decode([3, 1, 9, 2, 6, 7])[0]) < 1e-5
 
 
 LIMITED = """

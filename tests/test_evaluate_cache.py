@@ -25,7 +25,7 @@ def losses(model: Path, data: Path, **how: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["text", "conversations"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "llama experts"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama experts", "deepseek2 unsplit"])
 def test_through_a_cache_in_f32_losses_are_the_same(tmp_path: Path, name: str, kind: str):
     random_model(tmp_path / "m.gguf", name)
     data = tmp_path / ("t.txt" if kind == "text" else "t.jsonl")

@@ -39,6 +39,7 @@ ROWS = {
     "qwen3moe": "lora last",
     "granite": "full",
     "granitemoe": "full",
+    "deepseek2": "lora",
     "olmo2": "lora",
     "seed_oss": "last",
     "ernie4_5": "frozen",

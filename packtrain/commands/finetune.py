@@ -25,13 +25,17 @@ def run(settings: TuneSettings) -> int:
         return 0
     job = done.plan.job  # a resumed run may have taken settings from its folder
     say(f"{done.output}: {size_text(done.output.stat().st_size)}")
-    for command in _uses(cast(TuneSettings, job.settings), cast(Tuned, job.subject).chats):
+    tuned = cast(Tuned, job.subject)
+    beside = (
+        not tuned.model.config.kv_lora_rank
+    )  # there llama.cpp leaves an adapter's attention out
+    for command in _uses(cast(TuneSettings, job.settings), tuned.chats, beside):
         say(f"  {command}")
     return 0
 
 
-def _uses(settings: TuneSettings, chats: bool) -> Iterator[str]:
-    """Commands that run the result, as chat or as plain generation."""
+def _uses(settings: TuneSettings, chats: bool, beside: bool) -> Iterator[str]:
+    """Commands that run the result, as chat or as plain generation; `beside`, also an adapter alone with llama.cpp."""
     name, base = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
     if settings.merge == "none" and settings.aware:  # beside the base it is not what was trained
         merged = settings.output.with_stem(f"{settings.output.stem}-merged")
@@ -41,8 +45,9 @@ def _uses(settings: TuneSettings, chats: bool) -> Iterator[str]:
         name = f"{base} --lora {name}"
     yield f"packtrain chat {name}" if chats else f"packtrain generate {name} -p 'Once'"
     prompt = "" if chats else " -no-cnv -p 'Once'"
-    yield f"llama-cli -m {name}{prompt}"
-    if not (settings.full or settings.aware) and settings.merge != "none":
+    if beside or settings.merge != "none":
+        yield f"llama-cli -m {name}{prompt}"
+    if beside and not (settings.full or settings.aware) and settings.merge != "none":
         adapter = shlex.quote(str(settings.adapter or settings.folder / ADAPTER))
         yield f"llama-cli -m {base} --lora {adapter}{prompt}"
     model = OTHERS.sub("-", name_of(settings.output)).strip("-.") or "tuned"

@@ -30,6 +30,7 @@ class Tensor:
     shift       added to every value
     transposed  the source has columns instead of rows
     spans       rows of the source in the order of the file, each (from, to); none: as they are
+    heads       the source's rows are those of so many heads, each of which becomes a matrix
     cut         of the source, the elements that are used
     """
 
@@ -40,6 +41,7 @@ class Tensor:
     shift: float = 0.0
     transposed: bool = False
     spans: tuple[tuple[int, int], ...] = ()
+    heads: int = 0
     cut: Cut = (...,)
 
     @property
@@ -48,6 +50,8 @@ class Tensor:
         return (len(self.sources), *one) if self.stacked else one
 
     def _part(self, array: np.ndarray) -> np.ndarray:
+        if self.heads:
+            array = array.reshape(self.heads, -1, array.shape[-1])
         part: np.ndarray = array[self.cut]
         return part.swapaxes(-1, -2) if self.transposed else part
 
@@ -209,6 +213,8 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
                 transposed=across,
                 spans=ungrouped(config) if family.grouped and part == "attn_qkv" else (),
             )
+    if family.latent and config.latent:
+        yield from _by_heads(found, f"{at}.{family.latent}.weight", i, config)
     if family.experts is None or not config.mixture(i):
         return
     yield from _experts(found, at, i, config, family.experts)
@@ -216,6 +222,16 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
         yield _stacked(
             found, f"{at}.{module}.weight", f"blk.{i}.{part}.weight", shapes[f"{part}.weight"]
         )
+
+
+def _by_heads(found: _Found, name: str, i: int, config: Config) -> Iterator[Tensor]:
+    """The matrices that make keys and values from a narrow vector, out of one in which those of a head are together."""
+    heads, plain = config.head_count, config.head_width - config.rope_width
+    each = plain + config.value_width
+    source = found.take(name, (heads * each, config.kv_lora_rank))
+    for part, rows in (("attn_k_b", slice(0, plain)), ("attn_v_b", slice(plain, each))):
+        cut, across = (slice(None), rows), part == "attn_k_b"
+        yield Tensor(f"blk.{i}.{part}.weight", (source,), transposed=across, heads=heads, cut=cut)
 
 
 def _experts(found: _Found, at: str, i: int, config: Config, experts: Experts) -> Iterator[Tensor]:

@@ -3,78 +3,12 @@
 Activations have the names of GGUF tensors; a Mixer is what mixes the values of a block's tokens.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 from packtrain import ops
-from packtrain.dtypes import bf16
+from packtrain.models import latent
 from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT
-from packtrain.models.config import Config, Rope
-from packtrain.models.part import Part, Weights
-from packtrain.tensor import Tensor, named
-
-Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
-
-
-def _none(i: int, x: Tensor, filters: Tensor) -> Tensor:
-    raise NotImplementedError("the model has convolutions")
-
-
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """How tokens of a batch, or of a cache, see those before them: in attention, and in short convolutions."""
-
-    attend: Attend
-    convolve: Callable[[int, Tensor, Tensor], Tensor] = _none
-
-
-def normalized(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
-    """x (..., C) normalized with these weights, (C,) or, of heads, (H, C)."""
-    weight, eps = w[f"{name}.weight"], config.rms_eps
-    if not config.traits.layer_norms:
-        return ops.rms_norm(x, weight, eps=eps)
-    if len(weight.shape) > 1:
-        return ops.mul(ops.norm(x, eps=eps), weight)
-    return ops.norm(x, weight, w.get(f"{name}.bias"), eps=eps)
-
-
-@dataclass(frozen=True, slots=True)
-class Block(Part):
-    """Builds one block, and names its activations."""
-
-    def named(self, name: str, tensor: Tensor) -> Tensor:
-        return named(f"blk.{self.number}.{name}", tensor)
-
-    def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
-        """x @ weight.T (+ bias) (+ acc)."""
-        return self.named(name, self.product(name, x, acc))
-
-    def saved(self, x: Tensor) -> Tensor:
-        """x as the backward pass will read it: all read the rounded value, so that recomputation changes no bit."""
-        return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        y = normalized(self.config, self.w, f"blk.{self.number}.{name}", x)
-        return self.named(name, y)
-
-    def heads(self, name: str, x: Tensor, count: int) -> Tensor:
-        """x @ weight.T by heads, (..., count, D)."""
-        y = self.linear(name, x)
-        if self.config.traits.whole_norms and name != "attn_v":
-            y = self.norm(f"{name}_norm", self.saved(y))
-        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
-
-    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm("attn_q_norm", self.saved(q)), self.norm("attn_k_norm", self.saved(k))
-
-    def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
-        """h + x @ weight.T, normalized or scaled before the sum if the model does so."""
-        if self.config.residual_scale:
-            return ops.add(ops.scale(self.linear(name, x), by=self.config.residual_scale), h)
-        if not self.config.traits.post_norms:
-            return self.linear(name, x, h)
-        return ops.add(self.norm(norm, self.saved(self.linear(name, x))), h)
+from packtrain.models.config import Config
+from packtrain.models.part import Block, Mixer, Tables, Weights
+from packtrain.tensor import Tensor
 
 
 def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
@@ -84,7 +18,8 @@ def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: 
     if config.has("attn_norm_2"):
         read = part.saved(part.norm("attn_norm_2", h))
     if config.attends(i):
-        y = attention(part, read, tables, mixer.attend)
+        mixed = latent.attention if config.kv_lora_rank else attention
+        y = mixed(part, read, tables, mixer)
         h = part.join("attn_output", y, "post_attention_norm", h)
     else:
         h = part.join(CONV_OUT, short_conv(part, read, mixer), "", h)
@@ -93,7 +28,7 @@ def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: 
     return feed_forward(part, x, h)
 
 
-def attention(part: Block, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
+def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     """The heads' mixed values, side by side: x (..., C) -> (..., H D)."""
     config, i = part.config, part.number
     traits = config.traits
@@ -112,7 +47,7 @@ def attention(part: Block, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
         q, k = part.norm_heads(q, k)
     sinks = part.weight("attn_sinks") if traits.sinks else None
     q, k, v = map(part.saved, (q, k, v))
-    y = attend(i, q, k, v, sinks)
+    y = mixer.attend(i, q, k, v, sinks)
     return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.head_width))
 
 
@@ -175,6 +110,6 @@ def mixture(part: Block, x: Tensor, h: Tensor | None) -> Tensor:
     offsets = part.weight(*CHOICE.split(".")) if CHOICE in config.optional else None
     return ops.experts(
         x, choose, gate, up, down, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
-        sigmoids=config.traits.sigmoids, by=config.expert_weights_scale or 1.0,
+        sigmoids=config.sigmoids, groups=config.expert_groups, by=config.expert_weights_scale or 1.0,
         clamped=config.traits.clamped, biases=biases, low=low,
     )  # fmt: skip

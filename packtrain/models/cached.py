@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32
 from packtrain.models import written
-from packtrain.models.block import Mixer
 from packtrain.models.cache import lines
 from packtrain.models.config import Config
-from packtrain.models.part import Weights
+from packtrain.models.part import Mixer, Weights
 from packtrain.models.rounding import rounded
 from packtrain.models.shapes import HEAD_BIAS
 from packtrain.models.transformer import (
@@ -57,12 +56,13 @@ class Cache:
         cells = self.count(self.pool(config, i))
         if name == "x":
             return state(f"cache.x.{i}", (cells, config.embedding_length), f32, "cache")
-        shape = cells, config.head_count_kv, config.head_width
+        shape = cells, *config.cached_heads
         return state(f"cache.{name}.{i}", shape, self.dtype, "cache")
 
     def leaves(self, config: Config, i: int) -> dict[str, Tensor]:
         """What is kept of each token for block i."""
-        return {n: self.leaf(config, n, i) for n in ("kv" if config.attends(i) else "x")}
+        parts = config.cached_parts if config.attends(i) else "x"
+        return {n: self.leaf(config, n, i) for n in parts}
 
 
 def generation(
@@ -101,11 +101,13 @@ def in_cells(
     (time,) = pos.shape
     places = {pool: places_of(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None) -> Tensor:
         cell, cell_pos, *own = places[cache.pool(config, i)]
         for name, x in (("k", k), ("v", v)):
-            handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
-        k, v, rule = *handles[-2:], rule_of(config, i)
+            if x is not None:
+                handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
+        k, v = handles[-1 if v is None else -2], handles[-1]
+        rule = rule_of(config, i)
         if config.flash:
             order, counts = own
             y = ops.attention_cells(q, k, v, pos, line, order, counts, cell_pos, sinks, **rule)
@@ -121,7 +123,7 @@ def in_cells(
         handles.extend(ops.set_rows(cache.leaf(config, "x", i), x, places[near][0]))
         return ops.short_conv_cells(handles[-1], filters, before)
 
-    return Mixer(attend, convolve)
+    return Mixer(attend, convolve, cached=True)
 
 
 def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> Tensor:

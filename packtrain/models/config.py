@@ -14,6 +14,7 @@ from packtrain.models.arch.architecture import CONV_IN, CONV_ROWS, Architecture,
 from packtrain.models.lora import Lora
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
+SIGMOID = 2  # of expert_gating_func
 LONGEST_DIVIDED = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
 
@@ -37,14 +38,26 @@ class RopeScaling:
         """What rope frequencies are divided by; with yarn only the low ones."""
         return 1.0 if self.type == "none" else self.factor
 
-    def magnitude(self, divisor: float) -> float:
-        """What cosines and sines are multiplied by if frequencies are divided by `divisor`: llama-context.cpp."""
+    def magnitude(self, divisor: float, latent: bool = False) -> float:
+        """What cosines and sines are multiplied by if frequencies are divided by `divisor`: llama-context.cpp.
+
+        latent  heads are made from narrow vectors: the scale of scores has the growth instead, if there is a multiplier
+        """
         if self.type != "yarn":
             return self.attn_factor
         whole = _growth(self.factor, 1.0)
         if self.log_multiplier:
-            whole /= _growth(self.factor, self.log_multiplier)
+            whole = 1.0 if latent else whole / _growth(self.factor, self.log_multiplier)
         return self.attn_factor * whole * _log_growth(divisor) / _log_growth(self.factor)
+
+    @property
+    def attention_growth(self) -> float:
+        """What queries and keys from narrow vectors are multiplied by in scores: deepseek2.cpp."""
+        whole = _log_growth(self.divisor) if self.type != "yarn" else 1.0
+        longer = 1.0 + self.log_multiplier * math.log(
+            self.divisor
+        )  # the key has a tenth of the multiplier
+        return self.magnitude(self.divisor, True) * whole * longer
 
     def blend(self, dims: int, base: float, context: int) -> tuple[float, float] | None:
         """YaRN's ramp: pairs up to the first number keep their frequency, those from the second on are divided."""
@@ -90,6 +103,8 @@ class Config(Sizes):
     residual_scale     outputs of attention and feed-forward are multiplied by it; 0: they are not
     logit_scale        logits are divided by it; 0: they are not
     expert_weights_scale  what the chosen experts give is multiplied by it; 0: it is not
+    expert_gating_func    2: an expert's weight is the sigmoid of its logit, if the architecture leaves that to models
+    expert_group_count, expert_group_used_count  experts are chosen from so many groups of them; 0: there is but one
     expert_weights_norm   their weights are divided by their sum, if the architecture leaves that to models
     optional           optional tensors that this model has, such as "attn_q.bias" (in all blocks) or
                        "rope_freqs.weight"
@@ -104,7 +119,6 @@ class Config(Sizes):
     rms_eps: float = 1e-5
     tied: bool = True
     architecture: str = "llama"
-    rope_dims: int | None = None
     rope_freq_base_swa: float | None = None
     rope_scaling: RopeScaling = RopeScaling()
     window: int = 0
@@ -118,6 +132,9 @@ class Config(Sizes):
     logit_scale: float = 0.0
     expert_weights_scale: float = 0.0
     expert_weights_norm: bool = False
+    expert_gating_func: int = 0
+    expert_group_count: int = 0
+    expert_group_used_count: int = 0
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
     precision: str = "f32"
@@ -150,6 +167,34 @@ class Config(Sizes):
         return self.expert_weights_norm if own is None else own
 
     @property
+    def sigmoids(self) -> bool:
+        """Whether an expert's weight is the sigmoid of its logit."""
+        own = self.traits.sigmoids
+        return self.expert_gating_func == SIGMOID if own is None else own
+
+    @property
+    def expert_groups(self) -> tuple[int, int]:
+        """How many groups of experts there are, and in how many of them some are chosen."""
+        return self.expert_group_count or 1, self.expert_group_used_count
+
+    @property
+    def latent(self) -> bool:
+        """Whether a cache keeps the narrow vectors that keys and values are made from."""
+        return self.kv_lora_rank > 0 and not self.has("attn_kv_b")
+
+    @property
+    def cached_parts(self) -> str:
+        """What a cache keeps: keys (k) and values (v), or keys that have the values in them."""
+        return "k" if self.latent else "kv"
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """How many heads each of them has, and how wide these are."""
+        if self.latent:
+            return 1, self.rope_width + self.kv_lora_rank
+        return self.head_count_kv, self.head_width
+
+    @property
     def rope_width(self) -> int:
         """How many elements of a head are rotated."""
         return self.rope_dims or self.head_width
@@ -161,6 +206,8 @@ class Config(Sizes):
 
     @property
     def attention_scale(self) -> float:
+        if self.kv_lora_rank:
+            return self.rope_scaling.attention_growth**2 / math.sqrt(self.head_width)
         return self.score_scale or 1.0 / math.sqrt(self.traits.scored_width(self))
 
     def window_of(self, block: int) -> int:
@@ -193,7 +240,7 @@ class Config(Sizes):
         if self.rope_freq_base_swa and near:
             base, divisor = self.rope_freq_base_swa, 1.0
         blend = scaling.blend(self.rope_width, base, self.original_context)
-        return Rope(base, divisor, blend, scaling.magnitude(divisor))
+        return Rope(base, divisor, blend, scaling.magnitude(divisor, self.kv_lora_rank > 0))
 
     @property
     def slices(self) -> Mapping[str, tuple[str, int, int]]:

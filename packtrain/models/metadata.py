@@ -14,7 +14,7 @@ from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
 from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
-from packtrain.models.mixers import mixer_keys, mixing
+from packtrain.models.mixers import LATENT, mixer_keys, mixing
 from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
@@ -49,8 +49,7 @@ def read(gguf: GGUF) -> Config:
         embedding_scale=keys.own("embedding_scale"),
         residual_scale=keys.own("residual_scale"),
         logit_scale=keys.own("logit_scale"),
-        **_heads(keys, heads),
-        **mixing(keys, blocks, heads),
+        **{**_heads(keys, heads), **mixing(keys, blocks, heads)},
         **_windows(keys),
         **mixture(keys),
     )
@@ -148,6 +147,8 @@ def _windows(keys: Keys) -> dict[str, Any]:
 
 
 def _check_heads(keys: Keys, config: Config) -> None:
+    if config.kv_lora_rank:
+        return
     width, heads, kv = config.embedding_length, config.head_count, config.head_count_kv
     arch, head, square = config.architecture, config.head_width, config.traits.square
     partial = config.traits.partial_rope
@@ -175,6 +176,8 @@ def _check_widths(keys: Keys, config: Config) -> None:
     for key, size, times in (
         (wide, config.expert_width, used),
         ("attention.key_length", config.head_width, config.head_count),
+        (LATENT, config.kv_lora_rank, 1),
+        ("attention.q_lora_rank", config.q_lora_rank, 1),
     ):
         if size * times > most:
             raise keys.wrong(

@@ -9,7 +9,8 @@ from packtrain.models.keys import Keys
 MOST_EXPERTS = 512  # as in llama.cpp
 EXPERT_WIDTH = "expert_feed_forward_length"
 SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
-GATING = "expert_gating_func"  # llama.cpp demands it of some
+GATING, GATINGS = "expert_gating_func", (0, 1, 2)
+GROUPS = "expert_group_count", "expert_group_used_count"
 DENSE, WEIGHTS_SCALE, WEIGHTS_NORM = (
     "leading_dense_block_count",
     "expert_weights_scale",
@@ -53,7 +54,24 @@ def _weights(keys: Keys) -> dict[str, Any]:
     norm = keys.get(WEIGHTS_NORM, False)
     if not isinstance(norm, bool):
         raise keys.wrong(WEIGHTS_NORM, norm, "true or false")
-    return {WEIGHTS_SCALE: keys.own(WEIGHTS_SCALE), WEIGHTS_NORM: norm}
+    found = {WEIGHTS_SCALE: keys.own(WEIGHTS_SCALE), WEIGHTS_NORM: norm}
+    if GATING not in keys.architecture.keys:
+        return found
+    func, groups, used = (keys.size(key, 0, least=0) for key in (GATING, *GROUPS))
+    if func not in GATINGS:
+        raise keys.wrong(GATING, func, "1 for a softmax or 2 for sigmoids")
+    if groups > 1 and (
+        keys.size("expert_count") % groups or keys.size("expert_count") < 2 * groups
+    ):
+        raise keys.wrong(
+            GROUPS[0], groups, "a divisor of expert_count, with two experts or more in a group"
+        )
+    if groups > 1 and not 0 < used <= groups:
+        raise keys.wrong(GROUPS[1], used, f"from 1 to {GROUPS[0]} {groups}")
+    each = keys.size("expert_count") // max(groups, 1)
+    if groups > 1 and used * each < keys.size("expert_used_count"):
+        raise keys.wrong(GROUPS[1], used, "enough for expert_used_count")
+    return {**found, GATING: func, **dict(zip(GROUPS, (groups, used), strict=True))}
 
 
 def expert_sizes(config: Config) -> dict[str, int]:
@@ -70,4 +88,11 @@ def weight_keys(config: Config) -> dict[str, Value]:
     by, norm = config.expert_weights_scale, config.expert_weights_norm
     keys = {WEIGHTS_SCALE: Value("f32", by)} if by else {}
     keys |= {k: Value("u32", v[0]) for k, v in config.traits.neutral.items() if k == GATING}
+    own = {
+        GATING: config.expert_gating_func,
+        GROUPS[0]: config.expert_group_count,
+        GROUPS[1]: config.expert_group_used_count,
+    }
+    if config.traits.sigmoids is None:
+        keys |= {key: Value("u32", number) for key, number in own.items() if number}
     return keys | ({WEIGHTS_NORM: Value("bool", True)} if norm else {})

@@ -1,18 +1,33 @@
-"""The weights of one block with their LoRA adapters: what products with them are."""
+"""The weights of one block with their LoRA adapters: products with them, norms and sums, by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from packtrain import ops
-from packtrain.dtypes import RECODABLE
-from packtrain.models.config import Config
+from packtrain.dtypes import RECODABLE, bf16
+from packtrain.models.config import Config, Rope
 from packtrain.models.lora import KEY, A, B
 from packtrain.models.rounding import product
 from packtrain.ops.arrays import noise
 from packtrain.ops.mixture import Low
-from packtrain.tensor import Tensor
+from packtrain.tensor import Tensor, named
 
 Weights = Mapping[str, Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
+
+
+def _none(i: int, x: Tensor, filters: Tensor) -> Tensor:
+    raise NotImplementedError("the model has convolutions")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """How tokens of a batch, or of a cache, see those before them: in attention, and in short convolutions."""
+
+    attend: Attend
+    convolve: Callable[[int, Tensor, Tensor], Tensor] = _none
+    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +91,51 @@ class Part:
             return ops.dropout(x, self.w[KEY], p=p, stream=noise(whole)) if p else x
 
         return a, self.weight(name, f"weight{B}"), lora.scale(a.shape[-2]), drop
+
+
+def normalized(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
+    """x (..., C) normalized with these weights, (C,) or, of heads, (H, C)."""
+    weight, eps = w[f"{name}.weight"], config.rms_eps
+    if not config.traits.layer_norms:
+        return ops.rms_norm(x, weight, eps=eps)
+    if len(weight.shape) > 1:
+        return ops.mul(ops.norm(x, eps=eps), weight)
+    return ops.norm(x, weight, w.get(f"{name}.bias"), eps=eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Part):
+    """Builds one block, and names its activations."""
+
+    def named(self, name: str, tensor: Tensor) -> Tensor:
+        return named(f"blk.{self.number}.{name}", tensor)
+
+    def linear(self, name: str, x: Tensor, acc: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) (+ acc)."""
+        return self.named(name, self.product(name, x, acc))
+
+    def saved(self, x: Tensor) -> Tensor:
+        """x as the backward pass will read it: all read the rounded value, so that recomputation changes no bit."""
+        return ops.cast(ops.cast(x, dtype=bf16)) if self.config.saved == "bf16" else x
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        y = normalized(self.config, self.w, f"blk.{self.number}.{name}", x)
+        return self.named(name, y)
+
+    def heads(self, name: str, x: Tensor, count: int) -> Tensor:
+        """x @ weight.T by heads, (..., count, D)."""
+        y = self.linear(name, x)
+        if self.config.traits.whole_norms and name != "attn_v":
+            y = self.norm(f"{name}_norm", self.saved(y))
+        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
+
+    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm("attn_q_norm", self.saved(q)), self.norm("attn_k_norm", self.saved(k))
+
+    def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
+        """h + x @ weight.T, normalized or scaled before the sum if the model does so."""
+        if self.config.residual_scale:
+            return ops.add(ops.scale(self.linear(name, x), by=self.config.residual_scale), h)
+        if not self.config.traits.post_norms:
+            return self.linear(name, x, h)
+        return ops.add(self.norm(norm, self.saved(self.linear(name, x))), h)

@@ -44,6 +44,8 @@ def _with_biases(config: Config, parts: Shapes) -> Shapes:
 
 
 def _attention_shapes(config: Config) -> Shapes:
+    if config.kv_lora_rank:
+        return _latent_shapes(config)
     c, d, traits = config.embedding_length, config.head_width, config.traits
     q, kv = config.head_count * d, config.head_count_kv * d
     apart: Shapes = {"attn_q": (q, c), "attn_k": (kv, c), "attn_v": (kv, c)}
@@ -64,6 +66,29 @@ def _conv_shapes(config: Config) -> Shapes:
     c = config.embedding_length
     filters = {FILTERS.removesuffix(".weight"): (c, config.conv_width)}
     return {"attn_norm": (c,), **filters, CONV_ROWS: (3 * c, c), CONV_OUT: (c, c)}
+
+
+def _latent_shapes(config: Config) -> Shapes:
+    c, heads, rank, turned = (
+        config.embedding_length, config.head_count, config.kv_lora_rank, config.rope_width,
+    )  # fmt: skip
+    plain, v, less = config.head_width - turned, config.value_width, config.q_lora_rank
+    q = heads * config.head_width
+    made: Shapes = {"attn_norm": (c,), "attn_q": (q, c)}
+    if less:
+        made = {
+            "attn_norm": (c,),
+            "attn_q_a": (less, c),
+            "attn_q_a_norm": (less,),
+            "attn_q_b": (q, less),
+        }
+    made |= {"attn_kv_a_mqa": (rank + turned, c), "attn_kv_a_norm": (rank,)}
+    made |= (
+        {"attn_k_b": (heads, rank, plain), "attn_v_b": (heads, v, rank)}
+        if config.latent
+        else {"attn_kv_b": (heads * (plain + v), rank)}
+    )
+    return made | {"attn_output": (c, heads * v)}
 
 
 def _feed_forward_norm(config: Config) -> Shapes:

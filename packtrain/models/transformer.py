@@ -16,10 +16,10 @@ from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models import written
 from packtrain.models.arch.architecture import CHOICE, CONV_OUT
-from packtrain.models.block import Mixer, Tables, block, normalized
+from packtrain.models.block import block
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
-from packtrain.models.part import Weights
+from packtrain.models.part import Mixer, Tables, Weights, normalized
 from packtrain.models.rounding import product, rounded
 from packtrain.models.shapes import HEAD_BIAS, POSITIONS, shapes
 from packtrain.tensor import Tensor, constant, input, named, weight
@@ -147,9 +147,16 @@ def stream(
 
 
 def mixed(
-    config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *where: Tensor
+    config: Config,
+    i: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    sinks: Tensor | None,
+    *where: Tensor,
 ) -> Tensor:
     """The attention output of block i, see ops.attention; `where` are q_pos, k_pos, q_seq and k_seq."""
+    assert v is not None
     rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), where
     places = q_pos, k_pos, q_seq, k_seq
     if config.flash:
@@ -162,7 +169,7 @@ def mixed(
 def in_batch(config: Config, pos: Tensor, seq: Tensor) -> Mixer:
     """Tokens see those before them in their line, of the same sequence."""
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None) -> Tensor:
         return mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
 
     def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from packtrain.ops.functions import clamp, gelu_quick
 from packtrain.ops.index import get_rows
 from packtrain.ops.matmul import matmul
 from packtrain.ops.reduce import sum_rows
-from packtrain.ops.routing import group_rows, take, top_k
+from packtrain.ops.routing import group_rows, take, take_back, top_k
 from packtrain.ops.shape import reshape
 from packtrain.ops.softmax import soft_max
 from packtrain.tensor import Tensor
@@ -20,6 +20,8 @@ Low = tuple[Tensor, Tensor, float, Callable[[Tensor], Tensor]]
 NO_LOW: Mapping[str, Low] = MappingProxyType({})
 NO_BIASES: Mapping[str, Tensor] = MappingProxyType({})
 LEAST_SUM = 6.103515625e-5  # of weights that are divided by their sum: llama.cpp's
+BEST = 2  # experts of a group, by which it is judged
+HIDDEN = 1e30
 LIMIT = 7.0  # of the clamped activation: gpt-oss's
 
 
@@ -27,13 +29,15 @@ def experts(
     x: Tensor, gate_inp: Tensor, gate: Tensor, up: Tensor, down: Tensor, acc: Tensor | None = None,
     offsets: Tensor | None = None, *, used: int, norm: bool = True, sigmoids: bool = False, by: float = 1.0,
     clamped: bool = False, biases: Mapping[str, Tensor] = NO_BIASES, low: Mapping[str, Low] = NO_LOW,
+    groups: tuple[int, int] = (1, 1),
 ) -> Tensor:  # fmt: skip
     """Mixture of experts: y = sum over the `used` chosen e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
 
     p is the softmax of x @ gate_inp.T over all experts, or with `sigmoids` the sigmoid of each. The `used` experts
     with the largest p + offsets are chosen; with `norm` their p is divided by the sum of theirs, then multiplied by
     `by`. With `clamped` silu(g) * u becomes g * sigmoid(1.702 g) * (u + 1) for g = min(gate_e x, 7) and u = up_e x
-    between -7 and 7.
+    between -7 and 7. With several groups of experts, only those of some are chosen: of (groups, used), those in
+    which the two largest p + offsets have the largest sum.
 
         x         (..., C)   f32
         gate_inp  (E, C)     f32
@@ -46,32 +50,45 @@ def experts(
                   and dropout d: w x becomes w x + s B A d(x)
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); DeepSeek-V3 (arXiv 2412.19437); llama.cpp's build_moe_ffn.
     """
-    logits = _product(x, gate_inp, low.get("gate_inp"), biases.get("gate_inp"))
-    chosen, p = _routes(logits, offsets, used, norm, sigmoids)
+    logits = product(x, gate_inp, low.get("gate_inp"), biases.get("gate_inp"))
+    chosen, p = _routes(logits, offsets, used, norm, sigmoids, groups)
     p = p if by == 1 else scale(p, by=by)
     row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
     tokens = math.prod(x.shape[:-1])
     sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
     gated, raised = (
-        _product(sorted_x, w, low.get(name), biases.get(name), expert)
+        product(sorted_x, w, low.get(name), biases.get(name), expert)
         for name, w in (("gate", gate), ("up", up))
     )
     hidden = _clamped(gated, raised) if clamped else swiglu(gated, raised)
-    made = _product(hidden, down, low.get("down"), biases.get("down"), expert)
+    made = product(hidden, down, low.get("down"), biases.get("down"), expert)
     return weighted_rows(made, place, p, acc)
 
 
 def _routes(
-    logits: Tensor, offsets: Tensor | None, used: int, norm: bool, sigmoids: bool
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, offsets: Tensor | None, used: int, norm: bool, sigmoids: bool, groups: tuple[int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The chosen experts of each token, and what theirs are multiplied by."""
-    if not sigmoids and norm and offsets is None:  # the same without the sum over all
+    if (
+        not sigmoids and norm and offsets is None and groups[0] == 1
+    ):  # the same without the sum over all
         chosen = top_k(logits, k=used)
         return chosen, soft_max(take(logits, chosen))
     p = sigmoid(logits) if sigmoids else soft_max(logits)
-    chosen = top_k(p if offsets is None else add(p, offsets), k=used)
+    better = p if offsets is None else add(p, offsets)
+    chosen = top_k(better if groups[0] == 1 else _of_groups(better, *groups), k=used)
     p = take(p, chosen)
     return chosen, div(p, clamp(sum_rows(p), low=LEAST_SUM)) if norm else p
+
+
+def _of_groups(p: Tensor, count: int, used: int) -> Tensor:
+    """p (..., E) with those of experts far below, whose groups are not among the `used` best ones."""
+    apart = reshape(p, shape=(*p.shape[:-1], count, p.shape[-1] // count))
+    sums = reshape(sum_rows(take(apart, top_k(apart, k=BEST))), shape=apart.shape[:-1])
+    best = top_k(sums, k=used)
+    ones = scale(take(sums, best), by=0, bias=1)
+    hidden = scale(take_back(ones, best, width=count), by=HIDDEN, bias=-HIDDEN)
+    return reshape(add(apart, reshape(hidden, shape=(*hidden.shape, 1))), shape=p.shape)
 
 
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:
@@ -80,7 +97,7 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
     )
 
 
-def _product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
+def product(x: Tensor, w: Tensor, low: Low | None, bias: Tensor | None, *expert: Tensor) -> Tensor:
     """w x, or that of the rows' experts, plus its bias and the LoRA adapter of w."""
     times: Callable[..., Tensor] = matmul_id if expert else matmul
     y = times(x, w, *expert)

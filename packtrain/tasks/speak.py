@@ -211,7 +211,7 @@ def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
 
 def cache_dtype(config: Config, type: str) -> Dtype:
     """The element type of a cache. Raises InputError if heads do not fit its blocks."""
-    kind, width = DTYPES[type], config.head_width
+    kind, width = DTYPES[type], config.cached_heads[1]
     if width % kind.block:
         raise InputError(
             f"--cache-type: {kind} packs {kind.block} values, and heads have {width}; use f16 or f32"
@@ -223,7 +223,8 @@ def check_cache(model: ModelFile, cells: int, type: str) -> None:
     """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
     c, there, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
     blocks = sum(map(c.attends, range(c.block_count)))
-    cache = 2 * cells * blocks * c.head_count_kv * kind.row_nbytes(c.head_width)
+    (heads, width), parts = c.cached_heads, len(c.cached_parts)
+    cache = parts * cells * blocks * heads * kind.row_nbytes(width)
     if cache > there:
         raise DoesNotFit(
             f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"

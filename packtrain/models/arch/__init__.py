@@ -2,6 +2,7 @@
 
 from packtrain.models.arch import (
     cohere2,
+    deepseek2,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -55,6 +56,7 @@ MODULES = (
         phi3,
     ),
     granitemoe,
+    deepseek2,
     *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2),
     *(lfm2, lfm2moe),
     *(phi2, gpt2, starcoder2, stablelm, falcon, nemotron, cohere2, smollm3),

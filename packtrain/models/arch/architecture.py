@@ -57,11 +57,14 @@ class Sizes:
     """A model's sizes; names follow the GGUF metadata keys.
 
     key_length                  width of a head; None: embedding_length / head_count
+    value_length                width of its values; None: the same
+    rope_dims                   how much of it rope turns; None: all
     expert_feed_forward_length  width of an expert; None: feed_forward_length
     expert_shared_feed_forward_length  width of the expert that all tokens have; 0: there is none
     leading_dense_block_count   the first blocks that have no experts
     attending   whether each block has attention; the others have a short convolution; empty: all have
     conv_width  how many tokens, itself included, a token sees in a short convolution
+    q_lora_rank, kv_lora_rank   width of the vector from which the queries are made, and keys and values; 0: of x
     """
 
     vocab_size: int
@@ -79,10 +82,18 @@ class Sizes:
     leading_dense_block_count: int = 0
     attending: tuple[bool, ...] = ()
     conv_width: int = 0
+    value_length: int | None = None
+    rope_dims: int | None = None
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
 
     @property
     def head_width(self) -> int:
         return self.key_length or self.embedding_length // self.head_count
+
+    @property
+    def value_width(self) -> int:
+        return self.value_length or self.head_width
 
     @property
     def expert_width(self) -> int:
@@ -157,6 +168,7 @@ class Family:
     qkv_bias      queries, keys and values have biases, whatever the config says
     pairs         rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
     space_prefix  whether to add a space before texts; None: as the tokenizer's config says
+    latent        the module of keys and values of all heads that are made from a narrow vector
     ends          ends of names of tensors, and how they would usually end
     more_blocks   checkpoints may have blocks after the last, which only guess more tokens
     """
@@ -184,6 +196,7 @@ class Family:
     space_prefix: bool | None = None
     ends: Mapping[str, str] = field(default_factory=dict)
     more_blocks: bool = False
+    latent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +228,7 @@ class Architecture:
     windows_turn      in a model with windows, blocks without one have no rope
     windows_plain     blocks with a window have rope without scaling
     wide_blocks       a model with this many blocks scales scores by embedding_length / head_count
-    sigmoids          an expert's weight is the sigmoid of its logit, not its part of the softmax
+    sigmoids          an expert's weight is the sigmoid of its logit, not its part of the softmax; None: as the key says
     chosen_sum        the weights of the chosen experts are divided by their sum; None: as the key says
     sinks             each head has a logit that every query sees beside those of keys, without a value
     clamped           the activation of experts is the clamped one of gpt-oss
@@ -256,7 +269,7 @@ class Architecture:
     windows_turn: bool = False
     windows_plain: bool = False
     wide_blocks: int = 0
-    sigmoids: bool = False
+    sigmoids: bool | None = False
     chosen_sum: bool | None = True
     sinks: bool = False
     clamped: bool = False

@@ -1,7 +1,7 @@
 """Architectures that are not here yet, and what each would need: the names are llama.cpp's."""
 
 NEEDS = {
-    "multi-head latent attention": "deepseek2 deepseek2-ocr minicpm3 plm",
+    "multi-head latent attention": "deepseek2-ocr minicpm3 plm",
     "multi-head latent attention and an indexer": "deepseek32 glm-dsa dots3note hy_v4",
     "multi-head latent attention and a gated delta net": "kimi-linear kimi-k3 bailingmoe3 glm5-next",
     "state-space layers (scans)": "mamba mamba2 jamba falcon-h1 granitehybrid plamo2 nemotron_h nemotron_h_moe",

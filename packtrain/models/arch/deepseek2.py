@@ -1,0 +1,151 @@
+"""DeepSeek-V2 and V3: heads from narrow vectors, experts after the first blocks and one for all; V3 in groups.
+
+arXiv 2405.04434, 2412.19437. Blocks after the last, which guess more tokens, are not used.
+"""
+
+from typing import Any
+
+from packtrain.models.arch.architecture import (
+    BETAS,
+    CHOICE,
+    EXPERT_KEYS,
+    EXPERT_MATRICES,
+    FEED_FORWARD,
+    FFN_NORM,
+    SHARED,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Sizes,
+)
+from packtrain.models.arch.given import Given
+
+SOFTMAX, SIGMOID = 1, 2
+TENTH = 0.1  # by which the key of the multiplier is less, in files of this architecture
+MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+WIDTH = ("moe_intermediate_size", 1407)
+ATTENTION = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.o_proj": "attn_output",
+}  # fmt: skip
+ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
+
+
+def usual(given: Given) -> Given:
+    """With the width of a whole head, and keys and values of every head."""
+    width = given.size("qk_nope_head_dim") + given.size("qk_rope_head_dim")
+    return given.but(head_dim=width, num_key_value_heads=given.size("num_attention_heads"))
+
+
+def mixing(given: Given) -> dict[str, Any]:
+    less = given.size("q_lora_rank") if given.get("q_lora_rank") else 0
+    return {
+        "value_length": given.size("v_head_dim"),
+        "rope_dims": given.size("qk_rope_head_dim"),
+        "q_lora_rank": less,
+        "kv_lora_rank": given.size("kv_lora_rank"),
+    }
+
+
+def others(given: Given) -> tuple[int, int]:
+    dense = given.size("first_k_dense_replace") if given.get("first_k_dense_replace") else 0
+    return given.size(*WIDTH) * given.size("n_shared_experts"), dense
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    third = given.get("architectures", [""])[0] == "DeepseekV3ForCausalLM"
+    given.one_of("attention_bias", False, False)
+    given.one_of(
+        "scoring_func", "sigmoid" if third else "softmax", "sigmoid" if third else "softmax"
+    )
+    given.one_of(
+        "topk_method", "noaux_tc" if third else "greedy", "noaux_tc" if third else "greedy"
+    )
+    given.one_of("moe_layer_freq", 1, 1)
+    if not third:
+        given.one_of("norm_topk_prob", False, False)
+    rank, dims, scaling = sizes.kv_lora_rank, sizes.rope_dims or 0, given.full_rotation()
+    found: Keys = {
+        "vocab_size": sizes.vocab_size,
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + dims,
+        "attention.value_length": rank,
+        "attention.key_length_mla": sizes.head_width,
+        "attention.value_length_mla": sizes.value_width,
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": dims,
+        "leading_dense_block_count": sizes.leading_dense_block_count,
+        "expert_shared_count": sizes.expert_shared_feed_forward_length // sizes.expert_width,
+        "expert_gating_func": SIGMOID if third else SOFTMAX,
+        "expert_weights_scale": given.real("routed_scaling_factor", 1.0),
+    }
+    if sizes.q_lora_rank:
+        found["attention.q_lora_rank"] = sizes.q_lora_rank
+    if third and given.flag("norm_topk_prob", True):
+        found["expert_weights_norm"] = True
+    for name, key in (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count")):
+        if given.get(name) is not None:
+            found[key] = given.size(name)
+    if given.scaling() not in ("default", "yarn"):
+        raise given.wrong("rope_scaling.type", given.scaling(), "yarn, if there is any")
+    if given.scaling() == "yarn":
+        by = given.number("rope_scaling.mscale_all_dim", scaling.get("mscale_all_dim"))
+        if scaling.get("mscale") != by:
+            raise given.wrong("rope_scaling.mscale", scaling.get("mscale"), f"mscale_all_dim {by}")
+        found[MULTIPLIER] = TENTH * by
+    return found
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    return (CHOICE,) if given.get("architectures", [""])[0] == "DeepseekV3ForCausalLM" else ()
+
+
+ARCHITECTURE = Architecture(
+    "deepseek2",
+    sigmoids=None,
+    chosen_sum=None,
+    keys={
+        **EXPERT_KEYS,
+        **BETAS,
+        MULTIPLIER: 0.0,
+        "attention.q_lora_rank": 0,
+        "attention.kv_lora_rank": None,
+        "attention.key_length_mla": None,
+        "attention.value_length_mla": None,
+        "expert_feed_forward_length": None,
+        "expert_shared_count": None,
+        "leading_dense_block_count": 0,
+        "expert_gating_func": 0,
+        "expert_group_count": 0,
+        "expert_group_used_count": 0,
+        "expert_weights_scale": 0.0,
+        "expert_weights_norm": False,
+        "nextn_predict_layers": 0,
+    },
+    ignored=("attention.temperature_length",),
+    optional=("attn_kv_b.weight", CHOICE),
+    families=(
+        Family(
+            ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+            ATTENTION | FFN_NORM | ROUTER | FEED_FORWARD | SHARED,
+            keys,
+            Experts(
+                EXPERT_MATRICES,
+                ("n_routed_experts", 64),
+                ("num_experts_per_tok", 8),
+                WIDTH,
+                others,
+            ),
+            usual=usual,
+            optional=optional,
+            ends={"e_score_correction_bias": "e_score_correction.bias"},
+            more_blocks=True,
+            mixing=mixing,
+            latent="self_attn.kv_b_proj",
+            pairs=True,
+        ),
+    ),
+)

@@ -55,18 +55,30 @@ def others(given: Given) -> tuple[int, int]:
     return given.size(*WIDTH) * given.size("n_shared_experts"), dense
 
 
-def keys(given: Given, sizes: Sizes) -> Keys:
-    third = given.get("architectures", [""])[0] == "DeepseekV3ForCausalLM"
-    given.one_of("attention_bias", False, False)
-    given.one_of(
-        "scoring_func", "sigmoid" if third else "softmax", "sigmoid" if third else "softmax"
-    )
-    given.one_of(
-        "topk_method", "noaux_tc" if third else "greedy", "noaux_tc" if third else "greedy"
-    )
+def routing(given: Given) -> Keys:
+    """What chooses experts; V2 in groups is refused, because files mean V3's choice of them."""
+    third = _third(given)
+    func, method = ("sigmoid", "noaux_tc") if third else ("softmax", "greedy")
+    given.one_of("scoring_func", func, func)
+    given.one_of("topk_method", method, method)
     given.one_of("moe_layer_freq", 1, 1)
     if not third:
         given.one_of("norm_topk_prob", False, False)
+        given.one_of("n_group", 1, 1)
+    found: Keys = {
+        "expert_gating_func": SIGMOID if third else SOFTMAX,
+        "expert_weights_scale": given.real("routed_scaling_factor", 1.0),
+    }
+    if third and given.flag("norm_topk_prob", True):
+        found["expert_weights_norm"] = True
+    for name, key in (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count")):
+        if given.get(name) is not None:
+            found[key] = given.size(name)
+    return found
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("attention_bias", False, False)
     rank, dims, scaling = sizes.kv_lora_rank, sizes.rope_dims or 0, given.full_rotation()
     found: Keys = {
         "vocab_size": sizes.vocab_size,
@@ -79,16 +91,10 @@ def keys(given: Given, sizes: Sizes) -> Keys:
         "rope.dimension_count": dims,
         "leading_dense_block_count": sizes.leading_dense_block_count,
         "expert_shared_count": sizes.expert_shared_feed_forward_length // sizes.expert_width,
-        "expert_gating_func": SIGMOID if third else SOFTMAX,
-        "expert_weights_scale": given.real("routed_scaling_factor", 1.0),
+        **routing(given),
     }
     if sizes.q_lora_rank:
         found["attention.q_lora_rank"] = sizes.q_lora_rank
-    if third and given.flag("norm_topk_prob", True):
-        found["expert_weights_norm"] = True
-    for name, key in (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count")):
-        if given.get(name) is not None:
-            found[key] = given.size(name)
     if given.scaling() not in ("default", "yarn"):
         raise given.wrong("rope_scaling.type", given.scaling(), "yarn, if there is any")
     if given.scaling() == "yarn":
@@ -100,7 +106,11 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 def optional(given: Given) -> tuple[str, ...]:
-    return (CHOICE,) if given.get("architectures", [""])[0] == "DeepseekV3ForCausalLM" else ()
+    return (CHOICE,) if _third(given) else ()
+
+
+def _third(given: Given) -> bool:
+    return bool(given.get("architectures", [""])[0] == "DeepseekV3ForCausalLM")
 
 
 ARCHITECTURE = Architecture(

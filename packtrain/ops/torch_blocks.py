@@ -4,6 +4,7 @@ Their words (`load`, `half_at`, …) get tensors here: a number of each block is
 address is a place in the bytes of each block. So a type is described once, for all backends.
 """
 
+import operator
 from functools import cache
 from types import FunctionType
 from typing import NamedTuple
@@ -74,6 +75,9 @@ class Table:
     def __getitem__(self, index):
         return self.on(index.device)[index.long()]
 
+    def __rmul__(self, x):
+        return x * self.on(x.device)
+
 
 def as_f32(x):
     return x.float() if hasattr(x, "float") else np.float32(x).item()
@@ -89,6 +93,8 @@ def char_at(at, i):
 
 
 def short_at(at, i):
+    if isinstance(at, Room):
+        return at.words[i // 2] >> i % 2 * 16 & 0xFFFF
     return byte_at(at, 2 * i) | (byte_at(at, 2 * i + 1) << 8)
 
 
@@ -128,39 +134,70 @@ def to_floats(x):
     return x.float()
 
 
+def to_bits(x):
+    return Table(x.array.astype(np.int64)) if isinstance(x, Table) else x.int()
+
+
 def spread_bits(word):
     return word
+
+
+def splat(x):
+    return x
 
 
 def as_floats(word):
     return word.int().view(torch.float32)
 
 
+def bytes_of(low, high):
+    return torch.cat([word >> by & 255 for word in (low, high) for by in range(0, 64, 8)], -1)
+
+
+def put_where(v, bits, other):
+    """The other's lanes where the bit of the lane is set."""
+    return torch.where(bits >> torch.arange(16, device=v.device) & 1 != 0, other, v)
+
+
 class Lanes:
-    """0 to 15, shifting and shifted: the device is that of the other side."""
+    """0 to 15, masked, then shifted: numbers to shift by, made on the device of what they shift."""
+
+    def __init__(self, mask=15, by=0):
+        self.mask, self.by = mask, by
+
+    def __and__(self, mask):
+        return Lanes(self.mask & mask, self.by)
+
+    def __lshift__(self, by):
+        return Lanes(self.mask, self.by + by)
 
     def __rrshift__(self, x):
-        return x >> torch.arange(16, dtype=x.dtype, device=x.device)
+        return x >> ((torch.arange(16, dtype=x.dtype, device=x.device) & self.mask) << self.by)
 
 
 class Room:
     """Sixteen bytes of one's own for each block."""
 
     def __init__(self, count):
-        self.words = [None] * count
+        self.words = [0] * count
 
 
 def put_word(room, i, word):
     room.words[i] = word
 
 
+def put_short(room, i, short):
+    shift = i % 2 * 16
+    room.words[i // 2] = room.words[i // 2] & ~(0xFFFF << shift) | (short & 0xFFFF) << shift
+
+
 WORDS = {
     f.__name__: f
     for f in (
-        as_floats, byte_at, bytes_at, char_at, chars_at, half_at, load, pick, put_word, short_at, spread_bits, store,
-        to_floats, word_at,
+        as_floats, byte_at, bytes_at, bytes_of, char_at, chars_at, half_at, load, pick, put_short, put_where, put_word,
+        short_at, splat, spread_bits, store, to_bits, to_floats, word_at,
     )
-} | {"lane_numbers": Lanes, "scratch": Room}  # fmt: skip
+} | {"lane_numbers": Lanes, "neg": operator.neg, "scratch": Room}  # fmt: skip
 
 
 def packed_q8_0(x):

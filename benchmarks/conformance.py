@@ -145,7 +145,7 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
     "no yarn": key("rope.scaling.type", lambda type: "linear" if type == "yarn" else type),
     "rope factor": key("rope.scaling.factor", lambda factor: factor * 1.5),
     "no rope factors": tensor("rope_freqs.weight", 1.0),
-    "window + 1": key("attention.sliding_window", lambda window: window + 1),
+    "window + 1": key("attention.sliding_window", lambda window: window + (window < 8192)),  # llama4 has no other
     "base of windows": key("rope.freq_base_swa", lambda base: base * 1.5),
     "soft cap of scores": key("attn_logit_softcapping", lambda cap: cap / 2),
     "soft cap of logits": key("final_logit_softcapping", lambda cap: cap / 2),

@@ -116,6 +116,10 @@ CLASSES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "topk_method": "greedy",
         "mlp_layer_types": None,
     },
+    "Llama4TextConfig": {
+        "head_dim": 24, "intermediate_size": 40, "intermediate_size_mlp": 96, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "num_hidden_layers": 5,
+    },
     "GptOssConfig": {
         "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 4,
         "rope_parameters": GPT_YARN,

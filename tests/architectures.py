@@ -120,6 +120,11 @@ CONFIGS: Mapping[str, Config] = {
         q_lora_rank=256, kv_lora_rank=256, expert_count=6, expert_used_count=3, expert_feed_forward_length=256,
         expert_shared_feed_forward_length=256, optional=("attn_kv_b.weight",), rope_scaling=RopeScaling("linear", 4.0),
     ),
+    "llama4": replace(
+        LLAMA, architecture="llama4", tied=False, block_count=5, key_length=128, expert_count=6, expert_used_count=2,
+        expert_feed_forward_length=256, expert_shared_feed_forward_length=256, interleave_moe_layer_step=2, window=8192,
+        window_pattern=4, optional=("rope_freqs.weight",),
+    ),
     "olmo2": replace(LLAMA, architecture="olmo2", tied=False, window_pattern=4),
     "olmo3": replace(
         LLAMA, architecture="olmo2", tied=False, block_count=5, window=9, window_pattern=4, rope_scaling=YARN,

@@ -423,13 +423,16 @@ class Model:
             q, k = self.norm(f"{at}.q_norm", q), self.norm(f"{at}.k_norm", k)
         sliding = self.sliding(i)
         still = self.kind == "Exaone4ForCausalLM" and "sliding_window" in c and not sliding
-        if not still and not (self.kind == "SmolLM3ForCausalLM" and (i + 1) % 4 == 0):
+        paused = ("SmolLM3ForCausalLM", "Llama4ForCausalLM")
+        if not still and not (self.kind in paused and (i + 1) % 4 == 0):
             angles, scale = self.rotation(time, sliding)
-            pairs = self.kind.startswith("Ernie4_5") or self.kind == "Glm4ForCausalLM"
+            pairs = self.kind.startswith(("Ernie4_5", "Glm4ForCausalLM", "Llama4"))
             turn, n = turned_pairs if pairs else turned, 2 * angles.shape[-1]
             q, k = (
                 np.concatenate([turn(x[..., :n], angles, scale), x[..., n:]], -1) for x in (q, k)
             )
+        if self.kind == "Llama4ForCausalLM" and (i + 1) % 4:
+            q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) for x in (q, k))
         if self.kind == "HunYuanDenseV1ForCausalLM":
             q, k = self.norm(f"{at}.query_layernorm", q), self.norm(f"{at}.key_layernorm", k)
         if self.kind == "Ministral3ForCausalLM":

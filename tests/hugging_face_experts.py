@@ -54,6 +54,11 @@ KINDS: dict[str, Config] = {
         "num_hidden_layers": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "scoring_func": "softmax",
         "topk_method": "greedy",
     },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"], "head_dim": 24, "intermediate_size": 40, "intermediate_size_mlp": 96,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "num_hidden_layers": 5,
+        "use_qk_norm": True, "no_rope_layers": [1, 1, 1, 0, 1],
+    },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"], "head_dim": 24, "attention_bias": True, "num_local_experts": 5,
         "num_experts_per_tok": 3, "sliding_window": 4, "num_hidden_layers": 3, "swiglu_limit": 7.0,
@@ -91,6 +96,8 @@ def shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
         return gpt_oss_shapes(c)
     if c["architectures"][0].startswith("Granite"):
         return granite_shapes(c)
+    if "intermediate_size_mlp" in c:
+        return llama4_shapes(c, i)
     width, f = c["hidden_size"], c["moe_intermediate_size"]
     wide = {"mlp": c["intermediate_size"]}
     if not dense(c, i):
@@ -184,6 +191,37 @@ def latent(
     return linear(f"{at}.o_proj", y.reshape(time, -1))
 
 
+def llama4_shapes(c: Config, i: int) -> dict[str, tuple[int, ...]]:
+    e, width, f = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
+    experts = (i + 1) % c["interleave_moe_layer_step"] == 0
+    at, wide = ("shared_expert.", f) if experts else ("", c["intermediate_size_mlp"])
+    made: dict[str, tuple[int, ...]] = {f"{at}{part}.weight": (wide, width) for part in PARTS[:2]}
+    made[f"{at}{PARTS[2]}.weight"] = (width, wide)
+    if experts:
+        made |= {"router.weight": (e, width), "experts.gate_up_proj": (e, width, 2 * f)}
+        made["experts.down_proj"] = (e, f, width)
+    return {f"feed_forward.{name}": shape for name, shape in made.items()}
+
+
+def llama4(
+    c: Config, w: dict[str, np.ndarray], at: str, i: int, x: np.ndarray, linear: Linear
+) -> np.ndarray:
+    def gated(where: str) -> np.ndarray:
+        gate, up = (linear(f"{where}.{part}", x) for part in PARTS[:2])
+        return linear(f"{where}.{PARTS[2]}", gate / (1 + np.exp(-gate)) * up)
+
+    here = f"{at}.feed_forward"
+    if (i + 1) % c["interleave_moe_layer_step"]:
+        return gated(here)
+    z, y = linear(f"{here}.router", x), gated(f"{here}.shared_expert")
+    both, down = w[f"{here}.experts.gate_up_proj"], w[f"{here}.experts.down_proj"]
+    for t in range(len(x)):
+        for e in np.argsort(-z[t])[: c["num_experts_per_tok"]]:
+            gate, up = np.split(x[t] / (1 + np.exp(-z[t, e])) @ both[e], 2)
+            y[t] += (gate / (1 + np.exp(-gate)) * up) @ down[e]
+    return y
+
+
 def granite_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     e, width, f, s = (
         c[key]
@@ -228,6 +266,8 @@ def feed_forward(
         return gpt_oss(c, w, at, x, linear)
     if c["architectures"][0].startswith("Granite"):
         return granite(c, w, at, x, linear)
+    if "intermediate_size_mlp" in c:
+        return llama4(c, w, at, i, x, linear)
 
     def gated(where: str, x: np.ndarray) -> np.ndarray:
         gate, up = (linear(f"{at}.{where}.{part}", x) for part in PARTS[:2])

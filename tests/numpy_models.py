@@ -106,6 +106,9 @@ class Model:
         y = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.w[f"{name}.weight"]
         return y + self.w.get(f"{name}.bias", 0.0)
 
+    def eps(self) -> float:
+        return float(self.keys["attention.layer_norm_rms_epsilon"])
+
     def after(
         self, i: int, name: str, x: np.ndarray, without: np.ndarray | None = None
     ) -> np.ndarray:
@@ -190,12 +193,20 @@ class Model:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         if self.turns(i):
             q, k = self.rotated(i, q), self.rotated(i, k)
+        if self.arch == "llama4" and self.turns(i):
+            q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True) + self.eps()) for x in (q, k))
+        elif self.arch == "llama4":
+            number = (np.arange(time) + 1) // self.keys["attention.sliding_window"]
+            q = q * (1 + 0.1 * np.log(1 + number))[:, None, None]
         if late:
             q, k = self.after(i, "attn_q_norm", q), self.after(i, "attn_k_norm", k)
         warmth = self.keys.get("attention.temperature_scale", 0.0)
         q = q * (1 + warmth * np.log(1 + np.arange(time) // self.original))[:, None, None]
         ago = np.arange(time)[:, None] - np.arange(time)
         hidden = (ago < 0) | (ago >= self.window(i))
+        if self.arch == "llama4":
+            chunk = np.arange(time) // self.window(i)
+            hidden = (ago < 0) | (chunk[:, None] != chunk)
         y = np.empty_like(q)
         for head in range(self.heads):
             group = head // (self.heads // self.kv)
@@ -208,8 +219,8 @@ class Model:
 
     def turns(self, i: int) -> bool:
         """Whether a block has rope."""
-        if self.arch in ("smollm3", "gpt2"):
-            return self.arch == "smollm3" and i % 4 != 3
+        if self.arch in ("smollm3", "gpt2", "llama4"):
+            return self.arch != "gpt2" and i % 4 != 3
         large = self.arch == "exaone4" and self.keys["block_count"] == 64
         return self.local(i) if self.arch == "cohere2" or large else True
 
@@ -230,7 +241,7 @@ class Model:
         )
         if np.ndim(every):
             return bool(every[i])
-        known = ("gemma2", "gemma3", "cohere2", "olmo2", "exaone4", "gpt-oss")
+        known = ("gemma2", "gemma3", "cohere2", "olmo2", "exaone4", "gpt-oss", "llama4")
         there = self.arch in known and self.keys.get("attention.sliding_window", 0)
         return bool(there) and (i + 1) % every != 0
 
@@ -304,7 +315,10 @@ class Model:
     def experts(self, i: int, x: np.ndarray) -> np.ndarray:
         logits = self.linear(i, "ffn_gate_inp", x)
         p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-        if self.arch in ("glm4moe", "lfm2moe") or self.keys.get("expert_gating_func") == 2:
+        if (
+            self.arch in ("glm4moe", "lfm2moe", "llama4")
+            or self.keys.get("expert_gating_func") == 2
+        ):
             p = 1 / (1 + np.exp(-logits))
         better = p + self.w.get(f"blk.{i}.exp_probs_b.bias", 0)
         if (groups := self.keys.get("expert_group_count", 1)) > 1:
@@ -318,13 +332,16 @@ class Model:
         y = np.zeros_like(x)
         for t in range(len(x)):
             chosen = np.argsort(-better[t])[: self.keys["expert_used_count"]]
-            apart = self.arch in ("qwen2moe", "olmoe") or (
+            apart = self.arch in ("qwen2moe", "olmoe", "llama4") or (
                 self.arch in ("glm4moe", "deepseek2") and not self.keys.get("expert_weights_norm")
             )
             total = 1 if apart else p[t, chosen].sum()
             for e in chosen:
                 share = p[t, e] / total * self.keys.get("expert_weights_scale", 1.0)
-                y[t] += share * self.expert(i, int(e), x[t])
+                if self.arch == "llama4":
+                    y[t] += self.expert(i, int(e), share * x[t])
+                else:
+                    y[t] += share * self.expert(i, int(e), x[t])
         return y + self.shared_expert(i, x)
 
     def expert(self, i: int, e: int, x: np.ndarray) -> np.ndarray:

@@ -33,7 +33,8 @@ F32, F64, SEEN = (
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
 # of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
 STEP = dict.fromkeys(
-    ("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe", "deepseek2"), 0.01
+    ("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe", "deepseek2", "llama4"),
+    0.01,
 )
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
@@ -128,6 +129,27 @@ def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash
     assert off(np.concatenate(parts), name) <= F32
 
 
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "written"])
+def test_chunks_that_end_within_a_text(flash: bool) -> None:
+    """Files mean chunks of 8,192 tokens, whatever they say."""
+    config, weights = replace(CONFIGS["llama4"], window=9), random_weights(CONFIGS["llama4"])
+    keys = {key: value.value for key, value in metadata(config, "random").items()}
+    want = Model(keys, weights, TIME).logits(TOKENS)
+    config = replace(config, flash=flash)
+    assert np.abs(forward(config, weights) - want).max() <= F64
+    assert np.abs(forward(config, weights, exact=False) - want).max() <= F32
+    whole = replace(CONFIGS["llama4"], flash=flash)
+    assert np.abs(forward(whole, weights) - want).max() >= SEEN
+    cells, (made, handles) = (
+        Cells(TIME),
+        generation(config, transformer.weights(config), TIME, Cache(TIME), TIME),
+    )
+    rows = np.arange(TIME, dtype=np.int32)
+    run = bind(Graph([made], handles), used(Graph([made], handles), weights))
+    got = run(cells.feed(TOKENS, 0 * rows, rows, flash=flash))["logits"]
+    assert np.abs(got - want).max() <= F32
+
+
 # ---- wrong
 
 TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are not
@@ -151,6 +173,13 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "granitemoe": {"halves": True, "chosen_sum": False},
     "deepseek2": {"halves": True, "sigmoids": False, "chosen_sum": False},
     "deepseek2 lite": {"halves": True, "sigmoids": True, "chosen_sum": True},
+    "llama4": {
+        "halves": True,
+        "plain_norms": False,
+        "rope_pause": 0,
+        "weighed_first": False,
+        "chosen_sum": True,
+    },
     "olmo2": {"halves": False, "post_norms": False, "whole_norms": False},
     "seed_oss": {"halves": False},
     "ernie4_5": {"halves": True},
@@ -237,6 +266,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
         "rope_scaling": replace(YARN, beta_fast=4.0),
     },
     "deepseek2 unsplit": {"rope_scaling": RopeScaling()},
+    "llama4": {"expert_used_count": 1, "optional": ()},
     "seed_oss": {"optional": ("attn_q.bias", "attn_k.bias"), "score_scale": 0.5},
     "phi3 short": {"rope_scaling": RopeScaling("longrope", 1.0, 256)},
     "phi3 long": {"rope_scaling": RopeScaling("longrope", 1.0, 128, attn_factor=1.19)},

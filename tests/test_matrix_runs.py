@@ -40,6 +40,7 @@ ROWS = {
     "granite": "full",
     "granitemoe": "full",
     "deepseek2": "lora",
+    "llama4": "lora",
     "olmo2": "lora",
     "seed_oss": "last",
     "ernie4_5": "frozen",

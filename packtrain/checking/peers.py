@@ -25,7 +25,7 @@ def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale, wind
     q_pos = torch.arange(t).expand(b, t) if q_pos is None else q_pos
     k_pos = torch.arange(s).expand(b, s) if k_pos is None else k_pos
     since = q_pos[:, :, None] - k_pos[:, None, :]
-    seen = (since >= 0) & (since < window) if window else since >= 0
+    seen = (since >= 0) & (since < _reach(q_pos, window)[..., None])
     if q_seq is not None:
         seen = seen & (k_seq[:, None, :] == q_seq[:, :, None])
     if length is not None:
@@ -40,11 +40,15 @@ def attention(q, k, v, q_pos, k_pos, q_seq, k_seq, length, sinks, *, scale, wind
     return y.transpose(1, 2)
 
 
+def _reach(q_pos, window):
+    return q_pos % -window + 1 if window < 0 else torch.full_like(q_pos, window or 1 << 30)
+
+
 def attention_cells(q, k, v, q_pos, q_row, order, counts, k_pos, sinks, *, scale, window, softcap):
     used = torch.arange(order.shape[1]) < counts[:, None]
     there = torch.zeros(order.shape, dtype=torch.long).scatter_add(1, order.long(), used.long()) > 0
     since = q_pos[:, None] - k_pos
-    seen = (since >= 0) & ((since < window) | (window == 0)) & there[q_row]
+    seen = (since >= 0) & (since < _reach(q_pos, window)[:, None]) & there[q_row]
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
     y = capped_attention(*heads, seen[None, None], scale, softcap or 1e30, sinks)
     return y[0].transpose(0, 1)
@@ -157,7 +161,7 @@ def rope_table(pos, factors, *, dims, base, divisor, blend, magnitude, growth):
     else:
         rates = rates / divisor
     angles = pos[..., None] * rates
-    by = magnitude * (1 + growth[0] * (1 + pos // growth[1]).double().log())
+    by = magnitude * (1 + growth[0] * (1 + (pos + growth[2]) // growth[1]).double().log())
     return torch.view_as_real(torch.polar(by[..., None].expand_as(angles).contiguous(), angles))
 
 

@@ -12,6 +12,7 @@ CONFIG = "config.json"
 LANGUAGE = ("language_model.model.", "model.language_model.")  # prefixes in vision models
 OTHERS = (
     "vision_tower.",
+    "vision_model.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",

@@ -25,6 +25,8 @@ def even(shape: StepShape) -> bool:
     """
     first = passed_over(shape.config, shape.base)
     dense = _dense(shape.config, first)
+    if shape.config.interleave_moe_layer_step > 1 and reached(shape) > 1:
+        return False
     return dense <= 1 and len(set(_trained(shape.config, shape.base)[first + dense :])) <= 1
 
 
@@ -32,7 +34,8 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     """The shape with `count` blocks that the backward pass reaches, after `below` that it does not.
 
     If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
-    mixture's dense blocks at most one is reached, and a single block has experts.
+    mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts and without
+    take turns, all have them.
     """
     config, base, whole = shape.config, shape.base, below + count
     first = 0 if base is None else passed_over(config, base)
@@ -46,8 +49,11 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
             *(True,) * (whole - 1),
         )  # one without a window, which may have a rope of its own
     short = replace(
-        config, block_count=whole, window_pattern=pattern, leading_dense_block_count=dense
-    )
+        config, block_count=whole, window_pattern=pattern, leading_dense_block_count=dense,
+        interleave_moe_layer_step=1,
+    )  # fmt: skip
+    if config.interleave_moe_layer_step > 1 and not _mixtures(config, first):
+        short = replace(short, expert_count=0)
     if config.attending:
         like = _alike(config, short, first, below)
         short = replace(short, attending=tuple(config.attending[i] for i in like))
@@ -81,10 +87,16 @@ def _alike(config: Config, short: Config, first: int, below: int) -> list[int]:
     """For each block of the shorter model the one of the longer that it is like."""
     left_out = _dense(config, first) - _dense(short, below)
     dense, last = short.leading_dense_block_count, config.block_count - 1
+    if config.interleave_moe_layer_step > 1 and (those := _mixtures(config, first)):
+        return [*range(below), *(those * short.block_count)[: short.block_count - below]]
     return [
         i if i < below else min(first + i - below + (0 if i < dense else left_out), last)
         for i in range(short.block_count)
     ]
+
+
+def _mixtures(config: Config, first: int) -> list[int]:
+    return [i for i in range(first, config.block_count) if config.mixture(i)]
 
 
 def _dense(config: Config, first: int) -> int:

@@ -46,22 +46,22 @@ evens = picking([2 * i for i in range(LANES)], 2)
 odds = picking([2 * i + 1 for i in range(LANES)], 2)
 
 
-@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64))
-def table_row(t, pos, inv_freq, magnitude, rate, length, i):
+@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64, i64))
+def table_row(t, pos, inv_freq, magnitude, rate, length, offset, i):
     scale = magnitude
     if rate != 0:  # otherwise positions may be negative
-        scale *= 1.0 + rate * math.log1p(f64(pos[i] // length))
+        scale *= 1.0 + rate * math.log1p(f64((pos[i] + offset) // length))
     for j in range(inv_freq.size):
         angle = f64(pos[i]) * inv_freq[j]
         t[i, j, 0] = f32(scale * math.cos(angle))
         t[i, j, 1] = f32(scale * math.sin(angle))
 
 
-@kernel(void(out3, ids1, frequencies, f64, f64, i64))
-def table(t, pos, inv_freq, magnitude, rate, length):
+@kernel(void(out3, ids1, frequencies, f64, f64, i64, i64))
+def table(t, pos, inv_freq, magnitude, rate, length, offset):
     """t[i, j] = scale * (cos, sin)(pos[i] * inv_freq[j]), computed in f64.
 
-    scale = magnitude * (1 + rate * ln(1 + pos[i] // length))
+    scale = magnitude * (1 + rate * ln(1 + (pos[i] + offset) // length))
 
     pos       (N,)         i32
     inv_freq  (R / 2,)     f64
@@ -69,9 +69,9 @@ def table(t, pos, inv_freq, magnitude, rate, length):
     """
     if t.size <= SERIAL // 8:
         for i in range(pos.size):
-            table_row(t, pos, inv_freq, magnitude, rate, length, i)
+            table_row(t, pos, inv_freq, magnitude, rate, length, offset, i)
     else:
-        each(table_row, (t, pos, inv_freq, magnitude, rate, length), pos.size)
+        each(table_row, (t, pos, inv_freq, magnitude, rate, length, offset), pos.size)
 
 
 @part(void(i64, i64, i64, i64, types.boolean))

@@ -1,7 +1,7 @@
 """The attention mask: which keys the queries of a block see, by position and sequence, for blocks and single keys.
 
-A query sees keys of its own sequence up to its own position, within the window (0: no window). Positions
-and sequences are int32 (batch, index); of size 0, positions are the indices and sequences are all equal.
+A query sees keys of its own sequence up to its own position, within the window (0: no window; -n: the same n).
+Positions and sequences are int32 (batch, index); of size 0, positions are the indices and sequences are all equal.
 """
 
 from llvmlite import ir
@@ -71,7 +71,9 @@ def shown(typingctx, score, places, i, key_position, key_sequence):
 
 @part(i64(i64, i64))
 def earliest(position, window):
-    """The first position visible from `position`."""
+    """The first position visible from `position`: within a window, or with one of -n in the same n."""
+    if window < 0:
+        return max(position // -window * -window, EARLIEST)
     return max(position - window + 1, EARLIEST) if window else EARLIEST
 
 

@@ -43,6 +43,10 @@ def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
         for_q, for_k = tables[rope]
         q = part.named("q_rope", ops.rope(q, for_q, neox=traits.halves))
         k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
+        if config.plain_norms:
+            q, k = (ops.rms_norm(part.saved(x), eps=config.rms_eps) for x in (q, k))
+    elif traits.warmth:
+        q = ops.mul(q, tables[None][0])
     if traits.late_norms:
         q, k = part.norm_heads(q, k)
     sinks = part.weight("attn_sinks") if traits.sinks else None
@@ -111,5 +115,5 @@ def mixture(part: Block, x: Tensor, h: Tensor | None) -> Tensor:
     return ops.experts(
         x, choose, gate, up, down, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
         sigmoids=config.sigmoids, groups=config.expert_groups, by=config.expert_weights_scale or 1.0,
-        clamped=config.traits.clamped, biases=biases, low=low,
+        first=config.traits.weighed_first, clamped=config.traits.clamped, biases=biases, low=low,
     )  # fmt: skip

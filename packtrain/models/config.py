@@ -14,6 +14,7 @@ from packtrain.models.arch.architecture import CONV_IN, CONV_ROWS, Architecture,
 from packtrain.models.lora import Lora
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
+UNNORMED = 128  # experts of the llama4 whose queries and keys are not normalized
 SIGMOID = 2  # of expert_gating_func
 LONGEST_DIVIDED = 1e-3  # least length of YaRN's blend, in pairs: ggml's
 
@@ -159,6 +160,11 @@ class Config(Sizes):
     def parallel(self) -> bool:
         """Whether attention and feed-forward read the same, and both are added to it."""
         return self.traits.parallel and not self.has(self.traits.ffn_norm)
+
+    @property
+    def plain_norms(self) -> bool:
+        """Whether queries and keys that rope has turned are normalized without weights."""
+        return self.traits.plain_norms and self.expert_count != UNNORMED
 
     @property
     def chosen_sum(self) -> bool:

@@ -18,6 +18,7 @@ from packtrain.models.mixers import LATENT, mixer_keys, mixing
 from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
+WINDOW = "attention.sliding_window"
 WINDOWS, NEXT = "attention.sliding_window_pattern", "nextn_predict_layers"
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -139,8 +140,11 @@ def _windows(keys: Keys) -> dict[str, Any]:
         pattern = tuple(map(bool, pattern.tolist()))
     else:
         pattern = keys.size(WINDOWS, least=0)
+    window, chunk = keys.size(WINDOW, least=0), keys.architecture.chunk
+    if chunk and not window:
+        raise keys.wrong(WINDOW, window, f"left out, or {chunk}")
     return {
-        "window": keys.size("attention.sliding_window", least=0),
+        "window": chunk or window,
         "window_pattern": pattern,
         "rope_freq_base_swa": keys.own("rope.freq_base_swa") or None,
     }
@@ -259,7 +263,7 @@ def _window_keys(config: Config) -> dict[str, Value]:
     own, pattern = config.traits.keys, config.window_pattern
     if not config.traits.windowed(config.block_count):
         return {}
-    keys = {"attention.sliding_window": Value("u32", config.window)}
+    keys = {WINDOW: Value("u32", config.window)}
     if pattern != own[WINDOWS]:
         keys[WINDOWS] = Value("bool" if isinstance(pattern, tuple) else "u32", pattern)
     if config.rope_freq_base_swa is not None:

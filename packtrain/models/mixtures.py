@@ -9,6 +9,7 @@ from packtrain.models.keys import Keys
 MOST_EXPERTS = 512  # as in llama.cpp
 EXPERT_WIDTH = "expert_feed_forward_length"
 SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
+STEP = "interleave_moe_layer_step"
 GATING, GATINGS = "expert_gating_func", (0, 1, 2)
 GROUPS = "expert_group_count", "expert_group_used_count"
 DENSE, WEIGHTS_SCALE, WEIGHTS_NORM = (
@@ -44,8 +45,12 @@ def _shared(keys: Keys, width: int) -> dict[str, Any]:
     if SHARED_WIDTH in own:
         usual = keys.size("feed_forward_length") if keys.architecture.shared_gate else 0
         found[SHARED_WIDTH] = keys.size(SHARED_WIDTH, least=0) or usual
+    elif keys.architecture.shared_alike:
+        found[SHARED_WIDTH] = width
     elif SHARED_COUNT in own:
         found[SHARED_WIDTH] = keys.size(SHARED_COUNT, least=0) * width
+    if STEP in own and STEP not in keys.architecture.neutral:
+        found[STEP] = keys.size(STEP)
     return found | ({DENSE: keys.size(DENSE, least=0)} if DENSE in own else {})
 
 
@@ -78,7 +83,7 @@ def expert_sizes(config: Config) -> dict[str, int]:
     sizes = {
         EXPERT_WIDTH: config.expert_width, SHARED_WIDTH: config.expert_shared_feed_forward_length,
         SHARED_COUNT: config.expert_shared_feed_forward_length // config.expert_width,
-        DENSE: config.leading_dense_block_count, "interleave_moe_layer_step": 1,
+        DENSE: config.leading_dense_block_count, STEP: config.interleave_moe_layer_step,
     }  # fmt: skip
     return {key: size for key, size in sizes.items() if key in config.traits.keys}
 

@@ -101,14 +101,18 @@ def rope_tables(
         how = replace(rope, magnitude=1.0) if turn else rope
         for_k = for_q = rope_table(config, how, pos, factors)
         if rate and not turn:
-            for_q = rope_table(config, rope, pos, factors, growth=(rate, original))
+            for_q = rope_table(config, rope, pos, factors, growth=(rate, original, 0))
         tables[rope] = for_q, for_k
+    if config.traits.warmth and not turn:
+        warm = ops.grown(pos, rate=config.traits.warmth, length=config.window, offset=1)
+        warm = named("warmth", ops.reshape(warm, shape=(*pos.shape, 1, 1)))
+        tables[None] = warm, warm
     return tables
 
 
 def rope_table(
     config: Config, rope: Rope, pos: Tensor, factors: Tensor | None,
-    growth: tuple[float, int] = (0.0, 1),
+    growth: tuple[float, int, int] = (0.0, 1, 0),
 ) -> Tensor:  # fmt: skip
     table = ops.rope_table(
         pos, factors, dims=config.rope_width, base=rope.base, divisor=rope.divisor, blend=rope.blend,
@@ -182,7 +186,7 @@ def rule_of(config: Config, i: int) -> Rule:
     """Attributes of the attention of block i."""
     return {
         "scale": config.attention_scale,
-        "window": config.window_of(i),
+        "window": -config.window_of(i) if config.traits.chunk else config.window_of(i),
         "softcap": config.attention_softcap,
     }
 

@@ -66,7 +66,7 @@ from packtrain.ops.pooling import pool_1d, pool_2d, pool_2d_back
 from packtrain.ops.ranking import argmax, argsort, count_equal
 from packtrain.ops.reduce import broadcast_to, cumsum, repeat, sum, sum_rows, sum_to
 from packtrain.ops.region import acc, pad, set, slice
-from packtrain.ops.rope import rope, rope_table
+from packtrain.ops.rope import grown, rope, rope_table
 from packtrain.ops.rounded import matmul_rounded, rounded
 from packtrain.ops.routing import group_rows, take, take_back, top_k
 from packtrain.ops.shape import concat, cont, narrow, narrow_back, permute, reshape, transpose
@@ -89,7 +89,8 @@ __all__ = [
     "conv_2d", "conv_2d_back", "conv_2d_back_w", "cos", "count_equal", "cross_entropy", "cross_entropy_back",
     "cumsum", "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "draw", "dropout", "elu", "erf", "exp",
     "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
-    "group_rows", "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
+    "group_rows", "grown",
+    "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",
     "matmul", "matmul_back", "matmul_id", "matmul_id_back", "matmul_rounded", "matmul_stored", "mean", "mean_rows",
     "mean_squared_error", "mul", "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "outer", "pad",
     "permute", "pool_1d", "pool_2d", "pool_2d_back", "relu", "repeat", "reshape", "rms_norm", "rms_norm_back",

@@ -76,7 +76,8 @@ def attention(
     """Softmax-weighted mean of the values that each query attends to; query head h reads kv head h // (H / K).
 
     y = softmax(z) v over keys j with seq equal, k_pos[j] <= q_pos[i] and j < length; with a window of n also
-    q_pos[i] - k_pos[j] < n. z = scale * q k^T; with a softcap of c it becomes c * tanh(z / c).
+    q_pos[i] - k_pos[j] < n, with one of -n k_pos[j] >= q_pos[i] // n * n.
+    z = scale * q k^T; with a softcap of c it becomes c * tanh(z / c).
     Without positions, position = index (S = T); a query that attends to nothing gives y = lse = 0.
 
         q, y          (B, T, H, D)  f32
@@ -89,7 +90,7 @@ def attention(
     Dao 2023, arXiv 2307.08691; sinks: arXiv 2309.17453; ggml_flash_attn_ext.
     """
     b, t, h, s = _want_heads(q, k, v)
-    want(window >= 0 <= softcap, f"window is {window}, softcap {softcap}; neither is below 0")
+    want(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
     _want_places(b, t, s, q_pos, k_pos, q_seq, k_seq, length)
     want(
         sinks is None or sinks.spec == Spec((h,)),
@@ -116,12 +117,21 @@ def _sinks_back(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return neg(reshape(sum_to(made, shape=(h, 1)), shape=(h,)))
 
 
+def reach(q_pos, window):
+    """How many positions, its own included, are visible from each."""
+    if window < 0:
+        return q_pos % -window + 1
+    return np.full_like(q_pos, window or np.iinfo(np.int64).max, dtype=np.int64)
+
+
 def _hidden(q, k, q_pos, k_pos, q_seq, k_seq, length, window):
     (b, t), s = q.shape[:2], k.shape[1]
     at_q = np.arange(t)[None] if q_pos is None else q_pos
     at_k = np.arange(s)[None] if k_pos is None else k_pos
     since = at_q[:, :, None].astype(np.int64) - at_k[:, None, :]
-    hidden = np.broadcast_to((since < 0) | ((since >= window) & (window > 0)), (b, t, s)).copy()
+    hidden = np.broadcast_to(
+        (since < 0) | (since >= reach(at_q, window)[..., None]), (b, t, s)
+    ).copy()
     if q_seq is not None:
         hidden |= k_seq[:, None, :] != q_seq[:, :, None]
     if length is not None:
@@ -187,11 +197,12 @@ def _samples():
     ):
         yield qkv(b, t, h, t, kv, d), (), {}
     yield qkv(1, 200, 2, 200, 1, 16), (), {"window": 70}
+    yield qkv(1, 200, 2, 200, 1, 16), (), {"window": -70}
     yield qkv(1, 3, 4, 3, 2, 24), (), {"window": 2, "softcap": 1.5}
     yield qkv(1, 90, 2, 90, 2, 40), (), {"softcap": 0.7}
     pos = constant("pos", np.tile([0, 1, 2, 0, 1, 2, 3, 0], (2, 1)), i32)
     seq = constant("seq", np.tile([0, 0, 0, 1, 1, 1, 1, 2], (2, 1)), i32)
-    for rule in ({}, {"window": 2}, {"window": 3, "softcap": 2.0}):
+    for rule in ({}, {"window": 2}, {"window": -3}, {"window": 3, "softcap": 2.0}):
         yield qkv(2, 8, 4, 8, 2, 8), (pos, pos, seq, seq), rule
     cells = np.arange(70)
     cell_pos, cell_seq = constant("k_pos", [cells // 2], i32), constant("k_seq", [cells % 2], i32)

@@ -8,6 +8,7 @@ from packtrain import kernels
 from packtrain.dtypes import BLOCK_TYPES, f16, f32, i32
 from packtrain.ops import torch_attention
 from packtrain.ops.arrays import again, flat_or_absent, floats
+from packtrain.ops.attention import reach
 from packtrain.ops.costs import Cost
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -55,7 +56,7 @@ def attention_cells(
     for (name, shape), ids in zip(shapes.items(), given, strict=True):
         fits = Spec(shape, i32)
         want(ids.spec == fits, f"{name} is {ids.spec}; it must be {fits}")
-    want(window >= 0 <= softcap, f"window is {window}, softcap {softcap}; neither is below 0")
+    want(softcap >= 0, f"softcap is {softcap}; it must not be below 0")
     return q.spec
 
 
@@ -68,7 +69,7 @@ def attention_cells_numpy(
     for i, (position, row) in enumerate(zip(q_pos, q_row, strict=True)):
         cells = order[row, : counts[row]]
         since = position - k_pos[cells]
-        cells = cells[(since >= 0) & ((since < window) | (window == 0))]
+        cells = cells[(since >= 0) & (since < reach(position, window))]
         keys, values = (np.repeat(x[cells], sharing, axis=1) for x in (k, v))
         z = scale * np.einsum("hd,shd->hs", q[i], keys)
         z = softcap * np.tanh(z / softcap) if softcap else z
@@ -119,7 +120,7 @@ def attention_cells_samples():
         k, v = (input(name, (150, kv, d)) for name in "kv")
         at, row = np.linspace(149, -1, t).astype(int), np.arange(t) * 4 // t
         ids = constant("q_pos", at, i32), constant("q_row", row, i32), *where
-        for how in ({}, {"window": 40, "softcap": 1.5}):
+        for how in ({}, {"window": 40, "softcap": 1.5}, {"window": -40}):
             q = input("q", (t, h, d))
             yield attention_cells(q, k, v, *ids, scale=d**-0.5, **how)
             yield attention_cells(q, k, v, *ids, input("sinks", (h,)), scale=d**-0.5, **how)

@@ -140,7 +140,8 @@ def attended(q: Tensor, k: Tensor, window: int) -> float:
     lanes, pairs = queries(d), 0
     for first in range(0, t, lanes):
         rows = min(lanes, t - first)
-        start = max(first - window + 1, 0) // KEYS * KEYS if window else 0
+        seen = first // -window * -window if window < 0 else max(first - window + 1, 0)
+        start = seen // KEYS * KEYS if window else 0
         pairs += rows * (min(-(-(first + rows) // KEYS) * KEYS, t) - start)
     return float(b * h * pairs)
 

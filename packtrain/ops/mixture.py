@@ -8,7 +8,7 @@ from packtrain.ops.activation import swiglu
 from packtrain.ops.elementwise import add, div, mul, scale, sigmoid
 from packtrain.ops.experts import matmul_id, weighted_rows
 from packtrain.ops.functions import clamp, gelu_quick
-from packtrain.ops.index import get_rows
+from packtrain.ops.index import get_rows, get_rows_back
 from packtrain.ops.matmul import matmul
 from packtrain.ops.reduce import sum_rows
 from packtrain.ops.routing import group_rows, take, take_back, top_k
@@ -29,7 +29,7 @@ def experts(
     x: Tensor, gate_inp: Tensor, gate: Tensor, up: Tensor, down: Tensor, acc: Tensor | None = None,
     offsets: Tensor | None = None, *, used: int, norm: bool = True, sigmoids: bool = False, by: float = 1.0,
     clamped: bool = False, biases: Mapping[str, Tensor] = NO_BIASES, low: Mapping[str, Low] = NO_LOW,
-    groups: tuple[int, int] = (1, 1),
+    groups: tuple[int, int] = (1, 1), first: bool = False,
 ) -> Tensor:  # fmt: skip
     """Mixture of experts: y = sum over the `used` chosen e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
 
@@ -37,7 +37,7 @@ def experts(
     with the largest p + offsets are chosen; with `norm` their p is divided by the sum of theirs, then multiplied by
     `by`. With `clamped` silu(g) * u becomes g * sigmoid(1.702 g) * (u + 1) for g = min(gate_e x, 7) and u = up_e x
     between -7 and 7. With several groups of experts, only those of some are chosen: of (groups, used), those in
-    which the two largest p + offsets have the largest sum.
+    which the two largest p + offsets have the largest sum. With `first` p_e multiplies x, and the sum has no weights.
 
         x         (..., C)   f32
         gate_inp  (E, C)     f32
@@ -56,6 +56,8 @@ def experts(
     row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
     tokens = math.prod(x.shape[:-1])
     sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
+    if first:
+        sorted_x, p = mul(sorted_x, _by_row(p, place)), scale(p, by=0, bias=1)
     gated, raised = (
         product(sorted_x, w, low.get(name), biases.get(name), expert)
         for name, w in (("gate", gate), ("up", up))
@@ -63,6 +65,13 @@ def experts(
     hidden = _clamped(gated, raised) if clamped else swiglu(gated, raised)
     made = product(hidden, down, low.get("down"), biases.get("down"), expert)
     return weighted_rows(made, place, p, acc)
+
+
+def _by_row(p: Tensor, place: Tensor) -> Tensor:
+    """p (..., k) by the sorted rows: (N, 1)."""
+    count = p.spec.size
+    each = reshape(p, shape=(count, 1)), reshape(place, shape=(count,))
+    return get_rows_back(*each, shape=(count, 1))
 
 
 def _routes(
@@ -76,7 +85,11 @@ def _routes(
         return chosen, soft_max(take(logits, chosen))
     p = sigmoid(logits) if sigmoids else soft_max(logits)
     better = p if offsets is None else add(p, offsets)
-    chosen = top_k(better if groups[0] == 1 else _of_groups(better, *groups), k=used)
+    if groups[0] > 1:
+        better = _of_groups(better, *groups)
+    elif offsets is None:  # in the same order, and apart where p is 1
+        better = logits
+    chosen = top_k(better, k=used)
     p = take(p, chosen)
     return chosen, div(p, clamp(sum_rows(p), low=LEAST_SUM)) if norm else p
 

@@ -8,6 +8,7 @@ from packtrain import kernels
 from packtrain.dtypes import f32, i32
 from packtrain.ops.arrays import again
 from packtrain.ops.costs import Cost
+from packtrain.ops.shape import cont, narrow, reshape
 from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
@@ -34,13 +35,14 @@ def rope_table(
     divisor: float = 1.0,
     blend: tuple[float, float] | None = None,
     magnitude: float = 1.0,
-    growth: tuple[float, int] = (0.0, 1),
+    growth: tuple[float, int, int] = (0.0, 1, 0),
 ) -> Spec:
     """Rotations for positions: t[..., i] = m * (cos, sin)(pos * f[i]), angles in f64.
 
     f[i] = base**(-2i / dims) / factors[i] / divisor; with `blend` (low, high), pairs up to low are not divided,
     those from high on are, linearly between (YaRN: Peng et al. 2023, arXiv 2309.00071).
-    m = magnitude * (1 + rate * ln(1 + pos // length)), growth = (rate, length): for mistral3's queries.
+    m = magnitude * (1 + rate * ln(1 + (pos + offset) // length)), growth = (rate, length, offset): for queries of
+    mistral3 and llama4.
 
         pos      (...)               i32
         factors  (dims / 2,)         f32, or None for 1
@@ -59,9 +61,13 @@ def rope_table(
 
 @rope_table.kernel("numpy")
 def rope_table_numpy(t, pos, factors, *, dims, base, divisor, blend, magnitude, growth):
-    rate, length = growth
+    rate, length, offset = growth
     angles = pos[..., None].astype(np.float64) * _frequencies(factors, dims, base, divisor, blend)
-    by = magnitude * (1 + rate * np.log1p(pos // length))[..., None] if rate else magnitude
+    by = (
+        magnitude * (1 + rate * np.log1p((pos + offset) // length))[..., None]
+        if rate
+        else magnitude
+    )
     t[..., 0], t[..., 1] = by * np.cos(angles), by * np.sin(angles)
 
 
@@ -80,9 +86,9 @@ def rope_table_torch(t, pos, factors, *, dims, base, divisor, blend, magnitude, 
     frequencies = torch.tensor(plain, dtype=torch.float64, device=pos.device)
     if factors is not None:
         frequencies /= factors.to(pos.device)
-    rate, length = growth
+    rate, length, offset = growth
     angles = pos[..., None].double() * frequencies
-    by = magnitude * (1 + rate * (pos // length).double().log1p())[..., None]
+    by = magnitude * (1 + rate * ((pos + offset) // length).double().log1p())[..., None]
     t[..., 0].copy_(angles.cos().mul_(by))
     t[..., 1].copy_(angles.sin_().mul_(by))
 
@@ -100,9 +106,18 @@ def rope_table_samples():
     factors = constant("factors", 1 + np.arange(3) ** 2)
     yield rope_table(pos, factors, dims=6, base=5e5, divisor=4.0, magnitude=1.25)
     yield rope_table(
-        pos, factors, dims=6, base=1e6, divisor=8.0, blend=(0.0, 2.0), growth=(0.1, 64)
+        pos, factors, dims=6, base=1e6, divisor=8.0, blend=(0.0, 2.0), growth=(0.1, 64, 1)
     )
     yield rope_table(pos, dims=32, base=1e4, divisor=16.0, blend=(3.0, 11.0), magnitude=0.9)
+
+
+def grown(pos: Tensor, *, rate: float, length: int, offset: int = 0) -> Tensor:
+    """1 + rate * ln(1 + (pos + offset) // length), (..., 1) f32: the table of a pair that is not turned."""
+    growth = rate, length, offset
+    table = rope_table(pos, dims=2, base=1.0, divisor=math.inf, growth=growth)
+    return cont(
+        narrow(reshape(table, shape=(*pos.shape, 2)), axis=len(pos.shape), start=0, length=1)
+    )
 
 
 @op(inplace=(0,))

@@ -41,8 +41,10 @@ def _hidden(part, keys, t, where, window, device):
     at_k = index[None, :keys] if k_pos is None else k_pos
     since = at_q[:, :, None].long() - at_k[:, None, :]
     hidden = since < 0
-    if window:
+    if window > 0:
         hidden |= since >= window
+    elif window:
+        hidden = hidden | (since > (at_q % -window)[:, :, None])
     if q_seq is not None:
         hidden = hidden | (k_seq[:, None, :] != q_seq[:, start:end, None])
     if length is not None:

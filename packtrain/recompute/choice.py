@@ -43,8 +43,9 @@ class Choice:
             ranks[t] = self.stream[at // parts]
         for at, values in enumerate(by_place([inner_values(calls) for calls in split[parts:]])):
             for place, rank in self.inner[at // parts]:
-                t = values[place]
-                ranks[t] = min(rank, ranks.get(t, rank))
+                if place < len(values):  # where blocks differ, some have fewer
+                    t = values[place]
+                    ranks[t] = min(rank, ranks.get(t, rank))
         return ranks
 
 

@@ -21,6 +21,7 @@ from packtrain.models.arch import (
     lfm2,
     lfm2moe,
     llama,
+    llama4,
     mistral3,
     nemotron,
     olmo2,
@@ -41,6 +42,7 @@ from packtrain.models.arch.architecture import Architecture, Family
 MODULES = (
     *(
         llama,
+        llama4,
         mistral3,
         qwen2,
         qwen3,

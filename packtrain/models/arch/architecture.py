@@ -62,6 +62,7 @@ class Sizes:
     expert_feed_forward_length  width of an expert; None: feed_forward_length
     expert_shared_feed_forward_length  width of the expert that all tokens have; 0: there is none
     leading_dense_block_count   the first blocks that have no experts
+    interleave_moe_layer_step   of the others, only every N-th block has them
     attending   whether each block has attention; the others have a short convolution; empty: all have
     conv_width  how many tokens, itself included, a token sees in a short convolution
     q_lora_rank, kv_lora_rank   width of the vector from which the queries are made, and keys and values; 0: of x
@@ -86,6 +87,7 @@ class Sizes:
     rope_dims: int | None = None
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
+    interleave_moe_layer_step: int = 1
 
     @property
     def head_width(self) -> int:
@@ -105,7 +107,8 @@ class Sizes:
 
     def mixture(self, block: int) -> bool:
         """Whether that block has experts."""
-        return self.expert_count > 0 and block >= self.leading_dense_block_count
+        in_turn = (block + 1) % self.interleave_moe_layer_step == 0
+        return self.expert_count > 0 and block >= self.leading_dense_block_count and in_turn
 
 
 def no_keys(given: Given, sizes: Sizes) -> Keys:
@@ -213,6 +216,7 @@ class Architecture:
     scaled_embedding  embeddings are multiplied by sqrt(embedding_length)
     head_norms        queries and keys are normalized per head, before rope
     late_norms        that is done after rope
+    plain_norms       that is done without weights, where rope turns them and there are fewer experts than 128
     whole_norms       queries and keys are normalized before rope, too, but all heads together
     pre_norms         what attention and feed-forward read is normalized
     ffn_norm          the norm of what the feed-forward reads
@@ -225,10 +229,14 @@ class Architecture:
     square            heads are embedding_length / head_count wide, whatever the keys say
     partial_rope      rope may rotate only a part of each head
     rope_pause        every N-th block has no rope
+    chunk             blocks with a window see the tokens of their own so many, whatever the key says
+    warmth            blocks without rope multiply queries by 1 plus this times the logarithm of their chunk's number
     windows_turn      in a model with windows, blocks without one have no rope
     windows_plain     blocks with a window have rope without scaling
     wide_blocks       a model with this many blocks scales scores by embedding_length / head_count
     sigmoids          an expert's weight is the sigmoid of its logit, not its part of the softmax; None: as the key says
+    weighed_first     what experts read is multiplied by their weights, not what they give
+    shared_alike      there is a shared expert, as wide as the others
     chosen_sum        the weights of the chosen experts are divided by their sum; None: as the key says
     sinks             each head has a logit that every query sees beside those of keys, without a value
     clamped           the activation of experts is the clamped one of gpt-oss
@@ -254,6 +262,7 @@ class Architecture:
     scaled_embedding: bool = False
     head_norms: bool = False
     late_norms: bool = False
+    plain_norms: bool = False
     whole_norms: bool = False
     pre_norms: bool = True
     ffn_norm: str = "ffn_norm"
@@ -266,10 +275,14 @@ class Architecture:
     square: bool = False
     partial_rope: bool = False
     rope_pause: int = 0
+    chunk: int = 0
+    warmth: float = 0.0
     windows_turn: bool = False
     windows_plain: bool = False
     wide_blocks: int = 0
     sigmoids: bool | None = False
+    weighed_first: bool = False
+    shared_alike: bool = False
     chosen_sum: bool | None = True
     sinks: bool = False
     clamped: bool = False

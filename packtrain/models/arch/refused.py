@@ -11,7 +11,7 @@ NEEDS = {
     "lightning attention": "minimax-01",
     "experts with shared ones, or with their kind of routing":
         "afmoe arctic bailingmoe bailingmoe2 cohere2moe dbrx deepseek dots1 exaone-moe"
-        " grok grovemoe hunyuan-moe laguna llama4 maple minimax-m2 phimoe smallthinker step35 hy_v3",
+        " grok grovemoe hunyuan-moe laguna maple minimax-m2 phimoe smallthinker step35 hy_v3",
     "experts and attention sinks": "granite_swa mimo2 dflash deepseek4",
     "positions by ALiBi": "bloom mpt refact jais",
     "attention in both directions":

@@ -92,8 +92,8 @@ logarithms of probabilities of llama.cpp's {top} likeliest tokens, the largest o
 are wrong on purpose one thing is changed. Replies are greedy. In quantized models llama.cpp rounds activations to 8
 bits, packtrain does not: replies may part where two tokens are nearly as likely, and where another expert comes out
 first, or in many blocks, more than that changes. So replies must be equal in F32 only, and Q4_K_M has no limit; a model
-with experts, {DEEP} blocks or convolutions, whose gates multiply rounded values, that is beyond that of Q8_0 must be
-within F32's of llama.cpp with the same weights unpacked, where nothing is rounded.
+with experts, {DEEP} blocks, convolutions or scans, whose gates multiply rounded values, that is beyond that of Q8_0 must
+be within F32's of llama.cpp with the same weights unpacked, where nothing is rounded.
 Where gelu is the activation, differences in F32 are those of llama.cpp's table of it, which is f16.
 """
 HEADING = """| architecture | type | largest difference | limit | wrong on purpose: difference | reply equal |
@@ -166,7 +166,8 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
 
 def wrong(model: ModelFile, folder: Path) -> Iterator[tuple[str, ModelFile]]:
     """The model with one thing changed, for each thing that it has."""
-    for name, edit in WRONG.items():
+    turned = model.config.turned
+    for name, edit in ((n, e) for n, e in WRONG.items() if turned or not n.startswith("rope")):
         values, before = (
             dict(model.gguf.values),
             {n: model.gguf.array(n) for n in model.gguf.entries},
@@ -198,7 +199,7 @@ def compared(name: str, kind: str, path: Path, python: str, others: bool = False
     ours = logits(model, tokens)
     row = Row(name, kind, off(ours, theirs), LIMITS[kind], seen, equal)
     config = model.config
-    spreads = config.expert_count or config.block_count >= DEEP or config.conv_width
+    spreads = config.expert_count or config.block_count >= DEEP or config.conv_width or config.scan
     if row.off <= row.limit or not spreads:
         return row
     unpacked = folder / "unpacked.gguf"

@@ -18,7 +18,17 @@ from packtrain.models.file import ModelFile, open_model
 from tests.adapters import RANK, random_adapter
 from tests.architectures import random_model
 
-ADAPTED = ("llama", "qwen2", "gemma2", "phi3", "llama experts", "gpt2", "falcon", "lfm2")
+ADAPTED = (
+    "llama",
+    "qwen2",
+    "gemma2",
+    "phi3",
+    "llama experts",
+    "gpt2",
+    "falcon",
+    "lfm2",
+    "falcon-h1",
+)
 LIMITS = {"F32": 0.02, "F16": 0.02, "Q8_0": 0.05, "Q4_K_M": 0.05}
 POSITIONS, SURE, SCALE = 256, 0.1, 0.75  # tokens, nats between the two likeliest, of the adapter
 HEADING = f"""

@@ -53,6 +53,25 @@ YARN = {
 }
 GPT_YARN = YARN | {"attention_factor": None, "truncate": True}
 KEPT = ("sliding_window",)  # where null says something
+SCAN = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+HYBRID = SCAN | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 96,
+    "position_embedding_type": "nope",
+}
+FALCON_H1 = SCAN | {"mamba_d_ssm": 96, "head_dim": 24}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+    "mlp_multipliers": [0.9, 1.1],
+    "ssm_multipliers": [0.5, 1.5, 0.8, 1.1, 0.9],
+}
 WINDOWS = {"num_hidden_layers": 5, "sliding_window": 4}
 WINDOW = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 4}
 # class of the config, and how it differs from BASE
@@ -134,6 +153,13 @@ CLASSES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5,
         "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1,
     },
+    "GraniteMoeHybridConfig": {
+        **HYBRID, "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4,
+        "logits_scaling": 2.0, "num_local_experts": 0,
+    },
+    "GraniteMoeHybridConfig experts": {**HYBRID, "num_local_experts": 5, "num_experts_per_tok": 3},
+    "FalconH1Config": {**FALCON_H1, **MULTIPLIERS},
+    "FalconH1Config norm": {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "PhiConfig": {},
     "GPT2Config": {"intermediate_size": None, "num_key_value_heads": None, "n_inner": None},
     "Starcoder2Config": {"sliding_window": None},
@@ -174,7 +200,8 @@ def difference(name: str, folder: Path) -> tuple[float, float]:
     generator = Generator.of(open_model(path), len(TOKENS))
     got = np.stack([generator.feed([int(token)]).copy() for token in TOKENS])
     ours = gradients(open_model(path))
-    pairs = [(here, d.numpy()) for here, d in zip(ours, slopes, strict=True)]
+    scales = getattr(config, "embedding_multiplier", 1.0) if "FalconH1" in name else 1.0, 1.0
+    pairs = [(here * by, d.numpy()) for here, d, by in zip(ours, slopes, scales, strict=True)]
     return apart(got, want), max(apart(*pair) for pair in pairs)
 
 

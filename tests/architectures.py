@@ -12,6 +12,7 @@ import numpy as np
 
 from packtrain.gguf import Value
 from packtrain.models import transformer
+from packtrain.models.arch.architecture import Scan
 from packtrain.models.arch.gpt_oss import ALL_BIASES
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.file import save_model
@@ -195,6 +196,23 @@ CONFIGS: Mapping[str, Config] = {
     "lfm2": replace(
         LLAMA, architecture="lfm2", block_count=4, attending=(False, True, False, False), conv_width=3,
     ),
+    "granitehybrid": replace(
+        LLAMA, architecture="granitehybrid", block_count=4, attending=(False, True, False, False), turned=False,
+        scan=Scan(512, 32, 8, 2, 4), optional=("ssm_conv1d.bias", "ssm_norm.weight"), embedding_scale=1.7,
+        residual_scale=0.6, score_scale=0.2, logit_scale=0.8,
+    ),
+    "granitehybrid experts": replace(
+        LLAMA, architecture="granitehybrid", block_count=3, attending=(False, True, False), expert_count=6,
+        expert_used_count=3, expert_shared_feed_forward_length=256, scan=Scan(512, 16, 16, 1, 4),
+        optional=("ssm_conv1d.bias", "ssm_norm.weight"),
+    ),
+    "falcon-h1": replace(
+        LLAMA, architecture="falcon-h1", key_length=128, scan=Scan(384, 32, 6, 2, 4), optional=("ssm_conv1d.bias",),
+    ),
+    "falcon-h1 norm": replace(
+        LLAMA, architecture="falcon-h1", key_length=128, tied=False, scan=Scan(384, 16, 12, 1, 3),
+        optional=("ssm_conv1d.bias", "ssm_norm.weight"),
+    ),
     "lfm2moe": replace(
         LLAMA, architecture="lfm2moe", block_count=3, attending=(False, True, False), conv_width=4,
         expert_count=6, expert_used_count=3, expert_feed_forward_length=256, leading_dense_block_count=1,
@@ -218,7 +236,11 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     rng, made = np.random.RandomState(seed), {}
     for name, leaf in transformer.weights(config).items():
         uniform = rng.random_sample(leaf.shape) * 2 - 1
-        if name.startswith("rope_"):
+        if name.endswith(("ssm_a", "ssm_dt.bias")):
+            value = (uniform - 1.2) * (
+                1 if name.endswith("a") else 2
+            )  # decays, and steps about 0.1
+        elif name.startswith("rope_"):
             value = np.geomspace(1, 8 if "long" in name else 3, leaf.shape[0]) * (
                 1.2 + 0.1 * uniform
             )
@@ -226,7 +248,7 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
             value = 2 * uniform
         elif name.endswith("exps.bias"):
             value = 3 * uniform  # beyond the limit of the activation
-        elif len(leaf.shape) > 1 and "norm" not in name:
+        elif len(leaf.shape) > 1 and "norm" not in name and not name.endswith("ssm_d"):
             value = uniform * (3 / leaf.shape[-1]) ** 0.5
         else:
             value = 0.3 * uniform + name.endswith(".weight")

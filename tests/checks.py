@@ -21,7 +21,8 @@ NO_GRADIENT = {
     "opt_step_adamw", "opt_step_sgd", "clip_gate", "accumulate", "top_k", "group_rows", "weighted_rows_back",
     "opt_momentum", "opt_step_lbfgs", "lbfgs_dots",
     "rounded", "matmul_rounded", "attention_cells", "rope_table", "argmax", "argsort", "count_equal", "pool_2d_back",
-    "candidates", "draw", "stored_sum", "short_conv_cells",
+    "candidates", "draw", "stored_sum", "short_conv_cells", "short_conv_states", "ssm_scan_cells",
+    "ssm_scan_back",
 }  # fmt: skip
 
 

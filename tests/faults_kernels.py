@@ -100,6 +100,27 @@ def a_gradient_of_filters_with_the_sample_before(patch: MonkeyPatch) -> None:
     )
 
 
+@fault("kernel", value("ssm_scan"))
+def a_scan_that_goes_on_into_the_next_sample(patch: MonkeyPatch) -> None:
+    kernel(
+        patch,
+        "ssm_scan",
+        lambda run: lambda y, x, delta, a, skip, seq, **how: run(y, x, delta, a, skip, None, **how),
+    )
+
+
+@fault("kernel", value("ssm_scan_cells"))
+def a_scan_that_begins_with_nothing(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        def forgotten(*given, **how):
+            *before, source, target = given
+            return run(*before, np.full_like(source, -1), target, **how)
+
+        return forgotten
+
+    kernel(patch, "ssm_scan_cells", wrong)
+
+
 @fault("kernel", value("rms_norm_back"))
 def rms_norm_back_without_the_mean(patch: MonkeyPatch) -> None:
     def wrong(out, dy, x, w, acc, *, eps, work):

@@ -33,6 +33,7 @@ HALVES = {
     "nemotron",
     "lfm2",
     "lfm2moe",
+    "falcon-h1",
 }
 GEMMAS = {"gemma", "gemma2", "gemma3"}
 UNGATED = {"phi2", "gpt2", "starcoder2", "falcon", "nemotron"}
@@ -75,7 +76,7 @@ class Model:
                 y = self.attention(i, self.after(i, "attn_norm_2", h, x))
                 h = h + y + self.feed_forward(i, x)
                 continue
-            y = self.attention(i, x) if self.attends(i) else self.convolved(i, x)
+            y = self.mixed(i, x)
             h = h + share * self.after(i, first, y)
             y = self.feed_forward(i, self.after(i, second, h))
             h = h + share * self.after(i, "post_ffw_norm", y)
@@ -103,7 +104,11 @@ class Model:
             x, eps = x - x.mean(-1, keepdims=True), self.keys["attention.layer_norm_epsilon"]
         else:
             eps = self.keys["attention.layer_norm_rms_epsilon"]
-        y = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.w[f"{name}.weight"]
+        y = (
+            x
+            / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
+            * self.w.get(f"{name}.weight", self.w.get(name))
+        )
         return y + self.w.get(f"{name}.bias", 0.0)
 
     def eps(self) -> float:
@@ -112,7 +117,7 @@ class Model:
     def after(
         self, i: int, name: str, x: np.ndarray, without: np.ndarray | None = None
     ) -> np.ndarray:
-        if f"blk.{i}.{name}.weight" in self.w:
+        if f"blk.{i}.{name}.weight" in self.w or f"blk.{i}.{name}" in self.w:
             return self.normed(x, f"blk.{i}.{name}")
         return x if without is None else without
 
@@ -127,8 +132,40 @@ class Model:
 
     # ---- attention
 
-    def attends(self, i: int) -> bool:
-        return f"blk.{i}.shortconv.conv.weight" not in self.w
+    def mixed(self, i: int, x: np.ndarray) -> np.ndarray:
+        """What a block's tokens get of those before them."""
+        y = self.attention(i, x) if f"blk.{i}.attn_output.weight" in self.w else np.zeros_like(x)
+        if f"blk.{i}.shortconv.conv.weight" in self.w:
+            y = self.convolved(i, x)
+        return y + (self.scanned(i, x) if f"blk.{i}.ssm_in.weight" in self.w else 0)
+
+    def scanned(self, i: int, x: np.ndarray) -> np.ndarray:
+        """Mamba-2, token by token."""
+        inner, n, heads, groups, taps = (
+            self.keys[f"ssm.{key}"]
+            for key in ("inner_size", "state_size", "time_step_rank", "group_count", "conv_kernel")
+        )
+        wide, p = inner + 2 * groups * n, inner // heads
+        z, x, steps = np.split(self.linear(i, "ssm_in", x), [inner, inner + wide], axis=-1)
+        padded = np.concatenate([np.zeros((taps - 1, wide)), x])
+        filters, a, skip = (
+            self.w[f"blk.{i}.{part}"] for part in ("ssm_conv1d.weight", "ssm_a", "ssm_d")
+        )
+        state, ys = np.zeros((heads, p, n)), []
+        for t in range(len(x)):
+            u = (padded[t : t + taps] * filters.T).sum(0) + self.w[f"blk.{i}.ssm_conv1d.bias"]
+            u = u / (1 + np.exp(-u))
+            values, b, c = np.split(u, [inner, inner + groups * n])
+            values = values.reshape(heads, p)
+            b, c = (np.repeat(part.reshape(groups, n), heads // groups, axis=0) for part in (b, c))
+            delta = np.log1p(np.exp(steps[t] + self.w[f"blk.{i}.ssm_dt.bias"]))[:, None]
+            decay = np.exp(delta * a)[..., None]
+            state = decay * state + (delta * values)[..., None] * b[:, None]
+            ys.append(((state * c[:, None]).sum(-1) + skip * values).reshape(-1))
+        y = np.array(ys) * z / (1 + np.exp(-z))
+        if f"blk.{i}.ssm_norm.weight" in self.w:
+            y = self.normed(y.reshape(len(y), groups, -1), f"blk.{i}.ssm_norm").reshape(len(y), -1)
+        return self.linear(i, "ssm_out", y)
 
     def convolved(self, i: int, x: np.ndarray) -> np.ndarray:
         """Token by token, from the last inputs."""
@@ -219,6 +256,8 @@ class Model:
 
     def turns(self, i: int) -> bool:
         """Whether a block has rope."""
+        if self.keys.get("rope.scaling.finetuned") is False:
+            return False
         if self.arch in ("smollm3", "gpt2", "llama4"):
             return self.arch != "gpt2" and i % 4 != 3
         large = self.arch == "exaone4" and self.keys["block_count"] == 64

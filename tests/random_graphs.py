@@ -197,9 +197,13 @@ def windows(g: Writer, x: Tensor) -> list[Tensor]:
     mixed = ops.silu(ops.reshape(folded, shape=(2 * t, c)))
     rows, seq = ops.reshape(picture, shape=(1, t, c)), ops.reshape(g.ids(t, 3), shape=(1, t))
     along = ops.short_conv(rows, g.weight(c, 3), seq)
+    states = ops.concat([rows, ops.tanh(rows), ops.tanh(rows)], axis=2)
+    steps, decays = ops.sigmoid(g.weight(1, t, 1)), ops.neg(ops.sigmoid(g.weight(1)))
+    scanned = ops.ssm_scan(states, steps, decays, g.weight(1), seq, groups=1, width=c)
     return [
         mixed,
         ops.reshape(along, shape=(t, c)),
+        ops.scale(ops.reshape(scanned, shape=(t, c)), by=1 / c),
         ops.reshape(columns, shape=(t, 3 * c)),
         ops.reshape(pooled, shape=(t, c // wide)),
     ]

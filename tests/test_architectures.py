@@ -33,7 +33,17 @@ F32, F64, SEEN = (
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
 # of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
 STEP = dict.fromkeys(
-    ("nemotron", "glm4moe", "gpt-oss", "olmoe", "granitemoe", "lfm2moe", "deepseek2", "llama4"),
+    (
+        "nemotron",
+        "glm4moe",
+        "gpt-oss",
+        "olmoe",
+        "granitemoe",
+        "lfm2moe",
+        "deepseek2",
+        "granitehybrid",
+        "llama4",
+    ),
     0.01,
 )
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
@@ -115,6 +125,7 @@ def test_the_gradient_of_the_loss(name: str, flash: bool) -> None:
 def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash: bool) -> None:
     config, parts = replace(CONFIGS[name], flash=flash), []
     cells = Cells(TIME, width=config.conv_width)
+    states = Cells(2) if config.scan else None
     leaves = transformer.weights(config)
     for start, size in ((0, 24), (24, 8), *((at, 1) for at in range(32, TIME))):
         made, handles = generation(config, leaves, size, Cache(TIME), size)
@@ -125,7 +136,7 @@ def test_cached_generation_gives_the_logits_of_the_full_forward(name: str, flash
             run = bind(graph, session=run.session)
         tokens, seqs = TOKENS[start : start + size], np.zeros(size, np.int32)
         rows = np.arange(size, dtype=np.int32)
-        parts.append(run(cells.feed(tokens, seqs, rows, flash=flash))["logits"])
+        parts.append(run(cells.feed(tokens, seqs, rows, flash=flash, states=states))["logits"])
     assert off(np.concatenate(parts), name) <= F32
 
 
@@ -196,6 +207,8 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "nemotron": {"halves": False, "layer_norms": False, "gelu": True},
     "cohere2": {"halves": True, "layer_norms": False, "logits_times": False, "windows_turn": False},
     "lfm2": {"halves": False, "head_norms": False},
+    "granitehybrid experts": {"halves": True},
+    "falcon-h1": {"halves": False, "scan_beside": False},
     "lfm2moe": {"sigmoids": False, "chosen_sum": False},
     "olmo3": {"windows_plain": False},
     "exaone4 windows": {"windows_turn": False},
@@ -244,6 +257,8 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
     "falcon 40b": {"optional": ("attn_norm.bias", "output_norm.bias")},
     "nemotron": {"rope_dims": None, "optional": ()},
     "cohere2": {"window": 8, "window_pattern": 3, "logit_scale": 0.5},
+    "granitehybrid": {"turned": True, "logit_scale": 0.0},
+    "granitehybrid experts": {"turned": False, "expert_used_count": 2},
     "lfm2moe": {"expert_used_count": 2, "optional": ()},
     "olmo3": {"window": 8, "rope_scaling": RopeScaling()},
     "exaone4 windows": {"window": 8},

@@ -57,6 +57,8 @@ ROWS = {
     "cohere2": "lora",
     "lfm2": "lora",
     "lfm2moe": "full",
+    "granitehybrid": "lora",
+    "falcon-h1": "full",
 }
 
 

@@ -64,6 +64,8 @@ def test_random_graphs_have_everything() -> None:
         "candidates",
         "draw",
         "short_conv_cells",
+        "short_conv_states",
+        "ssm_scan_cells",
     }
     of_whole_numbers = {"argmax", "argsort", "count_equal"}
     missing = (

@@ -3,6 +3,7 @@
 from typing import Any
 
 from packtrain import kernels
+from packtrain.checking.peers_states import short_conv, short_conv_cells, ssm_scan
 
 torch: Any = kernels.torch()
 
@@ -356,19 +357,6 @@ def conv_1d(x, w, **how):
     return torch.nn.functional.conv1d(x, w, **how)
 
 
-def short_conv(x, w, seq):
-    before = w.shape[1] - 1
-    seen = torch.nn.functional.pad(x.mT, (before, 0)).unfold(2, before + 1, 1)
-    if seq is not None:
-        ids = torch.nn.functional.pad(seq, (before, 0), value=-1).unfold(1, before + 1, 1)
-        seen = seen * (ids == seq[..., None])[:, None]
-    return torch.einsum("bctk,ck->btc", seen, w)
-
-
-def short_conv_cells(x, w, cells):
-    return torch.einsum("tkc,ck->tc", x[cells.long()] * (cells >= 0)[..., None], w)
-
-
 def soft_cross_entropy(x, t, w):
     return (torch.nn.functional.cross_entropy(x, t, reduction="none") * w).sum()
 
@@ -388,6 +376,6 @@ PEERS |= {
     "alibi": lambda x, slopes, distance: x + slopes[:, None, None] * distance,
     **{f.__name__: f for f in (
         soft_max_sinks, attention_to_all, repeat, pad, norm, pool_1d, conv_2d, conv_2d_back, conv_2d_back_w, conv_1d,
-        soft_cross_entropy, short_conv, short_conv_cells,
+        soft_cross_entropy, short_conv, short_conv_cells, ssm_scan,
     )},
 }  # fmt: skip

@@ -14,10 +14,19 @@ from packtrain.backends import CPU, Target
 from packtrain.context.adapters import Adapters
 from packtrain.context.checkpoints import Checkpoints
 from packtrain.context.plans import MOVE, MOVED, PROMPTS, Name, Sizes, cache_of, placements
-from packtrain.context.pools import ContextError, Move, Piece, Pools
+from packtrain.context.pools import STATE, ContextError, Move, Piece, Pools, move_inputs
 from packtrain.context.results import NUMBERS, Results
 from packtrain.context.room import check_room
-from packtrain.context.state import Origin, Stored, leaves_of, of_bytes, origin_of, to_bytes, views
+from packtrain.context.state import (
+    Origin,
+    Stored,
+    leaves_of,
+    move_rows,
+    of_bytes,
+    origin_of,
+    to_bytes,
+    views,
+)
 from packtrain.files import atomic_file
 from packtrain.models.cache import CacheFull
 from packtrain.models.cached import Cache
@@ -85,7 +94,7 @@ class Context:
         session = Session(target.limits)
         session.share(file.stored())
         self._begin(file.config, layout, sizes, session.executors(graphs), sequences, parts)
-        self._checkpoints = Checkpoints(checkpoints, spacing or self.pools.window)
+        self._checkpoints = Checkpoints(checkpoints, spacing or self.pools.spacing)
         self._origin, self._say = origin_of(file, layout), say
 
     @classmethod
@@ -103,7 +112,7 @@ class Context:
         """A context with given executors of `placements`, whose session has the weights."""
         self = cls.__new__(cls)
         self._begin(config, cache, sizes, runs, sequences, parts)
-        self._checkpoints = Checkpoints(checkpoints, self.pools.window)
+        self._checkpoints = Checkpoints(checkpoints, self.pools.spacing)
         self._origin, self._say = Origin(), lambda line: None
         return self
 
@@ -179,7 +188,7 @@ class Context:
         self._make_room(sets)
         done = list[Piece]()
         try:
-            for part in self.sizes.parts(tokens, sets, rows):
+            for part in self.sizes.parts(tokens, sets, rows, apart=self.pools.states > 0):
                 self._run(*part, stop, done, results)
         except CacheFull:  # of the ring, where several tokens have one position
             for piece in done:
@@ -202,10 +211,7 @@ class Context:
             raise ContextError(f"tokens are from 0 to {self.config.vocab_size - 1}")
         for seq in {seq for own in sets for seq in own}:
             self.pools.check(seq)
-            if not self.pools.whole(seq):
-                raise ContextError(
-                    f"sequence {seq} was taken back further than its window is kept: remove it whole, or call `reuse`"
-                )
+            self.pools.check_whole(seq)
         self.pools.positions(sets)
         return sets
 
@@ -320,20 +326,13 @@ class Context:
         self._checkpoints.drop(seq, known)
         return known
 
-    def _move(self, moves: Mapping[str, Move]) -> None:
+    def _move(self, moves: dict[str, Move]) -> None:
+        if STATE in moves:
+            move_rows(self._session, self._leaves[STATE], moves.pop(STATE))
         count = max((len(move.to) for move in moves.values()), default=0)
         for at in range(0, count, MOVED):
-            inputs = dict[str, np.ndarray]()
-            for pool in self.cache.pools(self.config):
-                none = np.empty(0, np.int32)
-                move = moves.get(pool, Move(none, none, none))
-                for name, value in (("from", move.source), ("to", move.to), ("by", move.by)):
-                    filled = np.full(MOVED, 0 if name == "by" else -1, np.int32)
-                    part = value[at : at + MOVED]
-                    filled[: len(part)] = part
-                    inputs[pool + name] = filled
-            run = self.runs[MOVE]
-            run({name: value for name, value in inputs.items() if name in run.inputs})
+            run, pools = self.runs[MOVE], self.cache.pools(self.config)
+            run(move_inputs(moves, pools, at, MOVED, run.inputs))
 
     # ---- states
 
@@ -376,11 +375,11 @@ class Context:
             raise ContextError(f"{path}: {error}") from None
 
     def _checkpoint(self, piece: Piece) -> None:
-        """Keep the windows of sequences that a piece took past the next checkpoint."""
-        if self.pools.ring and self._checkpoints.most:
+        """Keep the windows and states of sequences that a piece took past the next checkpoint."""
+        if (self.pools.ring or self.pools.states) and self._checkpoints.most:
             for seq in piece.seqs:
                 if self._checkpoints.due(seq, self.next(seq)):
-                    stored = Stored.of(self.pools, self._leaves, self._session, [seq], "ring_")
+                    stored = Stored.of(self.pools, self._leaves, self._session, [seq], False)
                     self._checkpoints.add(seq, self.next(seq), stored)
 
     def _restore_window(self, seq: int) -> int:
@@ -395,6 +394,7 @@ class Context:
             return 0
         at, stored = found
         self.pools.drop(seq, at)
-        self.pools.pools["ring_"].drop(seq)
+        for pool in stored.parts:
+            self.pools.pools[pool].drop(seq)
         stored.put(self.pools, self._session, [seq])
         return at

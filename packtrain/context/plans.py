@@ -46,9 +46,17 @@ class Sizes:
         return min(self.tokens, key=lambda size: ((FIXED + size) / min(size, left), size))
 
     def parts(
-        self, tokens: Sequence[int], sets: list[tuple[int, ...]], rows: list[int]
+        self,
+        tokens: Sequence[int],
+        sets: list[tuple[int, ...]],
+        rows: list[int],
+        *,
+        apart: bool = False,
     ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:
-        """What runs together: tokens, their sequences, and the rows wanted of them."""
+        """What runs together: tokens, their sequences, and the rows wanted of them.
+
+        apart  a sequence's tokens are all of the same sequences: it has one state
+        """
         at = 0
         while at < len(tokens):
             size = self.next(len(tokens) - at)
@@ -57,10 +65,22 @@ class Sizes:
             most = self.wanted(size)
             if len(here) > most:
                 end = here[most]
-                here = here[:most]
+            if apart:
+                end = alike(sets, at, end)
+            here = [row for row in here if row < end]
             ids = np.array(tokens[at:end], np.int32)
             yield ids, sets[at:end], [row - at for row in here]
             at = end
+
+
+def alike(sets: list[tuple[int, ...]], at: int, end: int) -> int:
+    """The first place from `at` on of a sequence whose tokens before were of other sequences, too; `end` if none."""
+    found = dict[int, frozenset[int]]()
+    for i in range(at, end):
+        own = frozenset(sets[i])
+        if any(found.setdefault(seq, own) != own for seq in own):
+            return i
+    return end
 
 
 def cache_of(

@@ -4,18 +4,19 @@ Knows no session: it says which cells to read and write, and which to move. A ri
 window has them; until then a sequence can be taken back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from packtrain.models.cache import SEQUENCES, CacheFull, Cells, bit, lines, padded
-from packtrain.models.cached import Cache
+from packtrain.models.cache import SEQUENCES, CacheFull, Cells, bit, ends, lines, padded
+from packtrain.models.cached import STATES, Cache
 from packtrain.models.config import Config
 from packtrain.words import plural
 
 SPARE = 32  # positions before its window that a sequence keeps in the ring
-POOLS = "cell_", "ring_"
+SPACING = 256  # tokens between checkpoints of states, which are large
+STATE = "state_"  # the pool of states: a sequence has one, at its last position
 
 
 class ContextError(ValueError):
@@ -24,11 +25,12 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some tokens that run together: their inputs, the cells they took, and whose lines they read."""
+    """Some tokens that run together: their inputs, the cells they took, and whose lines and states they read."""
 
     inputs: dict[str, np.ndarray]
     cells: dict[str, np.ndarray]
     seqs: list[int]
+    source: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Pools:
     learned how many positions the model has learned; 0: it computes with any
     width   of its convolutions; 0: it has none
     plain   only they read the ring
+    states  how many there are of scans
     """
 
     cells: int
@@ -60,6 +63,7 @@ class Pools:
     learned: int = 0
     width: int = 0
     plain: bool = False
+    states: int = 0
     pools: dict[str, Cells] = field(init=False)
     tokens: np.ndarray = field(init=False)
 
@@ -69,6 +73,8 @@ class Pools:
         self.pools = {"cell_": Cells(self.cells, self.sequences if self.parts else 1, self.width)}
         if self.ring:
             self.pools["ring_"] = Cells(self.ring, 1, self.width)
+        if self.states:
+            self.pools[STATE] = Cells(self.states)
         self.tokens = np.zeros(self.cells, np.int32)
 
     @classmethod
@@ -76,11 +82,17 @@ class Pools:
         window = max((config.reach_of(i) for i in range(config.block_count)), default=0)
         learned = config.context_length if config.traits.learned_positions else 0
         width, plain = config.conv_width, not config.windowed
-        return cls(cache.cells, sequences, cache.ring, window, parts, learned, width, plain)
+        sizes = cache.cells, sequences, cache.ring, window, parts, learned, width, plain
+        return cls(*sizes, STATES * cache.sequences if config.scan else 0)
 
     @property
     def all(self) -> Cells:
         return self.pools["cell_"]
+
+    @property
+    def spacing(self) -> int:
+        """Tokens between checkpoints."""
+        return max(self.window, SPACING if self.states else 0)
 
     def check(self, seq: int) -> None:
         if not 0 <= seq < self.sequences:
@@ -96,14 +108,23 @@ class Pools:
         if self.ring:
             self.expire(len(tokens))
             found["ring_"] = self.pools["ring_"].find(seqs)
-        for pool, cells in found.items():
-            self.pools[pool].append(cells, pos, sets)
-        self.tokens[found["cell_"]] = tokens
         every = list(dict.fromkeys(seqs.tolist()))
         line = np.array([every.index(seq) for seq in seqs], np.int32)
         inputs = {"tokens": tokens, "pos": pos, "line": line}
         inputs |= {pool.rstrip("_"): cells for pool, cells in found.items()}
-        return Piece(inputs, found, every)
+        since = [self.all.next(seq) for seq in every]
+        for pool, cells in found.items():
+            self.pools[pool].append(cells, pos, sets)
+        self.tokens[found["cell_"]] = tokens
+        source = np.empty(0, np.int32)
+        if self.states:
+            for seq in range(self.sequences):  # a state is kept until the run after it is done
+                first = since[every.index(seq)] if seq in every else self.all.next(seq)
+                self.pools[STATE].drop(seq, until=first - 1)
+            at = [int(np.flatnonzero(line == i)[-1]) for i in range(len(every))]
+            owners, last = [sets[i] for i in at], pos[at].tolist()
+            source, found[STATE] = self.pools[STATE].advance(every, since, last, owners)
+        return Piece(inputs, found, every, source)
 
     def positions(self, sets: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Of the next tokens. Raises ContextError where those of sequences that share a token differ."""
@@ -139,11 +160,14 @@ class Pools:
         count = lines(size, self.sequences)
         given = padded(piece.inputs, size, count)
         for pool, cells in self.pools.items():
-            if pool == "cell_" or not self.plain:
+            if pool == "cell_" or (pool == "ring_" and not self.plain):
                 given |= cells.inputs(piece.seqs, count, pool, flash=flash)
+        if self.states:
+            given |= ends(piece.source, piece.cells[STATE], count)
         if self.width:  # convolutions read the ring if there is one
-            new, line = given[pool.rstrip("_")], given["line"]
-            given[f"{pool}before"] = cells.before(piece.seqs, new, line)
+            near = "ring_" if self.ring else "cell_"
+            new, line = given[near.rstrip("_")], given["line"]
+            given[f"{near}before"] = self.pools[near].before(piece.seqs, new, line)
         return given
 
     def undo(self, piece: Piece) -> None:
@@ -153,6 +177,8 @@ class Pools:
 
     def begin(self, pool: str, seq: int, spare: int = SPARE) -> int:
         """The first position that a sequence needs in a pool."""
+        if pool == STATE:
+            return max(self.all.next(seq) - 1, 0)
         return max(self.all.next(seq) - self.window + 1 - spare, 0) if pool == "ring_" else 0
 
     def expire(self, count: int, gone: int = 0) -> None:
@@ -165,11 +191,21 @@ class Pools:
                 ring.drop(seq, until=self.begin("ring_", seq, spare))
 
     def whole(self, seq: int) -> bool:
-        """Whether the ring has all positions that the next token of a sequence attends to."""
+        """Whether the ring has all positions that the next token of a sequence attends to, and there is its state."""
+        there = self.states and len(self.all.of(seq))
+        if there and not len(self.pools[STATE].of(seq, self.begin(STATE, seq))):
+            return False
         if not self.ring:
             return True
         since = self.begin("ring_", seq, 0)
         return len(self.pools["ring_"].of(seq, since)) >= len(self.all.of(seq, since))
+
+    def check_whole(self, seq: int) -> None:
+        if not self.whole(seq):
+            raise ContextError(
+                f"sequence {seq} was taken back further than its window or state is kept: remove it whole, or call"
+                " `reuse`"
+            )
 
     # ---- changing sequences
 
@@ -207,6 +243,8 @@ class Pools:
         if self.width and divisor > 1:
             raise ContextError("convolutions take tokens in their order: positions must differ")
         plans = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
+        if self.states:
+            self.pools[STATE].drop(seq, until=self.all.next(seq) - 1)
         for pool, cells in self.pools.items():
             source = cells.of(seq, since, until)
             pos = cells.pos[source] // divisor + by
@@ -236,3 +274,19 @@ class Pools:
             self.tokens[to[stay]] = self.tokens[source[stay]]
         needed = stay & ((by != 0) | (to != source))
         return Move(source[needed].astype(np.int32), to[needed], by[needed])
+
+
+def move_inputs(
+    moves: Mapping[str, Move], pools: Sequence[str], at: int, count: int, wanted: Container[str]
+) -> dict[str, np.ndarray]:
+    """Inputs of a run that moves `count` cells of each pool, from the `at`-th on; those that are `wanted`."""
+    inputs = dict[str, np.ndarray]()
+    for pool in pools:
+        none = np.empty(0, np.int32)
+        move = moves.get(pool, Move(none, none, none))
+        for name, value in (("from", move.source), ("to", move.to), ("by", move.by)):
+            filled = np.full(count, 0 if name == "by" else -1, np.int32)
+            part = value[at : at + count]
+            filled[: len(part)] = part
+            inputs[pool + name] = filled
+    return {name: value for name, value in inputs.items() if name in wanted}

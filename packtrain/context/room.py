@@ -8,7 +8,7 @@ from packtrain.context.plans import Name
 from packtrain.context.pools import SPARE
 from packtrain.errors import DoesNotFit
 from packtrain.memory import private_nbytes, settle
-from packtrain.models.cached import Cache
+from packtrain.models.cached import STATES, Cache
 from packtrain.models.config import Config
 from packtrain.models.file import ModelFile
 from packtrain.placing import Placed
@@ -42,12 +42,16 @@ def is_mapped(value: np.ndarray) -> bool:
 
 def windows_nbytes(config: Config, cache: Cache, count: int) -> int:
     """Bytes of so many checkpoints, while another one is made."""
-    if not cache.ring or not count:
+    if not count:
         return 0
+    states = sum(leaf.spec.nbytes for leaf in cache.states(config).values())
+    states = (count + 1) * (states // (STATES * cache.sequences))
+    if not cache.ring:
+        return states
     blocks = [i for i in range(config.block_count) if cache.pool(config, i) == "ring_"]
     each = sum(leaf.spec.nbytes for i in blocks for leaf in cache.leaves(config, i).values())
     window = max(config.reach_of(i) for i in blocks) - 1 + SPARE
-    return (count + 1) * window * (each // cache.ring)
+    return states + (count + 1) * window * (each // cache.ring)
 
 
 def check_room(

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from packtrain.context.pools import ContextError, Pools
+from packtrain.context.pools import STATE, ContextError, Move, Pools
 from packtrain.models.cache import CacheFull, bit
 from packtrain.models.cached import Cache
 from packtrain.models.config import Config
@@ -56,7 +56,8 @@ def leaves_of(config: Config, cache: Cache) -> dict[str, list[str]]:
     for i in range(config.block_count):
         names = (leaf.label for leaf in cache.leaves(config, i).values())
         leaves.setdefault(cache.pool(config, i), []).extend(names)
-    return leaves
+    states = [leaf.label for leaf in cache.states(config).values()]
+    return leaves | ({STATE: states} if states else {})
 
 
 def views(pools: Pools, leaves: Mapping[str, list[str]], session: Session) -> Leaves:
@@ -88,20 +89,20 @@ class Stored:
     @classmethod
     def of(
         cls, pools: Pools, leaves: dict[str, list[str]], session: Session, seqs: list[int],
-        only: str = "",
+        cells: bool = True,
     ) -> "Stored":  # fmt: skip
-        """Copies of the cells of sequences, of all pools or only one."""
+        """Copies of the cells of sequences; of all pools, or not of those that go back anywhere."""
         parts = dict[str, Part]()
-        for pool, cells in pools.pools.items():
-            if only not in ("", pool):
+        for pool, own in pools.pools.items():
+            if pool == "cell_" and not cells:
                 continue
-            sets = np.zeros(len(cells), np.int64)
+            sets = np.zeros(len(own), np.int64)
             for i, seq in enumerate(seqs):
-                sets[cells.of(seq, pools.begin(pool, seq))] |= bit(i)
+                sets[own.of(seq, pools.begin(pool, seq))] |= bit(i)
             there = np.flatnonzero(sets)
             tokens = pools.tokens[there] if pool == "cell_" else np.zeros(len(there), np.int32)
             rows = {name: session.view(name)[there] for name in leaves.get(pool, ())}
-            parts[pool] = Part(cells.pos[there], sets[there], tokens, rows)
+            parts[pool] = Part(own.pos[there], sets[there], tokens, rows)
         return cls(list(seqs), parts)
 
     def homes(self, seqs: Sequence[int] | None) -> list[int]:
@@ -141,6 +142,13 @@ class Stored:
             return cells.find(np.array(first, np.int32), theirs)
         except CacheFull as error:
             raise CacheFull(f"the state does not fit: {error}") from None
+
+
+def move_rows(session: Session, names: Sequence[str], move: Move) -> None:
+    """Copy states to others."""
+    for name in names:
+        rows = session.view(name)[move.source]
+        session.fill(name, partial(put_rows, at=move.to, rows=rows))
 
 
 def put_rows(array: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:

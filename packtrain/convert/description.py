@@ -97,6 +97,8 @@ def _sizes(c: Given, family: Family) -> Sizes:
     default = family.head_width or width // heads
     if not (family.head_width or c.values.get("head_dim")) and width % heads:
         raise c.wrong("num_attention_heads", heads, f"a divisor of hidden_size {width}")
+    if experts and c.values.get(experts.count[0]) == 0:
+        experts = None
     shared, dense = experts.others(c) if experts else (0, 0)
     return Sizes(
         vocab_size=c.size("vocab_size"),

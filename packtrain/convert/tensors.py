@@ -1,5 +1,6 @@
 """Maps the tensors of a checkpoint to those of a GGUF file, with shapes and changes of values."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import EllipsisType
@@ -11,11 +12,12 @@ from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.safetensors import Stored
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
-from packtrain.models.arch.architecture import Experts, Family
+from packtrain.models.arch.architecture import BARE, Changed, Experts, Family
 from packtrain.models.config import Config
 from packtrain.models.shapes import POSITIONS, block_shapes
 
 HEAD = "lm_head."
+FLAT = (*BARE, "ssm_norm")  # which have one axis in checkpoints
 MXFP4 = BLOCK_TYPES["mxfp4"]
 HALF = MXFP4.block // 2
 Cut = tuple[EllipsisType | slice, ...]
@@ -32,6 +34,7 @@ class Tensor:
     spans       rows of the source in the order of the file, each (from, to); none: as they are
     heads       the source's rows are those of so many heads, each of which becomes a matrix
     cut         of the source, the elements that are used
+    changed     the values of rows, the first of which has this number
     """
 
     name: str
@@ -43,6 +46,7 @@ class Tensor:
     spans: tuple[tuple[int, int], ...] = ()
     heads: int = 0
     cut: Cut = (...,)
+    changed: Changed | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,7 +69,8 @@ class Tensor:
                 rows = quant.dequantize(np.ascontiguousarray(array[start:end]))
                 if self.turned:
                     rows = paired(rows, len(rows) // head)
-                yield rows + np.float32(self.shift) if self.shift else rows
+                rows = rows + np.float32(self.shift) if self.shift else rows
+                yield rows if self.changed is None else self.changed(rows, start)
 
     def _parts(self, count: int, step: int) -> Iterator[tuple[int, int]]:
         for first, last in self.spans or ((0, count),):
@@ -126,11 +131,13 @@ class _Found:
                 there = name.startswith((prefix, HEAD))
                 self.tensors[name if there else prefix + name] = stored
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def take(self, name: str, shape: tuple[int, ...], *, flat: bool = False) -> Stored:
+        """A tensor of this shape; with `flat` it has one axis there."""
         stored = self.tensors.pop(name, None)
         if stored is None:
             raise InputError(f"{self.folder}: tensor {name} is missing; its shape is {[*shape]}")
         wide = (*shape[:1], 1, *shape[1:])  # of a convolution: one channel for each filter
+        wide = (math.prod(shape),) if flat else wide
         if stored.shape not in (shape, (1, *shape), wide):  # a matrix of one row is a vector
             raise InputError(
                 f"{stored.path}: {name} has shape {[*stored.shape]}; by config.json it must be {[*shape]}"
@@ -174,7 +181,14 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
     else:
         tensors += _both(found, HEAD[:-1], "output", (config.vocab_size, width), config)
     found.check_empty()
-    return tensors
+    changes = family.changes(checkpoint.config, config)
+    return [replace(t, changed=changes.get(_part(t.name))) for t in tensors]
+
+
+def _part(name: str) -> str:
+    """A tensor's name within its block, without its ending."""
+    inner = name.split(".", 2)[2] if name.startswith("blk.") else name
+    return inner.removesuffix(".weight")
 
 
 def _both(
@@ -197,14 +211,17 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
     for module, part in family.block.items():
         for kind in ("weight", "bias"):
-            shape, name = shapes.get(f"{part}.{kind}"), f"{part}.{kind}"
+            bare = kind == "weight" and part in shapes
+            name = part if bare else f"{part}.{kind}"
+            shape = shapes.get(name)
             if shape is None:
                 continue
             if "{}" in module:
                 yield _stacked(found, f"{at}.{module}.{kind}", f"blk.{i}.{name}", shape)
                 continue
             across = family.transposed and len(shape) > 1
-            stored = found.take(f"{at}.{module}.{kind}", shape[:: -1 if across else 1])
+            flat = part in FLAT and kind == "weight"
+            stored = found.take(f"{at}.{module}.{kind}", shape[:: -1 if across else 1], flat=flat)
             yield Tensor(
                 f"blk.{i}.{name}",
                 (stored,),
@@ -215,9 +232,11 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
             )
     if family.latent and config.latent:
         yield from _by_heads(found, f"{at}.{family.latent}.weight", i, config)
-    if family.experts is None or not config.mixture(i):
+    if family.experts is None:
         return
     yield from _experts(found, at, i, config, family.experts)
+    if not config.mixture(i):
+        return
     for module, part in family.experts.matrices.items():
         yield _stacked(
             found, f"{at}.{module}.weight", f"blk.{i}.{part}.weight", shapes[f"{part}.weight"]

@@ -49,6 +49,7 @@ def kernels_of(config: Config) -> tuple[str, ...]:
     return (
         *(kernels.EXPERTS if config.expert_count else ()),
         *(kernels.CONVS if config.conv_width else ()),
+        *(kernels.SCANS if config.scan else ()),
         *(() if config.flash else kernels.WRITTEN),
     )
 

@@ -18,6 +18,7 @@ __all__ = [
     "LEARNING",
     "OF_OPS",
     "PACKING",
+    "SCANS",
     "WEIGHING",
     "WINDOWS",
     "WRITING",
@@ -53,12 +54,13 @@ LEARNING = (
 )  # plus those of the optimizer
 EXPERTS = ("experts", "softmax")
 CONVS = ("short_conv",)
+SCANS = ("short_conv", "scan")
 WRITTEN = ("softmax",)  # of attention that is written out
 PACKING = ("quantize",)
 WEIGHING = ("weighing",)  # of quantizing with an importance matrix
 AWARE = ("recoding",)  # of training in the blocks of quantized matrices
 WINDOWS = ("convolution", "windows")  # of convolutions and pools
-OF_OPS = (*EXPERTS, *CONVS, *AWARE, *WINDOWS)  # of graphs of any ops, in training
+OF_OPS = (*EXPERTS, *SCANS, *AWARE, *WINDOWS)  # of graphs of any ops, in training
 
 
 def torch() -> ModuleType:

@@ -58,6 +58,7 @@ MADE_OF = {
     "rounded": "bits call codes dot_tile octets rooms simd",
     "rope": "call simd",
     "rows": "bits call codes dequantize rooms simd",
+    "scan": "call simd",
     "search": "call simd",
     "short_conv": "call simd",
     "simd": "folds",

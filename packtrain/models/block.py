@@ -4,8 +4,8 @@ Activations have the names of GGUF tensors; a Mixer is what mixes the values of 
 """
 
 from packtrain import ops
-from packtrain.models import latent
-from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT
+from packtrain.models import latent, scanning
+from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT, SCAN_OUT
 from packtrain.models.config import Config
 from packtrain.models.part import Block, Mixer, Tables, Weights
 from packtrain.tensor import Tensor
@@ -21,8 +21,10 @@ def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: 
         mixed = latent.attention if config.kv_lora_rank else attention
         y = mixed(part, read, tables, mixer)
         h = part.join("attn_output", y, "post_attention_norm", h)
-    else:
+    elif config.conv_width:
         h = part.join(CONV_OUT, short_conv(part, read, mixer), "", h)
+    if config.scans(i):
+        h = part.join(SCAN_OUT, scanning.mixed(part, read, mixer), "", h)
     if not config.parallel:
         x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
     return feed_forward(part, x, h)

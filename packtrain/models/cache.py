@@ -153,29 +153,62 @@ class Cells:
             found[mine] = np.where(at < 0, -1, own[np.maximum(at, 0)])
         return found
 
+    def advance(
+        self, seqs: Sequence[int], since: Sequence[int], last: Sequence[int],
+        owners: Sequence[tuple[int, ...]],
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Of cells with states: that of each of these sequences, and one for what it is after position `last`.
+
+        since  the first positions without a state; what is older than that is freed
+        owners the sequences that will have each of the new states
+        """
+        source = np.full(len(seqs), -1, np.int32)
+        for i, (seq, first) in enumerate(zip(seqs, since, strict=True)):
+            if first:
+                source[i] = self.of(seq, first - 1)[-1]
+        target = self.find(np.asarray(seqs, np.int32))
+        self.append(target, np.asarray(last, np.int32), owners)
+        return source, target
+
     def feed(
         self, tokens: np.ndarray, seqs: np.ndarray, rows: np.ndarray | Sequence[int], *, size: int = 0,
-        sequences: int = 1, flash: bool = True,
+        sequences: int = 1, flash: bool = True, states: "Cells | None" = None,
     ) -> dict[str, np.ndarray]:  # fmt: skip
         """All inputs of a generation step for the next tokens of sequences, with results for some of them.
 
         size       tokens of the step, the last of which are padding; 0: no padding
         sequences  those of the Cache
         flash      as in the config
+        states     of scans
         """
         cell, every = self.find(seqs), [int(seq) for seq in np.unique(seqs)]
         pos = np.empty(len(seqs), np.int32)
         for seq in every:
             mine = seqs == seq
             pos[mine] = self.next(seq) + np.arange(mine.sum())
+        since = [self.next(seq) for seq in every]
         self.append(cell, pos, [(int(seq),) for seq in seqs])
         line, size = np.searchsorted(every, seqs), size or len(seqs)
         count = lines(size, sequences)
         given = {"tokens": tokens, "pos": pos, "line": line, "cell": cell}
         given = padded(given, size, count) | {"rows": np.asarray(rows, np.int32)}
+        if states is not None:
+            for seq, first in zip(every, since, strict=True):
+                states.drop(seq, until=first - 1)
+            last = [self.next(seq) - 1 for seq in every]
+            given |= ends(*states.advance(every, since, last, [(seq,) for seq in every]), count)
         if self.width:
             given["cell_before"] = self.before(every, given["cell"], given["line"])
         return given | self.inputs(every, count, "cell_", flash=flash)
+
+
+def ends(source: np.ndarray, target: np.ndarray, lines: int) -> dict[str, np.ndarray]:
+    """Inputs of a run: the states that lines begin with, and leave; the last line is padding."""
+    more = (0, lines - len(source))
+    return {
+        f"state_{name}": np.pad(at, more, constant_values=-1).astype(np.int32)
+        for name, at in (("from", source), ("to", target))
+    }
 
 
 def lines(time: int, sequences: int) -> int:

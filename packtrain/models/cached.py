@@ -1,5 +1,6 @@
 """Generation with a KV cache as graph functions: new tokens of any sequences, and cells that move."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from packtrain import ops
@@ -7,7 +8,7 @@ from packtrain.dtypes import Dtype, f32, i32
 from packtrain.models import written
 from packtrain.models.cache import lines
 from packtrain.models.config import Config
-from packtrain.models.part import Mixer, Weights
+from packtrain.models.part import Attend, Mixer, Weights
 from packtrain.models.rounding import rounded
 from packtrain.models.shapes import HEAD_BIAS
 from packtrain.models.transformer import (
@@ -17,10 +18,12 @@ from packtrain.models.transformer import (
     output_norm,
     rope_tables,
     rule_of,
+    scan_rule,
     stream,
 )
 from packtrain.tensor import Tensor, input, named, state
 
+STATES = 2  # of a sequence: the one that a run reads, and the one that it writes
 EXACT = (
     64  # up to this many tokens products stay in f32: guesses are checked as they would be written
 )
@@ -49,7 +52,19 @@ class Cache:
         return self.ring if pool == "ring_" else self.cells
 
     def pools(self, config: Config) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.pool(config, i) for i in range(config.block_count)))
+        every = range(config.block_count)
+        return tuple(dict.fromkeys(self.pool(config, i) for i in every if self.leaves(config, i)))
+
+    def states(self, config: Config) -> dict[str, Tensor]:
+        """The states of scans: each sequence has one of each block, and there is room to write the next."""
+        found, scan, count = {}, config.scan, STATES * self.sequences
+        for i in range(config.block_count):
+            if scan is not None and config.scans(i):
+                sizes = scan.heads, scan.inner // scan.heads, scan.state
+                found[f"s.{i}"] = state(f"cache.s.{i}", (count, *sizes), f32, "cache")
+                kept = count, scan.taps - 1, scan.convolved
+                found[f"c.{i}"] = state(f"cache.c.{i}", kept, f32, "cache")
+        return found
 
     def leaf(self, config: Config, name: str, i: int) -> Tensor:
         """The keys (name k), the values (v) or the inputs of the convolution (x) of block i."""
@@ -61,7 +76,7 @@ class Cache:
 
     def leaves(self, config: Config, i: int) -> dict[str, Tensor]:
         """What is kept of each token for block i."""
-        parts = config.cached_parts if config.attends(i) else "x"
+        parts = config.cached_parts if config.attends(i) else "x" if config.conv_width else ""
         return {n: self.leaf(config, n, i) for n in parts}
 
 
@@ -101,6 +116,40 @@ def in_cells(
     (time,) = pos.shape
     places = {pool: places_of(pool, cache, time, config.flash) for pool in cache.pools(config)}
 
+    near = "ring_" if cache.ring else "cell_"
+    before = input(f"{near}before", (time, config.conv_width), i32) if config.conv_width else pos
+
+    def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
+        handles.extend(ops.set_rows(cache.leaf(config, "x", i), x, places[near][0]))
+        return ops.short_conv_cells(handles[-1], filters, before)
+
+    states = cache.states(config)
+    count = lines(time, cache.sequences)
+    ends = [input(f"state_{name}", (count,), i32) for name in ("from", "to")] if states else []
+
+    def filter(i: int, x: Tensor, filters: Tensor) -> Tensor:
+        handle, y = ops.short_conv_states(states[f"c.{i}"], x, filters, line, *ends)
+        handles.append(handle)
+        return y
+
+    def scan(i: int, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor) -> Tensor:
+        given = x, delta, a, skip, line, *ends
+        groups = scan_rule(config)["groups"]
+        handle, y = ops.ssm_scan_cells(states[f"s.{i}"], *given, groups=groups)
+        handles.append(handle)
+        return y
+
+    attend = _attending(config, cache, (pos, line), places, handles)
+    return Mixer(attend, convolve, filter, scan, cached=True)
+
+
+def _attending(
+    config: Config, cache: Cache, at: tuple[Tensor, Tensor], places: Mapping[str, tuple[Tensor, ...]],
+    handles: list[Tensor],
+) -> Attend:  # fmt: skip
+    """Attention of new tokens, at their positions and lines."""
+    pos, line = at
+
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None) -> Tensor:
         cell, cell_pos, *own = places[cache.pool(config, i)]
         for name, x in (("k", k), ("v", v)):
@@ -116,14 +165,7 @@ def in_cells(
             y = written.attention_cells(q, k, v, pos, line, seen, cell_pos, sinks, **rule)
         return named(f"blk.{i}.attn", y)
 
-    near = "ring_" if cache.ring else "cell_"
-    before = input(f"{near}before", (time, config.conv_width), i32) if config.conv_width else pos
-
-    def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
-        handles.extend(ops.set_rows(cache.leaf(config, "x", i), x, places[near][0]))
-        return ops.short_conv_cells(handles[-1], filters, before)
-
-    return Mixer(attend, convolve, cached=True)
+    return attend
 
 
 def hidden_losses(config: Config, w: Weights, count: int, chunk: int = 256) -> Tensor:

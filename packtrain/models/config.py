@@ -10,7 +10,14 @@ from typing import Literal
 
 from packtrain.errors import InputError
 from packtrain.models.arch import ARCHITECTURES
-from packtrain.models.arch.architecture import CONV_IN, CONV_ROWS, Architecture, Sizes
+from packtrain.models.arch.architecture import (
+    CONV_IN,
+    CONV_ROWS,
+    SCAN_IN,
+    SCAN_ROWS,
+    Architecture,
+    Sizes,
+)
 from packtrain.models.lora import Lora
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
@@ -107,6 +114,7 @@ class Config(Sizes):
     expert_gating_func    2: an expert's weight is the sigmoid of its logit, if the architecture leaves that to models
     expert_group_count, expert_group_used_count  experts are chosen from so many groups of them; 0: there is but one
     expert_weights_norm   their weights are divided by their sum, if the architecture leaves that to models
+    turned             queries and keys are rotated by rope
     optional           optional tensors that this model has, such as "attn_q.bias" (in all blocks) or
                        "rope_freqs.weight"
     lora               LoRA adapters of its matrices
@@ -136,6 +144,7 @@ class Config(Sizes):
     expert_gating_func: int = 0
     expert_group_count: int = 0
     expert_group_used_count: int = 0
+    turned: bool = True
     optional: tuple[str, ...] = ()
     lora: Lora | None = None
     precision: str = "f32"
@@ -223,6 +232,10 @@ class Config(Sizes):
         every = self.window_pattern
         return self.window if not every or block % every < every - 1 else 0
 
+    def scans(self, block: int) -> bool:
+        """Whether that block has a scan."""
+        return self.scan is not None and (self.traits.scan_beside or not self.attends(block))
+
     @property
     def windowed(self) -> bool:
         """Whether attention has a window in any block."""
@@ -235,7 +248,7 @@ class Config(Sizes):
     def rope_of(self, block: int) -> Rope | None:
         """How that block rotates queries and keys, or None if it does not."""
         traits, scaling, near = self.traits, self.rope_scaling, self.window_of(block)
-        if not self.attends(block):
+        if not self.attends(block) or not self.turned:
             return None
         paused = traits.rope_pause and (block + 1) % traits.rope_pause == 0
         if traits.learned_positions or paused or (traits.windows_turn and self.window and not near):
@@ -261,6 +274,10 @@ class Config(Sizes):
         if self.conv_width:
             c = self.embedding_length
             found |= {name: (CONV_ROWS, n * c, c) for n, name in enumerate(CONV_IN)}
+        if self.scan is not None:
+            rows = self.scan.rows
+            for n, name in enumerate(SCAN_IN):
+                found[name] = (SCAN_ROWS, sum(rows[:n]), rows[n])
         return found | (feed_forward if self.traits.fused_ffn else {})
 
 

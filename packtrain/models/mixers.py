@@ -5,12 +5,22 @@ from typing import Any
 import numpy as np
 
 from packtrain.gguf import Value
+from packtrain.models.arch.architecture import Scan
 from packtrain.models.config import Config
 from packtrain.models.keys import Keys
 
 KV, CONV_WIDTH = "attention.head_count_kv", "shortconv.l_cache"
 LATENT = "attention.kv_lora_rank"
 BY_HEADS = "attention.key_length_mla", "attention.value_length_mla"
+SCAN = (
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+    "ssm.group_count",
+    "ssm.conv_kernel",
+)
+TURNED = "rope.scaling.finetuned"  # false: there is no rope
+WIDEST_SCAN = 16  # times the embedding's width
 WIDEST_CONV = 16  # a small hostile file must not take much memory
 
 
@@ -18,8 +28,13 @@ def mixing(keys: Keys, blocks: int, heads: int) -> dict[str, Any]:
     """Heads of keys and values: of hybrids for each block, where blocks without any have a short convolution."""
     if LATENT in keys.architecture.keys:
         return _latent(keys, heads)
-    if CONV_WIDTH not in keys.architecture.keys:
-        return {"head_count_kv": keys.size(KV, heads)}
+    scan = _scan(keys)
+    if scan and TURNED in keys.architecture.keys:
+        scan["turned"] = keys.get(TURNED)
+        if not isinstance(scan["turned"], bool):
+            raise keys.wrong(TURNED, scan["turned"], "true or false")
+    if CONV_WIDTH not in keys.architecture.keys and (not scan or keys.architecture.scan_beside):
+        return {"head_count_kv": keys.size(KV, heads), **scan}
     own = keys.get(KV)
     each = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "iu" else []
     there = {*each} - {0}
@@ -27,20 +42,49 @@ def mixing(keys: Keys, blocks: int, heads: int) -> dict[str, Any]:
         raise keys.wrong(
             KV, own, f"0 or the same number for each of {blocks} blocks, both somewhere"
         )
-    width = keys.size(CONV_WIDTH, least=2)
-    if width > WIDEST_CONV:
-        raise keys.wrong(CONV_WIDTH, width, f"at most {WIDEST_CONV}")
     attending = tuple(count > 0 for count in each)
-    return {"head_count_kv": there.pop(), "attending": attending, "conv_width": width}
+    found = {"head_count_kv": there.pop(), "attending": attending}
+    return found | (scan or {"conv_width": _taps(keys, CONV_WIDTH)})
+
+
+def _taps(keys: Keys, key: str) -> int:
+    width = keys.size(key, least=2)
+    if width > WIDEST_CONV:
+        raise keys.wrong(key, width, f"at most {WIDEST_CONV}")
+    return width
+
+
+def _scan(keys: Keys) -> dict[str, Any]:
+    """The sizes of scans, which must fit each other."""
+    if SCAN[0] not in keys.architecture.keys:
+        return {}
+    inner, state, heads, groups = (keys.size(key) for key in SCAN[:4])
+    most = WIDEST_SCAN * keys.size("embedding_length")
+    for key, size in zip(SCAN, (inner, groups * state), strict=False):
+        if size > most:
+            raise keys.wrong(key, size, f"at most {most}, by embedding_length")
+    if inner % heads:
+        raise keys.wrong(SCAN[2], heads, f"a divisor of {keys.architecture.name}.{SCAN[0]} {inner}")
+    if heads % groups:
+        raise keys.wrong(
+            SCAN[3], groups, f"a divisor of {keys.architecture.name}.{SCAN[2]} {heads}"
+        )
+    return {"scan": Scan(inner, state, heads, groups, _taps(keys, SCAN[4]))}
 
 
 def mixer_keys(config: Config) -> dict[str, Value]:
     if config.kv_lora_rank:
         return {key: Value("u32", size) for key, size in _latent_sizes(config).items()}
-    if CONV_WIDTH not in config.traits.keys:
-        return {KV: Value("u32", config.head_count_kv)}
+    scan = zip(SCAN, config.scan or (), strict=False)
+    sizes = {key: Value("u32", size) for key, size in scan}
+    if TURNED in config.traits.keys:
+        sizes[TURNED] = Value("bool", config.turned)
+    if not config.attending:
+        return {KV: Value("u32", config.head_count_kv), **sizes}
     each = [config.head_count_kv * config.attends(i) for i in range(config.block_count)]
-    return {KV: Value("i32", each), CONV_WIDTH: Value("u32", config.conv_width)}
+    if config.conv_width:
+        sizes[CONV_WIDTH] = Value("u32", config.conv_width)
+    return {KV: Value("i32", each), **sizes}
 
 
 def _latent(keys: Keys, heads: int) -> dict[str, Any]:

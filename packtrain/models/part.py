@@ -17,16 +17,22 @@ Attend = Callable[[int, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
 
 
-def _none(i: int, x: Tensor, filters: Tensor) -> Tensor:
-    raise NotImplementedError("the model has convolutions")
+def _none(*given: object) -> Tensor:
+    raise NotImplementedError("the model has convolutions or scans")
 
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """How tokens of a batch, or of a cache, see those before them: in attention, and in short convolutions."""
+    """How tokens of a batch, or of a cache, see those before them: in attention, short convolutions and scans.
+
+    filter  the convolution before a scan
+    scan    of x, steps, decays and skips
+    """
 
     attend: Attend
     convolve: Callable[[int, Tensor, Tensor], Tensor] = _none
+    filter: Callable[[int, Tensor, Tensor], Tensor] = _none
+    scan: Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor] = _none
     cached: bool = False
 
 
@@ -95,8 +101,11 @@ class Part:
 
 def normalized(config: Config, w: Weights, name: str, x: Tensor) -> Tensor:
     """x (..., C) normalized with these weights, (C,) or, of heads, (H, C)."""
-    weight, eps = w[f"{name}.weight"], config.rms_eps
+    weight, eps = w.get(f"{name}.weight", w.get(name)), config.rms_eps
+    assert weight is not None, name
     if not config.traits.layer_norms:
+        if len(weight.shape) > 1:
+            return ops.mul(ops.rms_norm(x, eps=eps), weight)
         return ops.rms_norm(x, weight, eps=eps)
     if len(weight.shape) > 1:
         return ops.mul(ops.norm(x, eps=eps), weight)

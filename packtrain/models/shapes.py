@@ -1,6 +1,15 @@
 """Names and shapes of a model's tensors, for every architecture. Names are those of GGUF files."""
 
-from packtrain.models.arch.architecture import CHOICE, CONV_OUT, CONV_ROWS, FILTERS
+from packtrain.models.arch.architecture import (
+    BARE,
+    CHOICE,
+    CONV_OUT,
+    CONV_ROWS,
+    FILTERS,
+    SCAN_FILTERS,
+    SCAN_OUT,
+    SCAN_ROWS,
+)
 from packtrain.models.config import Config
 
 Shapes = dict[str, tuple[int, ...]]
@@ -26,18 +35,28 @@ def shapes(config: Config) -> Shapes:
 
 def block_shapes(config: Config, i: int) -> Shapes:
     """Shapes of the weights of block i by their names within it, each followed by its bias if there is one."""
-    mixing = _attention_shapes(config) if config.attends(i) else _conv_shapes(config)
+    mixing = _attention_shapes(config) if config.attends(i) else {}
+    if config.conv_width and not config.attends(i):
+        mixing = _conv_shapes(config)
+    if config.scans(i):
+        mixing |= _scan_shapes(config)
     made = mixing | _feed_forward_norm(config)
-    if not config.mixture(i):
-        return _with_biases(config, made | _feed_forward_shapes(config))
-    found = _with_biases(config, made | _expert_shapes(config))
-    return found | ({CHOICE: (config.expert_count,)} if CHOICE in config.optional else {})
+    made |= _expert_shapes(config) if config.mixture(i) else _feed_forward_shapes(config)
+    found = _with_biases(config, made)
+    if config.scans(i) and config.scan is not None:
+        found |= {
+            "ssm_dt.bias": (config.scan.heads,),
+            **dict.fromkeys(BARE, (config.scan.heads, 1)),
+        }
+    chosen = config.mixture(i) and CHOICE in config.optional
+    return found | ({CHOICE: (config.expert_count,)} if chosen else {})
 
 
 def _with_biases(config: Config, parts: Shapes) -> Shapes:
     made: Shapes = {}
     for name, shape in parts.items():
-        made[f"{name}.weight"] = shape
+        bare = config.traits.bare_ffn_norm and name == config.traits.ffn_norm
+        made[name if bare else f"{name}.weight"] = shape
         if f"{name}.bias" in config.optional:
             made[f"{name}.bias"] = shape[:-1] or shape
     return made
@@ -89,6 +108,21 @@ def _latent_shapes(config: Config) -> Shapes:
         else {"attn_kv_b": (heads * (plain + v), rank)}
     )
     return made | {"attn_output": (c, heads * v)}
+
+
+def _scan_shapes(config: Config) -> Shapes:
+    c, scan = config.embedding_length, config.scan
+    assert scan is not None
+    each = scan.inner // scan.groups
+    norm: Shapes = {"ssm_norm": (scan.groups, each)} if config.has("ssm_norm") else {}
+    filters = {SCAN_FILTERS.removesuffix(".weight"): (scan.convolved, scan.taps)}
+    return {
+        "attn_norm": (c,),
+        SCAN_ROWS: (sum(scan.rows), c),
+        **filters,
+        **norm,
+        SCAN_OUT: (c, scan.inner),
+    }
 
 
 def _feed_forward_norm(config: Config) -> Shapes:

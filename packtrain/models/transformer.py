@@ -15,7 +15,7 @@ import numpy as np
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models import written
-from packtrain.models.arch.architecture import CHOICE, CONV_OUT
+from packtrain.models.arch.architecture import CHOICE, CONV_OUT, SCAN_OUT
 from packtrain.models.block import block
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
@@ -24,6 +24,7 @@ from packtrain.models.rounding import product, rounded
 from packtrain.models.shapes import HEAD_BIAS, POSITIONS, shapes
 from packtrain.tensor import Tensor, constant, input, named, weight
 
+ADDING = tuple(f"{part}.weight" for part in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
 
 
@@ -70,14 +71,16 @@ def initialise(
     """
     rng = np.random.default_rng(seed)
     for name, leaf in weights(config).items():
-        adds = name.endswith(("attn_output.weight", "ffn_down.weight", f"{CONV_OUT}.weight"))
+        adds = name.endswith(ADDING)
         deviation = np.float32(0.02 / (2 * config.block_count) ** 0.5 if adds else 0.02)
 
         def normal(array: np.ndarray, deviation: np.float32 = deviation) -> None:
             rng.standard_normal(dtype=np.float32, out=array)
             array *= deviation
 
-        def even(array: np.ndarray, value: int = 0 if name.endswith(".bias") else 1) -> None:
+        usual = 0 if name.endswith(".bias") else -1 if name.endswith(".ssm_a") else 1
+
+        def even(array: np.ndarray, value: int = usual) -> None:
             array.fill(value)
 
         matrix = len(leaf.shape) > 1 and name.endswith(".weight")
@@ -179,7 +182,16 @@ def in_batch(config: Config, pos: Tensor, seq: Tensor) -> Mixer:
     def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
         return ops.short_conv(x, filters, seq)
 
-    return Mixer(attend, convolve)
+    def scan(i: int, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor) -> Tensor:
+        return ops.ssm_scan(x, delta, a, skip, seq, **scan_rule(config))
+
+    return Mixer(attend, convolve, convolve, scan)
+
+
+def scan_rule(config: Config) -> dict[str, int]:
+    """Attributes of scans."""
+    assert config.scan is not None
+    return {"groups": config.scan.groups, "width": config.scan.state}
 
 
 def rule_of(config: Config, i: int) -> Rule:

@@ -69,6 +69,8 @@ from packtrain.ops.region import acc, pad, set, slice
 from packtrain.ops.rope import grown, rope, rope_table
 from packtrain.ops.rounded import matmul_rounded, rounded
 from packtrain.ops.routing import group_rows, take, take_back, top_k
+from packtrain.ops.scan import ssm_scan, ssm_scan_back
+from packtrain.ops.scan_cells import short_conv_states, ssm_scan_cells
 from packtrain.ops.shape import concat, cont, narrow, narrow_back, permute, reshape, transpose
 from packtrain.ops.short_conv import (
     short_conv,
@@ -95,8 +97,9 @@ __all__ = [
     "mean_squared_error", "mul", "narrow", "narrow_back", "neg", "norm", "out_prod", "out_prod_id", "outer", "pad",
     "permute", "pool_1d", "pool_2d", "pool_2d_back", "relu", "repeat", "reshape", "rms_norm", "rms_norm_back",
     "rope", "rope_table", "rounded", "scale", "set", "set_rows", "sgn", "short_conv", "short_conv_back",
-    "short_conv_back_w", "short_conv_cells", "sigmoid", "silu", "silu_back", "sin", "slice", "soft_cross_entropy",
-    "soft_max", "soft_max_back", "soft_max_sinks", "softplus", "sqr", "sqrt", "step",
+    "short_conv_back_w", "short_conv_cells", "short_conv_states", "sigmoid", "silu", "silu_back", "sin", "slice",
+    "soft_cross_entropy", "soft_max", "soft_max_back", "soft_max_sinks", "softplus", "sqr", "sqrt", "ssm_scan",
+    "ssm_scan_back", "ssm_scan_cells", "step",
     "stored_sum", "sub", "sum", "sum_rows", "sum_squares", "sum_to", "swiglu", "swiglu_back", "take", "take_back",
     "tanh", "top_k", "transpose", "upscale", "weighted_rows", "weighted_rows_back", "zero_rows",
 ]  # fmt: skip

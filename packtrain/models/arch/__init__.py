@@ -7,6 +7,7 @@ from packtrain.models.arch import (
     ernie4_5_moe,
     exaone4,
     falcon,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -15,6 +16,7 @@ from packtrain.models.arch import (
     gpt2,
     gpt_oss,
     granite,
+    granitehybrid,
     granitemoe,
     hunyuan_dense,
     internlm2,
@@ -60,7 +62,7 @@ MODULES = (
     granitemoe,
     deepseek2,
     *(granite, olmo2, seed_oss, ernie4_5, exaone4, glm4, hunyuan_dense, internlm2),
-    *(lfm2, lfm2moe),
+    *(lfm2, lfm2moe, granitehybrid, falcon_h1),
     *(phi2, gpt2, starcoder2, stablelm, falcon, nemotron, cohere2, smollm3),
 )
 ARCHITECTURES: dict[str, Architecture] = {m.ARCHITECTURE.name: m.ARCHITECTURE for m in MODULES}

@@ -5,7 +5,9 @@ Plain data; each of the other modules of this folder defines one architecture, a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from packtrain.models.arch.given import Given
 
@@ -26,8 +28,19 @@ CHOICE = "exp_probs_b.bias"  # added to the weights of experts to choose some
 # of a short convolution: what its input and its output are multiplied by, and its input; what they are rows of
 CONV_IN = ("shortconv.before", "shortconv.after", "shortconv.x")
 CONV_ROWS, CONV_OUT, FILTERS = "shortconv.in_proj", "shortconv.out_proj", "shortconv.conv.weight"
+# of a scan: rows of its input matrix are gates, what is convolved, and steps; names without an ending
+SCAN_IN = ("ssm_gate", "ssm_x", "ssm_step")
+SCAN_KEYS = dict.fromkeys(
+    ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
+)
+SCAN_ROWS, SCAN_OUT, SCAN_FILTERS, BARE = (
+    "ssm_in",
+    "ssm_out",
+    "ssm_conv1d.weight",
+    ("ssm_a", "ssm_d"),
+)
 # weights of several axes that are no matrices: they are always f32, and have no LoRA adapters
-PLAIN = ("_norm.weight", ".bias", FILTERS)
+PLAIN = ("_norm.weight", ".bias", FILTERS, SCAN_FILTERS, *(f".{name}" for name in BARE))
 # modules of a block in checkpoints
 ATTENTION = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -36,6 +49,11 @@ ATTENTION = {
 FFN_NORM = {"post_attention_layernorm": "ffn_norm"}
 FEED_FORWARD = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 BLOCK = ATTENTION | FFN_NORM | FEED_FORWARD
+SCAN_MODULES = {
+    "mamba.in_proj": SCAN_ROWS, "mamba.conv1d": "ssm_conv1d", "mamba.dt": "ssm_dt", "mamba.A": "ssm_a",
+    "mamba.D": "ssm_d", "mamba.norm": "ssm_norm", "mamba.out_proj": SCAN_OUT,
+}  # fmt: skip
+SCAN_ENDS = {".A_log": ".A.weight", ".D": ".D.weight", ".dt_bias": ".dt.bias"}
 EXPERT_MATRICES = {
     "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
     "mlp.experts.{}.down_proj": "ffn_down_exps",
@@ -52,6 +70,28 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and not name.endswith(PLAIN)
 
 
+class Scan(NamedTuple):
+    """Sizes of a Mamba-2 scan: `inner` values of all heads, `state` of the state for each, groups of heads.
+
+    taps  how many tokens, itself included, a token sees in the convolution before it
+    """
+
+    inner: int
+    state: int
+    heads: int
+    groups: int
+    taps: int
+
+    @property
+    def convolved(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Of the input matrix, by SCAN_IN."""
+        return self.inner, self.convolved, self.heads
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """A model's sizes; names follow the GGUF metadata keys.
@@ -63,9 +103,10 @@ class Sizes:
     expert_shared_feed_forward_length  width of the expert that all tokens have; 0: there is none
     leading_dense_block_count   the first blocks that have no experts
     interleave_moe_layer_step   of the others, only every N-th block has them
-    attending   whether each block has attention; the others have a short convolution; empty: all have
+    attending   whether each block has attention; the others have a short convolution or a scan; empty: all have
     conv_width  how many tokens, itself included, a token sees in a short convolution
     q_lora_rank, kv_lora_rank   width of the vector from which the queries are made, and keys and values; 0: of x
+    scan        sizes of scans; None: there are none
     """
 
     vocab_size: int
@@ -88,6 +129,7 @@ class Sizes:
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     interleave_moe_layer_step: int = 1
+    scan: Scan | None = None
 
     @property
     def head_width(self) -> int:
@@ -113,6 +155,15 @@ class Sizes:
 
 def no_keys(given: Given, sizes: Sizes) -> Keys:
     return {}
+
+
+Changed = Callable[[np.ndarray, int], np.ndarray]  # rows of a tensor, and the number of the first
+
+
+def decays(rows: np.ndarray, first: int) -> np.ndarray:
+    """Those of a scan from their logarithms."""
+    changed: np.ndarray = -np.exp(rows)
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +216,8 @@ class Family:
     left_out      keys that llama.cpp's converter leaves out; here, too, if they have their default
     keys          additional metadata; refuses configs that would compute something else
     mixing        which blocks attend, and sizes of what the others have; nothing: all attend
+    changes       of values, by the names of tensors within their block
+    scaled        by factors that only the config knows: PEFT's adapters do not fit the matrices of a file
     tied          default of whether the embedding is also the output head
     norm_shift    added to the weights of norms
     head_width    default; 0: hidden_size / num_attention_heads
@@ -190,6 +243,8 @@ class Family:
     scalings: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     mixing: Callable[[Given], Mapping[str, Any]] = lambda given: {}
+    changes: Callable[[Given, Sizes], Mapping[str, Changed]] = lambda given, sizes: {}
+    scaled: bool = False
     tied: bool = False
     norm_shift: float = 0.0
     rope_freq_base: float = 10_000.0
@@ -241,6 +296,8 @@ class Architecture:
     sinks             each head has a logit that every query sees beside those of keys, without a value
     clamped           the activation of experts is the clamped one of gpt-oss
     shared_gate       what the shared expert gives is multiplied by the sigmoid of a logit
+    scan_beside       blocks with attention have a scan, too, which reads the same; both are added
+    bare_ffn_norm     the name of the feed-forward's norm has no ending
 
     keys              additional GGUF keys with their defaults; None: required
     ignored           keys without effect, as in llama.cpp
@@ -287,6 +344,8 @@ class Architecture:
     sinks: bool = False
     clamped: bool = False
     shared_gate: bool = False
+    scan_beside: bool = False
+    bare_ffn_norm: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -1,0 +1,108 @@
+"""Falcon-H1: every block has attention and a Mamba-2 scan, side by side. arXiv 2507.22448.
+
+Its multipliers are in the matrices of files.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    SCAN_ENDS,
+    SCAN_KEYS,
+    SCAN_MODULES,
+    Architecture,
+    Changed,
+    Family,
+    Keys,
+    Names,
+    Sizes,
+    decays,
+)
+from packtrain.models.arch.given import Given
+from packtrain.models.arch.granitehybrid import CONV_BIAS, NORM, scan, scan_keys
+
+FEED_FORWARD = {
+    "pre_ff_layernorm": "ffn_norm", "feed_forward.gate_proj": "ffn_gate", "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def mixing(given: Given) -> dict[str, Any]:
+    expanded = given.size("mamba_expand", 2) * given.size("hidden_size")
+    return {"scan": scan(given, given.size("mamba_d_ssm", expanded))}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    found = (CONV_BIAS,) if given.flag("mamba_conv_bias", True) else ()
+    return (*found, NORM) if given.flag("mamba_rms_norm") else found
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    for name in ("attention_bias", "mlp_bias", "projectors_bias"):
+        given.one_of(name, False, False)
+    if given.flag("mamba_rms_norm"):  # llama.cpp gates first
+        given.one_of("mamba_norm_before_gate", True, False)
+    if given.flag("tie_word_embeddings"):  # one matrix has one multiplier
+        by = given.real("embedding_multiplier", 1.0)
+        given.one_of("lm_head_multiplier", 1.0, by)
+    wide = dict.fromkeys(("attention.key_length", "attention.value_length"), sizes.head_width)
+    return {**scan_keys(sizes), **wide, "vocab_size": sizes.vocab_size}
+
+
+def times(by: float | np.ndarray) -> Changed:
+    """Rows times a number, or each times its own."""
+    if isinstance(by, np.ndarray):
+        return lambda rows, first: rows * by[first : first + len(rows), None]
+    return lambda rows, first: rows * np.float32(by)
+
+
+def changes(given: Given, sizes: Sizes) -> Mapping[str, Changed]:
+    def by(name: str) -> float:
+        return given.real(name, 1.0)
+
+    def several(name: str, count: int) -> list[float]:
+        found = given.get(name, [1.0] * count)
+        if not isinstance(found, list) or len(found) != count:
+            raise given.wrong(name, found, f"{count} numbers")
+        return [given.number(name, one) for one in found]
+
+    assert sizes.scan is not None
+    inner, state, heads, groups, _ = sizes.scan
+    rows = np.repeat(
+        several("ssm_multipliers", 5), (inner, inner, groups * state, groups * state, heads)
+    )
+    gate, down = several("mlp_multipliers", 2)
+    inside, outside = by("attention_in_multiplier"), by("attention_out_multiplier")
+    factors: dict[str, float | np.ndarray] = {
+        "token_embd": by("embedding_multiplier"), "output": by("lm_head_multiplier"), "attn_q": inside,
+        "attn_k": inside * by("key_multiplier"), "attn_v": inside, "attn_output": outside, "ffn_gate": gate,
+        "ffn_down": down, "ssm_in": (rows * by("ssm_in_multiplier")).astype(np.float32),
+        "ssm_out": by("ssm_out_multiplier"),
+    }  # fmt: skip
+    return {**{name: times(factor) for name, factor in factors.items()}, "ssm_a": decays}
+
+
+ARCHITECTURE = Architecture(
+    "falcon-h1",
+    halves=True,
+    scan_beside=True,
+    bare_ffn_norm=True,
+    keys=SCAN_KEYS,
+    optional=(CONV_BIAS, NORM),
+    families=(
+        Family(
+            ("FalconH1ForCausalLM",),
+            ATTENTION | SCAN_MODULES | FEED_FORWARD,
+            keys,
+            names=Names(norm="final_layernorm"),
+            optional=optional,
+            ends=SCAN_ENDS,
+            mixing=mixing,
+            changes=changes,
+            scaled=True,
+        ),
+    ),
+)

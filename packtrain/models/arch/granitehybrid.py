@@ -1,0 +1,115 @@
+"""Granite 4 hybrids: most blocks have a Mamba-2 scan instead of attention, with granite's scales and experts, or none.
+
+There is no rope, unless the model says so.
+"""
+
+from typing import Any
+
+from packtrain.models.arch import granite, granitemoe
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    FFN_NORM,
+    SCAN_ENDS,
+    SCAN_KEYS,
+    SCAN_MODULES,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Scan,
+    Sizes,
+    decays,
+)
+from packtrain.models.arch.given import Given
+
+LONGEST = 1 << 20  # what llama.cpp's converter writes where nothing depends on positions
+ATTENDING, SCANNING = ("attention", "full_attention"), ("mamba", "linear_attention")
+CONV_BIAS, NORM = "ssm_conv1d.bias", "ssm_norm.weight"
+DENSE = {f"ffn_{part}": granitemoe.HALVES[f"ffn_{part}_shexp"] for part in ("gate", "up", "down")}
+
+
+def usual(given: Given) -> Given:
+    """Without experts, the expert that all tokens have is the feed-forward."""
+    if given.get("num_local_experts", 8):
+        return given
+    return given.but(num_experts=0, intermediate_size=given.size("shared_intermediate_size"))
+
+
+def scan(given: Given, inner: int) -> Scan:
+    given.one_of("mamba_proj_bias", False, False)
+    heads = given.size("mamba_n_heads", 128)
+    each = given.get("mamba_d_head", "auto")
+    if inner % heads or each not in ("auto", inner // heads):
+        raise given.wrong("mamba_d_head", each, f"{inner} / mamba_n_heads {heads}")
+    names = ("mamba_d_state", 256), ("mamba_n_groups", 1), ("mamba_d_conv", 4)
+    state, groups, taps = (given.size(*name) for name in names)
+    return Scan(inner, state, heads, groups, taps)
+
+
+def mixing(given: Given) -> dict[str, Any]:
+    kinds, blocks = given.get("layer_types"), given.size("num_hidden_layers")
+    known = {*ATTENDING, *SCANNING}
+    if not isinstance(kinds, list) or len(kinds) != blocks or {*kinds} - known:
+        raise given.wrong("layer_types", kinds, f"{blocks} times {' or '.join(sorted(known))}")
+    attending = tuple(kind in ATTENDING for kind in kinds)
+    if all(attending) or not any(attending):
+        raise given.wrong("layer_types", kinds, "attention in some blocks and mamba in others")
+    inner = given.size("mamba_expand", 2) * given.size("hidden_size")
+    return {"attending": attending, "scan": scan(given, inner)}
+
+
+def optional(given: Given) -> tuple[str, ...]:
+    return (CONV_BIAS, NORM) if given.flag("mamba_conv_bias", True) else (NORM,)
+
+
+def scan_keys(sizes: Sizes) -> Keys:
+    assert sizes.scan is not None
+    inner, state, heads, groups, taps = sizes.scan
+    return dict(zip(SCAN_KEYS, (taps, inner, state, heads, groups), strict=True))
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("position_embedding_type", "nope", "nope", None)
+    each = [sizes.head_count_kv * sizes.attends(i) for i in range(sizes.block_count)]
+    found = granite.keys(given, sizes) | scan_keys(sizes)
+    if not sizes.expert_count:
+        found |= {"expert_count": 0, "expert_used_count": int(given.get("num_experts_per_tok", 2))}
+    return found | {
+        "context_length": LONGEST,
+        "attention.head_count_kv": each,
+        granitemoe.SHARED_WIDTH: given.size("shared_intermediate_size", 1024),
+        "rope.scaling.finetuned": False,
+    }
+
+
+ARCHITECTURE = Architecture(
+    "granitehybrid",
+    keys={
+        **granitemoe.ARCHITECTURE.keys,
+        **SCAN_KEYS,
+        "logit_scale": 0.0,
+        "rope.scaling.finetuned": True,
+    },
+    optional=(*granite.ARCHITECTURE.optional, CONV_BIAS, NORM),
+    families=(
+        Family(
+            ("GraniteMoeHybridForCausalLM",),
+            ATTENTION | SCAN_MODULES | FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+            keys,
+            Experts(
+                {},
+                ("num_experts", 8),
+                ("num_experts_per_tok", 2),
+                others=granitemoe.others,
+                stacked=granitemoe.HALVES | DENSE,
+                together=True,
+                rows=True,
+            ),
+            usual=usual,
+            optional=optional,
+            ends=SCAN_ENDS,
+            mixing=mixing,
+            changes=lambda given, sizes: {"ssm_a": decays},
+        ),
+    ),
+)

@@ -71,14 +71,13 @@ class Place:
 def places(model: ModelFile) -> dict[str, Place]:
     """The matrices that can have adapters, by the name of their module in a checkpoint of this model."""
     c, entries, found_places = model.config, model.gguf.entries, dict[str, Place]()
-    heads = turned_heads(c)
     if any(family.scaled for family in c.traits.families):
         raise InputError(
             f"{model.gguf.path}: the multipliers of a {c.architecture} are in its matrices, so adapters of PEFT, which"
             " are beside them, do not fit"
         )
     for family, i in ((f, i) for f in c.traits.families for i in range(c.block_count)):
-        at = f"{family.names.prefix}{family.names.blocks}.{i}"
+        at, heads = f"{family.names.prefix}{family.names.blocks}.{i}", turned_heads(c, family)
         for module, part in family.block.items():
             tensor = f"blk.{i}.{part}.weight"
             if (

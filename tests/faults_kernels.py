@@ -225,6 +225,14 @@ def attention_with_a_window_that_is_one_too_wide(patch: MonkeyPatch) -> None:
     kernel(patch, "attention", wide)
 
 
+@fault("kernel", value("attention"))
+def attention_with_chunks_that_are_windows(patch: MonkeyPatch) -> None:
+    def sliding(run):
+        return lambda *given, window, **rule: run(*given, window=abs(window), **rule)
+
+    kernel(patch, "attention", sliding)
+
+
 @fault("kernel", value("attention_back"))
 def attention_back_without_the_slope_of_the_cap(patch: MonkeyPatch) -> None:
     def flat(run):

@@ -207,7 +207,7 @@ def _both(
 
 def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
     """The tensors of a block: weights and biases, then those of its experts."""
-    shapes, turned = block_shapes(config, i), {} if family.pairs else turned_heads(config)
+    shapes, turned = block_shapes(config, i), turned_heads(config, family)
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
     for module, part in family.block.items():
         for kind in ("weight", "bias"):
@@ -306,7 +306,7 @@ def ungrouped(config: Config) -> tuple[tuple[int, int], ...]:
     )
 
 
-def turned_heads(config: Config) -> dict[str, int]:
+def turned_heads(config: Config, family: Family) -> dict[str, int]:
     """Tensors whose rows are permuted in GGUF files, and their heads: checkpoints pair halves."""
     apart = {"attn_q": config.head_count, "attn_k": config.head_count_kv}
-    return {} if config.traits.halves else apart
+    return {} if config.traits.halves or family.pairs else apart

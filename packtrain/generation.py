@@ -75,6 +75,10 @@ class Generator:
         """Drop the tokens from place `since` on; the text continues from there."""
         self.context.remove(self.seq, since)
 
+    def missing(self, text: Sequence[int]) -> Sequence[int]:
+        """What must be fed to go on with a text whose other tokens are there: its last token, or more for a state."""
+        return text[-1:] if self.context.pools.whole(self.seq) else self.resume(text)
+
     def resume(self, tokens: Sequence[int]) -> Sequence[int]:
         """Keep the longest prefix of a text that is cached; returns the tokens still to feed, at least one."""
         return tokens[self.context.reuse(self.seq, tokens) :]
@@ -91,10 +95,10 @@ class Generator:
         wanted = [] if left else [len(here) - 1]
         return self.context.choices(here, [chain] * len(wanted), self.seq, wanted=wanted), left
 
-    def checked(self, tokens: Sequence[int], chain: Chain) -> list[Given]:
-        """Feed tokens of which all but the first are guesses; what the chain needs after each."""
-        every = range(len(tokens))
-        return self.context.choices(tokens, [chain] * len(tokens), self.seq, wanted=every)
+    def checked(self, tokens: Sequence[int], guessed: int, chain: Chain) -> list[Given]:
+        """Feed tokens of which the last are guesses; what the chain needs after each, and after the one before."""
+        every = range(len(tokens) - guessed - 1, len(tokens))
+        return self.context.choices(tokens, [chain] * len(every), self.seq, wanted=every)
 
 
 @dataclass(slots=True)
@@ -187,7 +191,7 @@ class Reply:
             speed, began = self.writing if self.ids else self.reading, time.perf_counter()
             guess, left = self._guess(), NONE
             if guess:
-                rows = self._generator.checked([*waiting, *guess], self._chain)
+                rows = self._generator.checked([*waiting, *guess], len(guess), self._chain)
             else:
                 rows, left = self._generator.step(waiting, self._chain)
             read = len(waiting) - len(left)
@@ -208,7 +212,7 @@ class Reply:
                 speed.add(read, time.perf_counter() - began)
             if guess:
                 self._generator.forget(len(self.prompt) + len(self.ids) - 1)
-            waiting = left or self.ids[-1:]
+            waiting = left or self._generator.missing((*self.prompt, *self.ids))
 
     def _guess(self) -> list[int]:
         """Tokens that may come next: they are checked in one run."""

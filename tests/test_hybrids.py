@@ -1,11 +1,13 @@
 """Models whose blocks have states beside keys and values: packed rows, contexts that go back, and tuning."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from packtrain.context import Context, ContextError
+from packtrain.generation import Generator, Limits, Reply
 from packtrain.grad import differentiate
 from packtrain.graph import Graph
 from packtrain.interpreting import interpret
@@ -13,6 +15,7 @@ from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.models.file import open_model
 from packtrain.models.lora import Lora
+from packtrain.sampling import Sampling
 from tests.architectures import CONFIGS, random_model, random_weights
 from tests.models import batch
 
@@ -102,6 +105,33 @@ def test_sequences_that_are_copied_taken_back_saved_and_put_back(
     is_right(path, context, 3, before, [21, 22])
     is_right(path, context, 0, [*second, *text[101:103]], [23])
     is_right(path, context, 2, [*whole, 5, 6, 7, 8], [24])
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_guesses_change_nothing(tmp_path: Path, name: str) -> None:
+    """Rejected ones take a state back to what the run began with, whose tokens are read again."""
+    path = tmp_path / "m.gguf"
+    config = random_model(path, name)
+    prompt = np.random.default_rng(2).integers(3, config.vocab_size, 30).tolist()
+
+    class Guesser:
+        """The first guesses are right, the others not."""
+
+        def propose(self, text: Sequence[int], count: int) -> list[int]:
+            at = len(text) - len(prompt)
+            return [*known[at : at + 2], *(3 + (t - 2) % 5 for t in known[at + 2 : at + 4])][:count]
+
+    def reply(drafter: Guesser | None) -> list[int]:
+        model = open_model(path)
+        answer = Reply(
+            Generator.of(model, 200), model.tokenizer(), prompt, Sampling(temp=0.0), 0, Limits(24),
+            drafter,
+        )  # fmt: skip
+        list(answer)
+        return answer.ids
+
+    known = reply(None)
+    assert reply(Guesser()) == known
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

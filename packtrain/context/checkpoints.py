@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from packtrain.context.state import Stored
 
+ANEW = "sequence {}: no checkpoint is left of its window; its text is read anew"
+
 
 @dataclass(slots=True)
 class Checkpoints:

@@ -12,7 +12,7 @@ import numpy as np
 
 from packtrain.backends import CPU, Target
 from packtrain.context.adapters import Adapters
-from packtrain.context.checkpoints import Checkpoints
+from packtrain.context.checkpoints import ANEW, Checkpoints
 from packtrain.context.plans import MOVE, MOVED, PROMPTS, Name, Sizes, cache_of, placements
 from packtrain.context.pools import STATE, ContextError, Move, Piece, Pools, move_inputs
 from packtrain.context.results import NUMBERS, Results
@@ -384,17 +384,17 @@ class Context:
 
     def _restore_window(self, seq: int) -> int:
         """Take a sequence back to its last checkpoint, or to nothing; how many tokens it has then."""
-        found = self._checkpoints.last(seq, self.next(seq))
+        found, kept = self._checkpoints.last(seq, self.next(seq)), self.pools.kept(seq)
+        if kept > (found[0] if found else 0):  # what the last run began with
+            self.pools.drop(seq, kept)
+            return kept
         if found is None:
             if self._checkpoints.most:
-                self._say(
-                    f"sequence {seq}: no checkpoint is left of its window; its text is read anew"
-                )
+                self._say(ANEW.format(seq))
             self.pools.drop(seq)
             return 0
         at, stored = found
         self.pools.drop(seq, at)
-        for pool in stored.parts:
-            self.pools.pools[pool].drop(seq)
+        self.pools.forget(seq, stored.parts)
         stored.put(self.pools, self._session, [seq])
         return at

@@ -4,7 +4,7 @@ Knows no session: it says which cells to read and write, and which to move. A ri
 window has them; until then a sequence can be taken back.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -200,6 +200,10 @@ class Pools:
         since = self.begin("ring_", seq, 0)
         return len(self.pools["ring_"].of(seq, since)) >= len(self.all.of(seq, since))
 
+    def kept(self, seq: int) -> int:
+        """The position after the last state that a sequence still has."""
+        return self.pools[STATE].next(seq) if self.states else 0
+
     def check_whole(self, seq: int) -> None:
         if not self.whole(seq):
             raise ContextError(
@@ -230,6 +234,10 @@ class Pools:
     def drop(self, seq: int, since: int = 0, until: int | None = None) -> None:
         for cells in self.pools.values():
             cells.drop(seq, since, until)
+
+    def forget(self, seq: int, pools: Iterable[str]) -> None:
+        for pool in pools:
+            self.pools[pool].drop(seq)
 
     def change(
         self, seq: int, since: int, until: int | None, by: int = 0, divisor: int = 1

@@ -19,7 +19,7 @@ from packtrain.design import sharing
 from packtrain.gguf import GGUF
 from packtrain.optim import accumulating
 from packtrain.placing import place
-from packtrain.ranks import exchange, part_of, world
+from packtrain.ranks import BUCKET, exchange, part_of, world
 from packtrain.run import Session
 from packtrain.tensor import input, weight
 from packtrain.training import sums
@@ -65,6 +65,17 @@ def test_without_torch_one_sentence_names_the_extra(folder, monkeypatch, capsys)
 def test_a_process_alone_exchanges_nothing():
     alone = ranks.here()
     assert (alone.rank, alone.size, alone.gather(3), alone.total(2.5)) == (0, 1, [3], 2.5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_ranks_that_exchange_whole_buckets_keep_to_their_plan(folder, zero):
+    """Also without a limit: an exchange takes nothing that is not planned."""
+    sizes = ["--dim", "256", "--layers", "2", "--ffn", "512", "--iters", "6"]
+    done(train(folder, f"wide{zero}", *sizes, "--nproc", "2", "--zero", zero))
+    assert GGUF(folder / f"wide{zero}.gguf").array("blk.0.ffn_up.weight").size * 10 > BUCKET
+    end = metrics.read(folder / f"wide{zero}.run/metrics.jsonl")[-1]
+    assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"]
 
 
 @pytest.mark.torch

@@ -29,7 +29,6 @@ class Exchange:
 
     def __init__(self, dist: Any, as_tensor: Any, size: int, wait: Wait, patience: Any) -> None:
         self.dist, self.as_tensor, self.size, self.ready = dist, as_tensor, size, wait
-        self.gather = gathering(dist)
         self.group = dist.new_group(backend="gloo", timeout=patience)
         part = -(-BUCKET // size)
         self.mine, self.theirs = (np.zeros(part * size, np.float32) for _ in range(2))
@@ -75,6 +74,7 @@ class Exchange:
                 began = time.perf_counter()
                 if self.error is None:
                     job()
+                del job  # and what it holds
                 self.seconds += time.perf_counter() - began
                 with self.changed:
                     self.done += 1
@@ -92,12 +92,12 @@ class Exchange:
             mine, theirs = self.mine[: part * self.size], self.theirs[: part * self.size]
             for piece, place in _places(pieces, mine):
                 place[:] = piece
-            self._move(self.dist.all_to_all_single, theirs, mine, part)
+            self._move(theirs, mine)
             first, *others = theirs.reshape(self.size, part)
             for other in others:
                 first += other
-            self._move(self.gather, mine, first, part)
-            for piece, place in _places(pieces, mine):
+            self._to_all(first)
+            for piece, place in _places(pieces, theirs):
                 piece[:] = place
 
     def _spread(self, arrays: Sequence[np.ndarray], rank: int) -> None:
@@ -111,15 +111,23 @@ class Exchange:
             mine, theirs = self.mine[:count], self.theirs[: count * self.size]
             for piece, place in _places([every[rank][i][a:b] for i, a, b in runs], mine, runs):
                 place[:] = piece
-            self._move(self.gather, theirs, mine, count)
+            self._to_all(mine)
             for parts, got in zip(every, theirs.reshape(self.size, count), strict=True):
                 for piece, place in _places([parts[i][a:b] for i, a, b in runs], got, runs):
                     piece[:] = place
 
-    def _move(self, do: Any, to: np.ndarray, given: np.ndarray, part: int) -> None:
+    def _to_all(self, part: np.ndarray) -> None:
+        """The parts of all ranks, into `theirs`. A gather would do the same, but makes a copy of its own of them all."""
+        count = self.size * part.size
+        for place in self.mine[:count].reshape(self.size, part.size):
+            place[:] = part
+        self._move(self.theirs[:count], self.mine[:count])
+
+    def _move(self, to: np.ndarray, given: np.ndarray) -> None:
+        """Equal parts, one for each rank and one from each."""
         tensors = self.as_tensor(to), self.as_tensor(given)
-        self.ready(do(*tensors, group=self.group, async_op=True))
-        self.nbytes += 4 * part * (self.size - 1)
+        self.ready(self.dist.all_to_all_single(*tensors, group=self.group, async_op=True))
+        self.nbytes += given.nbytes * (self.size - 1) // self.size
 
 
 def gathering(dist: Any) -> Any:

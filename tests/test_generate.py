@@ -138,6 +138,9 @@ class Parrot:
         self.fed.clear()
         return tokens
 
+    def missing(self, text: Sequence[int]) -> Sequence[int]:
+        return text[-1:]
+
     def step(self, tokens: Sequence[int], chain: Chain) -> tuple[list[Given], Sequence[int]]:
         self.fed.append(tokens[0])
         logits = np.zeros(len(TOKENS), np.float32)

@@ -178,9 +178,9 @@ def packed(rows: int, width: int) -> np.ndarray:
 
 
 BAD: dict[str, Change] = {
-    "general.architecture is 'bert', which needs attention in both directions; supported are llama, mistral3":
+    "general.architecture is 'bert', which needs attention in both directions; supported are llama, llama4":
         key("general.architecture", "string", "bert"),
-    "general.architecture is 'none'; supported are llama, mistral3": key("general.architecture", "string", "none"),
+    "general.architecture is 'none'; supported are llama, llama4": key("general.architecture", "string", "none"),
     "general.architecture is None; supported": no_key("general.architecture"),
     "llama.context_length is missing; it must be a whole number from 1": no_key("llama.context_length"),
     "llama.context_length is 0; it must be": key("llama.context_length", "u32", 0),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from packtrain.design.depth import reached
+from packtrain.design.depth import even, reached
 from packtrain.design.drafts import Draft, Drafts, repeats
 from packtrain.design.forms import CHUNKS, candidates, extremes
 from packtrain.design.plans import (
@@ -60,18 +60,18 @@ def search(shape: StepShape, request: Request) -> Answer:
             break
     if best is not None:
         return Answer(best.shape, True)
-    least = looking[0].least_of(extremes(shape, request.fixed)).shape
+    least = looking[0].smallest(shape, request.fixed).shape
     full = next((one for one in looking if one.draft(least).nbytes > one.limit), None)
     if full is None:
         return Answer(least, True)
     if full is not looking[0]:  # the least of that space is what a refusal tells
-        least = full.least_of(extremes(shape, request.fixed)).shape
+        least = full.smallest(shape, request.fixed).shape
     return Answer(least, False, full.change(least))
 
 
 def smallest(shape: StepShape, request: Request) -> StepShape:
     """The shape with the least bytes."""
-    return Search(request).least_of(extremes(shape, request.fixed)).shape
+    return Search(request).smallest(shape, request.fixed).shape
 
 
 class Search(Drafts):
@@ -92,8 +92,7 @@ class Search(Drafts):
 
     def best(self, shape: StepShape, limit: int, fixed: bool = False) -> Draft:
         """The fastest shape of at most `limit` bytes; the smallest if none was found."""
-        found = self.fastest(shape, limit, fixed)
-        return self.least_of(extremes(shape, fixed)) if found is None else found
+        return self.fastest(shape, limit, fixed) or self.smallest(shape, fixed)
 
     def fastest(self, shape: StepShape, limit: int, fixed: bool) -> Draft | None:
         """The fastest shape of at most `limit` bytes; None if none was found."""
@@ -228,6 +227,19 @@ class Search(Drafts):
         return again.shape if pays else asked
 
     # ---- the least
+
+    def smallest(self, shape: StepShape, fixed: bool = False) -> Draft:
+        """The shape with the least bytes, the same whatever was asked before.
+
+        The chains that estimates come from have equal blocks; for others, lower limits are tried as well.
+        """
+        if even(shape):
+            return self.least_of(extremes(shape, fixed))
+        anew = Search(self.request, self.space)
+        least = anew.least_of(extremes(shape, fixed))
+        while less := anew.fastest(shape, int(least.nbytes * (1 - SLACK)), fixed):
+            least = less
+        return least
 
     def least_of(self, shapes: Iterable[StepShape]) -> Draft:
         """The shape with the least bytes; estimates and builds only those that could be."""

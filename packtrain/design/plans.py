@@ -27,6 +27,7 @@ from packtrain.tensor import GraphError, Role, Tensor
 
 CHUNK = 256  # default number of tokens of the loss head at a time
 LOOP_NBYTES = 7 << 19  # progress line, metrics and files of the loop; measured up to 3.2 MiB
+THREADS_NBYTES = 1 << 20  # of the threads that exchange with other processes: stacks and heaps
 PASSING = 2  # such leaves at a time
 BOUND_NBYTES = 800  # bytes of an executor for each call, measured
 STEP, MICRO, UPDATE, EVALUATE = "step", "micro", "update", "evaluate"
@@ -295,7 +296,8 @@ def loop_nbytes(shape: StepShape, calls: int) -> int:
     batch = (5 + more) * 4 * shape.rows * shape.time
     # as they come, with their share of the loss, and together, or those of the step before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
-    return LOOP_NBYTES + BOUND_NBYTES * calls + times * batch * shape.micros
+    threads = THREADS_NBYTES * (shape.ranks > 1)
+    return LOOP_NBYTES + threads + BOUND_NBYTES * calls + times * batch * shape.micros
 
 
 def make_plans(

@@ -117,7 +117,7 @@ class Exchange:
                     piece[:] = place
 
     def _to_all(self, part: np.ndarray) -> None:
-        """The parts of all ranks, into `theirs`. A gather would do the same, but makes a copy of its own of them all."""
+        """The parts of all ranks, into `theirs`. A gather would do the same, but makes a copy of its own."""
         count = self.size * part.size
         for place in self.mine[:count].reshape(self.size, part.size):
             place[:] = part

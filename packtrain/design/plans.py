@@ -292,12 +292,12 @@ def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
 def loop_nbytes(shape: StepShape, calls: int) -> int:
     """Bytes of the training loop outside the session: executors, batches, files."""
     # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher says
-    more = 2 * (shape.pairs + (shape.distill.top + 1 if shape.distill else 0))
-    batch = (5 + more) * 4 * shape.rows * shape.time
+    more = shape.pairs + (shape.distill.top + 1 if shape.distill else 0)
+    batch = (5 + 2 * more) * 4 * shape.rows * shape.time
     # as they come, with their share of the loss, and together, or those of the step before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
-    threads = THREADS_NBYTES * (shape.ranks > 1)
-    return LOOP_NBYTES + threads + BOUND_NBYTES * calls + times * batch * shape.micros
+    own = LOOP_NBYTES + THREADS_NBYTES * (shape.ranks > 1)
+    return own + BOUND_NBYTES * calls + times * batch * shape.micros
 
 
 def make_plans(
@@ -345,7 +345,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     if name == UPDATE:
         return Built(updating(trained, optimizer, share=shape.share, **shape.clipping), [], {})
     parts = shape.micros if shape.layered and name != EVALUATE else 1
-    config = still(shape.config) if name == EVALUATE else shape.config
+    config = shape.config.still if name == EVALUATE else shape.config
     chosen, how = shape.preference, {"chunk": shape.chunk, "parts": parts}
     even = name != EVALUATE and chosen is not None
     loss = transformer.loss(config, weights, shape.rows * parts, shape.time, even=even, **how)
@@ -395,8 +395,3 @@ def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
     }
     weights = transformer.weights(shape.config, dict(base.types) | trained)
     return weights, [weights[name] for name in trained]
-
-
-def still(config: Config) -> Config:
-    """The config without what is only for training: dropout, and rounding activations to save them."""
-    return replace(config, lora=config.lora and replace(config.lora, dropout=0.0), saved="f32")

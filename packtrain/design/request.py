@@ -7,7 +7,7 @@ from packtrain.backends import CPU, HOST, Target
 from packtrain.context import Cache, Sizes, placements
 from packtrain.cost import Rates
 from packtrain.design.loaded import Loaded
-from packtrain.design.plans import Name, Plans, StepShape, leaves, make_plans, still
+from packtrain.design.plans import Name, Plans, StepShape, leaves, make_plans
 from packtrain.optim import Optimizer
 from packtrain.placing import Placed
 
@@ -50,7 +50,7 @@ class Request:
             return {}
         types = {name: leaf.dtype for name, leaf in leaves(shape)[0].items()}
         cache, sizes = Cache(self.cells), Sizes.of(self.cells, 1, SAMPLED)
-        return dict[Name, Placed](placements(still(shape.config), cache, sizes, types, self.target))
+        return dict[Name, Placed](placements(shape.config.still, cache, sizes, types, self.target))
 
     def plans(self, shape: StepShape) -> Plans:
         return make_plans(shape, self.optimizer, self.samples(shape), self.target)

@@ -5,7 +5,7 @@ Plain data and arithmetic. `metadata` reads it from GGUF keys, `transformer` bui
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from packtrain.errors import InputError
@@ -296,3 +296,8 @@ PRESETS = {
     "15m": Config(32_000, 256, 256, 8, 768, 8, 8),
     "110m": Config(32_000, 512, 768, 12, 2_048, 12, 12),
 }
+
+    @property
+    def still(self) -> "Config":
+        """The same without what is only for training: dropout, and rounding activations to save them."""
+        return replace(self, lora=self.lora and replace(self.lora, dropout=0.0), saved="f32")

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from packtrain.design.plans import StepShape, still
+from packtrain.design.plans import StepShape
 from packtrain.dtypes import DTYPES, Dtype
 from packtrain.events import Events
 from packtrain.memory import private_nbytes, settle
@@ -234,7 +234,7 @@ def space(job: Job) -> Iterator[tuple[Path, str, int]]:
 
 def _unlearnt(job: Job) -> Adapter | None:
     """A stand-in for the adapter that a run will merge, of zeros that take no memory; None if it merges none."""
-    config = still(job.config)
+    config = job.config.still
     if not isinstance(job.subject, Tuned) or config.lora is None:
         return None
     if job.subject.settings.merge == "none":

@@ -262,6 +262,11 @@ class Config(Sizes):
         return Rope(base, divisor, blend, scaling.magnitude(divisor, self.kv_lora_rank > 0))
 
     @property
+    def still(self) -> "Config":
+        """The same without what is only for training: dropout, and rounding activations to save them."""
+        return replace(self, lora=self.lora and replace(self.lora, dropout=0.0), saved="f32")
+
+    @property
     def slices(self) -> Mapping[str, tuple[str, int, int]]:
         """Parts of fused tensors: the tensor, the first row and the number of rows of each."""
         q, kv = self.head_count * self.head_width, self.head_count_kv * self.head_width
@@ -296,8 +301,3 @@ PRESETS = {
     "15m": Config(32_000, 256, 256, 8, 768, 8, 8),
     "110m": Config(32_000, 512, 768, 12, 2_048, 12, 12),
 }
-
-    @property
-    def still(self) -> "Config":
-        """The same without what is only for training: dropout, and rounding activations to save them."""
-        return replace(self, lora=self.lora and replace(self.lora, dropout=0.0), saved="f32")

@@ -4,7 +4,7 @@ Nothing is allocated here. All plans share the leaves, by name, and one arena.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from typing import get_args

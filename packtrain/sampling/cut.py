@@ -3,7 +3,8 @@
 This is the only place that decides it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from packtrain.sampling.settings import Sampling
 
@@ -29,23 +30,31 @@ class Cut:
 
 def cut(s: Sampling, seed: int, index: int, *, constrained: bool = False) -> Cut:
     """Where to cut a chain with these settings, for the token `index`; constrained: a grammar decides, too."""
-    if constrained or s.mirostat or s.logit_bias:
+    found = Cut() if constrained else _place(s)
+    if found.leaves != TOKEN or found.numbers[0] <= 0:  # no draw
+        return found
+    return replace(found, counts=(s.top_k, seed, index)) if seed < SEEDS else Cut(CANDIDATES)
+
+
+@lru_cache(maxsize=256)
+def _place(s: Sampling) -> Cut:
+    """The same for any token."""
+    if s.mirostat or s.logit_bias:
         return Cut()
     active = [name for name in s.order if not _idle(s, name)]
     fixed = s.dynatemp_range <= 0
     if "temperature" in active and fixed and s.temp <= 0 and GREEDY.issuperset(active):
-        return Cut(TOKEN, (0.0, 1.0, 0.0), (1, 0, index))
-    limiting = next(
-        (name for name in active if name != "min_p"), ""
-    )  # min-p needs the largest only
+        return Cut(TOKEN)
+    # min-p needs the largest only
+    limiting = next((name for name in active if name != "min_p"), "")
     if limiting != "top_k" or s.top_k > MOST:
         return Cut()
-    if active != [name for name in IN_ORDER if name in active] or not fixed or seed >= SEEDS:
+    if active != [name for name in IN_ORDER if name in active] or not fixed:
         return Cut(CANDIDATES)
     temp = s.temp if "temperature" in active else 1.0
     top_p = s.top_p if "top_p" in active else 1.0
     min_p = s.min_p if "min_p" in active else 0.0
-    return Cut(TOKEN, (temp, top_p, min_p), (s.top_k, seed, index))
+    return Cut(TOKEN, (temp, top_p, min_p))
 
 
 def _idle(s: Sampling, name: str) -> bool:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from packtrain.errors import InputError
@@ -102,7 +103,7 @@ class Sampling:
     @property
     def order(self) -> tuple[str, ...]:
         """Names of the samplers. Raises InputError."""
-        return tuple(named(name) for name in self.samplers.split(";") if name.strip())
+        return ordered(self.samplers)
 
     @property
     def breakers(self) -> tuple[str, ...]:
@@ -127,6 +128,12 @@ class Sampling:
             raise InputError(
                 f"--logit-bias: there is no token {worst}; the vocabulary has {vocab_size:,}"
             )
+
+
+@lru_cache(maxsize=64)
+def ordered(names: str) -> tuple[str, ...]:
+    """The samplers' own names. Raises InputError."""
+    return tuple(named(name) for name in names.split(";") if name.strip())
 
 
 def named(name: str) -> str:

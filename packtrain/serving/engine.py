@@ -52,6 +52,7 @@ class Engine:
     waiting  most jobs that wait for a slot
     similar  share of a prompt that a slot must know to be preferred for it
     shifts   an answer that fills the context goes on: tokens in the middle of the text are forgotten
+    pause    called after each run, once all that it gave has been told
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Engine:
         self.context, self.totals = context, Totals()
         self.slots = [Slot(number) for number in range(context.pools.sequences)]
         self._tokenizer, self._waiting, self._similar = tokenizer, waiting, similar
-        self._shifts = shifts
+        self._shifts, self.pause = shifts, _nothing
         self._chunk = max(chunk, len(self.slots) + 1)
         self._queue, self._calls = deque[Ticket](), deque[Callable[[], None]]()
         self._change, self._closing, self._hurried = threading.Condition(), False, False
@@ -145,6 +146,7 @@ class Engine:
                     if slot.writing:
                         self._finish(slot, FAILED, f"internal error: {type(error).__name__}")
                         self.context.remove(slot.number)
+            self.pause()
 
     def _all(self) -> list[Writing]:
         return [slot.writing for slot in self.slots if slot.writing]
@@ -352,6 +354,10 @@ class Engine:
         totals.written += written
         totals.reading += seconds * (every - written) / every
         totals.writing += seconds * written / every
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 def common(known: Sequence[int], text: Sequence[int]) -> int:

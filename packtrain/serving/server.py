@@ -29,6 +29,9 @@ from packtrain.serving.styles import Style, style_of
 from packtrain.serving.thoughts import AUTO
 from packtrain.tokenizer import Tokenizer
 
+News = tuple[int, Told] | None
+Queue = asyncio.Queue[News]
+Loop = asyncio.AbstractEventLoop
 GRAMMARS = 1 << 17  # characters of the grammars of all requests
 
 
@@ -99,6 +102,10 @@ class Server:
     began: float = field(default_factory=time.time)
     _lock: Lock = field(default_factory=Lock)
     _grammars: int = 0
+    _told: dict[Loop, list[tuple[Queue, News]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine.pause = self._deliver
 
     # ---- texts
 
@@ -237,7 +244,7 @@ class Server:
     ) -> AsyncGenerator[list[tuple[int, Told]]]:
         """What the engine tells of jobs, as much as there is: numbers of jobs, each with a Part or its End.
 
-        quiet  seconds after which an empty list says that there is nothing yet
+        quiet  seconds after which an empty list comes, whether or not there was something
 
         The first list is empty and says that all jobs were taken; Busy is raised before it.
 
@@ -245,27 +252,44 @@ class Server:
         """
         for job in jobs:
             self.check(job)
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Told]]()
-
-        def teller(number: int, told: Told) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, (number, told))
-
-        tickets = []
+        loop, queue = asyncio.get_running_loop(), Queue()
+        tickets, ticking = [], asyncio.create_task(_tick(queue, quiet))
         try:
             for number, job in enumerate(jobs):
-                tell = lambda told, number=number: teller(number, told)  # noqa: E731
+                tell = partial(self._tell, loop, queue, number)
                 tickets.append(self.engine.submit(job, tell))
             yield []
             left = len(jobs)
             while left:
-                found = list[tuple[int, Told]]()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(quiet):
-                        found.append(await queue.get())
+                found = [await queue.get()]
                 while not queue.empty():
                     found.append(queue.get_nowait())
-                left -= sum(isinstance(told, End) for _, told in found)
-                yield found
+                news = [one for one in found if one is not None]
+                left -= sum(isinstance(told, End) for _, told in news)
+                yield news
         finally:
+            ticking.cancel()
             for ticket in tickets:
                 ticket.cancel()
+
+    def _tell(self, loop: Loop, queue: Queue, number: int, told: Told) -> None:
+        """In the engine's thread, which wakes a loop only once a run."""
+        self._told.setdefault(loop, []).append((queue, (number, told)))
+
+    def _deliver(self) -> None:
+        told, self._told = self._told, {}
+        for loop, items in told.items():
+            with suppress(RuntimeError):  # its loop is closed: nobody listens
+                loop.call_soon_threadsafe(_put, items)
+
+
+def _put(items: Sequence[tuple[Queue, News]]) -> None:
+    for queue, news in items:
+        queue.put_nowait(news)
+
+
+async def _tick(queue: Queue, seconds: float | None) -> None:
+    """Nothing, now and then."""
+    while seconds is not None:
+        await asyncio.sleep(seconds)
+        queue.put_nowait(None)

@@ -14,6 +14,7 @@ from packtrain.serving.jobs import CANCELLED, FAILED, Chosen, Counts, End, Job, 
 from packtrain.serving.server import Server
 from packtrain.serving.shapes import error
 
+as_json = json.JSONEncoder(ensure_ascii=False).encode
 QUIET = 15.0  # seconds without an event after which a comment keeps the connection open
 
 
@@ -126,21 +127,25 @@ class Events(_Answer):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        async with aclosing(self._server.told(self._jobs, QUIET)) as told:
+        patience = self._server.limits.patience
+        loop, tick = asyncio.get_running_loop(), min(QUIET, patience) / 3
+        async with (
+            aclosing(self._server.told(self._jobs, tick)) as told,
+            asyncio.timeout(2 * patience) as late,
+        ):
             await anext(told)  # who is refused has a status for it
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for event in self._events(told):
-                await self._send(event, send)
+                if (late.when() or 0.0) < loop.time() + patience:
+                    late.reschedule(loop.time() + 2 * patience)
+                if event:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def late(self, fault: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._send(_data(fault), send)
+        async with asyncio.timeout(self._server.limits.patience):
+            await send({"type": "http.response.body", "body": _data(fault), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, event: bytes, send: Send) -> None:
-        if event:
-            async with asyncio.timeout(self._server.limits.patience):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def _events(self, every: AsyncIterator[list[tuple[int, Told]]]) -> AsyncIterator[bytes]:
         yield b"".join(map(_data, self._shape.begin()))
@@ -175,4 +180,4 @@ class Events(_Answer):
 
 
 def _data(event: Any) -> bytes:
-    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+    return f"data: {as_json(event)}\n\n".encode()

@@ -152,6 +152,71 @@ def test_the_last_turn_alone(name: str, tmp_path: Path):
     assert "Till soon." in one.text[begin:end] and "Hello!" in one.text[:begin]
 
 
+HARMONY = """
+{%- for m in messages %}
+    {%- if m.role != 'assistant' %}{{ '<|start|>' ~ m.role ~ '<|message|>' ~ m.content ~ '<|end|>' }}
+    {%- else %}
+        {%- if m.thinking and loop.last %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' ~ m.thinking ~ '<|end|>' }}
+        {%- endif %}
+        {%- if m.tool_calls %}
+            {{- '<|start|>assistant to=functions.' ~ m.tool_calls[0].function.name }}
+            {{- '<|channel|>commentary json<|message|>' ~ m.tool_calls[0].function.arguments|tojson ~ '<|call|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' ~ m.content }}
+            {{- '<|return|>' if loop.last else '<|end|>' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""  # gpt-oss's, in short
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": "4", "thinking": "Twice."},
+        {"content": "4", "reasoning_content": "Twice."},
+        {"content": "<think>\nTwice.\n</think>\n\n4"},
+    ],
+    ids=["thinking", "reasoning_content", "marks"],
+)
+def test_thoughts_go_where_the_template_has_them(said: dict[str, str], tmp_path: Path):
+    """In channels of their own, of the last turn only: each turn is learnt as it is said, in a text that ends there."""
+    messages = [*asked("1 + 1?"), {"role": "assistant", **said}]
+    messages += [*asked("2 + 2?"), {"role": "assistant", **said}]
+    ends = ["<|return|>", "<|call|>"]
+    texts = Renderer(ChatTemplate(HARMONY, "", ""), ends).render(
+        conversation({"messages": messages}, tmp_path)
+    )
+    first = "<|start|>user<|message|>1 + 1?<|end|><|start|>assistant"
+    learnt = (
+        "[[<|channel|>analysis<|message|>Twice.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>4<|return|>]]"
+    )
+    second = (
+        "<|channel|>final<|message|>4<|end|><|start|>user<|message|>2 + 2?<|end|><|start|>assistant"
+    )
+    assert [*map(marked, texts)] == [first + learnt, first + second + learnt]
+
+
+def test_a_call_with_thoughts_ends_with_its_own_mark(tmp_path: Path):
+    call = {"role": "assistant", "reasoning_content": "I ask.", "tool_calls": [CALL]}
+    made = Renderer(ChatTemplate(HARMONY, "", ""), ["<|return|>", "<|call|>"])
+    (one,) = made.render(conversation({"messages": [*asked("Warm?"), call]}, tmp_path))
+    ((begin, end),) = one.spans
+    assert one.text[begin:end] == (
+        "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant to=functions.weather"
+        '<|channel|>commentary json<|message|>{"city": "Zürich"}<|call|>'
+    )
+
+
+def test_thoughts_that_a_template_does_not_read_are_counted(tmp_path: Path):
+    said = {"role": "assistant", "content": "4", "reasoning_content": "Twice."}
+    made = Renderer(template(CHATS["chatml"]), list(CHATS["chatml"].ends))
+    made.render(conversation({"messages": [*asked("2 + 2?"), said]}, tmp_path))
+    assert made.notes[rendering.THOUGHTLESS] == 1
+
+
 # ---- tokens
 
 

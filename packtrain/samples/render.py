@@ -21,6 +21,9 @@ ASK, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": 
 SAID = {"role": "user", "content": PROBE}
 RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}
 
+THOUGHTS = "reasoning_content", "thinking"  # the fields that templates read
+THINK, THOUGHT = "<think>", re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+
 # notes with a count
 SYSTEM = (
     "system messages put before the user's first words, because the template does not support them"
@@ -28,6 +31,7 @@ SYSTEM = (
 CALLS = "tool calls written as JSON, because the template does not support them"
 RESULTS = "tool results written as user messages, because the template does not support them"
 TOOLS = "lists of tools left out, because the template does not support them"
+THOUGHTLESS = "thoughts left out, because the template does not support them"
 UNSTABLE = "conversations rendered once per trained turn, because later turns change earlier ones"
 CHANGED = "turns whose content or reasoning the template changes"
 ENDLESS = "turns without an end token, so that the model cannot learn to stop"
@@ -75,6 +79,10 @@ class Renderer:
             self.takes_calls, called = True, _with_text(called)
         self.takes_results = self._shows([ASK, called if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
+        aloud = (name for name in THOUGHTS if self._shows([ASK, {**REPLY, name: PROBE}]))
+        self._thoughts = next(aloud, "")
+        shown = [ASK, {**REPLY, self._thoughts: PROBE}]
+        self._own_marks = bool(self._thoughts) and THINK not in self._text(shown, None)
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
         """Whether the template renders the probe message, without dropping it or raising."""
@@ -162,7 +170,21 @@ class Renderer:
             tools = None
         return [self._fitting(message) for message in messages], tools
 
+    def _thinking(self, message: Message) -> Message:
+        """Thoughts as the template reads them; those before the words, too, if it has marks of its own for them."""
+        words, given = message["content"], [message[n] for n in THOUGHTS if message.get(n)]
+        found = THOUGHT.match(words) if self._own_marks and not given else None
+        if found:
+            words, given = words[found.end() :], [found[1].strip()]
+        if given and not self._thoughts:
+            self.notes[THOUGHTLESS] += 1
+        if not given or not self._thoughts:
+            return message
+        return {**message, "content": words, self._thoughts: given[0]}
+
     def _fitting(self, message: Message) -> Message:
+        if message["role"] == "assistant":
+            message = self._thinking(message)
         if message.get("tool_calls") and not self.takes_calls:
             self.notes[CALLS] += 1
             calls = (json.dumps(c["function"], ensure_ascii=False) for c in message["tool_calls"])

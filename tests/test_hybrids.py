@@ -107,6 +107,18 @@ def test_sequences_that_are_copied_taken_back_saved_and_put_back(
     is_right(path, context, 2, [*whole, 5, 6, 7, 8], [24])
 
 
+def test_a_prompt_that_is_read_again_is_taken_back_to_near_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    config = random_model(path, "falcon-h1")
+    text = np.random.default_rng(1).integers(3, config.vocab_size, 90).tolist()
+    context = Context(path, cells=256, cache="f32")
+    for prompt in (text, text, [*text[:88], 5, 6, 7]):
+        kept = context.reuse(0, prompt)
+        assert kept == (86 if context.tokens(0) else 0)
+        got = context.decode(prompt[kept:])[0]
+        np.testing.assert_allclose(got, anew(path, prompt), atol=2e-4)
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_guesses_change_nothing(tmp_path: Path, name: str) -> None:
     """Rejected ones take a state back to what the run began with, whose tokens are read again."""

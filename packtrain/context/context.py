@@ -188,7 +188,7 @@ class Context:
         self._make_room(sets)
         done = list[Piece]()
         try:
-            for part in self.sizes.parts(tokens, sets, rows, apart=self.pools.states > 0):
+            for part in self.sizes.parts(tokens, sets, rows, states=self.pools.states > 0):
                 self._run(*part, stop, done, results)
         except CacheFull:  # of the ring, where several tokens have one position
             for piece in done:
@@ -254,7 +254,7 @@ class Context:
             self.pools.undo(piece)
             raise
         done.append(piece)
-        self._checkpoint(piece)
+        self._checkpoint(piece, rows)
 
     # ---- sequences
 
@@ -374,11 +374,11 @@ class Context:
         except ContextError as error:
             raise ContextError(f"{path}: {error}") from None
 
-    def _checkpoint(self, piece: Piece) -> None:
-        """Keep the windows and states of sequences that a piece took past the next checkpoint."""
+    def _checkpoint(self, piece: Piece, rows: Sequence[int]) -> None:
+        """Keep windows and states of sequences that a piece took past the next checkpoint, or near a prompt's end."""
         if (self.pools.ring or self.pools.states) and self._checkpoints.most:
             for seq in piece.seqs:
-                if self._checkpoints.due(seq, self.next(seq)):
+                if piece.goes_on(seq, rows) or self._checkpoints.due(seq, self.next(seq)):
                     stored = Stored.of(self.pools, self._leaves, self._session, [seq], False)
                     self._checkpoints.add(seq, self.next(seq), stored)
 

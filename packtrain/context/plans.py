@@ -17,6 +17,10 @@ from packtrain.placing import Placed, place
 
 PROMPTS = 512, 128, 32  # tokens of a prompt per run
 FEW = 8, 1
+NEAR, PROMPT = (
+    4,
+    16,
+)  # tokens before the end of a prompt, and of a prompt at least, where a state is kept
 MOVED = 64  # cells that one run moves
 FIXED = 16  # a run costs as much as this many tokens, for reading the weights
 MOVE = "move"
@@ -51,12 +55,13 @@ class Sizes:
         sets: list[tuple[int, ...]],
         rows: list[int],
         *,
-        apart: bool = False,
+        states: bool = False,
     ) -> Iterator[tuple[np.ndarray, list[tuple[int, ...]], list[int]]]:
         """What runs together: tokens, their sequences, and the rows wanted of them.
 
-        apart  a sequence's tokens are all of the same sequences: it has one state
+        states  a sequence has one: its tokens are all of the same sequences, and a run ends near the end of a prompt
         """
+        cuts = near_ends(sets, rows) if states else []
         at = 0
         while at < len(tokens):
             size = self.next(len(tokens) - at)
@@ -65,12 +70,21 @@ class Sizes:
             most = self.wanted(size)
             if len(here) > most:
                 end = here[most]
-            if apart:
-                end = alike(sets, at, end)
+            if states:
+                end = alike(sets, at, min([end, *(cut for cut in cuts if cut > at)]))
             here = [row for row in here if row < end]
             ids = np.array(tokens[at:end], np.int32)
             yield ids, sets[at:end], [row - at for row in here]
             at = end
+
+
+def near_ends(sets: list[tuple[int, ...]], rows: list[int]) -> list[int]:
+    """Places a few tokens before the ends of prompts: there a state is kept, to which texts often go back."""
+    mine = dict[int, list[int]]()
+    for i, own in enumerate(sets):
+        mine.setdefault(own[0], []).append(i)
+    wanted = {*rows}
+    return [at[-NEAR] for at in mine.values() if len(at) >= PROMPT and at[-1] in wanted]
 
 
 def alike(sets: list[tuple[int, ...]], at: int, end: int) -> int:

@@ -32,6 +32,13 @@ class Piece:
     seqs: list[int]
     source: np.ndarray
 
+    def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
+        """Whether several tokens are of a sequence with a state, and the last is not wanted: a prompt's rest follows."""
+        if not self.source.size:
+            return False
+        mine = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))
+        return len(mine) > 1 and mine[-1] not in rows
+
 
 @dataclass(frozen=True, slots=True)
 class Move:

@@ -17,10 +17,8 @@ from packtrain.placing import Placed, place
 
 PROMPTS = 512, 128, 32  # tokens of a prompt per run
 FEW = 8, 1
-NEAR, PROMPT = (
-    4,
-    16,
-)  # tokens before the end of a prompt, and of a prompt at least, where a state is kept
+NEAR = 4  # tokens before the end of a prompt where a state is kept
+PROMPT = 16  # tokens of such a prompt at least
 MOVED = 64  # cells that one run moves
 FIXED = 16  # a run costs as much as this many tokens, for reading the weights
 MOVE = "move"

@@ -33,7 +33,7 @@ class Piece:
     source: np.ndarray
 
     def goes_on(self, seq: int, rows: Sequence[int]) -> bool:
-        """Whether several tokens are of a sequence with a state, and the last is not wanted: a prompt's rest follows."""
+        """Whether several tokens are of a sequence with a state, and the last is not wanted: a prompt goes on."""
         if not self.source.size:
             return False
         mine = np.flatnonzero(self.inputs["line"] == self.seqs.index(seq))

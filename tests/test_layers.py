@@ -53,7 +53,7 @@ LAYERS = {
     "speed": "backends dtypes tensor graph kernels ops placing run cost",
     "recompute": "backends graph ops placing packing planning tensor cost",
     "checking": "backends dtypes tensor graph kernels quant ops grad optim interpreting placing run words",
-    "models": "types dtypes errors tensor ops gguf quant tokenizer",
+    "models": "words types dtypes errors tensor ops gguf quant tokenizer",
     "flash": "backends dtypes errors models ops tensor",
     "convert": "dtypes errors files gguf tokenizer quant models",
     "merging": "backends types dtypes errors files tensor graph ops placing planning run kernels quant gguf models",

@@ -29,13 +29,14 @@ def run(settings: TuneSettings) -> int:
     beside = (
         not tuned.model.config.kv_lora_rank
     )  # there llama.cpp leaves an adapter's attention out
-    for command in _uses(cast(TuneSettings, job.settings), tuned.chats, beside):
+    for command in _uses(cast(TuneSettings, job.settings), tuned, beside):
         say(f"  {command}")
     return 0
 
 
-def _uses(settings: TuneSettings, chats: bool, beside: bool) -> Iterator[str]:
+def _uses(settings: TuneSettings, tuned: Tuned, beside: bool) -> Iterator[str]:
     """Commands that run the result, as chat or as plain generation; `beside`, also an adapter alone with llama.cpp."""
+    chats, short = tuned.chats, tuned.model.config.short_context
     name, base = shlex.quote(str(settings.output)), shlex.quote(str(settings.model))
     if settings.merge == "none" and settings.aware:  # beside the base it is not what was trained
         merged = settings.output.with_stem(f"{settings.output.stem}-merged")
@@ -44,7 +45,8 @@ def _uses(settings: TuneSettings, chats: bool, beside: bool) -> Iterator[str]:
     if settings.merge == "none":
         name = f"{base} --lora {name}"
     yield f"packtrain chat {name}" if chats else f"packtrain generate {name} -p 'Once'"
-    prompt = "" if chats else " -no-cnv -p 'Once'"
+    prompt = f" -c {short}" if 0 < (settings.ctx or 1) <= short else ""
+    prompt += "" if chats else " -no-cnv -p 'Once'"
     if beside or settings.merge != "none":
         yield f"llama-cli -m {name}{prompt}"
     if beside and not (settings.full or settings.aware) and settings.merge != "none":

@@ -49,6 +49,7 @@ class Context:
     rows         most results of one run; default: one for each sequence, with `hidden` one for each token
     prompts      most tokens of the runs that read prompts; the largest first
     parts        each sequence has its own equal part of the cells, instead of all sharing all
+    longest      tokens of one sequence; 0: all cells, or those of its part
     swa_full     blocks with a sliding window keep all cells, not only those of the window
     checkpoints  how many states of the windows are kept, so that a text can be taken back without reading it anew
     spacing      tokens between them; 0: the window
@@ -67,6 +68,7 @@ class Context:
         rows: int = 0,
         prompts: Sequence[int] = PROMPTS,
         parts: bool = False,
+        longest: int = 0,
         swa_full: bool = False,
         checkpoints: int = 8,
         spacing: int = 0,
@@ -78,15 +80,13 @@ class Context:
     ) -> None:
         file = model if isinstance(model, ModelFile) else open_model(model)
         sizes = Sizes.of(cells, rows or (0 if hidden else sequences), prompts)
+        kind = sequences, cache, sizes.tokens[0], swa_full
 
         def made(cells: int) -> tuple[Cache, dict[Name, Placed]]:
-            layout = cache_of(
-                file.config, cells, sequences, cache, largest=sizes.tokens[0], swa_full=swa_full
-            )
-            graphs = placements(
-                file.config, layout, sizes, file.types(), target, hidden=hidden, moves=True
-            )
-            return layout, graphs
+            one = longest or (cells // sequences if parts else cells)
+            layout = cache_of(file.config, cells, *kind, longest=one)
+            given = file.config, layout, sizes, file.types(), target
+            return layout, placements(*given, hidden=hidden, moves=True)
 
         layout, graphs = made(cells)
         if memory is not None:

@@ -96,13 +96,20 @@ def alike(sets: list[tuple[int, ...]], at: int, end: int) -> int:
 
 
 def cache_of(
-    config: Config, cells: int, sequences: int, dtype: str, *, largest: int, swa_full: bool
+    config: Config,
+    cells: int,
+    sequences: int,
+    dtype: str,
+    largest: int,
+    swa_full: bool,
+    *,
+    longest: int = 0,
 ) -> Cache:
     """The cells of a context whose runs take `largest` tokens at most; with a ring if that is smaller."""
     windows = {config.reach_of(i) for i in range(config.block_count)} - {0}
     ring = sequences * (max(windows, default=0) - 1 + SPARE) + largest
     fits = windows and ring < cells and not swa_full
-    return Cache(cells, ring if fits else 0, DTYPES[dtype], sequences)
+    return Cache(cells, ring if fits else 0, DTYPES[dtype], sequences, longest)
 
 
 def placements(

@@ -27,15 +27,22 @@ Leaves = Mapping[str, Mapping[str, np.ndarray]]  # arrays of a context by pool a
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a state belongs to: digests of a model and of its adapters, the cache's type, and whether it has a ring."""
+    """What a state belongs to: digests of a model and of its adapters, the cache's type, and whether it has a ring.
+
+    long  keys are rotated by the model's rope factors for long contexts
+    """
 
     model: str = ""
     adapters: str = ""
     cache: str = ""
     ring: bool = False
+    long: bool = False
 
 
-NAMES = {"model": "model", "adapters": "adapters", "cache": "type of cache", "ring": "--swa-full"}
+NAMES = {
+    "model": "model", "adapters": "adapters", "cache": "type of cache", "ring": "--swa-full",
+    "long": "kind of rope factors, for a shorter or longer --ctx",
+}  # fmt: skip
 
 
 def origin_of(model: ModelFile, cache: Cache) -> Origin:
@@ -47,7 +54,8 @@ def origin_of(model: ModelFile, cache: Cache) -> Origin:
     for name, value in sorted(model.added.items()):
         added.update(name.encode() + value.tobytes())
     adapters = added.hexdigest() if model.added else ""
-    return Origin(digest.hexdigest(), adapters, cache.dtype.name, cache.ring > 0)
+    long = 0 < model.config.short_context < cache.context
+    return Origin(digest.hexdigest(), adapters, cache.dtype.name, cache.ring > 0, long)
 
 
 def leaves_of(config: Config, cache: Cache) -> dict[str, list[str]]:

@@ -37,12 +37,19 @@ class Cache:
     ring       of blocks with a window, used again once no window has them; 0: these use `cells`, too
     dtype      of keys and values: f32, f16 or q8_0
     sequences  most of a run
+    longest    tokens of one sequence; 0: all cells
     """
 
     cells: int
     ring: int = 0
     dtype: Dtype = f32
     sequences: int = 1
+    longest: int = 0
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest possible text."""
+        return self.longest or self.cells
 
     def pool(self, config: Config, i: int) -> str:
         """Which of both block i uses: the prefix of its inputs' names."""
@@ -104,7 +111,7 @@ def generation(
         scales = config.lora.inputs().items()
         w = {**w, **{name: input(name, (time, len(owners))) for owners, name in scales}}
     mixer = in_cells(config, cache, pos, line, handles)
-    *_, h = stream(config, w, tokens, pos, mixer, cache.cells)
+    *_, h = stream(config, w, tokens, pos, mixer, cache.context)
     last = ops.get_rows(h, wanted_rows)
     return output_norm(exact, w, last) if hidden else logits(exact, w, last), handles
 
@@ -201,7 +208,7 @@ def moving(config: Config, w: Weights, count: int, cache: Cache) -> list[Tensor]
     names = "from", "to", "by"
     inputs = {p: [input(p + n, (count,), i32) for n in names] for p in cache.pools(config)}
     turns = {
-        p: rope_tables(config, w, by, cache.cells, turn=True) for p, (*_, by) in inputs.items()
+        p: rope_tables(config, w, by, cache.context, turn=True) for p, (*_, by) in inputs.items()
     }
     for i in range(config.block_count):
         pool, rope = cache.pool(config, i), config.rope_of(i)

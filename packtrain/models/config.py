@@ -4,7 +4,7 @@ Plain data and arithmetic. `metadata` reads it from GGUF keys, `transformer` bui
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,12 +13,14 @@ from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.arch.architecture import (
     CONV_IN,
     CONV_ROWS,
+    LONG,
     SCAN_IN,
     SCAN_ROWS,
     Architecture,
     Sizes,
 )
 from packtrain.models.lora import Lora
+from packtrain.words import long_context
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
 UNNORMED = 128  # experts of the llama4 whose queries and keys are not normalized
@@ -220,6 +222,11 @@ class Config(Sizes):
         return self.rope_scaling.original_context or self.context_length
 
     @property
+    def short_context(self) -> int:
+        """The longest context whose positions are rotated by the short factors; 0: there is one set of factors."""
+        return self.original_context if LONG in self.optional else 0
+
+    @property
     def attention_scale(self) -> float:
         if self.kv_lora_rank:
             return self.rope_scaling.attention_growth**2 / math.sqrt(self.head_width)
@@ -286,13 +293,20 @@ class Config(Sizes):
         return found | (feed_forward if self.traits.fused_ffn else {})
 
 
-def check_positions(config: Config, ctx: int | None) -> None:
-    """Raise InputError if a context is longer than the positions that the model has learned."""
-    own = config.context_length
-    if ctx is not None and ctx > own and config.traits.learned_positions:
+def check_context(config: Config, ctx: int, say: Callable[[str], None]) -> None:
+    """Say what a context means to the model. Raises InputError if it has learned fewer positions."""
+    own, short = config.context_length, config.short_context
+    if ctx > own and config.traits.learned_positions:
         raise InputError(
             f"--ctx {ctx:,}: a {config.architecture} has learned its positions, and this one only {own:,};"
             " give at most that"
+        )
+    if ctx > own:
+        say(long_context(ctx, own))
+    if 0 < short < ctx:
+        say(
+            f"--ctx {ctx:,} is more than {short:,}: positions are rotated by the model's long factors, in short texts,"
+            f" too, as llama.cpp does with -c {ctx}; up to --ctx {short} by its short ones"
         )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from packtrain.errors import InputError
 from packtrain.events import Events
 from packtrain.generation import Limits, Reply
-from packtrain.models.config import check_positions
 from packtrain.settings import option
 from packtrain.tasks.speak import (
     CONTEXT,
@@ -52,8 +51,7 @@ class Talk:
             events.message(taken.note)
         self._bos = self._text(self._tokenizer.bos)
         self._template = ChatTemplate(taken.source, self._bos, self._text(self._tokenizer.eos))
-        check_positions(model.config, settings.ctx)
-        self.cells = cells(settings, model.config.context_length, CONTEXT, events)
+        self.cells = cells(settings, model.config, CONTEXT, events)
         if settings.warmup:
             warm(model, events)
         self._drafter = drafter(settings, model, self.cells)

@@ -13,13 +13,12 @@ from packtrain.errors import InputError, Interrupted
 from packtrain.events import Events
 from packtrain.files import read_text
 from packtrain.flash import AUTO, FLASH, MODES
-from packtrain.models.config import check_positions
+from packtrain.models.config import check_context
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.settings import MODEL, option
 from packtrain.tasks.speak import CACHE, CACHES, CTX, LORA, Speaker, check_cache, opened
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.settings import DEVICE
-from packtrain.words import long_context
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,13 @@ def embed(settings: Embed, events: Events) -> Embedded:
     pooling = settings.pooling or pooling_of(model)
     ids = _encoded(model.tokenizer(), texts)
     most = settings.ctx or model.config.context_length
-    check_positions(model.config, most)
-    if most > model.config.context_length:
-        events.message(long_context(most, model.config.context_length))
     check_texts(ids, most)
+    check_context(model.config, settings.ctx or max(map(len, ids)), events.message)
     cells, sequences = room([len(text) for text in ids])
     check_cache(model, cells, settings.cache_type)
     context = Context(
         model, cells=cells, sequences=sequences, cache=settings.cache_type, checkpoints=0, hidden=True,
-        target=target(settings.device),
+        target=target(settings.device), longest=settings.ctx or max(map(len, ids)),
     )  # fmt: skip
     vectors = list[np.ndarray]()
     with events.counting("embedding", "text") as told, events.stopping() as stopped:

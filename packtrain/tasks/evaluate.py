@@ -22,7 +22,7 @@ from packtrain.files import existing
 from packtrain.flash import AUTO, FLASH, MODES, with_flash
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models.adapted import adapted, read_scaled, with_activations
-from packtrain.models.config import check_positions
+from packtrain.models.config import check_context
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples import Recipe, prepare
@@ -37,7 +37,7 @@ from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.settings import CHAT_TEMPLATE, DEVICE, SKIP_BAD
 from packtrain.training.windows import Windows, read_whole
 from packtrain.watch.progress import clock
-from packtrain.words import long_context, plural
+from packtrain.words import plural
 
 Losses = Callable[[Iterable[Mapping[str, np.ndarray]]], Iterator[np.ndarray]]
 TEXT_CONTEXT, SAMPLE_CONTEXT = 512, 2048  # at most, without --ctx
@@ -180,9 +180,7 @@ def _prepared(settings: Evaluate, model: ModelFile, context: int, say: Say) -> P
     path, part = file_to_measure(settings.data, settings.split)
     text = not path.is_dir() and kind_of(path) not in RECORDS
     length = settings.ctx or min(context, TEXT_CONTEXT if text else SAMPLE_CONTEXT)
-    check_positions(model.config, length)
-    if length > context:
-        say(long_context(length, context))
+    check_context(model.config, length, say)
     if text and not part and not settings.all_positions:
         tokenizer = model.tokenizer()
         ids = read_whole(path, _separator(settings), tokenizer)

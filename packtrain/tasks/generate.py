@@ -12,7 +12,7 @@ from packtrain.files import read_text
 from packtrain.generation import Limits, Reply
 from packtrain.grammar import Grammar
 from packtrain.models.cache import SEQUENCES
-from packtrain.models.config import check_positions
+from packtrain.models.config import Config
 from packtrain.sampling import Sampling
 from packtrain.settings import option
 from packtrain.tasks.speak import (
@@ -85,9 +85,8 @@ def generate(settings: Generate, events: Events) -> Generated:
     if settings.warmup:
         warm(model, events)
     sequences = max(settings.parallel, settings.num_beams)
-    check_positions(model.config, settings.ctx)
-    size, most = _sizes(settings, len(ids), sequences, model.config.context_length, events)
-    generator = load_generator(settings, model, most, sequences=sequences)
+    size, most = _sizes(settings, len(ids), sequences, model.config, events)
+    generator = load_generator(settings, model, most, sequences=sequences, longest=size)
     seed = settings.drawn_seed()
     if settings.num_beams:
         return searched(settings, generator.context, tokenizer, ids, prompt, events)
@@ -107,16 +106,16 @@ def generate(settings: Generate, events: Events) -> Generated:
 
 
 def _sizes(
-    settings: Generate, prompt: int, sequences: int, context: int, events: Events
+    settings: Generate, prompt: int, sequences: int, config: Config, events: Events
 ) -> tuple[int, int]:
     """The most tokens of one text, and of all together, which share the prompt."""
     count = settings.n_predict
     wanted = CONTEXT if count < 0 else prompt + count
-    size = cells(settings, context, max(wanted, prompt + 1), events)
+    size = cells(settings, config, max(wanted, prompt + 1), events)
     if settings.ctx is not None or count < 0:
         return size, size
     every = size + (sequences - 1) * max(size - prompt, 0)
-    return size, max(size, min(every, context)) if settings.num_beams else every
+    return size, max(size, min(every, config.context_length)) if settings.num_beams else every
 
 
 def several(

@@ -17,7 +17,7 @@ from packtrain.files import read_text, remove_parts
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.memory import parse_size
 from packtrain.models.adapted import split_scale
-from packtrain.models.config import check_positions
+from packtrain.models.config import check_context
 from packtrain.models.file import ModelFile
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.samples.render import Renderer
@@ -168,7 +168,7 @@ def load(settings: Serve, events: Events) -> Server:
 def contexts(settings: Serve, model: ModelFile, events: Events) -> tuple[Context, Context | None]:
     """The context of answers, and that of embeddings if they are asked for. Raises InputError, DoesNotFit."""
     most = settings.ctx or min(model.config.context_length, CONTEXT)
-    check_positions(model.config, most)
+    check_context(model.config, most, events.message)
     check_cache(model, most, settings.cache_type)
     limit = None if settings.memory is None else parse_size(settings.memory, "--memory")
     how: Any = {

@@ -19,7 +19,7 @@ from packtrain.generation import Drafter, Generator, Reply, Speed
 from packtrain.grammar import Grammar
 from packtrain.memory import total_nbytes
 from packtrain.models.adapted import adapted, read_scaled, with_activations
-from packtrain.models.config import Config
+from packtrain.models.config import Config, check_context
 from packtrain.models.file import ModelFile, check_vocabularies, open_model
 from packtrain.models.rounding import ACTIVATIONS, F32, PRECISION, Q8
 from packtrain.planning import size_text
@@ -29,7 +29,6 @@ from packtrain.tasks.warm import WARMUP
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.job import check_precision
 from packtrain.training.settings import DEVICE
-from packtrain.words import long_context
 
 CONTEXT = 4096  # at most, without --ctx
 MOST_SEED = 2**63 - 1
@@ -188,13 +187,11 @@ def written(reply: Reply, seed: int, events: Events) -> Generated:
     )
 
 
-def cells(settings: Speaking, context: int, wanted: int, events: Events) -> int:
-    """The context length: --ctx, else `wanted` up to the model's own."""
-    if settings.ctx is None:
-        return max(min(context, wanted), 1)
-    if settings.ctx > context:
-        events.message(long_context(settings.ctx, context))
-    return settings.ctx
+def cells(settings: Speaking, config: Config, wanted: int, events: Events) -> int:
+    """The context length: --ctx, else `wanted` up to the model's own. Raises InputError."""
+    size = settings.ctx or max(min(config.context_length, wanted), 1)
+    check_context(config, size, events.message)
+    return size
 
 
 def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
@@ -233,15 +230,23 @@ def check_cache(model: ModelFile, cells: int, type: str) -> None:
 
 
 def load_generator(
-    settings: Speaking, model: ModelFile, cells: int, rows: int = 0, sequences: int = 1
+    settings: Speaking,
+    model: ModelFile,
+    cells: int,
+    rows: int = 0,
+    sequences: int = 1,
+    longest: int = 0,
 ) -> Generator:
-    """A generator with the model's weights and its kernels loaded. Raises DoesNotFit."""
+    """A generator with the model's weights and its kernels loaded. Raises DoesNotFit.
+
+    longest  tokens of one sequence; 0: all cells
+    """
     check_cache(model, cells, settings.cache_type)
     guessing = settings.draft_lookup or settings.model_draft
     rows = rows or (settings.draft_max + 1 if guessing else sequences)
     generator = Generator.of(
         model, cells, DTYPES[settings.cache_type], target(settings.device), rows,
-        sequences=sequences, swa_full=settings.swa_full,
+        sequences=sequences, swa_full=settings.swa_full, longest=longest,
     )  # fmt: skip
     generator.feed([0])  # loads the kernels, so that the prompt's time does not include it
     return generator

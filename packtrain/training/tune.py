@@ -23,7 +23,7 @@ from packtrain.kernels.runtime import cache_root, writable
 from packtrain.models import transformer
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.arch.architecture import is_matrix
-from packtrain.models.config import Config, check_positions
+from packtrain.models.config import Config, check_context
 from packtrain.models.file import ModelFile, check_vocabularies, open_model
 from packtrain.models.lora import A, B, Lora
 from packtrain.models.merge import Rows, stored_type, write_changed
@@ -47,7 +47,7 @@ from packtrain.training.reference import refers
 from packtrain.training.samples import SampleBatches, row_length
 from packtrain.training.teacher import TeacherBatches
 from packtrain.training.tune_settings import TuneSettings
-from packtrain.words import long_context, plural
+from packtrain.words import plural
 
 CONTEXT = 2048  # at most, without --ctx
 PART = 1 << 16  # values unpacked at a time, while the run holds all its memory
@@ -222,9 +222,7 @@ def _batches(
 ) -> tuple[SampleBatches, SampleBatches | None, Dataset]:
     """Batches for training and validation, as long as the longest sample needs, and their data set."""
     length = settings.ctx or min(config.context_length, CONTEXT)
-    check_positions(config, length)
-    if length > config.context_length:
-        say(long_context(length, config.context_length))
+    check_context(config, length, say)
     dataset = prepare(_recipe(settings, length), writable(cache_root() / "tokens"), say)
     for note in dataset.notes:
         say(note)

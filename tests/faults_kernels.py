@@ -121,6 +121,22 @@ def a_scan_that_begins_with_nothing(patch: MonkeyPatch) -> None:
     kernel(patch, "ssm_scan_cells", wrong)
 
 
+@fault("kernel", value("delta_rule"))
+def a_delta_rule_that_reads_the_keys_of_another_group(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        return lambda *given, tiled, **how: run(*given, tiled=not tiled, **how)
+
+    kernel(patch, "delta_rule", wrong)
+
+
+@fault("kernel", value("delta_rule_back"))
+def a_gradient_of_delta_rules_without_the_decays(patch: MonkeyPatch) -> None:
+    def wrong(run):
+        return lambda out, dy, x, decay, *others, **how: run(out, dy, x, decay * 0, *others, **how)
+
+    kernel(patch, "delta_rule_back", wrong)
+
+
 @fault("kernel", value("rms_norm_back"))
 def rms_norm_back_without_the_mean(patch: MonkeyPatch) -> None:
     def wrong(out, dy, x, w, acc, *, eps, work):

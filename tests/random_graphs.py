@@ -200,8 +200,10 @@ def windows(g: Writer, x: Tensor) -> list[Tensor]:
     states = ops.concat([rows, ops.tanh(rows), ops.tanh(rows)], axis=2)
     steps, decays = ops.sigmoid(g.weight(1, t, 1)), ops.neg(ops.sigmoid(g.weight(1)))
     scanned = ops.ssm_scan(states, steps, decays, g.weight(1), seq, groups=1, width=c)
+    ruled = ops.delta_rule(states, ops.neg(steps), steps, seq, groups=1, width=c, eps=0.1)
     return [
         mixed,
+        ops.reshape(ruled, shape=(t, c)),
         ops.reshape(along, shape=(t, c)),
         ops.scale(ops.reshape(scanned, shape=(t, c)), by=1 / c),
         ops.reshape(columns, shape=(t, 3 * c)),

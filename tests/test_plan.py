@@ -66,6 +66,7 @@ def test_random_graphs_have_everything() -> None:
         "short_conv_cells",
         "short_conv_states",
         "ssm_scan_cells",
+        "delta_rule_cells",
     }
     of_whole_numbers = {"argmax", "argsort", "count_equal"}
     missing = (

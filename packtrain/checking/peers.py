@@ -3,7 +3,7 @@
 from typing import Any
 
 from packtrain import kernels
-from packtrain.checking.peers_states import short_conv, short_conv_cells, ssm_scan
+from packtrain.checking.peers_states import delta_rule, short_conv, short_conv_cells, ssm_scan
 
 torch: Any = kernels.torch()
 
@@ -376,6 +376,6 @@ PEERS |= {
     "alibi": lambda x, slopes, distance: x + slopes[:, None, None] * distance,
     **{f.__name__: f for f in (
         soft_max_sinks, attention_to_all, repeat, pad, norm, pool_1d, conv_2d, conv_2d_back, conv_2d_back_w, conv_1d,
-        soft_cross_entropy, short_conv, short_conv_cells, ssm_scan,
+        soft_cross_entropy, short_conv, short_conv_cells, ssm_scan, delta_rule,
     )},
 }  # fmt: skip

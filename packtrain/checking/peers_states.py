@@ -36,3 +36,29 @@ def ssm_scan(x, delta, a, skip, seq, *, groups, width):
     pairs = since * torch.einsum("bthn,bshn->btsh", of_c, of_b) * delta[:, None]
     y = torch.einsum("btsh,bshp->bthp", pairs, values) + skip[:, None] * values
     return y.reshape(b, t, wide)
+
+
+def delta_rule(x, decay, beta, seq, *, groups, width, tiled, eps):
+    """All tokens at once: those of a chain of corrections solve a triangular system."""
+    (b, t, heads), wide = beta.shape, groups * width
+    q, k, v = x.split((wide, wide, x.shape[-1] - 2 * wide), -1)
+
+    def of_heads(part):
+        part = part.reshape(b, t, groups, width)
+        part = part / (part.square().sum(-1, keepdim=True) + eps).sqrt()
+        many = heads // groups
+        return part.repeat(1, 1, many, 1) if tiled else part.repeat_interleave(many, 2)
+
+    q, k, v = of_heads(q) / width**0.5, of_heads(k), v.reshape(b, t, heads, -1)
+    total = decay.cumsum(1)
+    since = total[:, :, None] - total[:, None]
+    seen = torch.ones(t, t, dtype=torch.bool).tril()[None, :, :, None]
+    if seq is not None:
+        seen = seen & (seq[:, :, None] == seq[:, None])[..., None]
+    since = since.masked_fill(~seen, -1e30).exp().permute(0, 3, 1, 2)
+    between = torch.einsum("bthn,bshn->bhts", k, k) * since
+    system = torch.eye(t, dtype=x.dtype) + (between * beta.mT[..., None]).tril(-1)
+    right = (v * beta[..., None]).transpose(1, 2)
+    added = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    y = torch.einsum("bthn,bshn->bhts", q, k) * since @ added
+    return y.transpose(1, 2).reshape(b, t, -1)

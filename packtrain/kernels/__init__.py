@@ -14,6 +14,7 @@ from packtrain.kernels.crew import set_threads, threads
 __all__ = [
     "AWARE",
     "CONVS",
+    "DELTAS",
     "EXPERTS",
     "LEARNING",
     "OF_OPS",
@@ -55,12 +56,13 @@ LEARNING = (
 EXPERTS = ("experts", "softmax")
 CONVS = ("short_conv",)
 SCANS = ("short_conv", "scan")
+DELTAS = ("delta",)  # of gated delta nets, beside those
 WRITTEN = ("softmax",)  # of attention that is written out
 PACKING = ("quantize",)
 WEIGHING = ("weighing",)  # of quantizing with an importance matrix
 AWARE = ("recoding",)  # of training in the blocks of quantized matrices
 WINDOWS = ("convolution", "windows")  # of convolutions and pools
-OF_OPS = (*EXPERTS, *SCANS, *AWARE, *WINDOWS)  # of graphs of any ops, in training
+OF_OPS = (*EXPERTS, *SCANS, *DELTAS, *AWARE, *WINDOWS)  # of graphs of any ops, in training
 
 
 def torch() -> ModuleType:

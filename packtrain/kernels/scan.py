@@ -8,7 +8,7 @@ import math
 
 from numba import types
 
-from packtrain.kernels.call import each, kernel, part
+from packtrain.kernels.call import each, kernel
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -27,23 +27,12 @@ from packtrain.kernels.simd import (
     store_part,
     total,
 )
+from packtrain.kernels.vectors import add_scaled, begin_lines, begins, copy, dot, fill
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 out4 = rank(4)
 SHARES = 8  # tasks among which the heads of a group are divided in the gradient
 CHANNELS = 64  # of a task of convolutions
-
-
-@part(void(i64, i64, f32))
-def fill(at, size, value):
-    for s in range(0, size, LANES):
-        store_part(at, s, splat(value), size - s)
-
-
-@part(void(i64, i64, i64))
-def copy(to, source, size):
-    for s in range(0, size, LANES):
-        store_part(to, s, load_part(source, s, size - s), size - s)
 
 
 @kernel(void(i64, i64, i64, i64, i64, f32, f32, f32, i64, i64))
@@ -92,27 +81,6 @@ def scan(y, states, x, delta, a, skip, seq, time, groups):
 
 
 # ---- the gradient --------------------------------------------------------------------------------------------
-
-
-@part(void(i64, i64, f32, i64))
-def add_scaled(to, source, by, size):
-    for s in range(0, size, LANES):
-        left = size - s
-        store_part(to, s, fma(load_part(source, s, left), splat(by), load_part(to, s, left)), left)
-
-
-@part(f64(i64, i64, i64))
-def dot(a, b, size):
-    found = splat(0.0)
-    for s in range(0, size, LANES):
-        found = fma(load_part(a, s, size - s), load_part(b, s, size - s), found)
-    return f64(total(found))
-
-
-@part(i64(ids1, i64, i64))
-def begins(seq, t, time):
-    """1 for the first token of a line, or of a sequence within it."""
-    return i64(1) if t % time == 0 or (seq.size > 0 and seq[t] != seq[t - 1]) else i64(0)
 
 
 @kernel(void(i64, i64, i64, i64, f32, f32, i64, i64))
@@ -234,13 +202,7 @@ def scan_back(
 def head_cells(y, states, x, delta, a, skip, line, source, target, groups, h):
     _, heads, p, n = states.shape
     size, group = p * n, h // (heads // groups)
-    for r in range(len(target)):
-        if target[r] >= 0:
-            to = address(states, (target[r] * heads + h) * size)
-            if source[r] >= 0:
-                copy(to, address(states, (source[r] * heads + h) * size), size)
-            else:
-                fill(to, size, f32(0.0))
+    begin_lines(states, source, target, h)
     for t in range(len(x)):
         at, of_y = i64(target[line[t]]), address(y, (t * heads + h) * p)
         if at < 0:

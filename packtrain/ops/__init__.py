@@ -17,6 +17,7 @@ from packtrain.ops.composed import (
     upscale,
 )
 from packtrain.ops.convolution import conv_1d, conv_2d, conv_2d_back, conv_2d_back_w
+from packtrain.ops.delta import delta_rule, delta_rule_back, delta_rule_cells
 from packtrain.ops.diagonal import diag, diag_mask_inf, diag_mask_zero, diagonal
 from packtrain.ops.elementwise import (
     add,
@@ -89,7 +90,7 @@ __all__ = [
     "attention_back", "attention_cells", "attention_to_all", "broadcast_to", "candidates", "cast", "clamp", "clip_gate",
     "concat", "cont", "conv_1d",
     "conv_2d", "conv_2d_back", "conv_2d_back_w", "cos", "count_equal", "cross_entropy", "cross_entropy_back",
-    "cumsum", "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "draw", "dropout", "elu", "erf", "exp",
+    "cumsum", "delta_rule", "delta_rule_back", "delta_rule_cells", "diag", "diag_mask_inf", "diag_mask_zero", "diagonal", "div", "draw", "dropout", "elu", "erf", "exp",
     "experts", "geglu", "geglu_back", "gelu", "gelu_erf", "gelu_quick", "get_rows", "get_rows_back", "group_norm",
     "group_rows", "grown",
     "im2col", "im2col_back", "l2_norm", "leaky_relu", "linear_cross_entropy", "log", "log_soft_max",

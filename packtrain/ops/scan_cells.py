@@ -12,21 +12,21 @@ from packtrain.ops.torch import torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
 
 
-def _want_lines(x: Tensor, line: Tensor, source: Tensor, target: Tensor) -> None:
+def want_lines(x: Tensor, line: Tensor, source: Tensor, target: Tensor) -> None:
     tokens, ids = Spec(x.shape[:1], i32), Spec(source.shape[:1], i32)
     want(line.spec == tokens, f"line is {line.spec}; it must be {tokens}")
     fits = source.spec == target.spec == ids
     want(fits, f"source is {source.spec} and target {target.spec}; they must be equal: i32[R]")
 
 
-def _begin(leaf, source, target):
+def begin(leaf, source, target):
     """Put the states that are read where they will be written."""
     for s, t in zip(source.tolist(), target.tolist(), strict=True):
         if t >= 0:
             leaf[t] = leaf[s] if s >= 0 else 0
 
 
-def _sample_lines(t):
+def sample_lines(t):
     """Tokens of two sequences in turn, one of them new, and padding; states of six."""
     line = constant("line", [(0, 1, 1)[i % 3] if i < t - 1 or t < 3 else 2 for i in range(t)], i32)
     return line, constant("source", [4, -1, -1], i32), constant("target", [0, 3, -1], i32)
@@ -56,14 +56,14 @@ def ssm_scan_cells(
         delta.shape == (*x.shape[:1], heads) and wide == heads * p,
         f"x is {x.spec}, leaf {leaf.spec}",
     )
-    _want_lines(x, line, source, target)
+    want_lines(x, line, source, target)
     return leaf.spec, Spec((x.shape[0], wide))
 
 
 def _scan(out, leaf, x, delta, a, skip, line, source, target, *, groups):
     y, xp = out[1], np if isinstance(x, np.ndarray) else torch
     values, b, c = parts_of(x, delta, groups, leaf.shape[-1])
-    _begin(leaf, source, target)
+    begin(leaf, source, target)
     for t in range(len(x)):
         at = int(target[line[t]])
         if at < 0:
@@ -102,7 +102,7 @@ def ssm_scan_cells_samples():
         delta = constant("delta", random.uniform(0, 0.5, (t, heads)).astype(np.float32))
         a = constant("a", -random.uniform(0.1, 2, heads).astype(np.float32))
         leaf = state("states", (6, heads, p, n))
-        where = _sample_lines(t)
+        where = sample_lines(t)
         yield ssm_scan_cells(leaf, x, delta, a, input("skip", (heads,)), *where, groups=groups)[1]
 
 
@@ -122,13 +122,13 @@ def short_conv_states(
     fits = x.dtype == f32 and w.spec == Spec((channels, taps))
     want(fits, f"x is {x.spec} and w is {w.spec}; they must be f32[T, C] and f32[C, K]")
     want(leaf.spec == kept, f"leaf is {leaf.spec}; it must be {kept}")
-    _want_lines(x, line, source, target)
+    want_lines(x, line, source, target)
     return leaf.spec, Spec((tokens, channels))
 
 
 def _conv(out, leaf, x, w, line, source, target):
     y = out[1]
-    _begin(leaf, source, target)
+    begin(leaf, source, target)
     for t in range(len(x)):
         at, last = int(target[line[t]]), w.shape[1] - 1
         y[t] = x[t] * w[:, -1] if at >= 0 else 0
@@ -159,5 +159,5 @@ def short_conv_states_cpu(out, leaf, x, w, line, source, target, work):
 @short_conv_states.samples
 def short_conv_states_samples():
     for t, c, k in ((1, 1, 2), (5, 20, 4), (30, 70, 4)):
-        leaf, where = state("kept", (6, k - 1, c)), _sample_lines(t)
+        leaf, where = state("kept", (6, k - 1, c)), sample_lines(t)
         yield short_conv_states(leaf, input("x", (t, c)), input("w", (c, k)), *where)[1]

@@ -176,7 +176,9 @@ def through_length(dx, x, by, n):
 
 
 @kernel(void(out2, i64, i64, i64, in2, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64))
-def forward(dx, states, errors, along, dy, x, decay, beta, seq, time, line, query, key, value, h, p, n):
+def forward(
+    dx, states, errors, along, dy, x, decay, beta, seq, time, line, query, key, value, h, p, n
+):
     """A head's tokens: `errors` (time, p), the states before chunks, and dx of queries; along[2] gets dy y."""
     heads, wide, size, first = beta.shape[1], x.shape[1], p * n, line * time
     state = address(states, -(-time // CHUNK) * size)
@@ -195,7 +197,27 @@ def forward(dx, states, errors, along, dy, x, decay, beta, seq, time, line, quer
 
 
 @kernel(
-    void(out2, out2, out2, i64, i64, i64, in2, in2, in2, in2, ids1, i64, i64, i64, i64, i64, i64, i64, i64)
+    void(
+        out2,
+        out2,
+        out2,
+        i64,
+        i64,
+        i64,
+        in2,
+        in2,
+        in2,
+        in2,
+        ids1,
+        i64,
+        i64,
+        i64,
+        i64,
+        i64,
+        i64,
+        i64,
+        i64,
+    )
 )
 def backward(
     dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, line, query, key, value, h, p, n
@@ -214,7 +236,9 @@ def backward(
         )  # fmt: skip
         if not fresh:
             of_k = address(along, time)
-            earlier(dk, missing, before, x, decay, beta, seq, token, time, key, of_k, errors, h, p, n)
+            earlier(
+                dk, missing, before, x, decay, beta, seq, token, time, key, of_k, errors, h, p, n
+            )
         kept += peek(along, 2 * time + t) - by * dot(missing, address(at, value), p)
         if t % CHUNK == 0:
             kept = dot(slope, before, size)
@@ -242,7 +266,9 @@ def of_group(
     for h in range(heads):
         if group_of(h, heads, groups, tiled) == group:
             v = 2 * groups * n + h * p
-            forward(dx, state, wrong, rest, dy, x, decay, beta, seq, time, line, query, key, v, h, p, n)
+            forward(
+                dx, state, wrong, rest, dy, x, decay, beta, seq, time, line, query, key, v, h, p, n
+            )
             backward(
                 dx, ddecay, dbeta, state, wrong, rest, dy, x, decay, beta, seq, time, line, query, key, v, h, p, n
             )  # fmt: skip
@@ -253,7 +279,9 @@ def of_group(
 
 
 @kernel(void(out2, out2, out2, out4, out3, out3, in2, in2, in2, in2, ids1, i64, i64, i64, f32))
-def delta_back(dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, groups, tiled, eps):
+def delta_back(
+    dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, groups, tiled, eps
+):
     """The gradients of delta: a pass forward for the queries', one back for the others.
 
     What a key has of the state before its token comes from the state before the chunk and from what the chunk's tokens
@@ -261,7 +289,23 @@ def delta_back(dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq
 
     states  (lines G, chunks + 1, P, N), errors (lines G, time + 1, P), along (lines G, 3, time): f32, scratch
     """
-    given = (dx, ddecay, dbeta, states, errors, along, dy, x, decay, beta, seq, time, groups, tiled, eps)
+    given = (
+        dx,
+        ddecay,
+        dbeta,
+        states,
+        errors,
+        along,
+        dy,
+        x,
+        decay,
+        beta,
+        seq,
+        time,
+        groups,
+        tiled,
+        eps,
+    )
     each(of_group, given, len(states))
 
 

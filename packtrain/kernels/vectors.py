@@ -3,7 +3,17 @@
 from numba import types
 
 from packtrain.kernels.call import part
-from packtrain.kernels.simd import LANES, address, fma, ids1, load_part, rank, splat, store_part, total
+from packtrain.kernels.simd import (
+    LANES,
+    address,
+    fma,
+    ids1,
+    load_part,
+    rank,
+    splat,
+    store_part,
+    total,
+)
 
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 out4 = rank(4)

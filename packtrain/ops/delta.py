@@ -279,9 +279,7 @@ def delta_rule_cells_torch(out, leaf, x, *given, **how):
 
 
 @delta_rule_cells.kernel("cpu")
-def delta_rule_cells_cpu(
-    out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps
-):
+def delta_rule_cells_cpu(out, leaf, x, decay, beta, line, source, target, *, groups, tiled, eps):
     where = line, source, target
     kernels.delta.delta_cells(out[1], leaf, x, decay, beta, *where, groups, int(tiled), eps)
 

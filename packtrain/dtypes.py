@@ -6,6 +6,7 @@ from packtrain.types import (
     floats,
     integers,
     iq,
+    iq4,
     k,
     k_small,
     legacy,
@@ -24,7 +25,7 @@ __all__ = [
     "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
 ]  # fmt: skip
 
-ROOMS = (floats, integers, legacy, k, k_small, iq, mx, ternary, rounded, recode, weighed)
+ROOMS = (floats, integers, legacy, k, k_small, iq, mx, ternary, rounded, recode, weighed, iq4)
 BLOCKS = sorted((t for t in KNOWN.values() if t.quantized), key=lambda t: t.number or 0)
 BLOCK_TYPES = {t.name: t for t in BLOCKS}
 DTYPES = {name: t for name, t in KNOWN.items() if not t.quantized} | BLOCK_TYPES

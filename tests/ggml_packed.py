@@ -16,8 +16,11 @@ import numpy as np
 from packtrain.dtypes import DTYPES, Dtype
 
 RECORD = Path(__file__).parent / "goldens" / "packed.json"
-PLAIN = ("q2_K", "q3_K")  # packed bit for bit without weights
-WEIGHED = ("q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K")  # and with them
+PLAIN = ("q2_K", "q3_K", "iq4_nl", "iq4_xs")  # packed bit for bit without weights
+WEIGHED = (  # and with them
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K"),
+    *("iq4_nl", "iq4_xs"),
+)
 ROWS = ("odd", "normal", "heavy", "positive")
 
 

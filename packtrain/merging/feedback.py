@@ -49,15 +49,14 @@ class Feedback:
         step, low = np.ascontiguousarray(grid.step.T), np.ascontiguousarray(grid.low.T)
         with np.errstate(divide="ignore"):
             inverse = np.where(step != 0, 1 / step, np.float32(0))
-        group, most, total = self.order // grid.group, np.float32(grid.levels - 1), 0.0
+        group, total = self.order // grid.group, 0.0
         errors = np.empty((BLOCK, aim.shape[1]), np.float32)
         for start in range(0, len(aim), BLOCK):
             stop = min(start + BLOCK, len(aim))
             for at in range(start, stop):
                 g = group[at]
-                code = np.rint((aim[at] - low[g]) * inverse[g])
-                np.clip(code, 0, most, out=code)
-                codes[at] = code
+                codes[at] = grid.nearest((aim[at] - low[g]) * inverse[g])
+                code = grid.steps(codes[at])
                 code *= step[g]
                 code += low[g]
                 code -= aim[at]

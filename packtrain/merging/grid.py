@@ -20,12 +20,24 @@ class Grid:
     """The values that rows of a type can take: codes 0 .. levels - 1 in groups.
 
     step, low  (rows, groups)  f32
+    table      (levels,)       f32, what codes stand for; None: themselves
     """
 
     step: np.ndarray
     low: np.ndarray
     group: int
     levels: int
+    table: np.ndarray | None = None
+
+    def nearest(self, steps: np.ndarray) -> np.ndarray:
+        """The nearest codes of values in steps, f32 or integers."""
+        if self.table is None:
+            return np.clip(np.rint(steps), 0, np.float32(self.levels - 1))
+        return np.searchsorted((self.table[1:] + self.table[:-1]) / 2, steps, "right")
+
+    def steps(self, codes: np.ndarray) -> np.ndarray:
+        """Codes u8 as values in steps, a new array f32."""
+        return codes.astype(np.float32) if self.table is None else self.table[codes]
 
 
 def grid_of(rows: np.ndarray) -> Grid:
@@ -37,7 +49,7 @@ def grid_of(rows: np.ndarray) -> Grid:
     step = parts[0]
     low = parts[1] if layout.low is None else step * np.float32(layout.low)
     step, low = (np.ascontiguousarray(part).reshape(len(raw), -1) for part in (step, low))
-    return Grid(step, low, layout.group, layout.levels)
+    return Grid(step, low, layout.group, layout.levels, layout.table)
 
 
 def codes_of(rows: np.ndarray) -> np.ndarray:

@@ -155,7 +155,7 @@ class _Rules:
         first = FEW_VALUES if self.mix.few else FIRST_VALUES
         usual = self.mix.shared if self.mix.shared and self._sharing() else self.mix.values
         dtype = self._instead(i, first, self.values, usual)
-        return (self._is_70b() and dtype.richer) or dtype
+        return q5_K if dtype in (q3_K, q4_K) and self._is_70b() else dtype
 
     def _is_70b(self) -> bool:
         """Whether this is a 70B with few value heads, which get more bits."""
@@ -170,8 +170,9 @@ class _Rules:
         self.seen["ffn_down"] += 1
         if self.experts > 1:  # a block has several
             i = _block(name) or 0
-        if self.weighed and self.mix.weighed and i < self.blocks // FIRST_SHARE:
-            return self.mix.weighed
+        first = self.mix.weighed if self.weighed else self.mix.unweighed
+        if first and i < self.blocks // FIRST_SHARE:
+            return first
         share = FEW_SHARE if self.mix.few else FIRST_SHARE
         return self._instead(i, self.blocks // share, self.blocks, self.mix.down)
 

@@ -3,9 +3,8 @@
 import numpy as np
 
 from packtrain.types.grids import ONE, THREE_S, THREE_XXS, TWO_S, TWO_XS, TWO_XXS
-from packtrain.types.k import q2_K, q3_K, q4_K
-from packtrain.types.legacy import q5_0
-from packtrain.types.room import packed
+from packtrain.types.k import q2_K, q3_K, q4_K, q5_K
+from packtrain.types.room import Bytes, Layout, packed
 from packtrain.types.words import (
     Floats,
     byte_at,
@@ -47,8 +46,24 @@ iq3_xxs, iq3_s = (
     packed("iq3_xxs", 18, 256, 98, instead=q3_K),
     packed("iq3_s", 21, 256, 110, instead=q4_K),
 )
-iq4_nl = packed("iq4_nl", 20, 32, 18, instead=q5_0)
-iq4_xs = packed("iq4_xs", 23, 256, 136, instead=q4_K)
+
+
+def six_bits(raw: Bytes) -> tuple[np.ndarray]:
+    """Scales of iq4_xs: the low four bits of all eight, and in front of them the other two."""
+    ways = np.arange(8, dtype=np.uint8)
+    low, high = raw[..., 4 + ways // 2] >> ways % 2 * 4, raw[..., 2 + ways // 4] >> ways % 4 * 2
+    return (((low & 15) | (high & 3) << 4).astype(f32) - f32(32),)
+
+
+iq4_nl = packed(*("iq4_nl", 20, 32, 18), richer=q5_K, layout=Layout(32, 16, 0, (0,), 2, table=NL))
+iq4_xs = packed(
+    *("iq4_xs", 23, 256, 136),
+    smaller=iq4_nl,
+    richer=q5_K,
+    layout=Layout(32, 16, 0, (0,), 8, runs=8, scales=six_bits, table=NL),
+)
+iq4_nl.mix("IQ4_NL", 25, shared=q5_K, unweighed=q5_K)
+iq4_xs.mix("IQ4_XS", 30, shared=q5_K, unweighed=q5_K)
 
 
 @part

@@ -29,6 +29,7 @@ class Layout:
     bits    how many low bits: four or two
     high    place of the bits above, and number of runs, likewise
     scales  the integers that halves are multiplied by, (rows, blocks, groups) f32 for each; None: 1
+    table   the values that codes stand for in the equation, rising, f32; None: the codes themselves
     """
 
     group: int
@@ -41,6 +42,7 @@ class Layout:
     high: int = 0
     high_runs: int = 1
     scales: Callable[[Bytes], tuple[np.ndarray, ...]] | None = None
+    table: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Mix:
     down      type of ffn_down,  attended  of attn_output,  embedding  of token embeddings
     first     type of the first values and ffn_down; `few` of them: two, and a sixteenth of the blocks
     spread    their type in the first and last eighth of the blocks, and every third between
-    weighed   type of the first ffn_down with an importance matrix
+    weighed   type of the first ffn_down with an importance matrix,  unweighed  without one
     """
 
     name: str
@@ -66,6 +68,7 @@ class Mix:
     few: bool = False
     spread: "Dtype | None" = None
     weighed: "Dtype | None" = None
+    unweighed: "Dtype | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,8 +32,10 @@ class Grid:
     def nearest(self, steps: np.ndarray) -> np.ndarray:
         """The nearest codes of values in steps, f32 or integers."""
         if self.table is None:
-            return np.clip(np.rint(steps), 0, np.float32(self.levels - 1))
-        return np.searchsorted((self.table[1:] + self.table[:-1]) / 2, steps, "right")
+            codes: np.ndarray = np.clip(np.rint(steps), 0, np.float32(self.levels - 1))
+        else:
+            codes = np.searchsorted((self.table[1:] + self.table[:-1]) / 2, steps, "right")
+        return codes
 
     def steps(self, codes: np.ndarray) -> np.ndarray:
         """Codes u8 as values in steps, a new array f32."""

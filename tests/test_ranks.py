@@ -68,7 +68,7 @@ def test_a_process_alone_exchanges_nothing():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("zero", ["0", "1"])
+@pytest.mark.parametrize("zero", ["0", "1", "2"])
 def test_ranks_that_exchange_whole_buckets_keep_to_their_plan(folder, zero):
     """Also without a limit: an exchange takes nothing that is not planned."""
     sizes = ["--dim", "256", "--layers", "2", "--ffn", "512", "--iters", "6"]
@@ -89,8 +89,13 @@ def test_two_and_four_ranks_train_as_one_and_with_the_same_bits_each_time(folder
         end = metrics.read(folder / f"{name}.run/metrics.jsonl")[-1]
         assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 400 << 20
     same(folder, "two", "zero")  # a second run, and one that shares out the moments
-    done(train(folder, "four", *asked, "--nproc", "4"))
-    close(folder, "one", "four", 200)
+    for name in ("scatter", "again"):  # and one that shares out the sums of gradients
+        done(train(folder, name, *asked, "--nproc", "2", "--zero", "2"))
+    close(folder, "one", "scatter", 200)
+    same(folder, "scatter", "again")
+    for name, more in (("four", []), ("fours", ["--zero", "2"])):
+        done(train(folder, name, *asked, "--nproc", "4", *more))
+        close(folder, "one", name, 200)
 
 
 @pytest.mark.torch
@@ -108,6 +113,29 @@ def test_moments_that_are_shared_out_take_their_share_of_the_plan_and_are_saved_
     same(folder, "all", "half")
     said = done(train(folder, "half", "--iters", "9", "--resume", "--nproc", "1"))
     assert "the run had 4 processes and has 1 now" in said
+
+
+@pytest.mark.torch
+def test_sums_of_gradients_that_are_shared_out_have_the_same_bits_without_clipping(folder):
+    asked = [
+        "--iters",
+        "6",
+        "--batch-size",
+        "4",
+        "--max-grad-norm",
+        "0",
+        "--lr-scheduler",
+        "constant",
+    ]
+    for zero in ("1", "2"):
+        done(train(folder, f"parts{zero}", *asked, "--nproc", "2", "--zero", zero))
+    plans = [json.loads((folder / f"parts{zero}.run/plan.json").read_text()) for zero in ("1", "2")]
+    whole, part = (plan["gradient_bytes"] for plan in plans)
+    assert whole / 2 <= part <= whole / 2 + 64 * len(moments(folder, "parts1"))
+    same(folder, "parts1", "parts2", norms=False)
+    done(train(folder, "parts2", *asked, "--iters", "8", "--resume", "--nproc", "4", "--zero", "2"))
+    done(train(folder, "parts1", *asked, "--iters", "8", "--resume", "--nproc", "4"))
+    same(folder, "parts1", "parts2", norms=False)
 
 
 def moments(folder: Path, name: str) -> list[str]:
@@ -182,6 +210,21 @@ def test_a_plan_for_ranks_says_what_their_link_costs_and_what_their_share_of_mom
     sent = 2 * 3 / 4 * 4 * 18_016 / (10e6 / 8)  # of 18,016 gradients, in seconds
     assert whole == also and whole / 4 <= part <= whole / 4 + 2
     assert fast + 0.8 * sent < slow and slow + 0.4 * sent < slowest
+
+
+def test_a_plan_for_ranks_says_what_sums_that_are_shared_out_cost(folder, capsys):
+    """Half travels in the backward pass, half after the update: as much as with moments shared out."""
+    found = {}
+    for zero in ("0", "1", "2"):
+        flags = ["--batch-size", "4", "--ranks", "4", "--link", "10Mbit", "--zero", zero]
+        assert main(["plan", "train", *train(folder, "planned", *flags)[4:]]) == 0
+        said = capsys.readouterr().out
+        (seconds,) = re.findall(r"each of 4 processes: (\S+) s a step", said)
+        (nbytes,) = re.findall(r"gradients +(\S+) KiB", said)
+        found[zero] = float(seconds), float(nbytes)
+    assert found["0"][1] == found["1"][1] and found["2"][1] < found["0"][1] / 3
+    sent = 2 * 3 / 4 * 4 * 18_016 / (10e6 / 8)  # of 18,016 gradients, in seconds
+    assert sent <= found["2"][0] < found["1"][0] and found["0"][0] < found["2"][0] + sent
 
 
 def test_transfers_go_one_after_the_other_once_they_are_ready():

@@ -31,10 +31,10 @@ def whole(folder: Path, name: str) -> None:
     done(train(folder, name, "--iters", "4", "--resume"))
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_the_others_and_the_checkpoint_is_whole(folder, killed):
-    name = f"killed{killed}"
-    started = by_hand(train(folder, name, *ENDLESS), [], [])
+@pytest.mark.parametrize(("killed", "zero"), [(0, "0"), (1, "0"), (1, "2")])
+def test_a_killed_rank_ends_the_others_and_the_checkpoint_is_whole(folder, killed, zero):
+    name = f"killed{killed}{zero}"
+    started = by_hand(train(folder, name, *ENDLESS, "--zero", zero), [], [])
     begun(folder / f"{name}.run/checkpoint.gguf", started)
     started[killed].kill()
     said = errors(started, 30)[1 - killed]

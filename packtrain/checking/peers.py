@@ -243,9 +243,18 @@ def pool_2d(x, *, largest, window, stride, padding):
     return pool(x, window, stride or window, padding)
 
 
+def reduce_scatter(total, g, fresh, *, share):
+    part = -(-len(g) // (share[1] * 16)) * 16  # parts begin at multiples of 16
+    own = g.split(part)[share[0]]
+    return own if fresh else total + own
+
+
 PEERS: dict[str, Any] = {
     "accumulate": lambda total, g, fresh: g if fresh else total + g,
     "opt_momentum": lambda b, g, by, gate: by * b + g * gate if gate.isfinite() else b,
+    "reduce_scatter": reduce_scatter,
+    "arrive": lambda total, g: total,
+    "all_reduce": lambda x: x,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,

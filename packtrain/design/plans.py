@@ -75,6 +75,7 @@ class StepShape:
     evaluations of loss and gradient per step, by the optimizer; with more than one the update is a separate graph
     ranks       processes that do the same on other rows and add their gradients before the update
     share       number of this process among those that share out the moments; None: it has all
+    scatter     and the sums of gradients, too
     base        the model file that is tuned; None: train a new model
     max_norm    clip gradients to this global norm, and then each of their values to `max_value`
     distill     what a teacher has to say counts, too
@@ -94,6 +95,7 @@ class StepShape:
     evaluations: int = 1
     ranks: int = 1
     share: Share | None = None
+    scatter: bool = False
     base: Base | None = None
     max_value: float | None = None
     preference: Preference | None = None
@@ -262,9 +264,8 @@ def held_nbytes(leaves: Iterable[Tensor], target: Target) -> int:
 
 def is_mapped(shape: StepShape, leaf: Tensor) -> bool:
     """Whether a leaf is mapped from the file of the base."""
-    if shape.base is None or leaf.kind != "weight":
-        return False
-    return not shape.base.trains(shape.config, leaf)
+    base = shape.base
+    return base is not None and leaf.kind == "weight" and not base.trains(shape.config, leaf)
 
 
 def packed_types(shape: StepShape) -> set[Dtype]:
@@ -294,7 +295,7 @@ def loop_nbytes(shape: StepShape, calls: int) -> int:
     # tokens, targets, weights, pos, seq, and which targets are an answer's, or what a teacher says
     more = shape.pairs + (shape.distill.top + 1 if shape.distill else 0)
     batch = (5 + 2 * more) * 4 * shape.rows * shape.time
-    # as they come, with their share of the loss, and together, or those of the step before
+    # as they come, with their share of the loss, and together or those before
     times = 3 if shape.layered or shape.evaluations > 1 else 2
     own = LOOP_NBYTES + THREADS_NBYTES * (shape.ranks > 1)
     return own + BOUND_NBYTES * calls + times * batch * shape.micros
@@ -343,7 +344,8 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     """A graph of a run, with the stream through the blocks that its backward pass reaches."""
     weights, trained = leaves(shape)
     if name == UPDATE:
-        return Built(updating(trained, optimizer, share=shape.share, **shape.clipping), [], {})
+        kind = shape.share, shape.scatter
+        return Built(updating(trained, optimizer, *kind, **shape.clipping), [], {})
     parts = shape.micros if shape.layered and name != EVALUATE else 1
     config = shape.config.still if name == EVALUATE else shape.config
     chosen, how = shape.preference, {"chunk": shape.chunk, "parts": parts}
@@ -360,7 +362,8 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
     stream = loss.blocks[first:]
     keep = None if shape.keep is None else shape.keep.ranks(stream)
     if name == MICRO:
-        graph = accumulating(outputs, trained, keep=keep, inner=inner)
+        own = shape.share if shape.scatter else None
+        graph = accumulating(outputs, trained, keep=keep, inner=inner, share=own)
     elif name == MEASURE:
         graph = measuring(outputs, trained, keep=keep, inner=inner)
     elif name == APPLY:

@@ -60,12 +60,29 @@ def shared(plans: Plans, rates: cost.Rates, link: float) -> Shared:
     sent = [(at, sum(t.spec.size for t in sums)) for at, sums in buckets_of(micro)]
     durations = [transfer_seconds(n, ranks, rates, link) for _, n in sent]
     late = last_arrival(_ready(micro, rates, [at for at, _ in sent]), durations) - one
+    busy, stalled = _scattered(plans, rates, link)
     messages = MESSAGES * LATENCY
     spread = 0.0
     if plans.shape.share is not None:
         numbers = sum(plans.leaves[name].spec.size for name in plans.trained)
         spread = transfer_seconds(numbers, ranks, rates, link) / 2
-    return Shared(computing, sum(durations) + messages + spread, max(late, 0.0) + messages + spread)
+    waiting = max(late, 0.0) + times[MICRO] * stalled + messages + spread
+    return Shared(computing, sum(durations) + times[MICRO] * busy + messages + spread, waiting)
+
+
+def _scattered(plans: Plans, rates: cost.Rates, link: float) -> tuple[float, float]:
+    """Seconds that the link is busy, and that a micro-batch waits for it, where its sums are shared out."""
+    micro, ranks = plans.placed[MICRO], plans.shape.ranks
+    read = {t for step in micro.steps for t in step.reads}
+    now = free = busy = stalled = 0.0
+    for step in micro.steps:
+        now += cost.call_seconds(step, rates, read)
+        if step.op.name == "reduce_scatter":
+            transfer = transfer_seconds(step.reads[1].spec.size, ranks, rates, link) / 2
+            free, busy = max(free, now) + transfer, busy + transfer
+        elif step.op.name == "arrive" and free > now:
+            now, stalled = free, stalled + free - now
+    return busy, stalled
 
 
 def transfer_seconds(numbers: int, ranks: int, rates: cost.Rates, link: float) -> float:

@@ -10,7 +10,9 @@ from packtrain.dtypes import i64
 from packtrain.grad import Keep, differentiate
 from packtrain.graph import Graph
 from packtrain.optim.optimizer import Given, Optimizer
-from packtrain.optim.parts import Share, parts
+from packtrain.optim.over_ranks import all_reduce, arrive, reduce_scatter
+from packtrain.optim.parts import Share, own_sum, parts
+from packtrain.ranks import BUCKET
 from packtrain.tensor import GraphError, Tensor, input, named, state
 
 ROUNDING = "rounding"  # the input for stochastic rounding of bf16 weights: seed and step
@@ -91,39 +93,62 @@ def accumulating(
     *,
     keep: Keep = None,
     inner: Inner = None,
+    share: Share | None = None,
 ) -> Graph:
     """Gradient accumulation, one micro-batch: forward, backward, and each gradient added to its state `g/<name>`.
 
     The input `fresh` () is 1 for the first micro-batch of a step, which resets the sums, else 0.
+
+    share  keep only this process's parts of the sums over all ranks, `g/part/<name>`, where each of them has one
     """
     _check(trained)
-    fresh, handles = input("fresh", ()), list[Tensor]()
+    fresh, handles, leaving = input("fresh", ()), list[Tensor](), list[Pair]()
+
+    def settle() -> None:
+        handles.extend(arrive(*one) for one in leaving)
+        leaving.clear()
 
     def add(w: Tensor, g: Tensor) -> None:
-        handles.append(ops.accumulate(_sum_of(w), g, fresh))
+        own = own_sum(w, share)
+        if own is None or share is None:
+            handles.append(ops.accumulate(_sum_of(w), g, fresh))
+            return
+        if sum(one.spec.size for _, one in leaving) + g.spec.size > BUCKET:
+            settle()
+        leaving.append((reduce_scatter(own[1], g, fresh, share=share), g))
 
     differentiate(outputs["loss"], list(trained), keep, add, inner)
+    settle()
     return Graph(outputs, handles)
 
 
 def updating(
     trained: Collection[Tensor],
     optimizer: Optimizer,
+    share: Share | None = None,
+    scatter: bool = False,
+    /,
     *,
     max_norm: float | None = None,
     max_value: float | None = None,
-    share: Share | None = None,
 ) -> Graph:
     """The graph that ends an accumulated step: updates from the sums `g/<name>`; input `loss` () is their loss.
 
-    share  update only this process's parts of the weights, and keep moments for no others
+    share    update only this process's parts of the weights, and keep moments for no others
+    scatter  the sums are parts, too, see `accumulating`
     """
     _check(trained)
     update = _Update(optimizer, input("loss", ()), max_norm, max_value)
-    sums = [(w, _sum_of(w)) for w in trained]
+    found = {w: own_sum(w, share) if scatter else None for w in trained}
+    own = [pair for pair in found.values() if pair is not None]
+    sums = [(w, _sum_of(w)) for w, pair in found.items() if pair is None]
+    for w, g in own:
+        update.measure(w, g)
+    if own:
+        update.squares.append(all_reduce(update.squares[-1]))
     for w, g in sums:
         update.measure(w, g)
-    more, handles = update.measured(sums if share is None else [*parts(sums, share)])
+    more, handles = update.measured([*own, *(sums if share is None else parts(sums, share))])
     return Graph({"squares": named("squares", update.squares[-1]), **more}, handles)
 
 

@@ -18,6 +18,15 @@ def part_of_weight(w: Tensor, share: Share) -> Tensor | None:
     return state(f"{PART}{w.name}", shape, w.dtype, role=None) if count else None
 
 
+def own_sum(w: Tensor, share: Share | None) -> tuple[Tensor, Tensor] | None:
+    """The process's part of a weight and of the sum of its gradients; None where some process would have none."""
+    if share is None or part_of_weight(w, (share[1] - 1, share[1])) is None:
+        return None
+    part = part_of_weight(w, share)
+    assert part is not None  # the last process has the smallest
+    return part, state(f"g/{part.name}", part.shape, role="sum")
+
+
 def parts(
     pairs: Collection[tuple[Tensor, Tensor]], share: Share
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -47,6 +47,10 @@ class Exchange:
         """Each rank has an equal run of each array's numbers, see `part_of`; all get all of them."""
         self._give(lambda: self._spread(arrays, rank))
 
+    def reduce_scatter(self, array: np.ndarray, part: np.ndarray, fresh: bool) -> None:
+        """This rank's run of the sum of a flat f32 array becomes `part`, or is added to it."""
+        self._give(lambda: self._reduce_scatter(array, part, fresh))
+
     def wait(self) -> None:
         """Until all jobs are done. Raises what one of them raised."""
         with self.changed:
@@ -99,6 +103,20 @@ class Exchange:
             self._to_all(first)
             for piece, place in _places(pieces, theirs):
                 piece[:] = place
+
+    def _reduce_scatter(self, array: np.ndarray, part: np.ndarray, fresh: bool) -> None:
+        every = [array[part_of(array.size, i, self.size)] for i in range(self.size)]
+        for ((_, start, end),) in _runs([every[0].size], BUCKET // self.size):
+            count = (end - start) * self.size
+            mine, theirs = (all[:count].reshape(self.size, -1) for all in (self.mine, self.theirs))
+            for piece, place in zip(every, mine, strict=True):
+                place[: piece[start:end].size] = piece[start:end]
+            self._move(theirs.reshape(-1), mine.reshape(-1))
+            first, *others = theirs
+            for other in others:
+                first += other
+            own = part[start:end]
+            own[:] = first[: own.size] if fresh else own + first[: own.size]
 
     def _spread(self, arrays: Sequence[np.ndarray], rank: int) -> None:
         every = [

@@ -4,6 +4,7 @@ import atexit
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,7 +16,7 @@ import numpy as np
 
 from packtrain.errors import InputError, RankLost, printable
 from packtrain.ranks.beats import RESUME, SILENT_SECONDS, Heart
-from packtrain.ranks.exchange import BUCKET, Exchange, gathering
+from packtrain.ranks.exchange import BUCKET, Exchange, gathering, part_of
 
 JOIN = timedelta(minutes=10)  # for all ranks to come
 # of a rank for the others, while they live: rank 0 may write a large file
@@ -27,6 +28,7 @@ class World:
     """`size` processes, of which this is number `rank`. This one: a process alone."""
 
     rank, size = 0, 1
+    waited = 0.0  # seconds, so far, in which nothing was done but to wait for an exchange
 
     @property
     def seconds(self) -> float:
@@ -48,8 +50,16 @@ class World:
     def spread(self, arrays: Sequence[np.ndarray]) -> None:
         """Each rank has its own part of each f32 array, see `part_of`; all get all parts, when `arrived` returns."""
 
+    def reduce_scatter(
+        self, array: np.ndarray, part: np.ndarray, fresh: bool, share: tuple[int, int]
+    ) -> None:
+        """This rank's numbers of the sum of a flat f32 array over all ranks become `part`, or are added to it, when
+        `arrived` returns."""
+        own = array[part_of(array.size, *share)]
+        part[:] = own if fresh else part + own
+
     def arrived(self) -> None:
-        """Until the sums of all that was sent are there."""
+        """Until all that was sent is there."""
 
     def from_first(self, value: Any) -> Any:
         """The value of rank 0. The others wait for it."""
@@ -102,8 +112,15 @@ class Group(World):
     def spread(self, arrays: Sequence[np.ndarray]) -> None:
         self.exchange.spread(arrays, self.rank)
 
+    def reduce_scatter(
+        self, array: np.ndarray, part: np.ndarray, fresh: bool, share: tuple[int, int]
+    ) -> None:
+        self.exchange.reduce_scatter(array, part, fresh)
+
     def arrived(self) -> None:
+        began = time.perf_counter()
         self.exchange.wait()
+        self.waited += time.perf_counter() - began
 
     @property
     def seconds(self) -> float:

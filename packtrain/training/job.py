@@ -276,6 +276,7 @@ def shape_of(
         evaluations=optimizer.evaluations,
         ranks=ranks,
         share=_share(settings, optimizer, base),
+        scatter=settings.zero > 1,
         base=base,
         max_value=value,
     )
@@ -304,10 +305,11 @@ def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None)
         return None
     if not optimizer.by_parts:
         raise InputError(
-            f"--zero 1: {optimizer.name} updates whole matrices, so its moments cannot be shared out; leave out --zero"
+            f"--zero {settings.zero}: {optimizer.name} updates whole matrices, so its moments cannot be shared out;"
+            " leave out --zero"
         )
     if base is not None and base.masters != f32:
-        raise InputError(f"--zero 1 needs trained weights in f32, not {base.masters}")
+        raise InputError(f"--zero {settings.zero} needs trained weights in f32, not {base.masters}")
     return here().rank, here().size
 
 

@@ -223,9 +223,10 @@ class RunSettings:
     )
     zero: int = MEMORY(
         0,
-        "1: processes share out the moments of the optimizer, of which each has a part (ZeRO-1); same bits",
+        "processes share out, so that each has a part: 1: the optimizer's moments (ZeRO-1), with the same bits; 2:"
+        " sums of gradients, too (ZeRO-2)",
         least=0,
-        most=1,
+        most=2,
     )
     resume: bool = OUTPUT(False, "continue from the last checkpoint in the run folder, bit for bit")
     force_reshuffle: bool = OUTPUT(

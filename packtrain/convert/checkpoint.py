@@ -16,6 +16,9 @@ OTHERS = (
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
 )
 UNUSED = ".rotary_emb.inv_freq"  # computed from the config
 

@@ -75,6 +75,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         tied=given.flag("tie_word_embeddings", family.tied),
         architecture=architecture.name,
         optional=family.optional(given) if family.optional else _biases(given, family),
+        **family.kinds(given),
     )
     tensors = tensors_of(checkpoint, config, family)
     keys = _common(given, sizes, architecture, family) | _rope(given, architecture, family)
@@ -82,6 +83,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     metadata = {"general.architecture": Value("string", architecture.name)}
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
     computed = _factors(given, sizes.head_width)
+    computed |= {FACTORS: family.factors(given)} if family.factors else {}
     return Description(metadata, tensors, computed, sizes.vocab_size, family.space_prefix)
 
 

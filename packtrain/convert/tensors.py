@@ -14,7 +14,7 @@ from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
 from packtrain.models.arch.architecture import BARE, Changed, Experts, Family
 from packtrain.models.config import Config
-from packtrain.models.shapes import POSITIONS, block_shapes
+from packtrain.models.shapes import POSITIONS, block_shapes, shapes
 
 HEAD = "lm_head."
 FLAT = (*BARE, "ssm_norm")  # which have one axis in checkpoints
@@ -172,6 +172,11 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
     if names.positions:
         learned = f"{names.prefix}{names.positions}.weight", (config.context_length, width)
         tensors.append(Tensor(POSITIONS, (found.take(*learned),)))
+    every = shapes(config)
+    for module, name in names.outside.items():
+        if (weight := f"{name}.weight") in every:
+            stored = found.take(f"{names.prefix}{module}.weight", every[weight])
+            tensors.append(Tensor(weight, (stored,)))
     for i in range(config.block_count):
         tensors += _block(found, i, config, family)
     norm = f"{names.prefix}{names.norm}"

@@ -5,14 +5,17 @@ Activations have the names of GGUF tensors; a Mixer is what mixes the values of 
 
 from packtrain import ops
 from packtrain.models import latent, scanning
-from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT, SCAN_OUT
+from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT, LAYER_SCALE, SCAN_OUT
 from packtrain.models.config import Config
 from packtrain.models.part import Block, Mixer, Tables, Weights
 from packtrain.tensor import Tensor
 
 
-def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
-    """One transformer block: h (..., C) -> (..., C)."""
+def block(
+    config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: Mixer,
+    embeddings: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One transformer block: h (..., C) -> (..., C); embeddings (..., L, P), if blocks have some of their own."""
     part, traits = Block(config, w, i), config.traits
     x = read = part.saved(part.norm("attn_norm", h)) if traits.pre_norms else h
     if config.has("attn_norm_2"):
@@ -27,34 +30,57 @@ def block(config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: 
         h = part.join(SCAN_OUT, scanning.mixed(part, read, mixer), "", h)
     if not config.parallel:
         x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
-    return feed_forward(part, x, h)
+    h = feed_forward(part, x, h)
+    h = h if embeddings is None else embedded(part, h, embeddings)
+    return ops.mul(h, part.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
+
+
+def embedded(part: Block, h: Tensor, embeddings: Tensor) -> Tensor:
+    """h (..., C), and what the block makes of its own embeddings of the tokens, gated by h. Google, Gemma 3n."""
+    axis = len(embeddings.shape) - 2
+    own = ops.cont(ops.narrow(embeddings, axis=axis, start=part.number, length=1))
+    gate = part.saved(part.linear("inp_gate", part.saved(h)))
+    own = ops.reshape(own, shape=gate.shape)
+    y = part.saved(part.named("inp_gated", ops.geglu(gate, own)))
+    return ops.add(part.norm("post_norm", part.saved(part.linear("proj", y))), h)
 
 
 def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     """The heads' mixed values, side by side: x (..., C) -> (..., H D)."""
     config, i = part.config, part.number
     traits = config.traits
-    q = part.heads("attn_q", x, config.head_count)
-    k = part.heads("attn_k", x, config.head_count_kv)
-    v = part.heads("attn_v", x, config.head_count_kv)
+    qk, v = [part.heads("attn_q", x, config.head_count)], None
+    if config.source_of(i) == i:
+        qk.append(part.heads("attn_k", x, config.kv_heads_of(i)))
+        v = values(part, x, qk[1])
     by_heads = traits.head_norms or config.has("attn_q_norm")
     if by_heads and not traits.late_norms:
-        q, k = part.norm_heads(q, k)
+        qk = part.norm_heads(qk)
     rope = config.rope_of(i)
     if rope is not None:
-        for_q, for_k = tables[rope]
-        q = part.named("q_rope", ops.rope(q, for_q, neox=traits.halves))
-        k = part.named("k_rope", ops.rope(k, for_k, neox=traits.halves))
+        turned = zip("qk", qk, tables[rope], strict=False)
+        qk = [part.named(f"{n}_rope", ops.rope(x, t, neox=traits.halves)) for n, x, t in turned]
         if config.plain_norms:
-            q, k = (ops.rms_norm(part.saved(x), eps=config.rms_eps) for x in (q, k))
+            qk = [ops.rms_norm(part.saved(x), eps=config.rms_eps) for x in qk]
     elif traits.warmth:
-        q = ops.mul(q, tables[None][0])
+        qk[0] = ops.mul(qk[0], tables[None][0])
     if traits.late_norms:
-        q, k = part.norm_heads(q, k)
+        qk = part.norm_heads(qk)
     sinks = part.weight("attn_sinks") if traits.sinks else None
-    q, k, v = map(part.saved, (q, k, v))
-    y = mixer.attend(i, q, k, v, sinks)
-    return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.head_width))
+    q, *k = map(part.saved, qk)
+    own = (k[0], part.saved(v)) if k and v is not None else (None, None)
+    y = mixer.attend(i, q, *own, sinks)
+    return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.width_of(i)))
+
+
+def values(part: Block, x: Tensor, k: Tensor) -> Tensor:
+    """The values of heads, (..., K, D); k are the keys as they come from their matrix."""
+    config, i = part.config, part.number
+    like_keys = config.keys_are_values and not config.near(i)
+    v = k if like_keys else part.heads("attn_v", x, config.kv_heads_of(i))
+    if not config.traits.value_norms:
+        return v
+    return part.named("attn_v_norm", ops.rms_norm(part.saved(v), eps=config.rms_eps))
 
 
 def short_conv(part: Block, x: Tensor, mixer: Mixer) -> Tensor:

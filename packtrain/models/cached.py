@@ -78,12 +78,13 @@ class Cache:
         cells = self.count(self.pool(config, i))
         if name == "x":
             return state(f"cache.x.{i}", (cells, config.embedding_length), f32, "cache")
-        shape = cells, *config.cached_heads
+        shape = cells, *config.cached_heads(i)
         return state(f"cache.{name}.{i}", shape, self.dtype, "cache")
 
     def leaves(self, config: Config, i: int) -> dict[str, Tensor]:
         """What is kept of each token for block i."""
         parts = config.cached_parts if config.attends(i) else "x" if config.conv_width else ""
+        parts = parts if config.source_of(i) == i else ""
         return {n: self.leaf(config, n, i) for n in parts}
 
 
@@ -156,13 +157,18 @@ def _attending(
 ) -> Attend:  # fmt: skip
     """Attention of new tokens, at their positions and lines."""
     pos, line = at
+    made = dict[int, list[Tensor]]()
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None) -> Tensor:
+    def attend(
+        i: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         cell, cell_pos, *own = places[cache.pool(config, i)]
         for name, x in (("k", k), ("v", v)):
             if x is not None:
                 handles.extend(ops.set_rows(cache.leaf(config, name, i), x, cell))
-        k, v = handles[-1 if v is None else -2], handles[-1]
+                made.setdefault(i, []).append(handles[-1])
+        there = made[config.source_of(i)]
+        k, v = there[0], there[-1]
         rule = rule_of(config, i)
         if config.flash:
             order, counts = own

@@ -93,12 +93,17 @@ def _growth(factor: float, multiplier: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a block rotates queries and keys: see ops.rope_table."""
+    """How a block rotates queries and keys: see ops.rope_table.
+
+    factors  frequencies are divided by those of the file, if it has any
+    """
 
     base: float
+    dims: int
     divisor: float = 1.0
     blend: tuple[float, float] | None = None
     magnitude: float = 1.0
+    factors: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,12 @@ class Config(Sizes):
 
     window             sliding window: how many tokens, itself included, a token attends to; 0: all
     window_pattern     every N-th block has no window; or for each block whether it has one
+    key_length_swa, head_count_kv_swa  width of heads, and number of heads of keys, of blocks with a window; 0: the same
+    own_kv             only so many first blocks have keys and values; later ones have those of the last block like
+                       them, with a window or without; 0: all blocks have their own
+    keys_are_values    blocks without a window have no matrix for values: they are what keys are before their norm
+    embedding_length_per_layer  width of an embedding of tokens that each block has for itself; 0: none has
+    feed_forward_lengths  of each block; empty: all are alike
     temperature_scale  queries are scaled by this factor times the logarithm of their position
     score_scale        attention scores are multiplied by it; 0: by 1 / sqrt(width)
     embedding_scale    embeddings are multiplied by it; 0: they are not
@@ -134,6 +145,12 @@ class Config(Sizes):
     rope_scaling: RopeScaling = RopeScaling()
     window: int = 0
     window_pattern: int | tuple[bool, ...] = 1
+    key_length_swa: int = 0
+    head_count_kv_swa: int = 0
+    own_kv: int = 0
+    keys_are_values: bool = False
+    embedding_length_per_layer: int = 0
+    feed_forward_lengths: tuple[int, ...] = ()
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     temperature_scale: float = 0.0
@@ -204,12 +221,11 @@ class Config(Sizes):
         """What a cache keeps: keys (k) and values (v), or keys that have the values in them."""
         return "k" if self.latent else "kv"
 
-    @property
-    def cached_heads(self) -> tuple[int, int]:
-        """How many heads each of them has, and how wide these are."""
+    def cached_heads(self, block: int) -> tuple[int, int]:
+        """How many heads each of them has in that block, and how wide these are."""
         if self.latent:
             return 1, self.rope_width + self.kv_lora_rank
-        return self.head_count_kv, self.head_width
+        return self.kv_heads_of(block), self.width_of(block)
 
     @property
     def rope_width(self) -> int:
@@ -230,14 +246,43 @@ class Config(Sizes):
     def attention_scale(self) -> float:
         if self.kv_lora_rank:
             return self.rope_scaling.attention_growth**2 / math.sqrt(self.head_width)
-        return self.score_scale or 1.0 / math.sqrt(self.traits.scored_width(self))
+        usual = 1.0 if self.traits.plain_scores else self.traits.scored_width(self)
+        return self.score_scale or 1.0 / math.sqrt(usual)
+
+    def near(self, block: int) -> bool:
+        """Whether that block has a window, in a model with windows."""
+        if isinstance(self.window_pattern, tuple):
+            return self.window_pattern[block]
+        every = self.window_pattern
+        return not every or block % every < every - 1
 
     def window_of(self, block: int) -> int:
         """How many tokens a token attends to in that block; 0: all."""
-        if isinstance(self.window_pattern, tuple):
-            return self.window if self.window_pattern[block] else 0
-        every = self.window_pattern
-        return self.window if not every or block % every < every - 1 else 0
+        return self.window if self.near(block) else 0
+
+    def width_of(self, block: int) -> int:
+        """Width of the heads of that block."""
+        return (self.near(block) and self.key_length_swa) or self.head_width
+
+    def kv_heads_of(self, block: int) -> int:
+        """How many heads its keys and values have."""
+        return (self.near(block) and self.head_count_kv_swa) or self.head_count_kv
+
+    def feed_forward_of(self, block: int) -> int:
+        """Width of its feed-forward."""
+        wide = self.feed_forward_lengths
+        return wide[block] if wide else self.feed_forward_length
+
+    def source_of(self, block: int) -> int:
+        """The block whose keys and values it has."""
+        if not self.own_kv or block < self.own_kv:
+            return block
+        return max(i for i in range(self.own_kv) if self.near(i) == self.near(block))
+
+    @property
+    def differing(self) -> bool:
+        """Whether sizes of blocks differ."""
+        return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths)
 
     def scans(self, block: int) -> bool:
         """Whether that block has a scan."""
@@ -255,18 +300,20 @@ class Config(Sizes):
     def rope_of(self, block: int) -> Rope | None:
         """How that block rotates queries and keys, or None if it does not."""
         traits, scaling, near = self.traits, self.rope_scaling, self.window_of(block)
+        dims = self.key_length_swa if near and self.key_length_swa else self.rope_width
         if not self.attends(block) or not self.turned:
             return None
         paused = traits.rope_pause and (block + 1) % traits.rope_pause == 0
         if traits.learned_positions or paused or (traits.windows_turn and self.window and not near):
             return None
         if traits.windows_plain and near:
-            return Rope(self.rope_freq_base)
+            return Rope(self.rope_freq_base, dims)
         base, divisor = self.rope_freq_base, scaling.divisor
         if self.rope_freq_base_swa and near:
             base, divisor = self.rope_freq_base_swa, 1.0
-        blend = scaling.blend(self.rope_width, base, self.original_context)
-        return Rope(base, divisor, blend, scaling.magnitude(divisor, self.kv_lora_rank > 0))
+        blend = scaling.blend(dims, base, self.original_context)
+        longer = scaling.magnitude(divisor, self.kv_lora_rank > 0)
+        return Rope(base, dims, divisor, blend, longer, not (near and traits.far_factors))
 
     @property
     def still(self) -> "Config":

@@ -13,6 +13,7 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
+from packtrain.models.kinds import FEED_FORWARD, kind_keys, kinds
 from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
 from packtrain.models.mixers import LATENT, mixer_keys, mixing
 from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
@@ -30,12 +31,12 @@ def read(gguf: GGUF) -> Config:
     keys.check()
     blocks = keys.size("block_count") - unused_blocks(keys)
     heads = keys.size("attention.head_count")
+    windows = _windows(keys)
     config = Config(
         vocab_size=_vocabulary_size(gguf),
         context_length=keys.size("context_length"),
         embedding_length=keys.size("embedding_length"),
         block_count=blocks,
-        feed_forward_length=keys.size("feed_forward_length"),
         head_count=heads,
         rope_freq_base=keys.real("rope.freq_base", ROPE_FREQ_BASE),
         rms_eps=keys.real(eps_key(keys.architecture)),
@@ -50,8 +51,8 @@ def read(gguf: GGUF) -> Config:
         embedding_scale=keys.own("embedding_scale"),
         residual_scale=keys.own("residual_scale"),
         logit_scale=keys.own("logit_scale"),
-        **{**_heads(keys, heads), **mixing(keys, blocks, heads)},
-        **_windows(keys),
+        **{**_heads(keys, heads), **mixing(keys, blocks, heads), **windows},
+        **(kinds(keys, gguf, blocks, windows) or {FEED_FORWARD: keys.size(FEED_FORWARD)}),
         **mixture(keys),
     )
     _check_widths(keys, config)
@@ -224,6 +225,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         **_general(arch, name, dtype),
         **{f"{arch}.{key}": Value("u32", size) for key, size in sizes.items()},
         **{f"{arch}.{key}": value for key, value in mixer_keys(config).items()},
+        **{f"{arch}.{key}": value for key, value in kind_keys(config).items()},
         **{f"{arch}.{key}": Value("f32", real) for key, real in reals.items()},
         **{f"{arch}.{key}": value for key, value in _scaling_keys(config, scaling).items()},
         **{f"{arch}.{key}": value for key, value in _window_keys(config).items()},

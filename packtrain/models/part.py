@@ -13,7 +13,7 @@ from packtrain.ops.mixture import Low
 from packtrain.tensor import Tensor, named
 
 Weights = Mapping[str, Tensor]
-Attend = Callable[[int, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Attend = Callable[[int, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
 Tables = Mapping[Rope | None, tuple[Tensor, Tensor]]
 
 
@@ -25,6 +25,7 @@ def _none(*given: object) -> Tensor:
 class Mixer:
     """How tokens of a batch, or of a cache, see those before them: in attention, short convolutions and scans.
 
+    attend  of queries, keys and values; without both, those of the block that has them for this one
     filter  the convolution before a scan
     scan    of x, steps, decays and skips
     """
@@ -136,10 +137,11 @@ class Block(Part):
         y = self.linear(name, x)
         if self.config.traits.whole_norms and name != "attn_v":
             y = self.norm(f"{name}_norm", self.saved(y))
-        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.head_width))
+        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.width_of(self.number)))
 
-    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm("attn_q_norm", self.saved(q)), self.norm("attn_k_norm", self.saved(k))
+    def norm_heads(self, qk: list[Tensor]) -> list[Tensor]:
+        names = ("attn_q_norm", "attn_k_norm")
+        return [self.norm(name, self.saved(x)) for name, x in zip(names, qk, strict=False)]
 
     def join(self, name: str, x: Tensor, norm: str, h: Tensor) -> Tensor:
         """h + x @ weight.T, normalized or scaled before the sum if the model does so."""

@@ -6,6 +6,10 @@ from packtrain.models.arch.architecture import (
     CONV_OUT,
     CONV_ROWS,
     FILTERS,
+    LAYER_NORM,
+    LAYER_PROJ,
+    LAYER_ROWS,
+    LAYER_SCALE,
     SCAN_FILTERS,
     SCAN_OUT,
     SCAN_ROWS,
@@ -22,6 +26,7 @@ def shapes(config: Config) -> Shapes:
     made: Shapes = {"token_embd.weight": (config.vocab_size, c)}
     if config.traits.learned_positions:
         made[POSITIONS] = (config.context_length, c)
+    made |= _layer_shapes(config) if config.embedding_length_per_layer else {}
     for i in range(config.block_count):
         made |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()}
     made |= _with_biases(config, {config.traits.last_norm: (c,)})
@@ -35,14 +40,18 @@ def shapes(config: Config) -> Shapes:
 
 def block_shapes(config: Config, i: int) -> Shapes:
     """Shapes of the weights of block i by their names within it, each followed by its bias if there is one."""
-    mixing = _attention_shapes(config) if config.attends(i) else {}
+    mixing = _attention_shapes(config, i) if config.attends(i) else {}
     if config.conv_width and not config.attends(i):
         mixing = _conv_shapes(config)
     if config.scans(i):
         mixing |= _scan_shapes(config)
     made = mixing | _feed_forward_norm(config)
-    made |= _expert_shapes(config) if config.mixture(i) else _feed_forward_shapes(config)
+    made |= _expert_shapes(config) if config.mixture(i) else _feed_forward_shapes(config, i)
+    if p := config.embedding_length_per_layer:
+        c = config.embedding_length
+        made |= {"inp_gate": (p, c), "proj": (c, p), "post_norm": (c,)}
     found = _with_biases(config, made)
+    found |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
     if config.scans(i) and config.scan is not None:
         found |= {
             "ssm_dt.bias": (config.scan.heads,),
@@ -50,6 +59,14 @@ def block_shapes(config: Config, i: int) -> Shapes:
         }
     chosen = config.mixture(i) and CHOICE in config.optional
     return found | ({CHOICE: (config.expert_count,)} if chosen else {})
+
+
+def _layer_shapes(config: Config) -> Shapes:
+    """Of embeddings that blocks have for themselves."""
+    p, c = config.embedding_length_per_layer, config.embedding_length
+    wide = config.block_count * p
+    parts = {LAYER_ROWS: (config.vocab_size, wide), LAYER_PROJ: (wide, c), LAYER_NORM: (p,)}
+    return {f"{name}.weight": shape for name, shape in parts.items()}
 
 
 def _with_biases(config: Config, parts: Shapes) -> Shapes:
@@ -62,11 +79,11 @@ def _with_biases(config: Config, parts: Shapes) -> Shapes:
     return made
 
 
-def _attention_shapes(config: Config) -> Shapes:
+def _attention_shapes(config: Config, i: int) -> Shapes:
     if config.kv_lora_rank:
         return _latent_shapes(config)
-    c, d, traits = config.embedding_length, config.head_width, config.traits
-    q, kv = config.head_count * d, config.head_count_kv * d
+    c, d, traits = config.embedding_length, config.width_of(i), config.traits
+    q, kv = config.head_count * d, config.kv_heads_of(i) * d
     apart: Shapes = {"attn_q": (q, c), "attn_k": (kv, c), "attn_v": (kv, c)}
     made: Shapes = {"attn_norm": (c,)} if traits.pre_norms else {}
     made |= {"attn_norm_2": (c,)} if config.has("attn_norm_2") else {}
@@ -77,6 +94,9 @@ def _attention_shapes(config: Config) -> Shapes:
         own = {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
         made |= own if traits.layer_norms else dict.fromkeys(own, (d,))
     made |= {"attn_sinks": (config.head_count,)} if traits.sinks else {}
+    gone = ("attn_k", "attn_v", "attn_k_norm") if config.source_of(i) != i else ()
+    gone = ("attn_v", *gone) if config.keys_are_values and not config.near(i) else gone
+    made = {name: shape for name, shape in made.items() if name not in gone}
     made["attn_output"] = (c, q)
     return made | ({"post_attention_norm": (c,)} if traits.post_norms else {})
 
@@ -130,8 +150,8 @@ def _feed_forward_norm(config: Config) -> Shapes:
     return {config.traits.ffn_norm: (config.embedding_length,)} if own else {}
 
 
-def _feed_forward_shapes(config: Config) -> Shapes:
-    c, f, traits = config.embedding_length, config.feed_forward_length, config.traits
+def _feed_forward_shapes(config: Config, i: int) -> Shapes:
+    c, f, traits = config.embedding_length, config.feed_forward_of(i), config.traits
     made: Shapes = {}
     if traits.fused_ffn:
         made["ffn_up"] = (2 * f, c)

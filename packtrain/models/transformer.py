@@ -15,7 +15,15 @@ import numpy as np
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models import written
-from packtrain.models.arch.architecture import CHOICE, CONV_OUT, SCAN_OUT
+from packtrain.models.arch.architecture import (
+    CHOICE,
+    CONV_OUT,
+    LAYER_NORM,
+    LAYER_PROJ,
+    LAYER_ROWS,
+    LAYER_SCALE,
+    SCAN_OUT,
+)
 from packtrain.models.block import block
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
@@ -26,6 +34,7 @@ from packtrain.tensor import Tensor, constant, input, named, weight
 
 ADDING = tuple(f"{part}.weight" for part in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
 NO_TYPES: Mapping[str, Dtype] = MappingProxyType({})
+KeysValues = dict[int, tuple[Tensor, Tensor]]
 
 
 class Rule(TypedDict):
@@ -50,8 +59,8 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
 
 
 def learned_otherwise(name: str) -> bool:
-    """Whether a tensor has no gradient: divisors of rope's frequencies, and what is added to choose experts."""
-    return name.startswith("rope_") or name.endswith(CHOICE)
+    """Whether a tensor has no gradient: divisors of rope's frequencies, scales of blocks, what chooses experts."""
+    return name.startswith("rope_") or name.endswith((CHOICE, LAYER_SCALE))
 
 
 def initial(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -102,9 +111,9 @@ def rope_tables(
     tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
     for rope in (rope for rope in ropes if rope is not None):
         how = replace(rope, magnitude=1.0) if turn else rope
-        for_k = for_q = rope_table(config, how, pos, factors)
+        for_k = for_q = rope_table(how, pos, factors)
         if rate and not turn:
-            for_q = rope_table(config, rope, pos, factors, growth=(rate, original, 0))
+            for_q = rope_table(rope, pos, factors, growth=(rate, original, 0))
         tables[rope] = for_q, for_k
     if config.traits.warmth and not turn:
         warm = ops.grown(pos, rate=config.traits.warmth, length=config.window, offset=1)
@@ -114,12 +123,11 @@ def rope_tables(
 
 
 def rope_table(
-    config: Config, rope: Rope, pos: Tensor, factors: Tensor | None,
-    growth: tuple[float, int, int] = (0.0, 1, 0),
-) -> Tensor:  # fmt: skip
+    rope: Rope, pos: Tensor, factors: Tensor | None, growth: tuple[float, int, int] = (0.0, 1, 0)
+) -> Tensor:
     table = ops.rope_table(
-        pos, factors, dims=config.rope_width, base=rope.base, divisor=rope.divisor, blend=rope.blend,
-        magnitude=rope.magnitude, growth=growth,
+        pos, factors if rope.factors else None, dims=rope.dims, base=rope.base, divisor=rope.divisor,
+        blend=rope.blend, magnitude=rope.magnitude, growth=growth,
     )  # fmt: skip
     return named("rope_table", table)
 
@@ -146,11 +154,25 @@ def stream(
 ) -> Iterator[Tensor]:
     """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each."""
     tables = rope_tables(config, w, pos, context)
-    h = embedding(config, w, tokens, pos)
+    h, own = embedding(config, w, tokens, pos), None
+    if config.embedding_length_per_layer:
+        own = embeddings(config, w, tokens, h)
+        h = ops.scale(h, by=1.0)  # written after it: what is computed before a block is kept
     yield h
     for i in range(config.block_count):
-        h = block(config, w, i, h, tables, mixer)
+        h = block(config, w, i, h, tables, mixer, own)
         yield h
+
+
+def embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> Tensor:
+    """What each block has of the tokens (...) for itself, (..., L, P), and of their embedding h (..., C)."""
+    p, c = config.embedding_length_per_layer, config.embedding_length
+    shape = (*tokens.shape, config.block_count, p)
+    rows = ops.scale(ops.get_rows(w[f"{LAYER_ROWS}.weight"], tokens), by=(p / 2) ** 0.5)
+    made = ops.scale(product(config, h, w[f"{LAYER_PROJ}.weight"]), by=c**-0.5)
+    made = normalized(config, w, LAYER_NORM, ops.reshape(made, shape=shape))
+    both = ops.add(ops.scale(made, by=0.5**0.5), ops.reshape(rows, shape=shape))
+    return named("per_layer_inputs", both)
 
 
 def mixed(
@@ -158,12 +180,11 @@ def mixed(
     i: int,
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     sinks: Tensor | None,
     *where: Tensor,
 ) -> Tensor:
     """The attention output of block i, see ops.attention; `where` are q_pos, k_pos, q_seq and k_seq."""
-    assert v is not None
     rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), where
     places = q_pos, k_pos, q_seq, k_seq
     if config.flash:
@@ -173,11 +194,19 @@ def mixed(
     return named(f"blk.{i}.attn", y)
 
 
-def in_batch(config: Config, pos: Tensor, seq: Tensor) -> Mixer:
-    """Tokens see those before them in their line, of the same sequence."""
+def in_batch(config: Config, pos: Tensor, seq: Tensor, made: KeysValues | None = None) -> Mixer:
+    """Tokens see those before them in their line, of the same sequence.
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None) -> Tensor:
-        return mixed(config, i, q, k, v, sinks, pos, pos, seq, seq)
+    made  keys and values by block; filled
+    """
+    made = {} if made is None else made
+
+    def attend(
+        i: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        if k is not None and v is not None:
+            made[i] = k, v
+        return mixed(config, i, q, *made[config.source_of(i)], sinks, pos, pos, seq, seq)
 
     def convolve(i: int, x: Tensor, filters: Tensor) -> Tensor:
         return ops.short_conv(x, filters, seq)

@@ -208,8 +208,10 @@ def drafter(settings: Speaking, model: ModelFile, cells: int) -> Drafter | None:
 
 def cache_dtype(config: Config, type: str) -> Dtype:
     """The element type of a cache. Raises InputError if heads do not fit its blocks."""
-    kind, width = DTYPES[type], config.cached_heads[1]
-    if width % kind.block:
+    kind = DTYPES[type]
+    widths = (config.cached_heads(i)[1] for i in range(config.block_count))
+    width = next((width for width in widths if width % kind.block), 0)
+    if width:
         raise InputError(
             f"--cache-type: {kind} packs {kind.block} values, and heads have {width}; use f16 or f32"
         )
@@ -219,9 +221,9 @@ def cache_dtype(config: Config, type: str) -> Dtype:
 def check_cache(model: ModelFile, cells: int, type: str) -> None:
     """Raise DoesNotFit or InputError if the model can have no such cache; loads the kernels for it."""
     c, there, kind = model.config, total_nbytes(), cache_dtype(model.config, type)
-    blocks = sum(map(c.attends, range(c.block_count)))
-    (heads, width), parts = c.cached_heads, len(c.cached_parts)
-    cache = parts * cells * blocks * heads * kind.row_nbytes(width)
+    own = (i for i in range(c.block_count) if c.attends(i) and c.source_of(i) == i)
+    each = (heads * kind.row_nbytes(width) for heads, width in map(c.cached_heads, own))
+    cache = len(c.cached_parts) * cells * sum(each)
     if cache > there:
         raise DoesNotFit(
             f"--ctx: the KV cache of {cells:,} tokens needs {size_text(cache)}; {size_text(there)} are available"

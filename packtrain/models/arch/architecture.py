@@ -58,6 +58,12 @@ EXPERT_MATRICES = {
     "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
     "mlp.experts.{}.down_proj": "ffn_down_exps",
 }  # fmt: skip
+LAYER_ROWS, LAYER_PROJ, LAYER_NORM = (
+    "per_layer_token_embd",
+    "per_layer_model_proj",
+    "per_layer_proj_norm",
+)  # of the embeddings that blocks have for themselves
+LAYER_SCALE = "layer_output_scale.weight"
 SHARED = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -191,13 +197,17 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Where a checkpoint has the tensors outside its blocks, and its blocks; `prefix` may be missing."""
+    """Where a checkpoint has the tensors outside its blocks, and its blocks; `prefix` may be missing.
+
+    outside  modules of other tensors, and what they become
+    """
 
     prefix: str = "model."
     embedding: str = "embed_tokens"
     positions: str = ""
     blocks: str = "layers"
     norm: str = "norm"
+    outside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +226,8 @@ class Family:
     left_out      keys that llama.cpp's converter leaves out; here, too, if they have their default
     keys          additional metadata; refuses configs that would compute something else
     mixing        which blocks attend, and sizes of what the others have; nothing: all attend
+    kinds         other fields of a Config, by which blocks differ
+    factors       divisors of rope's frequencies that only the config knows
     changes       of values, by the names of tensors within their block
     scaled        by factors that only the config knows: PEFT's adapters do not fit the matrices of a file
     tied          default of whether the embedding is also the output head
@@ -243,6 +255,8 @@ class Family:
     scalings: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     mixing: Callable[[Given], Mapping[str, Any]] = lambda given: {}
+    kinds: Callable[[Given], Mapping[str, Any]] = lambda given: {}
+    factors: Callable[[Given], np.ndarray] | None = None
     changes: Callable[[Given, Sizes], Mapping[str, Changed]] = lambda given, sizes: {}
     scaled: bool = False
     tied: bool = False
@@ -297,6 +311,9 @@ class Architecture:
     clamped           the activation of experts is the clamped one of gpt-oss
     shared_gate       what the shared expert gives is multiplied by the sigmoid of a logit
     scan_beside       blocks with attention have a scan, too, which reads the same; both are added
+    value_norms       values are normalized per head, without weights
+    plain_scores      attention scores are not divided
+    far_factors       factors of rope are for blocks without a window only
     bare_ffn_norm     the name of the feed-forward's norm has no ending
 
     keys              additional GGUF keys with their defaults; None: required
@@ -345,6 +362,9 @@ class Architecture:
     clamped: bool = False
     shared_gate: bool = False
     scan_beside: bool = False
+    value_norms: bool = False
+    plain_scores: bool = False
+    far_factors: bool = False
     bare_ffn_norm: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()

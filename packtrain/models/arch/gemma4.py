@@ -1,0 +1,148 @@
+"""Gemma 4 (text): embeddings of their own for blocks, and later blocks that share the keys and values of earlier ones.
+
+Blocks with a window have other heads than those without. Google, Gemma 4; llama.cpp's gemma4.cpp.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from packtrain.models.arch import gemma2
+from packtrain.models.arch.architecture import (
+    FACTORS,
+    HEAD_NORMS,
+    LAYER_NORM,
+    LAYER_PROJ,
+    LAYER_ROWS,
+    LAYER_SCALE,
+    Architecture,
+    Family,
+    Keys,
+    Names,
+    Sizes,
+)
+from packtrain.models.arch.given import FULL, SLIDING, Given
+
+LAYERS = {
+    "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+}  # fmt: skip
+WIDE, UNTURNED, PROPORTIONAL = 512, 1e30, "proportional"
+
+
+def usual(given: Given) -> Given:
+    """The sizes of a head and the number of keys' heads in blocks without a window are those of the model."""
+    own = given.get("per_layer_config", {})
+    full = given.get("layer_types", []).index(FULL) if FULL in given.get("layer_types", []) else -1
+    here = next((one for at, one in own.items() if int(at) == full), {})
+    width = here.get("head_dim", given.get("global_head_dim", WIDE))
+    heads = given.size("num_key_value_heads")
+    if given.flag("attention_k_eq_v"):
+        heads = here.get("num_key_value_heads", given.get("num_global_key_value_heads", heads))
+    near = {"near_head_dim": given.size("head_dim", 256), "near_heads": given.size("num_key_value_heads")}
+    return given.but(head_dim=width, num_key_value_heads=heads, **near)
+
+
+def kinds(given: Given) -> dict[str, Any]:
+    blocks, wide = given.size("num_hidden_layers"), given.size("intermediate_size")
+    pattern = tuple(given.windows(blocks))
+    if len(pattern) != blocks:
+        raise given.wrong("layer_types", given.get("layer_types"), f"{blocks} times {SLIDING} or {FULL}")
+    shared = given.get("num_kv_shared_layers", 0)
+    own = blocks - shared if shared else 0
+    if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
+        right = "0, or leave a block with a window and one without as the last with keys and values"
+        raise given.wrong("num_kv_shared_layers", shared, right)
+    twice = shared and given.flag("use_double_wide_mlp")
+    width, heads = given.size("near_head_dim"), given.size("near_heads")
+    return {
+        "window_pattern": pattern,
+        "own_kv": own,
+        "embedding_length_per_layer": given.get("hidden_size_per_layer_input", 0),
+        "keys_are_values": given.flag("attention_k_eq_v"),
+        "key_length_swa": 0 if width == given.size("head_dim") else width,
+        "head_count_kv_swa": 0 if heads == given.size("num_key_value_heads") else heads,
+        "feed_forward_lengths": (wide,) * own + (2 * wide,) * shared if twice else (),
+    }
+
+
+def factors(given: Given) -> np.ndarray:
+    """Divisors of frequencies: only the first pairs of a head without a window are turned."""
+    width = given.size("head_dim")
+    turned = given.turned(width) // 2
+    return np.repeat(np.array([1.0, UNTURNED], np.float32), (turned, width // 2 - turned))
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    found = kinds(given)
+    given.one_of("use_bidirectional_attention", None, None, "vision")
+    given.one_of("attention_bias", False, False)
+    if given.scaling() != PROPORTIONAL:
+        raise given.wrong("rope_parameters.full_attention.rope_type", given.scaling(), PROPORTIONAL)
+    local = given.rotation().get(SLIDING) or {}
+    near = given.size("near_head_dim")
+    keys: Keys = {
+        "attention.sliding_window": given.size("sliding_window"),
+        "attention.sliding_window_pattern": list(found["window_pattern"]),
+        "attention.shared_kv_layers": sizes.block_count - (found["own_kv"] or sizes.block_count),
+        "embedding_length_per_layer_input": found["embedding_length_per_layer"],
+        "attention.key_length_swa": near,
+        "attention.value_length_swa": near,
+        "rope.dimension_count": sizes.head_width,
+        "rope.dimension_count_swa": near,
+        "rope.freq_base_swa": given.number("rope_theta", local.get("rope_theta", 1e4)),
+    }
+    if found["feed_forward_lengths"]:
+        keys["feed_forward_length"] = list(found["feed_forward_lengths"])
+    if found["head_count_kv_swa"]:
+        each = (sizes.head_count_kv, found["head_count_kv_swa"])
+        keys["attention.head_count_kv"] = [each[near] for near in found["window_pattern"]]
+    if given.get("final_logit_softcapping") is not None:
+        keys["final_logit_softcapping"] = given.real("final_logit_softcapping")
+    return keys
+
+
+ARCHITECTURE = Architecture(
+    "gemma4",
+    halves=True,
+    gelu=True,
+    scaled_embedding=True,
+    head_norms=True,
+    post_norms=True,
+    value_norms=True,
+    plain_scores=True,
+    far_factors=True,
+    keys={
+        "attention.sliding_window": None,
+        "attention.sliding_window_pattern": None,
+        "attention.shared_kv_layers": 0,
+        "attention.key_length_swa": None,
+        "attention.value_length_swa": None,
+        "embedding_length_per_layer_input": None,
+        "final_logit_softcapping": 0.0,
+        "rope.dimension_count_swa": None,
+        "rope.freq_base_swa": 10_000.0,
+    },
+    optional=(FACTORS, LAYER_SCALE),
+    families=(
+        Family(
+            ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+            {**gemma2.FAMILY.block, **HEAD_NORMS, **LAYERS, "layer_scalar": "layer_output_scale"},
+            keys,
+            usual=usual,
+            kinds=kinds,
+            factors=factors,
+            optional=lambda given: (FACTORS, LAYER_SCALE),
+            names=replace(Names(), outside={
+                "embed_tokens_per_layer": LAYER_ROWS,
+                "per_layer_model_projection": LAYER_PROJ,
+                "per_layer_projection_norm": LAYER_NORM,
+            }),
+            ends={".layer_scalar": ".layer_scalar.weight"},
+            scalings=(PROPORTIONAL,),
+            rope_freq_base=1e6,
+            tied=True,
+            space_prefix=False,
+        ),
+    ),
+)

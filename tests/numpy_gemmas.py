@@ -1,0 +1,75 @@
+"""Forward passes of Gemma 4 in float64, written from llama.cpp's gemma4.cpp and transformers: see numpy_models."""
+
+from typing import Any
+
+import numpy as np
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+class Gemma4:
+    """A model by its keys and weights; `whole` has norms and products by name."""
+
+    def __init__(self, whole: Any) -> None:
+        self.m, self.keys, self.w = whole, whole.keys, whole.w
+        self.blocks, self.heads = self.keys["block_count"], whole.heads
+        self.made: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def near(self, i: int) -> bool:
+        return bool(self.keys["attention.sliding_window_pattern"][i])
+
+    def hidden(self, tokens: np.ndarray) -> np.ndarray:
+        m, w, own = self.m, self.w, self.keys["embedding_length_per_layer_input"]
+        h = w["token_embd.weight"][tokens] * np.sqrt(m.width)
+        if own:
+            rows = w["per_layer_token_embd.weight"][tokens].reshape(len(h), self.blocks, own)
+            made = (h @ w["per_layer_model_proj.weight"].T / np.sqrt(m.width)).reshape(rows.shape)
+            inputs = (m.normed(made, "per_layer_proj_norm") + rows * np.sqrt(own)) / np.sqrt(2)
+        for i in range(self.blocks):
+            y = self.attention(i, m.after(i, "attn_norm", h))
+            h = h + m.after(i, "post_attention_norm", y)
+            h = h + m.after(i, "post_ffw_norm", self.feed_forward(i, h))
+            if own:
+                y = gelu(m.linear(i, "inp_gate", h)) * inputs[:, i]
+                h = h + m.after(i, "post_norm", m.linear(i, "proj", y))
+            h = h * w.get(f"blk.{i}.layer_output_scale.weight", 1.0)
+        return m.normed(h, "output_norm")
+
+    def feed_forward(self, i: int, h: np.ndarray) -> np.ndarray:
+        m, x = self.m, self.m.after(i, "ffn_norm", h)
+        return m.linear(i, "ffn_down", gelu(m.linear(i, "ffn_gate", x)) * m.linear(i, "ffn_up", x))
+
+    def bare(self, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.m.eps())
+
+    def attention(self, i: int, x: np.ndarray) -> np.ndarray:
+        m, time, near = self.m, len(x), self.near(i)
+        d = self.keys["attention.key_length_swa" if near else "attention.key_length"]
+        q = m.after(i, "attn_q_norm", m.linear(i, "attn_q", x).reshape(time, -1, d))
+        own = self.blocks - self.keys["attention.shared_kv_layers"]
+        if i < own:
+            k = m.linear(i, "attn_k", x).reshape(time, -1, d)
+            v = m.linear(i, "attn_v", x) if f"blk.{i}.attn_v.weight" in self.w else k
+            k = self.turned(near, m.after(i, "attn_k_norm", k))
+            self.made[i] = k, self.bare(v.reshape(k.shape))
+        k, v = self.made[i if i < own else own - 2 if near else own - 1]
+        q, shared = self.turned(near, q), q.shape[1] // k.shape[1]
+        ago = np.arange(time)[:, None] - np.arange(time)
+        hidden = (ago < 0) | (near & (ago >= self.keys["attention.sliding_window"]))
+        y = np.empty_like(q)
+        for head in range(q.shape[1]):
+            scores = np.where(hidden, -np.inf, q[:, head] @ k[:, head // shared].T)
+            e = np.exp(scores - scores.max(-1, keepdims=True))
+            y[:, head] = e / e.sum(-1, keepdims=True) @ v[:, head // shared]
+        return m.linear(i, "attn_output", y.reshape(time, -1))
+
+    def turned(self, near: bool, x: np.ndarray) -> np.ndarray:
+        n = x.shape[-1] // 2
+        base = self.keys["rope.freq_base_swa" if near else "rope.freq_base"]
+        angle = base ** (-np.arange(n) / n)
+        angle = angle if near else angle / self.w.get("rope_freqs.weight", 1.0)
+        turn = np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]
+        pairs = (x[..., :n] + 1j * x[..., n:]) * turn
+        return np.concatenate([pairs.real, pairs.imag], axis=-1)

@@ -106,10 +106,11 @@ HEADING = """| architecture | type | largest difference | limit | wrong on purpo
 def rope_layout(model: ModelFile, values: Values, arrays: Arrays) -> None:
     """Pairs of a head's rows in the other order."""
     config = model.config
-    d = config.head_width
     for name in [*arrays]:
-        rows = {"attn_q": config.head_count * d, "attn_k": config.head_count_kv * d,
-                "attn_qkv": config.head_count * d}.get(name.split(".")[-2], 0)  # fmt: skip
+        at = int(name.split(".")[1]) if name.startswith("blk.") else 0
+        d, kv = config.width_of(at), config.kv_heads_of(at)
+        rows = {"attn_q": config.head_count * d, "attn_k": kv * d, "attn_qkv": config.head_count * d,
+                }.get(name.split(".")[-2], 0)  # fmt: skip
         w = arrays[name].copy()
         w[:rows] = (
             w[:rows].reshape(-1, d // 2, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w[:rows].shape)
@@ -161,6 +162,8 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
     "no positions": tensor("position_embd.weight", 0.0),
     "no norm of heads": tensor("attn_q_norm.weight", 1.0),
     "no norm after": tensor("post_ffw_norm.weight", 1.0),
+    "no embeddings of blocks": tensor("inp_gate.weight", 0.0),
+    "no scales of blocks": tensor("layer_output_scale.weight", 1.0),
 }  # fmt: skip
 
 

@@ -31,7 +31,8 @@ F32, F64, SEEN = (
     1e-10,
     3e-3,
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
-# of differences, smaller where the second derivative of relu² jumps, and where a step would choose other experts
+# of differences, smaller where the second derivative of relu² jumps, where a step would choose other experts, and where
+# scores are not divided
 STEP = dict.fromkeys(
     (
         "nemotron",
@@ -43,6 +44,7 @@ STEP = dict.fromkeys(
         "deepseek2",
         "granitehybrid",
         "llama4",
+        "gemma4",
     ),
     0.01,
 )
@@ -178,6 +180,15 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "gemma": {"halves": False, "gelu": False, "scaled_embedding": False},
     "gemma2": {"halves": False, "gelu": False, "post_norms": False, "wide_blocks": 3},
     "gemma3": {"halves": False, "head_norms": False, "post_norms": False, "wide_blocks": 7},
+    "gemma4": {
+        "halves": False,
+        "head_norms": False,
+        "value_norms": False,
+        "plain_scores": False,
+        "scaled_embedding": False,
+        "gelu": False,
+        "post_norms": False,
+    },
     "phi3": {"halves": False},
     "smollm3": {"halves": True, "rope_pause": 0},
     "granite": {"halves": True},
@@ -247,6 +258,13 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
     "gemma2": {"window": 10, "window_pattern": 3, "attention_softcap": 0.0, "final_softcap": 0.0},
     "gemma3": {"window": 8, "window_pattern": 7, "rope_freq_base_swa": None},
     "gemma3 linear": {"window": 0, "rope_scaling": RopeScaling()},
+    "gemma4": {
+        "window": 8,
+        "rope_freq_base_swa": None,
+        "final_softcap": 0.0,
+        "optional": ("rope_freqs.weight",),
+        "embedding_length_per_layer": 0,
+    },
     "phi3": {"rope_dims": None},
     "glm4": {"rope_dims": None, "optional": ()},
     "phi2": {"rope_dims": 64, "optional": (), "rms_eps": 1e-2},

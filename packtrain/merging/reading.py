@@ -143,8 +143,13 @@ def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:
     """One block of each kind: kinds differ in what mixes tokens, sliding windows or rope."""
     config = adapted.config
     found = {
-        (config.attends(i), config.window_of(i), config.rope_of(i), config.source_of(i) == i,
-         config.feed_forward_of(i)): i
+        (
+            config.attends(i),
+            config.window_of(i),
+            config.rope_of(i),
+            config.source_of(i) == i,
+            config.feed_forward_of(i),
+        ): i
         for i in {int(name.split(".")[1]) for name in names}
     }
     return sorted(found.values())

@@ -69,7 +69,7 @@ def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     sinks = part.weight("attn_sinks") if traits.sinks else None
     q, *k = map(part.saved, qk)
     own = (k[0], part.saved(v)) if k and v is not None else (None, None)
-    y = mixer.attend(i, q, *own, sinks)
+    y = mixer.attend(i, q, own[0], own[1], sinks)
     return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.width_of(i)))
 
 

@@ -30,7 +30,7 @@ def kinds(keys: Keys, gguf: GGUF, blocks: int, windows: Mapping[str, Any]) -> Ma
     far, near = ({n for n, one in zip(kv, pattern, strict=False) if one == kind} for kind in (0, 1))
     if len(far) > 1 or len(near) > 1:
         raise keys.wrong(KV, keys.get(KV), "one number for blocks with a window, one for others")
-    found = {
+    found: dict[str, Any] = {
         "head_count_kv": min(far or near),
         "head_count_kv_swa": 0 if far == near or not far else min(near or {0}),
         "feed_forward_length": min(wide),

@@ -13,8 +13,8 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
-from packtrain.models.kinds import FEED_FORWARD, kind_keys, kinds
 from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
+from packtrain.models.kinds import FEED_FORWARD, kind_keys, kinds
 from packtrain.models.mixers import LATENT, mixer_keys, mixing
 from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
 

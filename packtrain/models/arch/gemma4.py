@@ -3,6 +3,7 @@
 Blocks with a window have other heads than those without. Google, Gemma 4; llama.cpp's gemma4.cpp.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +35,15 @@ def usual(given: Given) -> Given:
     """The sizes of a head and the number of keys' heads in blocks without a window are those of the model."""
     own = given.get("per_layer_config", {})
     full = given.get("layer_types", []).index(FULL) if FULL in given.get("layer_types", []) else -1
-    here = next((one for at, one in own.items() if int(at) == full), {})
+    here: Mapping[str, Any] = next((one for at, one in own.items() if int(at) == full), {})
     width = here.get("head_dim", given.get("global_head_dim", WIDE))
     heads = given.size("num_key_value_heads")
     if given.flag("attention_k_eq_v"):
         heads = here.get("num_key_value_heads", given.get("num_global_key_value_heads", heads))
-    near = {"near_head_dim": given.size("head_dim", 256), "near_heads": given.size("num_key_value_heads")}
+    near = {
+        "near_head_dim": given.size("head_dim", 256),
+        "near_heads": given.size("num_key_value_heads"),
+    }
     return given.but(head_dim=width, num_key_value_heads=heads, **near)
 
 
@@ -47,7 +51,9 @@ def kinds(given: Given) -> dict[str, Any]:
     blocks, wide = given.size("num_hidden_layers"), given.size("intermediate_size")
     pattern = tuple(given.windows(blocks))
     if len(pattern) != blocks:
-        raise given.wrong("layer_types", given.get("layer_types"), f"{blocks} times {SLIDING} or {FULL}")
+        raise given.wrong(
+            "layer_types", given.get("layer_types"), f"{blocks} times {SLIDING} or {FULL}"
+        )
     shared = given.get("num_kv_shared_layers", 0)
     own = blocks - shared if shared else 0
     if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
@@ -133,11 +139,14 @@ ARCHITECTURE = Architecture(
             kinds=kinds,
             factors=factors,
             optional=lambda given: (FACTORS, LAYER_SCALE),
-            names=replace(Names(), outside={
-                "embed_tokens_per_layer": LAYER_ROWS,
-                "per_layer_model_projection": LAYER_PROJ,
-                "per_layer_projection_norm": LAYER_NORM,
-            }),
+            names=replace(
+                Names(),
+                outside={
+                    "embed_tokens_per_layer": LAYER_ROWS,
+                    "per_layer_model_projection": LAYER_PROJ,
+                    "per_layer_projection_norm": LAYER_NORM,
+                },
+            ),
             ends={".layer_scalar": ".layer_scalar.weight"},
             scalings=(PROPORTIONAL,),
             rope_freq_base=1e6,

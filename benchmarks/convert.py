@@ -74,6 +74,7 @@ MULTIPLIERS = {
 }
 WINDOWS = {"num_hidden_layers": 5, "sliding_window": 4}
 WINDOW = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 4}
+GEMMA_4 = {"head_dim": 24, "global_head_dim": 32, "sliding_window": 4, "vocab_size_per_layer_input": V}
 # class of the config, and how it differs from BASE
 CLASSES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {"rope_parameters": LLAMA_3, "attention_bias": True, "mlp_bias": True},
@@ -85,6 +86,15 @@ CLASSES: dict[str, dict[str, Any]] = {
     "GemmaConfig": {"head_dim": 24},
     "Gemma2Config": WINDOW,
     "Gemma3TextConfig": {**WINDOW, "num_hidden_layers": 6},
+    "Gemma4TextConfig": {
+        **GEMMA_4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 16,
+    },
+    "Gemma4TextConfig values": {
+        **GEMMA_4, "num_hidden_layers": 6, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
     "Phi3Config": {
         "rope_parameters": LONG, "max_position_embeddings": 1024, "original_max_position_embeddings": 512,
     },
@@ -188,6 +198,9 @@ def difference(name: str, folder: Path) -> tuple[float, float]:
                 weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
             else:
                 weight.add_(torch.randn_like(weight) * 0.2)
+        for name, value in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                value.mul_(0.7)
     ids = torch.tensor(TOKENS)[None]
     found = model(ids).logits[0]
     loss = torch.nn.functional.cross_entropy(found[:-1], ids[0, 1:])

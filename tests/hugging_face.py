@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from tests import hugging_face_experts, hugging_face_hybrids, hugging_face_layers
+from tests import hugging_face_experts, hugging_face_gemmas, hugging_face_hybrids, hugging_face_layers
 
 Tensors = Mapping[str, np.ndarray]
 Config = dict[str, Any]
@@ -114,8 +114,11 @@ KINDS: dict[str, Config] = {
 }  # fmt: skip
 
 KINDS |= hugging_face_layers.KINDS | hugging_face_experts.KINDS | hugging_face_hybrids.KINDS
+KINDS |= hugging_face_gemmas.KINDS
 APART = {
-    kind: room for room in (hugging_face_layers, hugging_face_hybrids) for kind in room.CLASSES
+    kind: room
+    for room in (hugging_face_layers, hugging_face_hybrids, hugging_face_gemmas)
+    for kind in room.CLASSES
 }
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM")
 GATE_UP = ("Phi3ForCausalLM", "Glm4ForCausalLM")
@@ -151,7 +154,7 @@ def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     for name, shape in shapes(config).items():
         value = rng.standard_normal(shape)
         if name.endswith(NORMS) or "layernorm" in name:
-            shifted = ("Gemma", "Nemotron")
+            shifted = ("GemmaF", "Gemma2", "Gemma3F", "Nemotron")
             less = config["architectures"][0].startswith(shifted) or name.endswith(".bias")
             value = value * 0.3 + (0 if less else 1)
         elif len(shape) > 1:

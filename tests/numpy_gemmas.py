@@ -69,7 +69,9 @@ class Gemma4:
         n = x.shape[-1] // 2
         base = self.keys["rope.freq_base_swa" if near else "rope.freq_base"]
         angle = base ** (-np.arange(n) / n)
-        angle = angle if near else angle / self.w.get("rope_freqs.weight", 1.0)
+        if not near:
+            angle = angle / self.w.get("rope_freqs.weight", 1.0)
+            angle[int(self.keys.get("rope.turned", 1.0) * n) :] *= "rope.turned" not in self.keys
         turn = np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]
         pairs = (x[..., :n] + 1j * x[..., n:]) * turn
         return np.concatenate([pairs.real, pairs.imag], axis=-1)

@@ -14,7 +14,7 @@ from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
 from packtrain.models.arch.architecture import BARE, Changed, Experts, Family
 from packtrain.models.config import Config
-from packtrain.models.shapes import POSITIONS, block_shapes, shapes
+from packtrain.models.shapes import POSITIONS, block_shapes, shapes, unread
 
 HEAD = "lm_head."
 FLAT = (*BARE, "ssm_norm")  # which have one axis in checkpoints
@@ -219,6 +219,8 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
             bare = kind == "weight" and part in shapes
             name = part if bare else f"{part}.{kind}"
             shape = shapes.get(name)
+            if f"blk.{i}.{name}" in unread(config):
+                found.tensors.pop(f"{at}.{module}.{kind}", None)
             if shape is None:
                 continue
             if "{}" in module:

@@ -19,6 +19,7 @@ from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.config import Config
 from packtrain.models.keys import Keys
 from packtrain.models.metadata import metadata, read, unused_blocks
+from packtrain.models.shapes import unread
 from packtrain.quant import dequantize
 from packtrain.tokenizer import Tokenizer, TokenizerError
 
@@ -106,7 +107,7 @@ def _check_tensors(gguf: GGUF, config: Config) -> None:
         raise Keys(gguf).wrong("block_count", config.block_count, right)
     leaves = transformer.weights(config)
     count = min(unused_blocks(Keys(gguf)), len(gguf.entries))
-    unused = tuple(f"blk.{config.block_count + i}." for i in range(count))
+    unused = (*(f"blk.{config.block_count + i}." for i in range(count)), *unread(config))
     unknown = [n for n in gguf.entries if n not in leaves and not n.startswith(unused)]
     if unknown:
         raise InputError(

@@ -80,9 +80,9 @@ class Keys:
         return float(str(np.float32(value)))  # 1e-05 exactly, not the nearest f32
 
     def own(self, key: str) -> float:
-        """A key of some architectures, 0 for the others; must be positive unless its default is 0."""
-        default = self.architecture.keys.get(key, 0.0)
-        return self.real(key, zero=default == 0) if key in self.architecture.keys else 0.0
+        """A key of some architectures, 0 for the others; must be positive unless its default is 0, or it may be."""
+        known, zero = self.architecture.keys, key in self.architecture.zero
+        return self.real(key, zero=zero or known[key] == 0) if key in known else 0.0
 
     def check(self) -> None:
         """Raise InputError for a key that changes the computation and is not supported."""

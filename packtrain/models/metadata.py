@@ -283,4 +283,5 @@ def _factor_keys(config: Config) -> dict[str, Value]:
         "residual_scale": config.residual_scale,
         "logit_scale": config.logit_scale,
     }
-    return {key: Value("f32", factor) for key, factor in factors.items() if factor}
+    zero = config.traits.zero
+    return {key: Value("f32", n) for key, n in factors.items() if n or key in zero}

@@ -17,6 +17,7 @@ from packtrain.models.arch.architecture import (
 from packtrain.models.config import Config
 
 Shapes = dict[str, tuple[int, ...]]
+OF_KEYS = "attn_k", "attn_v", "attn_k_norm"
 POSITIONS, HEAD_BIAS = "position_embd.weight", "output.bias"
 
 
@@ -69,6 +70,12 @@ def _layer_shapes(config: Config) -> Shapes:
     return {f"{name}.weight": shape for name, shape in parts.items()}
 
 
+def unread(config: Config) -> list[str]:
+    """Tensors that files may have and nothing reads: those of keys and values of blocks that share others'."""
+    sharing = (i for i in range(config.block_count) if config.source_of(i) != i)
+    return [f"blk.{i}.{name}.weight" for i in sharing for name in OF_KEYS]
+
+
 def _with_biases(config: Config, parts: Shapes) -> Shapes:
     made: Shapes = {}
     for name, shape in parts.items():
@@ -94,7 +101,7 @@ def _attention_shapes(config: Config, i: int) -> Shapes:
         own = {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
         made |= own if traits.layer_norms else dict.fromkeys(own, (d,))
     made |= {"attn_sinks": (config.head_count,)} if traits.sinks else {}
-    gone = ("attn_k", "attn_v", "attn_k_norm") if config.source_of(i) != i else ()
+    gone = OF_KEYS if config.source_of(i) != i else ()
     gone = ("attn_v", *gone) if config.keys_are_values and not config.near(i) else gone
     made = {name: shape for name, shape in made.items() if name not in gone}
     made["attn_output"] = (c, q)

@@ -319,6 +319,7 @@ class Architecture:
     keys              additional GGUF keys with their defaults; None: required
     ignored           keys without effect, as in llama.cpp
     neutral           values that keys must have if they are there
+    zero              keys that may be 0 although that is not their default
     optional          tensors that a model may have: those of blocks by their name within one
     window_blocks     only a model with this many blocks has windows
     blocks_70b        a model with this many blocks is a 70B, to which llama-quantize gives more bits,
@@ -369,6 +370,7 @@ class Architecture:
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    zero: tuple[str, ...] = ()
     optional: tuple[str, ...] = BIASES
     window_blocks: int = 0
     blocks_70b: int = 0

@@ -28,6 +28,7 @@ from packtrain.models.arch.given import FULL, SLIDING, Given
 LAYERS = {
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
 }  # fmt: skip
+CAP = "final_logit_softcapping"
 WIDE, UNTURNED, PROPORTIONAL = 512, 1e30, "proportional"
 
 
@@ -103,8 +104,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     if found["head_count_kv_swa"]:
         each = (sizes.head_count_kv, found["head_count_kv_swa"])
         keys["attention.head_count_kv"] = [each[near] for near in found["window_pattern"]]
-    if given.get("final_logit_softcapping") is not None:
-        keys["final_logit_softcapping"] = given.real("final_logit_softcapping")
+    keys[CAP] = given.real(CAP) if given.get(CAP) else 0.0  # llama.cpp takes a default if there is none
     return keys
 
 
@@ -125,10 +125,11 @@ ARCHITECTURE = Architecture(
         "attention.key_length_swa": None,
         "attention.value_length_swa": None,
         "embedding_length_per_layer_input": None,
-        "final_logit_softcapping": 0.0,
+        CAP: 30.0,
         "rope.dimension_count_swa": None,
         "rope.freq_base_swa": 10_000.0,
     },
+    zero=(CAP,),
     optional=(FACTORS, LAYER_SCALE),
     families=(
         Family(

@@ -82,7 +82,7 @@ CONFIGS: Mapping[str, Config] = {
     "gemma4": replace(
         LLAMA, architecture="gemma4", block_count=4, key_length=128, key_length_swa=64, head_count_kv=1,
         head_count_kv_swa=2, window=9, window_pattern=(True, False, True, False), own_kv=2, final_softcap=3.0,
-        embedding_length_per_layer=256, feed_forward_lengths=(512, 512, 768, 768), rope_freq_base=1e6,
+        embedding_length_per_layer=256, feed_forward_lengths=(512, 512, 1024, 1024), rope_freq_base=1e6,
         rope_freq_base_swa=1e4, optional=("rope_freqs.weight", "layer_output_scale.weight"),
     ),
     "gemma4 values": replace(

@@ -10,6 +10,7 @@ from packtrain.design.plans import Base, StepShape, passed_over
 from packtrain.models import transformer
 from packtrain.models.config import Config
 
+SOURCES = 2  # blocks whose keys and values others share: one with a window and one without
 Kinds = frozenset[str]  # names of tensors within a block
 
 
@@ -25,7 +26,7 @@ def even(shape: StepShape) -> bool:
     """
     first = passed_over(shape.config, shape.base)
     dense = _dense(shape.config, first)
-    if shape.config.interleave_moe_layer_step > 1 and reached(shape) > 1:
+    if shape.config.differing or (shape.config.interleave_moe_layer_step > 1 and reached(shape) > 1):
         return False
     return dense <= 1 and len(set(_trained(shape.config, shape.base)[first + dense :])) <= 1
 
@@ -35,10 +36,14 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
 
     If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
     mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts and without
-    take turns, all have them.
+    take turns, all have them. All have keys and values of their own,
+    or none that is reached, and the two before have those of all.
     """
-    config, base, whole = shape.config, shape.base, below + count
+    config, base = shape.config, shape.base
     first = 0 if base is None else passed_over(config, base)
+    sharing = 0 < config.own_kv <= first
+    below = max(below, SOURCES) if sharing else below
+    whole = below + count
     dense = min(config.leading_dense_block_count, below) + min(_dense(config, first), count - 1, 1)
     pattern = config.window_pattern
     if isinstance(pattern, tuple) and whole > len(pattern):
@@ -50,13 +55,17 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
         )  # one without a window, which may have a rope of its own
     short = replace(
         config, block_count=whole, window_pattern=pattern, leading_dense_block_count=dense,
-        interleave_moe_layer_step=1,
+        interleave_moe_layer_step=1, own_kv=SOURCES * sharing,
     )  # fmt: skip
     if config.interleave_moe_layer_step > 1 and not _mixtures(config, first):
         short = replace(short, expert_count=0)
     if config.attending:
         like = _alike(config, short, first, below)
         short = replace(short, attending=tuple(config.attending[i] for i in like))
+    if config.differing:
+        like = _alike(config, short, first, below)
+        wide = tuple(map(config.feed_forward_of, like))
+        short = replace(short, feed_forward_lengths=wide, window_pattern=tuple(map(config.near, like)))
     if base is None:
         return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)
@@ -89,8 +98,9 @@ def _alike(config: Config, short: Config, first: int, below: int) -> list[int]:
     dense, last = short.leading_dense_block_count, config.block_count - 1
     if config.interleave_moe_layer_step > 1 and (those := _mixtures(config, first)):
         return [*range(below), *(those * short.block_count)[: short.block_count - below]]
+    lower = config.own_kv - SOURCES if short.own_kv else 0
     return [
-        i if i < below else min(first + i - below + (0 if i < dense else left_out), last)
+        lower + i if i < below else min(first + i - below + (0 if i < dense else left_out), last)
         for i in range(short.block_count)
     ]
 

@@ -14,7 +14,7 @@ from packtrain.backends import CPU, HOST, Target, aligned
 from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.models import transformer
-from packtrain.models.arch.architecture import is_matrix
+from packtrain.models.arch.architecture import LAYER_INPUTS, is_matrix
 from packtrain.models.config import Config
 from packtrain.models.distill import Distill
 from packtrain.models.lora import EMBEDDING, SUFFIXES
@@ -378,8 +378,8 @@ def passed_over(config: Config, base: Base | None) -> int:
     """Number of blocks before the first one that the backward pass reaches."""
     every = transformer.weights(config).items()
     names = (name for name, leaf in every if base is None or base.trains(config, leaf))
-    trained = [n for n in names if n.startswith(("blk.", EMBEDDING))]
-    if any(name.startswith(EMBEDDING) for name in trained):
+    trained = [n for n in names if n.startswith(("blk.", EMBEDDING, *LAYER_INPUTS))]
+    if any(not name.startswith("blk.") for name in trained):
         return 0
     return min((int(name.split(".")[1]) for name in trained), default=config.block_count)
 

@@ -14,7 +14,7 @@ from packtrain.tensor import Tensor
 
 ROUNDS, CUBIC = 5, (3.4445, -4.7750, 2.0315)  # x = a x + b (x x^T) x + c (x x^T)^2 x
 LIKE_ADAMW = 0.2  # root of the mean square of an update: what AdamW's has
-TABLES = ("token_embd.weight", "output.weight")
+TABLES = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
 FILTERS = ("shortconv.conv.weight",)
 
 

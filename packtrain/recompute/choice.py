@@ -39,6 +39,7 @@ class Choice:
         parts = len(stream) // len(self.stream)
         split = stretches(stream)
         ranks = {t: 0 for calls in split[:parts] for call in calls for t in call.results}
+        ranks |= dict.fromkeys(_read_later(split), 0)
         for at, t in enumerate(stream):
             ranks[t] = self.stream[at // parts]
         for at, values in enumerate(by_place([inner_values(calls) for calls in split[parts:]])):
@@ -56,6 +57,13 @@ def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
     for call in Graph({str(at): t for at, t in enumerate(stream)}).calls:
         split[bisect_left(ends, call.serial)].append(call)
     return split
+
+
+def _read_later(split: Sequence[Sequence[Call]]) -> set[Tensor]:
+    """Values of a block that later ones read, such as keys, and the stream."""
+    home = {t: at for at, calls in enumerate(split) for call in calls for t in call.results}
+    reads = ((at, t.base) for at, calls in enumerate(split) for call in calls for t in call.reads)
+    return {t for at, t in reads if home.get(t, at) != at}
 
 
 def inner_values(calls: Sequence[Call]) -> list[Tensor]:
@@ -81,12 +89,15 @@ def _placed_like(values: list[Tensor], like: list[Tensor]) -> list[Tensor]:
         if rest and _same(rest[0], t):
             found[t] = rest.popleft()
         else:
-            found[t] = found[_call(t).reads[0].base]
+            inside = (found[x.base] for x in _call(t).reads if x.base in found)
+            found[t] = next(inside, values[0])
     return list(found.values())
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return type(_call(one).op) is type(_call(other).op) and one.spec == other.spec
+    """By op, name within the block and number of axes: widths of blocks may differ."""
+    of, like = ((type(_call(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (one, other))
+    return of == like
 
 
 def _call(t: Tensor) -> Call:

@@ -58,7 +58,7 @@ EXPERT_MATRICES = {
     "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
     "mlp.experts.{}.down_proj": "ffn_down_exps",
 }  # fmt: skip
-LAYER_ROWS, LAYER_PROJ, LAYER_NORM = (
+LAYER_INPUTS = LAYER_ROWS, LAYER_PROJ, LAYER_NORM = (
     "per_layer_token_embd",
     "per_layer_model_proj",
     "per_layer_proj_norm",

@@ -74,7 +74,12 @@ MULTIPLIERS = {
 }
 WINDOWS = {"num_hidden_layers": 5, "sliding_window": 4}
 WINDOW = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 4}
-GEMMA_4 = {"head_dim": 24, "global_head_dim": 32, "sliding_window": 4, "vocab_size_per_layer_input": V}
+GEMMA_4 = {
+    "head_dim": 24,
+    "global_head_dim": 32,
+    "sliding_window": 4,
+    "vocab_size_per_layer_input": V,
+}
 # class of the config, and how it differs from BASE
 CLASSES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {"rope_parameters": LLAMA_3, "attention_bias": True, "mlp_bias": True},

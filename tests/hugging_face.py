@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from tests import hugging_face_experts, hugging_face_gemmas, hugging_face_hybrids, hugging_face_layers
+from tests import (
+    hugging_face_experts,
+    hugging_face_gemmas,
+    hugging_face_hybrids,
+    hugging_face_layers,
+)
 
 Tensors = Mapping[str, np.ndarray]
 Config = dict[str, Any]

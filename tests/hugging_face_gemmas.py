@@ -72,7 +72,11 @@ def shapes(c: Config) -> Shapes:
         norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm")  # fmt: skip
         block: Shapes = dict.fromkeys(norms, (h,))
-        block |= {"self_attn.q_proj": (q * d, h), "self_attn.o_proj": (h, q * d), "self_attn.q_norm": (d,)}
+        block |= {
+            "self_attn.q_proj": (q * d, h),
+            "self_attn.o_proj": (h, q * d),
+            "self_attn.q_norm": (d,),
+        }
         block |= {"self_attn.k_proj": (kv * d, h), "self_attn.k_norm": (d,)}
         if not c.get("attention_k_eq_v") or c["layer_types"][i] == SLIDING:
             block["self_attn.v_proj"] = (kv * d, h)

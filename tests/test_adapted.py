@@ -48,7 +48,9 @@ def check_beside(name: str, folder: Path) -> None:
     assert np.abs(got - logits(base)).max() > 0.1 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "llama experts", "gemma2", "deepseek2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "phi3", "llama experts", "gemma2", "gemma4", "deepseek2"]
+)
 def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
     check_beside(name, tmp_path)
 

@@ -20,6 +20,9 @@ from tests.architectures import CONFIGS, random_model, random_weights
 from tests.models import batch
 
 HYBRIDS = [name for name, config in CONFIGS.items() if config.attending or config.scan]
+HYBRIDS += [
+    name for name, config in CONFIGS.items() if config.own_kv
+]  # keys that several blocks have
 
 
 def gradients(config: Config, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -78,7 +81,7 @@ def test_sequences_that_are_copied_taken_back_saved_and_put_back(
     text = rng.integers(3, config.vocab_size, 200).tolist()
     how = {"cells": 300, "cache": "f32", "sequences": 4, "prompts": (32,), "spacing": 16}
     context = Context(path, **how, swa_full=full)
-    assert bool(context.cache.ring) == (not full and config.conv_width > 0)
+    assert bool(context.cache.ring) == (not full and config.conv_width + config.window > 0)
     first, second = text[:70], text[90:101]
     # two sequences in one run, of unlike lengths
     context.decode([*first, *second], [0] * len(first) + [1] * len(second))

@@ -26,7 +26,9 @@ def even(shape: StepShape) -> bool:
     """
     first = passed_over(shape.config, shape.base)
     dense = _dense(shape.config, first)
-    if shape.config.differing or (shape.config.interleave_moe_layer_step > 1 and reached(shape) > 1):
+    if shape.config.differing or (
+        shape.config.interleave_moe_layer_step > 1 and reached(shape) > 1
+    ):
         return False
     return dense <= 1 and len(set(_trained(shape.config, shape.base)[first + dense :])) <= 1
 
@@ -65,7 +67,9 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     if config.differing:
         like = _alike(config, short, first, below)
         wide = tuple(map(config.feed_forward_of, like))
-        short = replace(short, feed_forward_lengths=wide, window_pattern=tuple(map(config.near, like)))
+        short = replace(
+            short, feed_forward_lengths=wide, window_pattern=tuple(map(config.near, like))
+        )
     if base is None:
         return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)

@@ -15,6 +15,7 @@ from packtrain.dtypes import Dtype
 from packtrain.graph import Graph
 from packtrain.merging.calibrated import PART
 from packtrain.merging.streams import Batch, Graphs, padding
+from packtrain.models.config import Config
 from packtrain.models.file import ModelFile
 from packtrain.placing import place
 from packtrain.planning import make_plan
@@ -107,7 +108,7 @@ def reading(
     for i in blocks:
         block = graphs.block(i)
         sites = [{"x": site.x or site.z, "z": site.z} for site in block.sites]
-        for outputs in (*sites, {"x": block.x, "z": block.z}):
+        for outputs in (*sites, {"x": block.x, "z": block.z, **block.shared}):
             plan = make_plan(place(Graph(outputs), target))
             outputs_nbytes = 3 * sum(t.spec.nbytes for t in outputs.values()) // 2
             arena = max(arena, plan.arena().nbytes + outputs_nbytes)
@@ -119,7 +120,7 @@ def reading(
     fixed = arena + sum(array.nbytes for array in adapted.added.values()) + OTHER_NBYTES
     most = min(tokens or TOKENS, rows * time) // (at_once * time) or 1
     for batches, width in _ladder(most, LEAST // (at_once * time) or 1, widest):
-        streams = 2 * 4 * batches * at_once * time * adapted.config.embedding_length
+        streams = 2 * 4 * batches * at_once * time * kept_width(adapted.config)
         matrix = 4 * width * width
         nbytes = fixed + streams + max(4 * matrix, 2 * matrix + BUFFERS * 4 * PART)
         if limit is None or nbytes <= limit:
@@ -137,6 +138,13 @@ def _ladder(most: int, least: int, widest: int) -> Iterator[tuple[int, int]]:
         else:
             width = -(-width // 2 // NARROW) * NARROW
         yield batches, width
+
+
+def kept_width(config: Config) -> int:
+    """Values of a token between blocks: the stream, and keys and values that later blocks have, too."""
+    sources = {config.source_of(i) for i in range(config.block_count) if config.source_of(i) != i}
+    shared = sum(2 * config.kv_heads_of(i) * config.width_of(i) for i in sources)
+    return config.embedding_length + shared
 
 
 def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:

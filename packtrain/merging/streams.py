@@ -55,11 +55,12 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block in both streams: sites in computed order, and its outputs."""
+    """A block in both streams: sites in computed order, its outputs, and keys and values that later blocks have."""
 
     sites: list[Site]
     x: Tensor
     z: Tensor
+    shared: Mapping[str, Tensor]
 
 
 class Streams:
@@ -86,6 +87,7 @@ class Streams:
         embed = self._run(self.graphs.embedding())
         both = [embed({n: batch[n] for n in embed.inputs}) for batch in batches]
         self.x, self.z = ([one[name] for one in both] for name in ("x", "z"))
+        self.shared = [dict[str, np.ndarray]() for _ in batches]
 
     def _run(self, graph: Graph):  # type: ignore[no-untyped-def]
         return self.session.executor(place(graph, self.target))
@@ -125,18 +127,23 @@ class Streams:
         if not blocks:
             return
         for i in range(blocks):
-            run = self._run(Graph({"x": self.block(i).x}))
+            block = self.block(i)
+            own = {name: t for name, t in block.shared.items() if name.startswith("x")}
+            run = self._run(Graph({"x": block.x, **own}))
             for at in range(len(self.batches)):
-                self.x[at] = run(self._inputs(run, at))["x"]
+                got = run(self._inputs(run, at))
+                self.x[at] = got["x"]
+                self.shared[at] |= {f"{n}{name[1:]}": got[name] for name in own for n in "xz"}
         for x, z in zip(self.x, self.z, strict=True):
             z[...] = x
 
     def advance(self, block: Block) -> None:
         """Advance through a block."""
-        run = self._run(Graph({"x": block.x, "z": block.z}))
+        run = self._run(Graph({"x": block.x, "z": block.z, **block.shared}))
         for at in range(len(self.batches)):
             got = run(self._inputs(run, at))
             self.x[at], self.z[at] = got["x"], got["z"]
+            self.shared[at] |= {name: got[name] for name in block.shared}
 
     def through(self, graph: Graph) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
         """The outputs of a graph of a block for each batch, by its index."""
@@ -145,7 +152,7 @@ class Streams:
             yield at, run(self._inputs(run, at))
 
     def _inputs(self, run, at: int) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
-        there = {"x": self.x[at], "z": self.z[at], **self.batches[at]}
+        there = {"x": self.x[at], "z": self.z[at], **self.shared[at], **self.batches[at]}
         return {name: there[name] for name in run.inputs}
 
 
@@ -188,14 +195,25 @@ class Graphs:
 
     def block(self, i: int) -> Block:
         config, time = self.adapted.config, self.shape[-1]
-        pos, seq = (input(name, self.shape, i32) for name in ("pos", "seq"))
+        tokens, pos, seq = (input(name, self.shape, i32) for name in ("tokens", "pos", "seq"))
         tables = transformer.rope_tables(config, self.x, pos, time)
-        wide = (*self.shape, config.embedding_length)
-        ins = {name: input(name, wide, f32) for name in ("x", "z")}
-        mixer = transformer.in_batch(config, pos, seq)
-        x = block(config, self.x, i, ins["x"], tables, mixer)
-        z = block(config, self.z, i, ins["z"], tables, mixer)
-        return Block(_sites(x, z, self.own, config.expert_count), x, z)
+        source, out, shared = config.source_of(i), dict[str, Tensor](), dict[str, Tensor]()
+        for name, w in (("x", self.x), ("z", self.z)):
+            h, made = input(name, (*self.shape, config.embedding_length), f32), {}
+            heads = (*self.shape, config.kv_heads_of(source), config.width_of(source))
+            k, v = (f"{name}.{part}.{source}" for part in "kv")
+            if source != i:
+                made[source] = input(k, heads, f32), input(v, heads, f32)
+            own = None
+            if config.embedding_length_per_layer:
+                first = transformer.embedding(config, w, tokens, pos)
+                own = transformer.embeddings(config, w, tokens, first)
+            mixer = transformer.in_batch(config, pos, seq, made)
+            out[name] = block(config, w, i, h, tables, mixer, own)
+            if any(config.source_of(j) == i for j in range(i + 1, config.block_count)):
+                shared |= dict(zip((k, v), made[i], strict=True))
+        sites = _sites(out["x"], out["z"], self.own, config.expert_count)
+        return Block(sites, out["x"], out["z"], shared)
 
 
 def _sites(x: Tensor, z: Tensor, own: Mapping[Tensor, str], experts: int) -> list[Site]:

@@ -96,7 +96,9 @@ def _placed_like(values: list[Tensor], like: list[Tensor]) -> list[Tensor]:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """By op, name within the block and number of axes: widths of blocks may differ."""
-    of, like = ((type(_call(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (one, other))
+    of, like = (
+        (type(_call(t).op), (t.name or "").split(".")[2:], len(t.shape)) for t in (one, other)
+    )
     return of == like
 
 

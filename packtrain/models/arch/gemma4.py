@@ -104,7 +104,9 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     if found["head_count_kv_swa"]:
         each = (sizes.head_count_kv, found["head_count_kv_swa"])
         keys["attention.head_count_kv"] = [each[near] for near in found["window_pattern"]]
-    keys[CAP] = given.real(CAP) if given.get(CAP) else 0.0  # llama.cpp takes a default if there is none
+    keys[CAP] = (
+        given.real(CAP) if given.get(CAP) else 0.0
+    )  # llama.cpp takes a default if there is none
     return keys
 
 

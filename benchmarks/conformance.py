@@ -92,9 +92,8 @@ logarithms of probabilities of llama.cpp's {top} likeliest tokens, the largest o
 are wrong on purpose one thing is changed. Replies are greedy. In quantized models llama.cpp rounds activations to 8
 bits, packtrain does not: replies may part where two tokens are nearly as likely, and where another expert comes out
 first, or in many blocks, more than that changes. So replies must be equal in F32 only, and Q4_K_M has no limit; a model
-with experts, {DEEP} blocks, scores that are not divided, convolutions or scans, whose gates multiply rounded values,
-that is beyond Q8_0's must
-be within F32's of llama.cpp with the same weights unpacked, where nothing is rounded.
+with experts, {DEEP} blocks, undivided scores, convolutions or scans, whose gates multiply rounded values, that
+is beyond Q8_0's must be within F32's of llama.cpp with the same weights unpacked, where nothing is rounded.
 Where gelu is the activation, differences in F32 are those of llama.cpp's table of it, which is f16.
 """
 HEADING = """| architecture | type | largest difference | limit | wrong on purpose: difference | reply equal |

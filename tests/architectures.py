@@ -279,6 +279,7 @@ def random_model(
         config = replace(
             config,
             feed_forward_length=feed_forward,
+            feed_forward_lengths=(),
             expert_feed_forward_length=experts,
             expert_shared_feed_forward_length=experts
             if config.expert_shared_feed_forward_length

@@ -29,6 +29,7 @@ ROWS = {
     "gemma": "lora",
     "gemma2": "full",
     "gemma3": "frozen",
+    "gemma4": "lora",
     "phi3": "lora",
     "smollm3": "last",
     "qwen2moe": "lora",

@@ -24,11 +24,9 @@ def even(shape: StepShape) -> bool:
 
     The first of a mixture's blocks may be dense: a shorter model has it as well.
     """
-    first = passed_over(shape.config, shape.base)
-    dense = _dense(shape.config, first)
-    if shape.config.differing or (
-        shape.config.interleave_moe_layer_step > 1 and reached(shape) > 1
-    ):
+    config, first = shape.config, passed_over(shape.config, shape.base)
+    dense = _dense(config, first)
+    if config.differing or (config.interleave_moe_layer_step > 1 and reached(shape) > 1):
         return False
     return dense <= 1 and len(set(_trained(shape.config, shape.base)[first + dense :])) <= 1
 
@@ -38,8 +36,7 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
 
     If blocks differ, tensors trained in any of them are trained in all; if no block is trained, everything is. Of a
     mixture's dense blocks at most one is reached, and a single block has experts; where blocks with experts and without
-    take turns, all have them. All have keys and values of their own,
-    or none that is reached, and the two before have those of all.
+    take turns, all have them. All have keys and values of their own, or none does, and two below have those of all.
     """
     config, base = shape.config, shape.base
     first = 0 if base is None else passed_over(config, base)
@@ -47,16 +44,8 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
     below = max(below, SOURCES) if sharing else below
     whole = below + count
     dense = min(config.leading_dense_block_count, below) + min(_dense(config, first), count - 1, 1)
-    pattern = config.window_pattern
-    if isinstance(pattern, tuple) and whole > len(pattern):
-        pattern = (pattern * whole)[:whole]
-    if isinstance(pattern, int) and 1 < whole < pattern <= config.block_count:
-        pattern = (
-            False,
-            *(True,) * (whole - 1),
-        )  # one without a window, which may have a rope of its own
     short = replace(
-        config, block_count=whole, window_pattern=pattern, leading_dense_block_count=dense,
+        config, block_count=whole, window_pattern=_windows(config, whole), leading_dense_block_count=dense,
         interleave_moe_layer_step=1, own_kv=SOURCES * sharing,
     )  # fmt: skip
     if config.interleave_moe_layer_step > 1 and not _mixtures(config, first):
@@ -66,15 +55,23 @@ def with_blocks(shape: StepShape, count: int, below: int = 0) -> StepShape:
         short = replace(short, attending=tuple(config.attending[i] for i in like))
     if config.differing:
         like = _alike(config, short, first, below)
-        wide = tuple(map(config.feed_forward_of, like))
-        short = replace(
-            short, feed_forward_lengths=wide, window_pattern=tuple(map(config.near, like))
-        )
+        wide, near = tuple(map(config.feed_forward_of, like)), tuple(map(config.near, like))
+        short = replace(short, feed_forward_lengths=wide, window_pattern=near)
     if base is None:
         return replace(shape, config=short)
     lora = config.lora and replace(config.lora, last=count if below else 0)
     short = replace(short, lora=lora)
     return replace(shape, config=short, base=_stand_in(config, base, short, below))
+
+
+def _windows(config: Config, count: int) -> int | tuple[bool, ...]:
+    """Which of so many blocks have windows."""
+    pattern = config.window_pattern
+    if isinstance(pattern, tuple) and count > len(pattern):
+        return (pattern * count)[:count]
+    if isinstance(pattern, int) and 1 < count < pattern <= config.block_count:
+        return False, *(True,) * (count - 1)  # one without, which may have a rope of its own
+    return pattern
 
 
 @cache

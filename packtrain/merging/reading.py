@@ -17,6 +17,7 @@ from packtrain.merging.calibrated import PART
 from packtrain.merging.streams import Batch, Graphs, padding
 from packtrain.models.config import Config
 from packtrain.models.file import ModelFile
+from packtrain.models.shapes import block_shapes
 from packtrain.placing import place
 from packtrain.planning import make_plan
 
@@ -148,16 +149,10 @@ def kept_width(config: Config) -> int:
 
 
 def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:
-    """One block of each kind: kinds differ in what mixes tokens, sliding windows or rope."""
+    """One block of each kind: kinds differ in their weights, sliding windows or rope."""
     config = adapted.config
     found = {
-        (
-            config.attends(i),
-            config.window_of(i),
-            config.rope_of(i),
-            config.source_of(i) == i,
-            config.feed_forward_of(i),
-        ): i
+        (*block_shapes(config, i).items(), config.window_of(i), config.rope_of(i)): i
         for i in {int(name.split(".")[1]) for name in names}
     }
     return sorted(found.values())

@@ -14,7 +14,7 @@ from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Value
 from packtrain.models.arch.architecture import Architecture
 from packtrain.models.config import Config, RopeScaling, Scaling
 from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
-from packtrain.models.kinds import FEED_FORWARD, kind_keys, kinds
+from packtrain.models.kinds import FEED_FORWARD, PER_LAYER, kind_keys, kinds
 from packtrain.models.mixers import LATENT, mixer_keys, mixing
 from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
 
@@ -160,10 +160,10 @@ def _check_heads(keys: Keys, config: Config) -> None:
     if keys.get("attention.key_length") is None and width % (2 * heads):
         right = f"a divisor of half of {arch}.embedding_length {width}, so that heads have an even width"
         raise keys.wrong("attention.head_count", heads, right)
-    if heads % kv:
+    if heads % kv or heads % (config.head_count_kv_swa or kv):
         right = f"a divisor of {arch}.attention.head_count {heads}"
         raise keys.wrong("attention.head_count_kv", kv, right)
-    if head % 2 or (square and config.key_length is not None):
+    if head % 2 or config.key_length_swa % 2 or (square and config.key_length is not None):
         right = f"embedding_length / head_count = {width // heads}" if square else "even"
         raise keys.wrong("attention.key_length", head, right)
     if keys.size("attention.value_length", head) != head:
@@ -180,7 +180,10 @@ def _check_widths(keys: Keys, config: Config) -> None:
     wide = "feed_forward_length" if config.expert_feed_forward_length is None else EXPERT_WIDTH
     for key, size, times in (
         (wide, config.expert_width, used),
+        (wide, max(config.feed_forward_lengths, default=0), 1),
         ("attention.key_length", config.head_width, config.head_count),
+        ("attention.key_length_swa", config.key_length_swa, config.head_count),
+        (PER_LAYER, config.embedding_length_per_layer, 1),
         (LATENT, config.kv_lora_rank, 1),
         ("attention.q_lora_rank", config.q_lora_rank, 1),
     ):

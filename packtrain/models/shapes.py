@@ -6,9 +6,7 @@ from packtrain.models.arch.architecture import (
     CONV_OUT,
     CONV_ROWS,
     FILTERS,
-    LAYER_NORM,
-    LAYER_PROJ,
-    LAYER_ROWS,
+    LAYER_INPUTS,
     LAYER_SCALE,
     SCAN_FILTERS,
     SCAN_OUT,
@@ -66,8 +64,8 @@ def _layer_shapes(config: Config) -> Shapes:
     """Of embeddings that blocks have for themselves."""
     p, c = config.embedding_length_per_layer, config.embedding_length
     wide = config.block_count * p
-    parts = {LAYER_ROWS: (config.vocab_size, wide), LAYER_PROJ: (wide, c), LAYER_NORM: (p,)}
-    return {f"{name}.weight": shape for name, shape in parts.items()}
+    parts: tuple[tuple[int, ...], ...] = ((config.vocab_size, wide), (wide, c), (p,))
+    return {f"{name}.weight": shape for name, shape in zip(LAYER_INPUTS, parts, strict=True)}
 
 
 def unread(config: Config) -> list[str]:

@@ -15,15 +15,7 @@ import numpy as np
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
 from packtrain.models import written
-from packtrain.models.arch.architecture import (
-    CHOICE,
-    CONV_OUT,
-    LAYER_NORM,
-    LAYER_PROJ,
-    LAYER_ROWS,
-    LAYER_SCALE,
-    SCAN_OUT,
-)
+from packtrain.models.arch.architecture import CHOICE, CONV_OUT, LAYER_INPUTS, LAYER_SCALE, SCAN_OUT
 from packtrain.models.block import block
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
@@ -167,10 +159,11 @@ def stream(
 def embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> Tensor:
     """What each block has of the tokens (...) for itself, (..., L, P), and of their embedding h (..., C)."""
     p, c = config.embedding_length_per_layer, config.embedding_length
+    table, proj, norm = LAYER_INPUTS
     shape = (*tokens.shape, config.block_count, p)
-    rows = ops.scale(ops.get_rows(w[f"{LAYER_ROWS}.weight"], tokens), by=(p / 2) ** 0.5)
-    made = ops.scale(product(config, h, w[f"{LAYER_PROJ}.weight"]), by=c**-0.5)
-    made = normalized(config, w, LAYER_NORM, ops.reshape(made, shape=shape))
+    rows = ops.scale(ops.get_rows(w[f"{table}.weight"], tokens), by=(p / 2) ** 0.5)
+    made = ops.scale(product(config, h, w[f"{proj}.weight"]), by=c**-0.5)
+    made = normalized(config, w, norm, ops.reshape(made, shape=shape))
     both = ops.add(ops.scale(made, by=0.5**0.5), ops.reshape(rows, shape=shape))
     return named("per_layer_inputs", both)
 

@@ -58,11 +58,8 @@ EXPERT_MATRICES = {
     "mlp.experts.{}.gate_proj": "ffn_gate_exps", "mlp.experts.{}.up_proj": "ffn_up_exps",
     "mlp.experts.{}.down_proj": "ffn_down_exps",
 }  # fmt: skip
-LAYER_INPUTS = LAYER_ROWS, LAYER_PROJ, LAYER_NORM = (
-    "per_layer_token_embd",
-    "per_layer_model_proj",
-    "per_layer_proj_norm",
-)  # of the embeddings that blocks have for themselves
+# of the embeddings that blocks have for themselves: rows, a projection, its norm; and what blocks are multiplied by
+LAYER_INPUTS = "per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"
 LAYER_SCALE = "layer_output_scale.weight"
 SHARED = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",

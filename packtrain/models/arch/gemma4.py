@@ -4,7 +4,6 @@ Blocks with a window have other heads than those without. Google, Gemma 4; llama
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,7 @@ from packtrain.models.arch import gemma2
 from packtrain.models.arch.architecture import (
     FACTORS,
     HEAD_NORMS,
-    LAYER_NORM,
-    LAYER_PROJ,
-    LAYER_ROWS,
+    LAYER_INPUTS,
     LAYER_SCALE,
     Architecture,
     Family,
@@ -27,45 +24,47 @@ from packtrain.models.arch.given import FULL, SLIDING, Given
 
 LAYERS = {
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale",
 }  # fmt: skip
+OUTSIDE = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 CAP = "final_logit_softcapping"
+SHARED, OWN = "num_kv_shared_layers", "hidden_size_per_layer_input"
 WIDE, UNTURNED, PROPORTIONAL = 512, 1e30, "proportional"
 
 
 def usual(given: Given) -> Given:
     """The sizes of a head and the number of keys' heads in blocks without a window are those of the model."""
+    heads, near = given.size("num_key_value_heads"), given.size("head_dim", 256)
     own = given.get("per_layer_config", {})
-    full = given.get("layer_types", []).index(FULL) if FULL in given.get("layer_types", []) else -1
-    here: Mapping[str, Any] = next((one for at, one in own.items() if int(at) == full), {})
-    width = here.get("head_dim", given.get("global_head_dim", WIDE))
-    heads = given.size("num_key_value_heads")
+    if not isinstance(own, dict) or not all(isinstance(one, dict) for one in own.values()):
+        raise given.wrong("per_layer_config", own, "an object of objects")
+    here: Mapping[str, Any] = next(
+        iter(own.values()), {}
+    )  # transformers writes those without a window
+    full = {"head_dim": here.get("head_dim", given.get("global_head_dim", WIDE))}
     if given.flag("attention_k_eq_v"):
-        heads = here.get("num_key_value_heads", given.get("num_global_key_value_heads", heads))
-    near = {
-        "near_head_dim": given.size("head_dim", 256),
-        "near_heads": given.size("num_key_value_heads"),
-    }
-    return given.but(head_dim=width, num_key_value_heads=heads, **near)
+        own_heads = here.get("num_key_value_heads", given.get("num_global_key_value_heads"))
+        full |= {"num_key_value_heads": own_heads or heads}
+    return given.but(near_head_dim=near, near_heads=heads, **full)
 
 
 def kinds(given: Given) -> dict[str, Any]:
     blocks, wide = given.size("num_hidden_layers"), given.size("intermediate_size")
     pattern = tuple(given.windows(blocks))
     if len(pattern) != blocks:
-        raise given.wrong(
-            "layer_types", given.get("layer_types"), f"{blocks} times {SLIDING} or {FULL}"
-        )
-    shared = given.get("num_kv_shared_layers", 0)
+        right = f"{blocks} times {SLIDING} or {FULL}"
+        raise given.wrong("layer_types", given.get("layer_types"), right)
+    shared, layers = (given.get(key) and given.size(key) for key in (SHARED, OWN))
     own = blocks - shared if shared else 0
     if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"
-        raise given.wrong("num_kv_shared_layers", shared, right)
+        raise given.wrong(SHARED, shared, right)
     twice = shared and given.flag("use_double_wide_mlp")
     width, heads = given.size("near_head_dim"), given.size("near_heads")
     return {
         "window_pattern": pattern,
         "own_kv": own,
-        "embedding_length_per_layer": given.get("hidden_size_per_layer_input", 0),
+        "embedding_length_per_layer": layers or 0,
         "keys_are_values": given.flag("attention_k_eq_v"),
         "key_length_swa": 0 if width == given.size("head_dim") else width,
         "head_count_kv_swa": 0 if heads == given.size("num_key_value_heads") else heads,
@@ -104,10 +103,8 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     if found["head_count_kv_swa"]:
         each = (sizes.head_count_kv, found["head_count_kv_swa"])
         keys["attention.head_count_kv"] = [each[near] for near in found["window_pattern"]]
-    keys[CAP] = (
-        given.real(CAP) if given.get(CAP) else 0.0
-    )  # llama.cpp takes a default if there is none
-    return keys
+    # without the key llama.cpp takes a default
+    return keys | {CAP: given.real(CAP) if given.get(CAP) else 0.0}
 
 
 ARCHITECTURE = Architecture(
@@ -136,20 +133,13 @@ ARCHITECTURE = Architecture(
     families=(
         Family(
             ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-            {**gemma2.FAMILY.block, **HEAD_NORMS, **LAYERS, "layer_scalar": "layer_output_scale"},
+            {**gemma2.FAMILY.block, **HEAD_NORMS, **LAYERS},
             keys,
             usual=usual,
             kinds=kinds,
             factors=factors,
             optional=lambda given: (FACTORS, LAYER_SCALE),
-            names=replace(
-                Names(),
-                outside={
-                    "embed_tokens_per_layer": LAYER_ROWS,
-                    "per_layer_model_projection": LAYER_PROJ,
-                    "per_layer_projection_norm": LAYER_NORM,
-                },
-            ),
+            names=Names(outside=dict(zip(OUTSIDE, LAYER_INPUTS, strict=True))),
             ends={".layer_scalar": ".layer_scalar.weight"},
             scalings=(PROPORTIONAL,),
             rope_freq_base=1e6,

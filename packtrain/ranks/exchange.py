@@ -16,6 +16,7 @@ BUCKET = 1 << 20  # numbers that are exchanged at a time
 IDLE_SECONDS = 1.0
 ALIGNED = 16  # numbers: parts of an array begin where kernels like arrays to begin
 
+SLICE = 0.5  # seconds of waiting, after which it is seen who has been lost
 Wait = Callable[[Any], None]
 Run = tuple[int, int, int]  # the number of an array, and from where to where
 
@@ -23,12 +24,17 @@ Run = tuple[int, int, int]  # the number of an array, and from where to where
 class Exchange:
     """Jobs that all ranks give in the same order. The arrays of a job must not be touched until `wait` returns.
 
-    wait     waits for a transfer, or raises RankLost
+    ready    waits for a transfer, or raises RankLost
+    check    raises RankLost if another rank has ended or is silent
     seconds  that transfers and sums took so far, and `nbytes` that this rank sent
     """
 
-    def __init__(self, dist: Any, as_tensor: Any, size: int, wait: Wait, patience: Any) -> None:
-        self.dist, self.as_tensor, self.size, self.ready = dist, as_tensor, size, wait
+    def __init__(
+        self, dist: Any, as_tensor: Any, ready: Wait, check: Callable[[], None], patience: Any
+    ) -> None:
+        self.dist, self.as_tensor, self.ready, self.check = dist, as_tensor, ready, check
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        size = self.size
         self.group = dist.new_group(backend="gloo", timeout=patience)
         part = -(-BUCKET // size)
         self.mine, self.theirs = (np.zeros(part * size, np.float32) for _ in range(2))
@@ -43,9 +49,9 @@ class Exchange:
         """Each f32 array becomes its sum over all ranks."""
         self._give(lambda: self._add(arrays))
 
-    def spread(self, arrays: Sequence[np.ndarray], rank: int) -> None:
+    def spread(self, arrays: Sequence[np.ndarray]) -> None:
         """Each rank has an equal run of each array's numbers, see `part_of`; all get all of them."""
-        self._give(lambda: self._spread(arrays, rank))
+        self._give(lambda: self._spread(arrays))
 
     def reduce_scatter(self, array: np.ndarray, part: np.ndarray, fresh: bool) -> None:
         """This rank's run of the sum of a flat f32 array becomes `part`, or is added to it."""
@@ -55,7 +61,8 @@ class Exchange:
         """Until all jobs are done. Raises what one of them raised."""
         with self.changed:
             while self.done < self.given and self.error is None:
-                self.changed.wait()
+                self.changed.wait(SLICE)
+                self.check()
         if self.error is not None:
             raise self.error
 
@@ -93,59 +100,63 @@ class Exchange:
     def _add(self, arrays: Sequence[np.ndarray]) -> None:
         for pieces in buckets(arrays):
             part = -(-sum(piece.size for piece in pieces) // self.size)
-            mine, theirs = self.mine[: part * self.size], self.theirs[: part * self.size]
-            for piece, place in _places(pieces, mine):
+            mine, theirs = self._rows(part)
+            for piece, place in _places(pieces, mine.reshape(-1)):
                 place[:] = piece
-            self._move(theirs, mine)
-            first, *others = theirs.reshape(self.size, part)
-            for other in others:
-                first += other
-            self._to_all(first)
-            for piece, place in _places(pieces, theirs):
+            mine[0] = self._sum(theirs, mine)
+            self._move(theirs, [mine[0]] * self.size)
+            for piece, place in _places(pieces, theirs.reshape(-1)):
                 piece[:] = place
 
     def _reduce_scatter(self, array: np.ndarray, part: np.ndarray, fresh: bool) -> None:
         every = [array[part_of(array.size, i, self.size)] for i in range(self.size)]
         for ((_, start, end),) in _runs([every[0].size], BUCKET // self.size):
-            count = (end - start) * self.size
-            mine, theirs = (all[:count].reshape(self.size, -1) for all in (self.mine, self.theirs))
+            mine, theirs = self._rows(end - start)
             for piece, place in zip(every, mine, strict=True):
                 place[: piece[start:end].size] = piece[start:end]
-            self._move(theirs.reshape(-1), mine.reshape(-1))
-            first, *others = theirs
-            for other in others:
-                first += other
             own = part[start:end]
-            own[:] = first[: own.size] if fresh else own + first[: own.size]
+            total = self._sum(theirs, mine)[: own.size]
+            own[:] = total if fresh else own + total
 
-    def _spread(self, arrays: Sequence[np.ndarray], rank: int) -> None:
+    def _spread(self, arrays: Sequence[np.ndarray]) -> None:
         every = [
             [array.reshape(-1)[part_of(array.size, i, self.size)] for array in arrays]
             for i in range(self.size)
         ]
         # the first rank has the longest parts, the last may have none
         for runs in _runs([part.size for part in every[0]], BUCKET // self.size):
-            count = sum(end - start for _, start, end in runs)
-            mine, theirs = self.mine[:count], self.theirs[: count * self.size]
-            for piece, place in _places([every[rank][i][a:b] for i, a, b in runs], mine, runs):
+            (mine, *_), theirs = self._rows(sum(end - start for _, start, end in runs))
+            own = [every[self.rank][i][a:b] for i, a, b in runs]
+            for piece, place in _places(own, mine, runs):
                 place[:] = piece
-            self._to_all(mine)
-            for parts, got in zip(every, theirs.reshape(self.size, count), strict=True):
+            self._move(theirs, [mine] * self.size)
+            for parts, got in zip(every, theirs, strict=True):
                 for piece, place in _places([parts[i][a:b] for i, a, b in runs], got, runs):
                     piece[:] = place
 
-    def _to_all(self, part: np.ndarray) -> None:
-        """The parts of all ranks, into `theirs`. A gather would do the same, but makes a copy of its own."""
-        count = self.size * part.size
-        for place in self.mine[:count].reshape(self.size, part.size):
-            place[:] = part
-        self._move(self.theirs[:count], self.mine[:count])
+    def _rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Room for so many numbers to each rank, and from each."""
+        mine, theirs = (room[: count * self.size] for room in (self.mine, self.theirs))
+        return mine.reshape(self.size, count), theirs.reshape(self.size, count)
 
-    def _move(self, to: np.ndarray, given: np.ndarray) -> None:
-        """Equal parts, one for each rank and one from each."""
-        tensors = self.as_tensor(to), self.as_tensor(given)
-        self.ready(self.dist.all_to_all_single(*tensors, group=self.group, async_op=True))
-        self.nbytes += given.nbytes * (self.size - 1) // self.size
+    def _sum(self, theirs: np.ndarray, mine: np.ndarray) -> np.ndarray:
+        """What all ranks have for this one, added up in their order."""
+        self._move(theirs, mine)
+        total: np.ndarray = theirs[0]
+        for other in theirs[1:]:
+            total += other
+        return total
+
+    def _move(self, to: np.ndarray, given: np.ndarray | Sequence[np.ndarray]) -> None:
+        """given[i] is for rank i, and to[i] from it. All travel at once, each as a message: gloo's all_to_all
+        leaves a link idle in one direction while it is busy in the other, and its gathers make copies."""
+        others = [i for i in range(self.size) if i != self.rank]
+        moved = [self.dist.irecv(self.as_tensor(to[i]), i, group=self.group) for i in others]
+        moved += [self.dist.isend(self.as_tensor(given[i]), i, group=self.group) for i in others]
+        to[self.rank] = given[self.rank]
+        for one in moved:
+            self.ready(one)
+        self.nbytes += len(others) * to[0].nbytes
 
 
 def gathering(dist: Any) -> Any:

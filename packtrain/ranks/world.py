@@ -16,12 +16,11 @@ import numpy as np
 
 from packtrain.errors import InputError, RankLost, printable
 from packtrain.ranks.beats import RESUME, SILENT_SECONDS, Heart
-from packtrain.ranks.exchange import BUCKET, Exchange, gathering, part_of
+from packtrain.ranks.exchange import BUCKET, SLICE, Exchange, gathering, part_of
 
 JOIN = timedelta(minutes=10)  # for all ranks to come
 # of a rank for the others, while they live: rank 0 may write a large file
 PATIENCE = timedelta(hours=24)
-SLICE = timedelta(seconds=0.5)  # of waiting, after which it is seen who has been lost
 
 
 class World:
@@ -86,9 +85,8 @@ class Group(World):
         try:
             self.dist.init_process_group("gloo", timeout=JOIN)
             self.control = self.dist.new_group(backend="gloo", timeout=PATIENCE)
-            self.exchange = Exchange(
-                self.dist, self.torch.from_numpy, self.size, self._wait, PATIENCE
-            )
+            how = self._ready, self._check, PATIENCE
+            self.exchange = Exchange(self.dist, self.torch.from_numpy, *how)
             self.store = _store(self.dist)
             self.heart.beat(lambda: _store(self.dist))
         except (RuntimeError, ValueError) as error:
@@ -110,7 +108,7 @@ class Group(World):
         self.exchange.add(arrays)
 
     def spread(self, arrays: Sequence[np.ndarray]) -> None:
-        self.exchange.spread(arrays, self.rank)
+        self.exchange.spread(arrays)
 
     def reduce_scatter(
         self, array: np.ndarray, part: np.ndarray, fresh: bool, share: tuple[int, int]
@@ -139,10 +137,17 @@ class Group(World):
         """Until it is done. Raises RankLost when another rank has ended or is silent."""
         while not transfer.is_completed():
             try:
-                transfer.wait(SLICE)
+                transfer.wait(timedelta(seconds=SLICE))
             except RuntimeError:  # not yet, or failed
-                if self.heart.lost:
-                    raise RankLost(self.heart.lost) from None
+                self._check()
+        self._ready(transfer)
+
+    def _check(self) -> None:
+        if self.heart.lost:
+            raise RankLost(self.heart.lost)
+
+    def _ready(self, transfer: Any) -> None:
+        """Until it is done or fails. A rank that is only silent does not make it fail."""
         try:
             transfer.wait()
         except RuntimeError as error:

@@ -2,7 +2,8 @@
 
 overlap  two hosts (network namespaces) with a throttled link: how much of the exchange is hidden behind the backward
          pass, beside the most that could be: each bucket leaving as soon as it is complete, at the link's rate
-predict  the step of 1, 2 and 4 processes, as `plan --ranks N --link RATE` predicts it and as it is
+predict  the step of 1, 2 and 4 processes, as `plan --nproc N --link RATE` predicts it and as it is; with more
+         processes than cores, each is as much slower
 kills    a rank of a run, drawn by chance, is killed at a random moment, so many times; each time the run must end
          within 30 seconds and go on, and at last be equal, bit for bit, to one that was left alone
 
@@ -137,7 +138,7 @@ def measured(folder: Path) -> float:
 
 
 def predicted(asked: list[str], ranks: int, mbit: float) -> float:
-    flags = ["--ranks", str(ranks), "--link", f"{mbit:g}Mbit"]
+    flags = ["--nproc", str(ranks), "--link", f"{mbit:g}Mbit"]
     start = [sys.executable, "-m", "packtrain", "plan"]
     said = subprocess.run([*start, *asked[4:], *flags], capture_output=True, text=True, check=True)
     line = next(x for x in said.stdout.splitlines()[::-1] if " s a step" in x)

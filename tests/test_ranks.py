@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from packtrain import ops, ranks
+from packtrain.backends import CPU
 from packtrain.cli import main
 from packtrain.design import sharing
 from packtrain.gguf import GGUF
@@ -21,6 +22,7 @@ from packtrain.optim import accumulating
 from packtrain.placing import place
 from packtrain.ranks import BUCKET, exchange, part_of, world
 from packtrain.run import Session
+from packtrain.tasks import run
 from packtrain.tensor import input, weight
 from packtrain.training import sums
 from packtrain.training.state import load
@@ -225,6 +227,18 @@ def test_a_plan_for_ranks_says_what_sums_that_are_shared_out_cost(folder, capsys
     assert found["0"][1] == found["1"][1] and found["2"][1] < found["0"][1] / 3
     sent = 2 * 3 / 4 * 4 * 18_016 / (10e6 / 8)  # of 18,016 gradients, in seconds
     assert sent <= found["2"][0] < found["1"][0] and found["0"][0] < found["2"][0] + sent
+
+
+def test_what_ranks_wait_for_each_other_is_no_rate_of_the_machine(monkeypatch):
+    settings = SimpleNamespace(target=CPU)
+    prepared = SimpleNamespace(seconds=1.0, job=SimpleNamespace(settings=settings))
+    corrected = list[float]()
+    monkeypatch.setattr(run, "correct", lambda by, target: corrected.append(by))
+    for size, told in ((2, 0), (1, 1)):
+        monkeypatch.setattr(world, "_here", SimpleNamespace(size=size))
+        timed = run.timed(prepared)
+        messages = [timed(0.5, 1000) for _ in range(9)]
+        assert sum(said is not None for said in messages) == len(corrected) == told
 
 
 def test_transfers_go_one_after_the_other_once_they_are_ready():

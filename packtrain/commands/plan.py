@@ -22,6 +22,10 @@ from packtrain.words import in_colour
 
 WIDTH = 100
 
+PAYLOAD = (
+    1448 / 1538
+)  # of what a link carries: TCP's bytes of a whole Ethernet frame with the gap after it
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -90,12 +94,12 @@ def run(settings: PlanTrain | PlanTune) -> int:
 
 
 def rate_of(text: str) -> float:
-    """Bytes per second of a rate in bits, such as 10Gbit. Raises InputError."""
+    """Bytes of a message per second, of a rate in bits such as 10Gbit. Raises InputError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)bit", text)
     if found is None or not float(found[1]):
         raise InputError(f"--link {text}: it must be a rate such as 10Gbit or 100Mbit")
     times: int = 1000 ** " KMGT".index(found[2] or " ")
-    return float(found[1]) * times / 8
+    return PAYLOAD * float(found[1]) * times / 8
 
 
 def _of_ranks(step: Shared, ranks: int, link: str) -> str:

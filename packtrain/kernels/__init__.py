@@ -9,11 +9,12 @@ from types import ModuleType
 
 from packtrain.kernels import ahead, store
 from packtrain.kernels.ahead import is_loaded, load_all, prepare
-from packtrain.kernels.crew import set_threads, threads
+from packtrain.kernels.crew import COUNT, set_threads, threads
 
 __all__ = [
     "AWARE",
     "CONVS",
+    "COUNT",
     "DELTAS",
     "EXPERTS",
     "LEARNING",

@@ -160,7 +160,8 @@ def _ready(
     plans = planned(job.shape, request, say) if decided is None else followed(decided, request)
     least = partial(_least, plans, job.shape, request, say)
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
-    over = partial(shared, plans, speed)
+    crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
+    over = partial(shared, plans, speed.slower(max(crowd, 1.0)))
     return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command, over)
 
 

@@ -183,8 +183,7 @@ def _train(
         if not _taught(prepared, folder, events, stopped):
             return Trained(settings.output, folder, prepared, Progress(), watch.peak.nbytes, True)
         engine = Engine(prepared.plans, job.optimizer, job.subject.shared(), settings.seed)
-        timed = pace(prepared.seconds, partial(correct, target=settings.target))
-        fit = Fit(job, engine, folder, timed, events=events)
+        fit = Fit(job, engine, folder, timed(prepared), events=events)
         if prepared.tokenizer is not None and writes:
             fit.sample = partial(_sample, job, engine, prepared.tokenizer)
         try:
@@ -212,6 +211,13 @@ def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[],
         events.message(f"{error}; continue with: {prepared.resume}")
         return False
     return True
+
+
+def timed(prepared: Ready) -> Callable[[float, int], str | None]:
+    """What each step's seconds are told: see `pace`. Those of several processes say nothing of this machine's rates."""
+    if here().size > 1:
+        return lambda seconds, left: None
+    return pace(prepared.seconds, partial(correct, target=prepared.job.settings.target))
 
 
 def _share_cores(ranks: int) -> None:

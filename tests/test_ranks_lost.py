@@ -42,6 +42,17 @@ def test_a_killed_rank_ends_the_others_and_the_checkpoint_is_whole(folder, kille
     whole(folder, name)
 
 
+def test_a_rank_that_is_killed_before_it_has_joined_ends_the_others(folder):
+    command = train(folder, "early", *ENDLESS, "--nproc", "2")
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    while len(each := children.read_text().split()) < 2:
+        time.sleep(0.01)
+    os.kill(int(each[1]), signal.SIGKILL)
+    said = started.communicate(timeout=40)[1]
+    assert started.returncode == 1 and "rank 1 was ended by signal 9" in said
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_hangs_is_named_by_all_others(folder, stopped):
     name = f"hangs{stopped}"

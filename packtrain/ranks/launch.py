@@ -85,8 +85,8 @@ def _start(
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Until all have ended, or the time of grace after the first failure has."""
     until = float("inf")
-    while any(one.poll() is None for one in ranks) and time.monotonic() < until:
-        failed = [one.returncode for one in ranks if one.returncode]
+    while None in (codes := [one.poll() for one in ranks]) and time.monotonic() < until:
+        failed = [code for code in codes if code]
         if failed:
             grace = SHORT_SECONDS if any(code > 0 for code in failed) else GRACE_SECONDS
             until = min(until, time.monotonic() + grace)

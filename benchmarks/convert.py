@@ -60,6 +60,15 @@ HYBRID = SCAN | {
     "shared_intermediate_size": 96,
     "position_embedding_type": "nope",
 }
+DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 FALCON_H1 = SCAN | {"mamba_d_ssm": 96, "head_dim": 24}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -175,6 +184,15 @@ CLASSES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridConfig experts": {**HYBRID, "num_local_experts": 5, "num_experts_per_tok": 3},
     "FalconH1Config": {**FALCON_H1, **MULTIPLIERS},
     "FalconH1Config norm": {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "Qwen3NextConfig": {
+        **DELTA, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    },
+    "Qwen3_5TextConfig": DELTA,
+    "Qwen3_5MoeTextConfig": {
+        **DELTA, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56, "intermediate_size": None,
+    },
     "PhiConfig": {},
     "GPT2Config": {"intermediate_size": None, "num_key_value_heads": None, "n_inner": None},
     "Starcoder2Config": {"sliding_window": None},

@@ -18,11 +18,11 @@ import numpy as np
 from packtrain.convert.checkpoint import alone
 from packtrain.convert.plain import as_object, read_json
 from packtrain.convert.safetensors import open_file, write_file
-from packtrain.convert.tensors import halved, paired, turned_heads, ungrouped
+from packtrain.convert.tensors import halved, order, paired, turned_heads
 from packtrain.errors import InputError
 from packtrain.files import write_text
 from packtrain.models.adapter import Adapter, Pair
-from packtrain.models.arch.architecture import is_matrix
+from packtrain.models.arch.architecture import Spans, is_matrix
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING
 from packtrain.quant import dequantize
@@ -44,28 +44,29 @@ EXACT = 1e-9
 class Place:
     """Where a matrix of the checkpoint is in the base: its tensor, its expert, and its heads if rows are permuted.
 
-    spans  rows of the checkpoint in the order of the base, each (from, to); none: they are in that order
+    spans  rows of the checkpoint in the order of the base, each (from, to); none: they are in that order; and ...
+    columns  ... columns
     """
 
     tensor: str
     expert: int | None = None
     heads: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: Spans = ()
+    columns: Spans = ()
 
-    def here(self, b: np.ndarray) -> np.ndarray:
-        """B as the base orders its rows."""
+    def here(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        """A and B as the base orders its columns and rows."""
+        a = a[:, order(self.columns)] if self.columns else a
         if self.heads and len(b) % (2 * self.heads) == 0:
-            return paired(b, self.heads)
-        return np.concatenate([b[at:end] for at, end in self.spans]) if self.spans else b
+            return a, paired(b, self.heads)
+        return a, b[order(self.spans)] if self.spans else b
 
-    def there(self, b: np.ndarray) -> np.ndarray:
-        """B as the checkpoint orders its rows."""
+    def there(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        """A and B as the checkpoint orders its columns and rows."""
+        a = a[:, np.argsort(order(self.columns))] if self.columns else a
         if self.heads:
-            return halved(b, self.heads)
-        if not self.spans:
-            return b
-        rows = np.concatenate([np.arange(at, end) for at, end in self.spans])
-        return b[np.argsort(rows)]
+            return a, halved(b, self.heads)
+        return a, b[np.argsort(order(self.spans))] if self.spans else b
 
 
 def places(model: ModelFile) -> dict[str, Place]:
@@ -85,8 +86,8 @@ def places(model: ModelFile) -> dict[str, Place]:
                 and is_matrix(tensor, entries[tensor].shape)
                 and "{}" not in module
             ):
-                spans = ungrouped(c) if family.grouped and part == "attn_qkv" else ()
-                found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0), spans)
+                moved = family.spans(c).get(part, ()), family.columns(c).get(part, ())
+                found_places[f"{at}.{module}"] = Place(tensor, None, heads.get(part, 0), *moved)
         for module, part in family.experts.matrices.items() if family.experts else ():
             for e in range(c.expert_count):
                 name = f"{at}.{module.format(e)}"
@@ -119,7 +120,7 @@ def read_peft(folder: Path, model: ModelFile) -> Adapter:
         if abs(by * rank / alpha - 1) > EXACT:  # a GGUF adapter has one alpha
             b = b * np.float32(by * rank / alpha)
         a = a.T if place.tensor == EMBEDDING else a
-        found.setdefault(place.tensor, {})[place.expert] = a, place.here(b)
+        found.setdefault(place.tensor, {})[place.expert] = place.here(a, b)
     count = model.config.expert_count
     pairs = {name: _stacked(folder / TENSORS, name, of, count) for name, of in found.items()}
     return Adapter(model.config.architecture, alpha, pairs)
@@ -230,7 +231,8 @@ def write_peft(folder: Path, adapter: Adapter, model: ModelFile) -> int:
         if place.expert is not None:
             a, b = a[place.expert], b[place.expert]
         embeds = place.tensor == EMBEDDING
-        a, b = a.T if embeds else a, place.there(b)
+        a, b = place.there(a, b)
+        a = a.T if embeds else a
         for half, values in (("A", a), ("B", b)):
             suffix = f"lora_embedding_{half}" if embeds else f"lora_{half}.weight"
             tensors[f"base_model.model.{module}.{suffix}"] = values

@@ -224,6 +224,20 @@ CONFIGS: Mapping[str, Config] = {
         LLAMA, architecture="falcon-h1", key_length=128, tied=False, scan=Scan(384, 16, 12, 1, 3),
         optional=("ssm_conv1d.bias", "ssm_norm.weight"),
     ),
+    "qwen3next": replace(
+        LLAMA, architecture="qwen3next", block_count=4, attending=(False, True, False, False), tied=False,
+        key_length=128, rope_dims=32, expert_count=6, expert_used_count=3, expert_feed_forward_length=256,
+        expert_shared_feed_forward_length=256, scan=Scan(256, 32, 8, 4, 4),
+    ),
+    "qwen35": replace(
+        LLAMA, architecture="qwen35", block_count=4, attending=(False, False, True, False), key_length=128,
+        rope_dims=64, scan=Scan(384, 32, 12, 4, 4),
+    ),
+    "qwen35moe": replace(
+        LLAMA, architecture="qwen35moe", block_count=3, attending=(False, True, False), tied=False, rope_dims=16,
+        expert_count=6, expert_used_count=3, expert_feed_forward_length=256, expert_shared_feed_forward_length=256,
+        scan=Scan(256, 64, 4, 2, 3),
+    ),
     "lfm2moe": replace(
         LLAMA, architecture="lfm2moe", block_count=3, attending=(False, True, False), conv_width=4,
         expert_count=6, expert_used_count=3, expert_feed_forward_length=256, leading_dense_block_count=1,

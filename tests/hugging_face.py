@@ -16,6 +16,7 @@ import numpy as np
 import sentencepiece
 
 from tests import (
+    hugging_face_deltas,
     hugging_face_experts,
     hugging_face_gemmas,
     hugging_face_hybrids,
@@ -119,10 +120,15 @@ KINDS: dict[str, Config] = {
 }  # fmt: skip
 
 KINDS |= hugging_face_layers.KINDS | hugging_face_experts.KINDS | hugging_face_hybrids.KINDS
-KINDS |= hugging_face_gemmas.KINDS
+KINDS |= hugging_face_gemmas.KINDS | hugging_face_deltas.KINDS
 APART = {
     kind: room
-    for room in (hugging_face_layers, hugging_face_hybrids, hugging_face_gemmas)
+    for room in (
+        hugging_face_layers,
+        hugging_face_hybrids,
+        hugging_face_gemmas,
+        hugging_face_deltas,
+    )
     for kind in room.CLASSES
 }
 HEAD_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM")
@@ -159,8 +165,9 @@ def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     for name, shape in shapes(config).items():
         value = rng.standard_normal(shape)
         if name.endswith(NORMS) or "layernorm" in name:
-            shifted = ("GemmaF", "Gemma2", "Gemma3F", "Nemotron")
+            shifted = ("GemmaF", "Gemma2", "Gemma3F", "Nemotron", "Qwen3Next", "Qwen3_5")
             less = config["architectures"][0].startswith(shifted) or name.endswith(".bias")
+            less = less and not name.endswith("linear_attn.norm.weight")
             value = value * 0.3 + (0 if less else 1)
         elif len(shape) > 1:
             value *= 1.5 / math.sqrt(shape[-1])

@@ -37,6 +37,7 @@ HALVES = {
     "lfm2moe",
     "falcon-h1",
 }
+DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
 GEMMAS = {"gemma", "gemma2", "gemma3"}
 UNGATED = {"phi2", "gpt2", "starcoder2", "falcon", "nemotron"}
 
@@ -71,7 +72,12 @@ class Model:
         if "position_embd.weight" in self.w:
             h = h + self.w["position_embd.weight"][: len(h)]
         first, second = "post_attention_norm", "ffn_norm"
-        if self.arch in ("seed_oss", "glm4moe", "gpt-oss"):  # it stands before the feed-forward
+        if self.arch in (
+            *DELTA_NETS,
+            "seed_oss",
+            "glm4moe",
+            "gpt-oss",
+        ):  # it stands before the feed-forward
             first, second = "none", first
         share = self.keys.get("residual_scale", 1.0)
         for i in range(self.keys["block_count"]):
@@ -141,6 +147,8 @@ class Model:
         y = self.attention(i, x) if f"blk.{i}.attn_output.weight" in self.w else np.zeros_like(x)
         if f"blk.{i}.shortconv.conv.weight" in self.w:
             y = self.convolved(i, x)
+        if f"blk.{i}.attn_gate.weight" in self.w:
+            y = self.ruled(i, x)
         return y + (self.scanned(i, x) if f"blk.{i}.ssm_in.weight" in self.w else 0)
 
     def scanned(self, i: int, x: np.ndarray) -> np.ndarray:
@@ -170,6 +178,40 @@ class Model:
         if f"blk.{i}.ssm_norm.weight" in self.w:
             y = self.normed(y.reshape(len(y), groups, -1), f"blk.{i}.ssm_norm").reshape(len(y), -1)
         return self.linear(i, "ssm_out", y)
+
+    def ruled(self, i: int, x: np.ndarray) -> np.ndarray:
+        """A gated delta net, token by token: arXiv 2412.06464, and llama.cpp's qwen3next.cpp and qwen35.cpp."""
+        n, heads, groups, taps = (
+            self.keys[f"ssm.{key}"]
+            for key in ("state_size", "time_step_rank", "group_count", "conv_kernel")
+        )
+        if f"blk.{i}.ssm_ba.weight" in self.w:
+            both = self.linear(i, "ssm_ba", x).reshape(len(x), groups, 2, heads // groups)
+            b, a = (both[:, :, k].reshape(len(x), heads) for k in (0, 1))
+            group = np.arange(heads) // (heads // groups)
+        else:
+            b, a, group = (
+                *(self.linear(i, f"ssm_{k}", x) for k in ("beta", "alpha")),
+                np.arange(heads) % groups,
+            )
+        z, x = self.linear(i, "attn_gate", x), self.linear(i, "attn_qkv", x)
+        padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
+        beta = 1 / (1 + np.exp(-b))
+        steps = np.log1p(np.exp(a + self.w[f"blk.{i}.ssm_dt.bias"]))
+        state, ys = np.zeros((heads, n, n)), []
+        for t in range(len(x)):
+            u = (padded[t : t + taps] * self.w[f"blk.{i}.ssm_conv1d.weight"].T).sum(0)
+            q, k, v = np.split(u / (1 + np.exp(-u)), [groups * n, 2 * groups * n])
+            q, k = (part.reshape(groups, n)[group] for part in (q, k))
+            q, k = (
+                part / np.sqrt((part**2).sum(-1, keepdims=True) + self.eps()) for part in (q, k)
+            )
+            state = state * np.exp(steps[t] * self.w[f"blk.{i}.ssm_a"])[:, None, None]
+            wrong = v.reshape(heads, n) - np.einsum("hpn,hn->hp", state, k)
+            state = state + np.einsum("h,hp,hn->hpn", beta[t], wrong, k)
+            ys.append(np.einsum("hpn,hn->hp", state, q) / np.sqrt(n))
+        y = self.normed(np.array(ys), f"blk.{i}.ssm_norm").reshape(len(x), -1)
+        return self.linear(i, "ssm_out", y * z / (1 + np.exp(-z)))
 
     def convolved(self, i: int, x: np.ndarray) -> np.ndarray:
         """Token by token, from the last inputs."""
@@ -226,6 +268,9 @@ class Model:
             parts = np.split(self.linear(i, "attn_qkv", x), np.cumsum(sizes)[:2], axis=-1)
         else:
             parts = [self.linear(i, f"attn_{name}", x) for name in "qkv"]
+        gate = None
+        if parts[0].shape[-1] == 2 * self.heads * self.head:
+            parts[0], gate = np.split(parts[0].reshape(time, self.heads, -1), 2, axis=-1)
         if self.arch in ("olmo2", "olmoe"):
             parts[:2] = (self.after(i, f"attn_{x}_norm", parts["qk".index(x)]) for x in "qk")
         q, k, v = (part.reshape(time, -1, self.head) for part in parts)
@@ -256,6 +301,8 @@ class Model:
             top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
             e = np.exp(np.where(hidden, -np.inf, scores - top))
             y[:, head] = e / (e.sum(axis=-1, keepdims=True) + np.exp(sink - top)) @ v[:, group]
+        if gate is not None:
+            y = y / (1 + np.exp(-gate))
         return self.linear(i, "attn_output", y.reshape(time, -1))
 
     def turns(self, i: int) -> bool:
@@ -298,7 +345,7 @@ class Model:
         n = self.turned // 2
         angle, growth = self.angles(i)
         turn = growth * np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]
-        if self.arch in HALVES:
+        if self.arch in HALVES | DELTA_NETS:
             pairs = (x[..., :n] + 1j * x[..., n : 2 * n]) * turn
             made = np.concatenate([pairs.real, pairs.imag], axis=-1)
         else:
@@ -401,7 +448,7 @@ class Model:
             return 0.0
         gate, up = (self.linear(i, f"ffn_{name}_shexp", x) for name in ("gate", "up"))
         y = self.linear(i, "ffn_down_shexp", self.activated(gate) * up)
-        if self.arch == "qwen2moe":
+        if f"blk.{i}.ffn_gate_inp_shexp.weight" in self.w:
             y = y / (1 + np.exp(-x @ self.w[f"blk.{i}.ffn_gate_inp_shexp.weight"]))[:, None]
         return y
 

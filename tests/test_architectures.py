@@ -31,8 +31,8 @@ F32, F64, SEEN = (
     1e-10,
     3e-3,
 )  # of logits of size 1; SEEN is what a wrong variant is at least off by
-# of differences, smaller where the second derivative of relu² jumps, where a step would choose other experts, and where
-# scores are not divided
+# of differences, smaller where the second derivative of relu² jumps, where a step would choose other experts, where
+# scores are not divided, and where short vectors are divided by their lengths
 STEP = dict.fromkeys(
     (
         "nemotron",
@@ -43,6 +43,9 @@ STEP = dict.fromkeys(
         "lfm2moe",
         "deepseek2",
         "granitehybrid",
+        "qwen3next",
+        "qwen35",
+        "qwen35moe",
         "llama4",
         "gemma4",
     ),
@@ -220,6 +223,8 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "lfm2": {"halves": False, "head_norms": False},
     "granitehybrid experts": {"halves": True},
     "falcon-h1": {"halves": False, "scan_beside": False},
+    "qwen3next": {"halves": False, "head_norms": False, "shared_gate": False, "chosen_sum": False},
+    "qwen35": {"halves": False, "head_norms": False},
     "lfm2moe": {"sigmoids": False, "chosen_sum": False},
     "olmo3": {"windows_plain": False},
     "exaone4 windows": {"windows_turn": False},
@@ -278,6 +283,8 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
     "granitehybrid": {"turned": True, "logit_scale": 0.0},
     "granitehybrid experts": {"turned": False, "expert_used_count": 2},
     "lfm2moe": {"expert_used_count": 2, "optional": ()},
+    "qwen3next": {"expert_used_count": 2, "rope_dims": None},
+    "qwen35": {"rope_dims": None, "rms_eps": 1e-2},
     "olmo3": {"window": 8, "rope_scaling": RopeScaling()},
     "exaone4 windows": {"window": 8},
     "granite": {

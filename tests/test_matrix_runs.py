@@ -60,6 +60,9 @@ ROWS = {
     "lfm2moe": "full",
     "granitehybrid": "lora",
     "falcon-h1": "full",
+    "qwen3next": "lora",
+    "qwen35": "full",
+    "qwen35moe": "last",
 }
 
 

@@ -13,6 +13,10 @@ LANGUAGE = ("language_model.model.", "model.language_model.")  # prefixes in vis
 OTHERS = (
     "vision_tower.",
     "vision_model.",
+    "visual.",
+    "model.visual.",
+    "mtp.",
+    "model.mtp.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",

@@ -142,7 +142,11 @@ def _common(c: Given, sizes: Sizes, architecture: Architecture, family: Family) 
     width = sizes.head_width
     if width * sizes.head_count != sizes.embedding_length or c.values.get("head_dim"):
         keys |= {"attention.key_length": width, "attention.value_length": width}
-    usual = {"rope.freq_base": ROPE_FREQ_BASE, "attention.head_count_kv": sizes.head_count}
+    usual = {
+        "rope.freq_base": ROPE_FREQ_BASE,
+        "attention.head_count_kv": sizes.head_count,
+        "feed_forward_length": sizes.expert_feed_forward_length,
+    }
     gone = [key for key in family.left_out if keys[key] == usual[key]]
     return {key: value for key, value in keys.items() if key not in gone}
 

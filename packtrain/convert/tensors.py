@@ -12,12 +12,13 @@ from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.safetensors import Stored
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
-from packtrain.models.arch.architecture import BARE, Changed, Experts, Family
+from packtrain.models.arch.architecture import BARE, Changed, Experts, Family, Spans
 from packtrain.models.config import Config
 from packtrain.models.shapes import POSITIONS, block_shapes, shapes, unread
 
 HEAD = "lm_head."
-FLAT = (*BARE, "ssm_norm")  # which have one axis in checkpoints
+GATED = "ssm_norm"
+FLAT = (*BARE, GATED)  # which have one axis in checkpoints
 MXFP4 = BLOCK_TYPES["mxfp4"]
 HALF = MXFP4.block // 2
 Cut = tuple[EllipsisType | slice, ...]
@@ -31,7 +32,8 @@ class Tensor:
     turned      number of heads whose rows are permuted from halves to pairs, 0 for none
     shift       added to every value
     transposed  the source has columns instead of rows
-    spans       rows of the source in the order of the file, each (from, to); none: as they are
+    spans       rows of the source in the order of the file, each (from, to); none: as they are; and ...
+    columns     ... columns
     heads       the source's rows are those of so many heads, each of which becomes a matrix
     cut         of the source, the elements that are used
     changed     the values of rows, the first of which has this number
@@ -43,7 +45,8 @@ class Tensor:
     turned: int = 0
     shift: float = 0.0
     transposed: bool = False
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: Spans = ()
+    columns: Spans = ()
     heads: int = 0
     cut: Cut = (...,)
     changed: Changed | None = None
@@ -51,7 +54,8 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         one = self._part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
-        return (len(self.sources), *one) if self.stacked else one
+        rows = (sum(end - at for at, end in self.spans),) if self.spans else one[:1]
+        return (len(self.sources), *one) if self.stacked else (*rows, *one[1:])
 
     def _part(self, array: np.ndarray) -> np.ndarray:
         if self.heads:
@@ -67,6 +71,8 @@ class Tensor:
             step = max(PART * len(array) // (array.size * head), 1) * head
             for start, end in self._parts(len(array), step):
                 rows = quant.dequantize(np.ascontiguousarray(array[start:end]))
+                if self.columns:
+                    rows = rows[:, order(self.columns)]
                 if self.turned:
                     rows = paired(rows, len(rows) // head)
                 rows = rows + np.float32(self.shift) if self.shift else rows
@@ -98,6 +104,11 @@ class Blocks(Tensor):
             both = each[..., :HALF] | each[..., HALF:] << 4
             made = np.concatenate((scale[..., None], both), -1).astype(np.uint8)
             yield np.ascontiguousarray(made).view(MXFP4.numpy)[..., 0]
+
+
+def order(spans: Spans) -> np.ndarray:
+    """The numbers in these spans."""
+    return np.concatenate([np.arange(at, end) for at, end in spans])
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -213,6 +224,7 @@ def _both(
 def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Tensor]:
     """The tensors of a block: weights and biases, then those of its experts."""
     shapes, turned = block_shapes(config, i), turned_heads(config, family)
+    spans, columns = family.spans(config), family.columns(config)
     at = f"{family.names.prefix}{family.names.blocks}.{i}"
     for module, part in family.block.items():
         for kind in ("weight", "bias"):
@@ -233,21 +245,41 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
                 f"blk.{i}.{name}",
                 (stored,),
                 turned=turned.get(part, 0),
-                shift=family.norm_shift if kind == "weight" and len(shape) == 1 else 0.0,
+                shift=family.norm_shift if name.endswith("_norm.weight") and part != GATED else 0.0,
                 transposed=across,
-                spans=ungrouped(config) if family.grouped and part == "attn_qkv" else (),
+                spans=spans.get(part, ()),
+                columns=columns.get(part, ()),
             )
+    yield from _joined(found, at, i, config, family)
     if family.latent and config.latent:
         yield from _by_heads(found, f"{at}.{family.latent}.weight", i, config)
-    if family.experts is None:
+    if family.experts is not None:
+        yield from _mixture(found, at, i, config, family.experts)
+
+
+def _joined(found: _Found, at: str, i: int, config: Config, family: Family) -> Iterator[Tensor]:
+    """The tensors that share out the rows of one."""
+    shapes = block_shapes(config, i)
+    for module, parts in family.joined.items():
+        if f"{parts[0]}.weight" in shapes:
+            spans, width = family.spans(config), config.embedding_length
+            rows = sum(end - start for part in parts for start, end in spans[part])
+            source = found.take(f"{at}.{module}.weight", (rows, width))
+            for part in parts:
+                yield Tensor(f"blk.{i}.{part}.weight", (source,), spans=spans[part])
+
+
+def _mixture(found: _Found, at: str, i: int, config: Config, experts: Experts) -> Iterator[Tensor]:
+    """The tensors of experts: some checkpoints have those of each, some have stacked them."""
+    matrices, shapes = experts.matrices, block_shapes(config, i)
+    apart = any(f"{at}.{module.format(0)}.weight" in found.tensors for module in matrices)
+    if not apart:
+        yield from _experts(found, at, i, config, experts)
+    if not config.mixture(i) or (experts.stacked and not apart):
         return
-    yield from _experts(found, at, i, config, family.experts)
-    if not config.mixture(i):
-        return
-    for module, part in family.experts.matrices.items():
-        yield _stacked(
-            found, f"{at}.{module}.weight", f"blk.{i}.{part}.weight", shapes[f"{part}.weight"]
-        )
+    for module, part in matrices.items():
+        name = f"{part}.weight"
+        yield _stacked(found, f"{at}.{module}.weight", f"blk.{i}.{name}", shapes[name])
 
 
 def _by_heads(found: _Found, name: str, i: int, config: Config) -> Iterator[Tensor]:
@@ -299,18 +331,6 @@ def _stacked(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> T
     count, *one = shape
     taken = tuple(found.take(source.format(n), tuple(one)) for n in range(count))
     return Tensor(name, taken, stacked=True)
-
-
-def ungrouped(config: Config) -> tuple[tuple[int, int], ...]:
-    """Spans of rows of attn_qkv: all queries, all keys, all values, from groups of those that belong together."""
-    d, groups = config.head_width, config.head_count_kv
-    each = config.head_count // groups + 2
-    parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # of a group, in heads
-    return tuple(
-        ((g * each + first) * d, (g * each + last) * d)
-        for first, last in parts
-        for g in range(groups)
-    )
 
 
 def turned_heads(config: Config, family: Family) -> dict[str, int]:

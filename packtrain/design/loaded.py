@@ -50,6 +50,7 @@ def kernels_of(config: Config) -> tuple[str, ...]:
         *(kernels.EXPERTS if config.expert_count else ()),
         *(kernels.CONVS if config.conv_width else ()),
         *(kernels.SCANS if config.scan else ()),
+        *(kernels.DELTAS if config.traits.delta else ()),
         *(() if config.flash else kernels.WRITTEN),
     )
 

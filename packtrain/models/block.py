@@ -27,7 +27,8 @@ def block(
     elif config.conv_width:
         h = part.join(CONV_OUT, short_conv(part, read, mixer), "", h)
     if config.scans(i):
-        h = part.join(SCAN_OUT, scanning.mixed(part, read, mixer), "", h)
+        scanned = scanning.ruled if traits.delta else scanning.mixed
+        h = part.join(SCAN_OUT, scanned(part, read, mixer), "", h)
     if not config.parallel:
         x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
     h = feed_forward(part, x, h)
@@ -49,7 +50,13 @@ def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     """The heads' mixed values, side by side: x (..., C) -> (..., H D)."""
     config, i = part.config, part.number
     traits = config.traits
-    qk, v = [part.heads("attn_q", x, config.head_count)], None
+    q, gate = part.heads("attn_q", x, config.head_count), None
+    if traits.gated_heads:
+        q, gate = (
+            ops.narrow(q, axis=len(q.shape) - 1, start=at, length=config.head_width)
+            for at in (0, config.head_width)
+        )
+    qk, v = [q], None
     if config.source_of(i) == i:
         qk.append(part.heads("attn_k", x, config.kv_heads_of(i)))
         v = values(part, x, qk[1])
@@ -70,6 +77,9 @@ def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
     q, *k = map(part.saved, qk)
     own = (k[0], part.saved(v)) if k and v is not None else (None, None)
     y = mixer.attend(i, q, own[0], own[1], sinks)
+    if gate is not None:
+        share = ops.sigmoid(part.saved(ops.cont(gate)))
+        y = ops.mul(part.saved(y), part.named("attn_gated", share))
     return ops.reshape(y, shape=(*x.shape[:-1], config.head_count * config.width_of(i)))
 
 

@@ -12,6 +12,7 @@ from packtrain.models.part import Attend, Mixer, Weights
 from packtrain.models.rounding import rounded
 from packtrain.models.shapes import HEAD_BIAS
 from packtrain.models.transformer import (
+    delta_rule,
     for_head,
     head,
     logits,
@@ -147,8 +148,14 @@ def in_cells(
         handles.append(handle)
         return y
 
+    def delta(i: int, x: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        given = x, decay, beta, line, *ends
+        handle, y = ops.delta_rule_cells(states[f"s.{i}"], *given, **delta_rule(config))
+        handles.append(handle)
+        return y
+
     attend = _attending(config, cache, (pos, line), places, handles)
-    return Mixer(attend, convolve, filter, scan, cached=True)
+    return Mixer(attend, convolve, filter, scan, delta, cached=True)
 
 
 def _attending(

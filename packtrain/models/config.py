@@ -333,7 +333,7 @@ class Config(Sizes):
         if self.conv_width:
             c = self.embedding_length
             found |= {name: (CONV_ROWS, n * c, c) for n, name in enumerate(CONV_IN)}
-        if self.scan is not None:
+        if self.scan is not None and not self.traits.delta:
             rows = self.scan.rows
             for n, name in enumerate(SCAN_IN):
                 found[name] = (SCAN_ROWS, sum(rows[:n]), rows[n])

@@ -16,7 +16,13 @@ from packtrain.models.config import Config, RopeScaling, Scaling
 from packtrain.models.keys import MOST, ROPE_FREQ_BASE, Keys, eps_key
 from packtrain.models.kinds import FEED_FORWARD, PER_LAYER, kind_keys, kinds
 from packtrain.models.mixers import LATENT, mixer_keys, mixing
-from packtrain.models.mixtures import EXPERT_WIDTH, expert_sizes, mixture, weight_keys
+from packtrain.models.mixtures import (
+    EXPERT_WIDTH,
+    expert_sizes,
+    feed_forward_length,
+    mixture,
+    weight_keys,
+)
 
 WIDEST = 64  # limit, times the embedding width: a small hostile file must not take much memory
 WINDOW = "attention.sliding_window"
@@ -52,7 +58,7 @@ def read(gguf: GGUF) -> Config:
         residual_scale=keys.own("residual_scale"),
         logit_scale=keys.own("logit_scale"),
         **{**_heads(keys, heads), **mixing(keys, blocks, heads), **windows},
-        **(kinds(keys, gguf, blocks, windows) or {FEED_FORWARD: keys.size(FEED_FORWARD)}),
+        **(kinds(keys, gguf, blocks, windows) or {FEED_FORWARD: feed_forward_length(keys)}),
         **mixture(keys),
     )
     _check_widths(keys, config)

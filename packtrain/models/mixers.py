@@ -21,6 +21,8 @@ SCAN = (
     "ssm.conv_kernel",
 )
 TURNED = "rope.scaling.finetuned"  # false: there is no rope
+RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
+SECTIONS = "rope.dimension_sections"
 WIDEST_SCAN = 16  # times the embedding's width
 WIDEST_CONV = 16  # a small hostile file must not take much memory
 
@@ -36,6 +38,10 @@ def mixing(keys: Keys, blocks: int, heads: int) -> dict[str, Any]:
         scan["turned"] = keys.get(TURNED)
         if not isinstance(scan["turned"], bool):
             raise keys.wrong(TURNED, scan["turned"], "true or false")
+    if keys.architecture.delta:
+        _check_sections(keys)
+        attending = _in_turn(keys, blocks)
+        return {"head_count_kv": keys.size(KV, heads), "attending": attending, **scan}
     if CONV_WIDTH not in keys.architecture.keys and (not scan or keys.architecture.scan_beside):
         return {"head_count_kv": keys.size(KV, heads), **scan}
     own = keys.get(KV)
@@ -72,7 +78,54 @@ def _scan(keys: Keys) -> dict[str, Any]:
         raise keys.wrong(
             SCAN[3], groups, f"a divisor of {keys.architecture.name}.{SCAN[2]} {heads}"
         )
+    if keys.architecture.delta and inner != heads * state:
+        raise keys.wrong(SCAN[0], inner, f"{SCAN[2]} {heads} * {SCAN[1]} {state}")
     return {"scan": Scan(inner, state, heads, groups, _taps(keys, SCAN[4]))}
+
+
+def _in_turn(keys: Keys, blocks: int) -> tuple[bool, ...]:
+    """Which blocks have attention: every N-th, or those that are not listed as recurrent."""
+    own, every = keys.get(RECURRENT), keys.size(INTERVAL)
+    found = tuple((i + 1) % every == 0 for i in range(blocks))
+    if len(own):
+        listed = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "biu" else []
+        found = tuple(not other for other in listed[:blocks])
+    if len(found) != blocks or all(found) or not any(found):
+        raise keys.wrong(
+            RECURRENT if len(own) else INTERVAL,
+            own if len(own) else every,
+            f"such that of {blocks} blocks some have attention and some have not",
+        )
+    return found
+
+
+def _check_sections(keys: Keys) -> None:
+    """Parts of rope for positions in time, height and width, in turn; those of text are equal."""
+    if SECTIONS not in keys.architecture.keys:
+        return
+    own, width = (
+        keys.get(SECTIONS),
+        keys.size("embedding_length") // keys.size("attention.head_count"),
+    )
+    pairs = keys.size("rope.dimension_count", keys.size("attention.key_length", width or 1)) // 2
+    listed = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "iu" else []
+    whole = sum(listed) if len(listed) == 4 and min(listed) >= 0 else 0
+    at = [pair % whole for pair in range(pairs)] if whole else []
+    if not at or any(n // 3 >= listed[n % 3] for n in at):
+        right = f"four numbers of which the first three share out {pairs} pairs"
+        raise keys.wrong(SECTIONS, own, right)
+
+
+def _turns(config: Config) -> dict[str, Value]:
+    """Keys of blocks in turn, and of rope's parts."""
+    found = {
+        RECURRENT: Value("bool", [not one for one in config.attending]),
+        INTERVAL: Value("u32", config.attending.index(True) + 1),
+    }
+    if SECTIONS in config.traits.keys:
+        pairs = config.rope_width // 2
+        found[SECTIONS] = Value("i32", [(pairs + 2 - n) // 3 for n in range(3)] + [0])
+    return found
 
 
 def mixer_keys(config: Config) -> dict[str, Value]:
@@ -82,6 +135,8 @@ def mixer_keys(config: Config) -> dict[str, Value]:
     sizes = {key: Value("u32", size) for key, size in scan}
     if TURNED in config.traits.keys:
         sizes[TURNED] = Value("bool", config.turned)
+    if config.traits.delta:
+        return {KV: Value("u32", config.head_count_kv), **sizes, **_turns(config)}
     if not config.attending:
         return {KV: Value("u32", config.head_count_kv), **sizes}
     each = [config.head_count_kv * config.attends(i) for i in range(config.block_count)]

@@ -19,6 +19,11 @@ DENSE, WEIGHTS_SCALE, WEIGHTS_NORM = (
 )
 
 
+def feed_forward_length(keys: Keys) -> int:
+    """Of files that have only experts, their width."""
+    return keys.size("feed_forward_length", keys.get(EXPERT_WIDTH))
+
+
 def mixture(keys: Keys) -> dict[str, Any]:
     own = keys.architecture.keys
     must = own.get("expert_count", 0) is None
@@ -34,7 +39,7 @@ def mixture(keys: Keys) -> dict[str, Any]:
         )
     width = None
     if EXPERT_WIDTH in own:
-        width = keys.size(EXPERT_WIDTH, keys.size("feed_forward_length") // used)
+        width = keys.size(EXPERT_WIDTH, feed_forward_length(keys) // used)
     found = {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
     return found | _shared(keys, width or 0) | _weights(keys)
 
@@ -43,7 +48,7 @@ def _shared(keys: Keys, width: int) -> dict[str, Any]:
     """The width of the shared expert, and the number of blocks without experts."""
     own, found = keys.architecture.keys, {}
     if SHARED_WIDTH in own:
-        usual = keys.size("feed_forward_length") if keys.architecture.shared_gate else 0
+        usual = feed_forward_length(keys) if keys.architecture.shared_gate else 0
         found[SHARED_WIDTH] = keys.size(SHARED_WIDTH, least=0) or usual
     elif keys.architecture.shared_alike:
         found[SHARED_WIDTH] = width

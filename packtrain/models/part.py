@@ -28,12 +28,14 @@ class Mixer:
     attend  of queries, keys and values; without both, those of the block that has them for this one
     filter  the convolution before a scan
     scan    of x, steps, decays and skips
+    delta   a gated delta rule of x, decays and betas
     """
 
     attend: Attend
     convolve: Callable[[int, Tensor, Tensor], Tensor] = _none
     filter: Callable[[int, Tensor, Tensor], Tensor] = _none
     scan: Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor] = _none
+    delta: Callable[[int, Tensor, Tensor, Tensor], Tensor] = _none
     cached: bool = False
 
 
@@ -137,7 +139,7 @@ class Block(Part):
         y = self.linear(name, x)
         if self.config.traits.whole_norms and name != "attn_v":
             y = self.norm(f"{name}_norm", self.saved(y))
-        return ops.reshape(y, shape=(*y.shape[:-1], count, self.config.width_of(self.number)))
+        return ops.reshape(y, shape=(*y.shape[:-1], count, y.shape[-1] // count))
 
     def norm_heads(self, qk: list[Tensor]) -> list[Tensor]:
         names = ("attn_q_norm", "attn_k_norm")

@@ -5,6 +5,8 @@ from packtrain.models.arch.architecture import (
     CHOICE,
     CONV_OUT,
     CONV_ROWS,
+    DELTA_EACH,
+    DELTA_HEADS,
     FILTERS,
     LAYER_INPUTS,
     LAYER_SCALE,
@@ -43,7 +45,7 @@ def block_shapes(config: Config, i: int) -> Shapes:
     if config.conv_width and not config.attends(i):
         mixing = _conv_shapes(config)
     if config.scans(i):
-        mixing |= _scan_shapes(config)
+        mixing |= _delta_shapes(config) if config.traits.delta else _scan_shapes(config)
     made = mixing | _feed_forward_norm(config)
     made |= _expert_shapes(config) if config.mixture(i) else _feed_forward_shapes(config, i)
     if p := config.embedding_length_per_layer:
@@ -52,10 +54,9 @@ def block_shapes(config: Config, i: int) -> Shapes:
     found = _with_biases(config, made)
     found |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
     if config.scans(i) and config.scan is not None:
-        found |= {
-            "ssm_dt.bias": (config.scan.heads,),
-            **dict.fromkeys(BARE, (config.scan.heads, 1)),
-        }
+        heads = config.scan.heads
+        bare = {BARE[0]: (heads,)} if config.traits.delta else dict.fromkeys(BARE, (heads, 1))
+        found |= {"ssm_dt.bias": (heads,), **bare}
     chosen = config.mixture(i) and CHOICE in config.optional
     return found | ({CHOICE: (config.expert_count,)} if chosen else {})
 
@@ -89,7 +90,8 @@ def _attention_shapes(config: Config, i: int) -> Shapes:
         return _latent_shapes(config)
     c, d, traits = config.embedding_length, config.width_of(i), config.traits
     q, kv = config.head_count * d, config.kv_heads_of(i) * d
-    apart: Shapes = {"attn_q": (q, c), "attn_k": (kv, c), "attn_v": (kv, c)}
+    asked = 2 * q if traits.gated_heads else q
+    apart: Shapes = {"attn_q": (asked, c), "attn_k": (kv, c), "attn_v": (kv, c)}
     made: Shapes = {"attn_norm": (c,)} if traits.pre_norms else {}
     made |= {"attn_norm_2": (c,)} if config.has("attn_norm_2") else {}
     made |= {"attn_qkv": (q + 2 * kv, c)} if config.fused else apart
@@ -146,6 +148,23 @@ def _scan_shapes(config: Config) -> Shapes:
         SCAN_ROWS: (sum(scan.rows), c),
         **filters,
         **norm,
+        SCAN_OUT: (c, scan.inner),
+    }
+
+
+def _delta_shapes(config: Config) -> Shapes:
+    c, scan = config.embedding_length, config.scan
+    assert scan is not None
+    each = {DELTA_HEADS: (2 * scan.heads, c)}
+    if config.traits.delta == "tiled":
+        each = dict.fromkeys(DELTA_EACH, (scan.heads, c))
+    return {
+        "attn_norm": (c,),
+        "attn_qkv": (scan.convolved, c),
+        "attn_gate": (scan.inner, c),
+        SCAN_FILTERS.removesuffix(".weight"): (scan.convolved, scan.taps),
+        **each,
+        "ssm_norm": (scan.inner // scan.heads,),
         SCAN_OUT: (c, scan.inner),
     }
 

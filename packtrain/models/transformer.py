@@ -207,13 +207,30 @@ def in_batch(config: Config, pos: Tensor, seq: Tensor, made: KeysValues | None =
     def scan(i: int, x: Tensor, delta: Tensor, a: Tensor, skip: Tensor) -> Tensor:
         return ops.ssm_scan(x, delta, a, skip, seq, **scan_rule(config))
 
-    return Mixer(attend, convolve, convolve, scan)
+    def delta(i: int, x: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        rule = delta_rule(config)
+        return ops.delta_rule(x, decay, beta, seq, **rule, width=scan_rule(config)["width"])
+
+    return Mixer(attend, convolve, convolve, scan, delta)
 
 
 def scan_rule(config: Config) -> dict[str, int]:
     """Attributes of scans."""
     assert config.scan is not None
     return {"groups": config.scan.groups, "width": config.scan.state}
+
+
+class DeltaRule(TypedDict):
+    """Attributes of a gated delta rule."""
+
+    groups: int
+    tiled: bool
+    eps: float
+
+
+def delta_rule(config: Config) -> DeltaRule:
+    tiled = config.traits.delta == "tiled"
+    return {"groups": scan_rule(config)["groups"], "tiled": tiled, "eps": config.rms_eps}
 
 
 def rule_of(config: Config, i: int) -> Rule:

@@ -11,6 +11,7 @@ import numpy as np
 
 from packtrain.models.arch.given import Given
 
+Spans = tuple[tuple[int, int], ...]
 Keys = dict[str, int | float | bool | str | list[bool] | list[int]]
 # keys of GGUF files that several architectures have
 EXPERT_KEYS = {"expert_count": 0, "expert_used_count": None}
@@ -39,6 +40,8 @@ SCAN_ROWS, SCAN_OUT, SCAN_FILTERS, BARE = (
     "ssm_conv1d.weight",
     ("ssm_a", "ssm_d"),
 )
+# of a gated delta net: what is convolved, the gate of what it gives, and betas and decays of heads, joined or apart
+DELTA_IN, DELTA_HEADS, DELTA_EACH = ("attn_qkv", "attn_gate"), "ssm_ba", ("ssm_beta", "ssm_alpha")
 # weights of several axes that are no matrices: they are always f32, and have no LoRA adapters
 PLAIN = ("_norm.weight", ".bias", FILTERS, SCAN_FILTERS, *(f".{name}" for name in BARE))
 # modules of a block in checkpoints
@@ -74,7 +77,8 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 class Scan(NamedTuple):
-    """Sizes of a Mamba-2 scan: `inner` values of all heads, `state` of the state for each, groups of heads.
+    """Sizes of a Mamba-2 scan, or of a gated delta net: `inner` values of all heads, `state` of the state for each,
+    groups of heads.
 
     taps  how many tokens, itself included, a token sees in the convolution before it
     """
@@ -218,7 +222,9 @@ class Family:
     optional      biases, and other tensors that only some models have, by the config; None: by its usual keys
     unused        ends of names of tensors that are computed
     transposed    matrices of blocks are stored as (inputs, outputs)
-    grouped       rows of attn_qkv: the queries of each key and value, its key, its value
+    spans         rows of the tensors of checkpoints, each (from, to), in the order of the file, by part; and ...
+    columns       ... columns
+    joined        modules whose rows several parts share out
     scalings      types of rope scaling that `keys` describes
     left_out      keys that llama.cpp's converter leaves out; here, too, if they have their default
     keys          additional metadata; refuses configs that would compute something else
@@ -248,7 +254,9 @@ class Family:
     optional: Callable[[Given], tuple[str, ...]] | None = None
     unused: tuple[str, ...] = ()
     transposed: bool = False
-    grouped: bool = False
+    spans: Callable[[Sizes], Mapping[str, Spans]] = lambda sizes: {}
+    columns: Callable[[Sizes], Mapping[str, Spans]] = lambda sizes: {}
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scalings: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     mixing: Callable[[Given], Mapping[str, Any]] = lambda given: {}
@@ -312,6 +320,8 @@ class Architecture:
     plain_scores      attention scores are not divided
     far_factors       factors of rope are for blocks without a window only
     bare_ffn_norm     the name of the feed-forward's norm has no ending
+    delta             scans are gated delta nets: heads of a group stand together, or "tiled", that many groups apart
+    gated_heads       what a head gives is multiplied by the sigmoid of a gate, whose rows follow those of its query
 
     keys              additional GGUF keys with their defaults; None: required
     ignored           keys without effect, as in llama.cpp
@@ -364,6 +374,8 @@ class Architecture:
     plain_scores: bool = False
     far_factors: bool = False
     bare_ffn_norm: bool = False
+    delta: str = ""
+    gated_heads: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from packtrain.models.arch.architecture import (
     Keys,
     Names,
     Sizes,
+    Spans,
 )
 from packtrain.models.arch.given import Given
 
@@ -42,6 +43,19 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     return {"tensor_data_layout": "jploski"}
 
 
+def spans(sizes: Sizes) -> dict[str, Spans]:
+    """All queries, all keys, all values, from groups of those that belong together."""
+    d, groups = sizes.head_width, sizes.head_count_kv
+    each = sizes.head_count // groups + 2
+    parts = ((0, each - 2), (each - 2, each - 1), (each - 1, each))  # of a group, in heads
+    found = [
+        ((g * each + first) * d, (g * each + last) * d)
+        for first, last in parts
+        for g in range(groups)
+    ]
+    return {"attn_qkv": tuple(found)}
+
+
 def optional(given: Given) -> tuple[str, ...]:
     large = given.flag("new_decoder_architecture") and given.get("num_ln_in_parallel_attn", 2) == 2
     return ("attn_norm.bias", "output_norm.bias", *(SECOND if large else ()))
@@ -67,7 +81,7 @@ ARCHITECTURE = Architecture(
             usual,
             {"ln_mlp": "input_layernorm"},
             optional,
-            grouped=True,
+            spans=spans,
             left_out=("rope.freq_base",),
             tied=True,
         ),

@@ -5,7 +5,7 @@ NEEDS = {
     "multi-head latent attention and an indexer": "deepseek32 glm-dsa dots3note hy_v4",
     "multi-head latent attention and a gated delta net": "kimi-linear kimi-k3 bailingmoe3 glm5-next",
     "state-space layers (scans)": "mamba mamba2 jamba plamo2 nemotron_h nemotron_h_moe",
-    "a gated delta net": "qwen3next qwen35 qwen35moe qwen4exp",
+    "a gated delta net": "qwen4exp",
     "the time mixing of RWKV": "rwkv6 rwkv6qwen2 rwkv7 arwkv7",
     "embeddings of layers": "gemma3n",
     "lightning attention": "minimax-01",

@@ -1,0 +1,144 @@
+"""Qwen3-Next: most blocks have a gated delta net, the others attention with gates; all have experts and a shared one.
+
+arXiv 2412.06464. Blocks that guess more tokens are not used.
+"""
+
+from typing import Any
+
+from packtrain.models.arch.architecture import (
+    ATTENTION,
+    EXPERT_MATRICES,
+    HEAD_NORMS,
+    SCAN_KEYS,
+    Architecture,
+    Experts,
+    Family,
+    Keys,
+    Scan,
+    Sizes,
+    Spans,
+    decays,
+)
+from packtrain.models.arch.given import FULL, Given
+from packtrain.models.arch.granitehybrid import scan_keys
+from packtrain.models.arch.qwen2moe import SHARED
+
+LINEAR = "linear_attention"
+FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}
+DELTA = {
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.dt": "ssm_dt", "linear_attn.A": "ssm_a",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
+ROUTED = {"linear_attn.in_proj_ba": "ssm_ba", "mlp.gate": "ffn_gate_inp"}
+ENDS = {".A_log": ".A.weight", ".dt_bias": ".dt.bias"}
+DELTA_KEYS = {
+    **SCAN_KEYS,
+    "full_attention_interval": 4,
+    "attention.recurrent_layers": (),
+    "nextn_predict_layers": 0,
+}
+EXPERT_KEYS = {
+    "expert_count": None,
+    "expert_used_count": None,
+    "expert_feed_forward_length": None,
+    "expert_shared_feed_forward_length": 0,
+}
+
+
+def others(given: Given) -> tuple[int, int]:
+    return given.size("shared_expert_intermediate_size", 512), 0
+
+
+EXPERTS = Experts(
+    EXPERT_MATRICES,
+    ("num_experts", 512),
+    ("num_experts_per_tok", 10),
+    ("moe_intermediate_size", 512),
+    others,
+)
+
+
+def usual(given: Given) -> Given:
+    """Older configs say which blocks attend by an interval."""
+    blocks, every = given.size("num_hidden_layers"), given.size("full_attention_interval", 4)
+    kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(blocks)]
+    return given.but(layer_types=given.get("layer_types", kinds))
+
+
+def mixing(given: Given) -> dict[str, Any]:
+    """Which blocks attend, and the sizes of the delta nets of the others."""
+    kinds, blocks = given.get("layer_types"), given.size("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != blocks or {*kinds} != {FULL, LINEAR}:
+        raise given.wrong(
+            "layer_types", kinds, f"{blocks} times {FULL} or {LINEAR}, both somewhere"
+        )
+    groups, heads = given.size("linear_num_key_heads", 16), given.size("linear_num_value_heads", 32)
+    width = given.size("linear_key_head_dim", 128)
+    given.one_of("linear_value_head_dim", 128, width)
+    if heads % groups:
+        raise given.wrong(
+            "linear_num_value_heads", heads, f"a multiple of linear_num_key_heads {groups}"
+        )
+    taps = given.size("linear_conv_kernel_dim", 4)
+    attending = tuple(kind == FULL for kind in kinds)
+    return {"attending": attending, "scan": Scan(heads * width, width, heads, groups, taps)}
+
+
+def spans(sizes: Sizes) -> dict[str, Spans]:
+    """Of each group together there are queries, keys, values and gates."""
+    assert sizes.scan is not None
+    inner, width, _, groups, _ = sizes.scan
+    own = inner // groups
+    each = 2 * (width + own)
+    ends = (0, width), (width, 2 * width), (2 * width, 2 * width + own), (each - own, each)
+    q, k, v, z = (tuple((g * each + at, g * each + end) for g in range(groups)) for at, end in ends)
+    return {"attn_qkv": q + k + v, "attn_gate": z}
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    given.one_of("attention_bias", False, False)
+    return {
+        **scan_keys(sizes),
+        "attention.recurrent_layers": [not attends for attends in sizes.attending],
+        "full_attention_interval": given.size("full_attention_interval", 4),
+        "rope.dimension_count": given.turned(sizes.head_width, 0.25),
+    }
+
+
+def expert_keys(given: Given, sizes: Sizes) -> Keys:
+    """llama.cpp supports only experts in all blocks, with weights that add up to 1."""
+    given.one_of("norm_topk_prob", True, True)
+    given.one_of("decoder_sparse_step", 1, 1)
+    given.one_of("mlp_only_layers", [], [])
+    shared = sizes.expert_shared_feed_forward_length
+    return {**keys(given, sizes), "expert_shared_feed_forward_length": shared}
+
+
+ARCHITECTURE = Architecture(
+    "qwen3next",
+    halves=True,
+    head_norms=True,
+    ffn_norm="post_attention_norm",
+    partial_rope=True,
+    shared_gate=True,
+    delta="grouped",
+    gated_heads=True,
+    keys={**EXPERT_KEYS, **DELTA_KEYS},
+    optional=(),
+    families=(
+        Family(
+            ("Qwen3NextForCausalLM",),
+            ATTENTION | HEAD_NORMS | FFN_NORM | DELTA | ROUTED | SHARED,
+            expert_keys,
+            EXPERTS,
+            usual=usual,
+            mixing=mixing,
+            spans=spans,
+            joined={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
+            changes=lambda given, sizes: {"ssm_a": decays},
+            ends=ENDS,
+            norm_shift=1.0,
+            head_width=256,
+        ),
+    ),
+)

@@ -105,6 +105,10 @@ CLASSES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
         "hidden_size_per_layer_input": 16,
     },
+    "Gemma4TextConfig experts": {
+        **GEMMA_4, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
+        "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 40,
+    },
     "Gemma4TextConfig values": {
         **GEMMA_4, "num_hidden_layers": 6, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,

@@ -85,6 +85,12 @@ CONFIGS: Mapping[str, Config] = {
         embedding_length_per_layer=256, feed_forward_lengths=(512, 512, 1024, 1024), rope_freq_base=1e6,
         rope_freq_base_swa=1e4, optional=("rope_freqs.weight", "layer_output_scale.weight"),
     ),
+    "gemma4 experts": replace(
+        LLAMA, architecture="gemma4", block_count=3, key_length=128, key_length_swa=64, window=9, tied=False,
+        window_pattern=(True, False, True), rope_freq_base=1e6, rope_freq_base_swa=1e4, final_softcap=3.0,
+        expert_count=6, expert_used_count=3, expert_feed_forward_length=256,
+        optional=("rope_freqs.weight", "layer_output_scale.weight", "ffn_gate_up_exps.weight"),
+    ),
     "gemma4 values": replace(
         LLAMA, architecture="gemma4", block_count=3, key_length=128, key_length_swa=64, window=9,
         window_pattern=(True, True, False), keys_are_values=True, head_count_kv=1, head_count_kv_swa=2,

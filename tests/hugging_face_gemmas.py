@@ -27,6 +27,11 @@ KINDS: dict[str, Config] = {
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16, "per_layer_config": {"01": {"head_dim": 32}},
         "final_logit_softcapping": 3.0,
     },
+    "gemma4 experts": FOUR | {
+        "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING], "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 3,
+        "moe_intermediate_size": 40,
+    },
     "gemma4 values": FOUR | {
         "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL], "attention_k_eq_v": True,
         "num_global_key_value_heads": 1, "global_head_dim": 32, "hidden_size_per_layer_input": 0,
@@ -44,8 +49,11 @@ INSIDE = {
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
-    "layer_scalar": "layer_output_scale",
+    "layer_scalar": "layer_output_scale", "router.proj": "ffn_gate_inp", "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }  # fmt: skip
+SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 
 
 def sizes(c: Config, i: int) -> tuple[int, int]:
@@ -84,8 +92,17 @@ def shapes(c: Config) -> Shapes:
         if p:
             block |= {"per_layer_input_gate": (p, h), "per_layer_projection": (h, p),
                       "post_per_layer_input_norm": (h,)}  # fmt: skip
+        bare: Shapes = {"layer_scalar": (1,)}
+        if e := c.get("num_experts"):
+            block |= {
+                f"{name}_feedforward_layernorm_{n}": (h,)
+                for name, n in (("post", 1), ("pre", 2), ("post", 2))
+            }
+            block["router.proj"], m = (e, h), c["moe_intermediate_size"]
+            bare |= {"router.scale": (h,), "router.per_expert_scale": (e,)}
+            bare |= {"experts.gate_up_proj": (e, 2 * m, h), "experts.down_proj": (e, h, m)}
         made |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
-        made[f"model.layers.{i}.layer_scalar"] = (1,)
+        made |= {f"model.layers.{i}.{name}": shape for name, shape in bare.items()}
     return made
 
 
@@ -104,7 +121,7 @@ class Model:
         if not inner.startswith("layers."):
             return f"{OUTSIDE[inner]}.weight", value
         _, number, part = inner.split(".", 2)
-        return f"blk.{number}.{INSIDE[part]}.weight", value
+        return f"blk.{number}.{SCALES.get(part) or INSIDE[part] + '.weight'}", value
 
     def keys(self) -> dict[str, Any]:
         c = self.c
@@ -117,6 +134,6 @@ class Model:
             "attention.sliding_window_pattern": [kind == SLIDING for kind in c["layer_types"]],
             "attention.shared_kv_layers": c.get("num_kv_shared_layers", 0), "rope.freq_base": 1e6,
             "rope.freq_base_swa": 1e4, "embedding_length_per_layer_input": c["hidden_size_per_layer_input"],
-            "rope.turned": 0.25, "final_logit_softcapping": c.get("final_logit_softcapping") or 0.0,
+            "rope.turned": 0.25, "expert_used_count": c.get("top_k_experts"), "final_logit_softcapping": c.get("final_logit_softcapping") or 0.0,
         }  # fmt: skip
         return {"general.architecture": "gemma4", **{f"gemma4.{k}": v for k, v in keys.items()}}

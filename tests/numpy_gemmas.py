@@ -38,8 +38,22 @@ class Gemma4:
         return m.normed(h, "output_norm")
 
     def feed_forward(self, i: int, h: np.ndarray) -> np.ndarray:
-        m, x = self.m, self.m.after(i, "ffn_norm", h)
-        return m.linear(i, "ffn_down", gelu(m.linear(i, "ffn_gate", x)) * m.linear(i, "ffn_up", x))
+        m, x, at = self.m, self.m.after(i, "ffn_norm", h), f"blk.{i}"
+        y = m.linear(i, "ffn_down", gelu(m.linear(i, "ffn_gate", x)) * m.linear(i, "ffn_up", x))
+        if f"{at}.ffn_gate_inp.weight" not in self.w:
+            return y
+        read = self.bare(h) / np.sqrt(m.width) * self.w[f"{at}.ffn_gate_inp.scale"]
+        p = np.exp(m.linear(i, "ffn_gate_inp", read))
+        own, z = m.after(i, "pre_ffw_norm_2", h), np.zeros_like(h)
+        for t in range(len(h)):
+            chosen = np.argsort(-p[t])[: self.keys["expert_used_count"]]
+            for e in chosen:
+                gate, up = np.split(self.w[f"{at}.ffn_gate_up_exps.weight"][e], 2)
+                made = self.w[f"{at}.ffn_down_exps.weight"][e] @ (
+                    gelu(gate @ own[t]) * (up @ own[t])
+                )
+                z[t] += p[t, e] / p[t, chosen].sum() * made * self.w[f"{at}.ffn_down_exps.scale"][e]
+        return m.after(i, "post_ffw_norm_1", y) + m.after(i, "post_ffw_norm_2", z)
 
     def bare(self, x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.m.eps())

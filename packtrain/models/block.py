@@ -104,12 +104,26 @@ def short_conv(part: Block, x: Tensor, mixer: Mixer) -> Tensor:
 def feed_forward(part: Block, x: Tensor, h: Tensor) -> Tensor:
     """h plus the feed-forward of x, or of the experts for x: both (..., C) -> (..., C)."""
     by = part.config.residual_scale
+    if part.config.mixture(part.number) and part.config.traits.dense_beside:
+        return beside(part, x, h)
     if part.config.mixture(part.number):
         y = part.named("ffn_experts", mixture(part, x, None if by else h))
         y = shared(part, x, y) if part.config.expert_shared_feed_forward_length else y
         return ops.add(ops.scale(y, by=by), h) if by else y
     y = gated(part, x) if part.config.traits.gated else activated(part, x)
     return part.join("ffn_down", part.saved(y), "post_ffw_norm", h)
+
+
+def beside(part: Block, x: Tensor, h: Tensor) -> Tensor:
+    """h plus a feed-forward of x and the output of experts that read h, each normalized, and their sum. gemma4.cpp."""
+    eps, by = part.config.rms_eps, part.config.embedding_length**-0.5
+    y = part.linear("ffn_down", part.saved(gated(part, x)))
+    y = part.norm("post_ffw_norm_1", part.saved(y))
+    read = ops.mul(ops.rms_norm(part.saved(h), eps=eps), part.weight("ffn_gate_inp", "scale"))
+    own = part.saved(part.norm("pre_ffw_norm_2", h))
+    z = part.named("ffn_experts", mixture(part, own, None, part.saved(ops.scale(read, by=by))))
+    y = ops.add(y, part.norm("post_ffw_norm_2", part.saved(z)))
+    return ops.add(part.norm("post_ffw_norm", part.saved(y)), h)
 
 
 def gated(part: Block, x: Tensor, end: str = "") -> Tensor:
@@ -137,11 +151,14 @@ def activated(part: Block, x: Tensor) -> Tensor:
     return part.named("ffn_relu_sqr", ops.sqr(ops.relu(up)))
 
 
-def mixture(part: Block, x: Tensor, h: Tensor | None) -> Tensor:
-    """h, if it is there, plus the output of the experts for x, with their LoRA adapters."""
-    config = part.config
+def mixture(part: Block, x: Tensor, h: Tensor | None, read: Tensor | None = None) -> Tensor:
+    """h, if it is there, plus the output of the experts for x, with their LoRA adapters; they are chosen by `read`."""
+    config, traits = part.config, part.config.traits
     names = {"gate_inp": "ffn_gate_inp", **{n: f"ffn_{n}_exps" for n in ("gate", "up", "down")}}
-    choose, gate, up, down = map(part.weight, names.values())
+    if config.has("ffn_gate_up_exps"):
+        names = {**names, "gate": "ffn_gate_up_exps"}
+        del names["up"]
+    w = {short: part.weight(name) for short, name in names.items()}
     found = {short: part.low(name) for short, name in names.items()}
     low = {short: addition for short, addition in found.items() if addition is not None}
     biases = {
@@ -150,8 +167,10 @@ def mixture(part: Block, x: Tensor, h: Tensor | None) -> Tensor:
         if f"{name}.bias" in config.optional
     }
     offsets = part.weight(*CHOICE.split(".")) if CHOICE in config.optional else None
+    matrices = w["gate_inp"], w["gate"], w.get("up"), w["down"]
     return ops.experts(
-        x, choose, gate, up, down, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
+        x, *matrices, h, offsets, used=config.expert_used_count, norm=config.chosen_sum,
         sigmoids=config.sigmoids, groups=config.expert_groups, by=config.expert_weights_scale or 1.0,
-        first=config.traits.weighed_first, clamped=config.traits.clamped, biases=biases, low=low,
+        first=traits.weighed_first, clamped=traits.clamped, biases=biases, low=low, read=read,
+        gelu=traits.gelu, scales=part.weight("ffn_down_exps", "scale") if traits.dense_beside else None,
     )  # fmt: skip

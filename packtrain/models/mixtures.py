@@ -90,7 +90,8 @@ def expert_sizes(config: Config) -> dict[str, int]:
         SHARED_COUNT: config.expert_shared_feed_forward_length // config.expert_width,
         DENSE: config.leading_dense_block_count, STEP: config.interleave_moe_layer_step,
     }  # fmt: skip
-    return {key: size for key, size in sizes.items() if key in config.traits.keys}
+    there = config.traits.keys if config.expert_count else ()
+    return {key: size for key, size in sizes.items() if key in there}
 
 
 def weight_keys(config: Config) -> dict[str, Value]:

@@ -7,6 +7,7 @@ from packtrain.models.arch.architecture import (
     CONV_ROWS,
     DELTA_EACH,
     DELTA_HEADS,
+    EXPERT_SCALES,
     FILTERS,
     LAYER_INPUTS,
     LAYER_SCALE,
@@ -47,12 +48,17 @@ def block_shapes(config: Config, i: int) -> Shapes:
     if config.scans(i):
         mixing |= _delta_shapes(config) if config.traits.delta else _scan_shapes(config)
     made = mixing | _feed_forward_norm(config)
-    made |= _expert_shapes(config) if config.mixture(i) else _feed_forward_shapes(config, i)
+    mixture, beside = config.mixture(i), config.traits.dense_beside
+    made |= _feed_forward_shapes(config, i) if beside or not mixture else {}
+    made |= _expert_shapes(config) if mixture else {}
     if p := config.embedding_length_per_layer:
         c = config.embedding_length
         made |= {"inp_gate": (p, c), "proj": (c, p), "post_norm": (c,)}
     found = _with_biases(config, made)
     found |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
+    if mixture and beside:
+        scales = (config.embedding_length,), (config.expert_count,)
+        found |= dict(zip(EXPERT_SCALES, scales, strict=True))
     if config.scans(i) and config.scan is not None:
         heads = config.scan.heads
         bare = {BARE[0]: (heads,)} if config.traits.delta else dict.fromkeys(BARE, (heads, 1))
@@ -189,6 +195,11 @@ def _expert_shapes(config: Config) -> Shapes:
     c, f, e = config.embedding_length, config.expert_width, config.expert_count
     made: Shapes = {"ffn_gate_inp": (e, c), "ffn_gate_exps": (e, f, c), "ffn_up_exps": (e, f, c)}
     made["ffn_down_exps"] = (e, c, f)
+    if config.has("ffn_gate_up_exps"):
+        made["ffn_gate_up_exps"] = (e, 2 * f, c)
+        made = {n: s for n, s in made.items() if n not in ("ffn_gate_exps", "ffn_up_exps")}
+    if config.traits.dense_beside:
+        made |= dict.fromkeys(("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"), (c,))
     if not (s := config.expert_shared_feed_forward_length):
         return made
     made |= {"ffn_gate_inp_shexp": (c,)} if config.traits.shared_gate else {}

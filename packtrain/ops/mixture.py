@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from packtrain.ops.activation import swiglu
+from packtrain.ops.activation import geglu, swiglu
 from packtrain.ops.elementwise import add, div, mul, scale, sigmoid
 from packtrain.ops.experts import matmul_id, weighted_rows
 from packtrain.ops.functions import clamp, gelu_quick
@@ -12,7 +12,7 @@ from packtrain.ops.index import get_rows, get_rows_back
 from packtrain.ops.matmul import matmul
 from packtrain.ops.reduce import sum_rows
 from packtrain.ops.routing import group_rows, take, take_back, top_k
-from packtrain.ops.shape import reshape
+from packtrain.ops.shape import cont, narrow, reshape
 from packtrain.ops.softmax import soft_max
 from packtrain.tensor import Tensor
 
@@ -26,10 +26,11 @@ LIMIT = 7.0  # of the clamped activation: gpt-oss's
 
 
 def experts(
-    x: Tensor, gate_inp: Tensor, gate: Tensor, up: Tensor, down: Tensor, acc: Tensor | None = None,
+    x: Tensor, gate_inp: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, acc: Tensor | None = None,
     offsets: Tensor | None = None, *, used: int, norm: bool = True, sigmoids: bool = False, by: float = 1.0,
     clamped: bool = False, biases: Mapping[str, Tensor] = NO_BIASES, low: Mapping[str, Low] = NO_LOW,
-    groups: tuple[int, int] = (1, 1), first: bool = False,
+    groups: tuple[int, int] = (1, 1), first: bool = False, gelu: bool = False, scales: Tensor | None = None,
+    read: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Mixture of experts: y = sum over the `used` chosen e of p_e * down_e(silu(gate_e x) * up_e x) (+ acc).
 
@@ -38,31 +39,43 @@ def experts(
     `by`. With `clamped` silu(g) * u becomes g * sigmoid(1.702 g) * (u + 1) for g = min(gate_e x, 7) and u = up_e x
     between -7 and 7. With several groups of experts, only those of some are chosen: of (groups, used), those in
     which the two largest p + offsets have the largest sum. With `first` p_e multiplies x, and the sum has no weights.
+    With `gelu` that takes the place of silu; with `scales` p_e is multiplied by that of e. p is of `read` instead of x.
 
         x         (..., C)   f32
         gate_inp  (E, C)     f32
-        gate, up  (E, F, C)  any readable type
+        gate, up  (E, F, C)  any readable type; without up, gate has its rows below its own, (E, 2 F, C)
         down      (E, C, F)  any readable type
         acc, y    (..., C)   f32
         offsets   (E,)       f32; has no gradient
+        scales    (E,)       f32
         biases    by matrix name: (E,) of gate_inp, (E, F) of gate and up, (E, C) of down, f32
         low       LoRA adapters by matrix name: A (R, in), B (out, R), with an axis E if the matrix has one, scale s
                   and dropout d: w x becomes w x + s B A d(x)
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); DeepSeek-V3 (arXiv 2412.19437); llama.cpp's build_moe_ffn.
     """
-    logits = product(x, gate_inp, low.get("gate_inp"), biases.get("gate_inp"))
+    logits = product(
+        x if read is None else read, gate_inp, low.get("gate_inp"), biases.get("gate_inp")
+    )
     chosen, p = _routes(logits, offsets, used, norm, sigmoids, groups)
     p = p if by == 1 else scale(p, by=by)
+    if scales is not None:
+        each = get_rows(reshape(scales, shape=(*scales.shape, 1)), chosen)
+        p = mul(p, reshape(each, shape=p.shape))
     row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
     tokens = math.prod(x.shape[:-1])
     sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
     if first:
         sorted_x, p = mul(sorted_x, _by_row(p, place)), scale(p, by=0, bias=1)
-    gated, raised = (
+    both = [
         product(sorted_x, w, low.get(name), biases.get(name), expert)
         for name, w in (("gate", gate), ("up", up))
-    )
-    hidden = _clamped(gated, raised) if clamped else swiglu(gated, raised)
+        if w is not None
+    ]
+    if up is None:
+        f = gate.shape[1] // 2
+        both = [cont(narrow(both[0], axis=1, start=n * f, length=f)) for n in range(2)]
+    gated = _clamped if clamped else geglu if gelu else swiglu
+    hidden = gated(*both)
     made = product(hidden, down, low.get("down"), biases.get("down"), expert)
     return weighted_rows(made, place, p, acc)
 

@@ -63,6 +63,7 @@ EXPERT_MATRICES = {
 }  # fmt: skip
 # of the embeddings that blocks have for themselves: rows, a projection, its norm; and what blocks are multiplied by
 LAYER_INPUTS = "per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"
+EXPERT_SCALES = "ffn_gate_inp.scale", "ffn_down_exps.scale"
 LAYER_SCALE = "layer_output_scale.weight"
 SHARED = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
@@ -319,6 +320,7 @@ class Architecture:
     value_norms       values are normalized per head, without weights
     plain_scores      attention scores are not divided
     far_factors       factors of rope are for blocks without a window only
+    dense_beside      blocks with experts have a dense feed-forward, too; both are normalized, then added
     bare_ffn_norm     the name of the feed-forward's norm has no ending
     delta             scans are gated delta nets: heads of a group stand together, or "tiled", that many groups apart
     gated_heads       what a head gives is multiplied by the sigmoid of a gate, whose rows follow those of its query
@@ -373,6 +375,7 @@ class Architecture:
     value_norms: bool = False
     plain_scores: bool = False
     far_factors: bool = False
+    dense_beside: bool = False
     bare_ffn_norm: bool = False
     delta: str = ""
     gated_heads: bool = False

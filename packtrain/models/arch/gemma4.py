@@ -10,11 +10,14 @@ import numpy as np
 
 from packtrain.models.arch import gemma2
 from packtrain.models.arch.architecture import (
+    EXPERT_KEYS,
+    EXPERT_SCALES,
     FACTORS,
     HEAD_NORMS,
     LAYER_INPUTS,
     LAYER_SCALE,
     Architecture,
+    Experts,
     Family,
     Keys,
     Names,
@@ -26,6 +29,23 @@ LAYERS = {
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
     "layer_scalar": "layer_output_scale",
 }  # fmt: skip
+MIXTURE = {
+    "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2", "router.proj": "ffn_gate_inp",
+    **dict(zip(("router.scale", "router.per_expert_scale"), EXPERT_SCALES, strict=True)),
+}  # fmt: skip
+STACKED = {
+    "ffn_gate_up_exps": ("experts.gate_up_proj", 0, 1),
+    "ffn_down_exps": ("experts.down_proj", 0, 1),
+}
+BARE = (
+    ".layer_scalar",
+    ".router.scale",
+    ".per_expert_scale",
+    ".experts.gate_up_proj",
+    ".experts.down_proj",
+)
+BOTH = "ffn_gate_up_exps.weight"
 OUTSIDE = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 CAP = "final_logit_softcapping"
 SHARED, OWN = "num_kv_shared_layers", "hidden_size_per_layer_input"
@@ -45,7 +65,8 @@ def usual(given: Given) -> Given:
     if given.flag("attention_k_eq_v"):
         own_heads = here.get("num_key_value_heads", given.get("num_global_key_value_heads"))
         full |= {"num_key_value_heads": own_heads or heads}
-    return given.but(near_head_dim=near, near_heads=heads, **full)
+    count = given.size("num_experts") if given.flag("enable_moe_block") else 0
+    return given.but(near_head_dim=near, near_heads=heads, num_experts=count, **full)
 
 
 def kinds(given: Given) -> dict[str, Any]:
@@ -117,7 +138,10 @@ ARCHITECTURE = Architecture(
     value_norms=True,
     plain_scores=True,
     far_factors=True,
+    dense_beside=True,
     keys={
+        **EXPERT_KEYS,
+        "expert_feed_forward_length": None,
         "attention.sliding_window": None,
         "attention.sliding_window_pattern": None,
         "attention.shared_kv_layers": 0,
@@ -129,18 +153,30 @@ ARCHITECTURE = Architecture(
         "rope.freq_base_swa": 10_000.0,
     },
     zero=(CAP,),
-    optional=(FACTORS, LAYER_SCALE),
+    optional=(FACTORS, LAYER_SCALE, BOTH),
     families=(
         Family(
             ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-            {**gemma2.FAMILY.block, **HEAD_NORMS, **LAYERS},
+            {**gemma2.FAMILY.block, **HEAD_NORMS, **LAYERS, **MIXTURE},
             keys,
+            Experts(
+                {},
+                ("num_experts", 0),
+                ("top_k_experts", 0),
+                ("moe_intermediate_size", 0),
+                stacked=STACKED,
+                rows=True,
+            ),
             usual=usual,
             kinds=kinds,
             factors=factors,
-            optional=lambda given: (FACTORS, LAYER_SCALE),
+            optional=lambda given: (
+                FACTORS,
+                LAYER_SCALE,
+                *([BOTH] if given.get("num_experts") else []),
+            ),
             names=Names(outside=dict(zip(OUTSIDE, LAYER_INPUTS, strict=True))),
-            ends={".layer_scalar": ".layer_scalar.weight"},
+            ends={name: f"{name}.weight" for name in BARE},
             scalings=(PROPORTIONAL,),
             rope_freq_base=1e6,
             tied=True,

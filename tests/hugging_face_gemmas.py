@@ -134,6 +134,7 @@ class Model:
             "attention.sliding_window_pattern": [kind == SLIDING for kind in c["layer_types"]],
             "attention.shared_kv_layers": c.get("num_kv_shared_layers", 0), "rope.freq_base": 1e6,
             "rope.freq_base_swa": 1e4, "embedding_length_per_layer_input": c["hidden_size_per_layer_input"],
-            "rope.turned": 0.25, "expert_used_count": c.get("top_k_experts"), "final_logit_softcapping": c.get("final_logit_softcapping") or 0.0,
+            "rope.turned": 0.25, "expert_used_count": c.get("top_k_experts"),
+            "final_logit_softcapping": c.get("final_logit_softcapping") or 0.0,
         }  # fmt: skip
         return {"general.architecture": "gemma4", **{f"gemma4.{k}": v for k, v in keys.items()}}

@@ -270,6 +270,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
         "optional": ("rope_freqs.weight",),
         "embedding_length_per_layer": 0,
     },
+    "gemma4 experts": {"expert_used_count": 2, "rms_eps": 1e-2},
     "phi3": {"rope_dims": None},
     "glm4": {"rope_dims": None, "optional": ()},
     "phi2": {"rope_dims": 64, "optional": (), "rms_eps": 1e-2},

@@ -4,7 +4,6 @@ For architectures whose later blocks may share keys and values: head_count_kv an
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,12 @@ from packtrain.models.keys import Keys
 SHARED_KV, PER_LAYER = "attention.shared_kv_layers", "embedding_length_per_layer_input"
 FEED_FORWARD, KV = "feed_forward_length", "attention.head_count_kv"
 NEAR = "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"
-NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 def kinds(keys: Keys, gguf: GGUF, blocks: int, windows: Mapping[str, Any]) -> Mapping[str, Any]:
     """Those fields of a Config; `windows` are those of its windows."""
     if SHARED_KV not in keys.architecture.keys:
-        return NO_FIELDS
+        return {}
     pattern = windows["window_pattern"]
     if not isinstance(pattern, tuple):
         raise keys.wrong("attention.sliding_window_pattern", pattern, f"{blocks} times a truth")

@@ -14,12 +14,8 @@ KV, CONV_WIDTH = "attention.head_count_kv", "shortconv.l_cache"
 LATENT = "attention.kv_lora_rank"
 BY_HEADS = "attention.key_length_mla", "attention.value_length_mla"
 SCAN = (
-    "ssm.inner_size",
-    "ssm.state_size",
-    "ssm.time_step_rank",
-    "ssm.group_count",
-    "ssm.conv_kernel",
-)
+    "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count", "ssm.conv_kernel",
+)  # fmt: skip
 TURNED = "rope.scaling.finetuned"  # false: there is no rope
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 SECTIONS = "rope.dimension_sections"

@@ -12,11 +12,8 @@ SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared
 STEP = "interleave_moe_layer_step"
 GATING, GATINGS = "expert_gating_func", (0, 1, 2)
 GROUPS = "expert_group_count", "expert_group_used_count"
-DENSE, WEIGHTS_SCALE, WEIGHTS_NORM = (
-    "leading_dense_block_count",
-    "expert_weights_scale",
-    "expert_weights_norm",
-)
+DENSE = "leading_dense_block_count"
+WEIGHTS_SCALE, WEIGHTS_NORM = "expert_weights_scale", "expert_weights_norm"
 
 
 def feed_forward_length(keys: Keys) -> int:

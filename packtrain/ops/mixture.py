@@ -46,38 +46,46 @@ def experts(
         gate, up  (E, F, C)  any readable type; without up, gate has its rows below its own, (E, 2 F, C)
         down      (E, C, F)  any readable type
         acc, y    (..., C)   f32
-        offsets   (E,)       f32; has no gradient
-        scales    (E,)       f32
+        offsets, scales  (E,)  f32; offsets have no gradient
         biases    by matrix name: (E,) of gate_inp, (E, F) of gate and up, (E, C) of down, f32
         low       LoRA adapters by matrix name: A (R, in), B (out, R), with an axis E if the matrix has one, scale s
                   and dropout d: w x becomes w x + s B A d(x)
     Mixtral (Jiang et al. 2024, arXiv 2401.04088); DeepSeek-V3 (arXiv 2412.19437); llama.cpp's build_moe_ffn.
     """
-    logits = product(
-        x if read is None else read, gate_inp, low.get("gate_inp"), biases.get("gate_inp")
-    )
+    source = x if read is None else read
+    logits = product(source, gate_inp, low.get("gate_inp"), biases.get("gate_inp"))
     chosen, p = _routes(logits, offsets, used, norm, sigmoids, groups)
-    p = p if by == 1 else scale(p, by=by)
-    if scales is not None:
-        each = get_rows(reshape(scales, shape=(*scales.shape, 1)), chosen)
-        p = mul(p, reshape(each, shape=p.shape))
+    p = _scaled(p, chosen, by, scales)
     row, expert, place = group_rows(chosen, groups=gate_inp.shape[0])
     tokens = math.prod(x.shape[:-1])
     sorted_x = get_rows(reshape(x, shape=(tokens, x.shape[-1])), row)
     if first:
         sorted_x, p = mul(sorted_x, _by_row(p, place)), scale(p, by=0, bias=1)
-    both = [
-        product(sorted_x, w, low.get(name), biases.get(name), expert)
-        for name, w in (("gate", gate), ("up", up))
-        if w is not None
-    ]
-    if up is None:
-        f = gate.shape[1] // 2
-        both = [cont(narrow(both[0], axis=1, start=n * f, length=f)) for n in range(2)]
     gated = _clamped if clamped else geglu if gelu else swiglu
-    hidden = gated(*both)
+    hidden = gated(*_both(sorted_x, expert, {"gate": gate, "up": up}, biases, low))
     made = product(hidden, down, low.get("down"), biases.get("down"), expert)
     return weighted_rows(made, place, p, acc)
+
+
+def _scaled(p: Tensor, chosen: Tensor, by: float, scales: Tensor | None) -> Tensor:
+    """p (..., k) times `by` and the scales (E,) of the chosen experts."""
+    p = p if by == 1 else scale(p, by=by)
+    if scales is None:
+        return p
+    each = get_rows(reshape(scales, shape=(*scales.shape, 1)), chosen)
+    return mul(p, reshape(each, shape=p.shape))
+
+
+def _both(
+    x: Tensor, expert: Tensor, w: Mapping[str, Tensor | None], biases: Mapping[str, Tensor],
+    low: Mapping[str, Low],
+) -> list[Tensor]:  # fmt: skip
+    """What gate and up give, of one matrix or of two."""
+    made = [product(x, m, low.get(n), biases.get(n), expert) for n, m in w.items() if m is not None]
+    if len(made) > 1:
+        return made
+    n = made[0].shape[1] // 2
+    return [cont(narrow(made[0], axis=1, start=at, length=n)) for at in (0, n)]
 
 
 def _by_row(p: Tensor, place: Tensor) -> Tensor:

@@ -113,28 +113,18 @@ def _third(given: Given) -> bool:
     return bool(given.get("architectures", [""])[0] == "DeepseekV3ForCausalLM")
 
 
+KEYS = {
+    **EXPERT_KEYS, **BETAS, MULTIPLIER: 0.0, "attention.q_lora_rank": 0, "attention.kv_lora_rank": None,
+    "attention.key_length_mla": None, "attention.value_length_mla": None, "expert_feed_forward_length": None,
+    "expert_shared_count": None, "leading_dense_block_count": 0, "expert_gating_func": 0, "expert_group_count": 0,
+    "expert_group_used_count": 0, "expert_weights_scale": 0.0, "expert_weights_norm": False,
+    "nextn_predict_layers": 0,
+}  # fmt: skip
 ARCHITECTURE = Architecture(
     "deepseek2",
     sigmoids=None,
     chosen_sum=None,
-    keys={
-        **EXPERT_KEYS,
-        **BETAS,
-        MULTIPLIER: 0.0,
-        "attention.q_lora_rank": 0,
-        "attention.kv_lora_rank": None,
-        "attention.key_length_mla": None,
-        "attention.value_length_mla": None,
-        "expert_feed_forward_length": None,
-        "expert_shared_count": None,
-        "leading_dense_block_count": 0,
-        "expert_gating_func": 0,
-        "expert_group_count": 0,
-        "expert_group_used_count": 0,
-        "expert_weights_scale": 0.0,
-        "expert_weights_norm": False,
-        "nextn_predict_layers": 0,
-    },
+    keys=KEYS,
     ignored=("attention.temperature_length",),
     optional=("attn_kv_b.weight", CHOICE),
     families=(

@@ -44,17 +44,14 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     }
 
 
+KEYS = {
+    "expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None,
+    "expert_shared_feed_forward_length": 0, "leading_dense_block_count": 0, "interleave_moe_layer_step": None,
+}  # fmt: skip
 ARCHITECTURE = Architecture(
     "ernie4_5-moe",
     optional=(CHOICE,),
-    keys={
-        "expert_count": None,
-        "expert_used_count": None,
-        "expert_feed_forward_length": None,
-        "expert_shared_feed_forward_length": 0,
-        "leading_dense_block_count": 0,
-        "interleave_moe_layer_step": None,
-    },
+    keys=KEYS,
     ignored=("expert_shared_count",),
     neutral={"interleave_moe_layer_step": (1,)},
     families=tuple(

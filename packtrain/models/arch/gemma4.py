@@ -34,17 +34,8 @@ MIXTURE = {
     "post_feedforward_layernorm_2": "post_ffw_norm_2", "router.proj": "ffn_gate_inp",
     **dict(zip(("router.scale", "router.per_expert_scale"), EXPERT_SCALES, strict=True)),
 }  # fmt: skip
-STACKED = {
-    "ffn_gate_up_exps": ("experts.gate_up_proj", 0, 1),
-    "ffn_down_exps": ("experts.down_proj", 0, 1),
-}
-BARE = (
-    ".layer_scalar",
-    ".router.scale",
-    ".per_expert_scale",
-    ".experts.gate_up_proj",
-    ".experts.down_proj",
-)
+STACKED = {f"ffn_{part}_exps": (f"experts.{part}_proj", 0, 1) for part in ("gate_up", "down")}
+BARE = ".layer_scalar", ".scale", ".per_expert_scale", ".gate_up_proj", ".experts.down_proj"
 BOTH = "ffn_gate_up_exps.weight"
 OUTSIDE = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 CAP = "final_logit_softcapping"
@@ -58,9 +49,8 @@ def usual(given: Given) -> Given:
     own = given.get("per_layer_config", {})
     if not isinstance(own, dict) or not all(isinstance(one, dict) for one in own.values()):
         raise given.wrong("per_layer_config", own, "an object of objects")
-    here: Mapping[str, Any] = next(
-        iter(own.values()), {}
-    )  # transformers writes those without a window
+    # transformers writes those without a window
+    here: Mapping[str, Any] = next(iter(own.values()), {})
     full = {"head_dim": here.get("head_dim", given.get("global_head_dim", WIDE))}
     if given.flag("attention_k_eq_v"):
         own_heads = here.get("num_key_value_heads", given.get("num_global_key_value_heads"))
@@ -128,6 +118,12 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     return keys | {CAP: given.real(CAP) if given.get(CAP) else 0.0}
 
 
+KEYS = {
+    **EXPERT_KEYS, "expert_feed_forward_length": None, "attention.sliding_window": None,
+    "attention.sliding_window_pattern": None, "attention.shared_kv_layers": 0, "attention.key_length_swa": None,
+    "attention.value_length_swa": None, "embedding_length_per_layer_input": None, CAP: 30.0,
+    "rope.dimension_count_swa": None, "rope.freq_base_swa": 10_000.0,
+}  # fmt: skip
 ARCHITECTURE = Architecture(
     "gemma4",
     halves=True,
@@ -139,19 +135,7 @@ ARCHITECTURE = Architecture(
     plain_scores=True,
     far_factors=True,
     dense_beside=True,
-    keys={
-        **EXPERT_KEYS,
-        "expert_feed_forward_length": None,
-        "attention.sliding_window": None,
-        "attention.sliding_window_pattern": None,
-        "attention.shared_kv_layers": 0,
-        "attention.key_length_swa": None,
-        "attention.value_length_swa": None,
-        "embedding_length_per_layer_input": None,
-        CAP: 30.0,
-        "rope.dimension_count_swa": None,
-        "rope.freq_base_swa": 10_000.0,
-    },
+    keys=KEYS,
     zero=(CAP,),
     optional=(FACTORS, LAYER_SCALE, BOTH),
     families=(

@@ -52,6 +52,11 @@ def optional(given: Given) -> tuple[str, ...]:
     return (*biases, CHOICE, *(NORMS if given.flag("use_qk_norm") else ()))
 
 
+KEYS = {
+    "expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None,
+    "expert_shared_count": None, "leading_dense_block_count": 0, "expert_weights_scale": 0.0,
+    "expert_weights_norm": False, "nextn_predict_layers": 0,
+}  # fmt: skip
 ARCHITECTURE = Architecture(
     "glm4moe",
     halves=True,
@@ -59,16 +64,7 @@ ARCHITECTURE = Architecture(
     partial_rope=True,
     sigmoids=True,
     chosen_sum=None,
-    keys={
-        "expert_count": None,
-        "expert_used_count": None,
-        "expert_feed_forward_length": None,
-        "expert_shared_count": None,
-        "leading_dense_block_count": 0,
-        "expert_weights_scale": 0.0,
-        "expert_weights_norm": False,
-        "nextn_predict_layers": 0,
-    },
+    keys=KEYS,
     neutral={"expert_gating_func": (SIGMOID, 0)},
     optional=(*BIASES, CHOICE, *NORMS),
     families=(

@@ -57,6 +57,10 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     }
 
 
+KEYS = {
+    "attention.sliding_window": CHUNK, "attention.sliding_window_pattern": EVERY, "expert_count": None,
+    "expert_used_count": None, "expert_feed_forward_length": None, STEP: None,
+}  # fmt: skip
 ARCHITECTURE = Architecture(
     "llama4",
     plain_norms=True,
@@ -67,14 +71,7 @@ ARCHITECTURE = Architecture(
     chosen_sum=False,
     weighed_first=True,
     shared_alike=True,
-    keys={
-        "attention.sliding_window": CHUNK,
-        "attention.sliding_window_pattern": EVERY,
-        "expert_count": None,
-        "expert_used_count": None,
-        "expert_feed_forward_length": None,
-        STEP: None,
-    },
+    keys=KEYS,
     optional=(FACTORS,),
     families=(
         Family(

@@ -21,7 +21,7 @@ from packtrain.errors import InputError
 from packtrain.generation import Generator
 from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
-from packtrain.tokenizer import Tokenizer, rules
+from packtrain.tokenizer import CONTROL, USER_DEFINED, Tokenizer, rules
 from tests import hugging_face
 from tests.hugging_face import write_checkpoint, write_safetensors
 
@@ -33,6 +33,35 @@ def converted(folder: Path, kind: str = "llama", dtype: str = "auto", **changes:
     write_checkpoint(folder / "model", kind, **changes)
     convert(folder / "model", folder / "model.gguf", dtype)
     return GGUF(folder / "model.gguf")
+
+
+def test_the_vocabulary_of_gemma4_keeps_its_merges(tmp_path: Path) -> None:
+    """Bytes are spelled as <0x0A>, lines are split, and tokens of thoughts and calls can be seen."""
+    write_checkpoint(tmp_path / "model", "gemma4")
+    (tmp_path / "model/tokenizer.model").unlink()
+    merges = ["h e", "l l", "he ll", "\u2581 w", "o r", "\u2581 \u2581", "\n \n"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256))]
+    tokens += [*"helowrd,\u2581\n", *(pair.replace(" ", "") for pair in merges)]
+    model = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": merges}
+    model["vocab"] = {text: id for id, text in enumerate(tokens)}
+    added = [*enumerate(tokens[:4]), *enumerate(("<|turn>", "<turn|>", "<|channel>"), len(tokens))]
+    listed = [{"id": id, "content": text, "special": True} for id, text in added]
+    fast = {"model": model, "added_tokens": listed}
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(fast))
+    about = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False}
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(about))
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    file = GGUF(tmp_path / "model.gguf")
+    assert file.metadata["tokenizer.ggml.model"] == "gemma4"
+    kinds = file.metadata["tokenizer.ggml.token_type"].tolist()[len(tokens) : len(tokens) + 3]
+    assert kinds == [CONTROL, CONTROL, USER_DEFINED]
+    made, known = open_model(tmp_path / "model.gguf").tokenizer(), {
+        "hello  world\n\nhe": [272, 263, 268, 273, 274, 262, 266, 276, 270],
+        "a\u00e9 hell,\n": [101, 199, 173, 268, 272, 267, 269],
+        "<|turn>hello<turn|>\n w": [277, 272, 263, 278, 269, 273],
+    }  # fmt: skip
+    for text, ids in known.items():
+        assert [id for id in made.encode(text, special=True) if id != 2] == ids
 
 
 # ---- the model -------------------------------------------------------------------------------------------------

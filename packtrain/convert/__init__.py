@@ -50,7 +50,7 @@ def convert(folder: Path, path: Path, dtype: str = AUTO) -> dict[str, Deferred |
         "general.name": Value("string", folder.resolve().name),
         "general.file_type": Value("u32", DTYPES[chosen].file_type),
         "general.quantization_version": Value("u32", QUANTIZATION_VERSION),
-        **vocabulary_of(checkpoint, found.vocab_size, found.space_prefix),
+        **vocabulary_of(checkpoint, found.vocab_size, found.family),
     }
     tensors: dict[str, Deferred | np.ndarray] = {**found.computed}
     for tensor in found.tensors:

@@ -47,14 +47,14 @@ OTHER_NAMES = {
 class Description:
     """What to write: metadata of the architecture, tensors of the checkpoint, tensors computed from the config.
 
-    space_prefix  whether to add a space before texts; None: as the tokenizer's config says
+    family        of the checkpoint
     """
 
     metadata: dict[str, Value]
     tensors: list[Tensor]
     computed: dict[str, np.ndarray]
     vocab_size: int
-    space_prefix: bool | None
+    family: Family
 
 
 def describe(checkpoint: Checkpoint) -> Description:
@@ -84,7 +84,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     metadata |= {f"{architecture.name}.{key}": _value(value) for key, value in keys.items()}
     computed = _factors(given, sizes.head_width)
     computed |= {FACTORS: family.factors(given)} if family.factors else {}
-    return Description(metadata, tensors, computed, sizes.vocab_size, family.space_prefix)
+    return Description(metadata, tensors, computed, sizes.vocab_size, family)
 
 
 def _value(value: int | float | bool | str | list[bool] | list[int]) -> Value:

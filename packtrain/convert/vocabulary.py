@@ -16,6 +16,7 @@ from packtrain.convert.plain import as_list, as_object, read_json, read_text
 from packtrain.convert.pretokenizer import pretokenizer_name
 from packtrain.errors import InputError
 from packtrain.gguf import Value
+from packtrain.models.arch.architecture import Family
 from packtrain.tokenizer import BYTE, CONTROL, KEYS, NORMAL, UNKNOWN, USER_DEFINED, Tokenizer
 
 UNUSED = 5
@@ -27,14 +28,21 @@ SPECIAL = {
     "unk": "unknown",
     "pad": "padding",
 }  # names in the checkpoint and in GGUF
+# of Gemma 4: special, but to be seen in answers, where thoughts and calls are read
+SHOWN = (
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+)
 CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")  # control tokens that some folders call normal
 
 
-def vocabulary_of(checkpoint: Checkpoint, count: int, space: bool | None) -> dict[str, Value]:
-    """The tokenizer.* metadata of `count` tokens. Raises InputError if the files have none.
-
-    space  whether to add a space before texts; None: as the tokenizer's config says
-    """
+def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[str, Value]:
+    """The tokenizer.* metadata of `count` tokens. Raises InputError if the files have none."""
     folder = checkpoint.folder
     about = _optional(folder / "tokenizer_config.json")
     fast = _optional(folder / "tokenizer.json")
@@ -43,14 +51,14 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, space: bool | None) -> dic
         _fill_from_sentencepiece(table, folder / "tokenizer.model", about)
         values = table.values("llama", "default", scores=True)
     elif fast:
-        values = _from_json(table, folder / "tokenizer.json", fast)
+        values = _from_json(table, folder / "tokenizer.json", fast, family.merged)
     else:
         raise InputError(
             f"{folder}: there is no tokenizer.model and no tokenizer.json; a model needs a vocabulary"
         )
     values |= _special_ids(checkpoint, about, table)
     values |= _added(about, fast)
-    space = about.get("add_prefix_space") if space is None else space
+    space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
     if isinstance(space, bool):
         values["add_space_prefix"] = Value("bool", space)
     metadata = {KEYS + name: value for name, value in values.items()} | _templates(folder, about)
@@ -89,6 +97,7 @@ class _Table:
         about = as_object(about)
         text = about.get("content")
         special = about.get("special") is True or (isinstance(text, str) and _looks_special(text))
+        special = special and text not in SHOWN
         self.put(file, id, text, CONTROL if special else USER_DEFINED)
         if not special and SPACE in text:
             self.tokens[id] = text.replace(SPACE, " ").encode()
@@ -157,8 +166,8 @@ def _added_tokens(about: Mapping[str, Any]) -> dict[int, Any]:
 # ---- tokenizer.json ------------------------------------------------------------------------------------------
 
 
-def _from_json(table: _Table, path: Path, fast: Mapping[str, Any]) -> dict[str, Value]:
-    """Byte-level BPE, or SentencePiece's BPE, whose scores come from the merges."""
+def _from_json(table: _Table, path: Path, fast: Mapping[str, Any], merged: str) -> dict[str, Value]:
+    """Byte-level BPE, or SentencePiece's BPE, whose scores come from the merges, unless its kind has these, too."""
     model = as_object(fast.get("model"))
     vocabulary, merges = model.get("vocab"), _merges(model.get("merges"))
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or merges is None:
@@ -174,11 +183,13 @@ def _from_json(table: _Table, path: Path, fast: Mapping[str, Any]) -> dict[str, 
     for about in map(as_object, as_list(fast.get("added_tokens"))):
         if not (pieces and about.get("content") == model.get("unk_token")):
             table.put_added(path.name, about.get("id"), about)
-    if pieces:
+    if pieces and not merged:
         return table.values("llama", "default", scores=True)
     joined = Value(
         "string", [f"{_visible(left)} {_visible(right)}".encode() for left, right in merges]
     )
+    if pieces:
+        return table.values(merged, merged, scores=True) | {"merges": joined}
     name = pretokenizer_name(path, fast, model.get("ignore_merges") is True)
     return table.values("gpt2", name, scores=False) | {"merges": joined}
 

@@ -34,12 +34,8 @@ SCAN_IN = ("ssm_gate", "ssm_x", "ssm_step")
 SCAN_KEYS = dict.fromkeys(
     ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
 )
-SCAN_ROWS, SCAN_OUT, SCAN_FILTERS, BARE = (
-    "ssm_in",
-    "ssm_out",
-    "ssm_conv1d.weight",
-    ("ssm_a", "ssm_d"),
-)
+SCAN_ROWS, SCAN_OUT, SCAN_FILTERS = "ssm_in", "ssm_out", "ssm_conv1d.weight"
+BARE = ("ssm_a", "ssm_d")
 # of a gated delta net: what is convolved, the gate of what it gives, and betas and decays of heads, joined or apart
 DELTA_IN, DELTA_HEADS, DELTA_EACH = ("attn_qkv", "attn_gate"), "ssm_ba", ("ssm_beta", "ssm_alpha")
 # weights of several axes that are no matrices: they are always f32, and have no LoRA adapters
@@ -240,6 +236,7 @@ class Family:
     qkv_bias      queries, keys and values have biases, whatever the config says
     pairs         rope rotates the pairs (2i, 2i + 1) of a head, as in files of the architecture
     space_prefix  whether to add a space before texts; None: as the tokenizer's config says
+    merged        kind of a vocabulary that spells bytes as <0x0A> and has merges; none: scores stand for them
     latent        the module of keys and values of all heads that are made from a narrow vector
     ends          ends of names of tensors, and how they would usually end
     more_blocks   checkpoints may have blocks after the last, which only guess more tokens
@@ -272,6 +269,7 @@ class Family:
     qkv_bias: bool = False
     pairs: bool = False
     space_prefix: bool | None = None
+    merged: str = ""
     ends: Mapping[str, str] = field(default_factory=dict)
     more_blocks: bool = False
     latent: str = ""

@@ -165,6 +165,7 @@ ARCHITECTURE = Architecture(
             rope_freq_base=1e6,
             tied=True,
             space_prefix=False,
+            merged="gemma4",
         ),
     ),
 )

@@ -30,6 +30,7 @@ from tests.test_train import arguments, data, refused, said, signal_after  # noq
 IDLE = {
     TrainSettings: {
         "--epochs": {"epochs": 2.0, "iters": 9},
+        "--offload": {"offload": "moments"},
         "--lr-min": {"lr_min": 1e-5, "lr_scheduler": "constant"},
         "--lr-cycles": {"lr_cycles": 2, "lr_scheduler": "constant"},
         "--lr-cycle-growth": {"lr_cycle_growth": 2.0},

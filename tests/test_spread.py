@@ -252,3 +252,60 @@ def test_plan_prints_splits_copies_and_bytes(
     told = json.loads((folder / "p.json").read_text())
     assert told["splits"] == [["host", "cpu:1", "host", "cpu:1", "host", "cpu:1"]]
     assert len(told["copies_bytes"][0]) == 10 and told["spaces"]["cpu:1"]["bytes"] > MIB
+
+
+# ---- moments in the memory of the process ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"optimizer": "sgd", "momentum": 0.9, "lr": 0.01}, {"optimizer": "muon"}]
+)
+def test_moments_that_stay_here_train_the_same(
+    folder: Path, held: dict[str, int], given: dict[str, Any]
+) -> None:
+    near, away = (
+        trained(folder, device="cpu:1", offload=how, **given) for how in ("none", "moments")
+    )
+    assert list(away.losses) == pytest.approx(list(near.losses), rel=1e-5)
+    plans = near.plan.plans, away.plan.plans
+    moved = plans[0].nbytes_of("moment", space="cpu:1")
+    assert moved and not plans[1].nbytes_of("moment", space="cpu:1")
+    assert plans[1].nbytes_of("moment", space="host") == moved
+    less = plans[0].nbytes_in("cpu:1") - plans[1].nbytes_in("cpu:1")
+    assert moved / 2 <= less <= 2 * moved
+    assert 0 < held["cpu:1"] <= max(one.nbytes_in("cpu:1") for one in plans)
+
+
+def test_moments_stay_here_where_a_run_else_would_not_fit(
+    folder: Path, alone: list[float], held: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {"device": "cpu:1"}
+    assert not trained(folder, **device).plan.job.offloaded
+    without, said = (
+        re.search(r"smallest --device-memory that would do is (\d+)MiB", text)
+        for text in (
+            refused(folder, **device, offload="none", device_memory="1MiB"),
+            refused(folder, **device, device_memory="1MiB"),
+        )
+    )
+    assert without and said and int(said[1]) < int(without[1])
+    held.clear()
+    done = trained(folder, **device, device_memory=f"{said[1]}MiB")
+    assert done.plan.job.offloaded and held["cpu:1"] <= int(said[1]) * MIB
+    assert list(done.losses) == pytest.approx(alone, rel=1e-5)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    planned = ["plan", "train", "--data", str(folder / "text.txt"), "--device=cpu:1", *flags]
+    for size, told in ((said[1], True), ("100", False)):
+        assert main([*planned, f"--device-memory={size}MiB"]) == 0
+        assert ("moments stay in this process's memory" in capsys.readouterr().err) == told
+
+
+def test_a_run_that_goes_on_leaves_moments_where_they_were(folder: Path) -> None:
+    """Rounding depends on it, and a resumed run has the bits of one that was not stopped."""
+    given = {"device": "cpu:1", "lr_scheduler": "constant", "val_split": 0.0}
+    whole = trained(folder, **given, offload="moments")
+    expected = (folder / "m.gguf").read_bytes()
+    trained(folder, **given, offload="moments", iters=2)
+    done = trained(folder, **given, overwrite=False, resume=True)
+    assert done.plan.job.offloaded and list(done.losses)[-2:] == list(whole.losses)[-2:]
+    assert (folder / "m.gguf").read_bytes() == expected

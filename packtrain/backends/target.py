@@ -51,6 +51,11 @@ class Target:
         return self.space != HOST
 
     @property
+    def private(self) -> bool:
+        """Whether everything is in the process's own memory."""
+        return all(backend.space == HOST for backend in self.every)
+
+    @property
     def limit(self) -> int | None:
         """Most bytes of that space, where it is not the process's own."""
         return self.limits.get(self.space) if self.apart else None

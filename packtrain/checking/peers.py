@@ -243,6 +243,15 @@ def pool_2d(x, *, largest, window, stride, padding):
     return pool(x, window, stride or window, padding)
 
 
+def opt_moments_adamw(g, m, v, hyper, gate):
+    _, beta1, beta2, eps, _, c1, c2 = hyper
+    if not gate.isfinite():
+        return m, v, torch.zeros_like(g)
+    m = torch.lerp(g * gate, m, beta1)
+    v = torch.lerp((g * gate).square(), v, beta2)
+    return m, v, m / c1 / ((v / c2).sqrt() + eps)
+
+
 def reduce_scatter(total, g, fresh, *, share):
     part = -(-len(g) // (share[1] * 16)) * 16  # parts begin at multiples of 16
     own = g.split(part)[share[0]]
@@ -252,6 +261,7 @@ def reduce_scatter(total, g, fresh, *, share):
 PEERS: dict[str, Any] = {
     "accumulate": lambda total, g, fresh: g if fresh else total + g,
     "opt_momentum": lambda b, g, by, gate: by * b + g * gate if gate.isfinite() else b,
+    "opt_moments_adamw": opt_moments_adamw,
     "reduce_scatter": reduce_scatter,
     "arrive": lambda total, g: total,
     "all_reduce": lambda x: x,

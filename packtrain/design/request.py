@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from packtrain.backends import CPU, HOST, Target
+from packtrain.backends import CPU, HOST, Target, cpu
 from packtrain.context import Cache, Sizes, placements
 from packtrain.cost import Rates
 from packtrain.design.loaded import Loaded
@@ -27,6 +27,7 @@ class Request:
     fixed      the order of additions must not change: the run is resumed
     kernels    of the run
     runs       load them; otherwise their expected memory is trusted
+    away       see `offloaded`
     """
 
     optimizer: Optimizer
@@ -39,10 +40,24 @@ class Request:
     fixed: bool = False
     kernels: Loaded = NO_KERNELS
     runs: bool = True
+    away: bool = False
 
     def within(self, nbytes: int) -> "Request":
         """The same with a limit of the arena's space."""
         return replace(self, limits={**self.limits, self.target.space: nbytes})
+
+    def offloaded(self, shape: StepShape) -> "Request":
+        """The same with the moments in the process's own memory, of weights that live in another."""
+        weights = [leaf for leaf in leaves(shape)[1] if self.target.home(leaf).space != HOST]
+        moments = [one for w in weights for one in self.optimizer.states(w)]
+        others = {name: home for name, home in self.target.homes.items() if "/" not in name}
+        target = replace(self.target, homes={**others, **{one.label: cpu for one in moments}})
+        return replace(self, optimizer=self.optimizer.apart(), target=target, away=True)
+
+    def another(self, optimizer: Optimizer, shape: StepShape) -> "Request":
+        """The same with another optimizer."""
+        found = replace(self, optimizer=optimizer)
+        return found.offloaded(shape) if self.away else found
 
     def samples(self, shape: StepShape) -> dict[Name, Placed]:
         """The graphs that generate samples, by number of tokens per run."""

@@ -290,13 +290,13 @@ class Search(Drafts):
             return f"it would fit with --ctx {contexts[at]}"
         for other in leaner(self.request.optimizer):
             apart = replace(shape, evaluations=other.evaluations)
-            if self._with(other)._could_fit(apart, limit):
+            if self._with(other, shape)._could_fit(apart, limit):
                 return f"it would fit with --optimizer {other.name}, which {other.note}"
         return f"no shorter context fits either: {_smaller(shape)}"
 
-    def _with(self, optimizer: Optimizer) -> "Search":
+    def _with(self, optimizer: Optimizer, shape: StepShape) -> "Search":
         """Another search, which shares measurements that do not depend on the optimizer."""
-        plain = Search(replace(self.request, optimizer=optimizer), self.space)
+        plain = Search(self.request.another(optimizer, shape), self.space)
         plain._samples = self._samples
         plain._graphs = {key: found for key, found in self._graphs.items() if key[0] in SAME}
         plain._chains = {

@@ -1,16 +1,17 @@
 """AdamW: two moments for each value, and decoupled weight decay."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 
-from packtrain import kernels
+from packtrain import kernels, ops
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat, floats
 from packtrain.ops.costs import Cost
 from packtrain.ops.torch import real, torch
 from packtrain.optim.optimizer import Given, Optimizer, moment
+from packtrain.optim.sgd import opt_step_sgd
 from packtrain.optim.weights import (
     decay_axes,
     parts_of,
@@ -44,6 +45,7 @@ class AdamW(Optimizer):
     )
     weight_decay: float = 0.1
     decay_axes: int = decay_axes()
+    away: bool = field(default=False, kw_only=True)  # moments live in another memory than weights
 
     def numbers(self, t: int, lr: float) -> tuple[float, ...]:
         corrections = 1 - self.beta1**t, 1 - self.beta2**t
@@ -54,11 +56,24 @@ class AdamW(Optimizer):
 
     def update(self, w: Tensor, g: Tensor, *states: Tensor, given: Given) -> tuple[Tensor, ...]:
         m, v = states
+        if self.away:
+            return self._from_away(w, opt_moments_adamw(g, m, v, given.hyper, given.gate), given)
         read = w, g, m, v, given.hyper, given.gate, given.key(w)
         return opt_step_adamw(*read, decay=len(w.shape) >= self.decay_axes, stream=stream_of(w))
 
+    def _from_away(self, w: Tensor, moved: tuple[Tensor, ...], given: Given) -> tuple[Tensor, ...]:
+        *handles, along = moved
+        lr, decay = (ops.narrow(given.hyper, axis=0, start=at, length=1) for at in (0, 4))
+        numbers = ops.concat([lr, decay], axis=0)
+        read = w, along, numbers, ops.div(given.gate, given.gate), given.key(w)  # 1, or NaN
+        decays = len(w.shape) >= self.decay_axes
+        return *handles, *opt_step_sgd(*read, decay=decays, stream=stream_of(w))
+
     def bare(self) -> Optimizer:
         return replace(self, weight_decay=0.0)
+
+    def apart(self) -> Optimizer:
+        return replace(self, away=True)
 
 
 @op(writes=(0, 2, 3))
@@ -141,3 +156,57 @@ def opt_step_adamw_samples():
     for w, key, gate, decay in sampled():
         g, m, v = input("g", w.shape), state("m", w.shape), state("v", w.shape)
         yield from opt_step_adamw(w, g, m, v, hyper, gate, key, decay=decay, stream=7)
+
+
+@op(writes=(1, 2))
+def opt_moments_adamw(
+    g: Tensor, m: Tensor, v: Tensor, hyper: Tensor, gate: Tensor
+) -> tuple[Spec, ...]:
+    """The moments of an AdamW step where they live in another memory than the weight: the handles of m and v, and where
+    the weight goes, along = (m / c1) / (sqrt(v / c2) + eps), or 0 if the gate is not finite. See opt_step_adamw.
+
+        g, m, v, along  (...)  f32
+        hyper           (7,)   f32   see HYPER; lr and weight_decay play no part
+        gate            ()     f32
+    """
+    want(
+        g.spec == m.spec == v.spec == Spec(g.shape),
+        f"g is {g.spec}, m {m.spec} and v {v.spec}; all must be f32",
+    )
+    want(hyper.spec == Spec((7,)), f"hyper is {hyper.spec}; it must be f32[7]: {', '.join(HYPER)}")
+    want(gate.spec == Spec(()), f"gate is {gate.spec}; it must be f32[]")
+    return m.spec, v.spec, g.spec
+
+
+@opt_moments_adamw.kernel("numpy")
+def opt_moments_adamw_numpy(out, g, m, v, hyper, gate):
+    _along(opt_step_adamw_numpy, out[2], g, m, v, hyper.copy(), gate)
+
+
+@opt_moments_adamw.kernel("cpu")
+def opt_moments_adamw_cpu(out, g, m, v, hyper, gate):
+    _along(opt_step_adamw_cpu, out[2], g, m, v, hyper.copy(), gate)
+
+
+@opt_moments_adamw.kernel("torch")
+def opt_moments_adamw_torch(out, g, m, v, hyper, gate):
+    _along(opt_step_adamw_torch, out[2], g, m, v, hyper.clone(), gate)
+
+
+def _along(step, along, g, m, v, hyper, gate):
+    """A weight of 0 that is led by a rate of -1 becomes the way itself."""
+    along[...] = 0
+    hyper[0] = -1
+    step(None, along, g, m, v, hyper, gate, None, decay=False, stream=0)
+
+
+opt_moments_adamw.cost(lambda out, g, *given: Cost({"exp": 2 * g.spec.size}))
+
+
+@opt_moments_adamw.samples
+def opt_moments_adamw_samples():
+    hyper = constant("hyper", np.array([1e-2, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975]))
+    for w, key, gate, _ in sampled():
+        if key is None:
+            g, m, v = input("g", w.shape), state("m", w.shape), state("v", w.shape)
+            yield from opt_moments_adamw(g, m, v, hyper, gate)

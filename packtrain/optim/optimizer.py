@@ -116,6 +116,10 @@ class Optimizer:
         """The same, but without any change to weights whose gradient is zero."""
         return self
 
+    def apart(self) -> "Optimizer":
+        """The same for moments that live in another memory than their weights."""
+        return self
+
     def leaf(self) -> Tensor:
         """The input that `inputs` feeds."""
         return input(self.name, (len(self.hyper),))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain import kernels
-from packtrain.backends import HOST, Target
+from packtrain.backends import HOST, Target, cpu
 from packtrain.cost import Rates
 from packtrain.design.budget import Say, enough, followed, minimum, planned
 from packtrain.design.loaded import loaded, needed
@@ -157,12 +157,40 @@ def _ready(
         runs,
     )
     request = replace(request, target=_spread(settings, job.shape, request, say))
-    plans = planned(job.shape, request, say) if decided is None else followed(decided, request)
+    job, plans, request = _planned(job, request, decided, say)
     least = partial(_least, plans, job.shape, request, say)
     job, seconds = replace(job, shape=plans.shape), plans.seconds(speed)
     crowd = settings.nproc * kernels.threads() / kernels.COUNT  # threads of them all on a core
     over = partial(shared, plans, speed.slower(max(crowd, 1.0)))
     return Ready(job, plans, seconds, learning, limit, tokenizer, found, least, command, over)
+
+
+def _planned(
+    job: Job, request: Request, decided: StepShape | None, say: Say
+) -> tuple[Job, Plans, Request]:
+    """The plans with moments beside their weights or in the process's memory: as asked, or what fits and is faster."""
+    if decided is not None:
+        return job, followed(decided, request), request
+    asked, away = job.settings.offload, request.offloaded(job.shape)
+    if away.target == request.target:
+        return replace(job, offloaded=False), planned(job.shape, request, say), request
+    ways = {False: request, True: away}
+    if job.offloaded is not None or asked != "auto":
+        chosen = asked == "moments" if job.offloaded is None else job.offloaded
+        return replace(job, offloaded=chosen), planned(job.shape, ways[chosen], say), ways[chosen]
+    found = {False: planned(job.shape, request, say)}
+    if found[False].refusal or found[False].shape != job.shape:
+        found[True] = planned(job.shape, away, say)
+
+    def worth(way: bool) -> tuple[bool, float]:
+        plans = found[way]
+        refused, taken = plans.refusal is not None, map(plans.nbytes_in, plans.spaces)
+        return refused, sum(taken) if refused else plans.seconds(request.rates)
+
+    best = min(found, key=worth)
+    if best:
+        say("the optimizer's moments stay in this process's memory (--offload)")
+    return replace(job, offloaded=best), found[best], ways[best]
 
 
 def _spread(settings: RunSettings, shape: StepShape, request: Request, say: Say) -> Target:
@@ -192,6 +220,8 @@ def _job(settings: RunSettings, build_job: Callable[[Any, Say], Job], say: Say) 
 def _speed(job: Job, say: Say, free: float) -> tuple[Rates, int]:
     """The rates of this machine for the job's data, and the tokens that its first step trains on."""
     again, target = job.settings.measure_speed, job.settings.target
+    if not target.private and job.settings.offload != "none":  # moments may be updated on the cpu
+        target = replace(target, homes={**target.homes, "moment": cpu})
     rates = rates_apart(again, say, packed_types(job.shape), free, target)
     data = job.glimpse()
     positions = job.shape.positions
@@ -213,7 +243,8 @@ def _continued(job: Job, found: Checkpoint) -> Job:
     """The job with the order of the data and the micro-batches of its checkpoint."""
     again, progress = job.settings.force_reshuffle, found.progress
     job.train.key = progress.step if again else progress.shuffled
-    return replace(job, shape=resumed(job.shape, found.about))
+    moved = bool(found.about.get("offloaded"))
+    return replace(job, shape=resumed(job.shape, found.about), offloaded=moved)
 
 
 def resumed(shape: StepShape, begun: Mapping[str, Any]) -> StepShape:

@@ -72,6 +72,11 @@ RULES: tuple[tuple[type, tuple[Rule, ...]], ...] = (
                 lambda s: not s.steps_per_eval,
                 "with --steps-per-eval 0, which validates once, at the end",
             ),
+            (
+                "offload",
+                lambda s: s.spread.target.private,
+                "without a --device with a memory of its own",
+            ),
             VAL_SPLIT,
         ),
     ),

@@ -74,7 +74,10 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what data, for how many steps. `fingerprint` identifies the data."""
+    """What is trained, on what data, for how many steps. `fingerprint` identifies the data.
+
+    offloaded  moments live in the memory of the process, of weights on a device with its own; None: not decided
+    """
 
     settings: RunSettings
     title: str
@@ -85,6 +88,7 @@ class Job:
     schedule: Schedule
     train: Batched
     valid: Batched | None
+    offloaded: bool | None = None
 
     @property
     def steps(self) -> int:
@@ -161,6 +165,7 @@ class Job:
             "chunk": shape.chunk,
             "layered": shape.layered,
             "ranks": shape.ranks,
+            "offloaded": bool(self.offloaded),
         }
         # the form in which a checkpoint returns it
         return dict(json.loads(json.dumps(about, default=lambda path: str(path.absolute()))))

@@ -212,6 +212,12 @@ class RunSettings:
         "shares of the blocks for each of --device, such as 3,5 (default: by --device-memory)",
         metavar="A,B",
     )
+    offload: str = MEMORY(
+        "auto",
+        "moments of weights on a --device with a memory of its own: moments: in this process's memory, where they are"
+        " updated, too; none: beside the weights; auto: there, unless a run does not fit or would take longer",
+        choices=("auto", "none", "moments"),
+    )
     threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
     nproc: int = MEMORY(
         1,
@@ -328,6 +334,6 @@ FREE_NAMES = """
 model adapter strict data vocab vocab_size output iters epochs memory measure_speed recompute threads steps_per_eval
 val_batches patience past delta max_no_improvement grad_tol steps_per_report save_every save_name save_model
 sample_every sample_prompt tensorboard watch type merge tensor_type resume overwrite force_reshuffle nproc
-zero device_memory
+zero device_memory offload
 """
 FREE = frozenset(FREE_NAMES.split())

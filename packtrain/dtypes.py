@@ -6,6 +6,8 @@ from packtrain.types import (
     floats,
     integers,
     iq,
+    iq2,
+    iq3,
     iq4,
     k,
     k_small,
@@ -21,16 +23,32 @@ from packtrain.types.integers import i32, i64, u8
 from packtrain.types.room import KNOWN, Dtype
 
 __all__ = [
-    "BLOCK_TYPES", "DTYPES", "NUMPY", "PRECISIONS", "READABLE", "RECODABLE", "ROOMS", "ROUNDABLE", "TRAINABLE",
-    "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
+    "BLOCK_TYPES", "DTYPES", "NUMPY", "PACKED", "PRECISIONS", "READABLE", "RECODABLE", "ROOMS", "ROUNDABLE",
+    "TRAINABLE", "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
 ]  # fmt: skip
 
-ROOMS = (floats, integers, legacy, k, k_small, iq, mx, ternary, rounded, recode, weighed, iq4)
+ROOMS = (
+    floats,
+    integers,
+    legacy,
+    k,
+    k_small,
+    iq,
+    mx,
+    ternary,
+    rounded,
+    recode,
+    weighed,
+    iq4,
+    iq3,
+    iq2,
+)
 BLOCKS = sorted((t for t in KNOWN.values() if t.quantized), key=lambda t: t.number or 0)
 BLOCK_TYPES = {t.name: t for t in BLOCKS}
 DTYPES = {name: t for name, t in KNOWN.items() if not t.quantized} | BLOCK_TYPES
 READABLE = tuple(t for t in DTYPES.values() if "unpack" in t.code)
-WRITABLE = tuple(t for t in DTYPES.values() if "pack" in t.code)
+PACKED = tuple(t for t in DTYPES.values() if not {"pack", "snap"}.isdisjoint(t.code))
+WRITABLE = tuple(t for t in PACKED if t.demanding != "always")  # without weights of columns, too
 ROUNDABLE = tuple(t for t in DTYPES.values() if "codes" in t.code)
 RECODABLE = tuple(t for t in DTYPES.values() if "recode" in t.code)
 TRAINABLE = (f32, bf16)  # types of weights with a gradient, which is f32

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
-from packtrain.dtypes import READABLE, WRITABLE, Dtype, dtype_of
+from packtrain.dtypes import PACKED, READABLE, WRITABLE, Dtype, dtype_of
+from packtrain.types.neighbours import neighbours
 
 
 def dequantize(array: np.ndarray) -> np.ndarray:
@@ -35,10 +36,11 @@ def unpack(values: np.ndarray, array: np.ndarray) -> None:
 
 
 def quantize(values: np.ndarray, dtype: Dtype, weights: np.ndarray | None = None) -> np.ndarray:
-    """f32 values (..., width) as an array of `dtype`, one of WRITABLE; rows are whole blocks, values finite.
+    """f32 values (..., width) as an array of `dtype`, one of WRITABLE, or of PACKED with weights.
 
+    Rows are whole blocks, values finite.
     weights  (width,) by which errors of each column count, if the type can weigh them; finite, not below zero
-    The types without parts, q2_K and q3_K are packed bit for bit as ggml's reference; with weights all that use them.
+    All but q4_K to q6_K are packed bit for bit as ggml's reference; with weights all that use them.
     """
     return quantize_measured(values, dtype, weights)[0]
 
@@ -50,9 +52,10 @@ def quantize_measured(
 
     Rows that are not finite are not packed: the first sum shows them.
     """
-    if dtype not in WRITABLE:
+    if dtype not in (WRITABLE if weights is None else PACKED):
         raise ValueError(
-            f"{dtype} cannot be written; supported are {', '.join(map(str, WRITABLE))}"
+            f"{dtype} cannot be written{' without weights' if dtype in PACKED else ''}; supported are "
+            + ", ".join(map(str, WRITABLE))
         )
     width = values.shape[-1]
     if width % dtype.block:
@@ -64,10 +67,12 @@ def quantize_measured(
     sums = np.empty((2, len(rows)))
     compiled: Any = kernels
     raw = packed.reshape(-1).view(np.uint8).reshape(len(rows), -1)
-    if weights is None or "weigh" not in dtype.code:
-        compiled.quantize.rows(dtype.number, raw, sums, rows)
+    given = np.ascontiguousarray(() if weights is None else weights, np.float32)
+    if "snap" in dtype.code:
+        compiled.snapping.rows(dtype.number, raw, sums, rows, given, neighbours(dtype))
+    elif given.size and "weigh" in dtype.code:
+        compiled.weighing.rows(dtype.number, raw, sums, rows, given)
     else:
-        weights = np.ascontiguousarray(weights, np.float32)
-        compiled.weighing.rows(dtype.number, raw, sums, rows, weights)
+        compiled.quantize.rows(dtype.number, raw, sums, rows)
     total, wrong = sums.sum(axis=1)
     return packed, float(total), float(wrong)

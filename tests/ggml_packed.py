@@ -16,10 +16,18 @@ import numpy as np
 from packtrain.dtypes import DTYPES, Dtype
 
 RECORD = Path(__file__).parent / "goldens" / "packed.json"
-PLAIN = ("q2_K", "q3_K", "iq4_nl", "iq4_xs")  # packed bit for bit without weights
+PLAIN = (
+    "q2_K",
+    "q3_K",
+    "iq4_nl",
+    "iq4_xs",
+    "iq3_xxs",
+    "iq3_s",
+    "iq2_s",
+)  # packed bit for bit without weights
 WEIGHED = (  # and with them
     *("q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K"),
-    *("iq4_nl", "iq4_xs"),
+    *("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s"),
 )
 ROWS = ("odd", "normal", "heavy", "positive")
 
@@ -75,6 +83,7 @@ def pack(
     library: ctypes.CDLL, dtype: Dtype, x: np.ndarray, weights: np.ndarray | None
 ) -> np.ndarray:
     made = np.empty((len(x), dtype.row_nbytes(x.shape[1])), np.uint8)
+    library.ggml_quantize_init(dtype.number)
     function = getattr(library, f"quantize_{dtype.name}")
     function.restype = ctypes.c_size_t
     rows, width = map(ctypes.c_int64, x.shape)

@@ -66,6 +66,8 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     " weighed": (["--imatrix", "WEIGHTS"], {"weighed": True}),
 }
 WITH_OPTIONS = ("tied", "untied")  # the shapes for which all of them are recorded
+# mixes that are recorded with an importance matrix only
+DEMANDING = ("IQ3_XXS", "IQ3_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M")
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
@@ -73,7 +75,16 @@ def cases() -> Iterator[tuple[str, str, str]]:
     for shape in SHAPES:
         for mix in dict.fromkeys(mix.name for mix in MIXES.values()):
             for options in OPTIONS if shape in WITH_OPTIONS else [""]:
-                yield shape, mix, options
+                if mix not in DEMANDING or options not in (" pure", " weighed"):
+                    yield shape, mix, options
+
+
+def given(mix: str, options: str) -> tuple[list[str], dict[str, Any]]:
+    """Flags for llama-quantize, and arguments of types_of."""
+    flags, arguments = OPTIONS[options]
+    if mix in DEMANDING:
+        flags, arguments = flags + OPTIONS[" weighed"][0], arguments | OPTIONS[" weighed"][1]
+    return flags, arguments
 
 
 def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -141,17 +152,17 @@ def load() -> dict[str, str]:
 def main() -> None:
     program, found = sys.argv[1], {}
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder) / "given.gguf", Path(folder) / "made.gguf"
+        model, made = Path(folder) / "given.gguf", Path(folder) / "made.gguf"
         for shape, mix, options in cases():
-            write_shape(given, SHAPES[shape])
-            flags = [flag.replace("WEIGHTS", f"{folder}/i.gguf") for flag in OPTIONS[options][0]]
-            write_weights(Path(folder) / "i.gguf", GGUF(given))
-            command = [program, *flags, str(given), str(made), mix]
+            write_shape(model, SHAPES[shape])
+            flags = [f.replace("WEIGHTS", f"{folder}/i.gguf") for f in given(mix, options)[0]]
+            write_weights(Path(folder) / "i.gguf", GGUF(model))
+            command = [program, *flags, str(model), str(made), mix]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{shape}, {mix}{options}: {done.stdout}{done.stderr}")
             entries = GGUF(made).entries
-            types = [str(entries[name].dtype) for name in GGUF(given).entries]
+            types = [str(entries[name].dtype) for name in GGUF(model).entries]
             found[f"{shape}: {mix}{options}"] = " ".join(types)
     RECORD.write_bytes(gzip.compress(json.dumps(found).encode(), mtime=0))
     print(f"{RECORD.name}: {len(found)} cases, {RECORD.stat().st_size:,} bytes")

@@ -34,7 +34,7 @@ LAYERS = {
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
-    "quant": "dtypes kernels",
+    "quant": "types dtypes kernels",
     "ops": "types dtypes errors tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
     "optim": "ranks settings dtypes tensor graph kernels ops grad",

@@ -186,7 +186,9 @@ def test_values_too_small_for_a_scale_become_zeros(dtype: Dtype):
 
 
 def test_what_cannot_be_written_is_said():
-    with pytest.raises(ValueError, match="iq3_s cannot be written; supported are f32"):
-        quantize(np.zeros((1, 256), np.float32), DTYPES["iq3_s"])
+    with pytest.raises(ValueError, match="q1_0 cannot be written; supported are f32"):
+        quantize(np.zeros((1, 256), np.float32), DTYPES["q1_0"])
+    with pytest.raises(ValueError, match="iq2_xs cannot be written without weights; supported"):
+        quantize(np.zeros((1, 256), np.float32), DTYPES["iq2_xs"])
     with pytest.raises(ValueError, match="rows have 48 values; q8_0 packs 32 each"):
         quantize(np.zeros((1, 48), np.float32), DTYPES["q8_0"])

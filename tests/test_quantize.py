@@ -15,7 +15,7 @@ from packtrain.models import mix
 from packtrain.models.mix import MIXES, types_of
 from packtrain.tasks.quantize import Quantize
 from tests import mixes
-from tests.mixes import OPTIONS, SHAPES, write_shape
+from tests.mixes import SHAPES, write_shape
 
 Capture = pytest.CaptureFixture[str]
 MATRIX, NORM = "blk.0.ffn_down.weight", "blk.0.ffn_norm.weight"
@@ -26,7 +26,7 @@ def check_types(shape: str, folder: Path) -> None:
     gguf, recorded = GGUF(folder / "m.gguf"), mixes.load()
     for of, name, options in mixes.cases():
         if of == shape:
-            found = types_of(gguf, MIXES[name], **OPTIONS[options][1])
+            found = types_of(gguf, MIXES[name], **mixes.given(name, options)[1])
             wanted = recorded[f"{shape}: {name}{options}"].split()
             assert list(map(str, found.values())) == wanted, f"{name}{options}"
 
@@ -195,11 +195,29 @@ def test_weights_that_are_too_large_for_a_type_are_refused(
     quantize.run(replace(settings, model=large, type="BF16"))
 
 
+def test_the_smallest_types_need_an_importance_matrix(settings: Quantize, tmp_path: Path):
+    small = replace(settings, type="IQ2_XXS")
+    with pytest.raises(InputError, match=r"blk.0.attn_q.weight would be iq2_xxs, .* `packtrain im"):
+        quantize.run(small)
+    weights = tmp_path / "i.gguf"
+    mixes.write_weights(weights, GGUF(settings.model))
+    quantize.run(replace(small, imatrix=weights))
+    given, made = GGUF(settings.model), GGUF(settings.output)
+    for name, entry in made.entries.items():
+        if entry.dtype is DTYPES["iq2_xxs"]:
+            values = given.array(name)
+            ones = np.ones(values.shape[-1], np.float32)
+            assert made.array(name).tobytes() == quant.quantize(values, entry.dtype, ones).tobytes()
+    assert {str(e.dtype) for e in made.entries.values()} == {"f32", "q2_K", "q5_K", "iq2_xxs"}
+    with pytest.raises(InputError, match=r"token_embd.weight would be iq2_xxs"):
+        quantize.run(replace(small, imatrix=weights, pure=True, overwrite=True))
+
+
 def test_wrong_settings_are_said_before_any_work(settings: Quantize):
     wrong = {
         r"type: Q9 is unknown; it must be one of F32, F16, BF16, Q4_0": {"type": "Q9"},
-        r"--output-tensor-type: iq3_s is unknown; it must be one of": {
-            "output_tensor_type": "iq3_s"
+        r"--output-tensor-type: iq2_xs is unknown; it must be one of": {
+            "output_tensor_type": "iq2_xs"
         },
         r"--token-embedding-type: x is unknown": {"token_embedding_type": "x"},
         r"m.gguf is the model itself; give another name": {

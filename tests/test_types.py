@@ -96,23 +96,27 @@ def test_a_type_is_one_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("old", "new", "again"),
     [
-        ("scale = sum_lx / sum_ll", "scale = sum_lx / (sum_ll * 1)", {"quantize", "weighing"}),
+        (
+            "scale = sum_lx / sum_ll",
+            "scale = sum_lx / (sum_ll * 1)",
+            {"quantize", "snapping", "weighing"},
+        ),
         (
             "# of 32 values; q6_K",
             "# another comment: q6_K",
-            {"dequantize", "dots", "quantize", "recoding", "rounded", "weighing"},
+            {"dequantize", "dots", "quantize", "recoding", "rounded", "snapping", "weighing"},
         ),
         (
             "least = (low >> 4)",
             "least = (low // 16)",
-            {"dequantize", "quantize", "recoding", "weighing"},
+            {"dequantize", "quantize", "recoding", "snapping", "weighing"},
         ),
         ("-half_at(w, 41)", "-half_at(w, 40 + 1)", {"dots"}),
         ("least = ((rest >> 4)", "least = ((rest // 16)", {"rounded"}),
         (
             "to_floats(q & 3) *",
             "to_floats(3 & q) *",
-            {"dequantize", "quantize", "recoding", "weighing"},
+            {"dequantize", "quantize", "recoding", "snapping", "weighing"},
         ),
     ],
 )

@@ -239,6 +239,7 @@ def converting(given, result, emit):
 
 spread_bits = converting(i32x16, i32x16, lambda builder, v: v)
 to_floats = converting(i32x16, f32x16, lambda builder, v: builder.sitofp(v, VECTOR))
+as_ints = converting(f32x16, i32x16, lambda builder, v: builder.bitcast(v, BITS))
 as_floats = converting(i32x16, f32x16, lambda builder, v: builder.bitcast(v, VECTOR))
 to_bits = converting(f32x16, i32x16, lambda builder, v: builder.fptosi(v, BITS))  # towards zero
 

@@ -82,6 +82,8 @@ def choice(functions, signature, *, blocks):
         return builder.load(result)
 
     typed = signature.return_type(i64, *signature.args), codegen
+    if len(signature.args) == 5:
+        return intrinsic(lambda typingctx, kind, a, b, c, d, n: typed)
     if len(signature.args) == 4:
         return intrinsic(lambda typingctx, kind, a, b, c, n: typed)
     return intrinsic(lambda typingctx, kind, a, b, n: typed)

@@ -31,6 +31,12 @@ def code_of(v, low, high):
     return f32(min(max(nearest(v), low), high))
 
 
+@part(f32(f32))
+def as_byte(code):
+    """A code as ggml keeps it: below zero it wraps around."""
+    return code + f32(256) if code < 0 else code
+
+
 @kernel(f32(i64, i64))
 def furthest(x, n):
     """The value furthest from zero, the first on ties; 0 if all are next to nothing."""
@@ -120,7 +126,8 @@ def best_of_nine(x, w, n, most, highest):
                 by = inverse
             error, scale = f32(0), f32(1) / by
             for i in range(n):
-                off = peek(x, i) - scale * code_of(by * peek(x, i), -LARGEST, most)
+                code = code_of(by * peek(x, i), -LARGEST, most)
+                off = peek(x, i) - scale * (as_byte(code) if trial == -5 else code)
                 error += peek(w, i) * off * off
             if trial == -5 or error < best:
                 best, inverse = error, by
@@ -129,7 +136,7 @@ def best_of_nine(x, w, n, most, highest):
 
 @kernel(f32(*group))
 def above(x, w, n, most, codes):
-    """The scale of a group without values below zero, from nine trials, then by turns. make_qp_quants."""
+    """The scale of a group of values above zero (hardly below), from nine trials, then by turns. make_qp_quants."""
     highest, least = f32(0), -LARGEST
     for i in range(n):
         highest = max(highest, peek(x, i))
@@ -141,7 +148,7 @@ def above(x, w, n, most, codes):
     for i in range(n):
         v, weight = peek(x, i), peek(w, i)
         code = code_of(inverse * v, least, most)
-        poke(codes, i, code)
+        poke(codes, i, as_byte(code))
         sum_lx += weight * v * code
         sum_ll += weight * code * code
     for _ in range(TURNS):
@@ -155,7 +162,7 @@ def above(x, w, n, most, codes):
                     lx += weight * v * new
                     ll += weight * new * new
                     if lx * lx * sum_ll > sum_lx * sum_lx * ll:
-                        poke(codes, i, new)
+                        poke(codes, i, as_byte(new))
                         sum_lx, sum_ll, changed = lx, ll, True
         if not changed:
             break

@@ -63,6 +63,7 @@ MADE_OF = {
     "search": "call simd",
     "short_conv": "call simd",
     "simd": "folds",
+    "snapping": "bits call codes quantize rooms search simd",
     "softmax": "call simd",
     "splitting": "call",
     "tile": "call simd",
@@ -80,6 +81,7 @@ ROLES = {
     "rounded": "codes scales",
     "quantize": "pack",
     "recoding": "recode",
+    "snapping": "snap",
     "weighing": "weigh",
 }  # module -> functions of a type that it compiles
 COMPLETE = "complete"  # a file with the checksum of the machine code

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 
-from packtrain.dtypes import WRITABLE, Dtype, f16
+from packtrain.dtypes import PACKED, Dtype, f16
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
 from packtrain.models.arch import ARCHITECTURES
@@ -36,8 +36,10 @@ KEPT = (
 )  # fmt: skip
 
 
-MIXES = {mix.name: mix for dtype in WRITABLE for mix in dtype.mixes}
-MIXES |= {dtype.name.upper(): dtype.mixes[-1] for dtype in WRITABLE}
+MIXES = {mix.name: mix for dtype in PACKED for mix in dtype.mixes}
+MIXES |= {
+    dtype.name.upper(): dtype.mixes[-1] for dtype in PACKED if dtype.name.upper() not in MIXES
+}
 
 
 def types_of(
@@ -57,7 +59,8 @@ def types_of(
     weighed    whether there is an importance matrix, which changes two mixes
     """
     falcon = gguf.metadata.get("general.architecture") == "falcon"
-    rules, types = (_FalconRules if falcon else _Rules)(gguf, mix, output, weighed), {}
+    kind = _SmallRules if mix.small else _FalconRules if falcon else _Rules
+    rules, types = kind(gguf, mix, output, weighed), {}
     for name in sorted(gguf.entries, key=_place):
         entry = gguf.entries[name]
         if not quantizable(name, entry.shape):
@@ -108,6 +111,8 @@ FALCON_DOWN = {
 class _Rules:
     """The rules of a mix for single tensors; counts the tensors of each kind."""
 
+    keys = q8_0  # type of attn_k with eight experts
+
     def __init__(self, gguf: GGUF, mix: Mix, output: Dtype | None, weighed: bool) -> None:
         self.gguf, self.mix, self.output, self.weighed = gguf, mix, output, weighed
         self.architecture = gguf.metadata.get("general.architecture")
@@ -134,9 +139,14 @@ class _Rules:
         if any(part in name for part in VALUES):
             return self._values()
         if "attn_k.weight" in name and self.experts == EXPERTS:
-            return q8_0
+            return self.keys
+        if "attn_k.weight" in name or "attn_q.weight" in name:
+            return self.mix.queries or self.mix.dtype
         if "attn_output.weight" in name:
             return self._attended()
+        for part in ("ffn_up", "ffn_gate"):
+            if part in name:
+                return self._forward(part, name)
         if "ffn_down" in name:
             return self._down(name)
         return self.mix.dtype
@@ -145,7 +155,7 @@ class _Rules:
         if self.output:
             return self.output
         narrow = width % self.mix.dtype.block or self.mix.dtype is q8_0
-        return q8_0 if narrow else q6_K
+        return q8_0 if narrow else self.mix.head or q6_K
 
     def _values(self) -> Dtype:
         i = self.seen["values"]
@@ -165,14 +175,24 @@ class _Rules:
         heads = self._number("attention.head_count")
         return not known.grouped_70b or self._number("attention.head_count_kv", heads) != heads
 
+    def _number_of(self, part: str, name: str) -> int:
+        """Of how many such tensors this is the next."""
+        i = self.seen[part]
+        self.seen[part] += 1
+        return (_block(name) or 0) if self.experts > 1 else i  # a block has several
+
+    def _forward(self, part: str, name: str) -> Dtype:
+        i, eighth = self._number_of(part, name), self.blocks // FIRST_SHARE
+        inner = eighth <= i < 7 * self.blocks // FIRST_SHARE
+        return (self.mix.middle if inner else None) or self.mix.dtype
+
     def _down(self, name: str) -> Dtype:
-        i = self.seen["ffn_down"]
-        self.seen["ffn_down"] += 1
-        if self.experts > 1:  # a block has several
-            i = _block(name) or 0
+        i = self._number_of("ffn_down", name)
         first = self.mix.weighed if self.weighed else self.mix.unweighed
         if first and i < self.blocks // FIRST_SHARE:
             return first
+        if self.mix.eight and self.experts == EXPERTS and _more(i, self.blocks):
+            return self.mix.eight
         share = FEW_SHARE if self.mix.few else FIRST_SHARE
         return self._instead(i, self.blocks // share, self.blocks, self.mix.down)
 
@@ -210,6 +230,27 @@ class _FalconRules(_Rules):
 
     def _attended(self) -> Dtype:
         return q4_K if self.mix.name == "Q3_K_L" else self.mix.dtype
+
+
+class _SmallRules(_Rules):
+    """Those of the types of about two bits, whatever the architecture: see llama_tensor_get_type_impl."""
+
+    keys = q4_K
+
+    def _output(self, width: int) -> Dtype:
+        return q8_0 if self.architecture == "falcon" and not self.output else super()._output(width)
+
+    def _values(self) -> Dtype:
+        served = self._sharing() or self.experts >= SHARING
+        return q4_K if served else self.mix.values or self.mix.dtype
+
+    def _down(self, name: str) -> Dtype:
+        i = self.seen["ffn_down"]
+        self.seen["ffn_down"] += 1
+        return (self.mix.weighed if i < self.blocks // FIRST_SHARE else None) or self.mix.dtype
+
+    def _attended(self) -> Dtype:
+        return q5_K if self.experts == EXPERTS else self.mix.attended or self.mix.dtype
 
 
 def _more(i: int, count: int) -> bool:

@@ -19,7 +19,8 @@ from packtrain.merging.reading import reading
 from packtrain.models.file import open_model
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import Weighed, packed, squares, unpacked
-from packtrain.models.mix import MIXES, quantizable, types_of
+from packtrain.models.mix import EMBEDDING as EMBEDDINGS
+from packtrain.models.mix import MIXES, OUTPUT, quantizable, types_of
 from packtrain.planning import size_text
 from packtrain.quant import dequantize
 from packtrain.settings import option, positional
@@ -102,6 +103,7 @@ def quantize(settings: Quantize, events: Events) -> Written:
     )
     _check(settings, gguf, types)
     by_column = {} if importance is None else _weights(settings, gguf, importance, events)
+    _check_weights(gguf, types, by_column)
     converted = {
         name: Deferred(
             types[name],
@@ -153,6 +155,19 @@ def _weights(
             f"the first: {without[0]}"
         )
     return found
+
+
+def _check_weights(
+    gguf: GGUF, types: Mapping[str, Dtype], weights: Mapping[str, np.ndarray]
+) -> None:
+    """Raise InputError if a tensor gets a type that is written only with weights of columns, and has none."""
+    for name, entry in gguf.entries.items():
+        dtype, free = types[name], ("blocks" if name in (OUTPUT, *EMBEDDINGS) else "")
+        if dtype is not entry.dtype and name not in weights and dtype.demanding not in ("", free):
+            raise InputError(
+                f"type: {name} would be {dtype}, which is written only with an importance matrix that has weights for"
+                " it; measure one with `packtrain imatrix`, and give it with --imatrix"
+            )
 
 
 def _origin(settings: Quantize, importance: Importance) -> dict[str, Value]:

@@ -1,10 +1,12 @@
 """The IQ types: codes index tables of values. Formats: ggml-common.h."""
 
+from typing import Any
+
 import numpy as np
 
 from packtrain.types.grids import ONE, THREE_S, THREE_XXS, TWO_S, TWO_XS, TWO_XXS
 from packtrain.types.k import q2_K, q3_K, q4_K, q5_K
-from packtrain.types.room import Bytes, Layout, packed
+from packtrain.types.room import Bytes, Dtype, Layout, packed
 from packtrain.types.words import (
     Floats,
     byte_at,
@@ -36,16 +38,6 @@ f32 = np.float32
 NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], f32)
 # the eighth sign of seven makes the number of set bits even
 EVEN = np.array([i | (i.bit_count() % 2) << 7 for i in range(128)], np.int64)
-iq1_s, iq1_m, iq2_xxs, iq2_xs, iq2_s = (
-    packed(name, number, 256, nbytes, instead=q2_K)
-    for name, number, nbytes in (
-        ("iq1_s", 19, 50), ("iq1_m", 29, 56), ("iq2_xxs", 16, 66), ("iq2_xs", 17, 74), ("iq2_s", 22, 82),
-    )
-)  # fmt: skip
-iq3_xxs, iq3_s = (
-    packed("iq3_xxs", 18, 256, 98, instead=q3_K),
-    packed("iq3_s", 21, 256, 110, instead=q4_K),
-)
 
 
 def six_bits(raw: Bytes) -> tuple[np.ndarray]:
@@ -62,8 +54,34 @@ iq4_xs = packed(
     richer=q5_K,
     layout=Layout(32, 16, 0, (0,), 8, runs=8, scales=six_bits, table=NL),
 )
+
+
+def on_grid(name: str, number: int, nbytes: int, instead: Dtype, demanding: str = "") -> Dtype:
+    """A type of 256 values whose codes name points of a grid."""
+    more = {"smaller": iq4_nl, "richer": q5_K, "instead": instead, "demanding": demanding}
+    return packed(name, number, 256, nbytes, **more)
+
+
+iq1_s, iq1_m = on_grid("iq1_s", 19, 50, q2_K, "always"), on_grid("iq1_m", 29, 56, q2_K, "blocks")
+iq2_xxs, iq2_xs, iq2_s = (
+    on_grid("iq2_xxs", 16, 66, q2_K, "always"),
+    on_grid("iq2_xs", 17, 74, q2_K, "always"),
+    on_grid("iq2_s", 22, 82, q2_K, "blocks"),
+)
+iq3_xxs, iq3_s = on_grid("iq3_xxs", 18, 98, q3_K, "blocks"), on_grid("iq3_s", 21, 110, q4_K)
 iq4_nl.mix("IQ4_NL", 25, shared=q5_K, unweighed=q5_K)
 iq4_xs.mix("IQ4_XS", 30, shared=q5_K, unweighed=q5_K)
+iq3_xxs.mix("IQ3_XXS", 23, shared=q4_K, queries=iq2_s, attended=iq3_s, embedding=iq3_s, head=q5_K)
+iq3_s.mix("IQ3_XS", 22, shared=q4_K, queries=iq3_xxs, middle=iq3_xxs)
+iq3_s.mix("IQ3_M", 27, values=q4_K, attended=q4_K, weighed=q4_K, unweighed=q4_K, eight=q4_K)
+iq3_s.mix("IQ3_S", 26, shared=q4_K)
+SMALL: dict[str, Any] = {"small": True, "head": q5_K}
+RICHER = dict.fromkeys(("values", "attended", "embedding", "weighed"), iq3_s) | SMALL
+POORER = dict.fromkeys(("values", "embedding", "weighed"), q2_K) | SMALL
+iq2_xs.mix("IQ2_S", 28, **RICHER)
+iq2_s.mix("IQ2_M", 29, **RICHER)
+iq2_xxs.mix("IQ2_XXS", 19, **POORER)
+iq2_xs.mix("IQ2_XS", 20, **POORER)
 
 
 @part

@@ -54,6 +54,10 @@ class Mix:
     first     type of the first values and ffn_down; `few` of them: two, and a sixteenth of the blocks
     spread    their type in the first and last eighth of the blocks, and every third between
     weighed   type of the first ffn_down with an importance matrix,  unweighed  without one
+    queries   type of attn_q and attn_k,  head  of output.weight instead of q6_K
+    middle    type of ffn_gate and ffn_up but in the first and last eighth of the blocks
+    eight     type of the ffn_down that `spread` would be for, in models of eight experts
+    small     whether the rules are those of the smallest types
     """
 
     name: str
@@ -69,6 +73,11 @@ class Mix:
     spread: "Dtype | None" = None
     weighed: "Dtype | None" = None
     unweighed: "Dtype | None" = None
+    queries: "Dtype | None" = None
+    head: "Dtype | None" = None
+    middle: "Dtype | None" = None
+    eight: "Dtype | None" = None
+    small: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +87,10 @@ class Dtype:
     number   in files: ggml.h, enum ggml_type; None if files cannot have it
     smaller  llama-quantize's substitute if rows are not whole blocks
     richer   llama-quantize's choice for matrices that are used more than others
-    instead  the type to write if this one can only be read: the next larger one with the same block
+    instead  what merges write in its place: the next larger type with the same block whose codes can be chosen
+    demanding  where it is written only with weights of columns: "always", or in the "blocks" of a model
     mixes    mixes with this type, the usual one last
-    code     its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, recode
+    code     its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, snap, recode
     """
 
     name: str
@@ -91,6 +101,7 @@ class Dtype:
     smaller: "Dtype | None" = None
     richer: "Dtype | None" = None
     instead: "Dtype | None" = None
+    demanding: str = ""
     layout: Layout | None = None
     mixes: list[Mix] = field(default_factory=list)
     code: dict[str, Code] = field(default_factory=dict)
@@ -138,6 +149,11 @@ class Dtype:
     def weigh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Declare (y, x, w, n): the same for a row of n blocks whose errors count by f32 weights at w."""
         self.code["weigh"] = Code(function)
+        return function
+
+    def snap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Declare (y, x, w, t, n): the same, onto a grid whose table is at t, see types/neighbours; w 0: no weights."""
+        self.code["snap"] = Code(function)
         return function
 
     def recode(self, function: Callable[..., Any]) -> Callable[..., Any]:

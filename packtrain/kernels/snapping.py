@@ -1,0 +1,40 @@
+"""Quantizes rows of f32 to types whose codes name points of a grid, with or without a weight for each column."""
+
+import math
+
+from numba import types
+
+from packtrain.kernels import bits, codes, search, simd
+from packtrain.kernels.call import each, kernel
+from packtrain.kernels.quantize import squared_error, squares_of
+from packtrain.kernels.rooms import choice, explain, from_rooms
+from packtrain.kernels.simd import address, in1, in2
+
+i64, f64, void = types.int64, types.float64, types.void
+bytes2, words = types.Array(types.uint8, 2, "C"), types.Array(types.int32, 1, "C")
+explain(simd, bits, codes, search)
+form = void(i64, i64, i64, i64, i64)
+snap = choice(from_rooms("snap", kernel(form)), form, blocks=True)
+
+
+@kernel(void(i64, bytes2, types.Array(f64, 2, "C"), in2, in1, words, i64))
+def row_of(kind, y, sums, x, w, t, i):
+    width, nbytes = x.shape[1], y.shape[1]
+    source, target = address(x, i * width), y.ctypes.data + i * nbytes
+    sums[0, i], sums[1, i] = squares_of(source, width), 0.0
+    if sums[0, i] < math.inf:
+        snap(kind, target, source, address(w, 0) if w.size else 0, t.ctypes.data, width)
+        sums[1, i] = squared_error(kind, target, nbytes, source, width)
+
+
+@kernel(void(i64, bytes2, types.Array(f64, 2, "C"), in2, in1, words))
+def rows(kind, y, sums, x, w, t):
+    """Every row of an array whose values are finite, with the squares of values and errors.
+
+    x     (N, width)      f32
+    w     (width,)        f32, finite and not below zero; or (0,)
+    t     the table of the type's grid, see types/neighbours
+    y     (N, row bytes)  u8
+    sums  (2, N)          f64
+    """
+    each(row_of, (kind, y, sums, x, w, t), len(x))

@@ -6,6 +6,7 @@ from packtrain.types import (
     floats,
     integers,
     iq,
+    iq1,
     iq2,
     iq3,
     iq4,
@@ -28,20 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROOMS = (
-    floats,
-    integers,
-    legacy,
-    k,
-    k_small,
-    iq,
-    mx,
-    ternary,
-    rounded,
-    recode,
-    weighed,
-    iq4,
-    iq3,
-    iq2,
+    *(floats, integers, legacy, k, k_small, iq, mx, ternary, rounded, recode, weighed),
+    *(iq1, iq2, iq3, iq4),
 )
 BLOCKS = sorted((t for t in KNOWN.values() if t.quantized), key=lambda t: t.number or 0)
 BLOCK_TYPES = {t.name: t for t in BLOCKS}

@@ -27,7 +27,7 @@ PLAIN = (
 )  # packed bit for bit without weights
 WEIGHED = (  # and with them
     *("q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K"),
-    *("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s"),
+    *("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"),
 )
 ROWS = ("odd", "normal", "heavy", "positive")
 

@@ -62,7 +62,7 @@ def on_grid(name: str, number: int, nbytes: int, instead: Dtype, demanding: str 
     return packed(name, number, 256, nbytes, **more)
 
 
-iq1_s, iq1_m = on_grid("iq1_s", 19, 50, q2_K, "always"), on_grid("iq1_m", 29, 56, q2_K, "blocks")
+iq1_s, iq1_m = on_grid("iq1_s", 19, 50, q2_K, "always"), on_grid("iq1_m", 29, 56, q2_K, "always")
 iq2_xxs, iq2_xs, iq2_s = (
     on_grid("iq2_xxs", 16, 66, q2_K, "always"),
     on_grid("iq2_xs", 17, 74, q2_K, "always"),
@@ -82,6 +82,8 @@ iq2_xs.mix("IQ2_S", 28, **RICHER)
 iq2_s.mix("IQ2_M", 29, **RICHER)
 iq2_xxs.mix("IQ2_XXS", 19, **POORER)
 iq2_xs.mix("IQ2_XS", 20, **POORER)
+iq1_s.mix("IQ1_S", 24, attended=iq2_xxs, **POORER)
+iq1_m.mix("IQ1_M", 31, attended=iq2_xxs, **POORER)
 
 
 @part

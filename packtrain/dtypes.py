@@ -24,8 +24,8 @@ from packtrain.types.integers import i32, i64, u8
 from packtrain.types.room import KNOWN, Dtype
 
 __all__ = [
-    "BLOCK_TYPES", "DTYPES", "NUMPY", "PACKED", "PRECISIONS", "READABLE", "RECODABLE", "ROOMS", "ROUNDABLE",
-    "TRAINABLE", "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
+    "BLOCK_TYPES", "DTYPES", "MERGED", "NUMPY", "PACKED", "PRECISIONS", "READABLE", "RECODABLE", "ROOMS",
+    "ROUNDABLE", "TRAINABLE", "WRITABLE", "Dtype", "bf16", "dtype_of", "f16", "f32", "f64", "i32", "i64", "u8",
 ]  # fmt: skip
 
 ROOMS = (
@@ -38,6 +38,7 @@ DTYPES = {name: t for name, t in KNOWN.items() if not t.quantized} | BLOCK_TYPES
 READABLE = tuple(t for t in DTYPES.values() if "unpack" in t.code)
 PACKED = tuple(t for t in DTYPES.values() if not {"pack", "snap"}.isdisjoint(t.code))
 WRITABLE = tuple(t for t in PACKED if t.demanding != "always")  # without weights of columns, too
+MERGED = tuple(t for t in WRITABLE if "pack" in t.code)  # what tunes and merges write
 ROUNDABLE = tuple(t for t in DTYPES.values() if "codes" in t.code)
 RECODABLE = tuple(t for t in DTYPES.values() if "recode" in t.code)
 TRAINABLE = (f32, bf16)  # types of weights with a gradient, which is f32

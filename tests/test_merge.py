@@ -213,7 +213,7 @@ def test_a_base_whose_type_cannot_be_read_is_refused(settings: Merge):
 
 
 def test_an_unknown_type_is_refused(settings: Merge):
-    refused(replace(settings, type="iq2_xs"), "--type: iq2_xs is unknown")
+    refused(replace(settings, type="iq3_s"), "--type: iq3_s is unknown")
 
 
 def test_values_that_are_no_numbers_are_refused(settings: Merge, tmp_path: Path):

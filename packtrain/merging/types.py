@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from packtrain.dtypes import WRITABLE, Dtype
+from packtrain.dtypes import MERGED, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import Entry
 
@@ -28,9 +28,9 @@ def named_types(
     found, names = dict[str, Dtype](), list(names)
     for text in texts:
         pattern, _, given = text.rpartition("=")
-        dtype = next((d for d in WRITABLE if d.name.lower() == given.lower()), None)
+        dtype = next((d for d in MERGED if d.name.lower() == given.lower()), None)
         if dtype is None:
-            known = ", ".join(map(str, WRITABLE))
+            known = ", ".join(map(str, MERGED))
             raise InputError(f"--tensor-type {text}: it must be NAME=TYPE, with a type of {known}")
         matching = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(kind_of(n), pattern)]
         if not matching:
@@ -77,6 +77,6 @@ def _above(
 ) -> list[Dtype]:
     """Types with more bits than any of these, up to 8.5 bits (q8_0), or 16."""
     now, width = max(bits(stored[n]) for n in names), entries[names[0]].shape[-1]
-    fitting = (d for d in WRITABLE if bits(d) > now and width % d.block == 0)
+    fitting = (d for d in MERGED if bits(d) > now and width % d.block == 0)
     found = sorted(fitting, key=bits)
     return [d for d in found if d.layout] or [d for d in found if bits(d) == 16][:1]

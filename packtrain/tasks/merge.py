@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.dtypes import Dtype
+from packtrain.dtypes import MERGED, Dtype
 from packtrain.errors import DoesNotFit
 from packtrain.events import Events
 from packtrain.gguf import GGUF, Entry
@@ -20,7 +20,7 @@ from packtrain.models.merge import merged, stored_type, write_changed
 from packtrain.planning import size_text
 from packtrain.settings import option, positional, required
 from packtrain.tasks.calibration import calibration, memory_left
-from packtrain.tasks.quantize import TYPES, Written, check_output, line, writable_dtype
+from packtrain.tasks.quantize import Written, check_output, line, writable_dtype
 from packtrain.words import plural
 
 HEAD = "output.weight"
@@ -36,7 +36,8 @@ class Merge:
     adapters: tuple[str, ...] = positional("adapters, GGUF files; FILE:SCALE adds SCALE times one")
     output: Path = required("the GGUF file to write", flags="-o")
     type: str | None = option(
-        None, f"element type of the changed matrices (default: as in the base): {TYPES}"
+        None,
+        f"element type of the changed matrices (default: as in the base): {', '.join(map(str, MERGED))}",
     )
     tensor_type: tuple[str, ...] = option(
         (),
@@ -57,7 +58,7 @@ class Merge:
 def merge(settings: Merge, events: Events) -> Written:
     """Write the file. Raises InputError and leaves an existing file as it was."""
     began = time.perf_counter()
-    dtype = writable_dtype(settings.type, "--type")
+    dtype = writable_dtype(settings.type, "--type", MERGED)
     base = GGUF(settings.model)
     read = [*base.paths, *(split_scale(text)[0] for text in settings.adapters)]
     adapters = read_scaled(settings.adapters, base)

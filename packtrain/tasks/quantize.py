@@ -22,7 +22,7 @@ from packtrain.models.merge import Weighed, packed, squares, unpacked
 from packtrain.models.mix import EMBEDDING as EMBEDDINGS
 from packtrain.models.mix import MIXES, OUTPUT, quantizable, types_of
 from packtrain.planning import size_text
-from packtrain.quant import dequantize
+from packtrain.quant import dequantize, quantize_measured
 from packtrain.settings import option, positional
 from packtrain.tasks.calibration import calibration, enough, memory_left
 from packtrain.types.room import Mix
@@ -196,6 +196,10 @@ def _calibrated(
     if not any(dtype.layout for dtype in inside.values()):
         raise InputError(NOTHING)
     data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
+    for dtype in set(changed.values()) & set(
+        WRITABLE
+    ):  # loads kernels and tables, which count then
+        quantize_measured(np.zeros((1, dtype.block), np.float32), dtype)
     limit = memory_left(settings.memory)
     found = reading(model, inside, data.time, data.windows, limit, tokens=TOKENS)
     if found is None:
@@ -227,13 +231,16 @@ def metadata(gguf: GGUF, mix: Mix) -> dict[str, Value]:
     return kept | {key: Value("u32", number) for key, number in numbers.items()}
 
 
-def writable_dtype(name: str | None, field: str) -> Dtype | None:
+def writable_dtype(
+    name: str | None, field: str, among: tuple[Dtype, ...] = WRITABLE
+) -> Dtype | None:
     """The element type of this name, None for None. Raises InputError for one that cannot be written."""
     if name is None:
         return None
-    found = next((dtype for dtype in WRITABLE if dtype.name.lower() == name.lower()), None)
+    found = next((dtype for dtype in among if dtype.name.lower() == name.lower()), None)
     if found is None:
-        raise InputError(f"{field}: {name} is unknown; it must be one of {TYPES}")
+        known = ", ".join(map(str, among))
+        raise InputError(f"{field}: {name} is unknown; it must be one of {known}")
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from packtrain.backends import Target
 from packtrain.design.spread import Spread, spread
-from packtrain.dtypes import PRECISIONS, WRITABLE
+from packtrain.dtypes import MERGED, PRECISIONS
 from packtrain.errors import InputError
 from packtrain.flash import AUTO, FLASH, MODES
 from packtrain.models.config import PRESETS, Config
@@ -27,7 +27,7 @@ DEVICE = (
     " beside the plan; torch:cpu, cuda and mps need PyTorch (packtrain[torch])"
 )
 DEVICES_OF_RUN = "several by commas share out the blocks; cpu:1, torch:cpu:1 or cuda:1 is another memory of its kind"
-WRITTEN = tuple(str(dtype) for dtype in WRITABLE)
+WRITTEN = tuple(str(dtype) for dtype in MERGED)
 
 
 def with_those_of_optimizers(cls: type[T]) -> type[T]:

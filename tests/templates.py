@@ -30,6 +30,47 @@ LLAMA_3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
 
+# calls in a notation of its own, thoughts in a channel: written before calls alone, without end tokens before results
+GEMMA_4 = """
+{%- macro value(x) %}
+    {%- if x is string %}{{ '<|"|>' ~ x ~ '<|"|>' }}
+    {%- elif x is boolean %}{{ 'true' if x else 'false' }}
+    {%- elif x is mapping %}{{ '{' }}{% for k, v in x|dictsort %}{{ k ~ ':' ~ value(v) ~ (',' if not loop.last else '') }}
+        {%- endfor %}{{ '}' }}
+    {%- elif x is sequence %}{{ '[' }}{% for v in x %}{{ value(v) ~ (',' if not loop.last else '') }}{% endfor %}{{ ']' }}
+    {%- else %}{{ x }}{% endif %}
+{%- endmacro %}
+{%- set ns = namespace(asked=-1, open=false) %}
+{%- for m in messages if m.role == 'user' %}{% set ns.asked = messages.index(m) %}{% endfor %}
+{{- bos_token }}
+{%- if enable_thinking or tools or messages[0].role == 'system' %}
+    {{- '<|turn>system\n' ~ ('<|think|>\n' if enable_thinking else '') }}
+    {{- messages[0].content|trim if messages[0].role == 'system' else '' }}
+    {%- for t in tools or [] %}{{ '<|tool>declaration:' ~ t.function.name ~ '{}<tool|>' }}{% endfor %}{{ '<turn|>\n' }}
+{%- endif %}
+{%- for m in (messages[1:] if messages[0].role == 'system' else messages) %}
+    {%- if m.role == 'tool' %}
+        {{- ('<|tool_response>' if loop.previtem.role == 'tool' else '') ~ 'response:' ~ (m.name or 'unknown') }}
+        {{- '{value:' ~ value(m.content) ~ '}<tool_response|>' }}
+    {%- else %}
+        {{- '' if ns.open else '<|turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\n' }}
+        {%- if m.tool_calls %}
+            {%- if m.reasoning_content and messages.index(m) > ns.asked %}
+                {{- '<|channel>thought\n' ~ m.reasoning_content ~ '\n<channel|>' }}
+            {%- endif %}
+            {%- for c in m.tool_calls %}
+                {{- '<|tool_call>call:' ~ c.function.name ~ value(c.function.arguments) ~ '<tool_call|>' }}
+            {%- endfor %}
+            {{- m.content ~ '<|tool_response>' }}
+        {%- else %}{{ m.content|trim ~ '<turn|>\n' }}{% endif %}
+        {%- set ns.open = m.tool_calls is defined %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.open %}
+    {{- '<|turn>model\n' ~ ('' if enable_thinking else '<|channel>thought\n<channel|>') }}
+{%- endif %}"""
+GEMMA_4_ENDS = "<turn|>", "<|tool_response>"
+
 QWEN_TOOLS = """
 {%- macro intro() %}
     {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with ' }}

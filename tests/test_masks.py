@@ -24,7 +24,7 @@ from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Rendered, Renderer
 from packtrain.template import ChatTemplate
 from packtrain.tokenizer import Tokenizer
-from tests.templates import CHATS, Chat
+from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS, Chat
 
 GOLDENS = Path(__file__).parent / "goldens/masks"
 VOCABULARIES = Path(__file__).parent.parent.parent / "shared/data/tokenizers/ggml-vocab"
@@ -208,6 +208,33 @@ def test_a_call_with_thoughts_ends_with_its_own_mark(tmp_path: Path):
         "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant to=functions.weather"
         '<|channel|>commentary json<|message|>{"city": "Zürich"}<|call|>'
     )
+
+
+def test_thoughts_calls_and_results_in_one_turn(tmp_path: Path):
+    """As Gemma 4 is to write them: also the thoughts before its last words, which its template leaves out."""
+    call = {"role": "assistant", "reasoning_content": "I ask.", "tool_calls": [CALL]}
+    result = {"role": "tool", "name": "weather", "content": "31"}
+    said = {"role": "assistant", "content": "Yes.", "reasoning_content": "31 is warm."}
+    turn = [*asked("Warm?"), call, result, said]
+    record = {"messages": [SYSTEM, *turn], "tools": TOOLS}
+    made = Renderer(ChatTemplate(GEMMA_4, "<bos>", ""), list(GEMMA_4_ENDS))
+    (one,) = made.render(conversation(record, tmp_path))
+    written = '<|tool_call>call:weather{city:<|"|>Zürich<|"|>}<tool_call|>'
+    assert marked(one) == (
+        "<bos><|turn>system\n<|think|>\nYou answer briefly.<|tool>declaration:weather{}<tool|><turn|>\n"
+        "<|turn>user\nWarm?<turn|>\n<|turn>model\n"
+        f"[[<|channel>thought\nI ask.\n<channel|>{written}<|tool_response>]]"
+        'response:weather{value:<|"|>31<|"|>}<tool_response|>'
+        "[[<|channel>thought\n31 is warm.\n<channel|>Yes.<turn|>]]\n"
+    )
+    assert not made.notes
+    # no thoughts: none are asked for; and those of earlier turns are not in later ones
+    plain = conversation({"messages": [*asked("Warm?", "Yes.")]}, tmp_path)
+    assert marked(made.render(plain)[0]) == (
+        "<bos><|turn>user\nWarm?<turn|>\n<|turn>model\n[[Yes.<turn|>]]\n"
+    )
+    *_, last = made.render(conversation({"messages": [*turn, *asked("Sure?", "I am.")]}, tmp_path))
+    assert "I ask." not in last.text and "31 is warm." not in last.text
 
 
 def test_thoughts_that_a_template_does_not_read_are_counted(tmp_path: Path):

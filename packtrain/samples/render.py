@@ -9,6 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
+from os.path import commonprefix
 from typing import Any, Protocol
 
 from packtrain.errors import InputError
@@ -22,6 +24,7 @@ SAID = {"role": "user", "content": PROBE}
 RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}
 
 THOUGHTS = "reasoning_content", "thinking"  # the fields that templates read
+THINKING = {"enable_thinking": True}  # what templates ask for before they ask for thoughts
 THINK, THOUGHT = "<think>", re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 # notes with a count
@@ -79,10 +82,26 @@ class Renderer:
             self.takes_calls, called = True, _with_text(called)
         self.takes_results = self._shows([ASK, called if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
-        aloud = (name for name in THOUGHTS if self._shows([ASK, {**REPLY, name: PROBE}]))
-        self._thoughts = next(aloud, "")
-        shown = [ASK, {**REPLY, self._thoughts: PROBE}]
-        self._own_marks = bool(self._thoughts) and THINK not in self._text(shown, None)
+        self._thoughts, self.marks = self._place_of_thoughts(called)
+        self._own_marks = bool(self._thoughts) and THINK not in self.marks[0]
+
+    def _place_of_thoughts(self, called: Message) -> tuple[str, tuple[str, str]]:
+        """The field that the template reads thoughts from, and what it writes before and behind them; "" if none.
+
+        A template may have them only before calls.
+        """
+        (call,) = called["tool_calls"]
+        named = {**called, "tool_calls": [{**call, "function": {**call["function"], "name": "a"}}]}
+        for reply, name in product((REPLY, named), THOUGHTS):
+            if not self._shows([ASK, {**reply, name: PROBE}]):
+                continue
+            before, _, behind = self._text([ASK, {**reply, name: PROBE}], None).partition(PROBE)
+            bare = self._text([ASK, reply], None)
+            rest = len(commonprefix([behind[::-1], bare[::-1]]))
+            opened = before[len(commonprefix([before, bare[: len(bare) - rest]])) :]
+            close, begin = behind[: len(behind) - rest], opened.lstrip()
+            return name, (begin, close + opened[: len(opened) - len(begin)])
+        return "", ("", "")
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
         """Whether the template renders the probe message, without dropping it or raising."""
@@ -99,7 +118,9 @@ class Renderer:
         messages, tools = self._fitted(conversation)
         first = len(messages) - (conversation.answer or len(messages))
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
-        alone = [self._turn(messages, i, tools) for i in turns[-1 if self.last_only else 0 :]]
+        thinks = bool(self._thoughts) and any(m.get(self._thoughts) for m in messages)
+        how = {"more": THINKING} if thinks else {}
+        alone = [self._turn(messages, i, tools, how) for i in turns[-1 if self.last_only else 0 :]]
         whole = alone[-1].text
         if all(whole.startswith(one.text[: one.spans[0][1]]) for one in alone):
             return [Rendered(whole, [span for one in alone for span in one.spans])]
@@ -121,32 +142,45 @@ class Renderer:
         messages, tools = self._fitted(conversation)
         return self._text(messages, tools, add_generation_prompt=begins, more=more)
 
-    def _turn(self, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
+    def _turn(
+        self, messages: list[Message], i: int, tools: list[Any] | None, how: dict[str, Any]
+    ) -> Rendered:
         """The conversation up to a turn of the assistant, with the span of this turn."""
-        prompt = self._text(messages[:i], tools, add_generation_prompt=True)
-        text, begin = self._text(messages[: i + 1], tools), len(prompt)
+        prompt = self._text(messages[:i], tools, add_generation_prompt=True, **how)
+        text, begin = self._text(messages[: i + 1], tools, **how), len(prompt)
         words = messages[i]["content"].strip()
         if not text.startswith(prompt):
-            shown = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools)
+            shown = self._text([*messages[:i], {**REPLY, "content": PROBE}], tools, **how)
             before, called = messages[i - 1]["content"].strip(), bool(messages[i].get("tool_calls"))
             text, begin = _joined(prompt, text, before, shown, called)
+        text = self._with_thoughts(messages[i], text, begin)
         at = text.find(words, begin)
         if at < 0:
             self.notes[CHANGED] += 1
         after = begin if at < 0 else at + len(words)
         mark = self._end.search(text, after)
         if mark is None:
-            text = self._ended(messages[: i + 1], tools, text)
+            text = self._ended(messages[: i + 1], tools, text, how)
             mark = self._end.search(text, after)
         if mark is None:
             self.notes[ENDLESS] += 1
         return Rendered(text, [(begin, mark.end() if mark else max(begin, len(text.rstrip())))])
 
-    def _ended(self, messages: list[Message], tools: list[Any] | None, text: str) -> str:
+    def _with_thoughts(self, message: Message, text: str, begin: int) -> str:
+        """The text with the thoughts before the reply, where the template leaves them out, as Gemma 4's does."""
+        thought, (opened, closed) = (message.get(self._thoughts) or "").strip(), self.marks
+        reply = text[begin:]
+        if not thought or thought in reply or not opened or opened.strip() in reply:
+            return text
+        return f"{text[:begin]}{opened}{thought}{closed}{reply}"
+
+    def _ended(
+        self, messages: list[Message], tools: list[Any] | None, text: str, how: dict[str, Any]
+    ) -> str:
         """The text with what ends its last reply, where the template writes it with the next message, as GLM's does."""
         called = messages[-1].get("tool_calls") and self.takes_results
         try:
-            longer = self._text([*messages, RESULT if called else SAID], tools)
+            longer = self._text([*messages, RESULT if called else SAID], tools, **how)
         except InputError:
             return text
         *_, last = text.rstrip().rpartition("\n")

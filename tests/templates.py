@@ -35,9 +35,10 @@ GEMMA_4 = """
 {%- macro value(x) %}
     {%- if x is string %}{{ '<|"|>' ~ x ~ '<|"|>' }}
     {%- elif x is boolean %}{{ 'true' if x else 'false' }}
-    {%- elif x is mapping %}{{ '{' }}{% for k, v in x|dictsort %}{{ k ~ ':' ~ value(v) ~ (',' if not loop.last else '') }}
-        {%- endfor %}{{ '}' }}
-    {%- elif x is sequence %}{{ '[' }}{% for v in x %}{{ value(v) ~ (',' if not loop.last else '') }}{% endfor %}{{ ']' }}
+    {%- elif x is mapping %}{{ '{' }}{% for k, v in x|dictsort %}
+        {{- k ~ ':' ~ value(v) ~ (',' if not loop.last else '') }}{% endfor %}{{ '}' }}
+    {%- elif x is sequence %}{{ '[' }}{% for v in x %}
+        {{- value(v) ~ (',' if not loop.last else '') }}{% endfor %}{{ ']' }}
     {%- else %}{{ x }}{% endif %}
 {%- endmacro %}
 {%- set ns = namespace(asked=-1, open=false) %}

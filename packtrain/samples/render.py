@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from os.path import commonprefix
 from typing import Any, Protocol
 
 from packtrain.errors import InputError
@@ -83,7 +82,7 @@ class Renderer:
         self.takes_results = self._shows([ASK, called if self.takes_calls else REPLY, RESULT])
         self.takes_tools = self._shows([ASK], [TOOL])
         self._thoughts, self.marks = self._place_of_thoughts(called)
-        self._own_marks = bool(self._thoughts) and THINK not in self.marks[0]
+        self._own_marks = THINK not in (self.marks[0] or THINK)
 
     def _place_of_thoughts(self, called: Message) -> tuple[str, tuple[str, str]]:
         """The field that the template reads thoughts from, and what it writes before and behind them; "" if none.
@@ -97,10 +96,11 @@ class Renderer:
                 continue
             before, _, behind = self._text([ASK, {**reply, name: PROBE}], None).partition(PROBE)
             bare = self._text([ASK, reply], None)
-            rest = len(commonprefix([behind[::-1], bare[::-1]]))
-            opened = before[len(commonprefix([before, bare[: len(bare) - rest]])) :]
-            close, begin = behind[: len(behind) - rest], opened.lstrip()
-            return name, (begin, close + opened[: len(opened) - len(begin)])
+            head = bare[: len(bare) - len(common_end(behind, bare))]
+            opened, close = before[len(head) :], behind.removesuffix(bare[len(head) :])
+            begin = opened.lstrip()
+            fits = before.startswith(head)
+            return name, (begin, close + opened.removesuffix(begin)) if fits and begin else ("", "")
         return "", ("", "")
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
@@ -230,6 +230,14 @@ class Renderer:
             self.notes[RESULTS] += 1
             return {"role": "user", "content": message["content"]}
         return message
+
+
+def common_end(a: str, b: str) -> str:
+    """What both texts end with."""
+    count = 0
+    while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
+        count += 1
+    return a[len(a) - count :]
 
 
 def _with_text(message: Message) -> Message:

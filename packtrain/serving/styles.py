@@ -13,7 +13,7 @@ from typing import Any
 
 from packtrain.errors import InputError
 from packtrain.samples.messages import Conversation
-from packtrain.samples.render import Renderer
+from packtrain.samples.render import Renderer, common_end
 
 NAME, LAST, WORDS = "probename", "probelast", "probewords"
 KEYS, VALUES = ("probekey", "otherkey"), ("probevalue", "othervalue")
@@ -222,7 +222,7 @@ def _behind_name(one: str, two: str) -> Style | None:
         rest[ends[1] : places[2]],
         rest[ends[3] :],
     )
-    before = _common_end(head, apart)
+    before = common_end(head, apart)
     after = apart[: len(apart) - len(before)]
     if not after.strip() or not before.strip() or not tail.startswith(after):
         return None
@@ -241,13 +241,6 @@ def _behind(two: str, after: str) -> str:
     between, last, _ = rest.partition(LAST)
     at = between.find(after)
     return between[at + len(after) :] if found and last and at >= 0 else ""
-
-
-def _common_end(a: str, b: str) -> str:
-    count = 0
-    while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
-        count += 1
-    return a[len(a) - count :]
 
 
 def _spaced(text: str) -> str:

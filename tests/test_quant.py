@@ -185,6 +185,12 @@ def test_values_too_small_for_a_scale_become_zeros(dtype: Dtype):
     assert (dequantize(quantize(x, dtype)) == 0).all()
 
 
+def test_groups_of_zeros_leave_those_behind_them_in_their_places():
+    x = rows_of("normal").copy()
+    x[:, 64:96] = 0
+    assert error(x, quantize(x, DTYPES["iq3_s"])) < 0.04  # of ggml 0.25 more than 0.3
+
+
 def test_what_cannot_be_written_is_said():
     with pytest.raises(ValueError, match="q1_0 cannot be written; supported are f32"):
         quantize(np.zeros((1, 256), np.float32), DTYPES["q1_0"])

@@ -1,5 +1,6 @@
 """Model files: what is saved opens as it was, in every type; whatever does not fit together gets its line."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,9 @@ from packtrain.errors import InputError
 from packtrain.gguf import GGUF, Deferred, GGUFError, Value, write
 from packtrain.models.config import Config
 from packtrain.models.file import open_model, save_model
-from packtrain.models.metadata import metadata
-from tests.architectures import TOKENS, vocabulary
+from packtrain.models.kinds import KV, NEAR
+from packtrain.models.metadata import WINDOWS, metadata
+from tests.architectures import CONFIGS, TOKENS, vocabulary
 from tests.models import values
 
 SHARED = Path(__file__).parent.parent.parent / "shared/data"
@@ -238,6 +240,23 @@ def test_a_bad_model_gets_its_line(tmp_path: Path, line: str) -> None:
         open_model(path)
     assert line in str(error.value) and str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
+
+
+GEMMA_4 = {
+    "sliding_window_pattern is array([ True]); it must be 4 times": {WINDOWS: Value("bool", [True])},
+    "head_count_kv is array([3, 1, 3, 1], dtype=int32); it must be a": {KV: Value("i32", [3, 1, 3, 1])},
+    "key_length_swa is 63; it must be even": dict.fromkeys(NEAR, Value("u32", 63)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", GEMMA_4)
+def test_a_wrong_size_of_some_blocks_is_the_one_named(tmp_path: Path, line: str) -> None:
+    config, path = CONFIGS["gemma4"], tmp_path / "bad.gguf"
+    own = {f"gemma4.{key}": value for key, value in GEMMA_4[line].items()}
+    keys = metadata(config, "small") | vocabulary() | own
+    write(path, keys, dict[str, Any](values(config)))
+    with pytest.raises(InputError, match=re.escape(f"{path}: gemma4.attention.{line}")):
+        open_model(path)
 
 
 def test_a_type_that_cannot_be_read_is_named_with_its_tensor(tmp_path: Path) -> None:

@@ -145,6 +145,9 @@ def _windows(keys: Keys) -> dict[str, Any]:
     pattern = keys.get(WINDOWS)
     if isinstance(pattern, np.ndarray) and len(pattern) >= keys.size("block_count"):
         pattern = tuple(map(bool, pattern.tolist()))
+    elif isinstance(pattern, np.ndarray):
+        right = f"{keys.size('block_count')} times a truth"
+        raise keys.wrong(WINDOWS, pattern, right)
     else:
         pattern = keys.size(WINDOWS, least=0)
     window, chunk = keys.size(WINDOW, least=0), keys.architecture.chunk
@@ -168,8 +171,10 @@ def _check_heads(keys: Keys, config: Config) -> None:
         raise keys.wrong("attention.head_count", heads, right)
     if heads % kv or heads % (config.head_count_kv_swa or kv):
         right = f"a divisor of {arch}.attention.head_count {heads}"
-        raise keys.wrong("attention.head_count_kv", kv, right)
-    if head % 2 or config.key_length_swa % 2 or (square and config.key_length is not None):
+        raise keys.wrong("attention.head_count_kv", keys.get("attention.head_count_kv"), right)
+    if config.key_length_swa % 2:
+        raise keys.wrong("attention.key_length_swa", config.key_length_swa, "even")
+    if head % 2 or (square and config.key_length is not None):
         right = f"embedding_length / head_count = {width // heads}" if square else "even"
         raise keys.wrong("attention.key_length", head, right)
     if keys.size("attention.value_length", head) != head:

@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 
-from packtrain.serving.thoughts import Thoughts, is_thinking, split
+from packtrain.serving.thoughts import MARKS, Thoughts, is_thinking, marks_of, split
 
 starlette = pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient  # noqa: E402
 
 from packtrain.events import Events  # noqa: E402
+from packtrain.samples.render import Renderer  # noqa: E402
 from packtrain.serving.app import app  # noqa: E402
 from packtrain.tasks.serve import Serve, load  # noqa: E402
+from packtrain.template import ChatTemplate  # noqa: E402
 from tests.architectures import random_model  # noqa: E402
+from tests.templates import GEMMA_4, GEMMA_4_ENDS  # noqa: E402
 
 CHATS = "/v1/chat/completions"
 # as templates of models that think: they drop the thoughts of earlier answers
@@ -58,6 +61,39 @@ def test_prompts_that_open_thoughts():
     assert not is_thinking("what is <think>? <assistant>", None)
     assert is_thinking("", "<think>one")
     assert not is_thinking("", "<think>one</think> so")
+
+
+CHANNEL = "<|channel>thought", "<channel|>"
+
+
+def test_the_marks_of_a_template():
+    """Its own, as the renderer finds them, where it has no <think>; in all pieces, too."""
+    assert marks_of(TEMPLATE, ("", "")) == MARKS
+    assert marks_of("{{ messages }}", ("", "")) is None
+    made = Renderer(ChatTemplate(GEMMA_4), [*GEMMA_4_ENDS])
+    assert marks_of(GEMMA_4, made.marks) == CHANNEL
+    text = "<|channel>thought\na </think> b\n<channel|>c d"
+    assert split(text, False, CHANNEL) == ("a </think> b", "c d")
+    thoughts = Thoughts(False, CHANNEL)
+    told = [*map(thoughts.add, text), thoughts.rest()]
+    assert ("".join(t for t, _ in told), "".join(c for _, c in told)) == ("a </think> b", "c d")
+    assert split("<|channel>thought\n<channel|>c", False, CHANNEL) == ("", "c")
+    assert is_thinking("<|turn>model\n<|channel>thought\n", None, CHANNEL)
+    assert not is_thinking("<|turn>model\n<|channel>thought\n<channel|>", None, CHANNEL)
+
+
+@pytest.mark.grammar
+def test_an_answer_with_a_channel(tmp_path):
+    random_model(tmp_path / "m.gguf", "llama")
+    (tmp_path / "template.jinja").write_text(GEMMA_4)
+    how: dict[str, Any] = {"ctx": 512, "chat_template": str(tmp_path / "template.jinja"), "seed": 1}
+    server = load(Serve(tmp_path / "m.gguf", **how), Events())
+    with TestClient(app(server), raise_server_exceptions=False) as client:
+        asked = request("<|channel>thought\nthe a\n<channel|>the answer")
+        message = whole(client, **asked)
+        said = {"reasoning_content": "the a", "content": "the answer"}
+        assert {name: message[name] for name in said} == said == streamed(client, **asked)
+    server.engine.close(0)
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,9 @@ class Chats(Texts):
         self._shown = [Pieces(openings) for _ in asked.jobs]
         self._texts = [""] * len(asked.jobs)
         thinks = asked.thinks
-        self._thoughts = None if thinks is None else [Thoughts(thinks) for _ in asked.jobs]
+        self._thoughts = (
+            None if thinks is None else [Thoughts(thinks, asked.marks) for _ in asked.jobs]
+        )
 
     def _delta(
         self, number: int, delta: Event, reason: str | None = None, tokens: Sequence[Chosen] = ()
@@ -198,7 +200,7 @@ class Chats(Texts):
 
     def _choice(self, number: int, text: str, tokens: Sequence[Chosen], end: End) -> Event:
         thinks = self._asked.thinks
-        thought, text = ("", text) if thinks is None else split(text, thinks)
+        thought, text = ("", text) if thinks is None else split(text, thinks, self._asked.marks)
         content, calls = self._calls(text)
         message: Event = {"role": "assistant", "content": content or (None if calls else "")}
         if thought:

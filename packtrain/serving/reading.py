@@ -20,7 +20,7 @@ from packtrain.serving.asked import (
 )
 from packtrain.serving.jobs import Job
 from packtrain.serving.server import Server
-from packtrain.serving.thoughts import CLOSE, FORMATS, NONE, is_thinking
+from packtrain.serving.thoughts import FORMATS, MARKS, NONE, is_thinking
 from packtrain.serving.tools import Tools, explained
 
 MOST_TOLD = 1 << 15  # probabilities of all answers of a request
@@ -142,6 +142,7 @@ class Asked:
     before  text with which each answer begins
     tools   those that answers may call
     thinks  whether answers begin within thoughts; None: thoughts are not told apart
+    marks   what stands before and behind thoughts
     counted whether a stream ends with the counts of tokens
     timed   whether each event of a stream has the counts so far
     """
@@ -152,6 +153,7 @@ class Asked:
     before: tuple[str, ...] = ()
     tools: Tools | None = None
     thinks: bool | None = None
+    marks: tuple[str, str] = MARKS
     counted: bool = False
     timed: bool = False
 
@@ -215,7 +217,8 @@ def chat(server: Server, body: Body) -> Asked:
     count = body.number("n", 1, 1, MOST_ANSWERS)
     job = replace(with_top(server, job, shown, count), special=special)
     thinks = thinks_of(server, body, text, conversation)
-    return Asked(several(job, count), count, shown, tools=tools, thinks=thinks, **counts_of(body))
+    told = {"thinks": thinks, "marks": server.marks or MARKS, **counts_of(body)}
+    return Asked(several(job, count), count, shown, tools=tools, **told)
 
 
 def thinks_of(server: Server, body: Body, text: str, conversation: Conversation) -> bool | None:
@@ -223,10 +226,10 @@ def thinks_of(server: Server, body: Body, text: str, conversation: Conversation)
     wanted = body.text("reasoning_format", server.reasoning)
     if wanted not in FORMATS:
         raise InputError(f"reasoning_format is {wanted!r}; it must be one of {', '.join(FORMATS)}")
-    if wanted == NONE or CLOSE not in server.source:
+    if wanted == NONE or server.marks is None:
         return None
     last = conversation.messages[-1]
-    return is_thinking(text, last["content"] if last["role"] == "assistant" else None)
+    return is_thinking(text, last["content"] if last["role"] == "assistant" else None, server.marks)
 
 
 def conversation_of(body: Body) -> Conversation:

@@ -26,7 +26,7 @@ from packtrain.serving.engine import Engine
 from packtrain.serving.jobs import Busy, End, Job, Told
 from packtrain.serving.shapes import Refused
 from packtrain.serving.styles import Style, style_of
-from packtrain.serving.thoughts import AUTO
+from packtrain.serving.thoughts import AUTO, marks_of
 from packtrain.tokenizer import Tokenizer
 
 News = tuple[int, Told] | None
@@ -114,6 +114,11 @@ class Server:
         """How the chat template writes calls of tools."""
         with self._lock:
             return style_of(self.renderer, self.source)
+
+    @cached_property
+    def marks(self) -> tuple[str, str] | None:
+        """What stands before and behind thoughts; None if the template has none."""
+        return marks_of(self.source, self.renderer.marks)
 
     @property
     def takes_tools(self) -> bool:

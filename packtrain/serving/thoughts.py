@@ -3,22 +3,31 @@
 OPEN, CLOSE = "<think>", "</think>"
 AUTO, NONE, DEEPSEEK = "auto", "none", "deepseek"
 FORMATS = (AUTO, NONE, DEEPSEEK)
+MARKS = OPEN, CLOSE
 
 
-def is_thinking(prompt: str, begun: str | None) -> bool:
+def marks_of(template: str, own: tuple[str, str]) -> tuple[str, str] | None:
+    """What stands around thoughts: <think>, or the template's own, as Gemma 4's channel; None: there are none."""
+    opened, closed = own[0].strip(), own[1].strip()
+    return MARKS if CLOSE in template else (opened, closed) if opened and closed else None
+
+
+def is_thinking(prompt: str, begun: str | None, marks: tuple[str, str] = MARKS) -> bool:
     """Whether the text that an answer goes on from, a prompt or the answer that has begun, ends within thoughts."""
     if begun is not None:
-        return begun.rfind(OPEN) > begun.rfind(CLOSE)
-    return prompt.rstrip().endswith(OPEN)
+        return begun.rfind(marks[0]) > begun.rfind(marks[1])
+    return prompt.rstrip().endswith(marks[0])
 
 
 class Thoughts:
     """Splits an answer into thoughts and content, piece by piece. Space around thoughts belongs to neither.
 
     thinking  the answer begins within thoughts: its prompt has opened them
+    marks     what stands before and behind thoughts
     """
 
-    def __init__(self, thinking: bool) -> None:
+    def __init__(self, thinking: bool, marks: tuple[str, str] = MARKS) -> None:
+        self._open, self._close = marks
         self._thinking, self._begun, self._held = thinking, thinking, ""
         self._bare = thinking  # what comes next has no space before it
 
@@ -28,17 +37,17 @@ class Thoughts:
         self._held = ""
         if not self._begun:
             words = text.lstrip()
-            if len(words) < len(OPEN) and OPEN.startswith(words):
+            if len(words) < len(self._open) and self._open.startswith(words):
                 self._held = text
                 return "", ""
-            self._begun, self._thinking = True, words.startswith(OPEN)
+            self._begun, self._thinking = True, words.startswith(self._open)
             if self._thinking:
-                text, self._bare = words.removeprefix(OPEN), True
+                text, self._bare = words.removeprefix(self._open), True
         if not self._thinking:
             return "", self._trimmed(text)
-        thought, end, content = text.partition(CLOSE)
+        thought, end, content = text.partition(self._close)
         if not end:
-            keep = _unsure(text)
+            keep = _unsure(text, self._close)
             self._held = text[keep:]
             return self._trimmed(text[:keep]), ""
         thought = self._trimmed(thought).rstrip()
@@ -57,14 +66,14 @@ class Thoughts:
         return text
 
 
-def _unsure(text: str) -> int:
+def _unsure(text: str, close: str) -> int:
     """From where on a text could be the end of thoughts: space, or a beginning of their closing tag."""
-    ends = (n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n]))
+    ends = (n for n in range(len(close) - 1, 0, -1) if text.endswith(close[:n]))
     return len(text[: len(text) - next(ends, 0)].rstrip())
 
 
-def split(text: str, thinking: bool) -> tuple[str, str]:
+def split(text: str, thinking: bool, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
     """Thoughts and content of a whole answer."""
-    thoughts = Thoughts(thinking)
+    thoughts = Thoughts(thinking, marks)
     found = thoughts.add(text), thoughts.rest()
     return found[0][0] + found[1][0], found[0][1] + found[1][1]

@@ -217,7 +217,7 @@ def chat(server: Server, body: Body) -> Asked:
     count = body.number("n", 1, 1, MOST_ANSWERS)
     job = replace(with_top(server, job, shown, count), special=special)
     thinks = thinks_of(server, body, text, conversation)
-    told = {"thinks": thinks, "marks": server.marks or MARKS, **counts_of(body)}
+    told: dict[str, Any] = {"thinks": thinks, "marks": server.marks or MARKS, **counts_of(body)}
     return Asked(several(job, count), count, shown, tools=tools, **told)
 
 

@@ -70,6 +70,12 @@ CHAINS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 0.5}, LOGITS),
     ({"dry_multiplier": 0.8}, LOGITS),
     ({"logit_bias": ("3+2",)}, LOGITS),
+    ({"logit_bias": ("3-2", "4+1"), "temp": 0.0}, LOGITS),
+    ({"logit_bias": ("3-inf", "5-1"), "temp": 0.0}, CANDIDATES),
+    ({"logit_bias": ("3-inf", "5-1"), "temp": 2.0}, CANDIDATES),
+    ({"logit_bias": tuple(f"{id}-{id % 3}" for id in range(88))}, CANDIDATES),
+    ({"logit_bias": tuple(f"{id}-{id % 3}" for id in range(89))}, LOGITS),
+    ({"logit_bias": tuple(f"{id}-inf" for id in range(128)), "temp": 0.0}, LOGITS),
     ({"mirostat": 1}, LOGITS),
     ({"mirostat": 2, "temp": 0.0}, LOGITS),
 ]

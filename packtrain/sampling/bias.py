@@ -6,11 +6,17 @@ import numpy as np
 
 from packtrain.sampling.candidates import Candidates
 
+FEW = 1000  # candidates that are looked up one by one
+
 
 def logit_bias(c: Candidates, biases: Mapping[int, float]) -> Candidates:
     """Add biases[id] to the logit of id."""
     if not biases:
         return c
-    added = np.zeros(int(c.ids.max(initial=max(biases))) + 1)
-    added[[*biases]] = [*biases.values()]
+    if len(c.ids) < FEW:
+        own = [biases.get(id, 0.0) for id in c.ids.tolist()]
+        return Candidates(c.ids, c.logits + own, False)
+    added = np.zeros(int(c.ids.max()) + 1)
+    there = [id for id in biases if id < len(added)]
+    added[there] = [biases[id] for id in there]
     return Candidates(c.ids, np.asarray(c.logits + added[c.ids]), False)

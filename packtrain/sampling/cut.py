@@ -39,17 +39,21 @@ def cut(s: Sampling, seed: int, index: int, *, constrained: bool = False) -> Cut
 @lru_cache(maxsize=256)
 def _place(s: Sampling) -> Cut:
     """The same for any token."""
-    if s.mirostat or s.logit_bias:
+    biases = s.biases.values()
+    if s.mirostat or any(bias > 0 for bias in biases):
         return Cut()
+    most = MOST - len(
+        biases
+    )  # the likeliest, once some are less likely, were among so many more before
     active = [name for name in s.order if not _idle(s, name)]
     fixed = s.dynatemp_range <= 0
     if "temperature" in active and fixed and s.temp <= 0 and GREEDY.issuperset(active):
-        return Cut(TOKEN)
+        return Cut() if most < 1 else Cut(CANDIDATES) if biases else Cut(TOKEN)
     # min-p needs the largest only
     limiting = next((name for name in active if name != "min_p"), "")
-    if limiting != "top_k" or s.top_k > MOST:
+    if limiting != "top_k" or s.top_k > most:
         return Cut()
-    if active != [name for name in IN_ORDER if name in active] or not fixed:
+    if biases or active != [name for name in IN_ORDER if name in active] or not fixed:
         return Cut(CANDIDATES)
     temp = s.temp if "temperature" in active else 1.0
     top_p = s.top_p if "top_p" in active else 1.0

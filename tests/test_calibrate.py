@@ -181,6 +181,21 @@ def test_errors_count_by_it(settings: Quantize, measured: Path):
     )
 
 
+def test_blocks_that_share_keys_are_measured(tmp_path: Path):
+    random_model(tmp_path / "m.gguf", "gemma4")
+    data = write_text(tmp_path / "a.txt")
+    imatrix.run(Imatrix(tmp_path / "m.gguf", data, tmp_path / "i.gguf"))
+    model, found = open_model(tmp_path / "m.gguf"), load(tmp_path / "i.gguf")
+    rows = calibration(data, model, Events())
+    streams = Streams(model, {}, [rows[i] for i in range(len(rows))])
+    for i in range(3):
+        streams.advance(streams.block(i))
+    x = np.concatenate([h[0][k[0]] for h, k in zip(streams.x, streams.real, strict=True)])
+    x /= np.sqrt(np.square(x).mean(-1, keepdims=True) + model.config.rms_eps)
+    wanted = np.square(x * model.weight("blk.3.attn_norm.weight")).sum(0)
+    np.testing.assert_allclose(found.sums["blk.3.attn_q.weight"][0], wanted, rtol=1e-4)
+
+
 def test_experts_have_a_row_each(tmp_path: Path, capsys):
     config = random_model(tmp_path / "m.gguf", "llama experts")
     data = write_text(tmp_path / "a.txt")

@@ -135,7 +135,8 @@ def measure(
 
 def _read(streams: Streams, block: Block, found: _Sums, stored: Mapping[str, np.ndarray]) -> None:
     """Add the inputs of a block's matrices, and advance through it."""
-    outputs = {"z": block.z}
+    kept = {name: made for name, made in block.shared.items() if name.startswith("z")}
+    outputs = {"z": block.z, **kept}
     for number, site in enumerate(block.sites):
         outputs[str(number)] = site.z
         if site.expert is not None:
@@ -150,6 +151,7 @@ def _read(streams: Streams, block: Block, found: _Sums, stored: Mapping[str, np.
             for name, squares, counts in _sums(site, x, real, got.get(f"{number} expert"), stored):
                 found.add(name, squares, counts)
         streams.z[at] = got["z"]
+        streams.shared[at] |= {name: got[name] for name in kept}
 
 
 def _sums(

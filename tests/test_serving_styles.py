@@ -9,7 +9,7 @@ from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
 from packtrain.serving.styles import COUNT, HERMES, ID, LLAMA, Style, style_of
 from packtrain.template import ChatTemplate
-from tests.templates import CHATS
+from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS
 
 TOOLS: list[Any] = [
     {
@@ -57,6 +57,8 @@ def renderer_of(name: str) -> Renderer:
     if name in CHATS:
         chat = CHATS[name]
         return Renderer(ChatTemplate(chat.source, chat.bos, chat.eos), list(chat.ends))
+    if name == "gemma-4":
+        return Renderer(ChatTemplate(GEMMA_4), list(GEMMA_4_ENDS))
     return Renderer(ChatTemplate(HEAD + BODIES[name] + TAIL), ["<|end|>"])
 
 
@@ -71,7 +73,7 @@ def written(renderer: Renderer, count: int, words: str = "") -> str:
     return renderer.without_end(made.text[slice(*made.spans[-1])])
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama-3", "mistral", *BODIES])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama-3", "mistral", "gemma-4", *BODIES])
 def test_what_a_template_writes_is_read_back(name: str):
     renderer = renderer_of(name)
     style = style_of(renderer, "")
@@ -116,6 +118,20 @@ def test_words_before_calls_and_cut_calls(name: str):
     assert begins == text.index(style.opening.split(ID)[0].strip())
 
 
+def test_a_notation_with_bare_keys():
+    style = style_of(renderer_of("gemma-4"), "")
+    assert (style.opening, style.closing, style.quote) == (
+        "<|tool_call>call:",
+        "<tool_call|>",
+        '<|"|>',
+    )
+    text = 'call:way{a:[1, -2.5,true],b:{c:<|"|>x, {"y"}: <|"|>},d:null,e:{},f:[]}'
+    way = {"a": [1, -2.5, True], "b": {"c": 'x, {"y"}: '}, "d": None, "e": {}, "f": []}
+    assert style.parse(f"So <|tool_call>{text}<tool_call|>", NAMES) == ("So", [("way", way)])
+    for cut in (text[:-1], text[:20], "call:way{a:}"):
+        assert style.parse(f"<|tool_call>{cut}<tool_call|>", NAMES)[1] == []
+
+
 def test_white_space_may_differ():
     text = 'So:\n<tool_call>{"name": "way","arguments":{}}</tool_call>\n'
     text += ' <tool_call>\n\n{"name":"way", "arguments":{"a":[1]}}'
@@ -127,7 +143,7 @@ def test_white_space_may_differ():
 
 
 @pytest.mark.grammar
-@pytest.mark.parametrize("name", ["qwen2.5", "mistral", "llama-3", *BODIES])
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral", "llama-3", "gemma-4", *BODIES])
 @pytest.mark.parametrize("several", [False, True])
 def test_a_grammar_takes_what_the_template_writes(name: str, several: bool, tmp_path):
     pytest.importorskip("llguidance")

@@ -64,6 +64,18 @@ class Calls:
         stop = self._rule(f"[suffix={json.dumps(str(first).strip())}]", ANY)
         return f"{stop} {self.text(others)}"
 
+    def bare(self, quote: str) -> str:
+        """An object with bare keys, and strings between such quotes: of any kind, as in llama.cpp's grammar."""
+        if not any(rule.startswith("bare:") for rule in self._rules):
+            text = f"{self.text(quote, True)} {self.free(quote)}"
+            scalar = r"/-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/"
+            self._rules += [
+                'bare: "{" (pair ("," pair)*)? "}"\n',
+                r"pair: /[^:{}\[\],\s]+/ " + '":" value\n',
+                f'value: {text} | bare | "[" (value ("," value)*)? "]" | {scalar}\n',
+            ]
+        return "bare"
+
     def _rule(self, how: str, body: str) -> str:
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{how}: {body}\n")

@@ -39,6 +39,7 @@ class Style:
     middle                   stands between the name and the arguments, where the name is not in an object
     pair                     what stands before a key, between key and value, and behind the value, where arguments are
                              written one by one: strings as they are, others as JSON
+    quote                    stands around strings where the object's keys are bare, as in Gemma 4's calls
     """
 
     opening: str
@@ -50,6 +51,7 @@ class Style:
     keys: tuple[str, ...] = ()
     middle: str | None = None
     pair: tuple[str, str, str] | None = None
+    quote: str = ""
 
     def beginnings(self, names: Collection[str]) -> tuple[str, ...]:
         """Texts with which a call begins, if an answer has them."""
@@ -104,8 +106,11 @@ class Style:
         """A call whose name stands before its arguments."""
         if self.pair is None:  # what stands between varies
             named = re.compile(rf"\s*({_any(names)})[^{{]{{0,{FAR}}}").match(text, at)
-            arguments, end = (None, at) if named is None else _document(text, named.end())
-            return (named[1], arguments, end) if named and isinstance(arguments, dict) else None
+            if named is None:
+                return None
+            start, quote = named.end(), self.quote
+            arguments, end = bare(text, start, quote) if quote else _document(text, start)
+            return (named[1], arguments, end) if isinstance(arguments, dict) else None
         named = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(text, at)
         if named is None:
             return None
@@ -212,6 +217,10 @@ def _behind_name(one: str, two: str) -> Style | None:
         if _kind(document) == "arguments":
             middle, closing = re.sub(r"\d+", COUNT, rest[: found.start()]), rest[end:]
             return Style(opening, _behind(two, "}"), closing, middle=middle)
+    if (own := _own_notation(rest)) is not None:
+        again = two.partition(own[0])[2].partition(LAST)[0]
+        middle, closing = rest[: own.start()], rest[own.end() :]
+        return Style(opening, again, closing, middle=middle, quote=own["quote"])
     places = [rest.find(word) for pair in zip(KEYS, VALUES, strict=True) for word in pair]
     if -1 in places or places != sorted(places):
         return None
@@ -228,6 +237,34 @@ def _behind_name(one: str, two: str) -> Style | None:
         return None
     pair, middle = (before, between, after), head[: len(head) - len(before)]
     return Style(opening, _behind(two, after), tail[len(after) :], middle=middle, pair=pair)
+
+
+def _own_notation(rest: str) -> re.Match[str] | None:
+    """The arguments as an object with bare keys, in either order."""
+    pairs = [*zip(KEYS, VALUES, strict=True)]
+    for (a, x), (b, y) in (pairs, pairs[::-1]):
+        quote = r"(?P<quote>[^\w{}]+?)"
+        form = rf"\{{{a}:{quote}{x}(?P=quote),{b}:(?P=quote){y}(?P=quote)\}}"
+        if found := re.search(form, rest):
+            return found
+    return None
+
+
+def bare(text: str, at: int, quote: str) -> tuple[Any, int]:
+    """The object there, with bare keys and such quotes, and where it ends; None if there is none."""
+    mark, depth, parts = re.escape(quote), 0, list[str]()
+    part = re.compile(
+        rf"\s*(?:{mark}(?P<text>.*?){mark}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
+        re.S,
+    )
+    while (found := part.match(text, at)) is not None:
+        word, at = found[found.lastgroup or 0], found.end()
+        is_words = found.lastgroup in ("text", "key")
+        parts.append(json.dumps(word) if is_words else "null" if word == "None" else word)
+        depth += (word in "{[") - (word in "}]") if found.lastgroup == "sign" else 0
+        if depth <= 0:
+            break
+    return _document("".join(parts), 0)[0], at
 
 
 def _words() -> Iterator[str]:

@@ -97,6 +97,8 @@ class Tools:
     def _arguments(self, made: Calls, function: Call) -> str:
         """What stands behind a name: an object, or its parts one by one."""
         schema = function["parameters"] or {"type": "object"}
+        if self.style.quote:
+            return made.bare(self.style.quote)
         if self.style.pair is None:
             return made.document(schema)
         before, between, after = self.style.pair

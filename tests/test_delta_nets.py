@@ -1,6 +1,7 @@
 """What files and checkpoints of gated delta nets may say, long texts, and blocks that only guess more tokens."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,31 @@ def test_a_bad_file_gets_its_line(tmp_path: Path, line: str) -> None:
     with pytest.raises(InputError) as error:
         open_model(path)
     assert line in str(error.value)
+
+
+@pytest.mark.parametrize("value", [4, -1, 0.5, True, "x"])
+def test_recurrent_blocks_that_are_not_listed_get_their_line(tmp_path: Path, value: object) -> None:
+    kind = {int: "i32", float: "f32", bool: "bool", str: "string"}[type(value)]
+    path = saved(tmp_path / "m.gguf", "qwen3next", attention__recurrent_layers=Value(kind, value))
+    with pytest.raises(InputError, match=f"recurrent_layers is {value!r}; it must be such that"):
+        open_model(path)
+
+
+@pytest.mark.parametrize("key", ["block_count", "rope__dimension_count"])
+def test_a_large_number_takes_little_memory(tmp_path: Path, key: str) -> None:
+    path = saved(
+        tmp_path / "m.gguf",
+        "qwen35",
+        ("attention.recurrent_layers",),
+        **{key: Value("u32", 1 << 24)},
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError):
+            open_model(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 WRONG = {

@@ -35,11 +35,11 @@ def read(gguf: GGUF) -> Config:
     """The Config of a model file, from its metadata and its optional tensors. Raises InputError."""
     keys = Keys(gguf)
     keys.check()
-    blocks = keys.size("block_count") - unused_blocks(keys)
+    vocabulary, blocks = _vocabulary_size(gguf), _block_count(gguf, keys)
     heads = keys.size("attention.head_count")
     windows = _windows(keys)
     config = Config(
-        vocab_size=_vocabulary_size(gguf),
+        vocab_size=vocabulary,
         context_length=keys.size("context_length"),
         embedding_length=keys.size("embedding_length"),
         block_count=blocks,
@@ -73,6 +73,15 @@ def unused_blocks(keys: Keys) -> int:
     count, blocks = keys.size(NEXT, least=0), keys.size("block_count")
     if count >= blocks:
         raise keys.wrong(NEXT, count, f"less than {keys.architecture.name}.block_count {blocks}")
+    return count
+
+
+def _block_count(gguf: GGUF, keys: Keys) -> int:
+    """The blocks that are used; each has tensors, so that no list of blocks is longer than the file allows."""
+    count = keys.size("block_count") - unused_blocks(keys)
+    if count > len(gguf.entries):
+        right = f"less than the number of tensors, {len(gguf.entries)}"
+        raise keys.wrong("block_count", count, right)
     return count
 
 

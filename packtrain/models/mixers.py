@@ -82,14 +82,15 @@ def _scan(keys: Keys) -> dict[str, Any]:
 def _in_turn(keys: Keys, blocks: int) -> tuple[bool, ...]:
     """Which blocks have attention: every N-th, or those that are not listed as recurrent."""
     own, every = keys.get(RECURRENT), keys.size(INTERVAL)
+    listed = own is not None and np.size(own) > 0
     found = tuple((i + 1) % every == 0 for i in range(blocks))
-    if len(own):
-        listed = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "biu" else []
-        found = tuple(not other for other in listed[:blocks])
+    if listed:
+        others = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "biu" else []
+        found = tuple(not other for other in others[:blocks])
     if len(found) != blocks or all(found) or not any(found):
         raise keys.wrong(
-            RECURRENT if len(own) else INTERVAL,
-            own if len(own) else every,
+            RECURRENT if listed else INTERVAL,
+            own if listed else every,
             f"such that of {blocks} blocks some have attention and some have not",
         )
     return found
@@ -106,8 +107,9 @@ def _check_sections(keys: Keys) -> None:
     pairs = keys.size("rope.dimension_count", keys.size("attention.key_length", width or 1)) // 2
     listed = own.tolist() if isinstance(own, np.ndarray) and own.dtype.kind in "iu" else []
     whole = sum(listed) if len(listed) == 4 and min(listed) >= 0 else 0
-    at = [pair % whole for pair in range(pairs)] if whole else []
-    if not at or any(n // 3 >= listed[n % 3] for n in at):
+    # the first three have pairs in turn, and all begins again after `whole` pairs
+    turn = min(pairs, whole)
+    if not turn or any((turn + 2 - n) // 3 > listed[n] for n in range(3)):
         right = f"four numbers of which the first three share out {pairs} pairs"
         raise keys.wrong(SECTIONS, own, right)
 

@@ -34,7 +34,7 @@ ENDS = {".A_log": ".A.weight", ".dt_bias": ".dt.bias"}
 DELTA_KEYS = {
     **SCAN_KEYS,
     "full_attention_interval": 4,
-    "attention.recurrent_layers": (),
+    "attention.recurrent_layers": None,
     "nextn_predict_layers": 0,
 }
 EXPERT_KEYS = {

@@ -24,6 +24,7 @@ from packtrain.checking.samples import graph_of, samples, typed, values
 from packtrain.cli import main
 from packtrain.design.plans import StepShape, make_plans
 from packtrain.dtypes import READABLE, Dtype, f32
+from packtrain.interpreting import interpret
 from packtrain.models import transformer
 from packtrain.models.config import Config
 from packtrain.optim import AdamW
@@ -328,7 +329,17 @@ def test_gradients_of_every_architecture(name: str) -> None:
     weights = {n: w for n, w in random_weights(config).items() if n in read}
     batch = models.batch(config, 2, 20)
     got, want = (models.bind(graph, weights, backend=b)(batch) for b in (THERE, backends.cpu))
-    checks.all_close(got, want, name)
+    far = [n for n in want if checks.apart(got[n], want[n]) > checks.limit(got[n])]
+    near = [n for n in want if n not in far]
+    checks.all_close({n: got[n] for n in near}, {n: want[n] for n in near}, name)
+    true = interpret(graph, {**weights, **batch}) if far else {}
+    for n in (
+        far
+    ):  # where f32 itself is that far from float64, PyTorch may be no further from it than the cpu
+        off, own = (checks.apart(one[n], np.asarray(true[n], np.float32)) for one in (got, want))
+        assert off <= max(own, checks.limit(got[n])), (
+            f"{name}: {n}: off by {off:.3g}, the cpu by {own:.3g}"
+        )
 
 
 SHAPE = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16, max_norm=1.0)

@@ -1,6 +1,6 @@
 """Exchanges with other processes as calls, in written order: all ranks run the same graph, so they meet at each.
 
-A process alone is the only one of its run: see `ranks.here`.
+A process alone is the only one of its run: see `ranks.here`. Several work on the cpu; on PyTorch there is one.
 """
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import elementwise
+from packtrain.ops.torch import torch
 from packtrain.optim.parts import Share
 from packtrain.ranks import here, part_of
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
@@ -42,6 +43,12 @@ def reduce_scatter_cpu(out, total, g, fresh, *, share):
     here().reduce_scatter(flat(g), flat(total), bool(fresh), share)
 
 
+@reduce_scatter.kernel("torch")
+def reduce_scatter_torch(out, total, g, fresh, *, share):
+    own = g.view(-1)[part_of(g.numel(), *share)].view(total.shape)
+    torch.where(fresh != 0, own, total + own, out=total)
+
+
 reduce_scatter.cost(elementwise())
 
 
@@ -68,6 +75,9 @@ def arrive_cpu(out, total, g):
     here().arrived()
 
 
+arrive.kernel("torch")(arrive_numpy)
+
+
 @arrive.samples
 def arrive_samples():
     yield arrive(state("total", (5,)), input("g", (8,)))
@@ -88,6 +98,11 @@ def all_reduce_numpy(y, x):
 @all_reduce.kernel("cpu")
 def all_reduce_cpu(y, x):
     y[...] = here().total(float(x))
+
+
+@all_reduce.kernel("torch")
+def all_reduce_torch(y, x):
+    y.copy_(x)
 
 
 @all_reduce.samples

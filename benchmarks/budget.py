@@ -30,9 +30,8 @@ MIB = 1 << 20
 MINIMUM = re.compile(r"smallest --memory that would do is (\d+)MiB")
 COUNTED = re.compile(r"^(VmData|RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
 MOST_WORK = 3e10  # tokens of a step times parameters of all blocks
-SPARE = (
-    24 * MIB
-)  # by which what is reserved differs from run to run: the larger the plan, the more heap it leaves
+# by which what is reserved differs from run to run: the larger the plan, the more heap it leaves
+SPARE = 24 * MIB
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # each further one reserves 64 MiB, or does not, by chance
 DEEPEST = "--dim 128 --layers 24 --heads 4 --kv-heads 2 --ffn 256 --ctx 64 --batch-size 4 --vocab-size 1000"
 OFTEN = "--iters 6 --steps-per-eval 2 --val-batches 2 --save-every 2 --no-tensorboard --overwrite"

@@ -95,9 +95,8 @@ def compare(path: Path, seed: int, count: int, every: int) -> tuple[int, int]:
     metadata, theirs = gguf.GGUF(path).metadata, Theirs(path)
     sides = [Tokenizer(metadata, few=sys.maxsize), Tokenizer(metadata, few=0)]
     wrong, done = int(sides[0].encode("ab", special=False) != whole(theirs, b"ab")), 0
-    spells = (
-        metadata.get("tokenizer.ggml.pre") != "whitespace"
-    )  # whose pieces are [UNK_BYTE_…] there
+    # whose pieces are [UNK_BYTE_…] there
+    spells = metadata.get("tokenizer.ggml.pre") != "whitespace"
     for text, special in lines(seed, count, every):
         done += 1
         wanted = theirs.encode(text, special)

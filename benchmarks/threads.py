@@ -19,10 +19,8 @@ import packtrain as pt
 from packtrain.memory import private_nbytes, settle
 from tests.architectures import random_model
 
-SETTLED, GROWTH = (
-    5.0,
-    2 << 20,
-)  # seconds until memory is measured, and bytes that arrays of other sizes may leave
+# seconds until memory is measured, and bytes that arrays of other sizes may leave
+SETTLED, GROWTH = 5.0, 2 << 20
 MORE = 3  # times
 TOKENS = 24
 SIZES: dict[str, Any] = {

@@ -56,9 +56,8 @@ INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # more are never used, and take time to start
+    # more are never used, and take time to start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _streams()
     given = _given(_parser(_asked(arguments)), arguments)
     if given is None:

@@ -24,11 +24,8 @@ from packtrain.placing import Placed, Step, place
 from packtrain.run import Executor, Session
 from packtrain.tensor import Tensor, input, weight
 
-LEAST_ROUNDS, ROUNDS, SPENT = (
-    3,
-    30,
-    0.04,
-)  # rounds of a call, and seconds after which there are no more
+# rounds of a call, and seconds after which there are no more
+LEAST_ROUNDS, ROUNDS, SPENT = 3, 30, 0.04
 WAITED = (
     0.15  # share of the time for which another program delayed a thread: then the machine is busy
 )

@@ -18,9 +18,8 @@ from packtrain.optim import AdamW
 from tests.models import batch, bind, evaluation, steps, values
 
 CONFIG = Config(300, 64, 64, 2, 160, 4, 2)
-WIDE = Config(
-    512, 128, 160, 1, 512, 4, 2
-)  # with 4 x 128 tokens every kind of kernel runs in parallel
+# with 4 x 128 tokens every kind of kernel runs in parallel
+WIDE = Config(512, 128, 160, 1, 512, 4, 2)
 OPTIMIZER = AdamW(lr=1e-3)
 SHAPES = {"train": (2, 32), "small": (1, 24), "eval": (2, 32)}
 

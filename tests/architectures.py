@@ -268,9 +268,8 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     for name, leaf in transformer.weights(config).items():
         uniform = rng.random_sample(leaf.shape) * 2 - 1
         if name.endswith(("ssm_a", "ssm_dt.bias")):
-            value = (uniform - 1.2) * (
-                1 if name.endswith("a") else 2
-            )  # decays, and steps about 0.1
+            # decays, and steps about 0.1
+            value = (uniform - 1.2) * (1 if name.endswith("a") else 2)
         elif name.startswith("rope_"):
             value = np.geomspace(1, 8 if "long" in name else 3, leaf.shape[0]) * (
                 1.2 + 0.1 * uniform

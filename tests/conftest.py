@@ -25,9 +25,8 @@ NEEDS = {
 }
 SLOW = tuple(Path(__file__).with_name("slow.txt").read_text().splitlines())
 
-os.environ.setdefault(
-    "PACKTRAIN_DEBUG", "calls"
-)  # read when kernels are loaded, here and by children
+# read when kernels are loaded, here and by children
+os.environ.setdefault("PACKTRAIN_DEBUG", "calls")
 
 # a shell's background job ignores these, and so would the children of tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -16,15 +16,8 @@ import numpy as np
 from packtrain.dtypes import DTYPES, Dtype
 
 RECORD = Path(__file__).parent / "goldens" / "packed.json"
-PLAIN = (
-    "q2_K",
-    "q3_K",
-    "iq4_nl",
-    "iq4_xs",
-    "iq3_xxs",
-    "iq3_s",
-    "iq2_s",
-)  # packed bit for bit without weights
+# packed bit for bit without weights
+PLAIN = ("q2_K", "q3_K", "iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_s")
 WEIGHED = (  # and with them
     *("q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K"),
     *("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"),

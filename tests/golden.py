@@ -48,9 +48,8 @@ def record(case: Case) -> Record:
 
     from tests import torch_llama
 
-    torch.set_num_threads(
-        1
-    )  # as fast for models this small, and quiet beside the kernels' own threads
+    # as fast for models this small, and quiet beside the kernels' own threads
+    torch.set_num_threads(1)
     given, made = values(case.config), Record()
     for name, dtype in (("f32", torch.float32), ("f64", torch.float64)):
         found = torch_llama.gradients(case.config, given, case.batches[0], dtype)

@@ -26,11 +26,8 @@ from tests.models import apart, batch, bind, logits
 from tests.numpy_models import Model
 
 TIME = 40  # longer than the windows
-F32, F64, SEEN = (
-    1e-4,
-    1e-10,
-    3e-3,
-)  # of logits of size 1; SEEN is what a wrong variant is at least off by
+# of logits of size 1; SEEN is what a wrong variant is at least off by
+F32, F64, SEEN = 1e-4, 1e-10, 3e-3
 # of differences, smaller where the second derivative of relu² jumps, where a step would choose other experts, where
 # scores are not divided, and where short vectors are divided by their lengths
 STEP = dict.fromkeys(

@@ -13,11 +13,8 @@ import packtrain.optim  # its ops are known when it is loaded
 from packtrain import ops
 from packtrain.tensor import OPS, Op
 
-LEFT_OUT = (
-    "packtrain.kernels.",
-    "packtrain.checking.peers",
-    "packtrain.benching.torch_",
-)  # they load numba, and PyTorch
+# they load numba, and PyTorch
+LEFT_OUT = ("packtrain.kernels.", "packtrain.checking.peers", "packtrain.benching.torch_")
 MODULES = [
     packtrain,
     *(

@@ -7,12 +7,8 @@ import pytest
 from tests import faults_experts, faults_gradients, faults_kernels, faults_plans
 from tests.faults import FAULTS, Check, Fault
 
-LISTS = (
-    faults_experts,
-    faults_kernels,
-    faults_gradients,
-    faults_plans,
-)  # they filled FAULTS when they were imported
+# they filled FAULTS when they were imported
+LISTS = (faults_experts, faults_kernels, faults_gradients, faults_plans)
 passed: set[Check] = set()
 
 

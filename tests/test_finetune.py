@@ -554,9 +554,8 @@ def test_a_plan_tells_what_is_mapped_and_what_strict_adds(folder, tmp_path, caps
         p["total_bytes"] - sum(p[f"{n}_bytes"] for n in ("weights", "state", "arena", "loop"))
         for p in plans
     ]
-    assert (
-        abs(private[1] - private[0] - mapped) < 4 << 20
-    )  # what the process holds differs a little
+    # what the process holds differs a little
+    assert abs(private[1] - private[0] - mapped) < 4 << 20
     assert not list(tmp_path.glob("*.run"))
 
 

@@ -151,9 +151,8 @@ def test_shards_move_as_a_whole_and_epochs_differ():
 def test_accumulation(optimizer, physical, model):
     runs = pt.Trainer(model, optimizer, batch=6, physical=physical, values=START)
     divisor, data = (6 if runs.model.mean else 1), six()
-    pace = (
-        1 if optimizer is ADAMW or runs.model.mean else 6
-    )  # SGD moves by the gradient, 6 for a sum
+    # SGD moves by the gradient, 6 for a sum
+    pace = 1 if optimizer is ADAMW or runs.model.mean else 6
     for e in (1, 2, 3, 4):
         for count, batch in enumerate(data.batches(physical), 1):
             runs.add_gradients(batch, fresh=count == 1)

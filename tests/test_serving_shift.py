@@ -37,9 +37,8 @@ def written(client: TestClient, **more: Any) -> Any:
     return answer.json()
 
 
-@pytest.mark.parametrize(
-    "arch", ["llama", "gemma3", "gpt2", "qwen35"]
-)  # windows; learned positions; states
+# windows; learned positions; states
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2", "qwen35"])
 def test_an_answer_longer_than_the_context(tmp_path, arch):
     with serving(tmp_path, arch) as (client, engine):
         found = written(client)

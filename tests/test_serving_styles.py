@@ -175,6 +175,5 @@ def test_a_grammar_takes_what_the_template_writes(name: str, several: bool, tmp_
         .grammar(tokenizer)
         .allowed(tokenizer.vocab_size)
     )
-    assert (
-        strict is not None and not strict[tokenizer.tokens.index(b"<0x78>")]
-    )  # an x begins no call
+    # an x begins no call
+    assert strict is not None and not strict[tokenizer.tokens.index(b"<0x78>")]

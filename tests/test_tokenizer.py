@@ -250,9 +250,8 @@ def test_long_texts_take_little_more_than_their_length(unit: str):
     tokenizer, text = tiny(), unit * (200_000 // len(unit))
     began = time.thread_time()
     ids = tokenizer.encode(text)
-    assert (
-        time.thread_time() - began < 10
-    )  # one second here; with quadratic time it would be an hour
+    # one second here; with quadratic time it would be an hour
+    assert time.thread_time() - began < 10
     assert tokenizer.decode(ids) == text
 
 

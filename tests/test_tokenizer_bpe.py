@@ -253,9 +253,8 @@ def test_long_texts_take_little_more_than_their_length(rule: str, unit: str):
     tokenizer, text = tiny(pre=rule, bos_token_id=0), unit * (100_000 // len(unit))
     began = time.thread_time()
     ids = tokenizer.encode(text, bos=False)
-    assert (
-        time.thread_time() - began < 10
-    )  # half a second here; with quadratic time it would be minutes
+    # half a second here; with quadratic time it would be minutes
+    assert time.thread_time() - began < 10
     assert tokenizer.decode(ids) == text
 
 

@@ -271,9 +271,8 @@ def test_a_curve_shows_the_losses() -> None:
     losses = [4.0, 3.0, 2.0]
     picture = drawn(*({"step": i, "loss": loss} for i, loss in enumerate(losses, 1)))
     (x, y) = places(parts(picture, "polyline")[1]).T
-    assert (
-        np.ptp(np.diff(x)) < 0.2 and np.ptp(np.diff(y)) < 0.2
-    )  # a straight line, to a tenth of a pixel
+    # a straight line, to a tenth of a pixel
+    assert np.ptp(np.diff(x)) < 0.2 and np.ptp(np.diff(y)) < 0.2
     assert np.diff(x)[0] > 0 and np.diff(y)[0] > 0  # down the page
     labels = {t.text: float(t.attrib["y"]) - 4 for t in parts(picture, "text")}
     assert np.allclose([labels["4.0"], labels["3.0"], labels["2.0"]], y, atol=0.2)

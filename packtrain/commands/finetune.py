@@ -26,9 +26,8 @@ def run(settings: TuneSettings) -> int:
     job = done.plan.job  # a resumed run may have taken settings from its folder
     say(f"{done.output}: {size_text(done.output.stat().st_size)}")
     tuned = cast(Tuned, job.subject)
-    beside = (
-        not tuned.model.config.kv_lora_rank
-    )  # there llama.cpp leaves an adapter's attention out
+    # there llama.cpp leaves an adapter's attention out
+    beside = not tuned.model.config.kv_lora_rank
     for command in _uses(cast(TuneSettings, job.settings), tuned, beside):
         say(f"  {command}")
     return 0

@@ -22,9 +22,8 @@ from packtrain.words import in_colour
 
 WIDTH = 100
 
-PAYLOAD = (
-    1448 / 1538
-)  # of what a link carries: TCP's bytes of a whole Ethernet frame with the gap after it
+# of what a link carries: TCP's bytes of a whole Ethernet frame with the gap after it
+PAYLOAD = 1448 / 1538
 
 
 @dataclass(frozen=True)

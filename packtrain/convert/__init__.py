@@ -23,6 +23,7 @@ __all__ = ["AUTO", "TYPES", "convert"]
 
 AUTO = "auto"
 TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
+# llama.cpp accepts no others
 ALWAYS_F32 = (
     "_norm.weight",
     "ffn_gate_inp.weight",
@@ -30,7 +31,7 @@ ALWAYS_F32 = (
     ".bias",
     "position_embd.weight",
     FILTERS,
-)  # llama.cpp accepts no others
+)
 HALF_MOST = 65_504.0
 
 

@@ -294,10 +294,8 @@ def _by_documents(pieces: Iterable[Piece], every: int) -> Iterator[Piece]:
 
 def _by_place(pieces: Iterable[Piece], place: int) -> Iterator[Piece]:
     """Text before the place is for training, the rest for validation; may cut a document in two."""
-    seen, held = (
-        0,
-        "",
-    )  # characters before `held`; text around the place, until it contains a line end
+    # characters before `held`; text around the place, until it contains a line end
+    seen, held = 0, ""
     for piece in pieces:
         text = held + piece.text
         if seen >= place:

@@ -6,10 +6,8 @@ from dataclasses import replace
 from packtrain.design.plans import CHUNK, StepShape
 
 CHUNKS = (CHUNK, 64, 16)
-PARTS, BLOCKS = (
-    8,
-    256,
-)  # most micro-batches of a graph, and blocks counted for each: building it takes time
+# most micro-batches of a graph, and blocks counted for each: building it takes time
+PARTS, BLOCKS = 8, 256
 
 
 def candidates(shape: StepShape, fixed: bool = False) -> Iterator[StepShape]:

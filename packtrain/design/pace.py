@@ -10,10 +10,8 @@ from packtrain.watch.progress import clock
 
 BLOCK = 64  # positions per block of queries and of keys in attention
 STEPS = 5  # steps compared; not the first of a run, which touches its memory first
-OFF, WORTH = (
-    0.2,
-    10.0,
-)  # share of the expected time, and seconds until the end, below which no message is printed
+# share of the expected time, and seconds until the end, below which no message is printed
+OFF, WORTH = 0.2, 10.0
 WAITED = 0.2  # share of the time for which other programs had the processor
 
 

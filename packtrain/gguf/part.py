@@ -30,12 +30,10 @@ from packtrain.gguf.format import (
 )
 
 LEAST = 24  # bytes of an empty file
-MOST_THINGS = (
-    1 << 14
-)  # keys, and tensors: real files have hundreds, and each costs more here than there
-MOST_STRINGS = (
-    1 << 21
-)  # in arrays, all together: the largest vocabularies have 0.8 million texts and merges
+# keys, and tensors: real files have hundreds, and each costs more here than there
+MOST_THINGS = 1 << 14
+# in arrays, all together: the largest vocabularies have 0.8 million texts and merges
+MOST_STRINGS = 1 << 21
 MOST_NBYTES = 2**63 - 1  # of an array, if no axis were 0: what NumPy and ggml can count
 MOST_ALIGNMENT = 1 << 20
 SHOWN = 80  # characters of a text of the file in an error

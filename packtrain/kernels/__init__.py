@@ -45,15 +45,8 @@ WRITING = (
     "rounded",
     "rows",
 )
-LEARNING = (
-    *WRITING,
-    "attention",
-    "attention_back",
-    "cast",
-    "loss",
-    "packing",
-    "reduce",
-)  # plus those of the optimizer
+# plus those of the optimizer
+LEARNING = (*WRITING, "attention", "attention_back", "cast", "loss", "packing", "reduce")
 EXPERTS = ("experts", "softmax")
 CONVS = ("short_conv",)
 SCANS = ("short_conv", "scan")

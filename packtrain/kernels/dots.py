@@ -11,6 +11,5 @@ explain(simd, bits)
 form = f32(i64, i64, i64)
 DOTS = from_rooms("dot", part(form, forceinline=False))
 FUSED = tuple(dtype.number for dtype in DOTS)
-dot = choice(
-    DOTS, form, blocks=False
-)  # (kind, x, w, n) of a kind in FUSED; n is a multiple of 32 and of the block
+# (kind, x, w, n) of a kind in FUSED; n is a multiple of 32 and of the block
+dot = choice(DOTS, form, blocks=False)

@@ -239,9 +239,8 @@ def halves_every(builder, address, nbytes):
     for i in range(4):
         one = read(builder, I16, address, builder.mul(nbytes, I64(i)))
         four = builder.or_(four, builder.shl(builder.zext(one, I64), I64(16 * i)))
-    values = builder.fpext(
-        builder.bitcast(four, ir.VectorType(HALF, 4)), ir.VectorType(F32, 4)
-    )  # through one word: LLVM inserts halves one by one, each waiting for the last use of a register
+    # through one word: LLVM inserts halves one by one, each waiting for the last use of a register
+    values = builder.fpext(builder.bitcast(four, ir.VectorType(HALF, 4)), ir.VectorType(F32, 4))
     zeros = ir.Constant(values.type, [0.0] * 4)
     return shuffled(builder, values, [*range(4), *[4] * 12], zeros)
 

@@ -17,11 +17,8 @@ NONE, FOUND, STOPPED = 0, 1, 2
 KEY = 62  # bits of a key
 FIRST, LAST, SIZE, RANK = 0, 1, 2, 3  # rows of buffers
 WORK, STOP, TARGET, BITS = 0, 1, 2, 3  # limits
-TOTAL, CROSSING, FILLED = (
-    0,
-    1,
-    2,
-)  # rows of sections: bytes not yet placed, buffers over the left edge, scratch
+# rows of sections: bytes not yet placed, buffers over the left edge, scratch
+TOTAL, CROSSING, FILLED = 0, 1, 2
 
 
 @kernel(void(line, i64, i64))

@@ -86,9 +86,8 @@ def feedback(squares: np.ndarray, shift: np.ndarray | None) -> Feedback:
     inverse = np.empty((n, n))
     for row, at in zip(inverse, order[::-1], strict=True):
         row[:] = squares[at, order[::-1]]
-    inverse.flat[:: n + 1] += (
-        DAMPING * float(diagonal.mean()) or 1.0
-    )  # also for columns without input
+    # also for columns without input
+    inverse.flat[:: n + 1] += DAMPING * float(diagonal.mean()) or 1.0
     cholesky(inverse)
     invert_lower(inverse)
     squares[...] = inverse[::-1, ::-1]

@@ -7,9 +7,8 @@ from packtrain.dtypes import MERGED, Dtype
 from packtrain.errors import InputError
 from packtrain.gguf import Entry
 
-SHARE = (
-    1 / 3
-)  # share of the bytes of all matrices that is enlarged first, from those that lose most
+# share of the bytes of all matrices that is enlarged first, from those that lose most
+SHARE = 1 / 3
 
 
 def bits(dtype: Dtype) -> float:

@@ -64,9 +64,8 @@ class RopeScaling:
     def attention_growth(self) -> float:
         """What queries and keys from narrow vectors are multiplied by in scores: deepseek2.cpp."""
         whole = _log_growth(self.divisor) if self.type != "yarn" else 1.0
-        longer = 1.0 + self.log_multiplier * math.log(
-            self.divisor
-        )  # the key has a tenth of the multiplier
+        # the key has a tenth of the multiplier
+        longer = 1.0 + self.log_multiplier * math.log(self.divisor)
         return self.magnitude(self.divisor, True) * whole * longer
 
     def blend(self, dims: int, base: float, context: int) -> tuple[float, float] | None:

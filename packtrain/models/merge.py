@@ -22,10 +22,8 @@ from packtrain.ops.stored import stored_rows
 from packtrain.quant import dequantize, quantize_measured
 
 PART = 1 << 15  # elements changed at a time: a run that ends still holds all its memory
-DROPPED = (
-    "split.",
-    "general.base_model.",
-)  # prefixes of keys that are not valid for the new file
+# prefixes of keys that are not valid for the new file
+DROPPED = ("split.", "general.base_model.")
 
 Rows = Callable[[int, int], np.ndarray]
 Done = Callable[[Entry, Dtype, float], None]

@@ -235,9 +235,8 @@ def attention_samples():
         yield attention(*qkv, *places, sinks, scale=scale, **rule)[0]
 
 
-@op(
-    inplace=(1,)
-)  # dq may overwrite y, which is read first; dy and q are read until a block is done
+# dq may overwrite y, which is read first; dy and q are read until a block is done
+@op(inplace=(1,))
 def attention_back(
     dy: Tensor,
     y: Tensor,

@@ -20,10 +20,8 @@ UNPACKING, PACKED_SMALL = 16, 1 << 21  # of kernels.packed
 LEAST_COLUMNS = 256  # dequantized at a time
 KEYS = 64  # of a block in attention
 SLICE = 288  # columns of logits at a time in the head
-PARTS, LEAST_PART = (
-    16,
-    64,
-)  # of the vocabulary: tasks of the head, by which it sums dx; rows of w in one
+# of the vocabulary: tasks of the head, by which it sums dx; rows of w in one
+PARTS, LEAST_PART = 16, 64
 WIDE = 128  # columns of an expert's task
 SERIAL = 1 << 14  # below this many elements a parallel region does not pay
 

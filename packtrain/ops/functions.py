@@ -13,10 +13,8 @@ from packtrain.ops.torch import copied, filled, filled_by_aten, torch
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 QUICK = 1.702  # gelu_quick(x) = x sigmoid(QUICK x)
-GELU_CUBE, GELU_FACTOR = (
-    0.044715,
-    (8 / math.pi) ** 0.5,
-)  # gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
+# gelu(x) = x sigmoid(FACTOR (x + CUBE x**3))
+GELU_CUBE, GELU_FACTOR = (0.044715, (8 / math.pi) ** 0.5)
 
 
 def _real(x: Tensor) -> Spec:

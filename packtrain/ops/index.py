@@ -79,9 +79,8 @@ def get_rows_torch(y, w, ids):
 
 @get_rows.cost
 def get_rows_cost(y, w, ids):
-    return Cost(
-        nbytes=2 * y.spec.nbytes + ids.spec.nbytes
-    )  # reads as much of the table as it writes
+    # reads as much of the table as it writes
+    return Cost(nbytes=2 * y.spec.nbytes + ids.spec.nbytes)
 
 
 @get_rows.samples

@@ -21,10 +21,8 @@ from packtrain.ops.elementwise import mul
 from packtrain.ops.shape import reshape
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
-PARTS, LEAST_PART = (
-    16,
-    64,
-)  # of the vocabulary, by which dx of the head is summed, and rows of w in one
+# of the vocabulary, by which dx of the head is summed, and rows of w in one
+PARTS, LEAST_PART = 16, 64
 
 
 def _check_targets(targets: Tensor, weights: Tensor, shape: tuple[int, ...]) -> None:

@@ -188,9 +188,8 @@ def rope_torch(y, x, table, *, neox, inverse):
 
 @rope.cost
 def rope_cost(y, x, table, *, neox, inverse):
-    return Cost(
-        {"exp": 0.3 * x.spec.size + 15 * x.spec.size / x.shape[-1]}
-    )  # plus an overhead per head
+    # plus an overhead per head
+    return Cost({"exp": 0.3 * x.spec.size + 15 * x.spec.size / x.shape[-1]})
 
 
 @rope.samples

@@ -145,9 +145,8 @@ def opt_step_adamw_torch(out, w, g, m, v, hyper, gate, key, *, decay, stream):
 
 @opt_step_adamw.cost
 def opt_step_adamw_cost(out, w, *given, decay, stream):
-    return Cost(
-        {"exp": (2 if w.dtype == f32 else 4) * w.spec.size}
-    )  # a root, two divisions, a random number
+    # a root, two divisions, a random number
+    return Cost({"exp": (2 if w.dtype == f32 else 4) * w.spec.size})
 
 
 @opt_step_adamw.samples

@@ -12,10 +12,8 @@ import numpy as np
 ARMIJO, WOLFE, STRONG, NONE = "armijo", "wolfe", "strong-wolfe", "none"
 CONDITIONS = (STRONG, WOLFE, ARMIJO, NONE)
 CURVED = 1e-10  # least s.y over y.y of a pair that counts
-NEAREST, FARTHEST = (
-    0.1,
-    10.0,
-)  # of the next trial, as parts of an interval, or as a multiple of the last
+# of the next trial, as parts of an interval, or as a multiple of the last
+NEAREST, FARTHEST = 0.1, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +112,8 @@ def direction(dots: np.ndarray, newest_first: Sequence[int]) -> np.ndarray:
     m = dots.shape[1] - 1
     sy, yy = np.diag(dots[1 : m + 1, 1:]), np.diag(dots[m + 1 :, 1:])
     pairs = [i for i in newest_first if sy[i] > CURVED * yy[i] > 0]
-    by_gradients = np.array(
-        [0, *range(m + 1, 2 * m + 1)]
-    )  # g and y_0 …, of which the first sum is made
+    # g and y_0 …, of which the first sum is made
+    by_gradients = np.array([0, *range(m + 1, 2 * m + 1)])
     c, shares = np.zeros(2 * m + 1), dict[int, float]()
     c[0] = 1.0
     for i in pairs:

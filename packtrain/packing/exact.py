@@ -26,10 +26,8 @@ WORK = 100_000_000  # limit of the total work, if no time is given: a second or 
 ENDLESS = 1 << 62
 ROOM = 1 << 26  # most numbers in the search's own stack; few of them are ever used
 STACK, STEP = 16 << 20, 2 << 10  # bytes of a thread's stack: least, for each buffer; one is a level
-LOADING, COMPILING = (
-    0.5,
-    15.0,
-)  # seconds without which kernels are not begun to be loaded, or compiled
+# seconds without which kernels are not begun to be loaded, or compiled
+LOADING, COMPILING = 0.5, 15.0
 LOOK = 0.02  # seconds between two looks at the clock
 FOUND, STOPPED = 1, 2  # 0: no solution exists
 UNLIMITED = Clock(None)

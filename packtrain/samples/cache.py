@@ -15,10 +15,8 @@ from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
 FORMAT = 6  # increase it to rebuild all caches
-VOCABULARY = (
-    "tokenizer.",
-    "general.name",
-)  # for some vocabularies the name decides how whitespace is treated
+# for some vocabularies the name decides how whitespace is treated
+VOCABULARY = ("tokenizer.", "general.name")
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,8 @@ def _place(s: Sampling) -> Cut:
     biases = s.biases.values()
     if s.mirostat or any(bias > 0 for bias in biases):
         return Cut()
-    most = MOST - len(
-        biases
-    )  # the likeliest, once some are less likely, were among so many more before
+    # the likeliest, once some are less likely, were among so many more before
+    most = MOST - len(biases)
     active = [name for name in s.order if not _idle(s, name)]
     fixed = s.dynatemp_range <= 0
     if "temperature" in active and fixed and s.temp <= 0 and GREEDY.issuperset(active):

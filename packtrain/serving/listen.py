@@ -18,9 +18,8 @@ CONNECTIONS = 128  # at once; beyond them, those that ask nothing are closed
 LINGER = 30.0  # seconds that running answers have once a signal came
 TELLING = 1.0  # seconds in which clients can take that their answers ended, after a second signal
 IDLE = 30.0  # seconds that a connection may ask nothing, and that what is sent may not be taken
-UNSENT = (
-    16 << 20
-)  # most bytes of answers that clients have not taken; beyond them, the slowest are cut
+# most bytes of answers that clients have not taken; beyond them, the slowest are cut
+UNSENT = 16 << 20
 BACKLOG = 128
 
 

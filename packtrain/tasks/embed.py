@@ -64,12 +64,13 @@ def embed(settings: Embed, events: Events) -> Embedded:
     ids = _encoded(model.tokenizer(), texts)
     most = settings.ctx or model.config.context_length
     check_texts(ids, most)
-    check_context(model.config, settings.ctx or max(map(len, ids)), events.message)
+    longest = settings.ctx or max(map(len, ids))
+    check_context(model.config, longest, events.message)
     cells, sequences = room([len(text) for text in ids])
     check_cache(model, cells, settings.cache_type)
     context = Context(
         model, cells=cells, sequences=sequences, cache=settings.cache_type, checkpoints=0, hidden=True,
-        target=target(settings.device), longest=settings.ctx or max(map(len, ids)),
+        target=target(settings.device), longest=longest,
     )  # fmt: skip
     vectors = list[np.ndarray]()
     with events.counting("embedding", "text") as told, events.stopping() as stopped:

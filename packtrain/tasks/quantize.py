@@ -196,9 +196,8 @@ def _calibrated(
     if not any(dtype.layout for dtype in inside.values()):
         raise InputError(NOTHING)
     data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
-    for dtype in set(changed.values()) & set(
-        WRITABLE
-    ):  # loads kernels and tables, which count then
+    # loads kernels and tables, which count then
+    for dtype in set(changed.values()) & set(WRITABLE):
         quantize_measured(np.zeros((1, dtype.block), np.float32), dtype)
     limit = memory_left(settings.memory)
     found = reading(model, inside, data.time, data.windows, limit, tokens=TOKENS)

@@ -202,9 +202,8 @@ class Lane:
         ends, count = t.splitter.split(raw, parts.astype(np.int32))
         longest = int(np.diff(ends[:count], prepend=np.int32(0)).max(initial=0)) + 1
         room = np.empty((4, longest), np.int32), *(np.empty(k * longest, np.int64) for k in (1, 3))
-        ids = np.empty(
-            (3 if len(t.order) else 1) * len(raw), np.int32
-        )  # a space may be three bytes
+        # a space may be three bytes
+        ids = np.empty((3 if len(t.order) else 1) * len(raw), np.int32)
         totals = np.empty(len(parts), np.int64)
         strings = t.strings.text, t.strings.starts, t.strings.slots
         vocabulary, whole = (strings, t.pairs, t.order, t.singles), LOOKED_UP[t.whole]

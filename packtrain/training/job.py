@@ -105,9 +105,8 @@ class Job:
         same = self.shape.evaluations > 1 and len(self.train) <= asked
         first = 0 if same else (step - 1) * asked
         size, rows = self.settings.batch_size, self.shape.rows * self.shape.micros
-        begin = (
-            here().rank * rows
-        )  # of the rows of the step, in their order, each rank takes as many
+        # of the rows of the step, in their order, each rank takes as many
+        begin = here().rank * rows
         parts = list[Batch]()
         for i in range(begin // size, -(-(begin + rows) // size)):
             own = max(begin - i * size, 0), min(begin + rows - i * size, size)

@@ -84,6 +84,5 @@ def dot_bf16(x, w, n):
 def pack_bf16(y, x, n):
     for i in range(n):
         word = word_at(x, i)
-        put_short(
-            y, i, (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-        )  # round to nearest, ties to even
+        # round to nearest, ties to even
+        put_short(y, i, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)

@@ -3,12 +3,11 @@
 import numpy as np
 
 from packtrain.types.iq import iq2_s, iq2_xs, iq2_xxs
-from packtrain.types.lattice import ALL, OFF, fit_block, put_nibbles, quantized, sevens
+from packtrain.types.lattice import ALL, OFF, fit_block, put_nibbles, put_scales, sevens
 from packtrain.types.words import (
     byte_at,
     put_byte,
     put_bytes,
-    put_half,
     put_short,
     put_word,
     scratch,
@@ -26,11 +25,8 @@ def snap_iq2_xxs(y, x, w, t, n):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
     for b in range(n):
         to, at, by = y + b * 66, x + b * 1024, w + b * 1024
-        d = fit_block(numbers, signs, scales, at, by, t, 32, 8, 1, NOTHING, 6, f32(0.1), ALL) / f32(
-            31
-        )
-        put_half(to, 0, d)
-        put_bytes(levels, 0, quantized(scales, d))
+        highest = fit_block(numbers, signs, scales, at, by, t, 32, 8, 1, NOTHING, 6, f32(0.1), ALL)
+        put_scales(to, levels, scales, highest, f32(1))
         for i in range(8):
             for k in range(4):
                 put_byte(to + 2, i * 8 + k, byte_at(numbers, 2 * (i * 4 + k)))
@@ -42,11 +38,8 @@ def snap_iq2_xs(y, x, w, t, n):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
     for b in range(n):
         to, at, by = y + b * 74, x + b * 1024, w + b * 1024
-        d = fit_block(numbers, signs, scales, at, by, t, 16, 8, 1, NOTHING, 9, f32(0.1), OFF) / f32(
-            31
-        )
-        put_half(to, 0, d)
-        put_bytes(levels, 0, quantized(scales, d))
+        highest = fit_block(numbers, signs, scales, at, by, t, 16, 8, 1, NOTHING, 9, f32(0.1), OFF)
+        put_scales(to, levels, scales, highest, f32(1))
         put_nibbles(to + 66, levels, 16)
         for i in range(32):
             put_short(to + 2, i, short_at(numbers, i) | ((byte_at(signs, i) & 127) << 9))
@@ -57,11 +50,10 @@ def snap_iq2_s(y, x, w, t, n):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
     for b in range(n):
         to, at, by = y + b * 82, x + b * 1024, w + b * 1024 if w != 0 else 0
-        d = fit_block(
+        highest = fit_block(
             numbers, signs, scales, at, by, t, 16, 8, 0, f32(1e-8), 9, f32(0.1), OFF
-        ) / f32(31)
-        put_half(to, 0, d * f32(0.9875))
-        put_bytes(levels, 0, quantized(scales, d))
+        )
+        put_scales(to, levels, scales, highest, f32(0.9875))
         put_nibbles(to + 74, levels, 16)
         for i in range(2):
             put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))

@@ -3,11 +3,10 @@
 import numpy as np
 
 from packtrain.types.iq import iq3_s, iq3_xxs
-from packtrain.types.lattice import ANY, OFF, fit_block, put_nibbles, quantized, sevens
+from packtrain.types.lattice import ANY, OFF, fit_block, put_nibbles, put_scales, sevens
 from packtrain.types.words import (
     byte_at,
     put_bytes,
-    put_half,
     put_short,
     put_word,
     scratch,
@@ -24,11 +23,10 @@ def snap_iq3_xxs(y, x, w, t, n):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
     for b in range(n):
         to, at, by = y + b * 98, x + b * 1024, w + b * 1024 if w != 0 else 0
-        d = fit_block(
+        highest = fit_block(
             numbers, signs, scales, at, by, t, 32, 4, 1, f32(1e-8), 15, f32(0.2), OFF
-        ) / f32(31)
-        put_half(to, 0, d * f32(1.0125))
-        put_bytes(levels, 0, quantized(scales, d))
+        )
+        put_scales(to, levels, scales, highest, f32(1.0125))
         for i in range(4):
             put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))
         for i in range(8):
@@ -40,11 +38,8 @@ def snap_iq3_s(y, x, w, t, n):
     numbers, signs, scales, levels = scratch(32), scratch(8), scratch(16), scratch(4)
     for b in range(n):
         to, at, by = y + b * 110, x + b * 1024, w + b * 1024 if w != 0 else 0
-        d = fit_block(numbers, signs, scales, at, by, t, 32, 4, 0, f32(0), 9, f32(0.2), ANY) / f32(
-            31
-        )
-        put_half(to, 0, d * f32(1.033))
-        put_bytes(levels, 0, quantized(scales, d))
+        highest = fit_block(numbers, signs, scales, at, by, t, 32, 4, 0, f32(0), 9, f32(0.2), ANY)
+        put_scales(to, levels, scales, highest, f32(1.033))
         put_nibbles(to + 106, levels, 8)
         for i in range(4):
             put_bytes(to + 2, i * 16, shorts_at(numbers, i * 16))

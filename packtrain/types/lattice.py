@@ -25,6 +25,7 @@ from packtrain.types.words import (
     poke,
     put_byte,
     put_bytes,
+    put_half,
     put_short,
     put_word,
     scratch,
@@ -41,11 +42,8 @@ from packtrain.types.words import (
 
 f32 = np.float32
 FAR, ROUND = f32(np.finfo(f32).max), f32(1.5 * 2**23)
-OFF, ANY, ALL = (
-    0,
-    1,
-    2,
-)  # which points are sought anew with the fitted scale: those off the grid, all if one was, all
+# which points are sought anew with the fitted scale: those off the grid, all if one was, all
+OFF, ANY, ALL = 0, 1, 2
 
 
 @part
@@ -246,10 +244,12 @@ def fit_block(
     return highest
 
 
-@part
-def quantized(scales: int, d: f32) -> Ints:
-    """Scales as levels 0 to 15."""
-    return levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15))
+@code
+def put_scales(y: int, levels: int, scales: int, highest: f32, by: f32) -> None:
+    """The scale of a block in its first two bytes, times `by`, and the scales of its groups as levels 0 to 15."""
+    d = highest / f32(31)
+    put_half(y, 0, d * by)
+    put_bytes(levels, 0, levels_of(scales, 0, f32(1) / d if d > 0 else f32(0), f32(15)))
 
 
 @code

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from packtrain.kernels import panels
+
 PRODUCTS = (
     "matmul",
     "matmul_back",
@@ -17,12 +19,32 @@ PRODUCTS = (
 )
 
 
-@pytest.mark.parametrize("cpu", ["avx2"])
-def test_products_on_a_lesser_cpu(cpu):
+FLAGS = "from packtrain.kernels import panels; print(panels.AVX512, panels.HALF, panels.AMX)"
+
+
+def run(cpu, *command):
+    """The output of Python, with kernels for this CPU."""
     environment = os.environ | {"PACKTRAIN_CPU": cpu}
-    run = [sys.executable, "-c", "from packtrain.kernels import gemm; print(gemm.AVX512)"]
-    found = subprocess.run(run, env=environment, capture_output=True, text=True)
-    assert found.stdout == "False\n", found.stderr
-    check = [sys.executable, "-m", "packtrain", "check", *PRODUCTS]
-    done = subprocess.run(check, env=environment, capture_output=True, text=True)
+    whole = [sys.executable, *command]
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_products_on_a_lesser_cpu():
+    assert run("avx2", "-c", FLAGS) == "False False False\n"
+    run("avx2", "-m", "packtrain", "check", *PRODUCTS)
+
+
+@pytest.mark.skipif(not panels.AMX, reason="this CPU has no AMX")
+def test_bf16_without_amx():
+    assert run("avx512", "-c", FLAGS) == "True True False\n"
+    assert "passed" in run(
+        "avx512", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_half.py"
+    )
+
+
+@pytest.mark.skipif(not panels.AMX, reason="this CPU has no AMX")
+def test_tiles_that_linux_refuses_are_not_used():
+    refused = "from packtrain.kernels import runtime; runtime.ARCH_PRCTL = -1; "
+    assert run("", "-c", refused + FLAGS) == "True True False\n"

@@ -25,7 +25,12 @@ AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
 }  # the same limits as ours, for PyTorch and its libraries
-FORCED = {"avx2": AVX2}
+AVX512 = {
+    "ATEN_CPU_CAPABILITY": "avx512",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+}
+FORCED = {"avx2": AVX2, "avx512": AVX512}
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # torch.compile leaves no processes behind
 
 

@@ -104,7 +104,7 @@ def strip(y, x, w, channels, filters, windows, start, sizes):
         keep = f32(1.0) if first else f32(0.0)
         left, target = min(i64(PANEL), windows - start), address(y, start)
         given = filters, left, address(w, first), size, panel, depth
-        times_block(0, *given, ONE, keep, target, windows, 0)
+        times_block(0, *given, keep, target, windows, 0)
 
 
 @kernel(void(out1, in1, in1, i64, i64, ids1, i64, i64))
@@ -143,7 +143,7 @@ def planes(dx, dy, w, first, depth, size, filters, sizes):
             pack_b(panel, address(dy, f * windows + start), 0, windows, many, left, 0)
             keep = f32(1.0) if f else f32(0.0)
             given = depth, left, address(w, f * size + first), size, panel, many
-            times_block(1, *given, ONE, keep, columns, PANEL, 0)
+            times_block(1, *given, keep, columns, PANEL, 0)
         lay(True, columns, PANEL, dx, first, depth, start, sizes)
 
 
@@ -200,7 +200,7 @@ def share(partial, dy, x, pictures, channels, filters, shares, sizes, number):
                 wide = min(i64(PANEL), size - first)
                 lay(False, columns, SIDE, image, first, wide, start, sizes)
                 sgemm(
-                    *(0, 1, many, wide, count, ONE, source, windows, columns, SIDE),
+                    *(0, 1, many, wide, count, source, windows, columns, SIDE),
                     *(ONE, address(target, first), size, 0),
                 )
 

@@ -8,8 +8,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from packtrain.kernels import simd
+from packtrain.kernels.amx import STEPS, by_tiles, pack_columns, pack_rows
 from packtrain.kernels.call import each, kernel
 from packtrain.kernels.panels import (
+    AMX,
     AVX512,
     GROUP,
     HALF,
@@ -47,7 +49,7 @@ USED = B_SIZE + A_SIZE + DEEP * PANEL  # f32 of stack that products take, those 
 PAGE = 1024  # f32 of a page of memory
 AHEAD = 768 if AVX512 else 512  # bytes of a panel prefetched ahead
 i64, f32, void = types.int64, types.float32, types.void
-SGEMM = types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, i64, f32, i64, i64, i64)
+SGEMM = types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64)
 
 
 def emit_add(builder, half, a, b, sum_):
@@ -103,11 +105,10 @@ def emit_sums(builder, half, width, a, panel, depth, ahead):
     return now
 
 
-def emit_write(builder, value, alpha, beta, c, left):
-    """c = alpha * value + beta * c on the first `left` lanes; c is not read if beta = 0."""
+def emit_write(builder, value, beta, c, left):
+    """c = value + beta * c on the first `left` lanes; c is not read if beta = 0."""
     pointer = vector_at(builder, c)
     mask = simd.first_lanes(builder, left)
-    scaled = builder.fmul(value, simd.spread(builder, alpha, VECTOR))
     with builder.if_else(builder.fcmp_ordered("==", beta, ir.Constant(F32, 0.0))) as (new, old):
         with new:
             start = builder.block
@@ -116,17 +117,17 @@ def emit_write(builder, value, alpha, beta, c, left):
                 builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO
             )
             many = simd.spread(builder, beta, VECTOR)
-            mixed = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, many, scaled)
+            mixed = simd.call(builder, "llvm.fma.v16f32", VECTOR, was, many, value)
             end = builder.block
     result = builder.phi(VECTOR)
-    result.add_incoming(scaled, start)
+    result.add_incoming(value, start)
     result.add_incoming(mixed, end)
     simd.call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), result, pointer, I32(4), mask)
 
 
 def emit_tile(builder, half, width, given):
     """See tile; here half and width are constants."""
-    a, panel, depth, ahead, alpha, beta, c, ldc, rows, left = given
+    a, panel, depth, ahead, beta, c, ldc, rows, left = given
     cells = [(r, w) for r in range(ROWS) for w in range(width)]
 
     def place(r, w):
@@ -139,21 +140,21 @@ def emit_tile(builder, half, width, given):
         with builder.if_then(builder.icmp_signed("<", I64(r), rows), likely=True):
             for w in range(width):
                 room = builder.sub(left, I64(w * LANES))
-                emit_write(builder, sums[r * width + w], alpha, beta, place(r, w), room)
+                emit_write(builder, sums[r * width + w], beta, place(r, w), room)
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, width, half, a, panel, depth, ahead, alpha, beta, c, ldc, rows, left):
-    """c = alpha * a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns.
+def tile(typingctx, width, half, a, panel, depth, ahead, beta, c, ldc, rows, left):
+    """c = a @ panel + beta * c for `rows` <= ROWS rows and `left` <= 16 `width` (a literal) columns.
 
-    half  whether a and panel are bf16; where the CPU does not multiply those, only f32 is compiled
+    half  whether a and panel are bf16; where the CPU does not multiply those, or by AMX, only f32 is compiled
     """
     if not isinstance(width, types.IntegerLiteral):
         return None
 
     def codegen(context, builder, sig, args):
         _, half, *given = args
-        if not HALF:
+        if AMX or not HALF:
             emit_tile(builder, 0, width.literal_value, given)
             return context.get_dummy_value()
         with builder.if_else(builder.icmp_signed("==", half, I64(1))) as (pairs, single):
@@ -162,13 +163,13 @@ def tile(typingctx, width, half, a, panel, depth, ahead, alpha, beta, c, ldc, ro
                     emit_tile(builder, bits, width.literal_value, given)
         return context.get_dummy_value()
 
-    sig = types.void(width, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64, i64)
+    sig = types.void(width, i64, i64, i64, i64, i64, f32, i64, i64, i64, i64)
     return sig, codegen
 
 
-@kernel(types.void(i64, i64, i64, i64, i64, f32, f32, i64, i64, i64, types.UniTuple(i64, 4)))
-def block_product(m, n, a, b, deep, alpha, beta, c, ldc, half, following):
-    """c (m, n) = alpha * a @ b + beta * c, of packed a and b.
+@kernel(types.void(i64, i64, i64, i64, i64, f32, i64, i64, i64, types.UniTuple(i64, 4)))
+def block_product(m, n, a, b, deep, beta, c, ldc, half, following):
+    """c (m, n) = a @ b + beta * c, of packed a and b.
 
     following  what is packed next, prefetched tile by tile: address, number, distance and length of its rows
     """
@@ -185,11 +186,11 @@ def block_product(m, n, a, b, deep, alpha, beta, c, ldc, half, following):
             ahead = address(group, GROUP * deep + j // PANEL * (deep // UNROLL) * LANES)
             target = address(c, i * ldc + j)
             if left > 2 * LANES:
-                tile(3, half, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(3, half, group, panel, deep, ahead, beta, target, ldc, rows, left)
             elif left > LANES:
-                tile(2, half, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(2, half, group, panel, deep, ahead, beta, target, ldc, rows, left)
             else:
-                tile(1, half, group, panel, deep, ahead, alpha, beta, target, ldc, rows, left)
+                tile(1, half, group, panel, deep, ahead, beta, target, ldc, rows, left)
 
 
 @kernel(i64(i64, i64, i64))
@@ -199,17 +200,33 @@ def even(size, most, unit):
     return max(-(-size // (count * unit)) * unit, unit)
 
 
-@kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, f32, i64, i64, i64))
-def times_block(ta, m, n, a, lda, block, depth, alpha, beta, c, ldc, half):
-    """c (m, n) = alpha * op(a) @ block + beta * c; the block was packed by `pack_b`, at most (DEEP, BROAD)."""
+@kernel(void(i64, i64, i64, i64, i64, i64, i64))
+def pack(block, b, tb, ldb, depth, n, half):
+    """op(b) (depth, n) as products take it."""
+    if AMX and half:
+        pack_columns(block, places(depth, half) * LANES, b, tb, ldb, depth, n, half)
+    else:
+        pack_b(block, b, tb, ldb, depth, n, half)
+
+
+@kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64))
+def times_block(ta, m, n, a, lda, block, depth, beta, c, ldc, half):
+    """c (m, n) = op(a) @ block + beta * c; the block was packed by `pack`, at most (DEEP, BROAD) places; beta is 0 or 1."""
     chunk, deep = scratch(A_SIZE), places(depth, half)
+    if AMX and half:
+        high = A_SIZE // max(deep, LANES) // STEPS * STEPS
+        for i in range(0, m, high):
+            height, target, across = min(m - i, high), address(c, i * ldc), deep * LANES
+            pack_rows(chunk, across, address(a, i if ta else i * lda), ta, lda, depth, height, half)
+            by_tiles(height, n, chunk, block, across, beta != 0, target, ldc, half)
+        return
     for i in range(0, m, CHUNK):
         height, target = min(m - i, CHUNK), address(c, i * ldc)
         pack_a(chunk, address(a, i if ta else i * lda), ta, lda, depth, height, half)
         after = i + CHUNK
         source, left = address(a, after if ta else after * lda), max(min(m - after, CHUNK), 0)
         following = (source, depth, lda, left) if ta else (source, left, lda, depth)
-        block_product(height, n, chunk, block, deep, alpha, beta, target, ldc, half, following)
+        block_product(height, n, chunk, block, deep, beta, target, ldc, half, following)
 
 
 @kernel(types.void(i64))
@@ -232,16 +249,16 @@ def use_stacks(threads):
 
 
 @kernel(SGEMM)
-def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, half):
-    """c (m, n) = alpha * op(a) @ op(b) + beta * c on one thread; a, b, c are addresses, row-major.
+def sgemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc, half):
+    """c (m, n) = op(a) @ op(b) + beta * c on one thread; a, b, c are addresses, row-major.
 
     op(a) (m, k) is a, or a transposed if ta = 1 (then a is stored (k, m)); op(b) (k, n) likewise;
     lda, ldb, ldc are the row strides in elements. c is not read if beta = 0.
-    With half = 1, a and b are rounded to bf16 and their products summed in f32.
+    With half = 1, a and b are rounded to bf16 and their products summed in f32; see amx.py for half = 2.
     A block of b and a chunk of a stay in the L2 cache, a group of a in L1; see use_stack.
     """
     block = scratch(B_SIZE)
-    step = even(k, DEEP << half, LANES)
+    step = even(k, 2 * DEEP if half == 1 else DEEP, LANES)
     across = even(n, broad(step, half), PANEL)
     for p in range(0, max(k, 1), step):
         depth = min(k - p, step)
@@ -249,6 +266,6 @@ def sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, half):
         for j in range(0, n, across):
             width, target = min(n - j, across), address(c, j)
             source = address(b, j * ldb + p if tb else p * ldb + j)
-            pack_b(block, source, tb, ldb, depth, width, half)
+            pack(block, source, tb, ldb, depth, width, half)
             left = address(a, p * lda if ta else p)
-            times_block(ta, m, width, left, lda, block, depth, alpha, keep, target, ldc, half)
+            times_block(ta, m, width, left, lda, block, depth, keep, target, ldc, half)

@@ -156,7 +156,7 @@ def project(logits, x, kind, w, half, rows, start, stop):
     x_at, out = address(x, 0), address(logits, start)
     w_at = w.ctypes.data + start * nbytes
     if kind == F32:
-        sgemm(0, 1, rows, stop - start, C, 1.0, x_at, C, w_at, C, 0.0, out, V, half)
+        sgemm(0, 1, rows, stop - start, C, x_at, C, w_at, C, 0.0, out, V, half)
     else:
         multiply(kind, rows, stop - start, C, x_at, C, w_at, nbytes, False, out, V, half)
 
@@ -215,7 +215,7 @@ def slice_back(dw, db, logits, x, targets, weights, chunk, start, stop):
             add_to(address(db, start), address(logits, i * V + start), stop - start)
     if dw.size:
         at, x_at, out = address(logits, start), address(x, 0), address(dw, start * C)
-        sgemm(1, 0, stop - start, C, rows, 1.0, at, V, x_at, C, after, out, C, half)
+        sgemm(1, 0, stop - start, C, rows, at, V, x_at, C, after, out, C, half)
 
 
 @kernel(void(a3, a2, i64, packed2, i64, i64, i64, types.boolean, i64, i64))
@@ -226,7 +226,7 @@ def add_slice(sums, logits, kind, w, half, rows, number, add, start, stop):
     w_at, columns = w.ctypes.data + start * nbytes, stop - start
     if kind == F32:
         beta = f32(1.0) if add else f32(0.0)
-        sgemm(0, 0, rows, C, columns, 1.0, at, V, w_at, C, beta, out, C, half)
+        sgemm(0, 0, rows, C, columns, at, V, w_at, C, beta, out, C, half)
     else:
         multiply_back(kind, rows, columns, C, 0, C, at, V, w_at, nbytes, add, out, C, half)
 

@@ -105,7 +105,7 @@ def block(y, a, b, accumulate, half, i, rows, j, columns):
     source_a = address(a, i if ta else i * lda)
     source_b = address(b, j * ldb if tb else j)
     gemm.sgemm(
-        *(ta, tb, min(rows, m - i), min(columns, n - j), k, f32(1.0)),
+        *(ta, tb, min(rows, m - i), min(columns, n - j), k),
         *(source_a, lda, source_b, ldb, beta, address(y, i * ldy + j), ldy, half),
     )
 

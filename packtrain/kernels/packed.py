@@ -7,12 +7,13 @@ sums are never split, so that results do not depend on it.
 
 from numba import types
 
+from packtrain.kernels.amx import STEPS, TILE, pack_columns
 from packtrain.kernels.call import each, kernel, spans, threads
 from packtrain.kernels.dequantize import packed2, row
 from packtrain.kernels.dots import FUSED, dot
-from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, even, times_block
+from packtrain.kernels.gemm import B_SIZE, BROAD, DEEP, even, pack, times_block
 from packtrain.kernels.matmul import shares
-from packtrain.kernels.panels import PANEL, pack_b, pair, places
+from packtrain.kernels.panels import AMX, PANEL, pair, places
 from packtrain.kernels.simd import (
     LANES,
     address,
@@ -33,7 +34,7 @@ i64, f32, void = types.int64, types.float32, types.void
 COLUMNS = 256  # dequantized at a time: the most that a block can have
 FEW_ROWS, SUMS = 8, 128  # up to this many rows use dot products
 LINE = COLUMNS + PANEL  # scratch: the values of a long block, and space after them
-LINES = 2 * LINE
+LINES = (STEPS if AMX else 2) * LINE
 FLAT = DEEP * PANEL
 UNPACKING = 16  # dequantizing a value costs as much as this many multiply-adds
 SMALL = 1 << 21  # below this many multiply-adds a parallel region does not pay
@@ -44,7 +45,7 @@ LEAST_COLUMNS = 128  # of a task of `product_back`
 def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy, half):
     """y (m, n) = x (m, k) @ w (n, k).T, + y if `add`; x, w and y are addresses, `nbytes` are those of a row of w.
 
-    With half = 1, x and w are rounded to bf16.
+    With half = 1, x and w are rounded to bf16; see amx.py for half = 2.
     """
     flat, block = scratch(FLAT), scratch(B_SIZE)
     step, across = even(k, DEEP, COLUMNS), even(n, BROAD, PANEL)
@@ -58,15 +59,16 @@ def multiply(kind, m, n, k, x, ldx, w, nbytes, add, y, ldy, half):
                 for r in range(some):
                     source = w + (j + c + r) * nbytes + p * nbytes // k
                     row(kind, address(flat, r * DEEP), source, depth)
-                pack_b(address(block, c * places(depth, half)), flat, 1, DEEP, depth, some, half)
+                pack(address(block, c * places(depth, half)), flat, 1, DEEP, depth, some, half)
             left, target = address(x, p), address(y, j)
-            times_block(0, m, width, left, ldx, block, depth, f32(1.0), keep, target, ldy, half)
+            times_block(0, m, width, left, ldx, block, depth, keep, target, ldy, half)
 
 
 @kernel(void(*[i64] * 10, types.boolean, i64, i64, i64))
 def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, half):
     """x (m, start:stop) = y (m, n) @ w (n, k)[:, start:stop], + x if `add`; start and stop - start whole blocks."""
     lines, block, per = scratch(LINES), scratch(B_SIZE), 1 + half
+    tiled = AMX and half > 0
     step = even(n, DEEP, LANES)
     for p in range(0, max(n, 1), step):
         depth = min(n - p, step)
@@ -74,7 +76,19 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, ha
         keep = f32(1.0) if add or p else f32(0.0)
         for c in range(start, stop, COLUMNS):
             width = min(stop - c, COLUMNS)
-            for r in range(deep):
+            for r in range(0, depth if tiled else 0, STEPS):
+                for i in range(min(depth - r, STEPS)):
+                    row(
+                        kind,
+                        address(lines, i * LINE),
+                        w + (p + r + i) * nbytes + c * nbytes // k,
+                        width,
+                    )
+                target = address(block, r // STEPS * TILE * half)
+                pack_columns(
+                    target, deep * LANES, lines, 0, LINE, min(depth - r, STEPS), width, half
+                )
+            for r in range(0 if tiled else deep):
                 for i in range(r * per, min(r * per + per, depth)):
                     source = w + (p + i) * nbytes + c * nbytes // k
                     row(kind, address(lines, i % per * LINE), source, width)
@@ -85,7 +99,7 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, ha
                         values = pair(values, after)
                     store(block, j // PANEL * PANEL * deep + r * PANEL + j % PANEL, values)
             left, target = address(y, p), address(x, c)
-            times_block(0, m, width, left, ldy, block, depth, f32(1.0), keep, target, ldx, half)
+            times_block(0, m, width, left, ldy, block, depth, keep, target, ldx, half)
 
 
 @kernel(void(out2, in2, i64, packed2, types.boolean, i64, i64))

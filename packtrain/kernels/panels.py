@@ -23,6 +23,7 @@ from packtrain.kernels.simd import (
 
 AVX512 = runtime.has("avx512f")
 HALF = AVX512 and runtime.has("avx512bf16")  # whether bf16 can be multiplied
+AMX = HALF and runtime.has(runtime.AMX)  # by tiles, see amx.py
 ROWS, WIDE = (8, 3) if AVX512 else (6, 1)  # of a register tile, in rows and vectors
 PANEL = WIDE * LANES
 UNROLL = 4  # steps of a tile's loop
@@ -225,6 +226,8 @@ def deal(typingctx, source, ld, target, apart):
 @part(i64(i64, i64))
 def places(depth, half):
     """Places of packed values for a depth, whole turns of the loop over them; what is added are zeros."""
+    if AMX and half:
+        return -(-depth // (2 * LANES)) * LANES * half
     count = (max(depth, 1) + half) // (1 + half)
     return -(-count // UNROLL) * UNROLL
 

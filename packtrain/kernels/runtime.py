@@ -5,6 +5,7 @@ thread; a cache folder for kernels, filled by a short-lived child. Importing thi
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -22,10 +23,17 @@ CPUS = {
     "avx2": {
         "CPU_NAME": "haswell",
         "CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe",
-    }
+    },
+    "avx512": {
+        "CPU_NAME": "cooperlake",
+        "CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+avx512f,+avx512bw"
+        ",+avx512cd,+avx512dq,+avx512vl,+avx512vnni,+avx512bf16",
+    },
 }
+ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, what it is asked, and for what
 
 
+AMX = "amx-bf16"
 NUMBERS = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number of threads
 
 
@@ -113,6 +121,7 @@ def platform_parts() -> tuple[str, ...]:
         sys.version,
         llvmlite.binding.get_host_cpu_name(),
         llvmlite.binding.get_host_cpu_features().flatten(),
+        *("tiles" for _ in range(has(AMX))),
         *(part for item in sorted(chosen_cpu().items()) for part in item),
     )
 
@@ -134,7 +143,16 @@ def has(feature: str) -> bool:
 
     chosen = chosen_cpu().get("CPU_FEATURES")
     found = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
-    return f"+{feature}" in found.split(",")
+    return f"+{feature}" in found.split(",") and (feature != AMX or tiles_allowed())
+
+
+@cache
+def tiles_allowed() -> bool:
+    """Whether Linux lets this process use AMX's tiles, which it wants to be asked."""
+    if sys.platform != "linux":
+        return False
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(call(ARCH_PRCTL, REQUEST, TILES) == 0)
 
 
 def cache_root() -> Path:

@@ -24,6 +24,7 @@ from packtrain.kernels.runtime import cache_root, platform_parts, refusal, writa
 FOLDER = Path(__file__).parent
 # the kernel modules with their imports, listed so that no file need be read; a test compares
 MADE_OF = {
+    "amx": "call panels simd",
     "attention": "call online simd tile visible",
     "attention_back": "attention call online simd tile visible",
     "attention_cells": "attention call dequantize online panels simd tile visible",
@@ -41,13 +42,13 @@ MADE_OF = {
     "elementwise": "call simd",
     "experts": "call dequantize matmul packed simd",
     "folds": "",
-    "gemm": "call panels simd",
+    "gemm": "amx call panels simd",
     "loss": "call dequantize gemm packed simd",
     "matmul": "call gemm simd",
     "norm": "call simd",
     "octets": "bits simd",
     "online": "call dequantize simd visible",
-    "packed": "call dequantize dots gemm matmul panels simd",
+    "packed": "amx call dequantize dots gemm matmul panels simd",
     "packing": "call",
     "peak": "call simd",
     "panels": "call simd",

@@ -158,9 +158,9 @@ def packer(along, turn):
         rows = [emit_rounded(builder, along, *two) for two in given]
         emit_rows(builder, turn, rows, target)
         with builder.if_then(builder.icmp_signed("==", half, I64(2))):
-            lost = (
-                emit_lost(builder, along, *both) for both in zip(rows, *zip(*given), strict=True)
-            )
+            lost = [
+                emit_lost(builder, along, row, *two) for row, two in zip(rows, given, strict=True)
+            ]
             rest = [emit_rounded(builder, along, *two) for two in lost]
             emit_rows(builder, turn, rest, builder.add(target, I64(4 * TILE)))
         return context.get_dummy_value()

@@ -211,7 +211,7 @@ def pack(block, b, tb, ldb, depth, n, half):
 
 @kernel(void(i64, i64, i64, i64, i64, i64, i64, f32, i64, i64, i64))
 def times_block(ta, m, n, a, lda, block, depth, beta, c, ldc, half):
-    """c (m, n) = op(a) @ block + beta * c; the block was packed by `pack`, at most (DEEP, BROAD) places; beta is 0 or 1."""
+    """c (m, n) = op(a) @ block + beta * c, which is 0 or 1; `pack` has packed the block, at most (DEEP, BROAD)."""
     chunk, deep = scratch(A_SIZE), places(depth, half)
     if AMX and half:
         high = A_SIZE // max(deep, LANES) // STEPS * STEPS

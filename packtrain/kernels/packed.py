@@ -78,16 +78,10 @@ def multiply_back(kind, m, n, k, start, stop, y, ldy, w, nbytes, add, x, ldx, ha
             width = min(stop - c, COLUMNS)
             for r in range(0, depth if tiled else 0, STEPS):
                 for i in range(min(depth - r, STEPS)):
-                    row(
-                        kind,
-                        address(lines, i * LINE),
-                        w + (p + r + i) * nbytes + c * nbytes // k,
-                        width,
-                    )
-                target = address(block, r // STEPS * TILE * half)
-                pack_columns(
-                    target, deep * LANES, lines, 0, LINE, min(depth - r, STEPS), width, half
-                )
+                    source = w + (p + r + i) * nbytes + c * nbytes // k
+                    row(kind, address(lines, i * LINE), source, width)
+                target, left = address(block, r // STEPS * TILE * half), min(depth - r, STEPS)
+                pack_columns(target, deep * LANES, lines, 0, LINE, left, width, half)
             for r in range(0 if tiled else deep):
                 for i in range(r * per, min(r * per + per, depth)):
                     source = w + (p + i) * nbytes + c * nbytes // k

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from packtrain.cli import main
-from packtrain.dtypes import WRITABLE, Dtype, f32
+from packtrain.dtypes import PACKED, WRITABLE, Dtype, f32
 from packtrain.gguf import GGUF
 from packtrain.kernels import set_threads, threads
 from packtrain.memory import Peak, settle
 from packtrain.merging.feedback import BLOCK, DAMPING, cholesky, feedback, invert_lower
-from packtrain.merging.grid import codes_of, grid_of, put_codes
+from packtrain.merging.grid import OnGrid, codes_of, grid_of, put_codes
+from packtrain.merging.points import EIGHT, OnPoints
 from packtrain.merging.reading import Reading, reading
 from packtrain.merging.streams import Graphs, Streams
 from packtrain.merging.write import Merge
@@ -29,7 +30,9 @@ from tests.architectures import CONFIGS, random_model
 RNG = np.random.default_rng(5)
 TIME = 32
 KINDS = [dtype for dtype in WRITABLE if dtype.layout]
+POINTED = [dtype for dtype in PACKED if dtype.points]
 every_kind = pytest.mark.parametrize("dtype", KINDS, ids=str)
+every_pointed = pytest.mark.parametrize("dtype", POINTED, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -75,17 +78,59 @@ def test_codes_on_their_grid_are_the_values_and_come_back(dtype: Dtype):
     assert changed.tobytes() == rows.tobytes()
 
 
-@every_kind
+@every_pointed
+def test_points_of_targets_on_the_grid_are_those_targets(dtype: Dtype):
+    rows = quantize(normal(24, 512), dtype, np.ones(512, np.float32))
+    want, changed = dequantize(rows), quantize(normal(24, 512), dtype, np.ones(512, np.float32))
+    assert dtype.points is not None
+    blocks = (x.view(np.uint8).reshape(24, 2, -1) for x in (rows, changed))
+    scales = [np.abs(dtype.points.scales(raw)) for raw in blocks]
+    assert all(np.isfinite(s).all() and (s > 0).any() for s in scales)
+    grid, none = OnPoints(rows), np.eye(EIGHT, dtype=np.float32)
+    for at in range(0, 512, EIGHT):
+        aim = np.ascontiguousarray(want[:, at : at + EIGHT].T)
+        np.testing.assert_array_equal(grid.choose(np.arange(at, at + EIGHT), aim, none), aim)
+    other, before = OnPoints(changed), rows.copy()
+    other.numbers[:], other.signs[:] = RNG.integers(0, 256, other.numbers.shape), 255
+    other.put(rows)
+    assert (dequantize(rows) != want).any()
+    grid.put(rows)
+    np.testing.assert_array_equal(dequantize(rows), want)
+    assert rows.tobytes() == before.tobytes()
+
+
+@every_pointed
+def test_the_point_chosen_is_the_best_of_all(dtype: Dtype):
+    rows = quantize(normal(6, 256), dtype, np.ones(256, np.float32))
+    grid, half = OnPoints(rows), normal(EIGHT, 2 * EIGHT)
+    factor = np.linalg.cholesky(half @ half.T / EIGHT).T.astype(np.float32)
+    aim = np.ascontiguousarray(dequantize(rows)[:, 8:16].T) + 0.3 * normal(EIGHT, 6)
+    got = grid.choose(np.arange(8, 16), aim, factor)
+    width = grid.points.width
+    shift = np.float32(0) if grid.shift is None else grid.shift[1] * grid.scale[0]
+    signs = np.where(got - shift < 0, -1, 1)[:width] if grid.shift is None else np.ones((width, 6))
+    every = (
+        signs[:, None] * grid.points.grid.T[..., None] * grid.scale[0] + shift - aim[:width, None]
+    )
+    errors = np.einsum("ikr,ij->jkr", every, np.linalg.inv(factor[:width, :width]))
+    costs = np.square(errors).sum(0)
+    best = every[:, costs.argmin(0), np.arange(6)] + aim[:width]
+    np.testing.assert_allclose(got[:width], best, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [*KINDS, *POINTED], ids=str)
 def test_feedback_makes_less_otherwise_than_the_nearest_codes(dtype: Dtype):
-    stored = quantize(normal(40, 512), dtype)
+    same = np.ones(512, np.float32) if dtype.demanding else None
+    stored = quantize(normal(40, 512), dtype, same)
     target = dequantize(stored) + 0.02 * normal(40, 512)
     z = inputs(512)
-    back = feedback((z.T @ z).astype(np.float32), None)
-    codes, wrong = back.round(back.targets(target), grid_of(stored))
-    put_codes(stored, codes)
+    back = feedback((z.T @ z).astype(np.float32), None, EIGHT if dtype.points else 1)
+    grid = OnPoints(stored) if dtype.points else OnGrid(stored)
+    wrong = back.round(back.targets(target), grid)
+    grid.put(stored)
     squares = damped(z)
     with_feedback = lost(dequantize(stored) - target, squares)
-    assert with_feedback < 0.85 * lost(dequantize(quantize(target, dtype)) - target, squares)
+    assert with_feedback < 0.85 * lost(dequantize(quantize(target, dtype, same)) - target, squares)
     assert wrong == pytest.approx(with_feedback, rel=1e-2)
 
 
@@ -108,8 +153,9 @@ def test_columns_without_input_and_groups_without_a_step_are_no_trouble():
     z = inputs(256)
     z[:, 32:40] = 0
     back = feedback(z.T @ z, None)
-    codes, wrong = back.round(back.targets(values), grid_of(stored))
-    put_codes(stored, codes)
+    grid = OnGrid(stored)
+    wrong = back.round(back.targets(values), grid)
+    grid.put(stored)
     assert np.isfinite(wrong) and np.isfinite(dequantize(stored)).all()
     nothing = feedback(np.zeros((32, 32), np.float32), None)
     assert np.isfinite(nothing.factor).all()

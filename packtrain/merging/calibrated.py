@@ -14,7 +14,8 @@ from packtrain.backends import CPU, Target
 from packtrain.dtypes import dtype_of
 from packtrain.gguf import GGUF
 from packtrain.merging.feedback import Feedback, feedback, product
-from packtrain.merging.grid import grid_of, put_codes
+from packtrain.merging.grid import OnGrid
+from packtrain.merging.points import EIGHT, OnPoints
 from packtrain.merging.streams import Batch, Site, Streams
 from packtrain.models.adapted import Scaled, adapted
 from packtrain.models.file import ModelFile
@@ -56,7 +57,7 @@ def calibrate(
     for i in range(first, last + 1):
         block = streams.block(i)
         for site in block.sites:
-            names = [name for name in site.names if dtype_of(arrays[name]).layout]
+            names = [name for name in site.names if dtype_of(arrays[name]).chosen]
             if names:
                 here = replace(site, names=tuple(names))
                 most = width or site.z.shape[-1]
@@ -96,6 +97,7 @@ def _site(
 
     Returns for each the squares of its error and of its output.
     """
+    unit = EIGHT if any(dtype_of(arrays[name]).points for name in site.names) else 1
     columns, experts = site.z.shape[-1], [None] if site.expert is None else range(site.experts)
     for start in range(0, columns, width):
         part = slice(start, min(start + width, columns))
@@ -111,7 +113,7 @@ def _site(
                 continue
             powers = [one.power(moments.squares) for one in parts.values()]
             weights = moments.squares.diagonal() / moments.tokens
-            back = feedback(moments.squares, moments.shift)
+            back = feedback(moments.squares, moments.shift, unit)
             for (name, one), right in zip(parts.items(), powers, strict=True):
                 error = one.round(back, weights if name in anew else None)
                 yield name, np.array([error, right])
@@ -154,12 +156,14 @@ class Slice:
             aim = back.targets(rows)
             if weights is not None:
                 packed[...] = quantize(back.rows(aim), dtype_of(packed), weights)
-            codes, wrong = back.round(aim, grid_of(packed))
-            put_codes(packed, codes)
-            error += wrong
+            grid = OnGrid(packed) if dtype_of(packed).layout else OnPoints(packed)
+            error += back.round(aim, grid)
+            grid.put(packed)
         return error
 
     def round_plainly(self) -> None:
         """Quantize them plainly, on their own grid."""
+        same = np.ones(self.columns.stop - self.columns.start, np.float32)
         for packed, rows in self._pieces():
-            packed[...] = quantize(rows, dtype_of(packed))
+            dtype = dtype_of(packed)
+            packed[...] = quantize(rows, dtype, same if dtype.demanding else None)

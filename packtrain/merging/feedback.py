@@ -5,22 +5,32 @@ columns. Frantar et al. 2022, "GPTQ", arXiv 2210.17323. Works on sums over input
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from packtrain import kernels
-from packtrain.merging.grid import Grid
 
 DAMPING = 0.01  # share of the mean of H's diagonal that is added to the diagonal
 BLOCK, FEW = 128, 32  # columns updated by a matrix product, and one by one
+
+
+class Rounder(Protocol):
+    """Chooses the codes of `unit` columns at a time; see merging/grid and merging/points.
+
+    choose  values (unit, R) for targets (unit, R) of these columns, with their corner of the factor
+    """
+
+    unit: int
+
+    def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
     """How later columns compensate the error of a column.
 
-    order   (n,)    columns, the largest inputs first
+    order   (n,)    columns, the largest inputs first; those that are rounded together stay so
     factor  (n, n)  f32, upper U: the inverse of damped H, in that order, is UᵀU
     shift   (n, n)  f32, (X - Z)ᵀZ with its columns in that order, or None
     """
@@ -43,28 +53,20 @@ class Feedback:
         rows[:, self.order] = aim.T
         return rows
 
-    def round(self, aim: np.ndarray, grid: Grid) -> tuple[np.ndarray, float]:
-        """Codes u8 (R, n) for targets (n, R), which are overwritten, and the squared error of the outputs."""
-        codes = np.empty(aim.shape, np.uint8)
-        step, low = np.ascontiguousarray(grid.step.T), np.ascontiguousarray(grid.low.T)
-        with np.errstate(divide="ignore"):
-            inverse = np.where(step != 0, 1 / step, np.float32(0))
-        group, total = self.order // grid.group, 0.0
-        errors = np.empty((BLOCK, aim.shape[1]), np.float32)
+    def round(self, aim: np.ndarray, grid: Rounder) -> float:
+        """Choose codes for targets (n, R), which are overwritten; returns the squared error of the outputs."""
+        total, errors = 0.0, np.empty((BLOCK, aim.shape[1]), np.float32)
         for start in range(0, len(aim), BLOCK):
             stop = min(start + BLOCK, len(aim))
             for at in range(start, stop):
-                g = group[at]
-                codes[at] = grid.nearest((aim[at] - low[g]) * inverse[g])
-                code = grid.steps(codes[at])
-                code *= step[g]
-                code += low[g]
-                code -= aim[at]
-                code /= self.factor[at, at]
-                errors[at - start] = code
+                if at % grid.unit == 0:
+                    here = slice(at, at + grid.unit)
+                    values = grid.choose(self.order[here], aim[here], self.factor[here, here])
+                error = (values[at % grid.unit] - aim[at]) / self.factor[at, at]
+                errors[at - start] = error
                 end = min(at - at % FEW + FEW, stop)
                 if at + 1 < end:
-                    aim[at + 1 : end] += self.factor[at, at + 1 : end, None] * code
+                    aim[at + 1 : end] += self.factor[at, at + 1 : end, None] * error
                 elif end < stop:
                     first = at - at % FEW
                     aim[end:stop] += (
@@ -74,15 +76,17 @@ class Feedback:
             total += float(np.square(done, dtype=np.float64).sum())
             if stop < len(aim):
                 product(self.factor[start:stop, stop:].T, done, aim[stop:])
-        back = np.empty(aim.shape[::-1], np.uint8)
-        back[:, self.order] = codes.T
-        return back, total
+        return total
 
 
-def feedback(squares: np.ndarray, shift: np.ndarray | None) -> Feedback:
-    """Compute it from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused."""
-    diagonal = squares.diagonal().astype(np.float64)
-    order, n = np.argsort(-diagonal, kind="stable"), len(squares)
+def feedback(squares: np.ndarray, shift: np.ndarray | None, unit: int = 1) -> Feedback:
+    """Compute it from sums over inputs ZᵀZ (n, n) and (X - Z)ᵀZ, whose memory is reused.
+
+    unit  columns that are rounded together, which divides n
+    """
+    diagonal, n = squares.diagonal().astype(np.float64), len(squares)
+    units = np.argsort(-diagonal.reshape(-1, unit).sum(1), kind="stable")
+    order = (units[:, None] * unit + np.arange(unit)).reshape(-1)
     inverse = np.empty((n, n))
     for row, at in zip(inverse, order[::-1], strict=True):
         row[:] = squares[at, order[::-1]]
@@ -120,9 +124,8 @@ def invert_lower(a: np.ndarray) -> None:
     first, last, below = a[:half, :half], a[half:, half:], a[half:, :half]
     invert_lower(first)
     invert_lower(last)
-    for at in range(
-        0, half, BLOCK
-    ):  # - last below first: columns from the left, then rows from below
+    # - last below first: columns from the left, then rows from below
+    for at in range(0, half, BLOCK):
         here = slice(at, at + BLOCK)
         below[:, here] = below[:, at:] @ first[at:, here]
     for at in reversed(range(0, len(last), BLOCK)):

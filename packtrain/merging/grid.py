@@ -42,6 +42,33 @@ class Grid:
         return codes.astype(np.float32) if self.table is None else self.table[codes]
 
 
+class OnGrid:
+    """Codes for quantized rows (R, blocks), whose steps and lows stay."""
+
+    unit = 1
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.grid = grid_of(rows)
+        self.codes = np.empty((self.grid.step.shape[1] * self.grid.group, len(rows)), np.uint8)
+        self._step, self._low = (np.ascontiguousarray(x.T) for x in (self.grid.step, self.grid.low))
+        with np.errstate(divide="ignore"):
+            self._inverse = np.where(self._step != 0, 1 / self._step, np.float32(0))
+
+    def choose(self, columns: np.ndarray, aim: np.ndarray, factor: np.ndarray) -> np.ndarray:
+        """Values (1, R) for targets (1, R): the nearest."""
+        (at,), group = columns, columns[0] // self.grid.group
+        step, low = self._step[group], self._low[group]
+        self.codes[at] = self.grid.nearest((aim[0] - low) * self._inverse[group])
+        values = self.grid.steps(self.codes[at])
+        values *= step
+        values += low
+        return values[None]
+
+    def put(self, rows: np.ndarray) -> None:
+        """Write the codes that were chosen."""
+        put_codes(rows, np.ascontiguousarray(self.codes.T))
+
+
 def grid_of(rows: np.ndarray) -> Grid:
     """The grid of quantized rows (R, blocks); with their codes it reproduces their values bit for bit."""
     _, layout, raw = _opened(rows)

@@ -6,6 +6,7 @@ import numpy as np
 
 from packtrain.types.grids import ONE, THREE_S, THREE_XXS, TWO_S, TWO_XS, TWO_XXS
 from packtrain.types.k import q2_K, q3_K, q4_K, q5_K
+from packtrain.types.points import POINTS
 from packtrain.types.room import Bytes, Dtype, Layout, packed
 from packtrain.types.words import (
     Floats,
@@ -58,7 +59,13 @@ iq4_xs = packed(
 
 def on_grid(name: str, number: int, nbytes: int, instead: Dtype, demanding: str = "") -> Dtype:
     """A type of 256 values whose codes name points of a grid."""
-    more = {"smaller": iq4_nl, "richer": q5_K, "instead": instead, "demanding": demanding}
+    more: dict[str, Any] = {
+        "smaller": iq4_nl,
+        "richer": q5_K,
+        "instead": instead,
+        "demanding": demanding,
+    }
+    more["points"] = POINTS[name]
     return packed(name, number, 256, nbytes, **more)
 
 

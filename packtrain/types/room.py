@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.types.points import Points
 from packtrain.types.words import Code
 
 Bytes = np.ndarray  # u8 (rows, blocks, bytes of a block)
@@ -89,6 +90,7 @@ class Dtype:
     richer   llama-quantize's choice for matrices that are used more than others
     instead  what merges write in its place: the next larger type with the same block whose codes can be chosen
     demanding  where it is written only with weights of columns: "always", or in the "blocks" of a model
+    layout   of its codes,  points  that they name, for merges and --calibrate; types with neither are packed only
     mixes    mixes with this type, the usual one last
     code     its kernels: unpack, dot, codes and scales (for rounded values), pack, weigh, snap, recode
     """
@@ -103,6 +105,7 @@ class Dtype:
     instead: "Dtype | None" = None
     demanding: str = ""
     layout: Layout | None = None
+    points: Points | None = None
     mixes: list[Mix] = field(default_factory=list)
     code: dict[str, Code] = field(default_factory=dict)
 
@@ -172,6 +175,11 @@ class Dtype:
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The inverse of array_shape."""
         return (*shape[:-1], shape[-1] * self.block) if shape else ()
+
+    @property
+    def chosen(self) -> bool:
+        """Whether codes can be chosen for scales that stay: by error feedback."""
+        return self.layout is not None or self.points is not None
 
     @property
     def quantized(self) -> bool:

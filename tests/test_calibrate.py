@@ -70,6 +70,22 @@ def test_with_data_a_file_computes_more_nearly_the_same(tmp_path, name, mix):
     }
 
 
+@pytest.mark.parametrize("mix", ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XXS", "IQ1_M"))
+def test_points_chosen_with_data_do_better_than_an_importance_matrix_of_it(settings, capsys, mix):
+    weights, held = settings.model.with_name("i.gguf"), settings.model.with_name("b.txt")
+    imatrix.run(Imatrix(settings.model, settings.calibrate, weights))
+    given = replace(settings, type=mix, pure=False)
+    plainly = given.model.with_name("plain.gguf")
+    quantize.run(replace(given, output=plainly, calibrate=None, imatrix=weights))
+    quantize.run(given)
+    write_text(held, seed=1)
+    want = end(given.model, held)
+    plain, found = (np.square(end(p, held) - want).sum() for p in (plainly, given.output))
+    assert found < 0.85 * plain
+    types = [{e.dtype for e in GGUF(p).entries.values()} for p in (plainly, given.output)]
+    assert types[0] == types[1] and any(dtype.points for dtype in types[0])
+
+
 def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize, capsys):
     quantize.run(settings)
     (line,) = (s for s in capsys.readouterr().err.splitlines() if s.startswith("quantizing reads"))

@@ -240,6 +240,25 @@ def test_a_merge_with_data_is_nearer_to_the_adapter_than_one_without(tmp_path, c
     assert data < 0.7 * plain
 
 
+@pytest.mark.parametrize("name", ["llama tied", "llama experts"])
+def test_a_base_of_points_keeps_its_type_and_takes_up_the_adapter(tmp_path, capsys, name):
+    plainly = merging(tmp_path, name, "IQ3_S", 0.3)
+    merge = replace(plainly, data=True)
+    merge.write(tmp_path / "with.gguf", "with", reading_of(merge), Rows())
+    merge.write(tmp_path / "plain.gguf", "plain")
+    types = [
+        {e.dtype.name for n, e in GGUF(tmp_path / f"{which}.gguf").entries.items() if n in pairs}
+        for which, pairs in (("with", merge.calibrated), ("plain", plainly.calibrated))
+    ]
+    assert types == [{"iq3_s"}, {"q4_K"}] and merge.grown == 0 < plainly.grown
+    want, held = end(merge.adapted, Rows(6, seed=1)), Rows(6, seed=1)
+    base, data = (
+        np.square(end(model, held) - want).sum()
+        for model in (merge.base, open_model(tmp_path / "with.gguf"))
+    )
+    assert data < 0.5 * base
+
+
 def test_all_else_stays_byte_for_byte_and_the_file_as_large(tmp_path, capsys):
     merge = merging(tmp_path, "llama tied", "Q5_K")
     errors = merge.write(tmp_path / "m.gguf", "base", reading_of(merge), Rows())

@@ -78,4 +78,4 @@ def _above(
     now, width = max(bits(stored[n]) for n in names), entries[names[0]].shape[-1]
     fitting = (d for d in MERGED if bits(d) > now and width % d.block == 0)
     found = sorted(fitting, key=bits)
-    return [d for d in found if d.layout] or [d for d in found if bits(d) == 16][:1]
+    return [d for d in found if d.chosen] or [d for d in found if bits(d) == 16][:1]

@@ -31,6 +31,7 @@ class Merge:
     dtype  of changed matrices, see stored_type; None keeps the type of each
     types  of single matrices, by name
     more   additional metadata
+    data   whether codes are chosen with data, if it can be read: then points of grids are, too
     """
 
     base: ModelFile
@@ -38,6 +39,7 @@ class Merge:
     dtype: Dtype | None = None
     types: Mapping[str, Dtype] = field(default_factory=dict)
     more: Mapping[str, Value] = field(default_factory=dict)
+    data: bool = False
 
     @property
     def aware(self) -> Adapter | None:
@@ -48,9 +50,11 @@ class Merge:
 
     def stored(self, name: str) -> Dtype:
         """The stored type of a changed tensor."""
-        if self.aware is not None and recodable(self.base.gguf, name):
-            return self.base.gguf.entries[name].dtype
-        return stored_type(self.base.gguf.entries[name], self.types.get(name, self.dtype))
+        entry, dtype = self.base.gguf.entries[name], self.types.get(name, self.dtype)
+        pointed = self.data and name.startswith("blk.") and entry.dtype.points is not None
+        if (pointed and dtype is None) or (self.aware and recodable(self.base.gguf, name)):
+            return entry.dtype
+        return stored_type(entry, dtype)
 
     @property
     def grown(self) -> int:
@@ -68,7 +72,7 @@ class Merge:
         if self.aware is not None:
             return {}
         types = {name: self.stored(name) for name in names if name.startswith("blk.")}
-        return {name: dtype for name, dtype in types.items() if dtype.layout}
+        return {name: dtype for name, dtype in types.items() if dtype.chosen}
 
     @property
     def adapted(self) -> ModelFile:
@@ -104,6 +108,8 @@ class Merge:
         done   called for matrices rounded plainly, block for each finished block
         Returns the result of `calibrate` for the others.
         """
+        if reading is None and self.data:
+            return replace(self, data=False).write(path, name, done=done)
         changes = merged(self.base.gguf, self.adapters)
         rounded = set(self.calibrated) if reading is not None else set[str]()
         # on the base's own grid if the type is the same: only the addition is rounded there

@@ -80,13 +80,14 @@ def merge(settings: Merge, events: Events) -> Written:
     types = named_types(settings.tensor_type, changes, base.entries)
     merging = None
     if settings.calibrate is not None or any(adapter.aware for adapter, _ in adapters):
-        merging = Merging(open_model(settings.model), adapters, dtype, types)
+        data = settings.calibrate is not None
+        merging = Merging(open_model(settings.model), adapters, dtype, types, data=data)
     if merging is not None and (settings.calibrate is not None or merging.aware is not None):
         _calibrated(settings, merging, name, done, events)
     else:
         given = settings.output, base, changes
         write_changed(*given, name=name, dtype=dtype, types=types, done=done)
-        if any(stored_type(base.entries[n], dtype).layout for n in changes):
+        if any(stored_type(base.entries[n], dtype).chosen for n in changes):
             events.message(CALIBRATE)
     weights = sum(math.prod(entry.shape) for entry in base.entries.values())
     nbytes, seconds = settings.output.stat().st_size, time.perf_counter() - began

@@ -7,7 +7,7 @@ the run are not measured again.
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -222,7 +222,7 @@ def space(job: Job) -> Iterator[tuple[Path, str, int]]:
     if adapter is None:
         return
     settings, subject = cast(TuneSettings, job.settings), cast(Tuned, job.subject)
-    merge = merge_of(subject, adapter, settings.tensor_type)
+    merge = replace(merge_of(subject, adapter, settings.tensor_type), data=False)
     base, known = merge.base.gguf.nbytes + HEAD_NBYTES, subject.files()[settings.output]
     if base + merge.grown > known:
         yield settings.output, "its larger types", base + merge.grown - known
@@ -268,4 +268,5 @@ def merge_of(subject: Tuned, adapter: Adapter, tensor_types: tuple[str, ...] = (
     """The merge that the settings of a run ask for."""
     dtype = DTYPES[subject.settings.type] if subject.settings.type else None
     types = named_types(tensor_types, adapter.pairs, subject.model.gguf.entries)
-    return Merge(subject.model, [(adapter, 1.0)], dtype, types, subject.more)
+    data = calibrates(subject.settings)
+    return Merge(subject.model, [(adapter, 1.0)], dtype, types, subject.more, data)

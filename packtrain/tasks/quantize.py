@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
+from packtrain.dtypes import PACKED, READABLE, WRITABLE, Dtype, f32
 from packtrain.errors import DoesNotFit, InputError, printable
 from packtrain.events import Events
 from packtrain.files import atomic_path, check_writable
@@ -102,7 +102,11 @@ def quantize(settings: Quantize, events: Events) -> Written:
         weighed=importance is not None,
     )
     _check(settings, gguf, types)
-    by_column = {} if importance is None else _weights(settings, gguf, importance, events)
+    by_column = dict[str, np.ndarray]()
+    if importance is not None:
+        by_column = _weights(settings, gguf, importance, events)
+    elif settings.calibrate is not None:
+        by_column = _alike(gguf, types)
     _check_weights(gguf, types, by_column)
     converted = {
         name: Deferred(
@@ -157,6 +161,15 @@ def _weights(
     return found
 
 
+def _alike(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarray]:
+    """Weights of 1 for matrices that are written only with weights, until data give others."""
+    return {
+        name: np.ones((math.prod(e.shape[:-2]), e.shape[-1]), np.float32)
+        for name, e in gguf.entries.items()
+        if name.startswith("blk.") and types[name].demanding
+    }
+
+
 def _check_weights(
     gguf: GGUF, types: Mapping[str, Dtype], weights: Mapping[str, np.ndarray]
 ) -> None:
@@ -193,12 +206,13 @@ def _calibrated(
     entries = model.gguf.entries
     changed = {n: dtype for n, dtype in types.items() if dtype != entries[n].dtype}
     inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
-    if not any(dtype.layout for dtype in inside.values()):
+    if not any(dtype.chosen for dtype in inside.values()):
         raise InputError(NOTHING)
     data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
     # loads kernels and tables, which count then
-    for dtype in set(changed.values()) & set(WRITABLE):
-        quantize_measured(np.zeros((1, dtype.block), np.float32), dtype)
+    for dtype in set(changed.values()) & set(PACKED):
+        one = np.zeros((1, dtype.block), np.float32)
+        quantize_measured(one, dtype, one[0] if dtype.demanding else None)
     limit = memory_left(settings.memory)
     found = reading(model, inside, data.time, data.windows, limit, tokens=TOKENS)
     if found is None:

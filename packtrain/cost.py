@@ -26,6 +26,7 @@ class Rates:
     kinds    other work, see `ops.costs.Cost`; missing kinds get a typical share of `flops`
     threads  number of threads; a single task gets one thread's share of a rate
     call     overhead of a call in seconds, plus `region` for a parallel region
+    link     bytes copied between its memory and the process's; 0: as fast as a copy there
     seen     share of the causally visible blocks that attention computes, which depends on data, see design.pace
     counted  share of the positions that have a target, likewise
     others   rates of other backends by name; those without any have the same
@@ -38,6 +39,7 @@ class Rates:
     threads: int = 1
     call: float = CALL_SECONDS
     region: float = REGION_SECONDS
+    link: float = 0.0
     seen: float = 1.0
     counted: float = 1.0
     others: Mapping[str, "Rates"] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Rates:
 
     def _more(self, by: float) -> "Rates":
         kinds = {kind: by * rate for kind, rate in self.kinds.items()}
-        more = {name: by * getattr(self, name) for name in ("flops", "nbytes", "near")}
+        more = {name: by * getattr(self, name) for name in ("flops", "nbytes", "near", "link")}
         return replace(self, kinds=kinds, **more)
 
     def moving(self, nbytes: float) -> float:
@@ -81,11 +83,19 @@ def seconds(placed: Placed, rates: Rates) -> float:
     return sum(call_seconds(step, rates, read) for step in placed.steps)
 
 
+def crossing(nbytes: float, *ends: Rates) -> float:
+    """Seconds to copy bytes from one memory to another, by the slower of the two ends."""
+    return max(rates.call + nbytes / (rates.link or rates.nbytes / 2) for rates in ends)
+
+
 def call_seconds(call: Call | Step, rates: Rates, read: Collection[Tensor] = ()) -> float:
     """Expected time of one call on its backend: the longer of arithmetic and memory traffic, plus overhead.
 
     read  tensors that some step reads: optional results are only computed if they are among them
     """
+    if isinstance(call, Step) and call.source is not None:
+        ends = rates.on(call.source.name), rates.on(call.backend.name)
+        return crossing(call.results[0].spec.nbytes, *ends)
     if isinstance(call, Step):
         rates = rates.on(call.backend.name)
     cost = cost_of(call, read)

@@ -36,6 +36,7 @@ def differentiate(
           (cast), or of a `stored_sum`, what it is made of is kept, whatever `keep` says. A mapping gives ranks: rank 0
           is kept from the forward pass, rank 1 is kept when the segment after a kept value is recomputed, rank 2 when
           that of a rank 1 value is, and so on; values without a rank are recomputed last, just before they are needed.
+          A rank below 0 is kept, too.
     then  called with (tensor, gradient) as soon as a gradient is complete and every read of the tensor has been
           written: an update written here uses the gradient at once, so that not all are kept.
 
@@ -84,7 +85,7 @@ class _Recompute:
         self.forward, self.all = set(calls), keep is None
         self.ranks = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep or (), 0)
         self.deepest = max(self.ranks.values(), default=0) + 1
-        kept = (t for t, rank in self.ranks.items() if rank == 0)
+        kept = (t for t, rank in self.ranks.items() if rank <= 0)
         self.tail = max((t.call.serial for t in kept if t.call), default=-1)
         self.copies: dict[Tensor, Tensor] = {}
         self.newest = {t.base: t for call in calls if call.op.writes for t in call.results}
@@ -98,7 +99,7 @@ class _Recompute:
     def _is_kept(self, t: Tensor) -> bool:
         return (
             t.call is None
-            or self.ranks.get(t) == 0
+            or self.ranks.get(t, 1) <= 0
             or ((self.all or t.call.serial > self.tail) and not reads_again(t.call))
             or t.call not in self.forward
             or bool(t.call.op.writes)

@@ -10,6 +10,9 @@ from packtrain.tensor import Call, GraphError, Tensor
 class Graph:
     """The calls that `outputs` (values to read) and `updates` (leaf handles to compute) need, in the order written.
 
+    away  values of the forward pass that wait for the backward pass in the process's memory, if they were computed
+          elsewhere; `place` copies them
+
     Raises GraphError if two leaves share a name or a call reads a leaf's older handle after a write to it.
     """
 
@@ -17,7 +20,7 @@ class Graph:
         self, outputs: Mapping[str, Tensor] | Iterable[Tensor], updates: Iterable[Tensor] = ()
     ) -> None:
         self.outputs = dict(outputs) if isinstance(outputs, Mapping) else _by_name(outputs)
-        self.updates = tuple(updates)
+        self.updates, self.away = tuple(updates), frozenset[Tensor]()
         idle = [t.label for t in self.updates if t.call is None or not t.call.op.writes]
         if idle:
             raise GraphError(

@@ -7,11 +7,11 @@ import hashlib
 import itertools
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtrain.backends import CPU, Backend, Target, numpy
+from packtrain.backends import CPU, HOST, Backend, Target, cpu, numpy
 from packtrain.graph import Graph, unique
 from packtrain.ops.shape import cont
 from packtrain.tensor import Call, GraphError, Kernel, Op, Spec, Tensor
@@ -21,7 +21,10 @@ BARRIER = -1  # in a sequence of calls
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One kernel run: `kernel(results, *inputs, **attrs)` on `backend`, for `call` of the graph."""
+    """One kernel run: `kernel(results, *inputs, **attrs)` on `backend`, for `call` of the graph.
+
+    source  of a copy from another memory, the backend there
+    """
 
     op: Op[..., Any]
     call: Call
@@ -29,6 +32,11 @@ class Step:
     kernel: Kernel
     inputs: tuple[Tensor | None, ...]
     results: tuple[Tensor, ...]
+    source: Backend | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        return self.call.phase == "recomputed" and self.op is self.call.op
 
     @property
     def reads(self) -> list[Tensor]:
@@ -84,7 +92,13 @@ class Placed:
     @property
     def copies(self) -> list[Step]:
         """Steps that copy a value from one memory to another."""
-        return [s for s in self.steps if self.home[s.reads[0].base].space != s.backend.space]
+        return [s for s in self.steps if s.source is not None]
+
+    @property
+    def put_away(self) -> list[Step]:
+        """Those of the graph's `away` to the process's memory, and back."""
+        there = {s.results[0] for s in self.copies if s.reads[0] in self.graph.away}
+        return [s for s in self.copies if not there.isdisjoint((*s.reads, *s.results))]
 
     def __str__(self) -> str:
         return "\n".join(
@@ -95,15 +109,17 @@ class Placed:
 
 def place(graph: Graph, target: Target = CPU, sequence: Sequence[int] | None = None) -> Placed:
     """Give every call a backend: where its weights and states live, else where the fewest bytes must be copied for
-    it, else the first that can. What several calls read in another space is copied once.
+    it, else the first that can. What several calls read in another space is copied once. The graph's `away` is copied
+    to the process's memory after the last forward call that reads it, and back before the first other one.
 
     Falls back to the `numpy` specification, with a warning, if no backend of the target has a kernel.
 
     sequence  another order than the written one: indices of all calls, and BARRIERs between calls that could run side
               by side; bytes are used again only after a barrier. Raises GraphError for an order that cannot run.
     """
-    placing = _Placing(graph, target)
-    for group in [[call] for call in graph.calls] if sequence is None else grouped(graph, sequence):
+    groups = [[call] for call in graph.calls] if sequence is None else grouped(graph, sequence)
+    placing = _Placing(graph, target, [call for group in groups for call in group])
+    for group in groups:
         placing.run(group)
     if placing.fallen:
         warnings.warn(
@@ -143,7 +159,7 @@ def grouped(graph: Graph, sequence: Sequence[int]) -> list[list[Call]]:
 
 
 class _Placing:
-    def __init__(self, graph: Graph, target: Target) -> None:
+    def __init__(self, graph: Graph, target: Target, order: Sequence[Call]) -> None:
         self.among = target.backends
         self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
@@ -153,6 +169,7 @@ class _Placing:
         self.copies: dict[tuple[Tensor, str], Tensor] = {}
         self.wanted = self._wanted(graph)
         self.fallen: set[str] = set()
+        self.leaving, self.left = _leaving(graph.away, order), dict[Tensor, Tensor]()
 
     def run(self, group: list[Call]) -> None:
         """Add calls that may run side by side; the steps of a single one run one after the other."""
@@ -181,6 +198,9 @@ class _Placing:
         for t in call.results:
             self.home.setdefault(t.base, backend)
         self.steps.append(Step(call.op, call, backend, kernel, tuple(inputs), call.results))
+        for t in self.leaving.get(call, ()):
+            if self.home[t].space != HOST:
+                self.left[t] = self._cross(call, t, cpu)
 
     def _wanted(self, graph: Graph) -> dict[Tensor, set[str]]:
         """The spaces where a result is read beside weights or states that live there."""
@@ -225,6 +245,8 @@ class _Placing:
 
     def _bring(self, call: Call, t: Tensor, backend: Backend, taken: bool) -> Tensor:
         """t, or a copy of it that `backend` can read: in its space, and dense if its kernel wants that."""
+        if t.base in self.left and backend.space == self.home[t.base].space:
+            t = self._returned(call, t)
         if self.home[t.base].space != backend.space:
             t = self._moved(call, t, backend)
         if taken or t.dense:
@@ -240,23 +262,51 @@ class _Placing:
 
     def _moved(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
         """t in the space of another backend: a copy, or the same view of a copy."""
-        key, source = (t, backend.space), self.home[t.base]
+        key = t, backend.space
         if key not in self.copies:
-            part, name = self._part(t, backend.space), f"{{}} on {backend.space}"
-            move = Kernel(lambda y, x: _move(backend, y, source, x), strided=False)
-            copy = self._copy(call, part, backend, move, name.format(self.names[part]))
-            if part is not t:
-                assert t.call is not None
-                viewed = replace(t.call, inputs=(copy,), reads=(copy,))
-                view = self.copies[key] = replace(t, call=viewed, shared=copy, value=None)
-                self.names[view] = unique(name.format(self.names[t]), self.taken)
+            part = self._part(t, backend.space)
+            copy = self._cross(call, part, backend)
+            self.copies[key] = self._viewed(t, part, copy, f"on {backend.space}")
         return self.copies[key]
 
-    def _copy(self, call: Call, t: Tensor, backend: Backend, kernel: Kernel, name: str) -> Tensor:
+    def _returned(self, call: Call, t: Tensor) -> Tensor:
+        """What had been put away, or the same view of it, copied back."""
+        key, home = (t, "back"), self.home[t.base]
+        if key not in self.copies:
+            whole = self.left[t.base]
+            copy = self._cross(call, whole, home, f"{self.names[t.base]} back")
+            self.copies[key] = self._viewed(t, t.base, copy, "back")
+        return self.copies[key]
+
+    def _viewed(self, t: Tensor, part: Tensor, copy: Tensor, where: str) -> Tensor:
+        """Of a copy of a part, the view that t is of that part."""
+        if t is part:
+            return copy
+        assert t.call is not None
+        viewed = replace(t.call, inputs=(copy,), reads=(copy,))
+        view = replace(t, call=viewed, shared=copy, value=None)
+        self.names[view] = unique(f"{self.names[t]} {where}", self.taken)
+        return view
+
+    def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
+        """A copy from another memory."""
+        source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
+        move = Kernel(lambda y, x: _move(backend, y, source, x), strided=False)
+        return self._copy(call, t, backend, move, name, source)
+
+    def _copy(
+        self,
+        call: Call,
+        t: Tensor,
+        backend: Backend,
+        kernel: Kernel,
+        name: str,
+        source: Backend | None = None,
+    ) -> Tensor:
         if (t, backend.space) not in self.copies:
             copy = self.copies[t, backend.space] = cont(t)
             self.home[copy], self.names[copy] = backend, unique(name, self.taken)
-            self.steps.append(Step(cont, call, backend, kernel, (t,), (copy,)))
+            self.steps.append(Step(cont, call, backend, kernel, (t,), (copy,), source))
         return self.copies[t, backend.space]
 
 
@@ -269,7 +319,27 @@ def _known(
     return kernel
 
 
+def _leaving(away: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
+    """For each call of an order what is put away after it: it is the last forward one that reads or computes it."""
+    last, later = dict[Tensor, Call](), set[Tensor]()
+    for call in (call for call in order if away and not call.op.view):
+        touched = away & {t.base for t in (*call.reads, *call.results)}
+        if call.phase == "forward":
+            last |= dict.fromkeys(touched, call)
+        else:
+            later |= touched
+    found = dict[Call, list[Tensor]]()
+    for t in sorted(later & last.keys(), key=lambda t: (t.call.serial if t.call else -1, t.index)):
+        found.setdefault(last[t], []).append(t)
+    return found
+
+
 def _move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
     """Copy an array from one space to another."""
     source.sync()
-    backend.write(y, source.read(x))
+    there = backend.window(y)
+    here = source.window(x)
+    if there is not None:
+        source.fetch(x, there)
+    else:
+        backend.write(y, source.read(x) if here is None else here)

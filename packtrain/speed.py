@@ -17,12 +17,12 @@ import numpy as np
 from packtrain import kernels, ops
 from packtrain.backends import CPU, Target
 from packtrain.cost import Rates, call_seconds, cost_of, idle, moved, seconds
-from packtrain.dtypes import Dtype
+from packtrain.dtypes import Dtype, f32
 from packtrain.graph import Graph
 from packtrain.ops.costs import laying
 from packtrain.placing import Placed, Step, place
 from packtrain.run import Executor, Session
-from packtrain.tensor import Tensor, input, weight
+from packtrain.tensor import Spec, Tensor, input, weight
 
 # rounds of a call, and seconds after which there are no more
 LEAST_ROUNDS, ROUNDS, SPENT = 3, 30, 0.04
@@ -33,6 +33,7 @@ BEGIN = Rates(1e11, 1e10)
 PASSES = 8  # over the calls: each subtracts with the rates of the last pass
 LEAST = 0.1  # least share of a call's time that counts for the kind it measures
 MEMORY = "near", "far"
+COPIED = 16 << 20  # bytes between two memories
 
 
 def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
@@ -163,13 +164,29 @@ def measured(
     threads = kernels.threads()
     timing = timed(Timing(target=target), types)
     if timing.quiet or target.apart:
-        return timing.rates(threads, known), True
+        found = timing.rates(threads, known)
+        return replace(found, link=copying(timing)) if target.apart else found, True
     kernels.set_threads(1)
     try:
         alone = timed(Timing(time.thread_time, statistics.median), types).rates(1, known)
     finally:
         kernels.set_threads(threads)
     return alone.times(threads), False
+
+
+def copying(timing: Timing) -> float:
+    """Bytes per second between the memory of the target and the process's, there and back."""
+    host, (backend, *_) = np.ones(COPIED, np.uint8), timing.target.backends
+    spec = Spec((COPIED // f32.block_nbytes,))
+    there = backend.view(backend.alloc(COPIED), 0, spec, spec.strides)
+    values = host.view(np.float32)
+
+    def back() -> None:
+        backend.sync()
+        backend.fetch(there, values)
+
+    took = timing.rounds([lambda: backend.write(there, values), back])
+    return 2 * COPIED / timing.choose(took)
 
 
 def timed(timing: Timing, types: Collection[Dtype]) -> Timing:

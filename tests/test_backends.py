@@ -109,6 +109,10 @@ class Far:
         self.sync()
         return array._near().copy()
 
+    def fetch(self, array, there):
+        self.sync()
+        np.copyto(there, array._near())
+
     def fill(self, array, byte):
         later(CPU.fill, array._near(), byte)
 
@@ -324,7 +328,10 @@ for homes in (roles, one):
     assert not refused.fits and refused.change
     steps = [s for name in ("step", ) for s in whole.placed[name].steps]
     read = {t for step in steps for t in step.reads}
-    each = [cost.call_seconds(s, slow if s.backend.name == "far" else fast, read) for s in steps]
+    own = [slow if s.backend.name == "far" else fast for s in steps]
+    each = [cost.call_seconds(s, rates if s.source is None else request.rates, read) for s, rates in zip(steps, own)]
+    assert all(cost.call_seconds(s, request.rates) >= cost.crossing(s.results[0].spec.nbytes, slow)
+               for s in whole.placed["step"].copies)
     assert whole.seconds(request.rates) == sum(each) > whole.seconds(fast)
 made = planned(shape, replace(request, limits={"far": 40_000}))
 assert "does not fit into the memory of far" in made.refusal, made.refusal

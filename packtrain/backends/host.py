@@ -21,8 +21,8 @@ class Backend(Protocol):
     """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order.
 
     Buffers and arrays are the backend's own: nothing else looks inside. Work may be under way when a call returns,
-    but `read`, `window` and `finite` wait for it, and what `write` was given may change at once. Children of this
-    process get backends pickled.
+    but `read`, `fetch`, `window` and `finite` wait for it, and what `write` was given may change at once. Children of
+    this process get backends pickled.
     """
 
     @property
@@ -60,6 +60,9 @@ class Backend(Protocol):
     def write(self, array: Any, values: np.ndarray) -> None: ...
     def read(self, array: Any) -> np.ndarray:
         """A copy that later runs do not change."""
+
+    def fetch(self, array: Any, there: np.ndarray) -> None:
+        """Copy a dense array to an array of the host like it."""
 
     def fill(self, array: Any, byte: int) -> None:
         """Set every byte of a dense array."""
@@ -114,6 +117,9 @@ class Host:
 
     def read(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
+
+    def fetch(self, array: np.ndarray, there: np.ndarray) -> None:
+        np.copyto(there, array)
 
     def fill(self, array: np.ndarray, byte: int) -> None:
         array.reshape(-1).view(np.uint8).fill(byte)

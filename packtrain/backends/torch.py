@@ -221,6 +221,10 @@ class Apart:
         there = raw.view(-1).view(torch.uint8).to("cpu", copy=True).numpy()
         return there.view(dtype.numpy).reshape(dtype.array_shape(tuple(array.shape)))  # type: ignore[no-any-return]
 
+    def fetch(self, array: Any, there: np.ndarray) -> None:
+        raw = raw_of(array).view(-1).view(torch.uint8)
+        _tensor(there.reshape(-1).view(np.uint8)).copy_(raw)
+
     def fill(self, array: Any, byte: int) -> None:
         raw_of(array).view(-1).view(torch.uint8).fill_(byte)
 

@@ -26,7 +26,7 @@ from packtrain.optim import Optimizer
 from packtrain.packing import lower_bound
 from packtrain.placing import Placed, Step
 from packtrain.planning.lifetimes import columns, storages
-from packtrain.recompute import ALIGNMENT, Built, Chain, Choice, Like, aligned
+from packtrain.recompute import ALIGNMENT, NEVER, Built, Chain, Choice, Like, aligned
 from packtrain.tensor import Spec, Tensor
 
 TOGETHER = 32  # ways to run a block measured in one graph
@@ -131,7 +131,8 @@ def chain(
         return with_chunk(placed, shape.chunk)
 
     same = None if like is None else Like(like, chunked)
-    given = reserved, per_call, calls, same, TOGETHER, request.target, space
+    offload = NEVER if space == HOST else request.offload
+    given = reserved, per_call, calls, same, TOGETHER, request.target, space, offload
     return Chain(graph, whole, request.rates, *given)
 
 

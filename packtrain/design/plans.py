@@ -22,7 +22,7 @@ from packtrain.models.preference import Preference
 from packtrain.optim import Optimizer, Share, accumulating, applying, measuring, training, updating
 from packtrain.placing import Placed, place
 from packtrain.planning import Plan, make_plan
-from packtrain.recompute import Built, Choice
+from packtrain.recompute import AWAY, Built, Choice
 from packtrain.tensor import GraphError, Role, Tensor
 
 CHUNK = 256  # default number of tokens of the loss head at a time
@@ -370,6 +370,7 @@ def build_graph(name: str, shape: StepShape, optimizer: Optimizer) -> Built:
         graph = applying(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
     else:
         graph = training(outputs, trained, optimizer, keep=keep, inner=inner, **shape.clipping)
+    graph.away = frozenset(t for t, rank in (keep or {}).items() if rank == AWAY)
     return Built(graph, stream, inner)
 
 
@@ -390,10 +391,9 @@ def leaves(shape: StepShape) -> tuple[dict[str, Tensor], list[Tensor]]:
         weights = transformer.weights(shape.config)
         return weights, [leaf for leaf in weights.values() if leaf.role == "weight"]
     base = shape.base
-    names = transformer.weights(shape.config)
     trained = {
         name: base.masters if is_matrix(name, leaf.shape) else f32
-        for name, leaf in names.items()
+        for name, leaf in transformer.weights(shape.config).items()
         if base.trains(shape.config, leaf)
     }
     weights = transformer.weights(shape.config, dict(base.types) | trained)

@@ -10,6 +10,7 @@ from packtrain.design.loaded import Loaded
 from packtrain.design.plans import Name, Plans, StepShape, leaves, make_plans
 from packtrain.optim import Optimizer
 from packtrain.placing import Placed
+from packtrain.recompute import NEVER
 
 SAMPLED = (64,)  # tokens of a sample's prompt per run
 NO_KERNELS = Loaded(0)
@@ -28,6 +29,7 @@ class Request:
     kernels    of the run
     runs       load them; otherwise their expected memory is trusted
     away       see `offloaded`
+    offload    whether values that the backward pass needs may, or must, wait in the process's memory for it
     """
 
     optimizer: Optimizer
@@ -41,6 +43,7 @@ class Request:
     kernels: Loaded = NO_KERNELS
     runs: bool = True
     away: bool = False
+    offload: int = NEVER
 
     def within(self, nbytes: int) -> "Request":
         """The same with a limit of the arena's space."""

@@ -23,6 +23,7 @@ from packtrain.design.plans import (
 from packtrain.design.request import Request
 from packtrain.optim import Optimizer, leaner
 from packtrain.recompute import (
+    ALWAYS,
     spaced,
     spacing,
     uniform,
@@ -191,7 +192,8 @@ class Search(Drafts):
 
     def _whole(self, shape: StepShape, limit: int) -> Draft | None:
         """The shape with the requested recomputation, if it is within the limit."""
-        if self.request.recompute == "auto" and self.rough(shape).nbytes > limit * (1 + WORTH):
+        free = self.request.recompute == "auto" and self.request.offload != ALWAYS
+        if free and self.rough(shape).nbytes > limit * (1 + WORTH):
             return None
         draft = self.draft(self.as_asked(shape))
         return draft if self._fits(draft, limit) else None
@@ -212,12 +214,14 @@ class Search(Drafts):
             keep = uniform(count, ())
         elif self.request.recompute == "sqrt":
             keep = spaced(count, spacing(self.chain(shape)))
+        if count and self.request.offload == ALWAYS:
+            keep = (keep or uniform(count, self.chain(shape).block.read)).away()
         return replace(shape, keep=keep)
 
     def freely(self, shape: StepShape) -> StepShape:
         """The same; `auto` recomputes what takes next to no time, if that saves bytes."""
         count, asked = reached(shape), self.as_asked(shape)
-        if not count or not self.recomputes(shape):
+        if not count or not self.recomputes(shape) or self.request.offload == ALWAYS:
             return asked
         whole = self.rough(shape)
         seconds = FREE * whole.seconds

@@ -44,6 +44,7 @@ def as_data(
     if apart:
         step = [plans.placed[name] for name in runs(plans.shape)]
         found["splits"] = [[b.space for b, _ in p.splits] for p in step]
+        found["offloaded_bytes"] = put_away_nbytes(plans)
         found["copies_bytes"] = [[c.results[0].spec.nbytes for c in p.copies] for p in step]
     return found | ({"spaces": apart} if apart else {})
 
@@ -128,10 +129,21 @@ def choices(plans: Plans) -> list[str]:
         for call in placed.graph.calls
     )
     found = [f"{plural(again, 'operation')} recomputed"] if again else []
+    away = put_away_nbytes(plans)
+    found += (
+        [f"{size_text(away)} of activations wait in the memory of this process"] if away else []
+    )
     found += ["a first pass measures the gradient norm"] if shape.two_passes else []
     found += ["micro-batches go through each block in turn"] if shape.layered else []
     found += [f"loss head {shape.chunk} tokens at a time"] if shape.chunk != CHUNK else []
     return found
+
+
+def put_away_nbytes(plans: Plans) -> int:
+    """Bytes of activations that wait in the process's memory for the backward pass."""
+    copies = (s for name in runs(plans.shape) for s in plans.placed[name].put_away)
+    found = [s.results[0].spec.nbytes for s in copies if s.backend.space == HOST]
+    return sum(found) // (2 if plans.shape.two_passes else 1)
 
 
 def crossings(plans: Plans) -> list[str]:

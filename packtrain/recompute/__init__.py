@@ -1,8 +1,21 @@
 """Activation checkpointing: what to keep of the forward pass, for least extra time within a number of bytes."""
 
 from packtrain.recompute.chain import Chain, Found, Like, spacing
-from packtrain.recompute.choice import ALIGNMENT, Built, Choice, aligned, keep_all, spaced, uniform
+from packtrain.recompute.choice import (
+    ALIGNMENT,
+    ALWAYS,
+    AWAY,
+    MAYBE,
+    NEVER,
+    Built,
+    Choice,
+    aligned,
+    keep_all,
+    spaced,
+    uniform,
+)
 
 __all__ = [
-    "ALIGNMENT", "Built", "Chain", "Choice", "Found", "Like", "aligned", "keep_all", "spaced", "spacing", "uniform",
+    "ALIGNMENT", "ALWAYS", "AWAY", "MAYBE", "NEVER", "Built", "Chain", "Choice", "Found", "Like", "aligned", "keep_all",
+    "spaced", "spacing", "uniform",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from packtrain import cost
-from packtrain.backends import CPU, Target
+from packtrain.backends import CPU, Target, cpu
 from packtrain.cost import Rates
 from packtrain.ops.stored import reads_again
 from packtrain.packing import alive
@@ -20,12 +20,16 @@ from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute.choice import (
     ALIGNMENT,
+    INPUT,
+    NEVER,
     Built,
     Choice,
     Inner,
     Option,
     aligned,
     inner_values,
+    is_away,
+    put_away,
     stretches,
 )
 from packtrain.recompute.front import Kept, front, least_again
@@ -42,6 +46,7 @@ class BlockCosts:
     reserved  bytes that stay after the backward pass of a block, or of the head
     together  how many ways may be measured in one chain; 1 if not all blocks are alike
     space     whose bytes count; by default the arena's
+    offload   whether a block may keep what it keeps in the process's memory
     """
 
     def __init__(
@@ -52,9 +57,10 @@ class BlockCosts:
         together: int = 1,
         target: Target = CPU,
         space: str | None = None,
+        offload: int = NEVER,
     ) -> None:
         self.build, self.rates, self.together, self.target = build, rates, together, target
-        self.space = space or target.space
+        self.space, self.offload = space or target.space, offload
         self.reserve, self.head_reserve = reserved
         self._known: dict[Inner, Option] = {}
 
@@ -111,6 +117,11 @@ class BlockCosts:
         backward = (call for call in self._short.graph.calls if call.phase == "backward")
         return {t.base for call in backward for t in call.reads if t.base.call in inside} - {end}
 
+    @property
+    def read(self) -> list[int]:
+        """Their places."""
+        return [place for place, t in enumerate(self.values) if t in self._read]
+
     @cached_property
     def _cuts(self) -> list[int]:
         """Places of values on every path through the block."""
@@ -134,13 +145,26 @@ class BlockCosts:
         return [way for kept in self._front for way in self._forms(kept.places)]
 
     def _forms(self, keep: tuple[int, ...]) -> list[Inner]:
-        """If a cut of the block is not kept, another form recomputes it first, and then each side."""
+        """If a cut of the block is not kept, another form recomputes it first, and then each side; and all these with
+        what is kept away."""
         plain = tuple((place, 0) for place in keep)
-        return [plain, *((*plain, (cut, 1)) for cut in self._cuts if cut not in keep)]
+        near = [plain, *((*plain, (cut, 1)) for cut in self._cuts if cut not in keep)]
+        return [*near, *map(put_away, near)] if self.offload else near
 
     def saved(self, way: Inner) -> int:
-        """Bytes that a way keeps."""
+        """Bytes of the space that a way keeps, in addition to the block's input."""
+        return -self.stream_nbytes if is_away(way) else self._nbytes(way)
+
+    def _nbytes(self, way: Inner) -> int:
         return self.parts * sum(aligned(self.values[at].spec) for at in _kept(way))
+
+    def crossing(self, way: Inner) -> float:
+        """Seconds for what a way keeps away, there and back."""
+        return self._there_and_back(self.stream_nbytes + self._nbytes(way)) if is_away(way) else 0.0
+
+    def _there_and_back(self, nbytes: float) -> float:
+        names = [b.name for b in self.target.every if b.space == self.space]
+        return 2 * cost.crossing(nbytes, *map(self.rates.on, (*names[:1], cpu.name)))
 
     @property
     def options(self) -> list[Option]:
@@ -158,7 +182,14 @@ class BlockCosts:
         whole = sum(aligned(t.spec) for t in self._read)
         if nbytes > whole * self.parts:
             return np.inf
-        return self.parts * least_again(self._front, whole - nbytes / self.parts)
+        points = self._front
+        if self.offload:
+            moved = ((self.stream_nbytes / self.parts + one.saved, one) for one in points)
+            points = [
+                *points,
+                *(Kept(0, one.again + self._there_and_back(n), ()) for n, one in moved),
+            ]
+        return self.parts * least_again(points, whole - nbytes / self.parts)
 
     def free(self, seconds: float) -> tuple[int, ...]:
         """Places of values to keep; the others, the cheapest by byte, take at most `seconds` to recompute."""
@@ -186,7 +217,8 @@ class BlockCosts:
             seconds = self.parts * kept.again
             nbytes = needed_nbytes + kept_nbytes[list(kept.places)].sum(axis=0)
             for way in self._forms(kept.places):
-                bounds[way] = Option(way, self.saved(way), seconds, calls, int(nbytes.max()))
+                took = seconds + self.crossing(way)
+                bounds[way] = Option(way, self.saved(way), took, calls, int(nbytes.max()))
         return bounds
 
     @property
@@ -250,10 +282,10 @@ class BlockCosts:
             if not 0 < i < len(inner) - 1:
                 continue
             first, last = spans[i]
-            again = [s.call for s in placed.steps[first : last + 1] if s.call.phase == "recomputed"]
+            again = [s.call for s in placed.steps[first : last + 1] if s.recomputes]
             later = self.head_reserve + (len(inner) - 1 - i) * self.reserve
             work = max(curve.most(first, last) - (before - saved) - later, 0)
-            seconds = sum(map(self.seconds, again))
+            seconds = sum(map(self.seconds, again)) + self.crossing(way)
             self._known[way] = Option(way, saved, seconds, len(again), work)
 
 
@@ -263,7 +295,7 @@ def _costs_nothing(call: Call) -> bool:
 
 
 def _kept(way: Inner) -> tuple[int, ...]:
-    return tuple(at for at, rank in way if rank == 0)
+    return tuple(at for at, rank in way if rank <= 0 and at != INPUT)
 
 
 def needed(wanted: set[Tensor], kept: set[Tensor], inside: set[Call]) -> set[Call]:

@@ -12,13 +12,14 @@ from functools import cached_property
 
 import numpy as np
 
+from packtrain import cost
 from packtrain.backends import CPU, Target
 from packtrain.cost import Rates
 from packtrain.packing import lower_bound
 from packtrain.placing import Placed, place
 from packtrain.planning.lifetimes import columns, storages
 from packtrain.recompute.block import Alive, BlockCosts, Build, backward_steps
-from packtrain.recompute.choice import ALIGNMENT, Choice, Option, aligned, uniform
+from packtrain.recompute.choice import ALIGNMENT, NEVER, Choice, Option, aligned, uniform
 from packtrain.recompute.solver import ChainSolver, Solved
 
 ROUNDS = 4
@@ -55,6 +56,7 @@ class Chain:
     together     how many ways to run a block may be measured in one chain
     target       where it runs
     space        whose bytes count; by default the arena's
+    offload      whether blocks may keep what they keep in the process's memory
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class Chain:
         together: int = 1,
         target: Target = CPU,
         space: str | None = None,
+        offload: int = NEVER,
     ) -> None:
         self.call_nbytes, self.calls, self.target = call_nbytes, calls, target
         self.space = space or target.space
         self.build, self.count, self.like = build, count, like
         together = max(min(count - 2, together), FEW)
-        own = BlockCosts(build, rates, reserved, together, target, space)
+        own = BlockCosts(build, rates, reserved, together, target, space, offload)
         self.block: BlockCosts = own if like is None else like.chain.block
         self.found: dict[Choice | None, Found] = {}
 
@@ -106,11 +109,12 @@ class Chain:
         """The choice in the whole chain, measured; None keeps everything."""
         if choice not in self.found:
             graph = self.build(self.count, choice).graph
-            stored = storages(place(graph, self.target), self.space)
-            arena, _ = lower_bound(*columns(stored, ALIGNMENT))
+            placed = place(graph, self.target)
+            arena, _ = lower_bound(*columns(storages(placed, self.space), ALIGNMENT))
             again = [call for call in graph.calls if call.phase == "recomputed"]
             nbytes = arena + self.call_nbytes * len(graph.calls)
             seconds = sum(map(self.block.seconds, again))
+            seconds += sum(cost.call_seconds(s, self.block.rates) for s in placed.put_away)
             self.found[choice] = Found(choice, arena, nbytes, seconds, len(again))
         return self.found[choice]
 

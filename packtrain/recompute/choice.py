@@ -10,6 +10,9 @@ from packtrain.graph import Graph
 from packtrain.tensor import Call, Spec, Tensor
 
 ALIGNMENT = 64
+AWAY = -1  # rank of what is kept in the process's memory, see Graph.away
+INPUT = -1  # place of a block's input among what it may keep away
+NEVER, MAYBE, ALWAYS = range(3)  # whether a block may keep what it keeps away
 Inner = tuple[tuple[int, int], ...]  # (place, rank) pairs of a block, see Choice
 
 
@@ -25,11 +28,17 @@ class Built(NamedTuple):
 class Choice:
     """Ranks for `differentiate` by place in the chain: of stream values, and of inner values by block.
 
-    inner  (place among the block's results, rank) pairs
+    inner  (place among the block's results, rank) pairs; of the block's input, (INPUT, AWAY)
     """
 
     stream: tuple[int, ...]
     inner: tuple[Inner, ...]
+
+    def away(self) -> "Choice":
+        """The same with all that is kept in the process's memory; but what the last block keeps is read at once."""
+        *blocks, last = zip(self.stream, self.inner, strict=False)
+        moved = (put_away(inner, whole=rank == 0) for rank, inner in blocks)
+        return Choice(self.stream, (*moved, last[1]))
 
     def ranks(self, stream: Sequence[Tensor]) -> dict[Tensor, int]:
         """Ranks of tensors for the stream of a new graph; values before the first block are kept.
@@ -45,9 +54,19 @@ class Choice:
         for at, values in enumerate(by_place([inner_values(calls) for calls in split[parts:]])):
             for place, rank in self.inner[at // parts]:
                 if place < len(values):  # where blocks differ, some have fewer
-                    t = values[place]
+                    t = stream[at] if place == INPUT else values[place]
                     ranks[t] = min(rank, ranks.get(t, rank))
         return ranks
+
+
+def put_away(inner: Inner, whole: bool = True) -> Inner:
+    """What a block keeps in the process's memory instead; `whole`: its input, too."""
+    moved = tuple((place, AWAY if rank == 0 else rank) for place, rank in inner)
+    return ((INPUT, AWAY), *moved) if whole else moved
+
+
+def is_away(inner: Inner) -> bool:
+    return (INPUT, AWAY) in inner
 
 
 def stretches(stream: Sequence[Tensor]) -> list[list[Call]]:
@@ -111,7 +130,9 @@ def _call(t: Tensor) -> Call:
 class Option:
     """One way to run a block: inner values it keeps, their bytes, extra seconds and calls, bytes of its backward.
 
-    keep  (place, rank) pairs; rank 0 is kept from the forward pass, rank 1 is recomputed first
+    keep  (place, rank) pairs; rank 0 is kept from the forward pass, AWAY in the process's memory, rank 1 is
+          recomputed first
+    saved of the space: below 0 if the block's input is away
     """
 
     keep: Inner
@@ -119,6 +140,10 @@ class Option:
     seconds: float
     calls: int
     work: int
+
+    @property
+    def away(self) -> bool:
+        return is_away(self.keep)
 
 
 def aligned(spec: Spec) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from packtrain.recompute.block import BlockCosts
-from packtrain.recompute.choice import Choice, Inner, Option
+from packtrain.recompute.choice import ALWAYS, Choice, Inner, Option
 
 SLOTS = 4_000  # memory is counted in this many parts of the budget, rounded up
 Rows = list[np.ndarray]  # by number of blocks: seconds by slots
@@ -81,6 +81,9 @@ class ChainSolver:
         """The possible moves for the first of n blocks, and what they leave to the others."""
         waiting = self.head_reserve if rows is self.outer else 0
         for k, (option, (kept, work)) in enumerate(zip(self.options, self.sizes, strict=True)):
+            near = self.block.offload != ALWAYS or n == 1 or rows is self.inner
+            if not (rows is self.outer if option.away else near):
+                continue  # only what the forward pass computed is put away
             least = max(kept, work + waiting + (n - 1) * self.reserve)
             if least <= self.slots:
                 yield Way(

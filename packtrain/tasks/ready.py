@@ -24,6 +24,7 @@ from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.ranks import here
+from packtrain.recompute import ALWAYS, MAYBE, NEVER
 from packtrain.tasks.watched import room
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import check_effects, check_validation
@@ -34,6 +35,7 @@ from packtrain.training.settings import RunSettings
 from packtrain.training.state import Checkpoint, Progress, load
 from packtrain.words import plural
 
+ACTIVATIONS = {"auto": MAYBE, "activations": ALWAYS, "all": ALWAYS}  # of --offload
 Prepare = Callable[[Any, Say], "Ready"]  # settings, and where messages go
 
 
@@ -171,12 +173,14 @@ def _planned(
     """The plans with moments beside their weights or in the process's memory: as asked, or what fits and is faster."""
     if decided is not None:
         return job, followed(decided, request), request
-    asked, away = job.settings.offload, request.offloaded(job.shape)
+    asked = job.settings.offload
+    request = replace(request, offload=ACTIVATIONS.get(asked, NEVER))
+    away = request.offloaded(job.shape)
     if away.target == request.target:
         return replace(job, offloaded=False), planned(job.shape, request, say), request
     ways = {False: request, True: away}
     if job.offloaded is not None or asked != "auto":
-        chosen = asked == "moments" if job.offloaded is None else job.offloaded
+        chosen = asked in ("moments", "all") if job.offloaded is None else job.offloaded
         return replace(job, offloaded=chosen), planned(job.shape, ways[chosen], say), ways[chosen]
     found = {False: planned(job.shape, request, say)}
     if found[False].refusal or found[False].shape != job.shape:

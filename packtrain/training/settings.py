@@ -214,9 +214,10 @@ class RunSettings:
     )
     offload: str = MEMORY(
         "auto",
-        "moments of weights on a --device with a memory of its own: moments: in this process's memory, where they are"
-        " updated, too; none: beside the weights; auto: there, unless a run does not fit or would take longer",
-        choices=("auto", "none", "moments"),
+        "what a run on a --device with a memory of its own has in this process's memory: moments of weights, updated"
+        " there, too; activations kept for the backward pass, copied there and back; all: both; none; auto: what makes"
+        " a run fit, or faster",
+        choices=("auto", "none", "moments", "activations", "all"),
     )
     threads: int = MEMORY(0, "CPU threads; 0: one per core", flags="-t", least=0)
     nproc: int = MEMORY(

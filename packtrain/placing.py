@@ -7,12 +7,13 @@ import hashlib
 import itertools
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from packtrain.backends import CPU, HOST, Backend, Target, cpu, numpy
-from packtrain.graph import Graph, unique
+from packtrain.backends import CPU, Backend, Target, numpy
+from packtrain.copies import Copies, known
+from packtrain.graph import Graph
 from packtrain.ops.shape import cont
 from packtrain.tensor import Call, GraphError, Kernel, Op, Spec, Tensor
 
@@ -163,13 +164,11 @@ class _Placing:
         self.among = target.backends
         self.home = {leaf: target.home(leaf) for leaf in graph.leaves}
         self.names = dict(graph.names)
-        self.taken = dict.fromkeys(graph.names.values(), 1)
         self.steps: list[Step] = []
         self.barriers: list[int] = []
-        self.copies: dict[tuple[Tensor, str], Tensor] = {}
+        self.copies = Copies(graph, order, self.home, self.names, self._copy)
         self.wanted = self._wanted(graph)
         self.fallen: set[str] = set()
-        self.leaving, self.left = _leaving(graph.away, order), dict[Tensor, Tensor]()
 
     def run(self, group: list[Call]) -> None:
         """Add calls that may run side by side; the steps of a single one run one after the other."""
@@ -192,15 +191,24 @@ class _Placing:
                 f"{self.home[t.base].space}; all that one call writes must live in one place\n  at {call.where}"
             )
         inputs = [
-            t if t is None else self._bring(call, t, backend, kernel.takes(i, t))
+            t if t is None else self.copies.bring(call, t, backend, kernel.takes(i, t))
             for i, t in enumerate(call.inputs)
         ]
         for t in call.results:
             self.home.setdefault(t.base, backend)
         self.steps.append(Step(call.op, call, backend, kernel, tuple(inputs), call.results))
-        for t in self.leaving.get(call, ()):
-            if self.home[t].space != HOST:
-                self.left[t] = self._cross(call, t, cpu)
+        self.copies.put_away(call)
+
+    def _copy(
+        self,
+        call: Call,
+        at: Backend,
+        kernel: Kernel,
+        t: Tensor,
+        copy: Tensor,
+        source: Backend | None,
+    ) -> None:
+        self.steps.append(Step(cont, call, at, kernel, (t,), (copy,), source))
 
     def _wanted(self, graph: Graph) -> dict[Tensor, set[str]]:
         """The spaces where a result is read beside weights or states that live there."""
@@ -226,7 +234,7 @@ class _Placing:
             if kernel is not None:
                 return backend, kernel
         self.fallen.add(call.op.name)
-        return numpy, _known(numpy, call, call.op, call.inputs)
+        return numpy, known(numpy, call, call.op, call.inputs)
 
     def _by_bytes(self, call: Call) -> list[Backend]:
         """Where the inputs are, first where the fewest bytes are copied for this call and what needs its results."""
@@ -239,107 +247,6 @@ class _Placing:
     def _copied(self, call: Call, space: str) -> int:
         """Bytes that are copied if the call runs in a space: of its inputs to there, of its results from there."""
         away = [t for t in call.reads if self.home[t.base].space != space]
-        needed = {part for t in away if ((part := self._part(t, space)), space) not in self.copies}
+        needed = {part for t in away if (part := self.copies.part(t, space)) is not None}
         left = (t for t in call.results for other in self.wanted.get(t, ()) if other != space)
         return sum(t.spec.nbytes for t in (*needed, *left))
-
-    def _bring(self, call: Call, t: Tensor, backend: Backend, taken: bool) -> Tensor:
-        """t, or a copy of it that `backend` can read: in its space, and dense if its kernel wants that."""
-        if t.base in self.left and backend.space == self.home[t.base].space:
-            t = self._returned(call, t)
-        if self.home[t.base].space != backend.space:
-            t = self._moved(call, t, backend)
-        if taken or t.dense:
-            return t
-        dense = _known(backend, call, cont, (t,))
-        return self._copy(call, t, backend, dense, f"{self.names[t]} dense")
-
-    def _part(self, t: Tensor, space: str) -> Tensor:
-        """What is copied so that t can be read in a space: a dense part alone, else all that it is a view of."""
-        whole = t.handle
-        alone = t.dense and t.spec.nbytes < whole.spec.nbytes
-        return t if alone and (whole, space) not in self.copies else whole
-
-    def _moved(self, call: Call, t: Tensor, backend: Backend) -> Tensor:
-        """t in the space of another backend: a copy, or the same view of a copy."""
-        key = t, backend.space
-        if key not in self.copies:
-            part = self._part(t, backend.space)
-            copy = self._cross(call, part, backend)
-            self.copies[key] = self._viewed(t, part, copy, f"on {backend.space}")
-        return self.copies[key]
-
-    def _returned(self, call: Call, t: Tensor) -> Tensor:
-        """What had been put away, or the same view of it, copied back."""
-        key, home = (t, "back"), self.home[t.base]
-        if key not in self.copies:
-            whole = self.left[t.base]
-            copy = self._cross(call, whole, home, f"{self.names[t.base]} back")
-            self.copies[key] = self._viewed(t, t.base, copy, "back")
-        return self.copies[key]
-
-    def _viewed(self, t: Tensor, part: Tensor, copy: Tensor, where: str) -> Tensor:
-        """Of a copy of a part, the view that t is of that part."""
-        if t is part:
-            return copy
-        assert t.call is not None
-        viewed = replace(t.call, inputs=(copy,), reads=(copy,))
-        view = replace(t, call=viewed, shared=copy, value=None)
-        self.names[view] = unique(f"{self.names[t]} {where}", self.taken)
-        return view
-
-    def _cross(self, call: Call, t: Tensor, backend: Backend, name: str | None = None) -> Tensor:
-        """A copy from another memory."""
-        source, name = self.home[t.base], name or f"{self.names[t]} on {backend.space}"
-        move = Kernel(lambda y, x: _move(backend, y, source, x), strided=False)
-        return self._copy(call, t, backend, move, name, source)
-
-    def _copy(
-        self,
-        call: Call,
-        t: Tensor,
-        backend: Backend,
-        kernel: Kernel,
-        name: str,
-        source: Backend | None = None,
-    ) -> Tensor:
-        if (t, backend.space) not in self.copies:
-            copy = self.copies[t, backend.space] = cont(t)
-            self.home[copy], self.names[copy] = backend, unique(name, self.taken)
-            self.steps.append(Step(cont, call, backend, kernel, (t,), (copy,), source))
-        return self.copies[t, backend.space]
-
-
-def _known(
-    backend: Backend, call: Call, op: Op[..., Any], inputs: tuple[Tensor | None, ...]
-) -> Kernel:
-    kernel = backend.kernel(op, inputs)
-    if kernel is None:
-        raise GraphError(f"{op.name} has no kernel at all on {backend.name}\n  at {call.where}")
-    return kernel
-
-
-def _leaving(away: Set[Tensor], order: Sequence[Call]) -> dict[Call, list[Tensor]]:
-    """For each call of an order what is put away after it: it is the last forward one that reads or computes it."""
-    last, later = dict[Tensor, Call](), set[Tensor]()
-    for call in (call for call in order if away and not call.op.view):
-        touched = away & {t.base for t in (*call.reads, *call.results)}
-        if call.phase == "forward":
-            last |= dict.fromkeys(touched, call)
-        else:
-            later |= touched
-    found = dict[Call, list[Tensor]]()
-    for t in sorted(later & last.keys(), key=lambda t: (t.call.serial if t.call else -1, t.index)):
-        found.setdefault(last[t], []).append(t)
-    return found
-
-
-def _move(backend: Backend, y: Any, source: Backend, x: Any) -> None:
-    """Copy an array from one space to another."""
-    source.sync()
-    there = backend.window(y)
-    here = source.window(x)
-    if there is not None:
-        source.fetch(x, there)
-    else:
-        backend.write(y, source.read(x) if here is None else here)

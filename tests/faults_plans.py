@@ -10,9 +10,10 @@ from pytest import MonkeyPatch
 
 import packtrain as pt
 from packtrain.backends.host import Host
+from packtrain.copies import Copies
 from packtrain.ops import shape
 from packtrain.packing import online, pack
-from packtrain.placing import Placed, _Placing
+from packtrain.placing import Placed
 from packtrain.planning import Plan, lifetimes
 from packtrain.recompute import block
 from packtrain.run import Executor, Session
@@ -64,12 +65,12 @@ def a_reshape_that_joins_any_axes(patch: MonkeyPatch) -> None:
 def one_dense_copy_for_all_views_of_a_value(patch: MonkeyPatch) -> None:
     def wrong(copy):
         def by_storage(self, call, t, *rest):
-            made = [c for (v, _), c in self.copies.items() if v.base is t.base and v.spec == t.spec]
+            made = [c for (v, _), c in self.made.items() if v.base is t.base and v.spec == t.spec]
             return made[0] if made else copy(self, call, t, *rest)
 
         return by_storage
 
-    around(patch, _Placing, "_copy", wrong)
+    around(patch, Copies, "_copy", wrong)
 
 
 @fault("place", spaces)
@@ -80,20 +81,20 @@ def a_value_read_where_it_is_not(patch: MonkeyPatch) -> None:
 
         return near
 
-    around(patch, _Placing, "_bring", wrong)
+    around(patch, Copies, "bring", wrong)
 
 
 @fault("place", parts)
 def one_copy_for_all_views_of_a_value_in_another_space(patch: MonkeyPatch) -> None:
     def wrong(moved):
         def by_storage(self, call, t, backend):
-            same = (v for v, space in self.copies if space == backend.space)
+            same = (v for v, space in self.made if space == backend.space)
             made = [v for v in same if v.base is t.base and v.spec == t.spec]
-            return self.copies[made[0], backend.space] if made else moved(self, call, t, backend)
+            return self.made[made[0], backend.space] if made else moved(self, call, t, backend)
 
         return by_storage
 
-    around(patch, _Placing, "_moved", wrong)
+    around(patch, Copies, "_moved", wrong)
 
 
 @fault("run", graphs)

@@ -10,9 +10,11 @@ from packtrain.design.loaded import Loaded
 from packtrain.design.plans import Name, Plans, StepShape, leaves, make_plans
 from packtrain.optim import Optimizer
 from packtrain.placing import Placed
-from packtrain.recompute import NEVER
+from packtrain.recompute import ALWAYS, MAYBE, NEVER
 
 SAMPLED = (64,)  # tokens of a sample's prompt per run
+# of activations, by --offload
+ACTIVATIONS = {"auto": MAYBE, "none": NEVER, "moments": NEVER, "activations": ALWAYS, "all": ALWAYS}
 NO_KERNELS = Loaded(0)
 CALL_NBYTES = 2_000  # of this process for each call of a planned graph, measured
 

@@ -17,14 +17,13 @@ from packtrain.design.loaded import loaded, needed
 from packtrain.design.pace import learnt, seen
 from packtrain.design.plans import Plans, StepShape, packed_types
 from packtrain.design.rates import rates_apart
-from packtrain.design.request import Request
+from packtrain.design.request import ACTIVATIONS, Request
 from packtrain.design.sharing import Shared, shared
 from packtrain.design.spread import AUTO
 from packtrain.design.table import as_data, parts, text
 from packtrain.errors import InputError
 from packtrain.memory import parse_size, private_nbytes, settle
 from packtrain.ranks import here
-from packtrain.recompute import ALWAYS, MAYBE, NEVER
 from packtrain.tasks.watched import room
 from packtrain.tokenizer import Tokenizer
 from packtrain.training.effects import check_effects, check_validation
@@ -35,7 +34,6 @@ from packtrain.training.settings import RunSettings
 from packtrain.training.state import Checkpoint, Progress, load
 from packtrain.words import plural
 
-ACTIVATIONS = {"auto": MAYBE, "activations": ALWAYS, "all": ALWAYS}  # of --offload
 Prepare = Callable[[Any, Say], "Ready"]  # settings, and where messages go
 
 
@@ -174,7 +172,7 @@ def _planned(
     if decided is not None:
         return job, followed(decided, request), request
     asked = job.settings.offload
-    request = replace(request, offload=ACTIVATIONS.get(asked, NEVER))
+    request = replace(request, offload=ACTIVATIONS[asked])
     away = request.offloaded(job.shape)
     if away.target == request.target:
         return replace(job, offloaded=False), planned(job.shape, request, say), request

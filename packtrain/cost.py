@@ -13,7 +13,14 @@ CACHE = 1 << 22  # a call with fewer bytes finds them in a cache
 PARALLEL = 1 << 17  # bytes from which a parallel region pays
 MANY = 64  # tasks that keep all threads busy to the end
 # rates of unmeasured kinds of work, as shares of the floating-point operations per second
-SHARES = {"multiply": 0.5, "attend": 0.4, "attend back": 0.4, "pack": 0.03}
+SHARES = {
+    "multiply": 0.5,
+    "multiply bf16": 1.0,
+    "multiply bf16x3": 0.5,
+    "attend": 0.4,
+    "attend back": 0.4,
+    "pack": 0.03,
+}
 SHARE = 0.02  # of all others
 
 

@@ -42,7 +42,11 @@ MERGED = tuple(t for t in WRITABLE if "pack" in t.code)  # what tunes and merges
 ROUNDABLE = tuple(t for t in DTYPES.values() if "codes" in t.code)
 RECODABLE = tuple(t for t in DTYPES.values() if "recode" in t.code)
 TRAINABLE = (f32, bf16)  # types of weights with a gradient, which is f32
-PRECISIONS = ("f32", "bf16")  # to which products can round their factors; sums are always f32
+PRECISIONS = (
+    "f32",
+    "bf16",
+    "bf16x3",
+)  # of the factors of products, see ops.matmul; sums are always f32
 NUMPY = {t.numpy: t for t in DTYPES.values()}
 
 

@@ -17,9 +17,10 @@ import numpy as np
 from packtrain import kernels, ops
 from packtrain.backends import CPU, Target
 from packtrain.cost import Rates, call_seconds, cost_of, idle, moved, seconds
-from packtrain.dtypes import Dtype, f32
+from packtrain.dtypes import PRECISIONS, Dtype, f32
 from packtrain.graph import Graph
-from packtrain.ops.costs import laying
+from packtrain.kernels.runtime import multiplies
+from packtrain.ops.costs import laying, multiplying
 from packtrain.placing import Placed, Step, place
 from packtrain.run import Executor, Session
 from packtrain.tensor import Spec, Tensor, input, weight
@@ -43,6 +44,10 @@ def probes(types: Collection[Dtype]) -> Iterator[tuple[str, Tensor]]:
     yield "near", ops.scale(input("x", (1 << 17,)), by=2.0)
     yield "far", ops.scale(input("x", (6 << 20,)), by=2.0)
     yield "multiply", ops.matmul(input("x", (480, 512)), weight("w", (256, 512)))
+    for precision in PRECISIONS[1:]:
+        if multiplies(precision):
+            x, w = input("x", (480, 512)), weight("w", (256, 512))
+            yield multiplying(precision), ops.matmul(x, w, precision=precision)
     yield "pack", ops.out_prod(input("a", (2048, 480)), input("b", (2048, 32)))
     yield "exp", ops.swiglu(input("gate", (1 << 17,)), input("up", (1 << 17,)))
     for kind, heads, width in (("attend", 4, 64), ("score", 16, 8)):

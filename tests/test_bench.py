@@ -237,6 +237,7 @@ class Fake:
 WARM = 9.0  # seconds of steps that do not count
 TIMES = {
     (steps.OURS, steps.F32): [WARM, WARM, 1.0, 2.0, 4.0],
+    (steps.OURS, "bf16x3"): [WARM, WARM, 1.0, 1.0, 1.0],
     (steps.OURS, "bf16"): [WARM, WARM, 0.5, 1.0, 2.0],
     (steps.EAGER, steps.F32): [WARM, WARM, 3.0, 2.0, 2.0],
     (steps.EAGER, steps.BF16): [WARM, WARM, 6.0, 6.0, 6.0],
@@ -251,12 +252,12 @@ def test_steps_beside_pytorch_and_a_peer_that_fails(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(steps, "has_torch", lambda: True)
     monkeypatch.setattr(steps.Trained, "peer", fake)
-    monkeypatch.setattr(steps, "has", lambda feature: True)
+    monkeypatch.setattr(steps, "multiplies", lambda precision: True)
     (with_bf16,) = steps.tables(["15m"], 3, counting)
-    assert with_bf16.column("precision")[2:4] == ["bf16", steps.BF16]
-    assert with_bf16.column("ours × as fast") == [None, 1.0, None, 6.0, 0.5]
+    assert with_bf16.column("precision")[2:6] == ["bf16x3", steps.F32, "bf16", steps.BF16]
+    assert with_bf16.column("ours × as fast") == [None, 1.0, None, 2.0, None, 6.0, 0.5]
     assert with_bf16.notes[-1].startswith("packtrain in bf16 is 0.50 ×")
-    monkeypatch.setattr(steps, "has", lambda feature: False)
+    monkeypatch.setattr(steps, "multiplies", lambda precision: False)
     (made,) = steps.tables(["15m"], 3, counting)
     assert made.column("program") == [
         steps.OURS,

@@ -12,7 +12,7 @@ from packtrain.benching.table import Table, Value
 from packtrain.benching.timing import Side, paired
 from packtrain.benching.training import ROWS
 from packtrain.events import Counted
-from packtrain.kernels.runtime import has
+from packtrain.kernels.runtime import multiplies
 from packtrain.models.config import PRESETS
 
 WARM = 2  # steps whose time does not count; the first compiles, the last is watched for memory
@@ -38,23 +38,27 @@ class Trained(Side):
         return Peer(TORCH, "steps", kernels.threads(), preset, *how)
 
 
-def ours_beside(precision: str) -> str:
-    """Our precision beside one of PyTorch's: bf16 where the CPU multiplies it."""
-    return "bf16" if precision == BF16 and has("avx512bf16") else F32
+def compared() -> Iterator[tuple[str, str]]:
+    """Our precisions beside PyTorch's: bf16 and bf16x3 where the CPU multiplies them."""
+    yield F32, F32
+    if has_torch():
+        if multiplies("bf16x3"):
+            yield "bf16x3", F32
+        yield "bf16" if multiplies("bf16") else F32, BF16
 
 
 def tables(presets: Sequence[str], rounds: int, counting: Counting) -> Iterator[Table]:
     """A table for each preset; ours runs anew beside each precision, so that three programs at most are in memory."""
     for preset in presets:
         rows, notes = list[list[Value]](), list[str]()
-        for precision in (F32, BF16) if has_torch() else (F32,):
-            sides = [Trained(program=OURS, precision=ours_beside(precision))]
+        for ours, precision in compared():
+            sides = [Trained(program=OURS, precision=ours)]
             sides += (
                 [Trained(program=p, precision=precision) for p in (EAGER, COMPILED)]
                 if has_torch()
                 else []
             )
-            with counting(f"steps of {preset}, {precision}", "round") as count:
+            with counting(f"steps of {preset}, {ours} beside {precision}", "round") as count:
                 notes += run(sides, preset, rounds, count)
             rows += rows_of(sides, tokens_of(preset))
             notes += [] if len(sides) == 1 else [verdict(sides)]

@@ -19,7 +19,7 @@ from packtrain.speed import BEGIN, measured
 from packtrain.version import __version__
 
 MEASURING_NBYTES = 136 << 20  # of a measuring child
-FORMAT = 2  # of the file; with another format, rates are measured again
+FORMAT = 3  # of the file; with another format, rates are measured again
 
 
 @dataclass(frozen=True, slots=True)

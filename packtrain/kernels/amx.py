@@ -83,28 +83,41 @@ def release(typingctx):
 # ---- packing ---------------------------------------------------------------------------------------------------
 
 
-def emit_masked(builder, place, left):
-    mask = simd.first_lanes(builder, left)
+def emit_load(builder, place, left):
+    """16 values, or the first `left` of them."""
     pointer = vector_at(builder, place)
+    if left is None:
+        return builder.load(pointer, align=4)
+    mask = simd.first_lanes(builder, left)
     return simd.call(builder, "llvm.masked.load.v16f32.p0", VECTOR, pointer, I32(4), mask, ZERO)
 
 
-def emit_two(builder, along, source, ld, number, lines, left):
-    """What becomes one row of pairs: 32 values of line `number`, or 16 values of two steps."""
+def emit_two(builder, along, source, ld, number, ends):
+    """What becomes one row of pairs: 32 values of line `number`, or 16 values of two steps.
+
+    ends  lines and steps there are, if not all
+    """
+    lines, left = ends or (None, None)
     if along:
-        last = builder.sub(lines, I64(1))
-        line = builder.select(builder.icmp_signed("<", I64(number), last), I64(number), last)
+        line = I64(number)
+        if ends:
+            last = builder.sub(lines, I64(1))
+            line = builder.select(builder.icmp_signed("<", line, last), line, last)
         place = beyond(builder, source, builder.mul(line, ld))
         emit_prefetch(builder, builder.add(place, I64(ALONG)))
         emit_prefetch(builder, builder.add(place, I64(ALONG + 64)))
-        high = builder.add(place, I64(4 * LANES)), builder.sub(left, I64(LANES))
-        return emit_masked(builder, place, left), emit_masked(builder, *high)
+        after = builder.sub(left, I64(LANES)) if ends else None
+        high = emit_load(builder, builder.add(place, I64(4 * LANES)), after)
+        return emit_load(builder, place, left), high
     values = []
     for step in (2 * number, 2 * number + 1):
         place = beyond(builder, source, builder.mul(I64(step), ld))
         emit_prefetch(builder, builder.add(place, I64(ALONG)))
-        inside = builder.icmp_signed("<", I64(step), left)
-        values.append(emit_masked(builder, place, builder.select(inside, lines, I64(0))))
+        if ends:
+            inside = builder.icmp_signed("<", I64(step), left)
+            values.append(emit_load(builder, place, builder.select(inside, lines, I64(0))))
+        else:
+            values.append(emit_load(builder, place, None))
     return values
 
 
@@ -143,6 +156,17 @@ def emit_rows(builder, turn, rows, target):
         builder.store(row, vector_at(builder, builder.add(target, I64(64 * r))), align=64)
 
 
+def emit_pack(builder, along, turn, source, ld, target, half, ends):
+    """See packer."""
+    given = [emit_two(builder, along, source, ld, r, ends) for r in range(LANES)]
+    rows = [emit_rounded(builder, along, *two) for two in given]
+    emit_rows(builder, turn, rows, target)
+    with builder.if_then(builder.icmp_signed("==", half, I64(2))):
+        lost = [emit_lost(builder, along, row, *two) for row, two in zip(rows, given, strict=True)]
+        rest = [emit_rounded(builder, along, *two) for two in lost]
+        emit_rows(builder, turn, rest, builder.add(target, I64(4 * TILE)))
+
+
 def packer(along, turn):
     """An intrinsic that packs 16 lines x 32 steps of `source`, which end at `lines` and `left`, with zeros behind.
 
@@ -154,15 +178,14 @@ def packer(along, turn):
         if not AMX:
             return context.get_dummy_value()
         source, ld, lines, left, target, half = args
-        given = [emit_two(builder, along, source, ld, r, lines, left) for r in range(LANES)]
-        rows = [emit_rounded(builder, along, *two) for two in given]
-        emit_rows(builder, turn, rows, target)
-        with builder.if_then(builder.icmp_signed("==", half, I64(2))):
-            lost = [
-                emit_lost(builder, along, row, *two) for row, two in zip(rows, given, strict=True)
-            ]
-            rest = [emit_rounded(builder, along, *two) for two in lost]
-            emit_rows(builder, turn, rest, builder.add(target, I64(4 * TILE)))
+        whole = builder.and_(
+            builder.icmp_signed(">=", lines, I64(LANES)),
+            builder.icmp_signed(">=", left, I64(STEPS)),
+        )
+        with builder.if_else(whole, likely=True) as (full, part):
+            for branch, ends in ((full, None), (part, (lines, left))):
+                with branch:
+                    emit_pack(builder, along, turn, source, ld, target, half, ends)
         return context.get_dummy_value()
 
     sig = void(i64, i64, i64, i64, i64, i64)

@@ -34,6 +34,7 @@ ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # Linux: a system call, what it is
 
 
 AMX = "amx-bf16"
+NEEDED = {"bf16": "avx512bf16", "bf16x3": AMX}  # by products of these precisions
 NUMBERS = "NUMBA_NUM_THREADS", "OMP_NUM_THREADS"  # variables that give a number of threads
 
 
@@ -144,6 +145,11 @@ def has(feature: str) -> bool:
     chosen = chosen_cpu().get("CPU_FEATURES")
     found = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
     return f"+{feature}" in found.split(",") and (feature != AMX or tiles_allowed())
+
+
+def multiplies(precision: str) -> bool:
+    """Whether our products on this CPU have this precision."""
+    return precision not in NEEDED or has(NEEDED[precision])
 
 
 @cache

@@ -43,12 +43,30 @@ def floats(w):
 
 
 def want_precision(precision):
-    want(precision in PRECISIONS, f"precision is {precision}; it must be {' or '.join(PRECISIONS)}")
+    want(
+        precision in PRECISIONS,
+        f"precision is {precision}; it must be one of {', '.join(PRECISIONS)}",
+    )
 
 
-def rounded(x, precision):
-    """Values as a product of this precision takes them: f32 rounded to bf16, to even, and back; f64 stays."""
-    if precision == "f32" or x.dtype != np.float32:
+def times(a, b, precision):
+    """a @ b with factors of this precision."""
+    return sum(x @ y for x, y in factors(a, b, precision, rounded))
+
+
+def factors(a, b, precision, rounded):
+    """Pairs whose products are summed; see `rounded`."""
+    if precision == "f32":
+        return ((a, b),)
+    high, others = rounded(a), rounded(b)
+    if precision == "bf16":
+        return ((high, others),)
+    return (high, rounded(b - others)), (rounded(a - high), others), (high, others)
+
+
+def rounded(x):
+    """f32 rounded to bf16, to even, and back; f64 stays."""
+    if x.dtype != np.float32:
         return x
     bits = np.ascontiguousarray(x).view(np.uint32)
     up = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
@@ -56,12 +74,14 @@ def rounded(x, precision):
 
 
 def half(precision):
-    """1 if factors of a product are rounded to bf16, else 0, as kernels take it."""
-    if precision == "f32":
-        return 0
-    if not kernels.panels.HALF:
+    """How many bf16 a factor of a product becomes, 0 for none, as kernels take it."""
+    if precision == "bf16" and not kernels.panels.HALF:
         raise InputError("precision bf16: this CPU has no AVX512_BF16; use precision f32")
-    return 1
+    if precision == "bf16x3" and not kernels.panels.AMX:
+        raise InputError(
+            "precision bf16x3: this CPU has no AMX, or Linux refuses it; use precision f32"
+        )
+    return PRECISIONS.index(precision)
 
 
 def packed(w):

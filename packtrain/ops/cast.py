@@ -32,7 +32,7 @@ def cast_vjp(dy, y, x, *, dtype):
 def cast_numpy(y, x, *, dtype):
     if dtype == bf16:
         x = _floats(x).astype(np.float32)
-        short = np.where(np.isnan(x), 0x7FC0, rounded(x, "bf16").view(np.uint32) >> 16)
+        short = np.where(np.isnan(x), 0x7FC0, rounded(x).view(np.uint32) >> 16)
         y[...] = short.astype(np.uint16).view(bf16.numpy)
     else:
         with np.errstate(over="ignore"):  # beyond f16 is infinite

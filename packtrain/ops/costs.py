@@ -70,9 +70,15 @@ def product(m: int, n: int, k: int, turned: bool = False) -> Cost:
 
 
 def at(precision: str, cost: Cost) -> Cost:
-    """The cost of products in this precision: bf16 are multiplied two at a time."""
-    by = 0.5 if precision == "bf16" else 1.0
-    return replace(cost, work={**cost.work, "multiply": by * cost.work["multiply"]})
+    """The cost of products in this precision, whose multiply-adds are a kind of their own."""
+    work = {**cost.work}
+    work[multiplying(precision)] = work.pop("multiply")
+    return replace(cost, work=work)
+
+
+def multiplying(precision: str) -> str:
+    """The kind of work of multiply-adds in this precision."""
+    return "multiply" if precision == "f32" else f"multiply {precision}"
 
 
 def product_with(m: int, w: Tensor, count: int = 1) -> Cost:

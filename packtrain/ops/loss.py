@@ -11,9 +11,9 @@ from packtrain.ops.arrays import (
     floats,
     half,
     packed,
-    rounded,
     rows,
     rows_or_absent,
+    times,
     want_precision,
 )
 from packtrain.ops.costs import Cost, elementwise
@@ -261,16 +261,16 @@ def linear_cross_entropy_work(x, w, targets, weights, b, *, chunk, **how):
 def linear_cross_entropy_numpy(out, x, w, targets, weights, b, *, chunk, softcap, precision):
     _check_ids("linear_cross_entropy", targets, len(w))
     (loss, losses, right, dx), (dw, db) = out[:4], _of_weights(out, b)
-    x, w = rounded(x, precision), rounded(floats(w), precision)
-    logits = x @ w.T + (0 if b is None else b)
+    w = floats(w)
+    logits = times(x, w.T, precision) + (0 if b is None else b)
     if right is not None:
         right[...] = _is_largest(logits, targets)
     logits, slope = _capped(logits, softcap)
     losses[...], p = _losses(logits, targets)
     loss[...] = (losses * weights).sum(dtype=np.float64)
-    exact = _dlogits(p, targets, weights) * slope
-    d = rounded(exact, precision)
-    _store((dx, dw, db), (d @ w, rows(d).T @ rows(x), rows(exact).sum(0)))
+    d = _dlogits(p, targets, weights) * slope
+    dx_dw = times(d, w, precision), times(rows(d).T, rows(x), precision)
+    _store((dx, dw, db), (*dx_dw, rows(d).sum(0)))
 
 
 @linear_cross_entropy.kernel("cpu")

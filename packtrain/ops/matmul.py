@@ -15,17 +15,17 @@ from packtrain.ops.arrays import (
     half,
     integers_of,
     packed,
-    rounded,
     rows,
     start_with,
+    times,
     want_precision,
 )
 from packtrain.ops.reduce import sum_like
 from packtrain.ops.shape import transpose
-from packtrain.ops.torch import add_product, add_product_back, multiply, torch
-from packtrain.ops.torch import rounded as rounded_to
+from packtrain.ops.torch import add_product, add_product_back, multiply
 from packtrain.ops.torch import rows as rows_of
 from packtrain.ops.torch import start_with as begin_with
+from packtrain.ops.torch import times as times_in
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 FEW_ROWS = 8  # up to so many, products with packed weights are summed in integers
@@ -49,7 +49,8 @@ def matmul(x: Tensor, w: Tensor, acc: Tensor | None = None, *, precision: str = 
     acc  (..., N)   f32
     y    (..., N)   f32
 
-    precision  bf16 rounds x and w to it, for gradients too, and sums in f32; for CPUs with AVX512_BF16
+    precision  bf16 rounds x and w to it, for gradients too, and sums in f32; for CPUs with AVX512_BF16.
+               bf16x3 takes them as sums of two bf16, and leaves out the least product; for CPUs with AMX
     """
     want_precision(precision)
     want(x.dtype == f32, f"x is {x.spec}; it must be f32")
@@ -99,8 +100,7 @@ def matmul_vjp(dy, y, x, w, acc, **how):
 
 @matmul.kernel("numpy")
 def matmul_numpy(y, x, w, acc, precision):
-    x, w = rounded(x, precision), rounded(floats(w), precision)
-    product = np.matmul(x, np.swapaxes(w, -1, -2))
+    product = times(x, np.swapaxes(floats(w), -1, -2), precision)
     y[...] = product if acc is None else product + acc
 
 
@@ -120,7 +120,7 @@ def matmul_cpu(y, x, w, acc, precision, work=()):
 
 def matmul_torch(y, x, w, acc, precision):
     if w.ndim > 2:
-        product = torch.matmul(rounded_to(x, precision), rounded_to(w, precision).mT)
+        product = times_in(x, w.mT, precision)
         y.copy_(product if acc is None else product.add_(acc))
         return
     if acc is not None:
@@ -213,7 +213,7 @@ def matmul_back_vjp(ddx, dx, dy, w, acc, **how):
 
 @matmul_back.kernel("numpy")
 def matmul_back_numpy(dx, dy, w, acc, precision):
-    product = rounded(dy, precision) @ rounded(floats(w), precision)
+    product = times(dy, floats(w), precision)
     dx[...] = product if acc is None else product + acc
 
 
@@ -270,7 +270,7 @@ def out_prod_vjp(dy, y, a, b, acc, **how):
 
 @out_prod.kernel("numpy")
 def out_prod_numpy(y, a, b, acc, precision):
-    product = rounded(rows(a), precision).T @ rounded(rows(b), precision)
+    product = times(rows(a).T, rows(b), precision)
     y[...] = product if acc is None else product + acc
 
 
@@ -285,8 +285,7 @@ def out_prod_cpu(y, a, b, acc, precision):
 def out_prod_torch(y, a, b, acc, precision):
     if acc is not None:
         begin_with(y, acc)
-    a, b = (rounded_to(rows_of(x), precision) for x in (a, b))
-    multiply(y, a.mT, b, acc is None)
+    multiply(y, rows_of(a).mT, rows_of(b), acc is None, precision)
 
 
 @out_prod.cost

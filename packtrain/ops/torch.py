@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from packtrain import kernels
 from packtrain.dtypes import Dtype
+from packtrain.ops.arrays import factors
 
 CHUNK = 1 << 20  # values that are computed at a time, where a whole tensor has no room twice
 ALL = 1 << 32  # ids are below it
@@ -149,40 +150,44 @@ def check_ids(name, ids, count, *, least=None, what=None):
         raise IndexError(f"{name}: {noun} {bad} at position {at} is outside {where}")
 
 
-def rounded(x, precision):
-    """Values as a product of this precision takes them."""
-    return x if precision == "f32" or x.dtype != torch.float32 else x.bfloat16().float()
+def times(a, b, precision):
+    """a @ b with factors of this precision."""
+    return sum(x @ y for x, y in factors(a, b, precision, rounded))
+
+
+def rounded(x):
+    return x if x.dtype != torch.float32 else x.bfloat16().float()
 
 
 def add_product(y, x, w, precision="f32", *, fresh):
     """y (M, N) = x (M, K) @ w (N, K).T, added to y unless it is `fresh`; packed w is unpacked a part at a time."""
-    x = rounded(x, precision)
     if not isinstance(w, Blocks) and w.dtype == torch.float32:
-        multiply(y, x, rounded(w, precision).mT, fresh)
+        multiply(y, x, w.mT, fresh, precision)
         return
     n, k = w.shape
     for start, end in spans(n, CHUNK // max(k, 1), x):
-        multiply(y[:, start:end], x, rounded(real(w[start:end]), precision).mT, fresh)
+        multiply(y[:, start:end], x, real(w[start:end]).mT, fresh, precision)
 
 
 def add_product_back(y, x, w, precision="f32", *, fresh):
     """y (M, K) = x (M, N) @ w (N, K), in the same way."""
-    x = rounded(x, precision)
     if not isinstance(w, Blocks) and w.dtype == torch.float32:
-        multiply(y, x, rounded(w, precision), fresh)
+        multiply(y, x, w, fresh, precision)
         return
     n, k = w.shape
     if fresh:
         y.zero_()
     for start, end in spans(n, CHUNK // max(k, 1), x):
-        multiply(y, x[:, start:end], rounded(real(w[start:end]), precision), False)
+        multiply(y, x[:, start:end], real(w[start:end]), False, precision)
 
 
-def multiply(y, a, b, fresh):
-    if fresh:
-        torch.mm(a, b, out=y)
-    else:
-        y.addmm_(a, b)
+def multiply(y, a, b, fresh, precision="f32"):
+    for x, w in factors(a, b, precision, rounded):
+        if fresh:
+            torch.mm(x, w, out=y)
+        else:
+            y.addmm_(x, w)
+        fresh = False
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------

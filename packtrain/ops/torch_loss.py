@@ -5,7 +5,6 @@ from packtrain.ops.torch import (
     add_product_back,
     check_ids,
     multiply,
-    rounded,
     rows,
     spans,
     torch,
@@ -66,7 +65,6 @@ def linear_cross_entropy(out, x, w, targets, weights, b, *, chunk, softcap, prec
 
 def _head(losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precision):
     """Some rows of it."""
-    x = rounded(x, precision)
     logits = torch.empty((len(x), w.shape[0]), dtype=x.dtype, device=x.device)
     add_product(logits, x, w, precision, fresh=True)
     if b is not None:
@@ -84,11 +82,10 @@ def _head(losses, right, dx, x, targets, weights, dw, db, w, b, softcap, precisi
     d = _dlogits(logits, denominator, at, ignored, weights, softcap)
     if db is not None:
         db.add_(d.sum(0))
-    d = rounded(d, precision)
     if dx is not None:
         add_product_back(dx, d, w, precision, fresh=True)
     if dw is not None:
-        multiply(dw, d.mT, x, False)
+        multiply(dw, d.mT, x, False, precision)
 
 
 def _dlogits(logits, denominator, at, ignored, weights, softcap):

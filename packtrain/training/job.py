@@ -15,7 +15,7 @@ from packtrain.dtypes import DTYPES, f32
 from packtrain.errors import InputError
 from packtrain.flash import with_flash
 from packtrain.gguf import Value
-from packtrain.kernels.runtime import cache_root, has, writable
+from packtrain.kernels.runtime import cache_root, multiplies, writable
 from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import save_model
@@ -372,7 +372,12 @@ def schedule_of(settings: RunSettings, batches: int) -> Schedule:
 
 def check_precision(precision: str, device: str) -> None:
     """Raise InputError for a precision that this CPU has not."""
-    if precision == "bf16" and device == "cpu" and not has("avx512bf16"):
+    if precision == "bf16x3" and device != "cpu":
         raise InputError(
-            "--precision bf16: this CPU has no AVX512_BF16, without which it is not faster; leave it out"
+            "--precision bf16x3: for CPUs, where AMX makes it faster than f32; leave it out"
+        )
+    if device == "cpu" and not multiplies(precision):
+        absent = "no AVX512_BF16" if precision == "bf16" else "no AMX, or Linux refuses it"
+        raise InputError(
+            f"--precision {precision}: this CPU has {absent}, without which it is not faster; leave it out"
         )

@@ -119,11 +119,11 @@ def rope_layout(model: ModelFile, values: Values, arrays: Arrays) -> None:
 
 
 def key(name: str, change: Callable[[Any], Any]) -> Callable[[ModelFile, Values, Arrays], None]:
-    """Another value of a key of the architecture, where the file has it."""
+    """Another value of a key of the architecture, where the file has it and others are not refused."""
 
     def edit(model: ModelFile, values: Values, arrays: Arrays) -> None:
         whole = f"{values['general.architecture'].value}.{name}"
-        if whole in values:
+        if whole in values and name not in model.config.traits.neutral:
             values[whole] = Value(values[whole].kind, change(values[whole].value))
 
     return edit
@@ -163,6 +163,8 @@ WRONG: dict[str, Callable[[ModelFile, Values, Arrays], None]] = {
     "no norm of heads": tensor("attn_q_norm.weight", 1.0),
     "no norm after": tensor("post_ffw_norm.weight", 1.0),
     "no embeddings of blocks": tensor("inp_gate.weight", 0.0),
+    "no mix of streams": tensor("altup_predict_coef.weight", 0.0),
+    "no laurel": tensor("laurel_post_norm.weight", 0.0),
     "no scales of blocks": tensor("layer_output_scale.weight", 1.0),
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ ADAPTED = (
     "lfm2",
     "falcon-h1",
     "qwen35",
+    "gemma3n",
 )
 LIMITS = {"F32": 0.02, "F16": 0.02, "Q8_0": 0.05, "Q4_K_M": 0.05}
 POSITIONS, SURE, SCALE = 256, 0.1, 0.75  # tokens, nats between the two likeliest, of the adapter

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.models.gemma3n import modeling_gemma3n
 
 from packtrain.convert import convert
 from packtrain.generation import Generator
@@ -51,6 +52,10 @@ YARN = {
     "beta_slow": 1.0,
     "attention_factor": 1.0,
 }
+GEMMA_3N = {
+    "head_dim": 24, "sliding_window": 4, "laurel_rank": 64, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": V,
+}  # fmt: skip
 GPT_YARN = YARN | {"attention_factor": None, "truncate": True}
 KEPT = ("sliding_window",)  # where null says something
 SCAN = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
@@ -100,6 +105,14 @@ CLASSES: dict[str, dict[str, Any]] = {
     "GemmaConfig": {"head_dim": 24},
     "Gemma2Config": WINDOW,
     "Gemma3TextConfig": {**WINDOW, "num_hidden_layers": 6},
+    "Gemma3nTextConfig": {
+        **GEMMA_3N, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 5,
+    },
+    "Gemma3nTextConfig shared": {
+        **GEMMA_3N, "num_hidden_layers": 22, "num_kv_shared_layers": 2,
+        "layer_types": [*([*["sliding_attention"] * 4, "full_attention"] * 4), "sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12,
+    },
     "Gemma4TextConfig": {
         **GEMMA_4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
@@ -209,6 +222,12 @@ CLASSES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def sparse(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """Gates of Gemma 3n's first blocks by a sample's deviation, as in llama.cpp; transformers divides by all."""
+    beyond = torch.distributions.normal.Normal(0, 1).icdf(torch.tensor(mlp.activation_sparsity))
+    return torch.relu(x - x.mean(-1, keepdim=True) - x.std(-1, keepdim=True) * beyond)
+
+
 def difference(name: str, folder: Path) -> tuple[float, float]:
     """How far apart the logits of one model are, and its gradients."""
     given = {
@@ -281,6 +300,7 @@ def gradients(model: ModelFile) -> list[np.ndarray]:
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
+    modeling_gemma3n.Gemma3nTextMLP._gaussian_topk = sparse
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     for name in CLASSES:
         torch.manual_seed(0)

@@ -12,8 +12,8 @@ import numpy as np
 
 from packtrain.gguf import Value
 from packtrain.models import transformer
-from packtrain.models.arch.architecture import Scan
 from packtrain.models.arch.gpt_oss import ALL_BIASES
+from packtrain.models.arch.sizes import Scan
 from packtrain.models.config import Config, RopeScaling
 from packtrain.models.file import save_model
 
@@ -78,6 +78,15 @@ CONFIGS: Mapping[str, Config] = {
         LLAMA, architecture="gemma3", key_length=128, block_count=3, window=5,
         window_pattern=(True, False, True), rope_freq_base=1e6, rope_freq_base_swa=1e4,
         rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "gemma3n": replace(
+        LLAMA, architecture="gemma3n", block_count=3, key_length=128, window=9, window_pattern=(True, False, True),
+        embedding_length_per_layer=256, final_softcap=30.0, rope_freq_base=1e6, rope_freq_base_swa=1e4,
+    ),
+    "gemma3n shared": replace(
+        LLAMA, architecture="gemma3n", block_count=22, embedding_length=128, feed_forward_length=256, head_count=2,
+        head_count_kv=1, window=9, window_pattern=((True,) * 4 + (False,)) * 4 + (True, False), own_kv=20, tied=False,
+        embedding_length_per_layer=256, final_softcap=30.0, rope_freq_base=1e6, rope_freq_base_swa=1e4,
     ),
     "gemma4": replace(
         LLAMA, architecture="gemma4", block_count=4, key_length=128, key_length_swa=64, head_count_kv=1,

@@ -1,4 +1,4 @@
-"""Checkpoints of Gemma 4 in Hugging Face's layout, and what they compute, in float64: see hugging_face.
+"""Checkpoints of Gemma 3n and 4 in Hugging Face's layout, and what they compute, in float64: see hugging_face.
 
 The forward pass is that of numpy_models, given the tensors by names of files and the config as keys.
 """
@@ -21,7 +21,19 @@ FOUR: Config = {
     "architectures": ["Gemma4ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     "sliding_window": 4, "rope_parameters": ROPE, "rope_theta": None, "hidden_act": None, "head_dim": 24,
 }  # fmt: skip
+THREE: Config = {
+    "architectures": ["Gemma3nForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "sliding_window": 4, "rope_theta": None, "hidden_act": None, "head_dim": 24, "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "altup_num_inputs": 4, "altup_active_idx": 0, "laurel_rank": 64, "hidden_size_per_layer_input": 256,
+    "num_hidden_layers": 22, "num_kv_shared_layers": 2, "layer_types": [*([*[SLIDING] * 4, FULL] * 4), SLIDING, FULL],
+    "intermediate_size": [96] * 22, "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12,
+    "vocab_size_per_layer_input": 300,
+}  # fmt: skip
 KINDS: dict[str, Config] = {
+    "gemma3n": THREE,
     "gemma4": FOUR | {
         "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16, "per_layer_config": {"01": {"head_dim": 32}},
@@ -53,6 +65,13 @@ INSIDE = {
     "experts.down_proj": "ffn_down_exps", "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }  # fmt: skip
+OUTSIDE |= {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
+INSIDE |= {
+    "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r", "laurel.post_laurel_norm": "laurel_post_norm",
+    "altup.correction_coefs": "altup_correct_coef", "altup.correct_output_scale": "altup_correct_scale",
+    "altup.prediction_coefs": "altup_predict_coef", "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+}  # fmt: skip
 SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 
 
@@ -60,7 +79,10 @@ def sizes(c: Config, i: int) -> tuple[int, int]:
     """Width of a block's heads, and number of those of keys."""
     if c["layer_types"][i] == SLIDING:
         return c["head_dim"], c["num_key_value_heads"]
-    wide = c.get("global_head_dim") or c["per_layer_config"]["01"]["head_dim"]
+    wide = (
+        c["head_dim"] if THREE["architectures"] == c["architectures"] else c.get("global_head_dim")
+    )
+    wide = wide or c["per_layer_config"]["01"]["head_dim"]
     return wide, c.get("num_global_key_value_heads", c["num_key_value_heads"])
 
 
@@ -69,8 +91,15 @@ def shapes(c: Config) -> Shapes:
         c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["hidden_size_per_layer_input"],
     )  # fmt: skip
     made: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
+    streams, rows = (
+        c.get("altup_num_inputs", 0),
+        c.get("vocab_size_per_layer_input", c["vocab_size"]),
+    )
+    for name in ("altup_projections", "altup_unembed_projections"):
+        made |= {f"model.{name}.{j}.weight": (h, h) for j in range(streams - 1)}
+    f = f[0] if isinstance(f, list) else f
     if p:
-        made["model.embed_tokens_per_layer.weight"] = (c["vocab_size"], n * p)
+        made["model.embed_tokens_per_layer.weight"] = (rows, n * p)
         made["model.per_layer_model_projection.weight"] = (n * p, h)
         made["model.per_layer_projection_norm.weight"] = (p,)
     for i in range(n):
@@ -92,7 +121,16 @@ def shapes(c: Config) -> Shapes:
         if p:
             block |= {"per_layer_input_gate": (p, h), "per_layer_projection": (h, p),
                       "post_per_layer_input_norm": (h,)}  # fmt: skip
-        bare: Shapes = {"layer_scalar": (1,)}
+        bare: Shapes = {} if streams else {"layer_scalar": (1,)}
+        if streams:
+            block |= {
+                "altup.correction_coefs": (streams, streams), "altup.prediction_coefs": (streams**2, streams),
+                "altup.modality_router": (streams, h), "altup.router_norm": (h,), "laurel.linear_left": (64, h),
+                "laurel.linear_right": (h, 64), "laurel.post_laurel_norm": (h,),
+            }  # fmt: skip
+            bare["altup.correct_output_scale"] = (h,)
+        if streams and i == n - 1:  # transformers leaves out what nothing reads, others keep it
+            block = {k: s for k, s in block.items() if k[:11] not in ("self_attn.k", "self_attn.v")}
         if e := c.get("num_experts"):
             block |= {
                 f"{name}_feedforward_layernorm_{n}": (h,)
@@ -113,11 +151,20 @@ class Model:
         self.c, self.tensors = c, tensors
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        model = numpy_models.Model(self.keys(), dict(map(self.named, self.tensors)), len(tokens))
+        found = dict(map(self.named, self.tensors))
+        for name in ("altup_proj", "altup_unembd_proj"):
+            parts = [
+                found.pop(f"{name}.{j}.weight") for j in range(3) if f"{name}.{j}.weight" in found
+            ]
+            found |= {f"{name}.weight": np.stack(parts)} if parts else {}
+        model = numpy_models.Model(self.keys(), found, len(tokens))
         return model.logits(tokens)
 
     def named(self, name: str) -> tuple[str, np.ndarray]:
         value, inner = self.tensors[name], name.removeprefix("model.").removesuffix(".weight")
+        if inner.startswith("altup"):
+            name, number = inner.split(".")
+            return f"{OUTSIDE[name]}.{number}.weight", value
         if not inner.startswith("layers."):
             return f"{OUTSIDE[inner]}.weight", value
         _, number, part = inner.split(".", 2)
@@ -137,4 +184,7 @@ class Model:
             "rope.turned": 0.25, "expert_used_count": c.get("top_k_experts"),
             "final_logit_softcapping": c.get("final_logit_softcapping") or 0.0,
         }  # fmt: skip
-        return {"general.architecture": "gemma4", **{f"gemma4.{k}": v for k, v in keys.items()}}
+        name = "gemma3n" if "altup_num_inputs" in c else "gemma4"
+        if name == "gemma3n":
+            del keys["rope.turned"]
+        return {"general.architecture": name, **{f"{name}.{k}": v for k, v in keys.items()}}

@@ -1,4 +1,4 @@
-"""Forward passes of Gemma 4 in float64, written from llama.cpp's gemma4.cpp and transformers: see numpy_models."""
+"""Forward passes of Gemma 3n and 4 in float64, from llama.cpp's sources and transformers: see numpy_models."""
 
 from typing import Any
 
@@ -19,6 +19,10 @@ class Gemma4:
 
     def near(self, i: int) -> bool:
         return bool(self.keys["attention.sliding_window_pattern"][i])
+
+    def shared(self) -> int:
+        """How many last blocks have keys and values of others."""
+        return int(self.keys["attention.shared_kv_layers"])
 
     def hidden(self, tokens: np.ndarray) -> np.ndarray:
         m, w, own = self.m, self.w, self.keys["embedding_length_per_layer_input"]
@@ -60,9 +64,9 @@ class Gemma4:
 
     def attention(self, i: int, x: np.ndarray) -> np.ndarray:
         m, time, near = self.m, len(x), self.near(i)
-        d = self.keys["attention.key_length_swa" if near else "attention.key_length"]
+        d = self.keys.get("attention.key_length_swa", m.head) if near else m.head
         q = m.after(i, "attn_q_norm", m.linear(i, "attn_q", x).reshape(time, -1, d))
-        own = self.blocks - self.keys["attention.shared_kv_layers"]
+        own = self.blocks - self.shared()
         if i < own:
             k = m.linear(i, "attn_k", x).reshape(time, -1, d)
             v = m.linear(i, "attn_v", x) if f"blk.{i}.attn_v.weight" in self.w else k
@@ -89,3 +93,52 @@ class Gemma4:
         turn = np.exp(1j * np.arange(len(x))[:, None] * angle)[:, None]
         pairs = (x[..., :n] + 1j * x[..., n:]) * turn
         return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+class Gemma3n(Gemma4):
+    """Its first blocks have sparse gates; streams (4, T, C)."""
+
+    def shared(self) -> int:
+        return max(self.blocks - 20, 0)
+
+    def hidden(self, tokens: np.ndarray) -> np.ndarray:
+        m, w, p = self.m, self.w, 256
+        x = w["token_embd.weight"][tokens] * np.sqrt(m.width)
+        rows = w["per_layer_token_embd.weight"][tokens].reshape(len(x), self.blocks, p)
+        made = (x @ w["per_layer_model_proj.weight"].T / np.sqrt(m.width)).reshape(rows.shape)
+        inputs = (m.normed(made, "per_layer_proj_norm") + rows * np.sqrt(p)) / np.sqrt(2)
+        h = np.stack([x, *(sized(x @ a.T, x) for a in w["altup_proj.weight"])])
+        for i in range(self.blocks):
+            rates = m.linear(i, "altup_predict_coef", self.modes(i, h[0])).reshape(-1, 4, 4)
+            h = h + np.einsum("tij,jtc->itc", rates, h)
+            y = self.computed(i, h[0])
+            rates = 1 + m.linear(i, "altup_correct_coef", self.modes(i, y))
+            h = h + (y - h[0]) * rates.T[:, :, None]
+            first = gelu(m.linear(i, "inp_gate", h[0] * w[f"blk.{i}.altup_correct_scale.weight"]))
+            h[1:] += m.after(i, "post_norm", m.linear(i, "proj", first * inputs[:, i]))
+        others = zip(h[1:], w["altup_unembd_proj.weight"], strict=True)
+        mean = (h[0] + sum(sized(x @ a.T, h[0]) for x, a in others)) / 4
+        return m.normed(mean, "output_norm")
+
+    def computed(self, i: int, h: np.ndarray) -> np.ndarray:
+        m, x = self.m, self.m.after(i, "attn_norm", h)
+        low = m.linear(i, "laurel_r", m.linear(i, "laurel_l", x))
+        y = h + m.after(i, "post_attention_norm", self.attention(i, x))
+        y = (y + x + m.after(i, "laurel_post_norm", low)) / np.sqrt(2)
+        return y + m.after(i, "post_ffw_norm", self.feed_forward(i, y))
+
+    def feed_forward(self, i: int, h: np.ndarray) -> np.ndarray:
+        m, x = self.m, self.m.after(i, "ffn_norm", h)
+        gate = m.linear(i, "ffn_gate", x)
+        if i < 10:
+            least = gate.mean(-1) + 1.6448533535003662 * gate.std(-1, ddof=1)
+            gate = np.maximum(gate - least[:, None], 0)
+        return m.linear(i, "ffn_down", gelu(gate) * m.linear(i, "ffn_up", x))
+
+    def modes(self, i: int, x: np.ndarray) -> np.ndarray:
+        x = self.m.after(i, "altup_router_norm", x) / self.m.width
+        return np.tanh(self.m.linear(i, "altup_router", x))
+
+
+def sized(x: np.ndarray, like: np.ndarray) -> np.ndarray:
+    return x * np.sqrt((like**2).sum(-1, keepdims=True) / (x**2).sum(-1, keepdims=True))

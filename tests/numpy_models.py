@@ -63,6 +63,8 @@ class Model:
 
     def hidden(self, tokens: np.ndarray) -> np.ndarray:
         """What the last norm gives (T, C) for one sequence of tokens (T,)."""
+        if self.arch == "gemma3n":
+            return numpy_gemmas.Gemma3n(self).hidden(tokens)
         if self.arch == "gemma4":
             return numpy_gemmas.Gemma4(self).hidden(tokens)
         h = self.w["token_embd.weight"][tokens]

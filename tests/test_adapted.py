@@ -49,7 +49,17 @@ def check_beside(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "phi3", "llama experts", "gemma2", "gemma4", "gemma4 experts", "deepseek2"]
+    "name",
+    [
+        "llama",
+        "phi3",
+        "llama experts",
+        "gemma2",
+        "gemma3n",
+        "gemma4",
+        "gemma4 experts",
+        "deepseek2",
+    ],
 )
 def test_beside_the_base_is_as_good_as_merged(name: str, tmp_path: Path):
     check_beside(name, tmp_path)

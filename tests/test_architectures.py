@@ -29,7 +29,7 @@ TIME = 40  # longer than the windows
 # of logits of size 1; SEEN is what a wrong variant is at least off by
 F32, F64, SEEN = 1e-4, 1e-10, 3e-3
 # of differences, smaller where the second derivative of relu² jumps, where a step would choose other experts, where
-# scores are not divided, and where short vectors are divided by their lengths
+# scores are not divided, where gates begin at a mean, and where short vectors are divided by their lengths
 STEP = dict.fromkeys(
     (
         "nemotron",
@@ -47,7 +47,7 @@ STEP = dict.fromkeys(
         "gemma4",
     ),
     0.01,
-)
+) | {"gemma3n": 1e-4}
 TOKENS = np.random.RandomState(3).randint(3, 259, TIME).astype(np.int32)
 
 
@@ -180,6 +180,18 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {  # of an architecture, as they are n
     "gemma": {"halves": False, "gelu": False, "scaled_embedding": False},
     "gemma2": {"halves": False, "gelu": False, "post_norms": False, "wide_blocks": 3},
     "gemma3": {"halves": False, "head_norms": False, "post_norms": False, "wide_blocks": 7},
+    "gemma3n": {
+        "halves": False,
+        "head_norms": False,
+        "value_norms": False,
+        "plain_scores": False,
+        "scaled_embedding": False,
+        "gelu": False,
+        "post_norms": False,
+        "laurel": 0,
+        "sparse_blocks": 2,
+    },
+    "gemma3n shared": {"sparse_blocks": 9},
     "gemma4": {
         "halves": False,
         "head_norms": False,
@@ -260,6 +272,8 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {  # settings of a model, as they are 
     "gemma2": {"window": 10, "window_pattern": 3, "attention_softcap": 0.0, "final_softcap": 0.0},
     "gemma3": {"window": 8, "window_pattern": 7, "rope_freq_base_swa": None},
     "gemma3 linear": {"window": 0, "rope_scaling": RopeScaling()},
+    "gemma3n": {"window": 8, "rope_freq_base_swa": None, "final_softcap": 0.0},
+    "gemma3n shared": {"window": 8, "own_kv": 19},
     "gemma4": {
         "window": 8,
         "rope_freq_base_swa": None,

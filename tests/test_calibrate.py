@@ -51,7 +51,9 @@ def end(path: Path, data: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mix", ("Q4_0", "Q4_K", "Q3_K_M", "Q2_K"))
-@pytest.mark.parametrize("name", ("llama tied", "gemma3 linear", "gemma4", "llama experts"))
+@pytest.mark.parametrize(
+    "name", ("llama tied", "gemma3 linear", "gemma3n", "gemma4", "llama experts")
+)
 def test_with_data_a_file_computes_more_nearly_the_same(tmp_path, name, mix):
     random_model(tmp_path / "m.gguf", name)
     data, held = write_text(tmp_path / "a.txt"), write_text(tmp_path / "b.txt", seed=1)

@@ -244,7 +244,7 @@ def test_a_copy_without_room_changes_nothing():
 # ---- files
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "qwen3", "deepseek2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "gemma4", "qwen3", "deepseek2"])
 def test_a_context_of_a_file_and_a_limit(tmp_path: Path, name: str):
     random_model(tmp_path / "m.gguf", name)
     made = Context(tmp_path / "m.gguf", cells=64, sequences=2, cache="f32")

@@ -374,6 +374,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: this is not UTF-8 text"
     ),
     "shares": (change_to("qwen3moe", norm_topk_prob=False), "norm_topk_prob is False; it must be True"),
+    "streams": (change_to("gemma3n", altup_num_inputs=3), "altup_num_inputs is 3; it must be 4"),
+    "sharing": (change_to("gemma3n", num_kv_shared_layers=3), "num_kv_shared_layers is 3; it must be 2"),
+    "sparse gates": (
+        change_to("gemma3n", activation_sparsity_pattern=[0.9] * 22), "must be 0.95 for the first 10 blocks",
+    ),
+    "widths": (change_to("gemma3n", intermediate_size=[96] * 21 + [64]), "must be the same for all blocks"),
     "dense blocks": (change_to("qwen3moe", mlp_only_layers=[0]), "mlp_only_layers is \\[0\\]; it must be \\[\\]"),
     "llama3 in qwen2": (
         change_to("qwen2", rope_scaling=hugging_face.LLAMA_3),

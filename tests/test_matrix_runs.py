@@ -29,6 +29,7 @@ ROWS = {
     "gemma": "lora",
     "gemma2": "full",
     "gemma3": "frozen",
+    "gemma3n": "lora",
     "gemma4": "lora",
     "phi3": "lora",
     "smollm3": "last",

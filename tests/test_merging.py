@@ -23,6 +23,7 @@ from packtrain.merging.write import Merge
 from packtrain.models.adapted import read_scaled
 from packtrain.models.arch.architecture import is_matrix
 from packtrain.models.file import ModelFile, open_model
+from packtrain.models.shapes import unread
 from packtrain.quant import dequantize, quantize
 from tests.adapters import random_adapter
 from tests.architectures import CONFIGS, random_model
@@ -350,7 +351,7 @@ def test_every_matrix_of_every_architecture_is_found_with_what_it_reads(tmp_path
     config = random_model(tmp_path / "m.gguf", name)
     model = open_model(tmp_path / "m.gguf")
     types = model.types().items()
-    others = "attn_k_b.weight"  # which is multiplied from its other side
+    others = "attn_k_b.weight", *unread(config)  # the first is multiplied from its other side
     inner = {name: dtype for name, dtype in types if name.startswith("blk.")}
     names = {
         name: dtype

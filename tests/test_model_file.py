@@ -243,6 +243,7 @@ def test_a_bad_model_gets_its_line(tmp_path: Path, line: str) -> None:
 
 
 GEMMA_4 = {
+    "sliding_window_pattern is array([1., 0., 1., 0.], dtype=float32); it": {WINDOWS: Value("f32", [1, 0, 1, 0])},
     "sliding_window_pattern is array([ True]); it must be 4 times": {WINDOWS: Value("bool", [True])},
     "head_count_kv is array([3, 1, 3, 1], dtype=int32); it must be a": {KV: Value("i32", [3, 1, 3, 1])},
     "key_length_swa is 63; it must be even": dict.fromkeys(NEAR, Value("u32", 63)),
@@ -256,6 +257,19 @@ def test_a_wrong_size_of_some_blocks_is_the_one_named(tmp_path: Path, line: str)
     keys = metadata(config, "small") | vocabulary() | own
     write(path, keys, dict[str, Any](values(config)))
     with pytest.raises(InputError, match=re.escape(f"{path}: gemma4.attention.{line}")):
+        open_model(path)
+
+
+def test_gemma3n_shares_as_llama_cpp_has_it(tmp_path: Path) -> None:
+    """Whatever its key says; the last blocks with keys of their own must be one with a window and one without."""
+    config, path = CONFIGS["gemma3n shared"], tmp_path / "m.gguf"
+    keys = metadata(config, "small") | vocabulary()
+    keys["gemma3n.attention.shared_kv_layers"] = Value("u32", 7)
+    write(path, keys, dict[str, Any](values(config)))
+    assert open_model(path).config == config
+    keys["gemma3n.attention.sliding_window_pattern"] = Value("bool", [True] * config.block_count)
+    write(path, keys, dict[str, Any](values(config)))
+    with pytest.raises(InputError, match="such that block 18 has a window and block 19 has none"):
         open_model(path)
 
 

@@ -13,8 +13,9 @@ from tests.copied import copy_package, edit, python_in
 
 MODULE = '''"""A llama with gelu, norms of heads, every second block without rope, and a soft cap of logits."""
 
-from packtrain.models.arch.architecture import BLOCK, HEAD_NORMS, Architecture, Family, Keys, Sizes
+from packtrain.models.arch.architecture import BLOCK, HEAD_NORMS, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:

@@ -25,7 +25,7 @@ def scores(path: Path, text: np.ndarray, chunk: int, *, swa_full: bool) -> tuple
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 32])
-@pytest.mark.parametrize("name", ["gemma3", "gemma2", "gemma4"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma2", "gemma4", "gemma3n"])
 def test_small_models(tmp_path: Path, name: str, chunk: int) -> None:
     config = random_model(tmp_path / "m.gguf", name)
     text = np.random.default_rng(1).integers(3, config.vocab_size, 900)

@@ -31,6 +31,8 @@ ALWAYS_F32 = (
     ".bias",
     "position_embd.weight",
     FILTERS,
+    "altup_correct_coef.weight",
+    "altup_predict_coef.weight",
 )
 HALF_MOST = 65_504.0
 

@@ -24,9 +24,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import ORIGINAL, Given
+from packtrain.models.arch.sizes import Sizes
 from packtrain.models.config import Config
 from packtrain.models.keys import ROPE_FREQ_BASE, eps_key
 
@@ -87,9 +87,9 @@ def describe(checkpoint: Checkpoint) -> Description:
     return Description(metadata, tensors, computed, sizes.vocab_size, family)
 
 
-def _value(value: int | float | bool | str | list[bool] | list[int]) -> Value:
+def _value(value: int | float | bool | str | list[bool] | list[int] | list[float]) -> Value:
     if isinstance(value, list):
-        return Value("bool" if isinstance(value[0], bool) else "i32", value)
+        return Value({bool: "bool", int: "i32", float: "f32"}[type(value[0])], value)
     kinds = {bool: "bool", int: "u32", float: "f32", str: "string"}
     return Value(kinds[type(value)], value)
 

@@ -12,7 +12,7 @@ from packtrain.convert.checkpoint import Checkpoint
 from packtrain.convert.safetensors import Stored
 from packtrain.dtypes import BLOCK_TYPES
 from packtrain.errors import InputError
-from packtrain.models.arch.architecture import BARE, Changed, Experts, Family, Spans
+from packtrain.models.arch.architecture import BARE, LAYER_INPUTS, Changed, Experts, Family, Spans
 from packtrain.models.config import Config
 from packtrain.models.shapes import POSITIONS, block_shapes, shapes, unread
 
@@ -37,6 +37,7 @@ class Tensor:
     heads       the source's rows are those of so many heads, each of which becomes a matrix
     cut         of the source, the elements that are used
     changed     the values of rows, the first of which has this number
+    padded      rows of zeros behind those of the source
     """
 
     name: str
@@ -50,12 +51,13 @@ class Tensor:
     heads: int = 0
     cut: Cut = (...,)
     changed: Changed | None = None
+    padded: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         one = self._part(np.broadcast_to(np.float32(0), self.sources[0].shape)).shape
         rows = (sum(end - at for at, end in self.spans),) if self.spans else one[:1]
-        return (len(self.sources), *one) if self.stacked else (*rows, *one[1:])
+        return (len(self.sources), *one) if self.stacked else (rows[0] + self.padded, *one[1:])
 
     def _part(self, array: np.ndarray) -> np.ndarray:
         if self.heads:
@@ -77,10 +79,26 @@ class Tensor:
                     rows = paired(rows, len(rows) // head)
                 rows = rows + np.float32(self.shift) if self.shift else rows
                 yield rows if self.changed is None else self.changed(rows, start)
+        if self.padded:
+            yield np.zeros((self.padded, *self.shape[1:]), np.float32)
 
     def _parts(self, count: int, step: int) -> Iterator[tuple[int, int]]:
         for first, last in self.spans or ((0, count),):
             yield from ((at, min(at + step, last)) for at in range(first, last, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Idle(Tensor):
+    """A tensor of this size that nothing reads and the checkpoint lacks: zeros; the source only says where."""
+
+    size: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size
+
+    def values(self) -> Iterator[np.ndarray]:
+        yield np.zeros(self.size, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +146,7 @@ class _Found:
 
     def __init__(self, checkpoint: Checkpoint, family: Family, blocks: int) -> None:
         self.folder, prefix = checkpoint.folder, family.names.prefix
-        self.tensors = dict[str, Stored]()
+        self.tensors, self.first = dict[str, Stored](), next(iter(checkpoint.tensors.values()))
         gone = f"{prefix}{family.names.blocks}."
         for name, stored in checkpoint.tensors.items():
             at = name.removeprefix(gone).split(".")[0] if family.more_blocks else ""
@@ -186,8 +204,7 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
     every = shapes(config)
     for module, name in names.outside.items():
         if (weight := f"{name}.weight") in every:
-            stored = found.take(f"{names.prefix}{module}.weight", every[weight])
-            tensors.append(Tensor(weight, (stored,)))
+            tensors.append(_outside(found, f"{names.prefix}{module}.weight", weight, every[weight]))
     for i in range(config.block_count):
         tensors += _block(found, i, config, family)
     norm = f"{names.prefix}{names.norm}"
@@ -199,6 +216,17 @@ def tensors_of(checkpoint: Checkpoint, config: Config, family: Family) -> list[T
     found.check_empty()
     changes = family.changes(checkpoint.config, config)
     return [replace(t, changed=changes.get(_part(t.name))) for t in tensors]
+
+
+def _outside(found: _Found, source: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor outside blocks; the embeddings of blocks may lack the last tokens, those of images and sounds."""
+    if "{}" in source:
+        return _stacked(found, source, name, shape)
+    there = found.tensors.get(source)
+    rows = (
+        min(there.shape[0], shape[0]) if there and name == f"{LAYER_INPUTS[0]}.weight" else shape[0]
+    )
+    return Tensor(name, (found.take(source, (rows, *shape[1:])),), padded=shape[0] - rows)
 
 
 def _part(name: str) -> str:
@@ -231,9 +259,13 @@ def _block(found: _Found, i: int, config: Config, family: Family) -> Iterator[Te
             bare = kind == "weight" and part in shapes
             name = part if bare else f"{part}.{kind}"
             shape = shapes.get(name)
-            if f"blk.{i}.{name}" in unread(config):
+            idle = f"blk.{i}.{name}" in unread(config)
+            if shape is None and idle:
                 found.tensors.pop(f"{at}.{module}.{kind}", None)
             if shape is None:
+                continue
+            if idle and f"{at}.{module}.{kind}" not in found.tensors:
+                yield Idle(f"blk.{i}.{name}", (found.first,), size=shape)
                 continue
             if "{}" in module:
                 yield _stacked(found, f"{at}.{module}.{kind}", f"blk.{i}.{name}", shape)

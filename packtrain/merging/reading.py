@@ -3,6 +3,7 @@
 Returns a Reading for a model, names of matrices and a number of bytes, or None if not even the minimum fits.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -145,7 +146,7 @@ def kept_width(config: Config) -> int:
     """Values of a token between blocks: the stream, and keys and values that later blocks have, too."""
     sources = {config.source_of(i) for i in range(config.block_count) if config.source_of(i) != i}
     shared = sum(2 * config.kv_heads_of(i) * config.width_of(i) for i in sources)
-    return config.embedding_length + shared
+    return math.prod(config.stream_shape) + shared
 
 
 def _kinds(adapted: ModelFile, names: Iterable[str]) -> list[int]:

@@ -15,7 +15,7 @@ from packtrain.backends import CPU, Target
 from packtrain.dtypes import Dtype, dtype_of, f32, i32
 from packtrain.graph import Graph
 from packtrain.merging.feedback import product
-from packtrain.models import transformer
+from packtrain.models import streams, transformer
 from packtrain.models.block import block
 from packtrain.models.file import ModelFile
 from packtrain.models.part import Weights
@@ -191,7 +191,10 @@ class Graphs:
     def embedding(self) -> Graph:
         tokens, pos = (input(name, self.shape, i32) for name in ("tokens", "pos"))
         config, ends = self.adapted.config, {"x": self.x, "z": self.z}
-        return Graph({n: transformer.embedding(config, w, tokens, pos) for n, w in ends.items()})
+        first = {n: transformer.embedding(config, w, tokens, pos) for n, w in ends.items()}
+        if config.traits.streams:
+            first = {n: streams.spread(config, ends[n], h) for n, h in first.items()}
+        return Graph(first)
 
     def block(self, i: int) -> Block:
         config, time = self.adapted.config, self.shape[-1]
@@ -199,7 +202,7 @@ class Graphs:
         tables = transformer.rope_tables(config, self.x, pos, time)
         source, out, shared = config.source_of(i), dict[str, Tensor](), dict[str, Tensor]()
         for name, w in (("x", self.x), ("z", self.z)):
-            h, made = input(name, (*self.shape, config.embedding_length), f32), {}
+            h, made = input(name, (*self.shape, *config.stream_shape), f32), {}
             heads = (*self.shape, config.kv_heads_of(source), config.width_of(source))
             k, v = (f"{name}.{part}.{source}" for part in "kv")
             if source != i:

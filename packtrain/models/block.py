@@ -4,19 +4,37 @@ Activations have the names of GGUF tensors; a Mixer is what mixes the values of 
 """
 
 from packtrain import ops
-from packtrain.models import latent, scanning
+from packtrain.models import latent, scanning, streams
 from packtrain.models.arch.architecture import CHOICE, CONV_IN, CONV_OUT, LAYER_SCALE, SCAN_OUT
 from packtrain.models.config import Config
 from packtrain.models.part import Block, Mixer, Tables, Weights
 from packtrain.tensor import Tensor
+
+DEVIATIONS = 1.6448533535003662  # 19 of 20 normal values are below; as gemma3n.cpp has it
 
 
 def block(
     config: Config, w: Weights, i: int, h: Tensor, tables: Tables, mixer: Mixer,
     embeddings: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One transformer block: h (..., C) -> (..., C); embeddings (..., L, P), if blocks have some of their own."""
-    part, traits = Block(config, w, i), config.traits
+    """One transformer block: h (..., C) -> (..., C); embeddings (..., L, P), if blocks have some of their own.
+
+    Of several streams (..., S, C) it computes with one.
+    """
+    part = Block(config, w, i)
+    if config.traits.streams:
+        guess = streams.predicted(part, h)
+        h = streams.corrected(part, guess, computed(part, streams.one(guess), tables, mixer))
+        first = ops.mul(streams.one(h), part.weight("altup_correct_scale"))
+        return h if embeddings is None else streams.added(h, embedded(part, first, embeddings))
+    h = computed(part, h, tables, mixer)
+    h = h if embeddings is None else ops.add(embedded(part, h, embeddings), h)
+    return ops.mul(h, part.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
+
+
+def computed(part: Block, h: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
+    """h (..., C) plus what mixes tokens, and plus the feed-forward."""
+    config, i, traits = part.config, part.number, part.config.traits
     x = read = part.saved(part.norm("attn_norm", h)) if traits.pre_norms else h
     if config.has("attn_norm_2"):
         read = part.saved(part.norm("attn_norm_2", h))
@@ -29,21 +47,27 @@ def block(
     if config.scans(i):
         scanned = scanning.ruled if traits.delta else scanning.mixed
         h = part.join(SCAN_OUT, scanned(part, read, mixer), "", h)
+    if traits.laurel:
+        h = ops.scale(ops.add(h, low_rank(part, read)), by=0.5**0.5)
     if not config.parallel:
         x = part.saved(part.norm(traits.ffn_norm, h)) if traits.pre_norms else h
-    h = feed_forward(part, x, h)
-    h = h if embeddings is None else embedded(part, h, embeddings)
-    return ops.mul(h, part.weight("layer_output_scale")) if LAYER_SCALE in config.optional else h
+    return feed_forward(part, x, h)
+
+
+def low_rank(part: Block, x: Tensor) -> Tensor:
+    """x (..., C) plus its product with two narrow matrices, normalized: LAuReL, arXiv 2411.07501."""
+    y = part.linear("laurel_r", part.saved(part.linear("laurel_l", x)))
+    return ops.add(part.norm("laurel_post_norm", part.saved(y)), x)
 
 
 def embedded(part: Block, h: Tensor, embeddings: Tensor) -> Tensor:
-    """h (..., C), and what the block makes of its own embeddings of the tokens, gated by h. Google, Gemma 3n."""
+    """What the block makes of its own embeddings of the tokens, gated by h (..., C). Google, Gemma 3n."""
     axis = len(embeddings.shape) - 2
     own = ops.cont(ops.narrow(embeddings, axis=axis, start=part.number, length=1))
     gate = part.saved(part.linear("inp_gate", part.saved(h)))
     own = ops.reshape(own, shape=gate.shape)
     y = part.saved(part.named("inp_gated", ops.geglu(gate, own)))
-    return ops.add(part.norm("post_norm", part.saved(part.linear("proj", y))), h)
+    return part.norm("post_norm", part.saved(part.linear("proj", y)))
 
 
 def attention(part: Block, x: Tensor, tables: Tables, mixer: Mixer) -> Tensor:
@@ -128,9 +152,19 @@ def beside(part: Block, x: Tensor, h: Tensor) -> Tensor:
 
 def gated(part: Block, x: Tensor, end: str = "") -> Tensor:
     gate, up = (part.saved(part.linear(f"{name}{end}", x)) for name in ("ffn_gate", "ffn_up"))
+    if part.number < part.config.traits.sparse_blocks:
+        gate = part.saved(part.named("ffn_gate_sparse", sparse(gate)))
     if part.config.traits.gelu:
         return part.named(f"ffn_geglu{end}", ops.geglu(gate, up))
     return part.named(f"ffn_swiglu{end}", ops.swiglu(gate, up))
+
+
+def sparse(gate: Tensor) -> Tensor:
+    """By how much gates (..., F) exceed their mean and so many deviations that one of 20 normal values does, or 0."""
+    off = ops.sub(gate, ops.mean_rows(gate))
+    squares = ops.sum_rows(ops.sqr(off))
+    deviation = ops.sqrt(ops.scale(squares, by=1 / (gate.shape[-1] - 1), bias=streams.TINY))
+    return ops.relu(ops.sub(off, ops.scale(deviation, by=DEVIATIONS)))
 
 
 def shared(part: Block, x: Tensor, h: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from packtrain.models.arch.architecture import (
     SCAN_IN,
     SCAN_ROWS,
     Architecture,
-    Sizes,
 )
+from packtrain.models.arch.sizes import Sizes
 from packtrain.models.lora import Lora
 from packtrain.words import long_context
 
@@ -184,6 +184,12 @@ class Config(Sizes):
         return self.traits.fused or self.has("attn_qkv")
 
     @property
+    def stream_shape(self) -> tuple[int, ...]:
+        """Of the residual stream of a token: its width, behind the number of streams if there are several."""
+        count = self.traits.streams
+        return (count, self.embedding_length) if count else (self.embedding_length,)
+
+    @property
     def parallel(self) -> bool:
         """Whether attention and feed-forward read the same, and both are added to it."""
         return self.traits.parallel and not self.has(self.traits.ffn_norm)
@@ -281,7 +287,8 @@ class Config(Sizes):
     @property
     def differing(self) -> bool:
         """Whether sizes of blocks differ."""
-        return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths)
+        sparse = 0 < self.traits.sparse_blocks < self.block_count
+        return bool(self.key_length_swa or self.own_kv or self.feed_forward_lengths or sparse)
 
     def scans(self, block: int) -> bool:
         """Whether that block has a scan."""

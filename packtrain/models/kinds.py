@@ -13,17 +13,21 @@ from packtrain.models.config import Config
 from packtrain.models.keys import Keys
 
 SHARED_KV, PER_LAYER = "attention.shared_kv_layers", "embedding_length_per_layer_input"
+PATTERN = "attention.sliding_window_pattern"
 FEED_FORWARD, KV = "feed_forward_length", "attention.head_count_kv"
+ALTUP = "altup.active_idx", "altup.num_inputs"
 NEAR = "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"
 
 
 def kinds(keys: Keys, gguf: GGUF, blocks: int, windows: Mapping[str, Any]) -> Mapping[str, Any]:
     """Those fields of a Config; `windows` are those of its windows."""
-    if SHARED_KV not in keys.architecture.keys:
+    if not keys.architecture.uneven:
         return {}
-    pattern = windows["window_pattern"]
+    pattern, every = windows["window_pattern"], keys.architecture.keys[PATTERN]
+    if not isinstance(pattern, tuple) and every:
+        pattern = tuple(not pattern or i % pattern < pattern - 1 for i in range(blocks))
     if not isinstance(pattern, tuple):
-        raise keys.wrong("attention.sliding_window_pattern", pattern, f"{blocks} times a truth")
+        raise keys.wrong(PATTERN, pattern, f"{blocks} times a truth")
     wide, kv = _each(keys, FEED_FORWARD, blocks), _each(keys, KV, blocks)
     far, near = ({n for n, one in zip(kv, pattern, strict=False) if one == kind} for kind in (0, 1))
     if len(far) > 1 or len(near) > 1:
@@ -63,16 +67,20 @@ def _own(keys: Keys, blocks: int, pattern: Sequence[bool]) -> int:
 
     llama.cpp gives later ones those of the last of them without a window, or of the one before it.
     """
-    shared = keys.size(SHARED_KV, least=0)
+    most = keys.architecture.owning_blocks
+    shared = max(blocks - most, 0) if most else keys.size(SHARED_KV, least=0)
     own = blocks - shared
     if shared and (own < 2 or pattern[own - 1] or not pattern[own - 2]):
         right = "0, or leave a block with a window and one without as the last with keys and values"
+        if most:
+            right = f"such that block {most - 2} has a window and block {most - 1} has none"
+            raise keys.wrong(PATTERN, keys.get(PATTERN), right)
         raise keys.wrong(SHARED_KV, shared, right)
     return own if shared else 0
 
 
 def kind_keys(config: Config) -> dict[str, Value]:
-    if SHARED_KV not in config.traits.keys:
+    if not config.traits.uneven:
         return {}
     every = range(config.block_count)
     shared = config.block_count - (config.own_kv or config.block_count)
@@ -80,6 +88,8 @@ def kind_keys(config: Config) -> dict[str, Value]:
         SHARED_KV: Value("u32", shared),
         PER_LAYER: Value("u32", config.embedding_length_per_layer),
     }
+    if config.traits.streams:
+        found |= {ALTUP[0]: Value("u32", 0), ALTUP[1]: Value("u32", config.traits.streams)}
     if config.feed_forward_lengths:
         found[FEED_FORWARD] = Value("i32", [config.feed_forward_of(i) for i in every])
     if config.head_count_kv_swa:

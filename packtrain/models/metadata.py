@@ -152,7 +152,8 @@ def _windows(keys: Keys) -> dict[str, Any]:
     if not keys.architecture.windowed(keys.size("block_count")):
         return {}
     pattern = keys.get(WINDOWS)
-    if isinstance(pattern, np.ndarray) and len(pattern) >= keys.size("block_count"):
+    truths = isinstance(pattern, np.ndarray) and pattern.dtype.kind in "biu"
+    if truths and len(pattern) >= keys.size("block_count"):
         pattern = tuple(map(bool, pattern.tolist()))
     elif isinstance(pattern, np.ndarray):
         right = f"{keys.size('block_count')} times a truth"

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 
 from packtrain.gguf import Value
-from packtrain.models.arch.architecture import Scan
+from packtrain.models.arch.sizes import Scan
 from packtrain.models.config import Config
 from packtrain.models.keys import Keys
-from packtrain.models.kinds import SHARED_KV
 
 KV, CONV_WIDTH = "attention.head_count_kv", "shortconv.l_cache"
 LATENT = "attention.kv_lora_rank"
@@ -27,7 +26,7 @@ def mixing(keys: Keys, blocks: int, heads: int) -> dict[str, Any]:
     """Heads of keys and values: of hybrids for each block, where blocks without any have a short convolution."""
     if LATENT in keys.architecture.keys:
         return _latent(keys, heads)
-    if SHARED_KV in keys.architecture.keys:
+    if keys.architecture.uneven:
         return {}
     scan = _scan(keys)
     if scan and TURNED in keys.architecture.keys:

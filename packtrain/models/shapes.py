@@ -14,6 +14,8 @@ from packtrain.models.arch.architecture import (
     SCAN_FILTERS,
     SCAN_OUT,
     SCAN_ROWS,
+    STREAMS_IN,
+    STREAMS_OUT,
 )
 from packtrain.models.config import Config
 
@@ -29,6 +31,8 @@ def shapes(config: Config) -> Shapes:
     if config.traits.learned_positions:
         made[POSITIONS] = (config.context_length, c)
     made |= _layer_shapes(config) if config.embedding_length_per_layer else {}
+    if others := config.traits.streams and config.traits.streams - 1:
+        made |= {f"{name}.weight": (others, c, c) for name in (STREAMS_IN, STREAMS_OUT)}
     for i in range(config.block_count):
         made |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(config, i).items()}
     made |= _with_biases(config, {config.traits.last_norm: (c,)})
@@ -36,7 +40,9 @@ def shapes(config: Config) -> Shapes:
         made |= _with_biases(config, {"output": (config.vocab_size, c)})
     made |= {name: (config.rope_width // 2,) for name in found if name.startswith("rope_")}
     if config.lora is not None:
-        made |= dict(config.lora.shapes(made, config.block_count))
+        idle = {*unread(config)}
+        read = {name: shape for name, shape in made.items() if name not in idle}
+        made |= dict(config.lora.shapes(read, config.block_count))
     return made
 
 
@@ -54,6 +60,7 @@ def block_shapes(config: Config, i: int) -> Shapes:
     if p := config.embedding_length_per_layer:
         c = config.embedding_length
         made |= {"inp_gate": (p, c), "proj": (c, p), "post_norm": (c,)}
+    made |= _stream_shapes(config) if config.traits.streams else {}
     found = _with_biases(config, made)
     found |= {LAYER_SCALE: (1,)} if LAYER_SCALE in config.optional else {}
     if mixture and beside:
@@ -75,8 +82,18 @@ def _layer_shapes(config: Config) -> Shapes:
     return {f"{name}.weight": shape for name, shape in zip(LAYER_INPUTS, parts, strict=True)}
 
 
+def _stream_shapes(config: Config) -> Shapes:
+    """Of a block with several residual streams."""
+    s, c = config.traits.streams, config.embedding_length
+    rates: Shapes = {"altup_correct_coef": (s, s), "altup_predict_coef": (s * s, s)}
+    return rates | {"altup_correct_scale": (c,), "altup_router": (s, c), "altup_router_norm": (c,)}
+
+
 def unread(config: Config) -> list[str]:
-    """Tensors that files may have and nothing reads: those of keys and values of blocks that share others'."""
+    """Tensors that files may have and nothing reads: those of keys and values of blocks that share others'.
+
+    llama.cpp demands them where the number of blocks that have their own is fixed: then they are weights, too.
+    """
     sharing = (i for i in range(config.block_count) if config.source_of(i) != i)
     return [f"blk.{i}.{name}.weight" for i in sharing for name in OF_KEYS]
 
@@ -107,9 +124,11 @@ def _attention_shapes(config: Config, i: int) -> Shapes:
         own = {"attn_q_norm": (config.head_count, d), "attn_k_norm": (config.head_count_kv, d)}
         made |= own if traits.layer_norms else dict.fromkeys(own, (d,))
     made |= {"attn_sinks": (config.head_count,)} if traits.sinks else {}
-    gone = OF_KEYS if config.source_of(i) != i else ()
+    gone = OF_KEYS if config.source_of(i) != i and not traits.owning_blocks else ()
     gone = ("attn_v", *gone) if config.keys_are_values and not config.near(i) else gone
     made = {name: shape for name, shape in made.items() if name not in gone}
+    if r := traits.laurel:
+        made |= {"laurel_l": (r, c), "laurel_r": (c, r), "laurel_post_norm": (c,)}
     made["attn_output"] = (c, q)
     return made | ({"post_attention_norm": (c,)} if traits.post_norms else {})
 

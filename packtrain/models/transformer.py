@@ -14,14 +14,14 @@ import numpy as np
 
 from packtrain import ops
 from packtrain.dtypes import Dtype, f32, i32, i64
-from packtrain.models import written
+from packtrain.models import streams, written
 from packtrain.models.arch.architecture import CHOICE, CONV_OUT, LAYER_INPUTS, LAYER_SCALE, SCAN_OUT
 from packtrain.models.block import block
 from packtrain.models.config import Config, Rope
 from packtrain.models.lora import EMBEDDING, KEY, A, B
 from packtrain.models.part import Mixer, Tables, Weights, normalized
 from packtrain.models.rounding import product, rounded
-from packtrain.models.shapes import HEAD_BIAS, POSITIONS, shapes
+from packtrain.models.shapes import HEAD_BIAS, POSITIONS, shapes, unread
 from packtrain.tensor import Tensor, constant, input, named, weight
 
 ADDING = tuple(f"{part}.weight" for part in ("attn_output", "ffn_down", CONV_OUT, SCAN_OUT))
@@ -42,9 +42,13 @@ def weights(config: Config, types: Mapping[str, Dtype] = NO_TYPES) -> dict[str, 
 
     LoRA adapters come last.
     """
+    idle = {*unread(config)}
     return {
         name: weight(
-            name, shape, types.get(name, f32), "table" if learned_otherwise(name) else "weight"
+            name,
+            shape,
+            types.get(name, f32),
+            "table" if learned_otherwise(name) or name in idle else "weight",
         )
         for name, shape in shapes(config).items()
     }
@@ -144,12 +148,16 @@ def embedding(config: Config, w: Weights, tokens: Tensor, pos: Tensor) -> Tensor
 def stream(
     config: Config, w: Weights, tokens: Tensor, pos: Tensor, mixer: Mixer, context: int
 ) -> Iterator[Tensor]:
-    """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each."""
+    """The residual stream: the embedding of tokens (...), then the output of each block, (..., C) each.
+
+    Of several streams (..., S, C).
+    """
     tables = rope_tables(config, w, pos, context)
     h, own = embedding(config, w, tokens, pos), None
     if config.embedding_length_per_layer:
         own = embeddings(config, w, tokens, h)
         h = ops.scale(h, by=1.0)  # written after it: what is computed before a block is kept
+    h = streams.spread(config, w, h) if config.traits.streams else h
     yield h
     for i in range(config.block_count):
         h = block(config, w, i, h, tables, mixer, own)
@@ -243,6 +251,7 @@ def rule_of(config: Config, i: int) -> Rule:
 
 
 def output_norm(config: Config, w: Weights, h: Tensor) -> Tensor:
+    h = streams.merged(config, w, h) if config.traits.streams else h
     return named("output_norm", normalized(config, w, config.traits.last_norm, h))
 
 

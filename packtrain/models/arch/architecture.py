@@ -5,14 +5,15 @@ Plain data; each of the other modules of this folder defines one architecture, a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 Spans = tuple[tuple[int, int], ...]
-Keys = dict[str, int | float | bool | str | list[bool] | list[int]]
+Keys = dict[str, int | float | bool | str | list[bool] | list[int] | list[float]]
 # keys of GGUF files that several architectures have
 EXPERT_KEYS = {"expert_count": 0, "expert_used_count": None}
 BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
@@ -39,7 +40,10 @@ BARE = ("ssm_a", "ssm_d")
 # of a gated delta net: what is convolved, the gate of what it gives, and betas and decays of heads, joined or apart
 DELTA_IN, DELTA_HEADS, DELTA_EACH = ("attn_qkv", "attn_gate"), "ssm_ba", ("ssm_beta", "ssm_alpha")
 # weights of several axes that are no matrices: they are always f32, and have no LoRA adapters
-PLAIN = ("_norm.weight", ".bias", FILTERS, SCAN_FILTERS, *(f".{name}" for name in BARE))
+PLAIN = (
+    "_norm.weight", ".bias", FILTERS, SCAN_FILTERS, *(f".{name}" for name in BARE), "altup_router.weight",
+    "altup_correct_coef.weight", "altup_predict_coef.weight",
+)  # fmt: skip
 # modules of a block in checkpoints
 ATTENTION = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -59,6 +63,8 @@ EXPERT_MATRICES = {
 }  # fmt: skip
 # of the embeddings that blocks have for themselves: rows, a projection, its norm; and what blocks are multiplied by
 LAYER_INPUTS = "per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"
+# of several residual streams: matrices that make all but the first of it, and that bring them back; and of one block
+STREAMS_IN, STREAMS_OUT = "altup_proj", "altup_unembd_proj"
 EXPERT_SCALES = "ffn_gate_inp.scale", "ffn_down_exps.scale"
 LAYER_SCALE = "layer_output_scale.weight"
 SHARED = {
@@ -71,90 +77,6 @@ HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_nor
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a weight is a matrix, or a stack of them."""
     return len(shape) > 1 and not name.endswith(PLAIN)
-
-
-class Scan(NamedTuple):
-    """Sizes of a Mamba-2 scan, or of a gated delta net: `inner` values of all heads, `state` of the state for each,
-    groups of heads.
-
-    taps  how many tokens, itself included, a token sees in the convolution before it
-    """
-
-    inner: int
-    state: int
-    heads: int
-    groups: int
-    taps: int
-
-    @property
-    def convolved(self) -> int:
-        return self.inner + 2 * self.groups * self.state
-
-    @property
-    def rows(self) -> tuple[int, int, int]:
-        """Of the input matrix, by SCAN_IN."""
-        return self.inner, self.convolved, self.heads
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """A model's sizes; names follow the GGUF metadata keys.
-
-    key_length                  width of a head; None: embedding_length / head_count
-    value_length                width of its values; None: the same
-    rope_dims                   how much of it rope turns; None: all
-    expert_feed_forward_length  width of an expert; None: feed_forward_length
-    expert_shared_feed_forward_length  width of the expert that all tokens have; 0: there is none
-    leading_dense_block_count   the first blocks that have no experts
-    interleave_moe_layer_step   of the others, only every N-th block has them
-    attending   whether each block has attention; the others have a short convolution or a scan; empty: all have
-    conv_width  how many tokens, itself included, a token sees in a short convolution
-    q_lora_rank, kv_lora_rank   width of the vector from which the queries are made, and keys and values; 0: of x
-    scan        sizes of scans; None: there are none
-    """
-
-    vocab_size: int
-    context_length: int
-    embedding_length: int
-    block_count: int
-    feed_forward_length: int
-    head_count: int
-    head_count_kv: int
-    key_length: int | None = None
-    expert_count: int = 0
-    expert_used_count: int = 0
-    expert_feed_forward_length: int | None = None
-    expert_shared_feed_forward_length: int = 0
-    leading_dense_block_count: int = 0
-    attending: tuple[bool, ...] = ()
-    conv_width: int = 0
-    value_length: int | None = None
-    rope_dims: int | None = None
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    interleave_moe_layer_step: int = 1
-    scan: Scan | None = None
-
-    @property
-    def head_width(self) -> int:
-        return self.key_length or self.embedding_length // self.head_count
-
-    @property
-    def value_width(self) -> int:
-        return self.value_length or self.head_width
-
-    @property
-    def expert_width(self) -> int:
-        return self.expert_feed_forward_length or self.feed_forward_length
-
-    def attends(self, block: int) -> bool:
-        """Whether that block has attention."""
-        return self.attending[block] if self.attending else True
-
-    def mixture(self, block: int) -> bool:
-        """Whether that block has experts."""
-        in_turn = (block + 1) % self.interleave_moe_layer_step == 0
-        return self.expert_count > 0 and block >= self.leading_dense_block_count and in_turn
 
 
 def no_keys(given: Given, sizes: Sizes) -> Keys:
@@ -320,6 +242,11 @@ class Architecture:
     far_factors       factors of rope are for blocks without a window only
     dense_beside      blocks with experts have a dense feed-forward, too; both are normalized, then added
     bare_ffn_norm     the name of the feed-forward's norm has no ending
+    streams           the residual stream is so many, of which a block computes with the first; 0: there is one
+    laurel            width of a product of two matrices beside attention, which reads the same; both are added and
+                      divided by sqrt(2); 0: there is none
+    sparse_blocks     in so many first blocks only gates beyond their mean and 1.64 deviations are not 0
+    owning_blocks     later blocks have the keys and values of earlier ones, whatever keys say; 0: as they say
     delta             scans are gated delta nets: heads of a group stand together, or "tiled", that many groups apart
     gated_heads       what a head gives is multiplied by the sigmoid of a gate, whose rows follow those of its query
 
@@ -375,6 +302,10 @@ class Architecture:
     far_factors: bool = False
     dense_beside: bool = False
     bare_ffn_norm: bool = False
+    streams: int = 0
+    laurel: int = 0
+    sparse_blocks: int = 0
+    owning_blocks: int = 0
     delta: str = ""
     gated_heads: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -391,6 +322,11 @@ class Architecture:
         """Whether a model with so many blocks can have windows."""
         known = "attention.sliding_window_pattern" in self.keys
         return known and self.window_blocks in (0, blocks)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether sizes may differ from block to block, and later ones have keys and values of earlier ones."""
+        return self.owning_blocks > 0 or "attention.shared_kv_layers" in self.keys
 
     def scored_width(self, sizes: Sizes) -> int:
         """Attention scores are divided by the square root of this width."""

@@ -8,9 +8,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 EVERY = 4
 

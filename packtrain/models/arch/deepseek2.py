@@ -17,9 +17,9 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 SOFTMAX, SIGMOID = 1, 2
 TENTH = 0.1  # by which the key of the multiplier is less, in files of this architecture

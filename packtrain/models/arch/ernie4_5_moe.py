@@ -11,9 +11,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Experts,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.moe_statics.e_score_correction": "exp_probs_b"}
 WIDTH, START = ("moe_intermediate_size", 1536), "moe_layer_start_index"

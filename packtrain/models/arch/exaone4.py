@@ -9,9 +9,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 BLOCKS = 64  # those of the 32B, which alone has windows in llama.cpp
 

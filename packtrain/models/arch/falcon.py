@@ -9,10 +9,10 @@ from packtrain.models.arch.architecture import (
     Family,
     Keys,
     Names,
-    Sizes,
     Spans,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 SECOND = ("attn_norm_2.weight", "attn_norm_2.bias")
 MODULES = {

@@ -18,11 +18,11 @@ from packtrain.models.arch.architecture import (
     Family,
     Keys,
     Names,
-    Sizes,
     decays,
 )
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.granitehybrid import CONV_BIAS, NORM, scan, scan_keys
+from packtrain.models.arch.sizes import Sizes
 
 FEED_FORWARD = {
     "pre_ff_layernorm": "ffn_norm", "feed_forward.gate_proj": "ffn_gate", "feed_forward.up_proj": "ffn_up",

@@ -7,9 +7,9 @@ from packtrain.models.arch.architecture import (
     BLOCK,
     Architecture,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 TOKENS_BACK, MOST_SCORE, MOST_LOGIT = 4096, 50.0, 30.0
 NORMS_BEHIND = {

@@ -7,9 +7,9 @@ from packtrain.models.arch.architecture import (
     HEAD_NORMS,
     Architecture,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 EVERY, BASE = 6, 10_000.0
 

@@ -21,9 +21,9 @@ from packtrain.models.arch.architecture import (
     Family,
     Keys,
     Names,
-    Sizes,
 )
 from packtrain.models.arch.given import FULL, SLIDING, Given
+from packtrain.models.arch.sizes import Sizes
 
 LAYERS = {
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",

@@ -16,9 +16,9 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 WIDTH, SIGMOID = ("moe_intermediate_size", 1408), 2

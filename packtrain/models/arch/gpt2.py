@@ -8,9 +8,9 @@ from packtrain.models.arch.architecture import (
     Family,
     Keys,
     Names,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 MODULES = {
     "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",

@@ -10,9 +10,9 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import FULL, SLIDING, Given
+from packtrain.models.arch.sizes import Sizes
 
 EVERY = 2
 EXPERT_BIASES = (

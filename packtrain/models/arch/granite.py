@@ -8,9 +8,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 SCALES = {
     "embedding_multiplier": "embedding_scale", "attention_multiplier": "attention.scale",

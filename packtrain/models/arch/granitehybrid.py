@@ -16,11 +16,10 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Scan,
-    Sizes,
     decays,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Scan, Sizes
 
 LONGEST = 1 << 20  # what llama.cpp's converter writes where nothing depends on positions
 ATTENDING, SCANNING = ("attention", "full_attention"), ("mamba", "linear_attention")

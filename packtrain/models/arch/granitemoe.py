@@ -9,9 +9,9 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 HALVES = {

@@ -1,7 +1,14 @@
 """Hunyuan (dense): llama with QK norms behind rope."""
 
-from packtrain.models.arch.architecture import BIASES, BLOCK, Architecture, Family, Keys, Sizes
+from packtrain.models.arch.architecture import (
+    BIASES,
+    BLOCK,
+    Architecture,
+    Family,
+    Keys,
+)
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 MODULES = BLOCK | {
     "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",

@@ -8,9 +8,9 @@ from packtrain.models.arch.architecture import (
     Family,
     Keys,
     Names,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 SIGMOID = 2
 MATRICES = {

@@ -11,9 +11,9 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import FULL, Given
+from packtrain.models.arch.sizes import Sizes
 
 EVERY, CHUNK, WARMTH, UNNORMED = 4, 8192, 0.1, 128
 CHUNKED, STEP = "chunked_attention", "interleave_moe_layer_step"

@@ -7,9 +7,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 RENAMED = {
     "mscale_all_dim": "rope.scaling.yarn_log_multiplier",

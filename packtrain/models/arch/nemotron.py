@@ -11,9 +11,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 MODULES = ATTENTION | FFN_NORM | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 

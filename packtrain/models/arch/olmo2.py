@@ -10,9 +10,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 MATRICES = {module: part for module, part in ATTENTION.items() if part != "attn_norm"}
 BASE = 500_000.0

@@ -14,9 +14,9 @@ from packtrain.models.arch.architecture import (
     Family,
     Keys,
     Names,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 MODULES = {module: part for module, part in ATTENTION.items() if part != "attn_output"}
 MODULES |= {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}

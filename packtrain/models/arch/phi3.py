@@ -10,9 +10,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import ORIGINAL, Given
+from packtrain.models.arch.sizes import Sizes
 
 BLOCK = {
     "input_layernorm": "attn_norm", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",

@@ -7,12 +7,12 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
     Spans,
     decays,
 )
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.qwen3next import DELTA, DELTA_KEYS, ENDS, FFN_NORM, keys, mixing, usual
+from packtrain.models.arch.sizes import Sizes
 
 SECTIONS = "rope.dimension_sections"
 APART = {

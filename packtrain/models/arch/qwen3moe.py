@@ -10,9 +10,9 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:

@@ -14,14 +14,13 @@ from packtrain.models.arch.architecture import (
     Experts,
     Family,
     Keys,
-    Scan,
-    Sizes,
     Spans,
     decays,
 )
 from packtrain.models.arch.given import FULL, Given
 from packtrain.models.arch.granitehybrid import scan_keys
 from packtrain.models.arch.qwen2moe import SHARED
+from packtrain.models.arch.sizes import Scan, Sizes
 
 LINEAR = "linear_attention"
 FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}

@@ -7,7 +7,6 @@ NEEDS = {
     "state-space layers (scans)": "mamba mamba2 jamba plamo2 nemotron_h nemotron_h_moe",
     "a gated delta net": "qwen4exp",
     "the time mixing of RWKV": "rwkv6 rwkv6qwen2 rwkv7 arwkv7",
-    "embeddings of layers": "gemma3n",
     "lightning attention": "minimax-01",
     "experts with shared ones, or with their kind of routing":
         "afmoe arctic bailingmoe bailingmoe2 cohere2moe dbrx deepseek dots1 exaone-moe"

@@ -7,9 +7,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 NORM = "post_attention_norm"
 

@@ -1,8 +1,13 @@
 """SmolLM3: llama without rope in every fourth block."""
 
 from packtrain.models.arch import llama
-from packtrain.models.arch.architecture import Architecture, Family, Keys, Sizes
+from packtrain.models.arch.architecture import (
+    Architecture,
+    Family,
+    Keys,
+)
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 PAUSE = 4
 

@@ -13,9 +13,9 @@ from packtrain.models.arch.architecture import (
     Architecture,
     Family,
     Keys,
-    Sizes,
 )
 from packtrain.models.arch.given import Given
+from packtrain.models.arch.sizes import Sizes
 
 HEADS = ("attn_q_norm.weight", "attn_k_norm.weight")
 OF_HEADS = {

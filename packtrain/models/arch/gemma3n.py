@@ -1,0 +1,150 @@
+"""Gemma 3n (text): several residual streams, embeddings of their own for blocks, a low-rank product beside attention.
+
+The first blocks have sparse gates, the last the keys and values of earlier ones. Google, Gemma 3n; llama.cpp's
+gemma3n.cpp, which has the numbers below in its code, and reads no keys for them.
+"""
+
+from statistics import NormalDist
+from typing import Any
+
+from packtrain.models.arch import gemma2, gemma4
+from packtrain.models.arch.architecture import (
+    HEAD_NORMS,
+    LAYER_INPUTS,
+    STREAMS_IN,
+    STREAMS_OUT,
+    Architecture,
+    Family,
+    Keys,
+    Names,
+)
+from packtrain.models.arch.given import FULL, SLIDING, Given
+from packtrain.models.arch.sizes import Sizes
+
+EVERY, STREAMS, RANK, OWN, SPARSE, SHARE, OWNING = 5, 4, 64, 256, 10, 0.95, 20
+CAP, CAPPED = "final_logit_softcapping", 30.0
+LAYERS = {
+    "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+    "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r", "laurel.post_laurel_norm": "laurel_post_norm",
+    "altup.correction_coefs": "altup_correct_coef", "altup.correct_output_scale": "altup_correct_scale",
+    "altup.prediction_coefs": "altup_predict_coef", "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+}  # fmt: skip
+OUTSIDE = {
+    **dict(zip(gemma4.OUTSIDE, LAYER_INPUTS, strict=True)), "altup_projections.{}": STREAMS_IN,
+    "altup_unembed_projections.{}": STREAMS_OUT,
+}  # fmt: skip
+WIDTHS, SPARSITY = "intermediate_size", "activation_sparsity_pattern"
+
+
+def usual(given: Given) -> Given:
+    """One width of the feed-forwards, which some configs list for each block."""
+    wide = given.get(WIDTHS)
+    if not isinstance(wide, list):
+        return given
+    if not wide or any(one != wide[0] for one in wide):
+        raise given.wrong(WIDTHS, wide, "the same for all blocks, as in llama.cpp")
+    return given.but(intermediate_size=wide[0], widths=wide)
+
+
+def check(given: Given, blocks: int) -> None:
+    """Refuse what llama.cpp, which has these numbers in its code, would compute otherwise."""
+    for key, value in (
+        ("altup_num_inputs", STREAMS),
+        ("altup_active_idx", 0),
+        ("laurel_rank", RANK),
+        ("hidden_size_per_layer_input", OWN),
+        ("num_kv_shared_layers", blocks - min(blocks, OWNING)),
+        (CAP, CAPPED),
+    ):
+        given.one_of(key, None, value)
+    given.one_of("attention_bias", False, False)
+    given.one_of("altup_correct_scale", True, True)
+    shares = [SHARE if i < SPARSE else 0.0 for i in range(blocks)]
+    if given.get(SPARSITY, shares) != shares:
+        right = f"{SHARE} for the first {SPARSE} blocks and 0.0 for others, as llama.cpp has it"
+        raise given.wrong(SPARSITY, given.get(SPARSITY), right)
+
+
+def kinds(given: Given) -> dict[str, Any]:
+    blocks = given.size("num_hidden_layers")
+    pattern = tuple(given.windows(blocks))
+    if len(pattern) != blocks:
+        right = f"{blocks} times {SLIDING} or {FULL}"
+        raise given.wrong("layer_types", given.get("layer_types"), right)
+    check(given, blocks)
+    own = min(blocks, OWNING)
+    if own < blocks and (pattern[own - 1] or not pattern[own - 2]):
+        right = f"such that the last two of the first {OWNING} blocks are {SLIDING} and {FULL}"
+        raise given.wrong("layer_types", given.get("layer_types"), right)
+    return {
+        "window_pattern": pattern,
+        "own_kv": own if own < blocks else 0,
+        "embedding_length_per_layer": OWN,
+    }
+
+
+def keys(given: Given, sizes: Sizes) -> Keys:
+    blocks, found = sizes.block_count, kinds(given)
+    local = given.rotation().get(SLIDING)
+    base = local.get("rope_theta") if isinstance(local, dict) else None
+    base = given.get("rope_local_base_freq", 1e4) if base is None else base
+    keys: Keys = {
+        "attention.sliding_window": given.size("sliding_window"),
+        "attention.sliding_window_pattern": list(found["window_pattern"]),
+        "attention.shared_kv_layers": blocks - min(blocks, OWNING),
+        "rope.freq_base_swa": given.number("rope_local_base_freq", base),
+        "embedding_length_per_layer_input": OWN,
+        "altup.active_idx": 0,
+        "altup.num_inputs": STREAMS,
+        "activation_sparsity_scale": beyond(blocks),
+        CAP: CAPPED,
+    }
+    return keys | ({"feed_forward_length": given.get("widths")} if given.get("widths") else {})
+
+
+def beyond(blocks: int) -> list[float]:
+    """By how many deviations gates of each block must exceed their mean."""
+    return [NormalDist().inv_cdf(SHARE) if i < SPARSE else float("-inf") for i in range(blocks)]
+
+
+ARCHITECTURE = Architecture(
+    "gemma3n",
+    halves=True,
+    gelu=True,
+    scaled_embedding=True,
+    head_norms=True,
+    post_norms=True,
+    value_norms=True,
+    plain_scores=True,
+    streams=STREAMS,
+    laurel=RANK,
+    sparse_blocks=SPARSE,
+    owning_blocks=OWNING,
+    keys={
+        "attention.sliding_window": None,
+        "attention.sliding_window_pattern": EVERY,
+        "embedding_length_per_layer_input": OWN,
+        "rope.freq_base_swa": 10_000.0,
+        CAP: CAPPED,
+    },
+    ignored=("attention.shared_kv_layers",),
+    neutral={CAP: (CAPPED,), "embedding_length_per_layer_input": (OWN,)},
+    optional=(),
+    families=(
+        Family(
+            ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+            {**gemma2.FAMILY.block, **HEAD_NORMS, **LAYERS},
+            keys,
+            usual=usual,
+            kinds=kinds,
+            optional=lambda given: (),
+            names=Names(outside=OUTSIDE),
+            ends={".correct_output_scale": ".correct_output_scale.weight"},
+            rope_freq_base=1e6,
+            head_width=256,
+            tied=True,
+            space_prefix=False,
+        ),
+    ),
+)

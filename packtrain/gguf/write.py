@@ -52,9 +52,7 @@ class Deferred:
 
 
 def write(
-    path: str | Path,
-    metadata: Mapping[str, Value],
-    tensors: Mapping[str, np.ndarray | Deferred],
+    path: str | Path, metadata: Mapping[str, Value], tensors: Mapping[str, np.ndarray | Deferred]
 ) -> None:
     """Write a GGUF file atomically.
 

@@ -46,11 +46,7 @@ class Grammar:
 
     @classmethod
     def from_gbnf(
-        cls,
-        tokenizer: Tokenizer,
-        text: str,
-        words: Sequence[str] = (),
-        tokens: Sequence[int] = (),
+        cls, tokenizer: Tokenizer, text: str, words: Sequence[str] = (), tokens: Sequence[int] = ()
     ) -> "Grammar":
         """A grammar in llama.cpp's notation. Raises InputError with line and column."""
         names = {token.decode(errors="replace"): id for id, token in enumerate(tokenizer.tokens)}

@@ -229,10 +229,7 @@ def metadata(config: Config, name: str, dtype: str = "f32") -> dict[str, Value]:
         "attention.head_count": config.head_count,
         "rope.dimension_count": config.rope_width,
     }
-    reals = {
-        "rope.freq_base": config.rope_freq_base,
-        eps_key(config.traits): config.rms_eps,
-    }
+    reals = {"rope.freq_base": config.rope_freq_base, eps_key(config.traits): config.rms_eps}
     if config.traits.learned_positions:
         del sizes["rope.dimension_count"], reals["rope.freq_base"]
     if config.key_length is not None:

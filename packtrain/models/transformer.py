@@ -177,13 +177,7 @@ def embeddings(config: Config, w: Weights, tokens: Tensor, h: Tensor) -> Tensor:
 
 
 def mixed(
-    config: Config,
-    i: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    *where: Tensor,
+    config: Config, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *where: Tensor
 ) -> Tensor:
     """The attention output of block i, see ops.attention; `where` are q_pos, k_pos, q_seq and k_seq."""
     rule, (q_pos, k_pos, q_seq, k_seq) = rule_of(config, i), where

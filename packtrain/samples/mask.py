@@ -123,10 +123,7 @@ def _place(tokenizer: Tokenizer, id: int, text: bytes, at: int) -> tuple[int, in
     bare = piece.removeprefix(b" ") if tokenizer.add_space_prefix else piece
     after = WHITESPACE.match(text, at)
     for begin in (at, after.end() if after else at):
-        for wanted in (
-            piece,
-            bare,
-        ):  # the tokenizer's leading space is not in the text
+        for wanted in (piece, bare):  # the tokenizer's leading space is not in the text
             width = _width(wanted, text, begin)
             if width is not None:
                 return begin, begin + width

@@ -160,10 +160,7 @@ def explained(conversation: Conversation) -> Conversation:
 
 
 def _schema(function: Call, style: Style, parameters: str) -> Call:
-    known = {
-        style.name: {"const": function["name"]},
-        style.arguments: {"$ref": parameters},
-    }
+    known = {style.name: {"const": function["name"]}, style.arguments: {"$ref": parameters}}
     return {
         "type": "object",
         "properties": {key: known.get(key, {"type": "string"}) for key in style.keys or known},

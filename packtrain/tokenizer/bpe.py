@@ -12,15 +12,7 @@ import numpy as np
 from packtrain.tokenizer.compiled import NONE, Strings, Tables, Words, pair_table
 from packtrain.tokenizer.merge import merge
 from packtrain.tokenizer.rules import RULES, Rule, after_any
-from packtrain.tokenizer.table import (
-    KEYS,
-    NORMAL,
-    TokenizerError,
-    TokenTable,
-    flag,
-    numbers,
-    texts,
-)
+from packtrain.tokenizer.table import KEYS, NORMAL, TokenizerError, TokenTable, flag, numbers, texts
 from packtrain.tokenizer.words import WHITESPACE, Splitter, lowered
 
 CACHED_TEXTS, CACHED_LENGTH = 1 << 16, 64

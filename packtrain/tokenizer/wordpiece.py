@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.tokenizer.compiled import Tables
-from packtrain.tokenizer.table import (
-    KEYS,
-    NORMAL,
-    TokenizerError,
-    TokenTable,
-    flag,
-    numbers,
-    texts,
-)
+from packtrain.tokenizer.table import KEYS, NORMAL, TokenizerError, TokenTable, flag, numbers, texts
 from packtrain.tokenizer.words import WHITESPACE, Ranges, category, lowered, within
 
 BEGIN = "\u2581"

@@ -46,12 +46,6 @@ ARCHITECTURE = Architecture(
     ignored=("rope.freq_base_swa",),
     optional=(*BIASES, *FUSED, "attn_output.bias"),
     families=(
-        Family(
-            ("Cohere2ForCausalLM",),
-            ATTENTION | FEED_FORWARD,
-            keys=keys,
-            tied=True,
-            pairs=True,
-        ),
+        Family(("Cohere2ForCausalLM",), ATTENTION | FEED_FORWARD, keys=keys, tied=True, pairs=True),
     ),
 )

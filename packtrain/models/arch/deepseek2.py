@@ -133,11 +133,7 @@ ARCHITECTURE = Architecture(
             ATTENTION | FFN_NORM | ROUTER | FEED_FORWARD | SHARED,
             keys,
             Experts(
-                EXPERT_MATRICES,
-                ("n_routed_experts", 64),
-                ("num_experts_per_tok", 8),
-                WIDTH,
-                others,
+                EXPERT_MATRICES, ("n_routed_experts", 64), ("num_experts_per_tok", 8), WIDTH, others
             ),
             usual=usual,
             optional=optional,

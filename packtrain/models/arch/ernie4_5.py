@@ -1,10 +1,6 @@
 """ERNIE 4.5 (dense): llama, whose checkpoints have rope's pairs side by side already."""
 
-from packtrain.models.arch.architecture import (
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

@@ -4,12 +4,7 @@ arXiv 2507.11407.
 """
 
 from packtrain.models.arch import olmo2
-from packtrain.models.arch.architecture import (
-    FACTORS,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import FACTORS, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

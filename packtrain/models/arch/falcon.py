@@ -3,14 +3,7 @@
 arXiv 2311.16867.
 """
 
-from packtrain.models.arch.architecture import (
-    NORM_BIASES,
-    Architecture,
-    Family,
-    Keys,
-    Names,
-    Spans,
-)
+from packtrain.models.arch.architecture import NORM_BIASES, Architecture, Family, Keys, Names, Spans
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

@@ -3,11 +3,7 @@
 from dataclasses import replace
 
 from packtrain.models.arch import gemma
-from packtrain.models.arch.architecture import (
-    BLOCK,
-    Architecture,
-    Keys,
-)
+from packtrain.models.arch.architecture import BLOCK, Architecture, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

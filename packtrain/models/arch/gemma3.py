@@ -3,11 +3,7 @@
 from dataclasses import replace
 
 from packtrain.models.arch import gemma, gemma2
-from packtrain.models.arch.architecture import (
-    HEAD_NORMS,
-    Architecture,
-    Keys,
-)
+from packtrain.models.arch.architecture import HEAD_NORMS, Architecture, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

@@ -1,12 +1,6 @@
 """GLM-4 (0414): norms before and behind attention and feed-forward, rope for half of each head, gate and up in one."""
 
-from packtrain.models.arch.architecture import (
-    ATTENTION,
-    BIASES,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import ATTENTION, BIASES, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

@@ -1,12 +1,6 @@
 """Hunyuan (dense): llama with QK norms behind rope."""
 
-from packtrain.models.arch.architecture import (
-    BIASES,
-    BLOCK,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import BIASES, BLOCK, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

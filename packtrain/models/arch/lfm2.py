@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from packtrain.models.arch.architecture import (
-    Architecture,
-    Family,
-    Keys,
-    Names,
-)
+from packtrain.models.arch.architecture import Architecture, Family, Keys, Names
 from packtrain.models.arch.given import FULL, Given
 from packtrain.models.arch.sizes import Sizes
 

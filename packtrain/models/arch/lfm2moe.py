@@ -1,14 +1,7 @@
 """LFM2 with experts after the first blocks: weights are sigmoids, and a bias helps to choose. arXiv 2511.23404."""
 
 from packtrain.models.arch import lfm2
-from packtrain.models.arch.architecture import (
-    CHOICE,
-    Architecture,
-    Experts,
-    Family,
-    Keys,
-    Names,
-)
+from packtrain.models.arch.architecture import CHOICE, Architecture, Experts, Family, Keys, Names
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

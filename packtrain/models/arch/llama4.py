@@ -50,11 +50,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
         ("attention_bias", False), ("moe_layers", list(range(step - 1, sizes.block_count, step))),
     ):  # fmt: skip
         given.one_of(key, right, right, *same)
-    return {
-        "vocab_size": sizes.vocab_size,
-        "rope.dimension_count": sizes.head_width,
-        STEP: step,
-    }
+    return {"vocab_size": sizes.vocab_size, "rope.dimension_count": sizes.head_width, STEP: step}
 
 
 KEYS = {

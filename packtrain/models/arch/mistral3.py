@@ -1,13 +1,7 @@
 """Ministral 3: llama with queries scaled by their position, and YaRN."""
 
 from packtrain.models.arch import llama
-from packtrain.models.arch.architecture import (
-    BETAS,
-    EXPERT_KEYS,
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import BETAS, EXPERT_KEYS, Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 

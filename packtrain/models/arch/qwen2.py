@@ -1,10 +1,6 @@
 """Qwen2 and Qwen2.5: llama with biases of queries, keys and values. arXiv 2407.10671."""
 
-from packtrain.models.arch.architecture import (
-    WINDOW_KEYS,
-    Architecture,
-    Family,
-)
+from packtrain.models.arch.architecture import WINDOW_KEYS, Architecture, Family
 
 ARCHITECTURE = Architecture(
     "qwen2",

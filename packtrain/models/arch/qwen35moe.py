@@ -2,11 +2,7 @@
 
 from dataclasses import replace
 
-from packtrain.models.arch.architecture import (
-    EXPERT_MATRICES,
-    Experts,
-    Keys,
-)
+from packtrain.models.arch.architecture import EXPERT_MATRICES, Experts, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.gpt_oss import STACKED
 from packtrain.models.arch.qwen2moe import SHARED

@@ -1,11 +1,7 @@
 """SmolLM3: llama without rope in every fourth block."""
 
 from packtrain.models.arch import llama
-from packtrain.models.arch.architecture import (
-    Architecture,
-    Family,
-    Keys,
-)
+from packtrain.models.arch.architecture import Architecture, Family, Keys
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
@@ -21,7 +17,5 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 ARCHITECTURE = Architecture(
-    "smollm3",
-    rope_pause=PAUSE,
-    families=(Family(("SmolLM3ForCausalLM",), keys=keys, tied=True),),
+    "smollm3", rope_pause=PAUSE, families=(Family(("SmolLM3ForCausalLM",), keys=keys, tied=True),)
 )

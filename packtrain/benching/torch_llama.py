@@ -129,10 +129,7 @@ class Tuned(Llama):
 
 
 def optimizer(
-    model: Llama,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.1,
+    model: Llama, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1
 ) -> Update:
     """AdamW in one fused kernel, with decay for matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -152,10 +152,7 @@ def file_called(folder: Path, *names: str) -> Path | None:
 
 
 def read_documents(
-    sources: Iterable[Source],
-    separator: str | None,
-    reports: Iterable[Report],
-    kept: bool = False,
+    sources: Iterable[Source], separator: str | None, reports: Iterable[Report], kept: bool = False
 ) -> Iterator[Piece]:
     """The pieces of all non-blank documents, each with its source's split; fills a report for each source."""
     for source, report in zip(sources, reports, strict=True):

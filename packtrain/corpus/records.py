@@ -11,15 +11,7 @@ from typing import Any
 
 from packtrain.corpus.columns import column_rows
 from packtrain.corpus.report import Report
-from packtrain.corpus.streams import (
-    ARRAY,
-    COLUMNS,
-    TABLES,
-    as_utf_8,
-    kind_of,
-    opened,
-    text_chunks,
-)
+from packtrain.corpus.streams import ARRAY, COLUMNS, TABLES, as_utf_8, kind_of, opened, text_chunks
 from packtrain.corpus.tables import table_rows
 from packtrain.errors import InputError
 

@@ -143,11 +143,7 @@ class End:
 
     def _loss(self, model: ModelFile, what: str) -> float:
         run = losses_of(
-            model,
-            self.shape.rows,
-            self.shape.time,
-            self.shape.chunk,
-            target=self.settings.target,
+            model, self.shape.rows, self.shape.time, self.shape.chunk, target=self.settings.target
         )
         with self.events.counting(f"validation of {what}", "batch") as count:
             return evaluate(run, self.job.counted(count), self.shape.preference).loss

@@ -289,12 +289,7 @@ def _check(settings: Quantize, gguf: GGUF, types: dict[str, Dtype]) -> None:
 
 
 def _maker(
-    gguf: GGUF,
-    entry: Entry,
-    dtype: Dtype,
-    usual: Dtype,
-    weights: np.ndarray | None,
-    events: Events,
+    gguf: GGUF, entry: Entry, dtype: Dtype, usual: Dtype, weights: np.ndarray | None, events: Events
 ) -> Callable[[], Iterator[np.ndarray]]:
     """A generator that converts a tensor part by part when it is written, and reports the result."""
     where = f"{gguf.path}: {entry.name}"

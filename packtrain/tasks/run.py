@@ -126,10 +126,7 @@ def _carry_out(
         return train()
     folder, resume = settings.folder, prepared.resume
     folder.mkdir(exist_ok=True)
-    with (
-        locked(folder / "lock", f"--output: {folder}"),
-        resumable(folder / CHECKPOINT, resume),
-    ):
+    with locked(folder / "lock", f"--output: {folder}"), resumable(folder / CHECKPOINT, resume):
         result = train()
         if result.stopped:
             return result

@@ -69,11 +69,7 @@ class Speaking(Sampling, Speaker):
     """Settings of the commands that generate text."""
 
     seed: int | None = SAMPLING(
-        None,
-        "random seed; -1: a new one each time",
-        flags="-s",
-        least=-1,
-        most=MOST_SEED,
+        None, "random seed; -1: a new one each time", flags="-s", least=-1, most=MOST_SEED
     )
     stop: tuple[str, ...] = SAMPLING((), "stop before this text; repeatable")
     grammar: str | None = SAMPLING(None, "the text follows this grammar, in GBNF")

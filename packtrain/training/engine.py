@@ -239,10 +239,7 @@ def with_targets(batch: Batch) -> Batch:
 
 
 def evaluate(
-    run: Executor,
-    batches: Iterable[Batch],
-    how: Preference | None = None,
-    world: World = ALONE,
+    run: Executor, batches: Iterable[Batch], how: Preference | None = None, world: World = ALONE
 ) -> Evaluated:
     """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`.
 

@@ -220,11 +220,7 @@ def build_job(settings: TrainSettings, say: Callable[[str], None]) -> Job:
     shape = shape_of(settings, config, *size, corpus.valid is not None, say=say)
     fill = settings.fill_samples and settings.sample_start is None
     train = Batches(
-        corpus.train,
-        *size,
-        seed=settings.seed,
-        random_offsets=settings.random_offsets,
-        fill=fill,
+        corpus.train, *size, seed=settings.seed, random_offsets=settings.random_offsets, fill=fill
     )
     valid = None
     if corpus.valid is not None:

@@ -21,12 +21,7 @@ HUGE = 700.0  # e to a larger power overflows a float
 
 
 def losses_of(
-    model: ModelFile,
-    rows: int,
-    time: int,
-    chunk: int = 256,
-    skipped: int = 0,
-    target: Target = CPU,
+    model: ModelFile, rows: int, time: int, chunk: int = 256, skipped: int = 0, target: Target = CPU
 ) -> Executor:
     """An executor that returns `losses` of batches, see transformer.loss, with the mapped weights."""
     leaves, session = transformer.weights(model.config, model.types()), Session(target.limits)

@@ -90,10 +90,7 @@ def save(
     path: Path, progress: Progress, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
     """Write a checkpoint of leaves by name, keeping the previous one. `about` is any JSON. Raises OSError."""
-    texts = {
-        KEY + "progress": json.dumps(asdict(progress)),
-        KEY + "about": json.dumps(about),
-    }
+    texts = {KEY + "progress": json.dumps(asdict(progress)), KEY + "about": json.dumps(about)}
     values = {
         "general.architecture": Value("string", "packtrain-checkpoint"),
         KEY + "format": Value("u32", FORMAT),

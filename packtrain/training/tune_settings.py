@@ -56,9 +56,7 @@ class TuneSettings(RunSettings):
         choices=("f32", "bf16"),
     )
     lora_rank: tuple[str, ...] = LORA(
-        ("16",),
-        "rank, or NAME=RANK for the matrices of this name; repeatable",
-        metavar="RANK",
+        ("16",), "rank, or NAME=RANK for the matrices of this name; repeatable", metavar="RANK"
     )
     lora_alpha: float = LORA(32.0, "scale: the adapter's output counts alpha / rank", least=0.001)
     rslora: bool = LORA(False, "rank-stabilized scale: alpha / sqrt(rank)")
@@ -75,9 +73,7 @@ class TuneSettings(RunSettings):
     )
     num_layers: int = TRAINING(-1, "train the last N blocks only; -1: all", least=-1)
     freeze: tuple[str, ...] = TRAINING(
-        (),
-        "with --full: tensors to freeze, such as 'token_embd*'; repeatable",
-        metavar="PATTERN",
+        (), "with --full: tensors to freeze, such as 'token_embd*'; repeatable", metavar="PATTERN"
     )
 
     loss: str = TRAINING(

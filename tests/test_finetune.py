@@ -53,6 +53,14 @@ def tuned(folder: Path, base: str, output: Path, *more: str) -> int:
     return main(["finetune", *given, *rank, *more])
 
 
+@pytest.mark.parametrize("iters, ends", [(1, False), (60, True)])
+def test_a_model_that_would_not_end_its_answers_is_reported(folder, tmp_path, capsys, iters, ends):
+    more = ["--iters", str(iters), "--merge", "none", "--ctx", "128"]
+    code = tuned(folder, "f32", tmp_path / "a.gguf", *more)
+    text = "\n".join(said(capsys))
+    assert code == 0 and text.count("of 4 validation answers the model would end") == (not ends)
+
+
 @pytest.mark.parametrize("dtype", ["f32", "q8_0", "q4_K"])
 def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
     output, base = tmp_path / "tuned.gguf", folder / f"{dtype}.gguf"

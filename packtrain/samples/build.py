@@ -102,7 +102,11 @@ def write_dataset(recipe: Recipe, folder: Path, say: Say) -> None:
             notes += reader.notes
         notes += maker.messages
         _check_filled(recipe, files, notes)
-    kept = {"notes": notes, "template": maker.template}
+    kept = {
+        "notes": notes,
+        "template": maker.template,
+        "ends": sorted(maker.masker.tokenizer.ends),
+    }
     (folder / NOTES_FILE).write_text(json.dumps(kept), encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from packtrain.samples.build import NOTES_FILE, Recipe, parts_of, sources_of
 from packtrain.samples.store import Samples, read_samples
 from packtrain.tokenizer import KEYS
 
-FORMAT = 6  # increase it to rebuild all caches
+FORMAT = 7  # increase it to rebuild all caches
 # for some vocabularies the name decides how whitespace is treated
 VOCABULARY = ("tokenizer.", "general.name")
 
@@ -24,6 +24,7 @@ class Dataset:
     """Samples by split. `fingerprint` is a hash of their sources; `notes` are messages to print.
 
     `template` is the chat template if it is not the model's own; the trained model's file must then contain it.
+    `ends` are the ids that end an answer.
     """
 
     train: Samples
@@ -31,6 +32,7 @@ class Dataset:
     fingerprint: str
     notes: tuple[str, ...]
     template: str | None = None
+    ends: frozenset[int] = frozenset()
 
 
 def prepare(recipe: Recipe, cache: Path, say: Say) -> Dataset:
@@ -57,4 +59,5 @@ def read_dataset(folder: Path, parts: Sequence[str], vocab_size: int) -> Dataset
     kept = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     train = read_samples(folder, TRAIN, vocab_size)
     valid = read_samples(folder, VALID, vocab_size) if VALID in parts else None
-    return Dataset(train, valid, folder.name, tuple(kept["notes"]), kept["template"])
+    notes, ends = tuple(kept["notes"]), frozenset(kept["ends"])
+    return Dataset(train, valid, folder.name, notes, kept["template"], ends)

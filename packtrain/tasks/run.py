@@ -43,6 +43,7 @@ from packtrain.watch.progress import clock
 from packtrain.words import plural
 
 SAMPLE_TOKENS = 64
+MOST_END = 0.5  # share of answers that a model must end where they end, or it is reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Trained:
     plan           the plan; compare `plan.planned_nbytes` with the measured `peak_nbytes`
     progress       steps, tokens, seconds, validation losses
     stopped        whether it was asked to stop; the same call with resume=True continues
+    ends           of the last validation of conversations: in how many answers the token that ends them was the
+                   likeliest, and in how many not cut off; (0, 0) if unknown
     """
 
     output: Path
@@ -62,6 +65,7 @@ class Trained:
     progress: Progress
     peak_nbytes: int
     stopped: bool
+    ends: tuple[int, int] = (0, 0)
 
     @property
     def losses(self) -> list[float]:
@@ -197,7 +201,8 @@ def _train(
         if writes:
             fit.finish()
             watch.end(_end(fit, total, watch))
-        return Trained(settings.output, folder, prepared, fit.progress, watch.peak.nbytes, False)
+        peak = watch.peak.nbytes
+        return Trained(settings.output, folder, prepared, fit.progress, peak, False, fit.ends)
 
 
 def _taught(prepared: Ready, folder: Path, events: Events, stopped: Callable[[], bool]) -> bool:
@@ -308,6 +313,12 @@ def _report(done: Trained) -> Iterator[str]:
     )
     if job.valid is not None:
         yield outcome(progress, bool(job.settings.patience))
+    right, ends = done.ends
+    if right < MOST_END * ends:
+        yield (
+            f"of {plural(ends, 'validation answer')} the model would end {right} where they end: it may not stop "
+            "writing; train longer (--epochs, --iters) or with a larger --lr"
+        )
     yield f"the run is in {done.folder}, its curve in {done.folder / 'loss.svg'}"
 
 

@@ -19,7 +19,8 @@ from packtrain.training.shards import overlays
 from packtrain.training.sums import Exchanged, exchanged
 
 Batch = Mapping[str, np.ndarray]
-Sums = tuple[list[float], list[float], float]
+Counts = tuple[int, int]
+Sums = tuple[list[float], list[float], float, Counts]
 IN_A_ROW = 3  # bad steps that end a run
 
 
@@ -48,6 +49,7 @@ class Evaluated:
     """Mean loss of `tokens` tokens, and the standard error of that mean over windows.
 
     accuracy  share of them that were the likeliest token, NaN if unknown
+    ends      of tokens that end an answer: how many were the likeliest token, and how many there were
     Of a loss of pairs all of it is of pairs: `accuracy` is the share in which the chosen answer has the higher reward.
     """
 
@@ -55,6 +57,7 @@ class Evaluated:
     error: float
     tokens: int
     accuracy: float = math.nan
+    ends: Counts = (0, 0)
 
     @property
     def accuracy_error(self) -> float:
@@ -207,8 +210,9 @@ class Engine:
         wanted = any(ROUNDING in run.inputs for run in self.run.values())
         return {ROUNDING: np.array([self.seed, number], np.int64)} if wanted else {}
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
-        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, here())
+    def evaluate(self, batches: Iterable[Batch], ends: Sequence[int] = ()) -> Evaluated:
+        """See evaluate: of this engine's plan, with the batches shared out over all ranks."""
+        return evaluate(self.run[EVALUATE], batches, self.plans.shape.preference, here(), ends)
 
 
 def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
@@ -239,18 +243,23 @@ def with_targets(batch: Batch) -> Batch:
 
 
 def evaluate(
-    run: Executor, batches: Iterable[Batch], how: Preference | None = None, world: World = ALONE
+    run: Executor,
+    batches: Iterable[Batch],
+    how: Preference | None = None,
+    world: World = ALONE,
+    ends: Sequence[int] = (),
 ) -> Evaluated:
     """Mean loss over batches by a plan with the outputs `losses` and perhaps `right`, of tokens with `weights`.
 
-    The ranks of the world take batches in turn; the result has the same bits as that of one.
+    Ids in `ends` are also counted by themselves. The ranks of the world take batches in turn; the result has the same
+    bits as that of one.
     """
     if how is not None:
         return _evaluate_pairs(run, batches, how)
     found = list[Sums]()
     for i, batch in enumerate(batches):
         if i % world.size == world.rank:
-            found.append(_evaluated(run, batch))
+            found.append(_evaluated(run, batch, ends))
     every = [one for turn in zip_longest(*world.gather(found)) for one in turn if one]
     total, weight = (np.array([x for one in every for x in one[part]]) for part in (0, 1))
     hits = sum(one[2] for one in every)
@@ -259,16 +268,22 @@ def evaluate(
     mean = float(total.sum() / weight.sum())
     spread = float(np.square(total - mean * weight).sum()) * count / max(count - 1, 1)
     tokens = float(weight.sum())
-    return Evaluated(mean, spread**0.5 / tokens, int(tokens), hits / tokens)
+    right_ends, all_ends = (sum(one[3][part] for one in every) for part in (0, 1))
+    ended = (right_ends, all_ends)
+    return Evaluated(mean, spread**0.5 / tokens, int(tokens), hits / tokens, ended)
 
 
-def _evaluated(run: Executor, batch: Batch) -> Sums:
-    """Of each row the sum of its losses and its weight; and the weight of tokens that were the likeliest."""
+def _evaluated(run: Executor, batch: Batch, ends: Sequence[int]) -> Sums:
+    """Of each row the sum of its losses and its weight; the weight of tokens that were the likeliest; and counts, as
+    Evaluated.ends."""
     got, weights = run({**batch, **with_targets(batch)}), batch["weights"]
     losses = got["losses"].astype(np.float64)
     hits = got.get("right", np.float64(math.nan))
     right = float((hits * weights).sum(dtype=np.float64))
-    return (losses * weights).sum(-1).tolist(), weights.sum(-1, dtype=np.float64).tolist(), right
+    last = np.isin(batch["targets"], ends) & (weights > 0)
+    ended = (int(np.sum(hits * last)), int(last.sum())) if "right" in got else (0, 0)
+    sums, weight = (losses * weights).sum(-1), weights.sum(-1, dtype=np.float64)
+    return sums.tolist(), weight.tolist(), right, ended
 
 
 def _evaluate_pairs(run: Executor, batches: Iterable[Batch], how: Preference) -> Evaluated:

@@ -13,7 +13,7 @@ from packtrain.gguf import GGUF
 from packtrain.ranks import here
 from packtrain.training import shards, state
 from packtrain.training.ending import why_ended
-from packtrain.training.engine import Engine
+from packtrain.training.engine import Counts, Engine
 from packtrain.training.job import Job
 from packtrain.training.state import Progress
 from packtrain.watch import Watch
@@ -24,7 +24,10 @@ SAMPLE = "sample: "  # begins the message of one
 
 @dataclass(slots=True)
 class Fit:
-    """A job on its engine: `begin` sets the values of the leaves, `go` trains to the end."""
+    """A job on its engine: `begin` sets the values of the leaves, `go` trains to the end.
+
+    ends  of the validation of the result, see Evaluated.ends
+    """
 
     job: Job
     engine: Engine
@@ -33,6 +36,7 @@ class Fit:
     sample: Callable[[], str] | None = None
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
+    ends: Counts = (0, 0)
 
     # ---- start
 
@@ -115,8 +119,10 @@ class Fit:
         self.events.sample(text)
 
     def _validate(self) -> dict[str, float]:
-        got = self.engine.evaluate(self.job.validation())
+        got = self.engine.evaluate(self.job.validation(), self.job.ends)
         self.progress = self.progress.validated(got.loss)
+        if not (self.job.settings.patience and self.progress.stale):
+            self.ends = got.ends
         if here().rank == 0 and self.job.settings.patience and not self.progress.stale:
             self.job.subject.keep(self.folder / BEST, self.engine.session.view)
         return {

@@ -77,6 +77,7 @@ class Job:
     """What is trained, on what data, for how many steps. `fingerprint` identifies the data.
 
     offloaded  moments live in the memory of the process, of weights on a device with its own; None: not decided
+    ends       ids that end an answer, if the data is conversations
     """
 
     settings: RunSettings
@@ -89,6 +90,7 @@ class Job:
     train: Batched
     valid: Batched | None
     offloaded: bool | None = None
+    ends: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:

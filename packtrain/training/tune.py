@@ -204,16 +204,18 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         if shape.ranks > 1:
             raise InputError("--teacher is for one process; leave out --nproc")
         shape = replace(shape, distill=train.how)
+    chats = _has_chats(settings, model, data)
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",
-        replace(subject, template=data.template, chats=_has_chats(settings, model, data)),
+        replace(subject, template=data.template, chats=chats),
         f"{data.fingerprint} {fingerprint(model)}",
         shape,
         optimizer_of(settings),
         schedule_of(settings, len(train)),
         train,
         valid,
+        ends=tuple(sorted(data.ends)) if chats else (),
     )
 
 

@@ -119,7 +119,7 @@ class Fit:
         self.events.sample(text)
 
     def _validate(self) -> dict[str, float]:
-        got = self.engine.evaluate(self.job.validation(), self.job.ends)
+        got = self.engine.evaluate(self.job.validation(), self.job.subject.ends)
         self.progress = self.progress.validated(got.loss)
         if not (self.job.settings.patience and self.progress.stale):
             self.ends = got.ends

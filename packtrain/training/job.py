@@ -52,7 +52,13 @@ class Batched(Protocol):
 
 
 class Subject(Protocol):
-    """What is trained: where the values of its leaves come from, and where they go."""
+    """What is trained: where the values of its leaves come from, and where they go.
+
+    ends  ids that end an answer, if the data is conversations
+    """
+
+    @property
+    def ends(self) -> tuple[int, ...]: ...
 
     def shared(self) -> Mapping[str, np.ndarray]:
         """Frozen leaves, which are read in place."""
@@ -77,7 +83,6 @@ class Job:
     """What is trained, on what data, for how many steps. `fingerprint` identifies the data.
 
     offloaded  moments live in the memory of the process, of weights on a device with its own; None: not decided
-    ends       ids that end an answer, if the data is conversations
     """
 
     settings: RunSettings
@@ -90,7 +95,6 @@ class Job:
     train: Batched
     valid: Batched | None
     offloaded: bool | None = None
-    ends: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -203,6 +207,10 @@ class Fresh:
     def _save(self, path: Path, view: View, dtype: str) -> None:
         name = self.settings.output.stem.encode(errors="replace").decode()
         save_model(path, self.config, self.vocabulary, view, dtype=dtype, name=name)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return ()
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer({key: value.value for key, value in self.vocabulary.items()})

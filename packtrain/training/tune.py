@@ -67,6 +67,7 @@ class Tuned:
     base: Base
     template: str | None = None  # chat template, if the file has none
     chats: bool = False  # whether the data is conversations, not running text
+    ends: tuple[int, ...] = ()
 
     @property
     def more(self) -> Mapping[str, Value]:
@@ -152,6 +153,12 @@ class Tuned:
     def tokenizer(self) -> Tokenizer:
         return self.model.tokenizer()
 
+    def taught_by(self, data: Dataset) -> "Tuned":
+        """The same, with what the data says: its chat template and, if it is conversations, how answers end."""
+        chats = _has_chats(self.settings, self.model, data)
+        ends = tuple(sorted(data.ends)) if chats else ()
+        return replace(self, template=data.template, chats=chats, ends=ends)
+
 
 def name_of(output: Path) -> str:
     """The model's name in the metadata of the output file."""
@@ -204,18 +211,16 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
         if shape.ranks > 1:
             raise InputError("--teacher is for one process; leave out --nproc")
         shape = replace(shape, distill=train.how)
-    chats = _has_chats(settings, model, data)
     return Job(
         settings,
         f"{settings.model.name}, {train.rows} × {train.time} tokens",
-        replace(subject, template=data.template, chats=chats),
+        subject.taught_by(data),
         f"{data.fingerprint} {fingerprint(model)}",
         shape,
         optimizer_of(settings),
         schedule_of(settings, len(train)),
         train,
         valid,
-        ends=tuple(sorted(data.ends)) if chats else (),
     )
 
 

@@ -180,10 +180,6 @@ def test_a_run_goes_on_with_the_same_bits(folder):
     "flags, sentence",
     [
         (
-            ["--batch-size", "4", "--optimizer", "lbfgs"],
-            "--optimizer lbfgs works in one process; leave out --nproc",
-        ),
-        (
             ["--batch-size", "4", "--optimizer", "muon", "--zero", "1"],
             "muon updates whole matrices",
         ),

@@ -52,7 +52,7 @@ class Shared:
 
 def shared(plans: Plans, rates: cost.Rates, link: float) -> Shared:
     """The model of a step: its ops by their costs; each bucket leaves when it is complete and the link, of so many
-    bytes per second, is free; the update waits for the last of them."""
+    bytes per second, is free; an update, of which each evaluation has one, waits for the last of them."""
     ranks, micro = plans.shape.ranks, plans.placed[MICRO]
     times = runs(plans.shape)
     one = cost.seconds(micro, rates)
@@ -66,8 +66,9 @@ def shared(plans: Plans, rates: cost.Rates, link: float) -> Shared:
     if plans.shape.share is not None:
         numbers = sum(plans.leaves[name].spec.size for name in plans.trained)
         spread = transfer_seconds(numbers, ranks, rates, link) / 2
-    waiting = max(late, 0.0) + times[MICRO] * stalled + messages + spread
-    return Shared(computing, sum(durations) + times[MICRO] * busy + messages + spread, waiting)
+    waiting = times[UPDATE] * max(late, 0.0) + times[MICRO] * stalled + messages + spread
+    exchanging = times[UPDATE] * sum(durations) + times[MICRO] * busy + messages + spread
+    return Shared(computing, exchanging, waiting)
 
 
 def _scattered(plans: Plans, rates: cost.Rates, link: float) -> tuple[float, float]:

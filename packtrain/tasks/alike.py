@@ -32,7 +32,9 @@ def _facts(prepared: Ready) -> dict[str, Any]:
     found = prepared.found
     begun = None if found is None else found.gguf.metadata["packtrain.checkpoint.sha256"]
     patience = {name: getattr(prepared.job.settings, name) for name in CHANGING}
-    return {"version": __version__, **about, **patience, "checkpoint": begun}
+    teacher = getattr(prepared.job.train, "mark", None)
+    own = {"version": __version__, "teacher": teacher, "checkpoint": begun}
+    return {**about, **patience, **own}
 
 
 # settings that a resumed run may change, but that decide which steps and validations there are

@@ -1,10 +1,11 @@
 """Plans bound to memory: steps of training and of evaluation on one session. It knows no files and no schedule."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from packtrain.training.pairs import logps_of, measured, right, summary
 from packtrain.training.shards import overlays
 from packtrain.training.sums import Exchanged, exchanged
 
+T = TypeVar("T")
 Batch = Mapping[str, np.ndarray]
 Counts = tuple[int, int]
 Sums = tuple[list[float], list[float], float, Counts]
@@ -82,7 +84,8 @@ class Turn:
         self.run, self.shares, self.rounding, self.sums = run, shares, rounding, sums
         self.loss = np.zeros((), np.float32)
         self.fed: list[tuple[Executor, Batch]] = []
-        same = before is not None and _same(before.shares, shares)
+        # on all ranks, or they would not meet in the next exchange
+        same = before is not None and all(here().gather(_same(before.shares, shares)))
         self.last: Batch | None = {"loss": before.loss} if before and same else None
         self.evaluations, self.note = 0, ""
         # of the first evaluation, and of the latest one
@@ -122,7 +125,6 @@ class Turn:
         self.fed = [(self.run[name], one) for one in inputs]
         leaving = None
         if self.sums is not None and name == MICRO:
-            self.sums.begin()
             leaving = self.sums.leaving()
         *before, last = self.fed
         self.latest = [run(one) for run, one in before]
@@ -166,12 +168,17 @@ class Engine:
         tokens = here().total(float(sum(batch["weights"].sum() for batch in batches)))
         shares = self._shares(batches, tokens, number)
         turn = Turn(self.run, shares, self._rounding(number), self.before, self.sums)
+        if self.sums is not None:
+            self.sums.begin()
         self.before = None
         got = self.optimizer.drive(turn, number, rate)
         self.before = turn if self.optimizer.evaluations > 1 else None
         self.bad, bad = judged(got, turn, self.bad)
         norm, how = float(got["squares"]) ** 0.5, self.plans.shape.preference
-        more = summary(self._pairs(how, batches, turn)) if how else {}
+        more = {}
+        if how:
+            every = here().gather([*self._pairs(how, batches, turn)])
+            more = summary(chain.from_iterable(every))
         if self.sums is not None:
             more = {**more, **self.sums.seconds()}
         return Stepped(float(got["loss"]), norm, int(tokens), bad, turn.note, more)
@@ -189,7 +196,8 @@ class Engine:
     def _shares(self, batches: Sequence[Batch], tokens: float, number: int) -> list[Batch]:
         """The inputs of each run of a graph, with weights that add up to 1 over the step."""
         if self.plans.shape.preference:
-            count = np.float32(sum(batch[PAIRS].sum() for batch in batches) or 1)
+            own = float(sum(batch[PAIRS].sum() for batch in batches))
+            count = np.float32(here().total(own) or 1)
             shares = [{**b, **with_targets(b), PAIRS: b[PAIRS] / count} for b in batches]
             shares = [{n: v for n, v in share.items() if n != "weights"} for share in shares]
         else:
@@ -255,12 +263,8 @@ def evaluate(
     bits as that of one.
     """
     if how is not None:
-        return _evaluate_pairs(run, batches, how)
-    found = list[Sums]()
-    for i, batch in enumerate(batches):
-        if i % world.size == world.rank:
-            found.append(_evaluated(run, batch, ends))
-    every = [one for turn in zip_longest(*world.gather(found)) for one in turn if one]
+        return _evaluate_pairs(run, batches, how, world)
+    every: list[Any] = _in_turn(batches, world, lambda batch: _evaluated(run, batch, ends))
     total, weight = (np.array([x for one in every for x in one[part]]) for part in (0, 1))
     hits = sum(one[2] for one in every)
     used = weight > 0
@@ -271,6 +275,13 @@ def evaluate(
     right_ends, all_ends = (sum(one[3][part] for one in every) for part in (0, 1))
     ended = (right_ends, all_ends)
     return Evaluated(mean, spread**0.5 / tokens, int(tokens), hits / tokens, ended)
+
+
+def _in_turn(batches: Iterable[Batch], world: World, of: Callable[[Batch], T]) -> list[T]:
+    """What `of` says of each batch, in their order."""
+    found = [of(batch) for i, batch in enumerate(batches) if i % world.size == world.rank]
+    every = zip_longest(*world.gather(found))
+    return [one for turn in every for one in turn if one is not None]
 
 
 def _evaluated(run: Executor, batch: Batch, ends: Sequence[int]) -> Sums:
@@ -286,14 +297,16 @@ def _evaluated(run: Executor, batch: Batch, ends: Sequence[int]) -> Sums:
     return sums.tolist(), weight.tolist(), right, ended
 
 
-def _evaluate_pairs(run: Executor, batches: Iterable[Batch], how: Preference) -> Evaluated:
-    losses, margins = list[np.ndarray](), list[np.ndarray]()
-    for batch in batches:
+def _evaluate_pairs(
+    run: Executor, batches: Iterable[Batch], how: Preference, world: World
+) -> Evaluated:
+    def of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         given = {**batch, **with_targets(batch)}
         got = run({name: given[name] for name in run.inputs})
         found = measured(how, logps_of(got["losses"], batch), batch)
-        losses.append(found["loss"])
-        margins.append(found["chosen"] - found["rejected"])
+        return found["loss"], found["chosen"] - found["rejected"]
+
+    losses, margins = zip(*_in_turn(batches, world, of), strict=True)
     every, hits = np.concatenate(losses), right(np.concatenate(margins))
     count = len(every)
     error = float(every.std()) / math.sqrt(max(count - 1, 1))

@@ -300,8 +300,6 @@ def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
             f"{ranks} processes cannot share out the {every} rows of a step (--batch-size times"
             " --grad-accumulation-steps) equally"
         )
-    if ranks > 1 and settings.optimizer == "lbfgs":
-        raise InputError("--optimizer lbfgs works in one process; leave out --nproc")
     if len(settings.target.every) > 1 and OPTIMIZERS[settings.optimizer].first_length is not None:
         raise InputError(f"--optimizer {settings.optimizer} works on one device")
     if ranks > 1 and settings.device != "cpu":

@@ -3,7 +3,7 @@
 The samples 2i and 2i + 1 are the chosen and the rejected answer of pair i; a row holds whole pairs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def measured(
     return how.judged(pairs_of(logps, batch), pairs_of(known, batch), shares)
 
 
-def summary(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, float]:
+def summary(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
     """Means over pairs, under TRL's names: rewards of both, their margin, and how often the chosen one's is higher."""
     found = [*parts]
     chosen, rejected = (np.concatenate([p[side] for p in found]) for side in ("chosen", "rejected"))

@@ -1,7 +1,7 @@
 """Log-probabilities of answers by the reference model: the base as training finds it, before step 1.
 
 An adapter adds nothing then, so that the evaluation plan of the run computes them and no second model is needed. Each
-answer is read once; the numbers are kept in the run folder, and a resumed run reads them there.
+answer is read once, by one of the ranks; rank 0 keeps the numbers in the run folder, where a resumed run reads them.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from packtrain.design.plans import EVALUATE
 from packtrain.errors import Interrupted
 from packtrain.events import Events
 from packtrain.models.preference import Preference
+from packtrain.ranks import here
 from packtrain.training import told
 from packtrain.training.engine import Engine, with_targets
 from packtrain.training.job import Job
@@ -39,7 +40,7 @@ def refer(
     found = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
     mark, path = f"{job.fingerprint} {job.shape.base} {job.shape.config.precision}", folder / FILE
     known = {name: part.known for name, part in found.items()}
-    told.read(path, mark, known)
+    told.recall(path, mark, known)
     asked = {name: told.missing(job, part, np.isnan(part.known)) for name, part in found.items()}
     count = sum(map(len, asked.values()))
     if not count:
@@ -51,26 +52,30 @@ def refer(
             for number in _fill(job, engine, part, asked[name]):
                 done += number
                 tell(done, count)
-                if stopped():
+                if here().any(stopped()):
                     told.write(path, mark, known)
                     raise Interrupted("stopped before step 1")
     told.write(path, mark, known)
 
 
 def _fill(job: Job, engine: Engine, part: PairBatches, which: list[int]) -> Iterator[int]:
-    """Compute them; yields how many at a time."""
+    """Compute them, a batch on each rank at a time; yields how many."""
     if not which:
         return
     some, run = told.Some(part.samples, which), engine.run[EVALUATE]
     batches = SampleBatches(some, job.shape.rows, part.time, shuffle=False)  # type: ignore[arg-type]
-    for index in range(len(batches)):
-        batch, done = batches[index], 0
+
+    def read(index: int) -> list[tuple[int, float]]:
+        batch, found = batches[index], list[tuple[int, float]]()
         losses = run({**batch, **with_targets(batch)})["losses"].astype(np.float64)
         for at, row in enumerate(batches.chosen(index)):
             for number, i in enumerate(row):
-                here = batch["weights"][at] * (batch["seq"][at] == number)
-                part.known[which[i]] = -(losses[at] @ here) / (
-                    here.sum() if part.how.divides else 1
-                )
-                done += 1
-        yield done
+                its = batch["weights"][at] * (batch["seq"][at] == number)
+                logp = -(losses[at] @ its) / (its.sum() if part.how.divides else 1)
+                found.append((which[i], logp))
+        return found
+
+    for every in told.in_turn(len(batches), read):
+        for i, logp in every:
+            part.known[i] = logp
+        yield len(every)

@@ -22,10 +22,12 @@ class Exchanged:
         self.sent, self.before = 0, (0.0, 0.0)
 
     def begin(self) -> None:
-        self.sent, self.before = 0, (here().seconds, here().waited)
+        """A step begins, with one evaluation or several."""
+        self.before = here().seconds, here().waited
 
     def leaving(self) -> Callable[[], bool]:
         """Called before each step of the last micro-batch: sends what is complete. It never stops a run."""
+        self.sent = 0
 
         def send() -> bool:
             while self.sent < len(self.buckets) and self.buckets[self.sent][0] <= self.micro.at:

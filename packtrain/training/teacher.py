@@ -1,6 +1,7 @@
 """What a teacher finds likely: its logits of the likeliest tokens at every target that a run will see.
 
-Computed once, before the memory of the run is taken, and kept in the run folder; a resumed run reads it there.
+Computed once, before the memory of the run is taken, each sample by one of several ranks; rank 0 keeps it in the run
+folder, where a resumed run reads it.
 """
 
 import time
@@ -19,6 +20,7 @@ from packtrain.models.distill import IDS, PARTS, Distill, reading
 from packtrain.models.file import ModelFile
 from packtrain.placing import place
 from packtrain.planning import make_plan, size_text
+from packtrain.ranks import here
 from packtrain.run import Session
 from packtrain.samples import Samples
 from packtrain.training import told
@@ -143,7 +145,7 @@ def teach(
         return
     path, mark = folder / FILE, f"{job.fingerprint} {train.mark}"
     known = {name: train.known[name] for name in ("ids", "logits")}
-    told.read(path, mark, known)
+    told.recall(path, mark, known)
     missing = told.missing(job, train, train.unknown)
     if missing:
         shared = min(job.config.vocab_size, train.teacher.config.vocab_size)
@@ -153,7 +155,7 @@ def teach(
             written = time.monotonic()
             for done in _fill(train, reader, missing):
                 tell(done, len(missing))
-                if stopped():
+                if here().any(stopped()):
                     told.write(path, mark, known)
                     raise Interrupted("stopped before step 1")
                 if time.monotonic() - written > SAVE_SECONDS:
@@ -168,11 +170,16 @@ def _fill(train: TeacherBatches, reader: Reader, which: list[int]) -> Iterator[i
     """Compute them; yields how many are done."""
     batches = SampleBatches(told.Some(train.samples, which), 1, train.time, shuffle=False)  # type: ignore[arg-type]
     done = 0
-    for index in range(len(batches)):
-        found, at = reader.likeliest(batches[index], train.how.top), 0
-        for i in batches.chosen(index)[0]:
-            span = slice(*train.first[which[i] : which[i] + 2])
-            train.known[span] = found[at : at + span.stop - span.start]
-            at += span.stop - span.start
-            done += 1
+
+    def read(index: int) -> list[tuple[list[int], np.ndarray]]:
+        return [(batches.chosen(index)[0], reader.likeliest(batches[index], train.how.top))]
+
+    for every in told.in_turn(len(batches), read):
+        for row, found in every:
+            at = 0
+            for i in row:
+                span = slice(*train.first[which[i] : which[i] + 2])
+                train.known[span] = found[at : at + span.stop - span.start]
+                at += span.stop - span.start
+            done += len(row)
         yield done

@@ -1,17 +1,25 @@
-"""What another model says of samples: told once, before step 1, and kept in the run folder for a resumed run."""
+"""What another model says of samples: told once, before step 1, and kept in the run folder for a resumed run.
 
-from collections.abc import Mapping
+Several ranks share out what is to be told; all know all of it, and rank 0 keeps it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
 
 from packtrain.files import atomic_file
+from packtrain.ranks import here
 from packtrain.samples import Samples
 from packtrain.training.job import Job
 from packtrain.training.samples import SampleBatches
+
+PART = 1 << 18  # bytes that are sent at a time
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +52,30 @@ def missing(job: Job, part: SampleBatches, unknown: np.ndarray) -> list[int]:
     return np.flatnonzero(unknown).tolist()
 
 
+def in_turn(count: int, read: Callable[[int], list[T]]) -> Iterator[list[T]]:
+    """What `read` says of each number below `count`, in their order; each rank reads every k-th of them."""
+    world = here()
+    for first in range(world.rank, count + world.rank, world.size):
+        every = world.gather(read(first) if first < count else [])
+        yield [one for found in every for one in found]
+
+
+def recall(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:
+    """Fill the arrays with what rank 0 finds in its file, see `read`."""
+    world = here()
+    if world.rank == 0:
+        read(path, mark, known)
+    if world.size > 1:
+        for array in known.values():
+            step = max(PART // max(array[:1].nbytes, 1), 1)
+            for at in range(0, len(array), step):
+                array[at : at + step] = world.from_first(array[at : at + step])
+
+
 def write(path: Path, mark: str, known: Mapping[str, np.ndarray]) -> None:
     """mark  identifies the data, the model and the settings that these arrays are of"""
+    if here().rank:
+        return
     kept: dict[str, Any] = {"mark": np.array(mark), **known}
     with atomic_file(path) as file:
         np.savez(file, **kept)

@@ -204,12 +204,8 @@ def build_job(settings: TuneSettings, say: Callable[[str], None]) -> Job:
     how, evaluates = settings.preference, valid is not None
     shape = shape_of(settings, config, train.rows, train.time, evaluates or refers(how), base, say)
     if isinstance(train, PairBatches):
-        if shape.ranks > 1:
-            raise InputError("pairs of answers are trained on in one process; leave out --nproc")
         shape = replace(shape, preference=how, pairs=train.most)
     if isinstance(train, TeacherBatches):
-        if shape.ranks > 1:
-            raise InputError("--teacher is for one process; leave out --nproc")
         shape = replace(shape, distill=train.how)
     return Job(
         settings,

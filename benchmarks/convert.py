@@ -199,6 +199,10 @@ CLASSES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0, "num_local_experts": 0,
     },
     "GraniteMoeHybridConfig experts": {**HYBRID, "num_local_experts": 5, "num_experts_per_tok": 3},
+    "GraniteMoeHybridConfig all attend": {
+        **HYBRID, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "num_local_experts": 0,
+        "num_experts_per_tok": 0, "attention_multiplier": 0.1, "residual_multiplier": 0.4,
+    },
     "FalconH1Config": {**FALCON_H1, **MULTIPLIERS},
     "FalconH1Config norm": {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "Qwen3NextConfig": {

@@ -27,9 +27,12 @@ GRANITE = SCAN | {
     "layer_types": ["mamba", "attention", "mamba"], "mamba_expand": 2, "position_embedding_type": "nope",
     "shared_intermediate_size": 56, "mamba_conv_bias": True, "mamba_proj_bias": False, "norm_eps": 1e-5,
 }  # fmt: skip
+ATTEND = {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"}
 KINDS: dict[str, Config] = {
     "granitehybrid": GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitehybrid experts": GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 3},
+    "granite all attend": GRANITE | ATTEND | {"num_local_experts": 0, "num_experts_per_tok": 0},
+    "granitemoe all attend": GRANITE | ATTEND | {"num_local_experts": 5, "num_experts_per_tok": 3},
     "falcon-h1": SCAN | {
         "architectures": ["FalconH1ForCausalLM"], "head_dim": 24, "mamba_d_ssm": 48, "mamba_rms_norm": False,
         "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7,
@@ -265,7 +268,7 @@ class Model:
         if "conv_L_cache" in c:
             q, k = (self.norm(f"{at}.self_attn.{n}_layernorm", y) for n, y in (("q", q), ("k", k)))
         angle = np.arange(time)[:, None] * c["rope_theta"] ** (-np.arange(d // 2) / (d // 2))
-        if "position_embedding_type" not in c:
+        if c.get("position_embedding_type", "rope") == "rope":
             q, k = (turned(y, angle) for y in (q, k))
         y = np.zeros((time, heads, d))
         for head in range(heads):

@@ -391,6 +391,27 @@ def test_windows_that_llama_cpp_ignores_are_ignored(tmp_path: Path) -> None:
         assert open_model(tmp_path / "n.gguf").config == config
 
 
+def test_a_granite_whose_blocks_all_attend_may_have_keys_of_scans(tmp_path: Path) -> None:
+    """llama.cpp's converter writes them for Granite 4's dense models, and a number of heads for each block."""
+    config, path = CONFIGS["granite"], tmp_path / "m.gguf"
+    keys = metadata(config, "random") | vocabulary()
+    each = {"attention.head_count_kv": [config.head_count_kv] * config.block_count}
+    keys |= {f"granite.{key}": Value("i32", value) for key, value in each.items()}
+    more = {
+        "expert_shared_feed_forward_length": 96,
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "ssm.state_size": 128,
+    }
+    keys |= {f"granite.{key}": Value("u32", value) for key, value in more.items()}
+    write(path, keys, random_weights(config))
+    assert open_model(path).config == config
+    keys["granite.attention.head_count_kv"] = Value("i32", [2, 1])
+    write(path, keys, random_weights(config))
+    with pytest.raises(InputError, match=r"head_count_kv is .*must be a whole number"):
+        open_model(path)
+
+
 def test_what_is_refused_is_not_here():
     """Each name once, and none that is supported: take a line away when an architecture comes."""
     names = [name for names in NEEDS.values() for name in names.split()]

@@ -212,9 +212,9 @@ def test_scores_come_from_merges_where_there_is_no_sentencepiece_model(tmp_path:
         assert tokenizer.encode(text, bos=False) == model.encode(text)
 
 
-def with_bpe(folder: Path, **changes: Any) -> Path:
+def with_bpe(folder: Path, kind: str = "qwen2", **changes: Any) -> Path:
     """A checkpoint with a byte-level vocabulary."""
-    write_checkpoint(folder, "qwen2")
+    write_checkpoint(folder, kind)
     (folder / "tokenizer.model").unlink()
     fast = hugging_face.bpe_tokenizer(rules.LLAMA_3_STEP, ignore_merges=True) | changes
     (folder / "tokenizer.json").write_text(json.dumps(fast))
@@ -239,6 +239,30 @@ def test_a_byte_level_vocabulary(tmp_path: Path) -> None:
     assert found["tokenizer.chat_template"] == "plain"
     assert found["tokenizer.chat_template.tool_use"] == "tools"
     assert tokenizer.tokens[hugging_face.V - 1] == b"[PAD319]"
+
+
+@pytest.mark.parametrize("kind", ["glm4", "glm4moe"])
+def test_a_turn_of_a_glm_ends_where_the_users_begins(kind: str, tmp_path: Path) -> None:
+    """No file of the checkpoint says so: llama.cpp's converter knows it."""
+    folder = with_bpe(tmp_path / "model", kind)
+    fast = json.loads((folder / "tokenizer.json").read_text())
+    fast["added_tokens"] += [
+        {"id": 264 + i, "content": text, "special": True}
+        for i, text in enumerate(("<|user|>", "<|observation|>", "<|endoftext|>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(fast))
+    convert(folder, tmp_path / "model.gguf")
+    tokenizer = Tokenizer(GGUF(tmp_path / "model.gguf").metadata)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.unk, tokenizer.eot) == (261, 262, 266, 264)
+    assert {262, 264, 266} <= tokenizer.ends and (265 in tokenizer.ends) == (kind == "glm4moe")
+
+
+def test_an_end_of_documents_is_not_that_of_turns(tmp_path: Path) -> None:
+    folder = with_bpe(tmp_path / "model")
+    change_config(eod_token_id=263)(folder)
+    convert(folder, tmp_path / "model.gguf")
+    tokenizer = Tokenizer(GGUF(tmp_path / "model.gguf").metadata)
+    assert (tokenizer.eos, tokenizer.eot) == (263, 262)
 
 
 BYTES = {"type": "ByteLevel", "use_regex": True}

@@ -64,8 +64,9 @@ def describe(checkpoint: Checkpoint) -> Description:
         raise InputError(
             f"{checkpoint.folder}: {checkpoint.kind} cannot be converted; supported are {', '.join(known)}"
         )
-    architecture, family = known[checkpoint.kind]
-    given = family.usual(given.renamed(OTHER_NAMES))
+    given = given.renamed(OTHER_NAMES)
+    architecture, family = known[known[checkpoint.kind][1].other(given) or checkpoint.kind]
+    given = family.usual(given)
     activations = GELU if architecture.gelu else SILU if architecture.gated else RELU_2
     activation = "hidden_activation" if given.values.get("hidden_activation") else "hidden_act"
     given.one_of(activation, activations[0], *activations)

@@ -56,7 +56,7 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[st
         raise InputError(
             f"{folder}: there is no tokenizer.model and no tokenizer.json; a model needs a vocabulary"
         )
-    values |= _special_ids(checkpoint, about, table)
+    values |= _special_ids(checkpoint, about, table, family)
     values |= _added(about, fast)
     space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
     if isinstance(space, bool):
@@ -221,9 +221,9 @@ def _text(token: Any) -> str | None:
 
 
 def _special_ids(
-    checkpoint: Checkpoint, about: Mapping[str, Any], table: _Table
+    checkpoint: Checkpoint, about: Mapping[str, Any], table: _Table, family: Family
 ) -> dict[str, Value]:
-    """bos, eos and so on: by their text in the tokenizer's config, else by id in the model's."""
+    """bos, eos and so on: by text in the tokenizer's config, else by id in the model's, else as the family has them."""
     values_by_key = {}
     for name, key in SPECIAL.items():
         given = checkpoint.config.get(f"{name}_token_id")
@@ -231,6 +231,17 @@ def _special_ids(
         id = table.ids.get(_text(about.get(f"{name}_token")) or "", given)
         if type(id) is int and 0 <= id < len(table.tokens):
             values_by_key[f"{key}_token_id"] = Value("u32", id)
+    document = checkpoint.config.get("eod_token_id")
+    if (
+        type(document) is int
+        and 0 <= document < len(table.tokens)
+        and "eos_token_id" in values_by_key
+    ):
+        values_by_key["eot_token_id"] = values_by_key["eos_token_id"]
+        values_by_key["eos_token_id"] = Value("u32", document)
+    for key, text in family.special.items():
+        if text in table.ids:
+            values_by_key.setdefault(f"{key}_token_id", Value("u32", table.ids[text]))
     return values_by_key
 
 

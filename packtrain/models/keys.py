@@ -22,6 +22,8 @@ SHARED = [
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 ]  # fmt: skip
+# sizes that may be given for each block
+EACH = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 # neutral values of unsupported keys
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -69,6 +71,8 @@ class Keys:
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(key, default)
+        if key in EACH and isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+            value = int(value[0]) if len({*value.tolist()}) == 1 else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
             raise self.wrong(key, value, f"a whole number from {least} to {MOST}")
         return value

@@ -162,6 +162,8 @@ class Family:
     latent        the module of keys and values of all heads that are made from a narrow vector
     ends          ends of names of tensors, and how they would usually end
     more_blocks   checkpoints may have blocks after the last, which only guess more tokens
+    other         the class whose family fits a config instead; nothing: this one does
+    special       tokens that have a meaning where the vocabulary has them and the folder says no other: by GGUF's names
     """
 
     classes: tuple[str, ...]
@@ -194,6 +196,8 @@ class Family:
     merged: str = ""
     ends: Mapping[str, str] = field(default_factory=dict)
     more_blocks: bool = False
+    other: Callable[[Given], str] = lambda given: ""
+    special: Mapping[str, str] = field(default_factory=dict)
     latent: str = ""
 
 

@@ -9,6 +9,10 @@ MODULES = ATTENTION | {
     "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_mlp_layernorm": "post_ffw_norm",
 }  # fmt: skip
 
+# a turn ends where the user's begins
+END, USER = "<|endoftext|>", "<|user|>"
+SPECIAL = {"eos": END, "eot": USER, "unknown": END, "bos": END}
+
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     return {"rope.dimension_count": given.turned(sizes.head_width, 0.5)}
@@ -24,5 +28,7 @@ ARCHITECTURE = Architecture(
     fused_ffn=True,
     partial_rope=True,
     optional=BIASES,
-    families=(Family(("Glm4ForCausalLM",), MODULES, keys, optional=optional, pairs=True),),
+    families=(
+        Family(("Glm4ForCausalLM",), MODULES, keys, optional=optional, pairs=True, special=SPECIAL),
+    ),
 )

@@ -23,6 +23,9 @@ from packtrain.models.arch.sizes import Sizes
 NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 WIDTH, SIGMOID = ("moe_intermediate_size", 1408), 2
 ROUTER = {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
+SPECIAL = {
+    "bos": "[gMASK]", "eot": "<|user|>", "unknown": "<|endoftext|>", "eom": "<|observation|>",
+}  # fmt: skip
 FFN_NORM = {"post_attention_layernorm": "post_attention_norm"}
 
 
@@ -82,6 +85,7 @@ ARCHITECTURE = Architecture(
             optional=optional,
             ends={"e_score_correction_bias": "e_score_correction.bias"},
             more_blocks=True,
+            special=SPECIAL,
         ),
     ),
 )

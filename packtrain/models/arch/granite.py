@@ -1,11 +1,18 @@
-"""Granite 3 and 4 (dense): llama with scaled embeddings, residuals, scores and logits."""
+"""Granite 3 and 4 (dense): llama with scaled embeddings, residuals, scores and logits.
+
+Granite 4's are the hybrids' class with attention in all blocks; llama.cpp writes keys of scans for them, too.
+"""
 
 from packtrain.models.arch import llama
 from packtrain.models.arch.architecture import (
+    ATTENTION,
     BIASES,
     FACTORS,
+    FFN_NORM,
     MORE_BIASES,
+    SCAN_KEYS,
     Architecture,
+    Experts,
     Family,
     Keys,
 )
@@ -16,6 +23,23 @@ SCALES = {
     "embedding_multiplier": "embedding_scale", "attention_multiplier": "attention.scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
 }  # fmt: skip
+SHARED_WIDTH = "expert_shared_feed_forward_length"
+ALL_ATTEND = "GraniteMoeHybridForCausalLM of attention alone"
+Halves = dict[str, tuple[str, int, int]]
+
+
+def halves(module: str, end: str = "") -> Halves:
+    """Matrices of a feed-forward whose gate and up are one in checkpoints."""
+    sides = ("gate", "input", 0, 2), ("up", "input", 1, 2), ("down", "output", 0, 1)
+    return {
+        f"ffn_{part}{end}": (f"{module}.{side}_linear", first, every)
+        for part, side, first, every in sides
+    }
+
+
+def dense(given: Given) -> Given:
+    """The expert that all tokens have is the feed-forward."""
+    return given.but(num_experts=0, intermediate_size=given.size("shared_intermediate_size"))
 
 
 def keys(given: Given, sizes: Sizes) -> Keys:
@@ -27,6 +51,23 @@ ARCHITECTURE = Architecture(
     "granite",
     keys={"logit_scale": None, "embedding_scale": 0.0, "residual_scale": 0.0, "attention.scale": 0.0},
     neutral={"rope.scaling.finetuned": (True,)},  # false: llama.cpp leaves rope out
+    ignored=(*SCAN_KEYS, SHARED_WIDTH),
     optional=(*BIASES, *MORE_BIASES, FACTORS),
-    families=(Family(("GraniteForCausalLM",), keys=keys, tied=True),),
+    families=(
+        Family(("GraniteForCausalLM",), keys=keys, tied=True),
+        Family(
+            (ALL_ATTEND,),
+            ATTENTION | FFN_NORM,
+            lambda given, sizes: keys(given, sizes) | {"rope.scaling.finetuned": True},
+            Experts(
+                {},
+                ("num_experts", 8),
+                ("num_experts_per_tok", 2),
+                stacked=halves("shared_mlp"),
+                together=True,
+                rows=True,
+            ),
+            usual=dense,
+        ),
+    ),
 )  # fmt: skip

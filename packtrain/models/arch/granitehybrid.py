@@ -24,14 +24,19 @@ from packtrain.models.arch.sizes import Scan, Sizes
 LONGEST = 1 << 20  # what llama.cpp's converter writes where nothing depends on positions
 ATTENDING, SCANNING = ("attention", "full_attention"), ("mamba", "linear_attention")
 CONV_BIAS, NORM = "ssm_conv1d.bias", "ssm_norm.weight"
-DENSE = {f"ffn_{part}": granitemoe.HALVES[f"ffn_{part}_shexp"] for part in ("gate", "up", "down")}
 
 
 def usual(given: Given) -> Given:
-    """Without experts, the expert that all tokens have is the feed-forward."""
-    if given.get("num_local_experts", 8):
-        return given
-    return given.but(num_experts=0, intermediate_size=given.size("shared_intermediate_size"))
+    return given if given.get("num_local_experts", 8) else granite.dense(given)
+
+
+def other(given: Given) -> str:
+    """Where all blocks attend, the class is only a Granite, with rope."""
+    kinds = given.get("layer_types")
+    if not isinstance(kinds, list) or not kinds or {*kinds} - {*ATTENDING}:
+        return ""
+    given.one_of("position_embedding_type", None, "rope")
+    return granite.ALL_ATTEND if not given.get("num_local_experts", 8) else granitemoe.CLASSES[1]
 
 
 def scan(given: Given, inner: int) -> Scan:
@@ -76,7 +81,7 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     return found | {
         "context_length": LONGEST,
         "attention.head_count_kv": each,
-        granitemoe.SHARED_WIDTH: given.size("shared_intermediate_size", 1024),
+        granite.SHARED_WIDTH: given.size("shared_intermediate_size", 1024),
         "rope.scaling.finetuned": False,
     }
 
@@ -100,11 +105,12 @@ ARCHITECTURE = Architecture(
                 ("num_experts", 8),
                 ("num_experts_per_tok", 2),
                 others=granitemoe.others,
-                stacked=granitemoe.HALVES | DENSE,
+                stacked=granitemoe.HALVES | granite.halves("shared_mlp"),
                 together=True,
                 rows=True,
             ),
             usual=usual,
+            other=other,
             optional=optional,
             ends=SCAN_ENDS,
             mixing=mixing,

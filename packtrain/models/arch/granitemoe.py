@@ -5,6 +5,7 @@ from packtrain.models.arch.architecture import (
     ATTENTION,
     EXPERT_KEYS,
     FFN_NORM,
+    SCAN_KEYS,
     Architecture,
     Experts,
     Family,
@@ -13,12 +14,8 @@ from packtrain.models.arch.architecture import (
 from packtrain.models.arch.given import Given
 from packtrain.models.arch.sizes import Sizes
 
-SHARED_WIDTH = "expert_shared_feed_forward_length"
-HALVES = {
-    f"ffn_{part}_{end}": (f"{module}.{side}_linear", first, every)
-    for module, end in (("block_sparse_moe", "exps"), ("shared_mlp", "shexp"))
-    for part, side, first, every in (("gate", "input", 0, 2), ("up", "input", 1, 2), ("down", "output", 0, 1))
-}  # fmt: skip
+CLASSES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
+HALVES = granite.halves("block_sparse_moe", "_exps") | granite.halves("shared_mlp", "_shexp")
 
 
 def others(given: Given) -> tuple[int, int]:
@@ -29,16 +26,17 @@ def others(given: Given) -> tuple[int, int]:
 
 def keys(given: Given, sizes: Sizes) -> Keys:
     wide = sizes.expert_shared_feed_forward_length
-    return granite.keys(given, sizes) | ({SHARED_WIDTH: wide} if wide else {})
+    return granite.keys(given, sizes) | ({granite.SHARED_WIDTH: wide} if wide else {})
 
 
 ARCHITECTURE = Architecture(
     "granitemoe",
-    keys={**granite.ARCHITECTURE.keys, **EXPERT_KEYS, SHARED_WIDTH: 0},
+    keys={**granite.ARCHITECTURE.keys, **EXPERT_KEYS, granite.SHARED_WIDTH: 0},
+    ignored=(*SCAN_KEYS,),
     optional=granite.ARCHITECTURE.optional,
     families=(
         Family(
-            ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+            CLASSES,
             ATTENTION | FFN_NORM | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
             keys,
             Experts(

@@ -10,7 +10,8 @@ from packtrain.context import Context, ContextError
 from packtrain.dtypes import f32
 from packtrain.errors import InputError
 from packtrain.generation import Generator
-from packtrain.models.adapted import adapted, read_scaled
+from packtrain.gguf import GGUF, write
+from packtrain.models.adapted import adapted, merged_only, read_scaled
 from packtrain.models.adapter import Adapter, write_adapter
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import EMBEDDING
@@ -74,6 +75,38 @@ def test_an_addition_that_is_left_out_is_seen(name, without, tmp_path, monkeypat
     monkeypatch.setattr(Block, "low", lambda part, n: None if n == without else whole(part, n))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_beside(name, tmp_path)
+
+
+def test_files_of_adapters_have_the_factors_of_experts(tmp_path: Path) -> None:
+    """llama.cpp adds B A x behind them; an expert whose factor is 0 has no adapter."""
+    random_model(tmp_path / "base.gguf", "gemma4 experts")
+    gguf = open_model(tmp_path / "base.gguf").gguf
+    arrays = {n: gguf.array(n).copy() for n in gguf.entries}
+    name = "blk.1.ffn_down_exps.weight"
+    factors = arrays["blk.1.ffn_down_exps.scale"]
+    factors[2] = 0.0
+    write(tmp_path / "base.gguf", gguf.values, arrays)
+    base = open_model(tmp_path / "base.gguf")
+    path = random_adapter(tmp_path / "a.gguf", base)
+    (made, _), *_ = read_scaled((path,), base.gguf)
+    b, stored = made.pairs[name][1], GGUF(path).array(f"{name}.lora_b")
+    assert not b[2].any() and b[1].any()
+    np.testing.assert_allclose(stored, b * factors[:, None, None], rtol=1e-6)
+    router = "blk.1.ffn_gate_inp.weight"
+    np.testing.assert_array_equal(made.pairs[router][1], GGUF(path).array(f"{router}.lora_b"))
+
+
+def test_what_llama_cpp_leaves_out_beside_is_known(tmp_path: Path) -> None:
+    found = {}
+    for name in ("llama", "deepseek2 lite"):
+        random_model(tmp_path / "base.gguf", name)
+        base = open_model(tmp_path / "base.gguf")
+        (made, _), *_ = read_scaled((random_adapter(tmp_path / "a.gguf", base),), base.gguf)
+        found[name] = merged_only(made)
+    assert found == {
+        "llama": [],
+        "deepseek2 lite": ["attn_q", "attn_kv_a_mqa", "attn_k_b", "attn_v_b"],
+    }
 
 
 def test_generate_and_eval_take_adapters(tmp_path: Path, cache: None, capsys: Capture):

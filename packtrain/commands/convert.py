@@ -11,7 +11,7 @@ from packtrain.convert import AUTO, TYPES, convert
 from packtrain.errors import InputError
 from packtrain.files import check_writable
 from packtrain.gguf import Deferred
-from packtrain.models.adapter import check_fits, read_adapter, write_adapter
+from packtrain.models.adapter import check_fits, fitted, read_adapter, write_adapter
 from packtrain.models.file import open_model
 from packtrain.peft import TENSORS, read_peft, write_peft
 from packtrain.settings import option, positional
@@ -70,7 +70,7 @@ def _from_peft(folder: Path, base: Path, path: Path) -> int:
         raise InputError(f"-o: {path} is the base model; give another name")
     adapter = read_peft(folder, model)
     check_fits(adapter, folder, model.gguf)
-    write_adapter(path, adapter, path.stem.encode(errors="replace").decode())
+    write_adapter(path, adapter, path.stem.encode(errors="replace").decode(), model.gguf)
     print(
         f"{path}: an adapter of {plural(len(adapter.pairs), 'matrix', 'matrices')}, {path.stat().st_size:,} bytes"
     )
@@ -80,8 +80,8 @@ def _from_peft(folder: Path, base: Path, path: Path) -> int:
 def _to_peft(file: Path, base: Path, folder: Path) -> int:
     if (folder / TENSORS).exists():
         raise InputError(f"--peft: {folder / TENSORS} exists; give another folder")
-    model, adapter = open_model(base), read_adapter(file)
-    check_fits(adapter, file, model.gguf)
+    model = open_model(base)
+    adapter = fitted(read_adapter(file), file, model.gguf)
     count = write_peft(folder, adapter, model)
     print(f"{folder}: {plural(count, 'tensor')}, {(folder / TENSORS).stat().st_size:,} bytes")
     return 0

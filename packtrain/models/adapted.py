@@ -9,7 +9,8 @@ import numpy as np
 from packtrain.dtypes import ROUNDABLE
 from packtrain.errors import InputError
 from packtrain.gguf import GGUF
-from packtrain.models.adapter import Adapter, check_fits, read_adapter
+from packtrain.models.adapter import Adapter, fitted, read_adapter
+from packtrain.models.arch import ARCHITECTURES
 from packtrain.models.file import ModelFile
 from packtrain.models.lora import EMBEDDING, A, B, Lora
 from packtrain.models.rounding import Q8
@@ -36,10 +37,15 @@ def read_scaled(given: Iterable[str], base: GGUF) -> list[Scaled]:
     """Adapters and their scales from texts FILE[:SCALE]. Raises InputError if one does not fit the base."""
     found = []
     for path, scale in map(split_scale, given):
-        adapter = read_adapter(path)
-        check_fits(adapter, path, base)
-        found.append((adapter, scale))
+        found.append((fitted(read_adapter(path), path, base), scale))
     return found
+
+
+def merged_only(adapter: Adapter) -> list[str]:
+    """Names within blocks of the matrices whose parts of an adapter llama.cpp leaves out beside the base."""
+    known = ARCHITECTURES[adapter.architecture].merged_only
+    found = dict.fromkeys(name.split(".")[-2] for name in adapter.pairs)
+    return [name for name in known if name in found]
 
 
 def adapted(

@@ -1,17 +1,19 @@
 """LoRA adapters in llama.cpp's GGUF format (src/llama-adapter.cpp): read, checked against a base, written.
 
 An Adapter holds the pairs A, B for matrices of a base by name: y = W x + scale * B (A x). It knows no graph.
+Where a base multiplies what an expert gives by a factor s of its own (Gemma 4), llama.cpp adds the adapter behind it,
+s W x + B' A x: in a file of such a base B' is s B.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from packtrain.dtypes import bf16, f16, f32
 from packtrain.errors import InputError
-from packtrain.gguf import GGUF, Value, write
+from packtrain.gguf import GGUF, Deferred, Value, write
 from packtrain.models.lora import EMBEDDING, SUFFIXES, fitting, scale_of
 from packtrain.quant import dequantize
 
@@ -128,6 +130,39 @@ def _half(gguf: GGUF, name: str) -> np.ndarray:
     return values
 
 
+class _Divided(Mapping[str, Pair]):
+    """The pairs of a file whose B are to be divided by factors, made when they are asked for."""
+
+    def __init__(self, pairs: Mapping[str, Pair], factors: Mapping[str, np.ndarray]) -> None:
+        self.pairs, self.factors = pairs, factors
+
+    def __getitem__(self, name: str) -> Pair:
+        a, b = self.pairs[name]
+        if name not in self.factors:
+            return a, b
+        by = self.factors[name][:, None, None]
+        return a, np.divide(b, by, out=np.zeros_like(b), where=by != 0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+def _factors(names: Iterable[str], base: GGUF) -> dict[str, np.ndarray]:
+    """Of what experts give (E,), by the names of their matrices."""
+    scales = {name: f"{name.removesuffix('weight')}scale" for name in names if "_exps" in name}
+    return {name: base.array(scale) for name, scale in scales.items() if scale in base.entries}
+
+
+def fitted(adapter: Adapter, path: str | Path, base: GGUF) -> Adapter:
+    """The adapter of a file as it adds to the matrices of this model. Raises InputError if it does not fit."""
+    check_fits(adapter, path, base)
+    factors = _factors(adapter.pairs, base)
+    return replace(adapter, pairs=_Divided(adapter.pairs, factors)) if factors else adapter
+
+
 def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
     """Raise InputError unless the adapter, read from `path`, fits this model."""
     architecture = base.metadata.get(ARCHITECTURE)
@@ -151,8 +186,9 @@ def check_fits(adapter: Adapter, path: str | Path, base: GGUF) -> None:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def write_adapter(path: str | Path, adapter: Adapter, name: str) -> None:
-    """Write an adapter for llama.cpp's --lora, in f32."""
+def write_adapter(path: str | Path, adapter: Adapter, name: str, base: GGUF | None = None) -> None:
+    """Write an adapter for llama.cpp's --lora, in f32; `base` is needed where experts may have factors."""
+    factors = _factors(adapter.pairs, base) if base is not None else {}
     metadata = {
         ARCHITECTURE: Value("string", adapter.architecture),
         "general.type": Value("string", "adapter"),
@@ -161,9 +197,18 @@ def write_adapter(path: str | Path, adapter: Adapter, name: str) -> None:
         ALPHA: Value("f32", adapter.alpha),
         **({AWARE: Value("bool", True)} if adapter.aware else {}),
     }
-    tensors = {
-        base + suffix: half
-        for base, pair in adapter.pairs.items()
+    tensors: dict[str, np.ndarray | Deferred] = {
+        of + suffix: half
+        for of, pair in adapter.pairs.items()
         for suffix, half in zip(SUFFIXES, pair, strict=True)
     }
+    for of, by in factors.items():
+        tensors[of + SUFFIXES[1]] = _times(adapter.pairs[of][1], by)
     write(path, metadata, tensors)
+
+
+def _times(b: np.ndarray, by: np.ndarray) -> Deferred:
+    """B of each expert times its factor, made one after the other."""
+    return Deferred(
+        f32, b.shape, lambda: (part * factor for part, factor in zip(b, by, strict=True))
+    )

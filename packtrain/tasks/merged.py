@@ -20,8 +20,8 @@ from packtrain.memory import private_nbytes, settle
 from packtrain.merging.reading import Reading, reading
 from packtrain.merging.types import larger, named_types
 from packtrain.merging.write import Merge
-from packtrain.models.adapted import adapted
-from packtrain.models.adapter import Adapter, read_adapter
+from packtrain.models.adapted import adapted, merged_only
+from packtrain.models.adapter import Adapter, fitted, read_adapter
 from packtrain.models.file import ModelFile, open_model
 from packtrain.models.lora import A, B
 from packtrain.models.transformer import weights
@@ -84,8 +84,14 @@ class End:
 
     def finish(self) -> None:
         """Merge the adapter if there is one; report the losses of base, adapter and result, and a better merge."""
-        adapter = None if self.settings.full else read_adapter(self.settings.folder / ADAPTER)
-        found = None
+        path, adapter = self.settings.folder / ADAPTER, None
+        if not self.settings.full:
+            adapter = fitted(read_adapter(path), path, self.subject.model.gguf)
+        found, left_out = None, merged_only(adapter) if adapter is not None else []
+        if left_out:
+            self.events.message(
+                f"llama.cpp leaves out an adapter's {', '.join(left_out)} beside such a base: use the merged file there"
+            )
         if adapter is not None and self.settings.merge != "none":
             merge = merge_of(self.subject, adapter, self.settings.tensor_type)
             found = self._merge(merge, self.settings.output)

@@ -97,7 +97,7 @@ class Tuned:
 
     def keep(self, path: Path, view: View) -> None:
         if self.config.lora is not None:
-            write_adapter(path, self._adapter(view, self.config.lora), path.stem)
+            write_adapter(path, self._adapter(view, self.config.lora), path.stem, self.model.gguf)
         else:
             write(path, {}, {name: Deferred.of(view, name) for name in self.trained})
 
@@ -108,7 +108,7 @@ class Tuned:
             adapter = self._adapter(view, self.config.lora)
             alone = s.output if s.merge == "none" else s.adapter
             for path in filter(None, (s.folder / ADAPTER, alone)):
-                write_adapter(path, adapter, name_of(s.output))
+                write_adapter(path, adapter, name_of(s.output), self.model.gguf)
             return
 
         latest = lru_cache(1)(view)  # of a memory that only copies can be seen of, one at a time

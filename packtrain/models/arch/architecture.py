@@ -259,6 +259,7 @@ class Architecture:
     neutral           values that keys must have if they are there
     zero              keys that may be 0 although that is not their default
     optional          tensors that a model may have: those of blocks by their name within one
+    merged_only       matrices of a block whose adapters llama.cpp leaves out beside the base
     window_blocks     only a model with this many blocks has windows
     blocks_70b        a model with this many blocks is a 70B, to which llama-quantize gives more bits,
     grouped_70b       or only if it has fewer value heads than query heads
@@ -317,6 +318,7 @@ class Architecture:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     zero: tuple[str, ...] = ()
     optional: tuple[str, ...] = BIASES
+    merged_only: tuple[str, ...] = ()
     window_blocks: int = 0
     blocks_70b: int = 0
     grouped_70b: bool = False

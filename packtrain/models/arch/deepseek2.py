@@ -127,6 +127,15 @@ ARCHITECTURE = Architecture(
     keys=KEYS,
     ignored=("attention.temperature_length",),
     optional=("attn_kv_b.weight", CHOICE),
+    merged_only=(
+        "attn_q",
+        "attn_q_a",
+        "attn_q_b",
+        "attn_kv_a_mqa",
+        "attn_kv_b",
+        "attn_k_b",
+        "attn_v_b",
+    ),
     families=(
         Family(
             ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),

@@ -1,9 +1,10 @@
-"""The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse,calls (any subset).
+"""The one switch: PACKTRAIN_DEBUG=graph,place,plan,time,nan,poison,compare,noreuse,norecord,calls (any subset).
 
 graph, place, plan  print that stage        time     seconds by op, after each run
 nan                 stop at the first value that is not finite, naming op, tensor, line and input ranges
 poison              fill bytes with NaN before they are written and after they are freed
 compare             run every op against its numpy kernel        noreuse  plan without reusing any byte
+norecord            run each call by itself, where stretches of them would be CUDA graphs
 calls               check the types of the arrays that kernels are given; of the environment only
 """
 
@@ -14,7 +15,9 @@ from contextvars import ContextVar
 
 from packtrain.errors import InputError
 
-FLAGS = ("graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse", "calls")
+FLAGS = (
+    "graph", "place", "plan", "time", "nan", "poison", "compare", "noreuse", "norecord", "calls",
+)  # fmt: skip
 _set: ContextVar[frozenset[str] | None] = ContextVar("debug", default=None)
 
 

@@ -20,6 +20,7 @@ from packtrain.errors import DoesNotFit
 from packtrain.observe import CHECKS, Bound, Observer, Run, See, report
 from packtrain.placing import Placed, Step
 from packtrain.planning import Place, Plan, make_plan
+from packtrain.repeating import repeated
 from packtrain.tensor import Spec, Tensor
 
 K = TypeVar("K")
@@ -255,7 +256,8 @@ def _fitting(
 class Executor:
     """One plan, bound to its session's memory: `executor(inputs) -> outputs by name`.
 
-    at  the step that runs, or ran last
+    at    the step that runs, or ran last
+    runs  how often all steps have run
     """
 
     def __init__(self, session: Session, placed: Placed, plan: Plan) -> None:
@@ -275,9 +277,8 @@ class Executor:
     # ---- binding
 
     def _bind(self) -> None:
-        self.generation = self.session.generation
+        self.generation, self.runs = self.session.generation, 0
         self.calls = [bound.run for bound in self._bound()]
-        self.complete = False  # whether all weights are known to have values
         inputs = (t for t in self.placed.graph.leaves if t.kind == "input")
         self.inputs = {t.label: (self.placed.home[t], self._array(t), t.spec) for t in inputs}
         outputs = self.placed.graph.outputs.items()
@@ -301,12 +302,9 @@ class Executor:
         return Bound(step, results, inputs, work, partial(step.kernel.run, out, *inputs, **attrs))
 
     def _work(self, i: int, step: Step) -> tuple[Any, ...]:
-        specs = step.workspaces
-        if not specs:
-            return ()
         return tuple(
             step.backend.view(self.session.buffer(*place), offset, s, s.strides)
-            for s, (place, offset) in zip(specs, self.works[i], strict=True)
+            for s, (place, offset) in zip(step.workspaces, self.works.get(i, ()), strict=True)
         )
 
     def _array(self, t: Tensor) -> Any:
@@ -340,7 +338,9 @@ class Executor:
                 self._guarded(observer.calls(), stop)
                 observer.report()
             else:
+                self.calls = repeated(self.placed, self.calls) if self.runs == 1 else self.calls
                 self._guarded(self.calls, stop)
+                self.runs += 1
             wanted = self.outputs.items()
             return {name: b.read(a) for name, (b, a) in wanted if only is None or name in only}
 
@@ -382,9 +382,8 @@ class Executor:
             missing = sorted(self.inputs.keys() - inputs.keys()) or "none"
             unknown = sorted(inputs.keys() - self.inputs.keys()) or "none"
             raise RunError(f"inputs missing: {missing}; unknown: {unknown}")
-        if not self.complete and (unset := self.session.unset(self.placed)):
+        if not self.runs and (unset := self.session.unset(self.placed)):
             raise RunError(f"weights without a value: {', '.join(unset)}")
-        self.complete = True
         for name, (backend, array, spec) in self.inputs.items():
             backend.write(array, _fitting(name, inputs[name], spec))
 

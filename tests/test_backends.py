@@ -123,6 +123,9 @@ class Far:
     def overlap(self, a, b):
         return CPU.overlap(a._near(), b._near())
 
+    def recorded(self, made, calls):
+        return calls
+
     def sync(self):
         waiting = WAITING[:]
         WAITING.clear()

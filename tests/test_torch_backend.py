@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from packtrain.dtypes import READABLE, Dtype, f32
 from packtrain.interpreting import interpret
 from packtrain.models import transformer
 from packtrain.models.config import Config
-from packtrain.optim import AdamW
+from packtrain.optim import AdamW, Optimizer
 from packtrain.placing import Step, place
 from packtrain.quant import dequantize
 from packtrain.run import Executor
@@ -345,8 +346,9 @@ def test_gradients_of_every_architecture(name: str) -> None:
 SHAPE = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16, max_norm=1.0)
 
 
-def steps(on: Target, count: int = 3) -> list[float]:
-    engine = Engine(make_plans(SHAPE, AdamW(), target=on), AdamW())
+def steps(on: Target, count: int = 3, by: Optimizer = AdamW()) -> list[float]:  # noqa: B008
+    shape = replace(SHAPE, evaluations=by.evaluations, max_norm=None if by.first_length else 1.0)
+    engine = Engine(make_plans(shape, by, target=on), by)
     transformer.initialise(SHAPE.config, 0, engine.session.fill)
     ids = np.random.default_rng(0).integers(0, 64, (count, 2, 17)).astype(np.int32)
     pos, seq = np.tile(np.arange(16, dtype=np.int32), (2, 1)), np.zeros((2, 16), np.int32)

@@ -1,5 +1,6 @@
 """What a backend is, and those of the host: NumPy arrays in ordinary memory."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ from packtrain.tensor import Kernel, Op, Spec, Tensor
 HOST = "host"  # the space that is the process's own memory
 
 Inputs = tuple[Tensor | None, ...]
+Run = Callable[[], Any]
+Made = tuple[Op[..., Any], Inputs, dict[str, Any]]  # op, inputs and attributes of a call
 
 
 def aligned(nbytes: int, alignment: int) -> int:
@@ -76,6 +79,10 @@ class Backend(Protocol):
     def sync(self) -> None:
         """Wait until all work is done."""
 
+    def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
+        """Calls that have been run once, of one plan and one after the other, as ones that do the same, perhaps with
+        less work of the host. None: it copies from another memory. At each address is always the same array."""
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -132,6 +139,9 @@ class Host:
 
     def sync(self) -> None:
         """Kernels of the host are done when they return."""
+
+    def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
+        return calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,30 @@
-"""How many bytes the tensors take that a kernel of PyTorch makes while it runs, found without memory for them."""
+"""What a kernel of PyTorch does while it runs, found without memory: how many bytes the tensors take that it makes, and
+whether it needs the host."""
 
 import weakref
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from packtrain.backends.host import Inputs
 from packtrain.dtypes import Dtype, bf16, u8
-from packtrain.ops.torch import Blocks, torch
+from packtrain.ops.torch import ASKED, Blocks, torch
 from packtrain.tensor import Op, Spec
 
-KNOWN: dict[Any, int] = {}
+FROM_HOST = (
+    "tensor",
+    "as_tensor",
+    "from_numpy",
+)  # functions of PyTorch that copy values from the host
+
+
+class Measured(NamedTuple):
+    """nbytes: of the tensors that it makes, at once; alone: whether it never looks at values nor brings any."""
+
+    nbytes: int
+    alone: bool
+
+
+KNOWN: dict[Any, Measured] = {}
 
 
 def torch_name(dtype: Dtype) -> str:
@@ -22,20 +37,37 @@ def torch_type(dtype: Dtype) -> Any:
 
 
 def temporaries(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[Spec, ...]:
-    """A workspace of so many bytes, if any are needed; measured once for each op, specs and attributes."""
+    """A workspace of so many bytes, if any are needed."""
+    nbytes = measured(op, inputs, attrs).nbytes
+    return (Spec((nbytes,), u8),) if nbytes else ()
+
+
+def measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measured:
+    """Of a call; measured once for each op, specs and attributes."""
     given = tuple(None if t is None else (t.spec, t.strides) for t in inputs)
     key = op.name, given, tuple(attrs.items())
     if key not in KNOWN:
         KNOWN[key] = _measured(op, inputs, attrs)
-    return (Spec((KNOWN[key],), u8),) if KNOWN[key] else ()
+    return KNOWN[key]
 
 
-def _measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> int:
+def _measured(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> Measured:
     """On tensors without values; with them, zeros, if the kernel looks at values."""
     try:
-        return _run(op, inputs, attrs, "meta")
+        nbytes, needs = _watched(op, inputs, attrs)
+        if needs:  # a table of a kernel's is brought once, and kept
+            _, needs = _watched(op, inputs, attrs)
     except (RuntimeError, NotImplementedError):
-        return _run(op, inputs, attrs, "cpu")
+        return Measured(_run(op, inputs, attrs, "cpu"), False)
+    return Measured(nbytes, not needs)
+
+
+def _watched(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of what it makes, and how often it looks at values or brings some."""
+    before = ASKED["times"]
+    with bringing()() as brought:
+        nbytes = _run(op, inputs, attrs, "meta")
+    return nbytes, ASKED["times"] - before + brought.times
 
 
 def _run(op: Op[..., Any], inputs: Inputs, attrs: dict[str, Any], device: str) -> int:
@@ -64,6 +96,22 @@ def empty(spec: Spec, strides: tuple[int, ...], device: str) -> Any:
 def _empty(shape: Any, strides: Any, dtype: Any, device: str) -> Any:
     made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     return made if device == "meta" else made.zero_()
+
+
+@cache
+def bringing() -> Any:
+    """A context that counts the `times` that values are brought from the host."""
+
+    class Bringing(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        times = 0
+
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.times += getattr(function, "__name__", "") in FROM_HOST
+            return function(*args, **(kwargs or {}))
+
+    return Bringing
 
 
 @cache

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from packtrain import kernels
-from packtrain.backends.host import Backend, Host, Inputs, aligned
-from packtrain.backends.temporaries import temporaries, torch_name, torch_type
+from packtrain.backends.host import Backend, Host, Inputs, Made, Run, aligned
+from packtrain.backends.recorded import recorded
+from packtrain.backends.temporaries import measured, temporaries, torch_name, torch_type
 from packtrain.dtypes import DTYPES, NUMPY, Dtype, bf16, f64
 from packtrain.errors import InputError
 from packtrain.ops.torch import Blocks, torch
@@ -241,6 +243,11 @@ class Apart:
             torch.cuda.synchronize(self.device)
         elif self.device == "mps":
             torch.mps.synchronize()
+
+    def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
+        return recorded(
+            self.device, calls, [one is not None and measured(*one).alone for one in made]
+        )
 
 
 # ---- devices by name -----------------------------------------------------------------------------------------

@@ -112,9 +112,13 @@ def table(x, axes):
     return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
 
 
+ASKED = {"times": 0}  # how often kernels have, see on_host
+
+
 def on_host(x):
-    """Whether the host can look at values of x: not if there are none, nor while CUDA records a graph."""
-    return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether the host can look at values of x: not if there are none. A kernel that asks is never recorded."""
+    ASKED["times"] += 1
+    return not x.is_meta
 
 
 def spans(n, size, x):

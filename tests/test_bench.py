@@ -374,6 +374,7 @@ def test_reading_and_writing_beside_llama_cpp(
     assert made.rows == [
         ["1m Q8_0", "reading 512", 512.0, 512.0, 1.0],  # ours takes a second by that clock
         [*half],
+        ["1m Q8_0", "reading 512, --activations q8", 512.0, 512.0, 1.0],
         ["1m Q8_0", "writing 64", 64.0, 32.0, 2.0],
         ["1m Q8_0", "writing 64, --activations q8", 64.0, 32.0, 2.0],
     ]

@@ -13,6 +13,7 @@ PRODUCTS = (
     "matmul_back",
     "out_prod",
     "matmul_id",
+    "matmul_rounded",
     "linear_cross_entropy",
     "conv_2d",
     "attention",

@@ -61,23 +61,25 @@ def test_products_are_those_of_the_rounded_values(dtype: Dtype) -> None:
     x = np.where(np.arange(k) % 3, 127, -127).astype(np.float32)[None]
     bits = np.full((17, k // dtype.block, dtype.block_nbytes), 0xFF, np.uint8)
     bits[3:9] = 0x80
+    w = with_small_scales(dtype, bits)
+    y, work = np.empty((1, 17), np.float32), np.empty(k // 128 * 80, np.float32)
+    kernels.rounded.product(y, x, dtype.number, w, False, 1, work)
+    wanted = x.astype(np.float64) @ dequantize(w.view(dtype.numpy)).astype(np.float64).T
+    np.testing.assert_allclose(y, wanted, rtol=1e-5)
+
+
+def with_small_scales(dtype: Dtype, bits: np.ndarray) -> np.ndarray:
+    """Rows of blocks of these bits."""
     for place in dtype.layout.halves if dtype.layout else (0,):
         bits[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
-    w = bits.view(dtype.numpy)[..., 0]
-    y, work = np.empty((1, 17), np.float32), np.empty(k // 128 * 80, np.float32)
-    packed = w.view(np.uint8).reshape(17, -1)
-    kernels.rounded.product(y, x, dtype.number, packed, False, 1, work)
-    wanted = x.astype(np.float64) @ dequantize(w).astype(np.float64).T
-    np.testing.assert_allclose(y, wanted, rtol=1e-5)
+    return bits.reshape(len(bits), -1)
 
 
 def random_rows(dtype: Dtype, n: int, k: int) -> np.ndarray:
     """Blocks of random bits between small scales."""
     random = np.random.default_rng(0)
     bits = random.integers(0, 256, (n, k // dtype.block, dtype.block_nbytes), np.uint8)
-    for place in dtype.layout.halves if dtype.layout else (0,):
-        bits[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
-    return bits.reshape(n, -1)
+    return with_small_scales(dtype, bits)
 
 
 def product_in_integers(
@@ -106,6 +108,51 @@ def test_a_row_has_the_same_product_alone_and_among_others(dtype: Dtype, planes:
     taken = rounded(x.reshape(-1)).reshape(x.shape) if planes == 1 else x
     wanted = acc + taken.astype(np.float64) @ dequantize(w.view(dtype.numpy)).T.astype(np.float64)
     assert np.abs(every - wanted).max() < 1e-6 * np.abs(wanted).max()
+
+
+def product_of_many(acc: np.ndarray, x: np.ndarray, dtype: Dtype, w: np.ndarray) -> np.ndarray:
+    """The same by the tiles of many rows."""
+    y, size = acc.copy(), integers_of(input("x", x.shape), 1).size
+    work = np.full(size + 256, 7, np.float32)
+    kernels.rounded.product_of_many(y, x, dtype.number, w, True, work[:size])
+    assert (work[size:] == 7).all()
+    return y
+
+
+@pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
+def test_many_rows_have_the_products_of_the_rounded_values(dtype: Dtype) -> None:
+    """Some parts of the depth, the last with a part of a chunk; edges of rows and columns; any number of threads."""
+    random, k = np.random.default_rng(0), 2144 if dtype.block == 32 else 2304
+    x = random.standard_normal((29, k), np.float32)
+    x[3, 70] = np.nan
+    taken = rounded(np.delete(x, 3, 0).reshape(-1)).reshape(28, k).astype(np.float64)
+    for n in (1, 40, 147):
+        w, acc = random_rows(dtype, n, k), random.standard_normal((29, n), np.float32)
+        every = product_of_many(acc, x, dtype, w)
+        few = [product_of_many(acc[i : i + 9], x[i : i + 9], dtype, w) for i in (0, 9, 18, 20)]
+        np.testing.assert_array_equal(every, np.concatenate([*few[:3], few[3][-2:]]))
+        kernels.set_threads(1)
+        try:
+            np.testing.assert_array_equal(product_of_many(acc, x, dtype, w), every)
+        finally:
+            kernels.set_threads(kernels.COUNT)
+        assert np.isnan(every[3]).all()
+        exact = dequantize(w.view(dtype.numpy)).T.astype(np.float64)
+        wanted = np.delete(acc, 3, 0) + taken @ exact
+        assert np.abs(np.delete(every, 3, 0) - wanted).max() < 1e-6 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("dtype", ROUNDABLE, ids=str)
+def test_sums_of_many_rows_neither_overflow_nor_saturate(dtype: Dtype) -> None:
+    """The largest codes with the largest integers, alike in sign."""
+    k = 4096
+    bits = np.full((17, k // dtype.block, dtype.block_nbytes), 0xFF, np.uint8)
+    bits[3:9] = 0x80
+    w = with_small_scales(dtype, bits)
+    exact = dequantize(w.view(dtype.numpy)).astype(np.float64)
+    x = np.concatenate([np.sign(exact[:8]), -np.sign(exact[:8])]).astype(np.float32) * 127
+    y = product_of_many(np.zeros((16, 17), np.float32), x, dtype, w)
+    assert (np.abs(y - x @ exact.T) < 1e-6 * (np.abs(x) @ np.abs(exact).T)).all()
 
 
 @pytest.mark.parametrize("name", ["q8_0", "iq4_nl"])
@@ -186,11 +233,17 @@ def test_prompts_and_single_tokens_are_rounded_alike(models: dict[str, Path]) ->
     assert 1e-4 * size < off < 0.05 * size
 
 
-def test_few_rows_have_products_in_integers() -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_few_rows_have_products_in_integers_and_many_where_that_is_faster(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, w = replace(CONFIG, activations="q8"), pt.weight("w", (4, 64), DTYPES["q8_0"])
+    monkeypatch.setattr("packtrain.models.rounding.multiplies_many", lambda: fast)
     few, many = (product(config, pt.input("x", (n, 64)), w) for n in (8, 9))
-    done = [[call.op.name for call in pt.Graph({"y": y}).calls] for y in (few, many)]
-    assert done == [["matmul_rounded"], ["rounded", "matmul"]]
+    half = product(replace(config, precision="bf16"), pt.input("x", (9, 64)), w)
+    done = [[call.op.name for call in pt.Graph({"y": y}).calls] for y in (few, many, half)]
+    both = ["rounded", "matmul"]
+    assert done == [["matmul_rounded"], ["matmul_rounded"] if fast else both, both]
 
 
 def test_eval_takes_it_too(models: dict[str, Path], tmp_path: Path, capsys) -> None:

@@ -6,7 +6,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,29 +77,35 @@ def tables(
         for i, name in enumerate(names):
             count(i + 1, len(names), name)
             path = base or made(Path(folder), TYPES[i])
-            reading, writing, rounded = Speeds(READ), Speeds(WRITTEN), Speeds(WRITTEN)
-            ours = Ours(path)
-            rough = Ours(path, Q8) if has_rounded(open_model(path)) else None
-            half, halved = Ours(path, precision="bf16") if has("avx512bf16") else None, Speeds(READ)
+            runs = measured(path)
             for _ in range(rounds):
                 if bench:
                     about, seconds = theirs(bench, path)
-                    reading.theirs.append(seconds[0])
-                    writing.theirs.append(seconds[1])
-                    rounded.theirs.append(seconds[1])
-                    halved.theirs.append(seconds[0])
-                reading.ours.append(ours.read(clock))
-                writing.ours.append(ours.write(clock))
-                rounded.ours += [rough.write(clock)] if rough else []
-                halved.ours += [half.read(clock)] if half else []
-            rows.append(row(name, f"reading {READ}", reading))
-            rows += [row(name, f"reading {READ}, {HALF}", halved)] if half else []
-            rows.append(row(name, f"writing {WRITTEN}", writing))
-            rows += [row(name, f"writing {WRITTEN}, {ROUNDED}", rounded)] if rough else []
+                for what, run, speeds in runs:
+                    if bench:
+                        speeds.theirs.append(seconds[what.startswith("writing")])
+                    speeds.ours.append(run(clock))
+            rows += [row(name, what, speeds) for what, _, speeds in runs]
     build = f"llama.cpp {about.get('build_number')} ({about.get('build_commit')})"
     notes = [f"{build}. The KV cache is f16 in both."] if bench else [WITHOUT]
     notes += [UNLIMITED] if bench and os.environ.get("PACKTRAIN_CPU") else []
     yield Table("llama", "Reading and writing", COLUMNS | (BESIDE if bench else {}), rows, notes)
+
+
+def measured(path: Path) -> list[tuple[str, Callable[[Clock], float], Speeds]]:
+    """What is timed: its name, a function that gives its seconds, and a place for them."""
+    models = {"": Ours(path)}
+    if has("avx512bf16"):
+        models[f", {HALF}"] = Ours(path, precision="bf16")
+    if has_rounded(open_model(path)):
+        models[f", {ROUNDED}"] = Ours(path, Q8)
+    reading = [(f"reading {READ}{how}", one.read, Speeds(READ)) for how, one in models.items()]
+    writing = [
+        (f"writing {WRITTEN}{how}", one.write, Speeds(WRITTEN))
+        for how, one in models.items()
+        if HALF not in how
+    ]
+    return [*reading, *writing]
 
 
 def row(model: str, what: str, speeds: Speeds) -> list[Value]:

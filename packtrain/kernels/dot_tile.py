@@ -61,6 +61,18 @@ def line(width, planes):
     return width * planes + 3 * MORE
 
 
+def called(context, builder, code, form, *given):
+    """What a part gives; it raises nothing."""
+    settle(code)
+    (found,) = code.overloads.values()
+    context.add_linking_libs((found.library,))
+    function = context.declare_function(builder.module, found.fndesc)
+    _, result = context.call_conv.call_function(
+        builder, function, form.return_type, form.args, given
+    )
+    return result
+
+
 class Tile:
     """The code for one type, `m` rows of activations and `r` of weights."""
 
@@ -204,16 +216,7 @@ class Tile:
         return b.select(b.icmp_signed("<", v, w), v, w)
 
     def called(self, role, form, *given):
-        """What a part gives; it raises nothing."""
-        settle(self.code[role])
-        (found,) = self.code[role].overloads.values()
-        self.context.add_linking_libs((found.library,))
-        function = self.context.declare_function(self.builder.module, found.fndesc)
-        convention = self.context.call_conv
-        _, result = convention.call_function(
-            self.builder, function, form.return_type, form.args, given
-        )
-        return result
+        return called(self.context, self.builder, self.code[role], form, *given)
 
 
 def tiles(codes, scales):

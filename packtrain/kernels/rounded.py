@@ -7,9 +7,19 @@ need less time than there. Integers lie as `dot_tile` says; those of n values ta
 import numpy as np
 from numba import types
 
-from packtrain.kernels import bits, dot_tile, octets, simd
-from packtrain.kernels.bits import as_floats, i32x16, put_bytes, spread_bits, to_bits, to_floats
+from packtrain.kernels import bits, code_panels, dot_tile, octets, simd
+from packtrain.kernels.bits import (
+    as_floats,
+    byte_at,
+    i32x16,
+    put_byte,
+    put_bytes,
+    spread_bits,
+    to_bits,
+    to_floats,
+)
 from packtrain.kernels.call import kernel, part, spans, threads
+from packtrain.kernels.code_panels import HIGH, WIDE
 from packtrain.kernels.codes import ROUND
 from packtrain.kernels.dot_tile import (
     CODES_FORM,
@@ -21,7 +31,9 @@ from packtrain.kernels.dot_tile import (
     share_of,
     width_of,
 )
+from packtrain.kernels.gemm import even
 from packtrain.kernels.octets import arranged_by_4, arranged_by_8, arranged_by_16, sums_at
+from packtrain.kernels.panels import turn16
 from packtrain.kernels.rooms import explain, from_rooms
 from packtrain.kernels.simd import (
     LANES,
@@ -38,6 +50,7 @@ from packtrain.kernels.simd import (
     out2,
     peek,
     poke,
+    scratch,
     splat,
     store,
     total,
@@ -55,9 +68,14 @@ explain(octets, simd, bits)
 packed2 = types.Array(types.uint8, 2, "C", readonly=True)
 CODES = from_rooms("codes", part(CODES_FORM))
 SCALES = from_rooms("scales", part(dot_tile.SCALES_FORM))
-tile = dot_tile.tiles(CODES, SCALES)
-LESS, PARTED, WIDTH, SHARE = (np.zeros(64, np.int64) for _ in range(4))  # by kind
+tile, panel_tile = dot_tile.tiles(CODES, SCALES), code_panels.tiles(CODES)
+line = code_panels.lines(CODES, SCALES)
+DEEP, WIDEST = 1024, 256  # values of rows of a panel, and of the longest chunk
+LINE = (WIDEST + MORE) // 4  # f32 of one with its scales
+LINES, PANEL_SIZE = LANES * LINE, WIDE * LANES * DEEP // VALUES * (VALUES + MORE) // 4
+LESS, PARTED, WIDTH, SHARE, CHUNK = (np.zeros(64, np.int64) for _ in range(5))  # by kind
 for dtype in CODES:
+    CHUNK[dtype.number] = dtype.block_nbytes * max(1, VALUES // dtype.block)
     LESS[dtype.number], PARTED[dtype.number] = dtype.code["codes"].less, is_parted(dtype, 3)
     WIDTH[dtype.number], SHARE[dtype.number] = width_of(dtype), share_of(dtype)
 
@@ -116,17 +134,29 @@ def lane_sums(y, width, first, last):
     return sums
 
 
+@part(void(i64, i32x16, i64))
+def sum_groups(y, v, lanes):
+    """In the first lane of each group the sum of all; as f32 they are exact."""
+    store(y, 0, to_floats(v))
+    for first in range(0, LANES, lanes):
+        s = f32(0)
+        for lane in range(first, first + lanes):
+            s += peek(y, lane)
+        poke(y, first, s)
+    store(y, 0, as_floats(to_bits(load(y, 0))))
+
+
 @kernel(void(i64, i64, i64))
 def put_rests(y, kind, planes):
     """What follows the steps of a line, by kind."""
     width, less = WIDTH[kind], LESS[kind]
     steps = y + width * planes
     rest, later = steps + MORE, steps + 2 * MORE
+    lanes = SHARE[kind] // 4
+    groups = LANES // lanes
     if less == 0:
         store(rest, 0, splat(0.0))
         store(later, 0, to_floats(lane_sums(y, width, 0, planes)) * load(steps, 0))
-        lanes = SHARE[kind] // 4
-        groups = LANES // lanes
         for group in range(groups):
             s = f32(0)
             for lane in range(group * lanes, (group + 1) * lanes):
@@ -135,6 +165,9 @@ def put_rests(y, kind, planes):
         return
     high = planes - 1 if planes > 1 and PARTED[kind] else planes
     store(rest, 0, as_floats(lane_sums(y, width, 0, high) * -less))
+    if planes == 1:
+        sum_groups(later, lane_sums(y, width, 0, 1) * -less, lanes)
+        return
     store(later, 0, as_floats(lane_sums(y, width, high, planes) * -less))
 
 
@@ -247,3 +280,71 @@ def product(y, x, kind, w, add, planes, work):
         dots(*given, 0, n)
     else:
         spans(dots, given, n, -(-n // (threads() * LANES)) * LANES)
+
+
+@part(i64(i64, i64, i64, i64))
+def whole_chunk(room, w, left, size):
+    """The address of `size` bytes at w, or where only `left` are a row's, of those with zeros behind them."""
+    if left >= size:
+        return w
+    for i in range(size):
+        put_byte(room, i, byte_at(w, i) if i < left else 0)
+    return room
+
+
+@kernel(void(*[i64] * 8))
+def pack_panel(panel, kind, w, stride, first, count, some, wide):
+    """Lines of `some` rows at w, of `count` chunks from the `first` on, turned: see code_panels."""
+    lines_of, room = scratch(LINES), scratch(LINE)
+    per, chunk = (WIDTH[kind] + MORE) // 4, CHUNK[kind]
+    for c in range(count):
+        at = (first + c) * chunk
+        for column in range(0, some, LANES):
+            rows = min(some - column, LANES)
+            for r in range(rows):
+                source = w + (column + r) * stride + at
+                line(
+                    kind, address(lines_of, r * per), whole_chunk(room, source, stride - at, chunk)
+                )
+            for i in range(0, per, LANES):
+                target = address(panel, ((c * per + i) * wide + column // LANES) * LANES)
+                turn16(address(lines_of, i), per, rows - 1, LANES, target, wide * LANES)
+
+
+@kernel(void(*[i64] * 11))
+def panels(m, n, k, kind, x, w, stride, y, add, start, stop):
+    """Columns start … stop of y (m, n) for many rows; y, the integers x and w are addresses."""
+    panel, width = scratch(PANEL_SIZE), WIDTH[kind]
+    along, size = nbytes(k, 1), width + 3 * MORE
+    step = even(k, DEEP, WIDEST)
+    for j in range(start, stop, WIDE * LANES):
+        some = min(stop - j, WIDE * LANES)
+        wide = -(-some // LANES)
+        for p in range(0, k, step):
+            first, count = p // width, -(-min(k - p, step) // width)
+            pack_panel(panel, kind, w + j * stride, stride, first, count, some, wide)
+            keep = f32(1) if add or p else f32(0)
+            for i in range(0, m, HIGH):
+                to, at, rows = y + 4 * (i * n + j), x + i * along + first * size, min(m - i, HIGH)
+                down = 4 * n
+                if wide == 3:
+                    panel_tile(3, kind, at, along, panel, count, to, keep, down, rows, some)
+                elif wide == 2:
+                    panel_tile(2, kind, at, along, panel, count, to, keep, down, rows, some)
+                else:
+                    panel_tile(1, kind, at, along, panel, count, to, keep, down, rows, some)
+
+
+@kernel(void(out2, i64, i64, i64, packed2, types.boolean, i64, i64))
+def columns(y, x, k, kind, w, add, start, stop):
+    m, n = y.shape
+    panels(m, n, k, kind, x, w.ctypes.data, w.shape[1], address(y, 0), i64(add), start, stop)
+
+
+@kernel(void(out2, in2, i64, packed2, types.boolean, out1))
+def product_of_many(y, x, kind, w, add, work):
+    """The same as `product` with one plane, for many rows: weights are taken out of their blocks once for all."""
+    m, k = x.shape
+    n, integers = w.shape[0], address(work, 0)
+    spans(round_rows, (x, integers, kind, 1), m, -(-m // threads()))
+    spans(columns, (y, integers, k, kind, w, add), n, -(-n // (threads() * LANES)) * LANES)

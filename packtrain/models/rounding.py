@@ -3,11 +3,10 @@
 from packtrain import ops
 from packtrain.dtypes import ROUNDABLE
 from packtrain.models.config import Config
+from packtrain.ops.rounded import multiplies_many
 from packtrain.tensor import Tensor
 
-FEW_ROWS = (
-    8  # up to this many rows have products in integers; more are rounded, then multiplied in f32
-)
+FEW_ROWS = 8  # more are rounded, then multiplied in f32, where products in integers are not faster
 F32, Q8 = "f32", "q8"
 ACTIVATIONS = (
     "q8: round them to 8 bits, 32 at a time, for products with quantized weights, as llama.cpp does"
@@ -28,6 +27,7 @@ def rounded(config: Config, x: Tensor, w: Tensor) -> Tensor:
 def product(config: Config, x: Tensor, w: Tensor, acc: Tensor | None = None) -> Tensor:
     """x @ w.T (+ acc)."""
     few = x.spec.size <= FEW_ROWS * x.shape[-1]
-    if few and config.activations == Q8 and w.dtype in ROUNDABLE:
+    in_integers = few or (config.precision == F32 and multiplies_many())
+    if in_integers and config.activations == Q8 and w.dtype in ROUNDABLE:
         return ops.matmul_rounded(x, w, acc)
     return ops.matmul(rounded(config, x, w), w, acc, precision=config.precision)

@@ -12,6 +12,7 @@ from packtrain.ops.torch import start_with as begin_with
 from packtrain.tensor import Spec, Tensor, constant, input, op, want
 
 BLOCK = 32
+FEW_ROWS = 8  # more have their own tiles
 TINY = np.float32(2**-126)  # smaller steps are 0
 
 
@@ -23,6 +24,11 @@ def rounded(x: Tensor) -> Spec:
     """
     _want_blocks(x)
     return x.spec
+
+
+def multiplies_many() -> bool:
+    """Whether products of many rows in integers are faster on this CPU than those in f32."""
+    return kernels.runtime.has("avx2")
 
 
 def _want_blocks(x: Tensor) -> None:
@@ -71,7 +77,7 @@ def rounded_samples():
 
 @op(inplace=(2,), acc=2)
 def matmul_rounded(x: Tensor, w: Tensor, acc: Tensor | None = None) -> Spec:
-    """Multiply rounded rows of x by rows of w: y = rounded(x) @ w.T (+ acc). For few rows; for many use both ops.
+    """Multiply rounded rows of x by rows of w: y = rounded(x) @ w.T (+ acc), in integers.
 
     x    (..., K)   f32
     w    (N, K)     of a type in dtypes.ROUNDABLE
@@ -108,8 +114,11 @@ def matmul_rounded_workspace(x, w, acc):
 @matmul_rounded.kernel("cpu")
 def matmul_rounded_cpu(y, x, w, acc, *, work):
     same = acc is None or start_with(y, acc)
-    given = rows(y), rows(x), *packed(w), acc is not None, 1, work[0]
-    call = again(kernels.rounded.product, *given)
+    given = rows(y), rows(x), *packed(w), acc is not None
+    if len(given[1]) > FEW_ROWS:
+        call = again(kernels.rounded.product_of_many, *given, work[0])
+    else:
+        call = again(kernels.rounded.product, *given, 1, work[0])
     return call if same else None
 
 
@@ -123,7 +132,9 @@ def matmul_rounded_samples():
     for w in _packed_weights():
         yield matmul_rounded(input("x", (2, w.shape[1])), w)
     yield matmul_rounded(input("x", (w.shape[1],)), w)
-    yield matmul_rounded(input("x", (2, 3, w.shape[1])), w, input("acc", (2, 3, w.shape[0])))
+    for count in (3, 11):
+        acc = input("acc", (2, count, w.shape[0]))
+        yield matmul_rounded(input("x", (2, count, w.shape[1])), w, acc)
 
 
 def _packed_weights():

@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_the_same_bits(folder):
     [
         (
             ["--batch-size", "4", "--optimizer", "muon", "--zero", "1"],
-            "muon updates whole matrices",
+            "muon needs all of a tensor for its update",
         ),
         (["--grad-accumulation-steps", "3"], "4 processes cannot share out the 6 rows of a step"),
         (["--link", "fast"], "--link fast: it must be a rate such as 10Gbit or 100Mbit"),
@@ -193,6 +193,15 @@ def test_what_cannot_be_shared_out_is_refused_by_one_sentence(folder, flags, sen
     assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "flags", [["--zero", "1"], ["--link", "1Gbit"]], ids=lambda flags: flags[0]
+)
+def test_what_is_for_several_processes_is_refused_in_one(folder, flags, capsys):
+    assert main(["plan", "train", *train(folder, "refused", *flags)[4:]]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert flags[0] in said and "is for several processes; give --" in said
+
+
 def test_a_plan_for_ranks_says_what_their_link_costs_and_what_their_share_of_moments_is(
     folder, capsys
 ):
@@ -202,6 +211,8 @@ def test_a_plan_for_ranks_says_what_their_link_costs_and_what_their_share_of_mom
         assert main(["plan", "train", *planned]) == 0
         said = capsys.readouterr().out
         (seconds,) = re.findall(r"each of 4 processes: (\S+) s a step", said)
+        (speed,) = re.findall(r"together (\S+) tokens/s", said)
+        assert float(speed.replace(",", "")) * float(seconds) == pytest.approx(4 * 32, rel=0.02)
         (nbytes,) = re.findall(r"optimizer +(\S+) KiB", said)
         found.append((float(seconds), float(nbytes)))
     (fast, whole), (slow, also), (slowest, part) = found

@@ -14,10 +14,11 @@ from packtrain.picture import chart, page, terminal, trace
 from packtrain.ranks import assumed
 from packtrain.settings import OUTPUT
 from packtrain.tasks import finetune, train
-from packtrain.tasks.ready import facts
+from packtrain.tasks.ready import Ready, facts
 from packtrain.training.settings import TrainSettings
 from packtrain.training.tune_settings import TuneSettings
 from packtrain.watch.metrics import read
+from packtrain.watch.progress import speed_text
 from packtrain.words import in_colour
 
 WIDTH = 100
@@ -65,6 +66,8 @@ def run(settings: PlanTrain | PlanTune) -> int:
             check_writable(path, f"--{name}")
             _check_not_read(path, f"--{name}", settings)
     count, link = settings.ranks or settings.nproc, rate_of(settings.link)
+    if count == 1 and settings.link != Drawn.link:
+        raise InputError("--link is for several processes; give --ranks, or leave it out")
     with assumed(count):
         if isinstance(settings, TuneSettings):
             ready = finetune.prepare(settings, say, runs=False)
@@ -73,7 +76,7 @@ def run(settings: PlanTrain | PlanTune) -> int:
     if ready.refusal is None:
         print("\n".join([str(ready), *ready.notes]))
         if count > 1:
-            print(_of_ranks(ready.shared(link), count, settings.link))
+            print(_of_ranks(ready, ready.shared(link), count, settings.link))
     about, plan = facts(ready, _measured(settings.folder)), ready.plans.largest
     if settings.map:
         width = min(shutil.get_terminal_size().columns, WIDTH)
@@ -101,11 +104,15 @@ def rate_of(text: str) -> float:
     return PAYLOAD * float(found[1]) * times / 8
 
 
-def _of_ranks(step: Shared, ranks: int, link: str) -> str:
-    hidden = 1 - step.waiting / step.exchanging
+def _of_ranks(ready: Ready, step: Shared, ranks: int, link: str) -> str:
+    positions, learnt = (
+        ranks * n / step.seconds for n in (ready.plans.shape.positions, ready.learnt)
+    )
+    hidden = max(1 - step.waiting / step.exchanging, 0.0)
     return (
         f"each of {ranks} processes: {step.seconds:.3g} s a step, of which {step.waiting:.3g} s wait for its link of"
-        f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes"
+        f" {link}; it is busy {step.exchanging:.3g} s, {hidden:.0%} of them while the process computes;"
+        f" together {speed_text(positions, learnt)}"
     )
 
 

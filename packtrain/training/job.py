@@ -309,12 +309,16 @@ def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
 
 def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None) -> Share | None:
     """Whose part of the moments this process has. Raises InputError where they cannot be shared out."""
-    if not settings.zero or here().size == 1:
+    if here().size == 1 and settings.zero and not settings.resume:
+        raise InputError(
+            f"--zero {settings.zero} is for several processes; give --nproc, or leave it out"
+        )
+    if here().size == 1 or not settings.zero:
         return None
     if not optimizer.by_parts:
         raise InputError(
-            f"--zero {settings.zero}: {optimizer.name} updates whole matrices, so its moments cannot be shared out;"
-            " leave out --zero"
+            f"--zero {settings.zero}: {optimizer.name} needs all of a tensor for its update, so its moments cannot be"
+            " shared out; leave out --zero"
         )
     if base is not None and base.masters != f32:
         raise InputError(f"--zero {settings.zero} needs trained weights in f32, not {base.masters}")

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from packtrain.debug import flags as debug_flags
 from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, RankLost, printable
+from packtrain.kernels.runtime import chosen_cpu
 from packtrain.ranks import launch, several
 from packtrain.settings import add_flags, from_flags, positionals
 from packtrain.version import __version__
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, settings = _module(given.command), _settings(given.command)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        debug_flags()  # report a misspelt one before any work
+        debug_flags(), chosen_cpu()  # report what is misspelt before any work
         asked = from_flags(settings, _resumed(given, settings))
         if given.command in RANKS and getattr(asked, "nproc", 1) > 1 and not several():
             return launch(sys.argv[1:] if arguments is None else arguments, asked.nproc)

@@ -10,6 +10,7 @@ import pytest
 
 from packtrain.cli import COMMANDS, main
 from packtrain.errors import InputError
+from packtrain.kernels import runtime
 from packtrain.settings import GROUPS, option, to_yaml
 from packtrain.training.settings import TrainSettings
 from packtrain.training.tune_settings import TuneSettings
@@ -89,6 +90,18 @@ def test_debugging_switches_are_known_ones(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PACKTRAIN_DEBUG", "nan,foo")
     code, lines = left(["inspect", str(tmp_path / "m.gguf")], capsys)
     assert code == 2 and "PACKTRAIN_DEBUG: foo unknown; choose from graph, place" in lines[0]
+
+
+def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch):
+    """Code for features that the CPU lacks would end the process by a signal."""
+    monkeypatch.setitem(runtime.CPUS, "later", {"CPU_NAME": "later", "CPU_FEATURES": "+avx2,+z9"})
+    for asked, sentence in (
+        ("AVX2", "PACKTRAIN_CPU: AVX2 is unknown; it must be avx2 or avx512 or later, or unset"),
+        ("later", "PACKTRAIN_CPU: later: this CPU has no "),
+    ):
+        monkeypatch.setenv("PACKTRAIN_CPU", asked)
+        code, lines = left(["inspect", str(tmp_path / "m.gguf")], capsys)
+        assert code == 2 and len(lines) == 1 and sentence in lines[0], lines
 
 
 def test_names_that_were_meant():

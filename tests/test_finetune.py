@@ -61,6 +61,13 @@ def test_a_model_that_would_not_end_its_answers_is_reported(folder, tmp_path, ca
     assert code == 0 and text.count("of 4 validation answers the model would end") == (not ends)
 
 
+def test_ends_of_turns_are_not_counted_where_prompts_are_learned(folder, tmp_path, capsys):
+    """They end turns of users, too, which no model can foresee."""
+    more = ["--iters", "1", "--merge", "none", "--ctx", "128", "--no-mask-prompt"]
+    assert tuned(folder, "f32", tmp_path / "a.gguf", *more) == 0
+    assert "the model would end" not in "\n".join(said(capsys))
+
+
 @pytest.mark.parametrize("dtype", ["f32", "q8_0", "q4_K"])
 def test_a_tuned_model_and_its_adapter(folder, tmp_path, capsys, dtype):
     output, base = tmp_path / "tuned.gguf", folder / f"{dtype}.gguf"

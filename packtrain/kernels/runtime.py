@@ -18,6 +18,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from packtrain.errors import InputError
+
 # values of PACKTRAIN_CPU: compile for a lesser CPU than this one, to try what its users get
 CPUS = {
     "avx2": {
@@ -105,11 +107,29 @@ def limit_blas() -> None:
 
 
 def chosen_cpu() -> dict[str, str]:
-    """What numba is told of the CPU: nothing to compile for this one."""
-    chosen = CPUS.get(os.environ.get("PACKTRAIN_CPU", ""), {})
+    """What numba is told of the CPU: nothing to compile for this one. Raises InputError for a wrong PACKTRAIN_CPU."""
+    asked = os.environ.get("PACKTRAIN_CPU", "")
+    chosen = _lesser(asked) if asked else {}
     names = ("CPU_NAME", "CPU_FEATURES")
     given = {name: os.environ.get(f"NUMBA_{name}") for name in names}
     return {name: value for name, value in given.items() if value is not None} | chosen
+
+
+@cache
+def _lesser(asked: str) -> dict[str, str]:
+    """What numba is told for a value of PACKTRAIN_CPU; code for features that are not here would end the process."""
+    import llvmlite.binding
+
+    if asked not in CPUS:
+        raise InputError(
+            f"PACKTRAIN_CPU: {asked} is unknown; it must be {' or '.join(CPUS)}, or unset for this CPU"
+        )
+    here = llvmlite.binding.get_host_cpu_features().flatten().split(",")
+    missing = [name for name in CPUS[asked]["CPU_FEATURES"].split(",") if name not in here]
+    if missing:
+        lacks = ", ".join(name.removeprefix("+") for name in missing)
+        raise InputError(f"PACKTRAIN_CPU: {asked}: this CPU has no {lacks}; unset it")
+    return CPUS[asked]
 
 
 @cache

@@ -56,7 +56,7 @@ class Trained:
     progress       steps, tokens, seconds, validation losses
     stopped        whether it was asked to stop; the same call with resume=True continues
     ends           of the last validation of conversations: in how many answers the token that ends them was the
-                   likeliest, and in how many not cut off; (0, 0) if unknown
+                   likeliest, and in how many not cut off; (0, 0) if unknown, as with mask_prompt=False
     """
 
     output: Path

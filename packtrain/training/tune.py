@@ -154,9 +154,10 @@ class Tuned:
         return self.model.tokenizer()
 
     def taught_by(self, data: Dataset) -> "Tuned":
-        """The same, with what the data says: its chat template and, if it is conversations, how answers end."""
+        """The same, with what the data says: its chat template and, if only answers are learned, how they end."""
         chats = _has_chats(self.settings, self.model, data)
-        ends = tuple(sorted(data.ends)) if chats else ()
+        # where prompts are learned, too, these tokens also end turns of users, whose length nothing tells
+        ends = tuple(sorted(data.ends)) if chats and self.settings.mask_prompt else ()
         return replace(self, template=data.template, chats=chats, ends=ends)
 
 

@@ -6,14 +6,18 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from packtrain.backends import HOST
 from packtrain.cli import main
 from packtrain.cost import Rates
+from packtrain.design import budget as budgets
 from packtrain.design import loaded
 from packtrain.design.budget import planned
 from packtrain.design.estimate import chain
@@ -383,3 +387,26 @@ def test_kernels_that_take_more_than_expected_make_the_plan_smaller(monkeypatch)
     found = planned(shape, here.within(limit))
     assert found.refusal is None and found.total_nbytes <= limit
     assert found.baseline == 124 * MIB and found.shape != shape
+
+
+class Large:
+    """Stands in for plans: too large for any limit."""
+
+    total_nbytes = 1 << 40
+
+
+def test_plans_of_one_round_are_gone_before_the_next_ones_are_made(monkeypatch):
+    """A process that keeps them grows by megabytes with each round, and refuses a budget that it said would do."""
+    made = list[weakref.ref]()
+
+    def planned_here(*_):
+        assert all(one() is None for one in made)
+        plans = Large()
+        made.append(weakref.ref(plans))
+        return plans
+
+    monkeypatch.setattr(budgets, "planned_here", planned_here)
+    monkeypatch.setattr(budgets, "ask", lambda *_: SimpleNamespace(shape=None, fits=True))
+    asked = replace(request(), limits={HOST: MIB})
+    budgets.searched(deep(1), asked, lambda _: None)
+    assert len(made) == budgets.ROUNDS + 1

@@ -43,6 +43,7 @@ def planned(shape: StepShape, request: Request, say: Say = print) -> Plans:
             plans = in_process(plans, plans.searching)
             if most is not None and plans.needed_nbytes > most:  # they took more than expected
                 here = replace(request, baseline=plans.baseline)
+                del plans
                 plans, change = searched(shape, here, say)
     refused = full(plans, request.limits, change)
     if refused is None and most is not None and plans.needed_nbytes > most:
@@ -78,6 +79,8 @@ def searched(shape: StepShape, request: Request, say: Say) -> tuple[Plans, str]:
         if not answer.fits or not any(beyond.values()):
             return plans, answer.change
         over = {space: nbytes + beyond[space] for space, nbytes in over.items()}
+        del answer, plans  # the next ones take their place: a process that had both would be larger
+        settle()
     least = ask(late, smallest, shape, request)
     return planned_here(least, request, searching), ""
 

@@ -116,6 +116,7 @@ def predict(given: argparse.Namespace) -> None:
         folder = Path(made)
         (folder / "text.txt").write_text(words(400_000))
         os.environ["TIMES"] = str(folder / "times")
+        predicted([*command(folder, "now", given), "--measure-speed"], 1)  # as the machine is now
         for ranks in map(int, given.ranks.split(",")):
             for mbit in (given.mbit, None) if ranks > 1 and given.mbit else (None,):
                 name = f"{ranks}-{mbit}"
@@ -137,8 +138,8 @@ def measured(folder: Path) -> float:
     return statistics.median(b - a for a, b in zip(ends[BEGUN:], ends[BEGUN + 1 :], strict=False))
 
 
-def predicted(asked: list[str], ranks: int, mbit: float) -> float:
-    flags = ["--nproc", str(ranks), "--link", f"{mbit:g}Mbit"]
+def predicted(asked: list[str], ranks: int, mbit: float = 0.0) -> float:
+    flags = ["--nproc", str(ranks), "--link", f"{mbit:g}Mbit"] if ranks > 1 else []
     start = [sys.executable, "-m", "packtrain", "plan"]
     said = subprocess.run([*start, *asked[4:], *flags], capture_output=True, text=True, check=True)
     line = next(x for x in said.stdout.splitlines()[::-1] if " s a step" in x)

@@ -7,7 +7,17 @@ import pytest
 
 from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer
-from packtrain.serving.styles import COUNT, HERMES, ID, LLAMA, Style, style_of
+from packtrain.serving.styles import (
+    COUNT,
+    GRANITE,
+    HERMES,
+    ID,
+    LFM2,
+    LLAMA,
+    MISTRAL,
+    Style,
+    style_of,
+)
 from packtrain.template import ChatTemplate
 from tests.templates import CHATS, GEMMA_4, GEMMA_4_ENDS
 
@@ -46,6 +56,11 @@ BODIES = {
     + "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
     "glm": EACH + "<tool_call>" + NAME + "\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXT
     + "</arg_value>\n{% endfor %}</tool_call>{% endfor %}",
+    "deepseek 3.2": "<calls>" + EACH + '<invoke name="' + NAME + '">\n' + PAIRS
+    + '<parameter name="{{ k }}" string="' + "{{ 'true' if v is string else 'false' }}" + '">' + TEXT
+    + "</parameter>\n{% endfor %}</invoke>\n{% endfor %}</calls>",
+    "lfm2": "<begin>[" + EACH + NAME + "(" + PAIRS + "{{ k }}={{ \"'\" ~ v ~ \"'\" if v is string else v|tojson }}"
+    + "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<end>",
     "nemotron": "<TOOLCALL>[" + EACH + '{"name": "' + NAME + '", "arguments": ' + OBJECT
     + "}{{ ', ' if not loop.last }}{% endfor %}]</TOOLCALL>",
     "cohere": "<act>[" + EACH + '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "' + NAME + '", "parameters": '
@@ -103,6 +118,26 @@ def test_styles():
     untold = Renderer(ChatTemplate(plain), ["<|end|>"])
     assert style_of(untold, '<tool_call> "parameters"') == HERMES
     assert style_of(untold, 'tools "parameters"') == LLAMA
+    assert style_of(untold, "<|tool_call|> [") == GRANITE
+    assert style_of(untold, "'List of tools: ['") == LFM2
+    text = '<|tool_call_start|>[way(a="b"), weather(days=3)]<|tool_call_end|>So.'
+    assert LFM2.parse(text, NAMES) == ("", [("way", {"a": "b"}), ("weather", {"days": 3})])
+
+
+def test_examples_of_calls():
+    """What a model is told whose template has no place for tools."""
+    assert HERMES.example() == '<tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>'
+    found = style_of(renderer_of("glm"), "").example()
+    assert (
+        found
+        == "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>"
+    )
+    assert LFM2.example() == "<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>"
+    assert MISTRAL.example() == '[TOOL_CALLS][{"name": NAME, "arguments": {…}}]'
+    assert (
+        style_of(renderer_of("deepseek"), "").example()
+        == "<calls><call>NAME<sep>{…}</call></calls>"
+    )
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -116,6 +151,25 @@ def test_words_before_calls_and_cut_calls(name: str):
     assert style.parse(cut, NAMES) == (cut, [])
     (begins,) = {text.find(one) for one in style.beginnings(NAMES)}
     assert begins == text.index(style.opening.split(ID)[0].strip())
+
+
+def test_kinds_of_values_and_values_of_python():
+    """Texts that look like numbers are texts where a template says so; lists and objects may be Python's."""
+    style = style_of(renderer_of("deepseek 3.2"), "")
+    assert dict(style.typed).keys() == {"integer", "boolean", "array", "object", "null"}
+    text = written(renderer_of("deepseek 3.2"), 1).replace("New York", "7")
+    assert style.parse(text, NAMES) == ("", [("weather", {"city": "7", "days": 3})])
+    style = style_of(renderer_of("lfm2"), "")
+    for given, value in (("{'a': [None, True]}", {"a": [None, True]}), ('{"a": null}', {"a": None}), ("-1.5", -1.5),
+                         ("False", False), ('"it\'s"', "it's"), ("'it's, x'", "it's, x"),
+                         ("[1, (2)]", [1, 2])):  # fmt: skip
+        text = f"So <begin>[way(a={given}, b='c'), way()]<end>"
+        assert style.parse(text, NAMES) == ("So", [("way", {"a": value, "b": "c"}), ("way", {})])
+    for cut in ("way(a=", "way(a='b", "way(a=[1", "way(a=x)"):
+        assert style.parse(f"<begin>[{cut}", NAMES)[1] == []
+    pairs = style_of(renderer_of("glm"), "")
+    text = "<tool_call>way\n<arg_key>a</arg_key>\n<arg_value>{'b': True}</arg_value>\n</tool_call>"
+    assert pairs.parse(text, NAMES) == ("", [("way", {"a": {"b": True}})])
 
 
 def test_a_notation_with_bare_keys():

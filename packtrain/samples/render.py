@@ -17,7 +17,8 @@ from packtrain.samples.messages import Conversation, Message
 
 PROBE = "packtrainprobe"
 CALL = {"id": "call00001", "type": "function", "function": {"name": PROBE, "arguments": {}}}
-TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
+NONE = {"type": "object", "properties": {}, "required": []}
+TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": NONE}}
 ASK, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SAID = {"role": "user", "content": PROBE}
 RESULT = {"role": "tool", "content": PROBE, "tool_call_id": "call00001", "name": "a"}

@@ -282,7 +282,7 @@ def prompt_text(
     if tools is None:
         asked = replace(asked, tools=None)
     elif not server.takes_tools:
-        asked = explained(asked)
+        asked = explained(asked, server.style)
     begins = begins_answer(body, begun is not None)
     text = server.prompt(asked, variables_of(body), begins)
     return text + (begun["content"] if begun else "")

@@ -2,28 +2,27 @@
 
 A call is a document between texts: an object with the function's name and its arguments (Hermes, Mistral, Llama,
 Granite …), or the name, a text, and the arguments as an object (functionary, DeepSeek, Kimi, gpt-oss …) or one by one
-(Qwen3-Coder, GLM …).
+(Qwen3-Coder, GLM …), or as keywords of Python (LFM2).
 """
 
 import json
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain.errors import InputError
 from packtrain.samples.messages import Conversation
 from packtrain.samples.render import Renderer, common_end
+from packtrain.serving.values import Read, read_bare, read_document, read_keywords, read_value
 
 NAME, LAST, WORDS = "probename", "probelast", "probewords"
 KEYS, VALUES = ("probekey", "otherkey"), ("probevalue", "othervalue")
 IDS = "call00001", "call00002"
 ID, COUNT = "\0", "\1"  # in texts: the id of a call, and a number
 WILD = {ID: r"[A-Za-z0-9_-]{1,40}", COUNT: r"[0-9]{1,3}"}
-DECODER = json.JSONDecoder()
 FAR = 100  # most characters between a name and its arguments
 Call = dict[str, Any]
-Read = tuple[str, Any, int]  # of a call: name, arguments, and where it ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,9 @@ class Style:
     middle                   stands between the name and the arguments, where the name is not in an object
     pair                     what stands before a key, between key and value, and behind the value, where arguments are
                              written one by one: strings as they are, others as JSON
+    typed                    what stands between key and value where the value is no string, by its kind, if it differs
     quote                    stands around strings where the object's keys are bare, as in Gemma 4's calls
+    python                   stands around strings where arguments are keywords, as in LFM2's calls
     """
 
     opening: str
@@ -51,7 +52,24 @@ class Style:
     keys: tuple[str, ...] = ()
     middle: str | None = None
     pair: tuple[str, str, str] | None = None
+    typed: tuple[tuple[str, str], ...] = ()
     quote: str = ""
+    python: str = ""
+
+    def between(self, kind: str) -> str:
+        """What stands between key and value, for a value of this kind of JSON Schema."""
+        assert self.pair is not None
+        return dict(self.typed).get(kind if kind != "number" else "integer", self.pair[1])
+
+    def example(self) -> str:
+        """A call as it is written, for a model that has to be told."""
+        if self.middle is None:
+            call = f'{{"{self.name}": NAME, "{self.arguments}": {{…}}}}'
+            call = f"[{call}]" if self.listed else call
+        else:
+            each = "KEY".join((self.pair[0], "VALUE".join(self.pair[1:]))) if self.pair else ""
+            call = f"NAME{self.middle}{each or ('KEY=VALUE' if self.python else '{…}')}"
+        return re.sub(f"[{ID}{COUNT}]", "1", f"{self.opening}{call}{self.closing}").strip()
 
     def beginnings(self, names: Collection[str]) -> tuple[str, ...]:
         """Texts with which a call begins, if an answer has them."""
@@ -59,7 +77,7 @@ class Style:
             return (re.split(f"[{ID}{COUNT}]", self.opening)[0].strip(),)
         if self.middle is None:
             return (f'{{"{self.name}":',)
-        brace = "" if self.pair else "{"
+        brace = "" if self.pair or self.python else "{"
         return tuple(f"{name}{self.middle}{brace}" for name in names)
 
     def parse(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, Any]]]:
@@ -96,7 +114,7 @@ class Style:
         if self.middle is not None:
             read = self._named(text, at, names)
             return ([], at) if read is None else ([read[:2]], read[2])
-        document, end = _document(text, at)
+        document, end = read_document(text, at)
         calls = document if isinstance(document, list) else [document]
         if not all(isinstance(one, dict) and one.get(self.name) in names for one in calls):
             return [], at
@@ -104,37 +122,48 @@ class Style:
 
     def _named(self, text: str, at: int, names: Collection[str]) -> Read | None:
         """A call whose name stands before its arguments."""
+        if self.python:
+            begun = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(text, at)
+            return begun and read_keywords(text, begun[1], begun.end())
         if self.pair is None:  # what stands between varies
             named = re.compile(rf"\s*({_any(names)})[^{{]{{0,{FAR}}}").match(text, at)
             if named is None:
                 return None
             start, quote = named.end(), self.quote
-            arguments, end = bare(text, start, quote) if quote else _document(text, start)
+            arguments, end = read_bare(text, start, quote) if quote else read_document(text, start)
             return (named[1], arguments, end) if isinstance(arguments, dict) else None
         named = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(text, at)
         if named is None:
             return None
         before, between, after = map(_spaced, self.pair)
-        each, end, found = re.compile(f"{before}(.*?){between}(.*?){after}", re.S), named.end(), {}
+        others = "|".join(_spaced(other) for _, other in self.typed) or "(?!)"
+        each = re.compile(f"{before}(.*?)(?:({between})|{others})(.*?){after}", re.S)
+        end, found = named.end(), {}
         while (one := each.match(text, end)) is not None and one.end() > end:
-            found[one[1].strip()], end = _value(one[2]), one.end()
+            value = one[3] if self.typed and one[2] is not None else read_value(one[3])
+            found[one[1].strip()], end = value, one.end()
         return named[1], found, end
 
 
 HERMES = Style("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 MISTRAL = Style("[TOOL_CALLS]", "", "", listed=True)
 LLAMA = Style("", "", "", arguments="parameters")  # nothing stands around it
+GRANITE = Style("<|tool_call|>", "", "", listed=True)
+LFM2 = Style("<|tool_call_start|>[", "), ", ")]<|tool_call_end|>", middle="(", python='"')
+TAUGHT = {"[TOOL_CALLS]": MISTRAL, "<|tool_call|>": GRANITE, "List of tools: ": LFM2}
+KINDS = {"integer": 7, "boolean": True, "array": ["a"], "object": {"a": "b"}, "null": None}
 
 
 def style_of(renderer: Renderer, template: str) -> Style:
-    """The style that a chat template writes, or teaches if it writes none; Hermes's if it has no place for tools."""
-    if not renderer.takes_tools:
-        return HERMES
+    """The style that a chat template writes, or teaches if it writes none; Hermes's if it does neither."""
     found = _written(renderer) if renderer.takes_calls else None
     if found is not None:
         return found
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
+    if not renderer.takes_tools:
+        return HERMES
+    for mark, style in TAUGHT.items():
+        if mark in template:
+            return style
     plain = "<tool_call>" not in template and "tools" in template
     return LLAMA if plain and '"parameters"' in template else HERMES
 
@@ -151,7 +180,28 @@ def _written(renderer: Renderer) -> Style | None:
         two = _reply(renderer, {"content": "", "tool_calls": [_call(NAME, 0), _call(LAST, 1)]})
     except InputError:
         two = ""
-    return _in_object(one, two) or _behind_name(one, two)
+    found = _in_object(one, two) or _behind_name(one, two)
+    return replace(found, typed=_typed(renderer, found)) if found and found.pair else found
+
+
+def _typed(renderer: Renderer, style: Style) -> tuple[tuple[str, str], ...]:
+    """What stands between a key and values of other kinds than texts, where that differs."""
+    assert style.pair is not None
+    found, (_, usual, after) = [], style.pair
+    for kind, value in KINDS.items():
+        call = _call(NAME, 0)
+        call["function"]["arguments"] = {KEYS[0]: value}
+        try:
+            text = _reply(renderer, {"content": "", "tool_calls": [call]})
+        except InputError:
+            continue
+        values = f"{json.dumps(value)}\0{json.dumps(value, separators=(',', ':'))}\0{value}".split(
+            "\0"
+        )
+        form = rf"{KEYS[0]}(.*?)(?:{_any(values)}){_spaced(after)}"
+        shown = re.search(form, text, re.S)
+        found += [(kind, shown[1])] if shown and shown[1].strip() != usual.strip() else []
+    return tuple(found)
 
 
 def _reply(renderer: Renderer, message: dict[str, Any]) -> str:
@@ -174,7 +224,7 @@ def _call(name: str, number: int) -> Call:
 def _in_object(one: str, two: str) -> Style | None:
     """Name and arguments are in one object, or in one of a list."""
     for start in (found.start() for found in re.finditer(r"[{\[]", one)):
-        document, end = _document(one, start)
+        document, end = read_document(one, start)
         inner = document[0] if isinstance(document, list) and document else document
         if not isinstance(inner, dict) or NAME not in inner.values():
             continue
@@ -213,10 +263,14 @@ def _behind_name(one: str, two: str) -> Style | None:
     if not rest or NAME in rest:
         return None
     for found in re.finditer(r"\{", rest):
-        document, end = _document(rest, found.start())
+        document, end = read_document(rest, found.start())
         if _kind(document) == "arguments":
             middle, closing = re.sub(r"\d+", COUNT, rest[: found.start()]), rest[end:]
             return Style(opening, _behind(two, "}"), closing, middle=middle)
+    if (own := _in_python(rest)) is not None:
+        again = two.partition(own[0])[2].partition(LAST)[0]
+        closing = f"){rest[own.end() :]}"
+        return Style(opening, f"){again}", closing, middle="(", python=own["quote"])
     if (own := _own_notation(rest)) is not None:
         again = two.partition(own[0])[2].partition(LAST)[0]
         middle, closing = rest[: own.start()], rest[own.end() :]
@@ -239,6 +293,13 @@ def _behind_name(one: str, two: str) -> Style | None:
     return Style(opening, _behind(two, after), tail[len(after) :], middle=middle, pair=pair)
 
 
+def _in_python(rest: str) -> re.Match[str] | None:
+    """The arguments as keywords of a call in Python."""
+    (a, x), (b, y) = zip(KEYS, VALUES, strict=True)
+    quote = r"(?P<quote>['\"])"
+    return re.match(rf"\({a}={quote}{x}(?P=quote), *{b}=(?P=quote){y}(?P=quote)\)", rest)
+
+
 def _own_notation(rest: str) -> re.Match[str] | None:
     """The arguments as an object with bare keys, in either order."""
     pairs = [*zip(KEYS, VALUES, strict=True)]
@@ -248,23 +309,6 @@ def _own_notation(rest: str) -> re.Match[str] | None:
         if found := re.search(form, rest):
             return found
     return None
-
-
-def bare(text: str, at: int, quote: str) -> tuple[Any, int]:
-    """The object there, with bare keys and such quotes, and where it ends; None if there is none."""
-    mark, depth, parts = re.escape(quote), 0, list[str]()
-    part = re.compile(
-        rf"\s*(?:{mark}(?P<text>.*?){mark}|(?P<sign>[{{}}\[\],:])|(?P<key>[^:{{}}\[\],]+?)\s*(?=:)|(?P<value>[\w.+-]+))",
-        re.S,
-    )
-    while (found := part.match(text, at)) is not None:
-        word, at = found[found.lastgroup or 0], found.end()
-        is_words = found.lastgroup in ("text", "key")
-        parts.append(json.dumps(word) if is_words else "null" if word == "None" else word)
-        depth += (word in "{[") - (word in "}]") if found.lastgroup == "sign" else 0
-        if depth <= 0:
-            break
-    return _document("".join(parts), 0)[0], at
 
 
 def _words() -> Iterator[str]:
@@ -288,20 +332,3 @@ def _spaced(text: str) -> str:
 
 def _any(names: Collection[str]) -> str:
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-
-
-def _document(text: str, at: int) -> tuple[Any, int]:
-    """The JSON document there, and where it ends; None if there is none."""
-    try:
-        return DECODER.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
-    except (ValueError, RecursionError):
-        return None, at
-
-
-def _value(text: str) -> Any:
-    """An argument that is written alone: JSON where it is that, but no string."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return text if isinstance(found, str) else found

@@ -18,7 +18,7 @@ from packtrain.tokenizer import Tokenizer
 MOST = 128
 EXPLAINED = (
     "You can call functions. They are, as JSON:\n{tools}\n"
-    'To call one, answer <tool_call>{{"name": NAME, "arguments": {{…}}}}</tool_call> and nothing else.'
+    "To call one, answer {example} and nothing else."
 )
 Call = dict[str, Any]
 
@@ -99,12 +99,16 @@ class Tools:
         schema = function["parameters"] or {"type": "object"}
         if self.style.quote:
             return made.bare(self.style.quote)
+        if self.style.python:
+            return self._keywords(made, schema)
         if self.style.pair is None:
             return made.document(schema)
-        before, between, after = self.style.pair
+        before, _, after = self.style.pair
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = []
         for key, one in schema.get("properties", {}).items():
+            kind = one.get("type", "string" if "enum" in one else "object")
+            between = self.style.between(kind if isinstance(kind, str) else "object")
             text = f"{made.text(before)} {json.dumps(key)} {made.text(between)}"
             if one.get("type") == "string" and not one.keys() & {"enum", "const", "pattern"}:
                 text = f"{text} {made.free(after)}"
@@ -112,6 +116,19 @@ class Tools:
                 text = f"{text} {either([json.dumps(x) for x in one['enum']])} {made.text(after)}"
             else:
                 text = f"{text} {made.document(one | shared)} {made.text(after)}"
+            parts.append(text if key in schema.get("required", ()) else f"({text})?")
+        return " ".join(parts)
+
+    def _keywords(self, made: Calls, schema: Call) -> str:
+        """The arguments as keywords of Python, in the order of the schema."""
+        quote, parts = self.style.python, []
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        for key, one in schema.get("properties", {}).items():
+            free = one.get("type") == "string" and not one.keys() & {"enum", "const", "pattern"}
+            value = (
+                f"{json.dumps(quote)} {made.free(quote)}" if free else made.document(one | shared)
+            )
+            text = f"{json.dumps(f'{key}=')} {value} /,? ?/"
             parts.append(text if key in schema.get("required", ()) else f"({text})?")
         return " ".join(parts)
 
@@ -146,11 +163,11 @@ class Tools:
         return words, [_call(name, arguments) for name, arguments in calls]
 
 
-def explained(conversation: Conversation) -> Conversation:
+def explained(conversation: Conversation, style: Style) -> Conversation:
     """Tools as a system message, where the template has no place for them."""
     functions = (tool["function"] for tool in conversation.tools or ())
     lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
-    words, messages = EXPLAINED.format(tools=lines), conversation.messages
+    words, messages = EXPLAINED.format(tools=lines, example=style.example()), conversation.messages
     if messages[0]["role"] == "system":
         first, messages = messages[0], messages[1:]
         words = f"{first['content']}\n\n{words}"

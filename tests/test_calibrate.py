@@ -1,5 +1,8 @@
 """Quantizing with data: `quantize --calibrate`, importance matrices and `quantize --imatrix`."""
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +112,23 @@ def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize
         with pytest.raises((InputError, DoesNotFit), match=said):
             quantize.run(replace(again, **change))
         assert settings.output.read_bytes() == b"before"
+
+
+@pytest.mark.parametrize("work", ["quantize", "imatrix"])
+def test_a_refusal_names_the_least_memory_and_that_will_do(settings: Quantize, work: str):
+    given: list[str | Path] = [settings.model, "--data", settings.calibrate, "-o", settings.output]
+    if work == "quantize":
+        given = [settings.model, settings.output, "Q4_0", "--calibrate", settings.calibrate]
+
+    def tried(memory: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "packtrain", work, *map(str, given), "--memory", memory]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    refused = tried("1MiB")
+    least = re.search(r"the smallest that would do is (\w+)$", refused.stderr.splitlines()[-1])
+    assert refused.returncode == 3 and least, refused.stderr
+    done = tried(least[1])
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_stays_in_its_memory(tmp_path: Path, capsys, monkeypatch):

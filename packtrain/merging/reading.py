@@ -95,9 +95,21 @@ def reading(
     rows: int,
     limit: int | None = None,
     target: Target = CPU,
-    tokens: int | None = None,
 ) -> Reading | None:
-    """The most tokens, and columns at a time, that fit; None if not even the minimum fits.
+    """The most tokens, and columns at a time, that fit; None if not even the minimum fits."""
+    found = readings(adapted, types, time, rows, target)
+    return next((one for one in found if limit is None or one.nbytes <= limit), None)
+
+
+def readings(
+    adapted: ModelFile,
+    types: Mapping[str, Dtype],
+    time: int,
+    rows: int,
+    target: Target = CPU,
+    tokens: int | None = None,
+) -> Iterator[Reading]:
+    """All ways to read, those of the most memory first; none if the target's memory is too small.
 
     types   of the calibrated matrices
     rows    number of available rows of `time` tokens
@@ -118,16 +130,14 @@ def reading(
         widest = max([widest, *(site.z.shape[-1] for site in block.sites)])
     leaves = {t for weights in (graphs.x, graphs.z) for t in weights.values()}
     if target.limit is not None and most_apart + sum(t.spec.nbytes for t in leaves) > target.limit:
-        return None
+        return
     fixed = arena + sum(array.nbytes for array in adapted.added.values()) + OTHER_NBYTES
     most = min(tokens or TOKENS, rows * time) // (at_once * time) or 1
     for batches, width in _ladder(most, LEAST // (at_once * time) or 1, widest):
         streams = 2 * 4 * batches * at_once * time * kept_width(adapted.config)
         matrix = 4 * width * width
         nbytes = fixed + streams + max(4 * matrix, 2 * matrix + BUFFERS * 4 * PART)
-        if limit is None or nbytes <= limit:
-            return Reading(at_once, time, batches, width, nbytes, target)
-    return None
+        yield Reading(at_once, time, batches, width, nbytes, target)
 
 
 def _ladder(most: int, least: int, widest: int) -> Iterator[tuple[int, int]]:

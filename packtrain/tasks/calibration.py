@@ -1,12 +1,15 @@
 """The data that merging and quantizing with data read, and how much memory is left for it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from packtrain.errors import InputError
+from packtrain.design.budget import SPARE_NBYTES, mib
+from packtrain.errors import DoesNotFit, InputError
 from packtrain.events import Events
 from packtrain.files import existing
 from packtrain.kernels.runtime import cache_root, writable
 from packtrain.memory import parse_size, private_nbytes, settle
+from packtrain.merging.reading import Reading
 from packtrain.models.file import ModelFile
 from packtrain.samples import Recipe, prepare
 from packtrain.training.samples import SampleBatches
@@ -36,9 +39,17 @@ def enough(data: Path, rows: SampleBatches) -> SampleBatches:
     return rows
 
 
-def memory_left(memory: str | None) -> int | None:
-    """Bytes left of --memory, or None without a limit."""
-    if memory is None:
-        return None
+def within(memory: str | None, found: Iterable[Reading], work: str) -> Reading:
+    """The first of these that --memory has room for. Raises DoesNotFit, which names the least that would do.
+
+    work  what is done with the data, in words
+    """
     settle()
-    return parse_size(memory, "--memory") - private_nbytes()
+    used, nbytes = private_nbytes(), 0
+    for one in found:
+        nbytes = used + one.nbytes
+        if memory is None or nbytes <= parse_size(memory, "--memory"):
+            return one
+    raise DoesNotFit(
+        f"--memory: {memory} is too small to {work}; the smallest that would do is {mib(nbytes + SPARE_NBYTES)}"
+    )

@@ -4,13 +4,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.errors import DoesNotFit
 from packtrain.events import Events
 from packtrain.merging.importance import measure, save
-from packtrain.merging.reading import reading
+from packtrain.merging.reading import readings
 from packtrain.models.file import open_model
 from packtrain.settings import option, positional, required
-from packtrain.tasks.calibration import calibration, enough, memory_left
+from packtrain.tasks.calibration import calibration, enough, within
 from packtrain.tasks.quantize import check_output
 
 AT_ONCE = 1 << 13  # tokens whose activations are kept at a time
@@ -46,12 +45,8 @@ def imatrix(settings: Imatrix, events: Events) -> Measured:
     check_output(settings.output, "-o", read, settings.overwrite)
     data = enough(settings.data, calibration(settings.data, model, events, "--data"))
     types = {name: dtype for name, dtype in model.types().items() if name.startswith("blk.")}
-    limit = memory_left(settings.memory)
-    found = reading(model, types, data.time, data.windows, limit, tokens=AT_ONCE)
-    if found is None:
-        raise DoesNotFit(
-            f"--memory: {settings.memory} is too small to read any of the data; give more"
-        )
+    ways = readings(model, types, data.time, data.windows, tokens=AT_ONCE)
+    found = within(settings.memory, ways, "read any of the data")
     batches = found.all(data, settings.tokens)
     groups = [batches[at : at + found.batches] for at in range(0, len(batches), found.batches)]
     with events.counting("reading", "block") as count:

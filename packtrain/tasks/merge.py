@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.dtypes import MERGED, Dtype
-from packtrain.errors import DoesNotFit
 from packtrain.events import Events
 from packtrain.gguf import GGUF, Entry
-from packtrain.merging.reading import reading
+from packtrain.merging.reading import readings
 from packtrain.merging.types import named_types
 from packtrain.merging.write import Merge as Merging
 from packtrain.models.adapted import read_scaled, split_scale
@@ -19,7 +18,7 @@ from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import merged, stored_type, write_changed
 from packtrain.planning import size_text
 from packtrain.settings import option, positional, required
-from packtrain.tasks.calibration import calibration, memory_left
+from packtrain.tasks.calibration import calibration, within
 from packtrain.tasks.quantize import Written, check_output, line, writable_dtype
 from packtrain.words import plural
 
@@ -111,17 +110,8 @@ def _calibrated(
     assert settings.calibrate is not None
     data, found = calibration(settings.calibrate, merging.base, events), None
     if merging.calibrated:
-        found = reading(
-            merging.adapted,
-            merging.calibrated,
-            data.time,
-            data.windows,
-            memory_left(settings.memory),
-        )
-        if found is None:
-            raise DoesNotFit(
-                f"--memory: {settings.memory} is too small to merge with --calibrate; give more, or merge without it"
-            )
+        ways = readings(merging.adapted, merging.calibrated, data.time, data.windows)
+        found = within(settings.memory, ways, "merge with --calibrate")
         events.message(f"merging {found}, {size_text(found.nbytes)}")
     with events.counting("merging", "block") as count:
         errors = merging.write(settings.output, name, found, data, done=done, block=count)

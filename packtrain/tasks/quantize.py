@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from packtrain.dtypes import PACKED, READABLE, WRITABLE, Dtype, f32
-from packtrain.errors import DoesNotFit, InputError, printable
+from packtrain.errors import InputError, printable
 from packtrain.events import Events
 from packtrain.files import atomic_path, check_writable
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
 from packtrain.merging.calibrated import calibrate
 from packtrain.merging.importance import Importance, load
-from packtrain.merging.reading import reading
+from packtrain.merging.reading import readings
 from packtrain.models.file import open_model
 from packtrain.models.lora import EMBEDDING
 from packtrain.models.merge import Weighed, packed, squares, unpacked
@@ -24,7 +24,7 @@ from packtrain.models.mix import MIXES, OUTPUT, quantizable, types_of
 from packtrain.planning import size_text
 from packtrain.quant import dequantize, quantize_measured
 from packtrain.settings import option, positional
-from packtrain.tasks.calibration import calibration, enough, memory_left
+from packtrain.tasks.calibration import calibration, enough, within
 from packtrain.types.room import Mix
 from packtrain.words import plural
 
@@ -213,12 +213,8 @@ def _calibrated(
     for dtype in set(changed.values()) & set(PACKED):
         one = np.zeros((1, dtype.block), np.float32)
         quantize_measured(one, dtype, one[0] if dtype.demanding else None)
-    limit = memory_left(settings.memory)
-    found = reading(model, inside, data.time, data.windows, limit, tokens=TOKENS)
-    if found is None:
-        raise DoesNotFit(
-            f"--memory: {settings.memory} is too small to quantize with --calibrate; give more, or leave it out"
-        )
+    ways = readings(model, inside, data.time, data.windows, tokens=TOKENS)
+    found = within(settings.memory, ways, "quantize with --calibrate")
     events.message(f"quantizing {found}, {size_text(found.nbytes)}")
     rows = {name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))}
     with atomic_path(settings.output) as part:

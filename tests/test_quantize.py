@@ -209,8 +209,14 @@ def test_the_smallest_types_need_an_importance_matrix(settings: Quantize, tmp_pa
             ones = np.ones(values.shape[-1], np.float32)
             assert made.array(name).tobytes() == quant.quantize(values, entry.dtype, ones).tobytes()
     assert {str(e.dtype) for e in made.entries.values()} == {"f32", "q2_K", "q5_K", "iq2_xxs"}
-    with pytest.raises(InputError, match=r"token_embd.weight would be iq2_xxs"):
-        quantize.run(replace(small, imatrix=weights, pure=True, overwrite=True))
+    again = replace(small, imatrix=weights, pure=True, overwrite=True)
+    # no importance matrix has weights for it
+    with pytest.raises(
+        InputError, match=r"d.weight would be iq2_xxs.*with --token-embedding-type$"
+    ):
+        quantize.run(again)
+    quantize.run(replace(again, token_embedding_type="q2_k", output_tensor_type="q2_k"))
+    assert str(GGUF(settings.output).entries["token_embd.weight"].dtype) == "q2_K"
 
 
 def test_wrong_settings_are_said_before_any_work(settings: Quantize):

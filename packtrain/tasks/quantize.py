@@ -35,6 +35,7 @@ DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.cou
 IMATRIX = "quantize.imatrix"
 TOKENS = 1 << 14  # most that are read to calibrate
 NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
+WEIGHTS = "measure them with `packtrain imatrix`, and give --imatrix, or give data with --calibrate"
 TYPES = ", ".join(str(dtype) for dtype in WRITABLE)
 
 
@@ -174,12 +175,15 @@ def _check_weights(
     gguf: GGUF, types: Mapping[str, Dtype], weights: Mapping[str, np.ndarray]
 ) -> None:
     """Raise InputError if a tensor gets a type that is written only with weights of columns, and has none."""
+    # importance matrices and data are of blocks
+    outside = {OUTPUT: "--output-tensor-type"} | dict.fromkeys(EMBEDDINGS, "--token-embedding-type")
     for name, entry in gguf.entries.items():
-        dtype, free = types[name], ("blocks" if name in (OUTPUT, *EMBEDDINGS) else "")
+        dtype, free = types[name], ("blocks" if name in outside else "")
         if dtype is not entry.dtype and name not in weights and dtype.demanding not in ("", free):
+            advice = f"choose another for it with {outside[name]}" if name in outside else WEIGHTS
             raise InputError(
-                f"type: {name} would be {dtype}, which is written only with an importance matrix that has weights for"
-                " it; measure one with `packtrain imatrix`, and give it with --imatrix"
+                f"type: {name} would be {dtype}, which is written only with weights of its columns",
+                advice,
             )
 
 

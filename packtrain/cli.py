@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 failed (disk, non-finite), 2 bad input, 3 does not fit, 13
 """
 
 import argparse
-import importlib
 import io
 import os
 import re
@@ -13,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +57,14 @@ INPUT, FAILED, NO_FIT, STOPPED = 2, 1, 3, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _ran(arguments)
+    except KeyboardInterrupt:  # also while the modules of the command are loaded
+        print("packtrain: stopped at once, without saving", file=sys.stderr)
+        return STOPPED
+
+
+def _ran(arguments: Sequence[str] | None) -> int:
     # more are never used, and take time to start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _streams()
@@ -80,16 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"packtrain: error: {_line(error)}", file=sys.stderr)
         return _code(error)
-    except KeyboardInterrupt:
-        print("packtrain: stopped at once, without saving", file=sys.stderr)
-        return STOPPED
     finally:
         signal.signal(signal.SIGTERM, before)
         _flush()
 
 
 def _module(command: str) -> Any:
-    return importlib.import_module(f"packtrain.commands.{COMMANDS[command][0]}")
+    return import_module(f"packtrain.commands.{COMMANDS[command][0]}")
 
 
 def _settings(command: str) -> Any:
@@ -166,7 +171,7 @@ def _line(error: Exception) -> str:
 def _resumed(given: argparse.Namespace, settings: Any) -> argparse.Namespace:
     """Settings of a resumed run: those it began with, unless new ones are given."""
     if getattr(given, "resume", False) and not given.config:
-        run_folder = importlib.import_module("packtrain.training.settings").run_folder
+        run_folder = import_module("packtrain.training.settings").run_folder
         begun = run_folder(Path(getattr(given, "output", settings.output))) / "run.yaml"
         given.config = begun if begun.exists() else None
     return given

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from packtrain import cli
 from packtrain.cli import COMMANDS, main
 from packtrain.errors import InputError
 from packtrain.kernels import runtime
@@ -90,6 +91,15 @@ def test_debugging_switches_are_known_ones(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PACKTRAIN_DEBUG", "nan,foo")
     code, lines = left(["inspect", str(tmp_path / "m.gguf")], capsys)
     assert code == 2 and "PACKTRAIN_DEBUG: foo unknown; choose from graph, place" in lines[0]
+
+
+def test_ctrl_c_while_a_command_is_loaded_is_one_line(capsys, monkeypatch):
+    def stopped(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", stopped)
+    code, lines = left(["inspect", "m.gguf"], capsys)
+    assert code == 130 and lines == ["packtrain: stopped at once, without saving"]
 
 
 def test_a_cpu_to_compile_for_is_one_that_is_here(tmp_path, capsys, monkeypatch):

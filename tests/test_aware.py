@@ -128,6 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         random_model(made / "f32.gguf", name)
         target = made / f"{name}.gguf"
         assert main(["quantize", str(made / "f32.gguf"), str(target), "Q4_K_M"]) == 0
+    assert main(["quantize", str(made / "f32.gguf"), str(made / "iq3.gguf"), "IQ3_S"]) == 0
     random_model(made / "experts.gguf", "llama experts")
     return made
 
@@ -215,6 +216,7 @@ def test_a_plan_holds_few_stored_matrices_at_a_time(folder):
         ("phi3", ["--merge", "plain"], "--merge has no effect with --aware"),
         ("f32", [], "no matrix that is trained is quantized"),
         ("experts", [], "has experts"),
+        ("iq3", [], "--aware: blk.0.attn_q.weight is iq3_s, and it is for matrices of q4_0"),
     ],
 )
 def test_what_it_is_not_for_is_refused(base, more, why, folder, tmp_path, capsys):

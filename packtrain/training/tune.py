@@ -270,10 +270,16 @@ def _check_aware(settings: TuneSettings, model: ModelFile, config: Config) -> No
         raise InputError(
             f"--aware: {model.gguf.path.name} has experts, which it is not for; leave it out"
         )
-    types = model.types()
-    ours = [types[name] for name in transformer.weights(config) if config.lora.rank(name)]
-    if not set(ours) & set(RECODABLE):
-        fits = ", ".join(map(str, RECODABLE))
+    types, fits = model.types(), ", ".join(map(str, RECODABLE))
+    ours = {n: types[n] for n in transformer.weights(config) if config.lora.rank(n)}
+    # the merge would lose part of what such a matrix learns, which no step sees
+    for name, dtype in ours.items():
+        if dtype.quantized and dtype not in RECODABLE:
+            raise InputError(
+                f"--aware: {name} is {dtype}, and it is for matrices of {fits}",
+                "leave it out, or train other matrices (--lora-modules)",
+            )
+    if not set(ours.values()) & set(RECODABLE):
         raise InputError(
             f"--aware: no matrix that is trained is quantized; it is for matrices of {fits}"
         )

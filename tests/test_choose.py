@@ -77,11 +77,11 @@ def test_an_adapter_is_merged_first(folder: Path, tmp_path: Path) -> None:
     base, lora = folder / "q8.gguf", folder / "lora.run/adapter.gguf"
     found = pt.choose(
         base, lora, tmp_path / "out.gguf", folder / "test.jsonl", type=["q4_0"],
-        also=[folder / "tuned.gguf"], calibrate=folder / "train.jsonl",
+        also=[folder / "tuned.gguf"], aware=[base], calibrate=folder / "train.jsonl",
     )  # fmt: skip
     ways = [(one.name, one.how) for one in found.tries]
     assert ways[:2] == [("as the base", "plain"), ("as the base", "with data")]
-    assert ways[-1] == (str(folder / "tuned.gguf"), "as it is")
+    assert ways[-2:] == [("q8_0", "aware"), (str(folder / "tuned.gguf"), "as it is")]
     merged = pt.merge(base, lora, tmp_path / "merged.gguf").output
     assert found.tries[0].loss == losses(folder, merged)[0]
     if found.best.how == "as it is":
@@ -102,6 +102,7 @@ def test_the_order_of_tries():
         ({"memory": "1GiB"}, "--memory has no effect without --calibrate"),
         ({"data": "none.jsonl"}, "--data.*none.jsonl"),
         ({"also": ["none.gguf"]}, "--also.*none.gguf"),
+        ({"aware": ["none.gguf"]}, "--aware.*none.gguf"),
         ({"output": "tuned.gguf", "overwrite": True}, "is the model itself"),
     ],
 )  # fmt: skip

@@ -21,12 +21,12 @@ from packtrain.models.mix import MIXES
 from packtrain.settings import option, positional, required
 from packtrain.tasks.evaluate import Evaluate, evaluate
 from packtrain.tasks.merge import Merge, merge
-from packtrain.tasks.quantize import Quantize, check_output, quantize
+from packtrain.tasks.quantize import FILE_TYPE, Quantize, check_output, quantize
 from packtrain.training.effects import Rule, check_idle
 
 USUAL = "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"
 AS_BASE = "as the base"
-PLAIN, DATA, GIVEN = "plain", "with data", "as it is"
+PLAIN, DATA, GIVEN, TUNED = "plain", "with data", "as it is", "aware"
 MEMORY: Rule = "memory", lambda s: s.calibrate is None, "without --calibrate"
 
 Make = Callable[[Path], object]  # writes the file
@@ -49,8 +49,11 @@ class Choose:
     calibrate: Path | None = option(
         None, "conversations or text like the training data: each type is tried with it, too"
     )
-    also: tuple[Path, ...] = option(
-        (), "a file to measure as it is, such as one tuned with --aware; repeatable", metavar="FILE"
+    also: tuple[Path, ...] = option((), "a file to measure as it is; repeatable", metavar="FILE")
+    aware: tuple[Path, ...] = option(
+        (),
+        "a file that `finetune --aware` wrote, to measure as it is and show under its type; repeatable",
+        metavar="FILE",
     )
     keep: float = option(0.98, "the share of the gain that must be kept", least=0, most=1)
     memory: str | None = option(
@@ -68,7 +71,7 @@ class Try:
     """A file that was tried.
 
     name    its type, or its path
-    how     rounded plainly, with data, or a file as it is
+    how     rounded plainly, with data, trained as stored (aware), or a file as it is
     nbytes  of the whole file
     loss    nats per token
     kept    share of the gain
@@ -133,6 +136,7 @@ def _check(settings: Choose) -> None:
     check_idle(settings, (MEMORY,))
     given = [(settings.model, "model"), (settings.tuned, "tuned"), (settings.data, "--data")]
     given += [(path, "--also") for path in settings.also]
+    given += [(path, "--aware") for path in settings.aware]
     if settings.calibrate is not None:
         given.append((settings.calibrate, "--calibrate"))
     for path, what in given:
@@ -140,7 +144,8 @@ def _check(settings: Choose) -> None:
     for name in settings.type:
         if name.upper() not in MIXES:
             raise InputError(f"--type {name} is unknown; it must be one of {', '.join(MIXES)}")
-    read = [path for path, what in given if path.is_file() and what in ("model", "tuned", "--also")]
+    models = "model", "tuned", "--also", "--aware"
+    read = [path for path, what in given if path.is_file() and what in models]
     check_output(settings.output, "-o", read, settings.overwrite)
 
 
@@ -196,8 +201,16 @@ def _candidates(settings: Choose, tuned: Path, events: Events) -> Iterator[tuple
     for name in settings.type or USUAL:
         for how, data in ways:
             yield name.lower(), how, partial(_quantize, settings, tuned, name, data, events)
+    for given in settings.aware:
+        yield _type_of(given), TUNED, partial(_copy, given)
     for given in settings.also:
         yield str(given), GIVEN, partial(_copy, given)
+
+
+def _type_of(path: Path) -> str:
+    """The type that a file says it is written in, as --type takes it; of one that says nothing, its path."""
+    number = GGUF(path).metadata.get(FILE_TYPE)
+    return next((n.lower() for n, mix in MIXES.items() if mix.number == number), str(path))
 
 
 def _merge(settings: Choose, data: Path | None, events: Events, path: Path) -> None:

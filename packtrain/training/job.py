@@ -321,7 +321,9 @@ def _share(settings: RunSettings, optimizer: type[Optimizer], base: Base | None)
             " shared out; leave out --zero"
         )
     if base is not None and base.masters != f32:
-        raise InputError(f"--zero {settings.zero} needs trained weights in f32, not {base.masters}")
+        raise InputError(
+            f"--zero {settings.zero} needs trained weights in f32; leave out --masters {base.masters}"
+        )
     return here().rank, here().size
 
 

@@ -4,37 +4,27 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
-from packtrain.dtypes import PACKED, READABLE, WRITABLE, Dtype, f32
+from packtrain.dtypes import READABLE, WRITABLE, Dtype, f32
 from packtrain.errors import InputError, printable
 from packtrain.events import Events
-from packtrain.files import atomic_path, check_writable
+from packtrain.files import check_writable
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
-from packtrain.merging.calibrated import calibrate
-from packtrain.merging.importance import Importance, load
-from packtrain.merging.reading import readings
-from packtrain.models.file import open_model
-from packtrain.models.lora import EMBEDDING
-from packtrain.models.merge import Weighed, packed, squares, unpacked
+from packtrain.models.merge import Weighed, packed, squares
 from packtrain.models.mix import EMBEDDING as EMBEDDINGS
-from packtrain.models.mix import MIXES, OUTPUT, quantizable, types_of
-from packtrain.planning import size_text
-from packtrain.quant import dequantize, quantize_measured
+from packtrain.models.mix import MIXES, OUTPUT, types_of
+from packtrain.quant import dequantize
 from packtrain.settings import option, positional
-from packtrain.tasks.calibration import calibration, enough, within
 from packtrain.types.room import Mix
-from packtrain.words import plural
 
 PART = 1 << 20  # values that are converted at a time
 MIB = 1 << 20
 FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
 DROPPED = ("general.quantized_by", "split.no", "split.count", "split.tensors.count")
-IMATRIX = "quantize.imatrix"
-TOKENS = 1 << 14  # most that are read to calibrate
-NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
 WEIGHTS = "measure them with `packtrain imatrix`, and give --imatrix, or give data with --calibrate"
 TYPES = ", ".join(str(dtype) for dtype in WRITABLE)
 
@@ -90,22 +80,21 @@ class Written:
 def quantize(settings: Quantize, events: Events) -> Written:
     """Write the file. Raises InputError, for values only after writing began."""
     began, mix = time.perf_counter(), _mix(settings)
-    if settings.calibrate is not None and settings.imatrix is not None:
-        raise InputError("--calibrate: the data says more than --imatrix; give one of them")
     gguf = GGUF(settings.model)
-    importance = None if settings.imatrix is None else load(settings.imatrix)
     types = types_of(
         gguf,
         mix,
         pure=settings.pure,
         output=writable_dtype(settings.output_tensor_type, "--output-tensor-type"),
         embedding=writable_dtype(settings.token_embedding_type, "--token-embedding-type"),
-        weighed=importance is not None,
+        weighed=settings.imatrix is not None,
     )
     _check(settings, gguf, types)
-    by_column = dict[str, np.ndarray]()
-    if importance is not None:
-        by_column = _weights(settings, gguf, importance, events)
+    by_column, origin = dict[str, np.ndarray](), dict[str, Value]()
+    if settings.imatrix is not None:
+        # what few files need takes a third of the time that loading takes
+        weighed = import_module("packtrain.tasks.weighed")
+        by_column, origin = weighed.weights(settings, gguf, events)
     elif settings.calibrate is not None:
         by_column = _alike(gguf, types)
     _check_weights(gguf, types, by_column)
@@ -117,49 +106,17 @@ def quantize(settings: Quantize, events: Events) -> Written:
         )
         for name, entry in gguf.entries.items()
     }
-    values = metadata(gguf, mix) | (_origin(settings, importance) if importance else {})
+    values = metadata(gguf, mix) | origin
     if settings.calibrate is None:
         write(settings.output, values, converted)
     else:
-        _calibrated(settings, types, values, converted, events)
+        calibrated = import_module("packtrain.tasks.calibrated")
+        calibrated.write(settings, types, values, converted, events)
     before, after = (sum(t.nbytes for t in part.values()) for part in (gguf.entries, converted))
     weights = sum(math.prod(entry.shape) for entry in gguf.entries.values())
     changed = sum(types[name] != entry.dtype for name, entry in gguf.entries.items())
-    seconds = time.perf_counter() - began
-    return Written(settings.output, changed, len(types), before, after, weights, seconds)
-
-
-def _weights(
-    settings: Quantize, gguf: GGUF, importance: Importance, events: Events
-) -> dict[str, np.ndarray]:
-    """Weights by matrix, (experts, columns). Raises InputError if they are another model's."""
-    found = dict[str, np.ndarray]()
-    for name, entry in gguf.entries.items():
-        weights = importance.weights(name)
-        if weights is None:
-            continue
-        wanted = (math.prod(entry.shape[:-2]), entry.shape[-1])
-        if weights.size != math.prod(wanted):
-            raise InputError(
-                f"{settings.imatrix}: {name} has {weights.size} weights, in {gguf.path} {math.prod(wanted)} inputs;"
-                " measure this model with `packtrain imatrix`"
-            )
-        found[name] = weights.reshape(wanted)
-    blocks = [
-        n for n, e in gguf.entries.items() if n.startswith("blk.") and quantizable(n, e.shape)
-    ]
-    without = [name for name in blocks if name not in found]
-    if blocks and len(without) == len(blocks):
-        raise InputError(
-            f"{settings.imatrix}: it has no weights for any matrix of {gguf.path}; measure this model with"
-            " `packtrain imatrix`"
-        )
-    if without:
-        events.message(
-            f"{settings.imatrix} has no weights for {plural(len(without), 'matrix', 'matrices')}, "
-            f"the first: {without[0]}"
-        )
-    return found
+    took = time.perf_counter() - began
+    return Written(settings.output, changed, len(types), before, after, weights, took)
 
 
 def _alike(gguf: GGUF, types: Mapping[str, Dtype]) -> dict[str, np.ndarray]:
@@ -187,50 +144,9 @@ def _check_weights(
             )
 
 
-def _origin(settings: Quantize, importance: Importance) -> dict[str, Value]:
-    """The metadata that llama-quantize adds for an importance matrix."""
-    return {
-        f"{IMATRIX}.file": Value("string", str(settings.imatrix)),
-        f"{IMATRIX}.dataset": Value("string", importance.source),
-        f"{IMATRIX}.entries_count": Value("u32", len(importance.sums)),
-        f"{IMATRIX}.chunks_count": Value("u32", importance.chunks),
-    }
-
-
-def _calibrated(
-    settings: Quantize,
-    types: Mapping[str, Dtype],
-    values: Mapping[str, Value],
-    tensors: Mapping[str, Deferred],
-    events: Events,
-) -> None:
-    """Write the file, its blocks rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
-    assert settings.calibrate is not None
-    model = open_model(settings.model)
-    entries = model.gguf.entries
-    changed = {n: dtype for n, dtype in types.items() if dtype != entries[n].dtype}
-    inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
-    if not any(dtype.chosen for dtype in inside.values()):
-        raise InputError(NOTHING)
-    data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
-    # loads kernels and tables, which count then
-    for dtype in set(changed.values()) & set(PACKED):
-        one = np.zeros((1, dtype.block), np.float32)
-        quantize_measured(one, dtype, one[0] if dtype.demanding else None)
-    ways = readings(model, inside, data.time, data.windows, tokens=TOKENS)
-    found = within(settings.memory, ways, "quantize with --calibrate")
-    events.message(f"quantizing {found}, {size_text(found.nbytes)}")
-    rows = {name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))}
-    with atomic_path(settings.output) as part:
-        write(part, values, tensors)
-        with events.counting("quantizing", "block") as count:
-            given = found.read(data), found.width, count
-            errors = calibrate(part, model, rows, *given, anew=rows.keys())
-    for name, error in errors.items():
-        events.row(f"{line(entries[name], types[name], error)} of what it computes")
-
-
 def _mix(settings: Quantize) -> Mix:
+    if settings.calibrate is not None and settings.imatrix is not None:
+        raise InputError("--calibrate: the data says more than --imatrix; give one of them")
     mix = MIXES.get(settings.type.upper())
     if mix is None:
         raise InputError(f"type: {settings.type} is unknown; it must be one of {', '.join(MIXES)}")

@@ -1,0 +1,57 @@
+"""Quantizing with data (--calibrate): blocks are rounded so that they change least what they compute on it."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from packtrain.dtypes import PACKED, Dtype
+from packtrain.errors import InputError
+from packtrain.events import Events
+from packtrain.files import atomic_path
+from packtrain.gguf import Deferred, Value
+from packtrain.gguf import write as write_file
+from packtrain.merging.calibrated import calibrate
+from packtrain.merging.reading import readings
+from packtrain.models.file import open_model
+from packtrain.models.lora import EMBEDDING
+from packtrain.models.merge import unpacked
+from packtrain.planning import size_text
+from packtrain.quant import quantize_measured
+from packtrain.tasks.calibration import calibration, enough, within
+from packtrain.tasks.quantize import Quantize, line
+
+TOKENS = 1 << 14  # most that are read to calibrate
+NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
+
+
+def write(
+    settings: Quantize,
+    types: Mapping[str, Dtype],
+    values: Mapping[str, Value],
+    tensors: Mapping[str, Deferred],
+    events: Events,
+) -> None:
+    """Write the file, its blocks rounded with data. Raises InputError, and DoesNotFit if --memory is too small."""
+    assert settings.calibrate is not None
+    model = open_model(settings.model)
+    entries = model.gguf.entries
+    changed = {n: dtype for n, dtype in types.items() if dtype != entries[n].dtype}
+    inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
+    if not any(dtype.chosen for dtype in inside.values()):
+        raise InputError(NOTHING)
+    data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
+    # loads kernels and tables, which count then
+    for dtype in set(changed.values()) & set(PACKED):
+        one = np.zeros((1, dtype.block), np.float32)
+        quantize_measured(one, dtype, one[0] if dtype.demanding else None)
+    ways = readings(model, inside, data.time, data.windows, tokens=TOKENS)
+    found = within(settings.memory, ways, "quantize with --calibrate")
+    events.message(f"quantizing {found}, {size_text(found.nbytes)}")
+    rows = {name: unpacked(model.gguf, name) for name in (*inside, *({EMBEDDING} & changed.keys()))}
+    with atomic_path(settings.output) as part:
+        write_file(part, values, tensors)
+        with events.counting("quantizing", "block") as count:
+            given = found.read(data), found.width, count
+            errors = calibrate(part, model, rows, *given, anew=rows.keys())
+    for name, error in errors.items():
+        events.row(f"{line(entries[name], types[name], error)} of what it computes")

@@ -24,6 +24,13 @@ from packtrain.models.file import open_model
 from packtrain.training.measure import Mean
 
 TYPES = ("Q4_K_M", "Q3_K_M", "Q2_K")
+UNWEIGHED = (
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ1_S",
+    "IQ1_M",
+)  # have matrices that are written with data only
 TOKENS = 16  # compared with llama.cpp
 
 
@@ -44,7 +51,10 @@ def ours(model: Path, to: Path, mix: str, *flags: object) -> float:
 def row(given: argparse.Namespace, weights: Path, folder: Path, mix: str, base: np.ndarray) -> str:
     """A row of the table."""
     files = {name: folder / f"{name}.gguf" for name in ("plain", "weighed", "with")}
-    ours(given.model, files["plain"], mix)
+    if mix in UNWEIGHED:
+        del files["plain"]
+    else:
+        ours(given.model, files["plain"], mix)
     theirs(given.llama_quantize, weights, given.model, files["weighed"], mix)
     seconds = ours(given.model, files["with"], mix, "--calibrate", given.data)
     losses = {name: measured(given, path) for name, path in files.items()}
@@ -57,6 +67,7 @@ def row(given: argparse.Namespace, weights: Path, folder: Path, mix: str, base: 
     nbytes = [sum(e.nbytes for e in GGUF(path).entries.values()) for path in files.values()]
     assert len(set(nbytes)) == 1, nbytes
     apart = compared(given, files["with"], folder) if given.python else "-"
+    cells = ["-"] * (3 - len(cells)) + cells
     change = f"{less.value:+.4f} ± {less.error:.4f}"
     return f"| {mix} | {nbytes[0]:,} | {' | '.join(cells)} | {change} | {seconds:.0f} | {apart} |"
 

@@ -86,7 +86,7 @@ LAYERS = {
     "commands": "ranks errors events words files settings dtypes tensor graph placing planning picture run memory"
     " stop kernels quant gguf tokenizer vocabulary convert corpus samples cost speed recompute models peft template"
     " watch optim design training tasks backends checking benching",
-    "cli": "errors words settings debug commands training version ranks",
+    "cli": "errors words settings debug kernels commands training version ranks",
     "__main__": "cli",
 }
 OUTSIDE = {

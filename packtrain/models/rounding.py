@@ -26,8 +26,9 @@ def rounded(config: Config, x: Tensor, w: Tensor) -> Tensor:
 
 def product(config: Config, x: Tensor, w: Tensor, acc: Tensor | None = None) -> Tensor:
     """x @ w.T (+ acc)."""
-    few = x.spec.size <= FEW_ROWS * x.shape[-1]
-    in_integers = few or (config.precision == F32 and multiplies_many())
-    if in_integers and config.activations == Q8 and w.dtype in ROUNDABLE:
-        return ops.matmul_rounded(x, w, acc)
+    if config.activations == Q8 and w.dtype in ROUNDABLE:
+        few = x.spec.size <= FEW_ROWS * x.shape[-1]
+        # asked last: what the CPU has is LLVM's to say, which takes megabytes to load
+        if few or (config.precision == F32 and multiplies_many()):
+            return ops.matmul_rounded(x, w, acc)
     return ops.matmul(rounded(config, x, w), w, acc, precision=config.precision)

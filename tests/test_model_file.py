@@ -190,7 +190,7 @@ BAD: dict[str, Change] = {
     "llama.block_count is 9000; it must be less than the number of tensors": key("llama.block_count", "u32", 9000),
     "llama.embedding_length is 24.0; it must be": key("llama.embedding_length", "f32", 24),
     "llama.embedding_length is True; it must be": key("llama.embedding_length", "bool", True),
-    "llama.feed_forward_length is array([36, 36]": key("llama.feed_forward_length", "u32", [36, 36]),
+    "llama.feed_forward_length is array([36, 40]": key("llama.feed_forward_length", "u32", [36, 40]),
     "llama.feed_forward_length is 9223372036854775808; it": key("llama.feed_forward_length", "u64", 1 << 63),
     "weight has shape [36, 24]; by the metadata it must be [40, 24]": key("llama.feed_forward_length", "u32", 40),
     "llama.attention.head_count is 5; it must be a divisor": key("llama.attention.head_count", "u32", 5),

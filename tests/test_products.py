@@ -226,6 +226,7 @@ from packtrain.generation import Generator
 from packtrain.memory import private_nbytes
 from packtrain.models.file import open_model
 
+kernels.set_threads(1)  # the stack of another thread is in use or not, by chance
 kernels.load_all()
 Generator.of(open_model(sys.argv[1]), 40).feed([1, 2, 3] * 8)
 print("ready", flush=True)

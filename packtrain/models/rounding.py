@@ -3,10 +3,9 @@
 from packtrain import ops
 from packtrain.dtypes import ROUNDABLE
 from packtrain.models.config import Config
-from packtrain.ops.rounded import multiplies_many
+from packtrain.ops.rounded import FEW_ROWS, multiplies_many
 from packtrain.tensor import Tensor
 
-FEW_ROWS = 8  # more are rounded, then multiplied in f32, where products in integers are not faster
 F32, Q8 = "f32", "q8"
 ACTIVATIONS = (
     "q8: round them to 8 bits, 32 at a time, for products with quantized weights, as llama.cpp does"
@@ -28,7 +27,8 @@ def product(config: Config, x: Tensor, w: Tensor, acc: Tensor | None = None) -> 
     """x @ w.T (+ acc)."""
     if config.activations == Q8 and w.dtype in ROUNDABLE:
         few = x.spec.size <= FEW_ROWS * x.shape[-1]
-        # asked last: what the CPU has is LLVM's to say, which takes megabytes to load
+        # where products in integers are not faster, more are rounded and multiplied in f32; this is asked
+        # last: what the CPU has is LLVM's to say, which takes megabytes to load
         if few or (config.precision == F32 and multiplies_many()):
             return ops.matmul_rounded(x, w, acc)
     return ops.matmul(rounded(config, x, w), w, acc, precision=config.precision)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import ops
+from packtrain import kernels, ops
 from packtrain.dtypes import f64, i64
 from packtrain.sampling import Candidates, Chain, Sampling, draws
 
@@ -101,3 +101,25 @@ def test_numbers_are_numpys(chosen):
     assert got.tolist() == [
         int(draws(seed, index).random() * K) for _, seed, index in counts.tolist()
     ]
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "rising", "not finite", "all alike"])
+def test_candidates_of_long_rows_are_those_of_a_sort(kind):
+    """Rows in which few values are looked at; rising ones and equal ones have too many for that."""
+    rng, sizes = np.random.default_rng(4), ((2, 32_003, 128), (1, 4096, 128), (3, 2000, 5))
+    for n, v, k in sizes:
+        x = rng.standard_normal((n, v)).astype(np.float32)
+        if kind == "ties":
+            x = np.round(3 * x)
+        elif kind == "rising":
+            x.sort(axis=1)
+        elif kind == "not finite":
+            x[:, rng.integers(0, v, 60)] = np.tile(np.float32([np.nan, np.inf, -np.inf]), 20)
+        elif kind == "all alike":
+            x[...] = -3
+        ids, values = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+        kernels.choosing.candidates(ids, values, x)
+        seen = np.where(np.isfinite(x), x, np.float32(np.inf))
+        order = np.argsort(-seen, axis=1, kind="stable")[:, :k]
+        assert np.array_equal(ids, order)
+        assert np.array_equal(values, np.take_along_axis(seen, order, 1))

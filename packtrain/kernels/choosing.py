@@ -8,6 +8,7 @@ import math
 import numpy as np
 from numba import types
 
+from packtrain.kernels.bits import put_word, word_at
 from packtrain.kernels.call import kernel, part, spans
 from packtrain.kernels.simd import (
     LANES,
@@ -17,8 +18,13 @@ from packtrain.kernels.simd import (
     load,
     maximum,
     out2,
+    peek,
+    poke,
+    scratch,
     select_less,
     splat,
+    store,
+    total,
 )
 
 i64, f32, f64, u64, void = types.int64, types.float32, types.float64, types.uint64, types.void
@@ -33,6 +39,8 @@ LOW, HALF, REST = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(11)
 ROUNDS = 10
 LARGEST, INFINITY = np.float32(3.4028235e38), np.float32(np.inf)
 SPAN = 16
+SHARES, MOST, ROOM = 2, 128, 512  # parts of a row for each of up to MOST candidates; values kept
+ROOMS = ROOM + SPAN
 
 
 @kernel(void(out_ids2, out2, i64, i64, i64))
@@ -57,11 +65,11 @@ def seen(x):
     return x if -LARGEST <= x <= LARGEST else INFINITY
 
 
-@part(f32(in2, i64))
-def largest_of(x, first):
-    """Of the values `seen` in a span."""
+@part(f32(in2, i64, i64))
+def largest_of(x, first, stop):
+    """Of the values `seen` in some spans."""
     most = splat(-INFINITY)
-    for i in range(first, first + SPAN, LANES):
+    for i in range(first, stop, LANES):
         v = load(x, i)
         most = maximum(select_less(absolute(v), INFINITY, v, INFINITY), most)
     return largest(most)
@@ -78,10 +86,94 @@ def offer(ids, values, x, row, start, stop, k):
             sift(ids, values, row, 0, k)
 
 
+@part(i64(i64, i64, i64, f32))
+def count_less(v, first, stop, than):
+    """How many of some spans of values at v are less."""
+    found = splat(0.0)
+    for i in range(first, stop, LANES):
+        found = found + select_less(load(v, i), than, 1.0, 0.0)
+    return i64(total(found))
+
+
+@kernel(f32(i64, i64, i64))
+def reached(most, count, k):
+    """The largest of `count` values that k of them reach, and room for a span behind them."""
+    store(most, count, splat(INFINITY))
+    least = f32(-INFINITY)
+    for i in range(count):
+        v = peek(most, i)
+        enough = count_less(most, 0, count, v) <= count - k
+        least = max(least, v if enough else f32(-INFINITY))
+    return least
+
+
+@kernel(i64(i64, i64, i64, in2, i64, i64, i64, f32))
+def collect(found, at, many, x, row, first, stop, least):
+    """Add values of at least this, and their places, to `many` others; more than ROOM if they do not fit."""
+    for e in range(first, stop):
+        if many == ROOM:
+            return ROOM + 1
+        v = seen(x[row, e])
+        poke(found, many, v)
+        put_word(at, many, e)
+        many += i64(v >= least)
+    return many
+
+
+@kernel(void(out_ids2, out2, i64, i64, i64, i64))
+def put_in_order(ids, values, row, found, at, many):
+    """Values to the places that so many greater ones, or equal ones before them, leave them."""
+    store(found, many, splat(-INFINITY))
+    for i in range(many):
+        v, here = peek(found, i), i // LANES * LANES
+        place = here - count_less(found, 0, here, v)
+        for j in range(here, here + LANES):
+            w = peek(found, j)
+            place += i64(w > v) + i64((w == v) & (j < i))
+        over = splat(0.0)
+        for j in range(here + LANES, many, LANES):
+            over = over + select_less(v, load(found, j), 1.0, 0.0)
+        place += i64(total(over))
+        if place < ids.shape[1]:
+            values[row, place], ids[row, place] = v, word_at(at, i)
+
+
+@kernel(types.boolean(out_ids2, out2, in2, i64))
+def candidates_at_once(ids, values, x, row):
+    """Of a long row: k of its parts have a value of at least `least`, so that few others need be looked at.
+
+    False, and nothing done, if the row is short or too many values are as large.
+    """
+    k, size = ids.shape[1], x.shape[1]
+    step = size // (SHARES * max(k, 1)) // SPAN * SPAN
+    if step == 0 or k > MOST or size // step > ROOM:
+        return False
+    most, found, at = scratch(ROOMS), scratch(ROOMS), scratch(ROOMS)
+    count, many, first = size // step, i64(0), row * size
+    for i in range(count):
+        poke(most, i, largest_of(x, first + i * step, first + (i + 1) * step))
+    least = reached(most, count, k)
+    for i in range(count):
+        if peek(most, i) < least:
+            continue
+        for e in range(i * step, (i + 1) * step, SPAN):
+            if largest_of(x, first + e, first + e + SPAN) >= least:
+                many = collect(found, at, many, x, row, e, e + SPAN, least)
+                if many > ROOM:
+                    return False
+    many = collect(found, at, many, x, row, count * step, size, least)
+    if many > ROOM:
+        return False
+    put_in_order(ids, values, row, found, at, many)
+    return True
+
+
 @kernel(void(out_ids2, out2, in2, i64, i64))
 def candidate_rows(ids, values, x, start, stop):
     k, size = ids.shape[1], x.shape[1]
     for row in range(start, stop):
+        if candidates_at_once(ids, values, x, row):
+            continue
         for e in range(k):
             ids[row, e] = e
             values[row, e] = seen(x[row, e])
@@ -89,7 +181,8 @@ def candidate_rows(ids, values, x, start, stop):
             sift(ids, values, row, at, k)
         whole = k + (size - k) // SPAN * SPAN
         for first in range(k, whole, SPAN):  # most have nothing new
-            if largest_of(x, row * size + first) > values[row, 0]:
+            at = row * size + first
+            if largest_of(x, at, at + SPAN) > values[row, 0]:
                 offer(ids, values, x, row, first, first + SPAN, k)
         offer(ids, values, x, row, whole, size, k)
         for end in range(k - 1, 0, -1):

@@ -52,7 +52,7 @@ def candidates_cost(out, x, *, k):
 
 @candidates.samples
 def candidates_samples():
-    for n, v, k in ((1, 1, 1), (3, 8, 2), (5, 300, 40), (2, 5000, 33)):
+    for n, v, k in ((1, 1, 1), (3, 8, 2), (5, 300, 40), (2, 5000, 33), (1, 32003, 128)):
         yield from candidates(input("x", (n, v)), k=k)
     yield from candidates(input("x", (2, 3, 4)), k=4)
     yield from candidates(constant("x", np.array([[1.0, 3, 3, 1, 3], [0, 0, 0, 0, 0]])), k=4)

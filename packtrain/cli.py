@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 
 from packtrain.debug import flags as debug_flags
 from packtrain.errors import DiskFull, DoesNotFit, InputError, Interrupted, RankLost, printable
-from packtrain.kernels.runtime import chosen_cpu
-from packtrain.ranks import launch, several
 from packtrain.settings import add_flags, from_flags, positionals
 from packtrain.version import __version__
 from packtrain.words import did_you_mean
@@ -71,13 +69,16 @@ def _ran(arguments: Sequence[str] | None) -> int:
     given = _given(_parser(_asked(arguments)), arguments)
     if given is None:
         return INPUT
+    # not at the top: help and versions are there at once
+    runtime, ranks = import_module("packtrain.kernels.runtime"), import_module("packtrain.ranks")
     module, settings = _module(given.command), _settings(given.command)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        debug_flags(), chosen_cpu()  # report what is misspelt before any work
+        debug_flags(), runtime.chosen_cpu()  # report what is misspelt before any work
         asked = from_flags(settings, _resumed(given, settings))
-        if given.command in RANKS and getattr(asked, "nproc", 1) > 1 and not several():
-            return launch(sys.argv[1:] if arguments is None else arguments, asked.nproc)
+        if given.command in RANKS and getattr(asked, "nproc", 1) > 1 and not ranks.several():
+            started = sys.argv[1:] if arguments is None else arguments
+            return int(ranks.launch(started, asked.nproc))
         code: int = module.run(asked)
         sys.stdout.flush()
         return code

@@ -4,13 +4,30 @@ An array of a block type is a NumPy record array named after the type, its last 
 no files and no models.
 """
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from packtrain import kernels
 from packtrain.dtypes import PACKED, READABLE, WRITABLE, Dtype, dtype_of
+from packtrain.errors import InputError
 from packtrain.types.neighbours import neighbours
+
+
+class Stored(NamedTuple):
+    """Values that are quantized already: blocks, and what they stand for."""
+
+    blocks: np.ndarray
+    values: np.ndarray
+
+
+class Weighed(NamedTuple):
+    """Values whose rounding errors count by a weight of each column."""
+
+    values: np.ndarray
+    weights: np.ndarray
 
 
 def dequantize(array: np.ndarray) -> np.ndarray:
@@ -76,3 +93,35 @@ def quantize_measured(
         compiled.quantize.rows(dtype.number, raw, sums, rows)
     total, wrong = sums.sum(axis=1)
     return packed, float(total), float(wrong)
+
+
+def packed(
+    where: str,
+    parts: Iterable[np.ndarray | Stored | Weighed],
+    dtype: Dtype,
+    done: Callable[[float], None],
+) -> Iterator[np.ndarray]:
+    """Convert parts of a tensor from f32; calls `done` with the rounding error. Raises InputError for bad values."""
+    wrong = total = 0.0
+    for values in parts:
+        if isinstance(values, Stored):
+            part, size = values.blocks, squares(values.values)
+            error = squares(dequantize(part) - values.values)
+        elif isinstance(values, Weighed):
+            part, size, error = quantize_measured(values.values, dtype, values.weights)
+        else:
+            part, size, error = quantize_measured(values, dtype)
+        total += size
+        if not math.isfinite(total):
+            raise InputError(f"{where} has values that are not finite; they must be")
+        wrong += error
+        if not math.isfinite(wrong):
+            raise InputError(f"{where} has values too large for {dtype}; use another type")
+        yield part
+    done(math.sqrt(wrong / total) if total else 0.0)
+
+
+def squares(x: np.ndarray) -> float:
+    """The sum of squares in f64, without a copy in f64."""
+    flat = x.reshape(-1)
+    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))

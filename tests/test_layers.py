@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import packtrain
 
 ROOT = Path(packtrain.__file__).parent
@@ -34,7 +36,7 @@ LAYERS = {
     "origin": "",
     "tensor": "dtypes origin",
     "graph": "dtypes tensor",
-    "quant": "types dtypes kernels",
+    "quant": "types dtypes errors kernels",
     "ops": "types dtypes errors tensor kernels quant",
     "grad": "dtypes origin tensor graph ops",
     "optim": "ranks settings dtypes tensor graph kernels ops grad",
@@ -166,6 +168,21 @@ def test_nothing_is_imported_late():
         late = [node.lineno for node, _ in imported(tree) if id(node) not in top]
         wrong += [f"{path}:{number}: a late import" for number in late if module not in LATE]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "code, without",
+    [
+        ("import packtrain.cli", ["numpy"]),  # help and --version
+        ("import packtrain.commands.quantize", ["packtrain.ops", "rich"]),
+    ],
+)
+def test_a_command_loads_what_it_needs(code, without):
+    said = "import sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {said}"], capture_output=True, text=True, check=True
+    )
+    assert not {*without} & {*done.stdout.split()}
 
 
 def test_importing_is_light(tmp_path):

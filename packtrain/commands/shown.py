@@ -11,7 +11,7 @@ from packtrain.events import Counted, Events
 from packtrain.ranks import rank
 from packtrain.stop import stop_on_signals
 from packtrain.watch.count import Count
-from packtrain.watch.progress import ProgressLine
+from packtrain.watch.progress import ProgressLine, bar_module, redraws
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
@@ -41,6 +41,8 @@ class Shown(Events):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
+        if redraws(self._stream):
+            bar_module()  # now, not inside a plan's memory
         self._progress: ProgressLine | None = None
 
     def message(self, text: str) -> None:

@@ -5,11 +5,10 @@ another requested one. Only a few rows are in memory at a time.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from packtrain.gguf import GGUF, Deferred, Entry, Value, write
 from packtrain.models.adapter import Adapter
 from packtrain.models.arch.architecture import is_matrix
 from packtrain.ops.stored import stored_rows
-from packtrain.quant import dequantize, quantize_measured
+from packtrain.quant import Stored, dequantize, packed
 
 PART = 1 << 15  # elements changed at a time: a run that ends still holds all its memory
 # prefixes of keys that are not valid for the new file
@@ -27,20 +26,6 @@ DROPPED = ("split.", "general.base_model.")
 
 Rows = Callable[[int, int], np.ndarray]
 Done = Callable[[Entry, Dtype, float], None]
-
-
-class Stored(NamedTuple):
-    """Values that are quantized already: blocks, and what they stand for."""
-
-    blocks: np.ndarray
-    values: np.ndarray
-
-
-class Weighed(NamedTuple):
-    """Values whose rounding errors count by a weight of each column."""
-
-    values: np.ndarray
-    weights: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,35 +159,3 @@ def _deferred(
         yield from packed(where, values, stored, lambda error: done(entry, stored, error))
 
     return Deferred(stored, entry.shape, parts)
-
-
-def packed(
-    where: str,
-    parts: Iterable[np.ndarray | Stored | Weighed],
-    dtype: Dtype,
-    done: Callable[[float], None],
-) -> Iterator[np.ndarray]:
-    """Convert parts of a tensor from f32; calls `done` with the rounding error. Raises InputError for bad values."""
-    wrong = total = 0.0
-    for values in parts:
-        if isinstance(values, Stored):
-            part, size = values.blocks, squares(values.values)
-            error = squares(dequantize(part) - values.values)
-        elif isinstance(values, Weighed):
-            part, size, error = quantize_measured(values.values, dtype, values.weights)
-        else:
-            part, size, error = quantize_measured(values, dtype)
-        total += size
-        if not math.isfinite(total):
-            raise InputError(f"{where} has values that are not finite; they must be")
-        wrong += error
-        if not math.isfinite(wrong):
-            raise InputError(f"{where} has values too large for {dtype}; use another type")
-        yield part
-    done(math.sqrt(wrong / total) if total else 0.0)
-
-
-def squares(x: np.ndarray) -> float:
-    """The sum of squares in f64, without a copy in f64."""
-    flat = x.reshape(-1)
-    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))

@@ -14,10 +14,9 @@ from packtrain.errors import InputError, printable
 from packtrain.events import Events
 from packtrain.files import check_writable
 from packtrain.gguf import GGUF, QUANTIZATION_VERSION, Deferred, Entry, Value, tensor_nbytes, write
-from packtrain.models.merge import Weighed, packed, squares
 from packtrain.models.mix import EMBEDDING as EMBEDDINGS
 from packtrain.models.mix import MIXES, OUTPUT, types_of
-from packtrain.quant import dequantize
+from packtrain.quant import Weighed, dequantize, packed, squares
 from packtrain.settings import option, positional
 from packtrain.types.room import Mix
 

@@ -1,7 +1,7 @@
 """The progress of a run: one line that is redrawn on a terminal, occasional lines elsewhere.
 
-Input: metrics records and peak private memory. No thread: a line is drawn when a step ends, on a terminal at most
-every REDRAW_SECONDS. rich respects NO_COLOR; TERM=dumb gets plain lines.
+Input: metrics records and peak private memory. No thread: a line is drawn when a step ends. TERM=dumb gets plain
+lines.
 """
 
 import math
@@ -9,17 +9,13 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any, Self, TextIO
 
 import numpy as np
-import rich.progress
-from rich.console import Console
-from rich.table import Column
 
-REDRAW_SECONDS = 0.2
-BAR_COLUMNS = 5  # least width of the bar, with a space
 ALIKE = 0.05  # share of positions not trained on, below which one speed is shown
 PLAIN_SECONDS = 10.0  # between progress lines where they cannot be redrawn
 BRIEF = ("step", "loss", "val", "eta", "memory", "speed")  # on a terminal, the least important last
@@ -31,13 +27,13 @@ class ProgressLine:
     def __init__(self, stream: TextIO, steps: int, planned_nbytes: int, report_every: int) -> None:
         self.stream, self.steps, self.report_every = stream, steps, report_every
         self.planned_nbytes = planned_nbytes
-        self.bar = Bar(stream, steps) if redraws(stream) else None
+        self.bar = bar_module().Bar(stream, steps) if redraws(stream) else None
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=report_every)
         self.began: tuple[int, float] | None = None  # the first step shown, and when it ended
         self.val = ""
 
     def step(self, record: Mapping[str, Any], peak_nbytes: int) -> None:
-        """Show this step if it is due: the first, the last, or after `report_every` steps or REDRAW_SECONDS."""
+        """Show this step if it is due: the first, the last, or after `report_every` steps or 0.2 seconds."""
         step, now = record["step"], time.monotonic()
         outermost = self.began is None or step >= self.steps
         self.began = self.began or (step, now)
@@ -120,14 +116,14 @@ class Work:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.bar: Bar | None = None
+        self.bar: Any = None
         self.due = time.monotonic() + PLAIN_SECONDS
 
     def tell(self, done: int, total: int, *parts: str) -> None:
         now = time.monotonic()
         with suppress(OSError):  # the work outlives the terminal
             if redraws(self.stream):
-                self.bar = self.bar or Bar(self.stream, total)
+                self.bar = self.bar or bar_module().Bar(self.stream, total)
                 if done == total or now >= self.bar.due:
                     self.bar.draw(done, parts)
             elif now >= self.due:
@@ -143,47 +139,9 @@ class Work:
                 self.bar.close()
 
 
-class Bar:
-    """The line on a terminal: a bar, and as many parts as fit."""
-
-    def __init__(self, stream: TextIO, steps: int) -> None:
-        cut = Column(no_wrap=True, overflow="ellipsis")
-        self.line = rich.progress.Progress(
-            rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.description}", table_column=cut, markup=False),
-            console=Console(file=stream, force_terminal=True),
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            expand=True,
-        )
-        self.task = self.line.add_task("", total=steps)
-        self.due = 0.0
-
-    def draw(self, step: int, parts: Sequence[str]) -> None:
-        """Draw the parts, the least important last."""
-        text = fitting(parts, self.line.console.width - BAR_COLUMNS)
-        self.line.update(self.task, completed=step, description=text)
-        self.line.start()
-        self.line.refresh()
-        self.due = time.monotonic() + REDRAW_SECONDS
-
-    def say(self, text: str) -> None:
-        self.line.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self.line.stop()
-
-
-def fitting(parts: Sequence[str], columns: int) -> str:
-    """A line of as many whole parts as fit; always the first one."""
-    line, *others = filter(None, parts)
-    for part in others:
-        longer = f"{line}  {part}"
-        if len(longer) > columns:
-            break
-        line = longer
-    return line
+def bar_module() -> Any:
+    """That of the bar, loaded for terminals alone: rich takes longer to load than most of packtrain."""
+    return import_module("packtrain.watch.bar")
 
 
 def redraws(stream: TextIO) -> bool:

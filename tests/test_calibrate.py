@@ -98,8 +98,10 @@ def test_memory_makes_it_read_less_and_what_cannot_be_is_said(settings: Quantize
     made, again = GGUF(settings.output), replace(settings, overwrite=True)
     assert made.metadata["general.file_type"] == 2
     assert all(e.dtype.name == "q4_0" for e in made.entries.values() if len(e.shape) > 1)
+    settings.output.rename(done := settings.output.with_name("done.gguf"))
     settings.output.write_bytes(b"before")
     for change, said in (
+        ({"model": done}, "done.gguf has its matrices in these types already"),
         ({"memory": "1MiB"}, "--memory: 1MiB is too small to quantize with --calibrate"),
         (
             {"type": "F16"},

@@ -22,6 +22,9 @@ from packtrain.tasks.quantize import Quantize, line
 
 TOKENS = 1 << 14  # most that are read to calibrate
 NOTHING = "--calibrate: no matrix of a block gets a type whose codes can be chosen; leave it out"
+ALREADY = (
+    "has its matrices in these types already, and they would be copied; give its F32 or F16 file"
+)
 
 
 def write(
@@ -38,7 +41,7 @@ def write(
     changed = {n: dtype for n, dtype in types.items() if dtype != entries[n].dtype}
     inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
     if not any(dtype.chosen for dtype in inside.values()):
-        raise InputError(NOTHING)
+        raise InputError(NOTHING if changed else f"--calibrate: {settings.model} {ALREADY}")
     data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
     # loads kernels and tables, which count then
     for dtype in set(changed.values()) & set(PACKED):

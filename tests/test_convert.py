@@ -53,6 +53,7 @@ def test_the_vocabulary_of_gemma4_keeps_its_merges(tmp_path: Path) -> None:
     convert(tmp_path / "model", tmp_path / "model.gguf")
     file = GGUF(tmp_path / "model.gguf")
     assert file.metadata["tokenizer.ggml.model"] == "gemma4"
+    assert file.metadata["tokenizer.ggml.add_bos_token"] is True  # llama.cpp knows no other
     kinds = file.metadata["tokenizer.ggml.token_type"].tolist()[len(tokens) : len(tokens) + 3]
     assert kinds == [CONTROL, CONTROL, USER_DEFINED]
     made, known = open_model(tmp_path / "model.gguf").tokenizer(), {
@@ -131,6 +132,38 @@ def test_a_gpt2_of_before_has_no_prefix_and_masks(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model/model.safetensors", old)
     convert(tmp_path / "model", tmp_path / "same.gguf")
     assert (tmp_path / "same.gguf").read_bytes() == whole.path.read_bytes()
+
+
+INTERNLM = {
+    "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+}  # fmt: skip
+
+
+def test_an_internlm2_of_the_weights_of_a_llama_has_its_tensors(tmp_path: Path) -> None:
+    """Its checkpoints have queries, keys and values in one matrix, in groups: two queries, their key, their value."""
+    whole = converted(tmp_path)
+    config, tensors = write_checkpoint(tmp_path / "model")
+    made = {}
+    for name, value in tensors.items():
+        for usual, its in INTERNLM.items():
+            name = name.replace(usual, its)
+        made[name] = value
+    for i in range(2):
+        at = f"model.layers.{i}.self_attn"
+        q, k, v = (made.pop(f"{at}.{part}_proj.weight").reshape(-1, 16, 64) for part in "qkv")
+        groups = [q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]
+        made[f"model.layers.{i}.attention.wqkv.weight"] = np.concatenate(groups)
+    config |= {"architectures": ["InternLM2ForCausalLM"], "bias": False}
+    config["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    write_safetensors(tmp_path / "model/model.safetensors", made)
+    convert(tmp_path / "model", tmp_path / "same.gguf")
+    same = GGUF(tmp_path / "same.gguf")
+    assert same.metadata["general.architecture"] == "internlm2"
+    assert same.entries.keys() == whole.entries.keys()
+    assert all(np.array_equal(same.array(name), whole.array(name)) for name in whole.entries)
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ class Tensor:
         """The values of the sources in order as f32, some rows at a time; heads are not split."""
         for source in self.sources:
             array = self._part(source.array())
-            head = len(array) // self.turned if self.turned else 1
+            count = sum(end - at for at, end in self.spans) or len(array)
+            head = count // self.turned if self.turned else 1
             step = max(PART * len(array) // (array.size * head), 1) * head
             for start, end in self._parts(len(array), step):
                 rows = quant.dequantize(np.ascontiguousarray(array[start:end]))
@@ -295,10 +296,12 @@ def _joined(found: _Found, at: str, i: int, config: Config, family: Family) -> I
     for module, parts in family.joined.items():
         if f"{parts[0]}.weight" in shapes:
             spans, width = family.spans(config), config.embedding_length
+            turned = turned_heads(config, family)
             rows = sum(end - start for part in parts for start, end in spans[part])
             source = found.take(f"{at}.{module}.weight", (rows, width))
             for part in parts:
-                yield Tensor(f"blk.{i}.{part}.weight", (source,), spans=spans[part])
+                heads = turned.get(part, 0)
+                yield Tensor(f"blk.{i}.{part}.weight", (source,), turned=heads, spans=spans[part])
 
 
 def _mixture(found: _Found, at: str, i: int, config: Config, experts: Experts) -> Iterator[Tensor]:

@@ -58,6 +58,8 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[st
         )
     values |= _special_ids(checkpoint, about, table, family)
     values |= _added(about, fast)
+    if family.merged:  # as llama.cpp takes it to be, whatever the folder says
+        values["add_bos_token"] = Value("bool", True)
     space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
     if isinstance(space, bool):
         values["add_space_prefix"] = Value("bool", space)

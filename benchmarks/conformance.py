@@ -3,7 +3,8 @@
 Models  small ones of random weights, of every architecture and in several types: logarithms of probabilities of
         llama.cpp's five likeliest tokens at every position, and greedy replies. A variant that is wrong on purpose
         (a file in which one thing is changed) must be seen to differ. `--model FILE` does it with your own.
-Adapters  beside their bases and merged into them, see conformance_adapters.
+Types   as llama-quantize writes them, where it stands beside llama-server, see conformance_types.
+Adapters  beside their bases and merged into them, random ones and tuned ones, see conformance_adapters.
 Texts   random ones, through every vocabulary of `--vocabularies FOLDER`: the same ids.
 Chats   through seven chat templates and these vocabularies, `--llama-server PATH`: the same prompts and ids.
 Perplexity  of small random models, with llama-perplexity where it stands beside llama-server; see perplexity.
@@ -29,6 +30,7 @@ import numpy as np
 from benchmarks import (
     chat_templates,
     conformance_adapters,
+    conformance_types,
     perplexity,
     samplers,
     server_shapes,
@@ -307,6 +309,11 @@ def main() -> int:
     own = (compared(path.stem, kind_of(path), path, python) for path in args.model or ())
     for row in own if args.model else models(python, args.only or list(CONFIGS)):
         say(str(row), row.good)
+    tools = Path(args.llama_server or "absent/llama-server").parent
+    if not args.model and (tools / "llama-quantize").exists():
+        say(conformance_types.HEADING)
+        for fine, line in conformance_types.rows(python, tools / "llama-quantize"):
+            say(line, fine)
     if args.adapter:
         say(conformance_adapters.HEADING)
         own_rows = (args.model[0], kind_of(args.model[0]), args.adapter, args.text.read_text())
@@ -315,6 +322,9 @@ def main() -> int:
     if not args.model:
         say(conformance_adapters.HEADING)
         for fine, line in conformance_adapters.adapters(python):
+            say(line, fine)
+        say(conformance_adapters.TUNED)
+        for fine, line in conformance_adapters.tuned(python):
             say(line, fine)
     if args.vocabularies:
         say("\n" + TEXT_HEADING)
@@ -328,10 +338,9 @@ def main() -> int:
         say("\n" + server_shapes.HEADING)
         for fine, line in server_shapes.rows(args.llama_server, args.served):
             say(line, fine)
-    tool = args.llama_server and Path(args.llama_server).with_name("llama-perplexity")
-    if not args.model and tool and tool.exists():
+    if not args.model and (tools / "llama-perplexity").exists():
         say("\n" + perplexity.INTRODUCTION + perplexity.HEADING)
-        for fine, line in perplexity.random_rows(tool):
+        for fine, line in perplexity.random_rows(tools / "llama-perplexity"):
             say(line, fine)
     if not args.model:
         say(samplers.HEADING)

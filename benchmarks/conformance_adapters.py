@@ -1,12 +1,15 @@
-"""Adapters beside llama.cpp, a table of benchmarks.conformance.
+"""Adapters beside llama.cpp, two tables of benchmarks.conformance.
 
-Random ones of rank 4, beside their bases and merged into them: the same likeliest token wherever llama.cpp is sure of
-it, and nearly the same logarithms of probabilities of the tokens that follow.
+Random ones of rank 4, and ones that `packtrain finetune` has tuned, beside their bases and merged into them: the same
+likeliest token wherever llama.cpp is sure of it, and nearly the same logarithms of probabilities of the tokens that
+follow.
 """
 
+import json
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import numpy as np
 
 from benchmarks.beside import logarithms, logits, scored, silently
 from packtrain.models.adapted import adapted, read_scaled
+from packtrain.models.adapter import write_adapter
 from packtrain.models.file import ModelFile, open_model
 from tests.adapters import RANK, random_adapter
 from tests.architectures import CONFIGS, random_model
+from tests.kill import chats
 
 IN_ALL_TYPES = (  # others in F32
     "llama",
@@ -51,6 +56,18 @@ DeepSeek's attention: there they are merged only.
 |---|---|---|---|---|---|---|"""
 
 
+STEPS, LENGTH = 6, 128  # of tuning, and of the text that is compared
+TUNED = f"""
+Adapters of rank {RANK} for every matrix of the blocks, experts included, that `packtrain finetune` tunes in {STEPS}
+steps on conversations, beside the base and merged as finetune writes it, on the first {LENGTH} tokens of what was
+learnt, otherwise as above.
+
+| architecture | type | adapter | mean difference | limit | without it | other likeliest token where sure |
+|---|---|---|---|---|---|---|"""
+FLAGS = (
+    *("--chat-template", "chatml", "--iters", STEPS, "--lr", "1e-2", "--merge", "plain", "--batch-size", 2),
+    *("--lora-rank", RANK, "--ctx", LENGTH, "--no-tensorboard"),
+)  # fmt: skip
 Row = tuple[bool, str]  # whether it is good
 
 
@@ -72,6 +89,33 @@ def adapters(python: str) -> Iterator[Row]:
             yield from both_ways(python, f"| {name} | {kind}", base, paths, tokens)
 
 
+def tuned(python: str) -> Iterator[Row]:
+    """A row for each architecture and way to use an adapter that was tuned."""
+    for name in CONFIGS:
+        for kind in ("F32", "Q4_K_M") if name in IN_ALL_TYPES else ("F32",):
+            with tempfile.TemporaryDirectory() as made:
+                folder, base = Path(made), Path(made) / "base.gguf"
+                random_model(folder / "f32.gguf", name)
+                silently("quantize", folder / "f32.gguf", base, kind)
+                yield from tuned_both_ways(python, f"| {name} | {kind}", base)
+
+
+def tuned_both_ways(python: str, title: str, base: Path) -> Iterator[Row]:
+    data, merged = base.with_name("chats.jsonl"), base.with_name("merged.gguf")
+    data.write_text(chats())
+    silently("finetune", base, "--data", data, "-o", merged, *FLAGS)
+    said = "\n".join(" ".join(json.loads(line).values()) for line in chats().splitlines())
+    tokens = open_model(base).tokenizer().encode(said)[: LENGTH + 1]
+    adapter, alone = str(merged.with_suffix(".run") / "adapter.gguf"), base.with_name("alone.gguf")
+    model = open_model(base)
+    (whole, _), *_ = read_scaled([adapter], model.gguf)
+    left_out = model.config.traits.merged_only
+    pairs = {n: pair for n, pair in whole.pairs.items() if n.split(".")[-2] not in left_out}
+    write_adapter(alone, replace(whole, pairs=pairs), "tuned", model.gguf)
+    beside = str(alone) if left_out else adapter
+    yield from both_ways(python, title, base, (beside, adapter), tokens, merged)
+
+
 def of_ones_own(python: str, base: Path, kind: str, adapter: Path, text: str) -> Iterator[Row]:
     """The rows of an adapter for a model, at the first tokens of a text."""
     tokens = open_model(base).tokenizer().encode(text)[: POSITIONS + 1]
@@ -79,12 +123,18 @@ def of_ones_own(python: str, base: Path, kind: str, adapter: Path, text: str) ->
 
 
 def both_ways(
-    python: str, title: str, base: Path, adapters: tuple[str, str], tokens: Sequence[int]
+    python: str,
+    title: str,
+    base: Path,
+    adapters: tuple[str, str],
+    tokens: Sequence[int],
+    merged: Path | None = None,
 ) -> Iterator[Row]:
-    """The rows of an adapter beside the base, and of one that is merged into it."""
+    """The rows of an adapter beside the base, and of one that is merged into it, here if there is no such file."""
     with tempfile.TemporaryDirectory() as made:
-        merged = Path(made) / "merged.gguf"
-        silently("merge", base, adapters[1], "-o", merged)
+        if merged is None:
+            merged = Path(made) / "merged.gguf"
+            silently("merge", base, adapters[1], "-o", merged)
         model = open_model(base)
         (loaded, scale), *_ = read_scaled(adapters[:1], model.gguf)
         beside = adapted(model, [(loaded, scale)])

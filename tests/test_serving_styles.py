@@ -50,6 +50,7 @@ TEXT = "{{ v if v is string else v|tojson }}"
 BODIES = {
     "deepseek": "<calls>" + EACH + "<call>" + NAME + "<sep>" + OBJECT + "</call>{% endfor %}</calls>",
     "functionary": EACH + "<function=" + NAME + ">" + OBJECT + "</function>{% endfor %}",
+    "minimax 1": "<calls>\n" + EACH + '{"name": "' + NAME + '", "arguments": ' + OBJECT + "}\n{% endfor %}</calls>",
     "kimi": "<sect>" + EACH + "<c>functions." + NAME + ":{{ loop.index0 }}<a>" + OBJECT + "</c>{% endfor %}</sect>",
     "solar": EACH + "<c>{{ c.id }}<n>" + NAME + "<a>" + OBJECT + "</c>{% endfor %}",
     "coder": EACH + "\n<tool_call>\n<function=" + NAME + ">\n" + PAIRS + "<parameter={{ k }}>\n" + TEXT
@@ -100,6 +101,14 @@ def test_what_a_template_writes_is_read_back(name: str):
             (tool, ARGUMENTS) for tool in NAMES[:count]
         ])  # fmt: skip
         assert style.parse(text, ["other"]) == (text, [])
+
+
+def test_calls_with_a_text_between_and_none_around():
+    """As functionary 3.2 writes them."""
+    body = "{% if not loop.first %}>>>{% endif %}" + NAME + "\n" + OBJECT + "{% endfor %}"
+    renderer = Renderer(ChatTemplate(HEAD + EACH + body + TAIL), ["<|end|>"])
+    found = style_of(renderer, "").parse(written(renderer, 2), NAMES)
+    assert found == ("", [(tool, ARGUMENTS) for tool in NAMES])
 
 
 def test_styles():

@@ -84,9 +84,9 @@ class Style:
         """The words before the calls, and the calls (name, arguments), up to one that cannot be read."""
         begun = self._opening(names).search(text)
         found, at = list[tuple[str, Any]](), begun.end() if begun else -1
-        between = re.compile(
-            f"{_spaced(self.closing)}{_spaced(self.opening)}|{_spaced(self.again)}"
-        )
+        apart = f"{_spaced(self.closing)}{_spaced(self.opening)}"
+        again = _spaced(self.again)  # which may be a new line
+        between = re.compile(f"{again}|{apart}" if self.again.strip() else f"{apart}|{again}")
         while at >= 0:
             calls, end = self._calls(text, at, names)
             found += calls if self._ends(text, end) else []
@@ -98,6 +98,8 @@ class Style:
         """Whether a call ends there: it may have been cut off."""
         rests = [rest for rest in (self.again, self.closing) if rest.strip()]
         ended = any(re.compile(_spaced(rest)).match(text, at) for rest in rests)
+        if self.again.isspace():  # the next call stands on the next line
+            ended = ended or text[at:].lstrip().startswith("{")
         return ended or not rests or (not text[at:].strip() and self.pair is None)
 
     def _opening(self, names: Collection[str]) -> re.Pattern[str]:
@@ -254,7 +256,9 @@ def _again(two: str, opening: str, closing: str) -> str:
     if first < 0 or not ends or begin < first:
         return ""
     between = two[first + len(VALUES[1]) : begin]
-    return between[re.match(r'[\s"}]*', between).end() :] if between.strip('"} \n') else ""  # type: ignore[union-attr]
+    if not between.strip('"} \n'):
+        return "\n" if "\n" in between else ""
+    return between[re.match(r'[\s"}]*', between).end() :]  # type: ignore[union-attr]
 
 
 def _behind_name(one: str, two: str) -> Style | None:

@@ -129,6 +129,11 @@ def test_styles():
     assert style_of(untold, 'tools "parameters"') == LLAMA
     assert style_of(untold, "<|tool_call|> [") == GRANITE
     assert style_of(untold, "'List of tools: ['") == LFM2
+    kimi = style_of(untold, "<|tool_calls_section_begin|>{{ call.id }}")
+    calls = (f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+             for i, name in enumerate(NAMES))  # fmt: skip
+    text = f"So.<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+    assert kimi.parse(text, NAMES) == ("So.", [(name, {}) for name in NAMES])
     text = '<|tool_call_start|>[way(a="b"), weather(days=3)]<|tool_call_end|>So.'
     assert LFM2.parse(text, NAMES) == ("", [("way", {"a": "b"}), ("weather", {"days": 3})])
 

@@ -152,7 +152,18 @@ MISTRAL = Style("[TOOL_CALLS]", "", "", listed=True)
 LLAMA = Style("", "", "", arguments="parameters")  # nothing stands around it
 GRANITE = Style("<|tool_call|>", "", "", listed=True)
 LFM2 = Style("<|tool_call_start|>[", "), ", ")]<|tool_call_end|>", middle="(", python='"')
-TAUGHT = {"[TOOL_CALLS]": MISTRAL, "<|tool_call|>": GRANITE, "List of tools: ": LFM2}
+KIMI = Style(
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+    "<|tool_call_end|><|tool_call_begin|>functions.",
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    middle=f":{COUNT}<|tool_call_argument_begin|>",
+)  # some of whose templates write ids only, which have the names in them
+TAUGHT = {
+    "[TOOL_CALLS]": MISTRAL,
+    "<|tool_call|>": GRANITE,
+    "List of tools: ": LFM2,
+    "<|tool_calls_section_begin|>": KIMI,
+}
 KINDS = {"integer": 7, "boolean": True, "array": ["a"], "object": {"a": "b"}, "null": None}
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,15 @@ import numpy as np
 import pytest
 
 from packtrain import ops, ranks
-from packtrain.backends import CPU
+from packtrain.backends import CPU, Target
+from packtrain.backends.torch import Apart
 from packtrain.cli import main
 from packtrain.design import sharing
+from packtrain.design.plans import StepShape, make_plans
+from packtrain.design.table import rows
 from packtrain.gguf import GGUF
-from packtrain.optim import accumulating
+from packtrain.models.config import Config
+from packtrain.optim import AdamW, accumulating
 from packtrain.placing import place
 from packtrain.ranks import BUCKET, exchange, part_of, world
 from packtrain.run import Session
@@ -98,6 +103,21 @@ def test_two_and_four_ranks_train_as_one_and_with_the_same_bits_each_time(folder
     for name, more in (("four", []), ("fours", ["--zero", "2"])):
         done(train(folder, name, *asked, "--nproc", "4", *more))
         close(folder, "one", name, 200)
+
+
+@pytest.mark.torch
+def test_ranks_on_pytorch_train_as_one(folder):
+    """Also in a memory that the host does not look at, as a GPU's."""
+    asked = ["--iters", "50", "--steps-per-eval", "50", "--memory", "700MiB"]
+    asked += ["--grad-accumulation-steps", "2", "--device"]
+    done(train(folder, "torch", *asked, "torch:cpu"))
+    each = ("torches", "torch:cpu", "0"), ("shares", "torch:cpu", "1"), ("far", "torch:cpu:1", "2")
+    for name, device, zero in each:
+        done(train(folder, name, *asked, device, "--nproc", "2", "--zero", zero))
+        close(folder, "torch", name, 50)
+        end = metrics.read(folder / f"{name}.run/metrics.jsonl")[-1]
+        assert end["event"] == "end" and end["peak_bytes"] <= end["planned_bytes"] <= 700 << 20
+    same(folder, "torches", "shares")  # a second run, and one that shares out the moments
 
 
 @pytest.mark.torch
@@ -185,6 +205,8 @@ def test_a_run_goes_on_with_the_same_bits(folder):
         ),
         (["--grad-accumulation-steps", "3"], "4 processes cannot share out the 6 rows of a step"),
         (["--link", "fast"], "--link fast: it must be a rate such as 10Gbit or 100Mbit"),
+        (["--device", "cpu,cpu:1"], "--device cpu,cpu:1 works in one process; give cpu, torch:cpu"),
+        (["--device", "numpy"], "--device numpy works in one process; give cpu, torch:cpu or cuda"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_by_one_sentence(folder, flags, sentence, capsys):
@@ -246,6 +268,22 @@ def test_what_ranks_wait_for_each_other_is_no_rate_of_the_machine(monkeypatch):
         timed = run.timed(prepared)
         messages = [timed(0.5, 1000) for _ in range(9)]
         assert sum(said is not None for said in messages) == len(corrected) == told
+
+
+@pytest.mark.torch
+def test_rooms_for_sums_on_a_gpu_are_in_its_plan():
+    """Beside those of a device whose ranks send from the host; no GPU is asked for anything."""
+    shape = StepShape(Config(64, 16, 32, 2, 64, 2, 2), 2, 16)
+    for count, more in ((1, 0), (2, 8 << 20)):
+        for zero in (None, (0, count)):
+            each = replace(shape, ranks=count, share=zero)
+            there, far = (
+                make_plans(each, AdamW(), target=Target.of(Apart(name, "cpu")))
+                for name in ("cuda", "far")
+            )
+            assert there.nbytes_in("cuda") == far.nbytes_in("far") + more
+            assert bool(more) == ("exchange" in "\n".join(rows(replace(there, baseline=1))))
+            assert there.nbytes == far.nbytes
 
 
 def test_transfers_go_one_after_the_other_once_they_are_ready():

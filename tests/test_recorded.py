@@ -5,21 +5,25 @@ While the stand-in records, operations of PyTorch change nothing; to replay is t
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import packtrain as pt
-from packtrain import kernels, ops
+from packtrain import kernels, ops, ranks
 from packtrain.backends import Target
 from packtrain.backends import recorded as recording
 from packtrain.backends.temporaries import measured
 from packtrain.backends.torch import Apart
-from packtrain.optim import AdamW, Optimizer
+from packtrain.design import sharing
+from packtrain.optim import AdamW, Optimizer, accumulating
 from packtrain.optim.lbfgs import LBFGS
 from packtrain.placing import place
+from packtrain.ranks import here, world
 from packtrain.run import Session
+from packtrain.training import sums
 from tests.test_torch_backend import FAR, steps
 
 pytestmark = pytest.mark.torch
@@ -165,6 +169,43 @@ def test_copies_from_another_memory_are_between_graphs(cuda: Cuda) -> None:
         x0 = np.arange(start, start + 12, dtype=np.float32).reshape(4, 3)
         assert np.array_equal(run({"x": x0})["y"], x0)
     assert len(placed.copies) >= 1 and len(cuda.graphs) == 2
+
+
+def test_sums_leave_for_other_ranks_when_the_graph_that_makes_them_has_run(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the call that would make them, which is a part of a graph that is launched later."""
+    monkeypatch.setattr(sharing, "BUCKET", 4)
+    sent = list[Any]()
+
+    class Two(ranks.World):
+        size = 2
+
+        def send(self, arrays: Any) -> None:
+            sent.extend(array.clone() for array in arrays)
+
+    monkeypatch.setattr(world, "_here", Two())
+    w = [pt.weight(f"w{i}", (8,)) for i in range(3)]
+    h = pt.input("x", (8,))
+    for one in w:
+        h = ops.mul(h, one)
+    session = Session()
+    micro = session.executor(place(accumulating({"loss": ops.sum(h)}, w), Target.of(FAR)))
+    session.set({one.label: np.full(8, 2.0) for one in w})
+    shape = SimpleNamespace(share=None)
+    plans: Any = SimpleNamespace(leaves={one.label: one for one in w}, trained=[], shape=shape)
+    exchanged = sums.Exchanged(session, plans, micro)
+    for start in range(4):
+        sent.clear()
+        exchanged.begin()
+        given = {"x": np.arange(start, start + 8, dtype=np.float32), "fresh": np.ones(())}
+        micro(given, stop=exchanged.leaving())
+        for _, leaves in exchanged.buckets[exchanged.sent :]:
+            here().send([session.array(leaf) for leaf in leaves])
+        assert len(sent) == 3
+        for array in sent:
+            assert array.tolist() == (4 * given["x"]).tolist()
+    assert cuda.replays == 3
 
 
 def test_which_calls_need_the_host() -> None:

@@ -20,6 +20,10 @@ def aligned(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
+def later() -> None:
+    """Of recorded calls: the next that is not this one does its work, too."""
+
+
 class Backend(Protocol):
     """Kernels by `name` over memory of one `space`; backends that share a space share arrays and their order.
 
@@ -81,7 +85,7 @@ class Backend(Protocol):
 
     def recorded(self, made: Sequence[Made | None], calls: Sequence[Run]) -> Sequence[Run]:
         """Calls that have been run once, of one plan and one after the other, as ones that do the same, perhaps with
-        less work of the host. None: it copies from another memory. At each address is always the same array."""
+        less work of the host, or `later`. None: it copies from another memory. Addresses always have the same array."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
+from packtrain.backends.host import later
 from packtrain.ops.torch import torch
 
 LEAST = 4  # calls that are worth a graph
@@ -37,7 +38,7 @@ def recorded(device: str, calls: Sequence[Run], alone: Sequence[bool]) -> list[R
     for able, run in groupby(alone):
         end = at + len([*run])
         if able and end - at >= LEAST and (replay := _recorded(device, calls[at:end])):
-            found[at:end] = [*[_nothing] * (end - at - 1), replay]
+            found[at:end] = [*[later] * (end - at - 1), replay]
         at = end
     return found
 
@@ -68,7 +69,3 @@ def _recorded(device: str, calls: Sequence[Run]) -> Run | None:
         graph.replay()
 
     return replay
-
-
-def _nothing() -> None:
-    """The last call of the stretch does it."""

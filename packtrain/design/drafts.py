@@ -38,6 +38,7 @@ from packtrain.design.request import CALL_NBYTES, Request
 from packtrain.models.config import Config
 from packtrain.optim import Optimizer
 from packtrain.placing import place
+from packtrain.ranks import rooms_nbytes
 from packtrain.recompute import Built, Chain
 
 SAMPLED = 3  # blocks of the larger chain from which others are extrapolated
@@ -88,6 +89,7 @@ class Drafts:
         found = {name: leaf for part in every for name, leaf in part.leaves.items()}.values()
         inside, target = parts[blocks_in(shape)], self.request.target
         nbytes = counted(shape, found, target, self.space)
+        nbytes += rooms_nbytes(shape.ranks, self.space)
         if self.space == HOST:
             nbytes += passing_nbytes((t for t in found if not is_mapped(shape, t)), target)
         return StepEstimate(

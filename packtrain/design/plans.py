@@ -22,6 +22,7 @@ from packtrain.models.preference import Preference
 from packtrain.optim import Optimizer, Share, accumulating, applying, measuring, training, updating
 from packtrain.placing import Placed, place
 from packtrain.planning import Plan, make_plan
+from packtrain.ranks import rooms_nbytes
 from packtrain.recompute import AWAY, Built, Choice
 from packtrain.tensor import GraphError, Role, Tensor
 
@@ -142,8 +143,7 @@ class Plans:
     @cached_property
     def kept(self) -> dict[str, Tensor]:
         """The same without those that are mapped from a file."""
-        found = self.leaves.items()
-        return {name: leaf for name, leaf in found if not is_mapped(self.shape, leaf)}
+        return {n: leaf for n, leaf in self.leaves.items() if not is_mapped(self.shape, leaf)}
 
     @property
     def trained(self) -> list[str]:
@@ -211,7 +211,7 @@ class Plans:
         if self.shape.share is None:
             return 0
         largest = max((self.leaves[name].spec.nbytes for name in self.trained), default=0)
-        return max(largest - self.arena_nbytes, 0)
+        return max(largest - self.largest_in(HOST).arena(HOST).nbytes, 0)
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +233,8 @@ class Plans:
         leaves = counted(self.shape, self.leaves.values(), self.target, space)
         constants = sum(plan.arena(space).constant_nbytes for plan in self.plans.values())
         beside = self.loop_nbytes if space == HOST else constants
-        return leaves + self.largest_in(space).arena(space).nbytes + beside
+        arena, rooms = self.largest_in(space).arena(space), rooms_nbytes(self.shape.ranks, space)
+        return leaves + arena.nbytes + beside + rooms
 
     def seconds(self, rates: cost.Rates) -> float:
         """Expected time of one training step."""
@@ -279,9 +280,8 @@ def counted(
     """Bytes of these leaves in a memory space; mapped ones count only if they had to be copied."""
     strict = space != HOST or (shape.base is not None and shape.base.strict)
     here = [leaf for leaf in leaves if target.home(leaf).space == space]
-    mapped = [leaf for leaf in here if is_mapped(shape, leaf)]
     own = held_nbytes((leaf for leaf in here if not is_mapped(shape, leaf)), target)
-    return own + nbytes_of(mapped) * strict
+    return own + nbytes_of(leaf for leaf in here if is_mapped(shape, leaf)) * strict
 
 
 def passing_nbytes(leaves: Iterable[Tensor], target: Target) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from packtrain.backends import HOST
 from packtrain.design.plans import CHUNK, Plans, counted, held_nbytes, leaves, runs
 from packtrain.planning import size_text
+from packtrain.ranks import rooms_nbytes
 from packtrain.watch.progress import clock, same_speed, speed_text
 from packtrain.words import plural
 
@@ -72,6 +73,7 @@ def parts(plans: Plans, space: str = HOST) -> list[tuple[str, int, str]]:
             "moments of the optimizer, and a cache for samples",
         ),
         ("gradients", plans.nbytes_of("sum", space=space), "sums over micro-batches"),
+        ("exchange", rooms_nbytes(plans.shape.ranks, space), "what processes send to each other"),
     ]
     if space == HOST:
         found += [

@@ -1,6 +1,6 @@
 """Exchanges with other processes as calls, in written order: all ranks run the same graph, so they meet at each.
 
-A process alone is the only one of its run: see `ranks.here`. Several work on the cpu; on PyTorch there is one.
+A process alone is the only one of its run: see `ranks.here`. Kernels of PyTorch ask the host, so that none is recorded.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from packtrain.dtypes import f32
 from packtrain.ops.arrays import flat
 from packtrain.ops.costs import elementwise
-from packtrain.ops.torch import torch
+from packtrain.ops.torch import on_host
 from packtrain.optim.parts import Share
 from packtrain.ranks import here, part_of
 from packtrain.tensor import Spec, Tensor, constant, input, op, state, want
@@ -45,8 +45,8 @@ def reduce_scatter_cpu(out, total, g, fresh, *, share):
 
 @reduce_scatter.kernel("torch")
 def reduce_scatter_torch(out, total, g, fresh, *, share):
-    own = g.view(-1)[part_of(g.numel(), *share)].view(total.shape)
-    torch.where(fresh != 0, own, total + own, out=total)
+    if on_host(fresh):
+        here().reduce_scatter(g.view(-1), total.view(-1), bool(fresh), share)
 
 
 reduce_scatter.cost(elementwise())
@@ -75,7 +75,10 @@ def arrive_cpu(out, total, g):
     here().arrived()
 
 
-arrive.kernel("torch")(arrive_numpy)
+@arrive.kernel("torch")
+def arrive_torch(out, total, g):
+    if on_host(total):
+        here().arrived()
 
 
 @arrive.samples
@@ -102,7 +105,8 @@ def all_reduce_cpu(y, x):
 
 @all_reduce.kernel("torch")
 def all_reduce_torch(y, x):
-    y.copy_(x)
+    if on_host(x):
+        y.fill_(here().total(float(x)))
 
 
 @all_reduce.samples

@@ -1,11 +1,12 @@
 """Several processes that train one model together: who takes part, what they exchange, and how they are started.
 
 `here()` is this process among them; alone, it is rank 0 of 1 and every exchange returns what it is given.
-PyTorch's gloo carries the bytes; sums are added here, in the order of the ranks, so that they have the same bits
-each time and on each rank.
+PyTorch's gloo carries the bytes, NCCL between GPUs; sums are added here, in the order of the ranks, so that they have
+the same bits each time and on each rank.
 """
 
-from packtrain.ranks.exchange import BUCKET, part_of
+from packtrain.ranks.carrier import check_device
+from packtrain.ranks.exchange import BUCKET, part_of, rooms_nbytes
 from packtrain.ranks.launch import free_port, launch
 from packtrain.ranks.world import ALONE, World, assumed, here, joined, rank, several
 
@@ -14,11 +15,13 @@ __all__ = [
     "BUCKET",
     "World",
     "assumed",
+    "check_device",
     "free_port",
     "here",
     "joined",
     "launch",
     "part_of",
     "rank",
+    "rooms_nbytes",
     "several",
 ]

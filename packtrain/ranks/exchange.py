@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
+from packtrain.ranks.carrier import Carrier, on_device
 
 BUCKET = 1 << 20  # numbers that are exchanged at a time
 IDLE_SECONDS = 1.0
+ROOMS = 2  # of so many numbers: what is sent, and what comes
 ALIGNED = 16  # numbers: parts of an array begin where kernels like arrays to begin
 
 SLICE = 0.5  # seconds of waiting, after which it is seen who has been lost
@@ -22,22 +23,19 @@ Run = tuple[int, int, int]  # the number of an array, and from where to where
 
 
 class Exchange:
-    """Jobs that all ranks give in the same order. The arrays of a job must not be touched until `wait` returns.
+    """Jobs that all ranks give in the same order. The arrays of a job, of NumPy or PyTorch, must not be touched until
+    `wait` returns.
 
     ready    waits for a transfer, or raises RankLost
     check    raises RankLost if another rank has ended or is silent
     seconds  that transfers and sums took so far, and `nbytes` that this rank sent
     """
 
-    def __init__(
-        self, dist: Any, as_tensor: Any, ready: Wait, check: Callable[[], None], patience: Any
-    ) -> None:
-        self.dist, self.as_tensor, self.ready, self.check = dist, as_tensor, ready, check
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        size = self.size
-        self.group = dist.new_group(backend="gloo", timeout=patience)
-        part = -(-BUCKET // size)
-        self.mine, self.theirs = (np.zeros(part * size, np.float32) for _ in range(2))
+    def __init__(self, by: Carrier, ready: Wait, check: Callable[[], None]) -> None:
+        self.by, self.ready, self.check = by, ready, check
+        self.rank, self.size = by.dist.get_rank(), by.dist.get_world_size()
+        part = -(-BUCKET // self.size)
+        self.mine, self.theirs = (by.room(part * self.size) for _ in range(ROOMS))
         self.jobs = SimpleQueue[Callable[[], None] | None]()
         self.given = self.done = self.nbytes = 0
         self.seconds = 0.0
@@ -45,17 +43,17 @@ class Exchange:
         self.changed = threading.Condition()
         threading.Thread(target=self._work, daemon=True).start()
 
-    def add(self, arrays: Sequence[np.ndarray]) -> None:
-        """Each f32 array becomes its sum over all ranks."""
-        self._give(lambda: self._add(arrays))
+    def add(self, arrays: Sequence[Any]) -> None:
+        """Each array becomes its sum over all ranks."""
+        self._give(self._add, [self.by.flat(one) for one in arrays])
 
-    def spread(self, arrays: Sequence[np.ndarray]) -> None:
+    def spread(self, arrays: Sequence[Any]) -> None:
         """Each rank has an equal run of each array's numbers, see `part_of`; all get all of them."""
-        self._give(lambda: self._spread(arrays))
+        self._give(self._spread, [self.by.flat(one) for one in arrays])
 
-    def reduce_scatter(self, array: np.ndarray, part: np.ndarray, fresh: bool) -> None:
-        """This rank's run of the sum of a flat f32 array becomes `part`, or is added to it."""
-        self._give(lambda: self._reduce_scatter(array, part, fresh))
+    def reduce_scatter(self, array: Any, part: Any, fresh: bool) -> None:
+        """This rank's run of the sum of a flat array becomes `part`, or is added to it."""
+        self._give(self._reduce_scatter, self.by.flat(array), self.by.flat(part), fresh)
 
     def wait(self) -> None:
         """Until all jobs are done. Raises what one of them raised."""
@@ -72,12 +70,18 @@ class Exchange:
             idle = self.changed.wait_for(lambda: self.done >= self.given, IDLE_SECONDS)
         if idle:
             self.jobs.put(None)
-            self.group = None
+            self.by.group = None
         return idle
 
-    def _give(self, job: Callable[[], None]) -> None:
+    def _give(self, job: Callable[..., None], *of: Any) -> None:
         self.given += 1
-        self.jobs.put(job)
+        mark = self.by.given()
+
+        def turn() -> None:
+            with self.by.turn(mark):
+                job(*of)
+
+        self.jobs.put(turn)
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -97,71 +101,75 @@ class Exchange:
 
     # ---- on the thread
 
-    def _add(self, arrays: Sequence[np.ndarray]) -> None:
+    def _add(self, arrays: Sequence[Any]) -> None:
         for pieces in buckets(arrays):
-            part = -(-sum(piece.size for piece in pieces) // self.size)
+            part = -(-sum(len(piece) for piece in pieces) // self.size)
             mine, theirs = self._rows(part)
-            for piece, place in _places(pieces, mine.reshape(-1)):
-                place[:] = piece
-            mine[0] = self._sum(theirs, mine)
+            for piece, place in _places(pieces, mine.view(-1)):
+                place.copy_(piece)
+            mine[0].copy_(self._sum(theirs, mine))
             self._move(theirs, [mine[0]] * self.size)
-            for piece, place in _places(pieces, theirs.reshape(-1)):
-                piece[:] = place
+            for piece, place in _places(pieces, theirs.view(-1)):
+                piece.copy_(place)
 
-    def _reduce_scatter(self, array: np.ndarray, part: np.ndarray, fresh: bool) -> None:
-        every = [array[part_of(array.size, i, self.size)] for i in range(self.size)]
-        for ((_, start, end),) in _runs([every[0].size], BUCKET // self.size):
+    def _reduce_scatter(self, array: Any, part: Any, fresh: bool) -> None:
+        every = [array[part_of(len(array), i, self.size)] for i in range(self.size)]
+        for ((_, start, end),) in _runs([len(every[0])], BUCKET // self.size):
             mine, theirs = self._rows(end - start)
             for piece, place in zip(every, mine, strict=True):
-                place[: piece[start:end].size] = piece[start:end]
+                place[: len(piece[start:end])].copy_(piece[start:end])
             own = part[start:end]
-            total = self._sum(theirs, mine)[: own.size]
-            own[:] = total if fresh else own + total
+            total = self._sum(theirs, mine)[: len(own)]
+            if fresh:
+                own.copy_(total)
+            else:
+                own.add_(total)
 
-    def _spread(self, arrays: Sequence[np.ndarray]) -> None:
+    def _spread(self, arrays: Sequence[Any]) -> None:
         every = [
-            [array.reshape(-1)[part_of(array.size, i, self.size)] for array in arrays]
-            for i in range(self.size)
+            [array[part_of(len(array), i, self.size)] for array in arrays] for i in range(self.size)
         ]
         # the first rank has the longest parts, the last may have none
-        for runs in _runs([part.size for part in every[0]], BUCKET // self.size):
+        for runs in _runs([len(part) for part in every[0]], BUCKET // self.size):
             (mine, *_), theirs = self._rows(sum(end - start for _, start, end in runs))
             own = [every[self.rank][i][a:b] for i, a, b in runs]
             for piece, place in _places(own, mine, runs):
-                place[:] = piece
+                place.copy_(piece)
             self._move(theirs, [mine] * self.size)
             for parts, got in zip(every, theirs, strict=True):
                 for piece, place in _places([parts[i][a:b] for i, a, b in runs], got, runs):
-                    piece[:] = place
+                    piece.copy_(place)
 
-    def _rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, count: int) -> tuple[Any, Any]:
         """Room for so many numbers to each rank, and from each."""
         mine, theirs = (room[: count * self.size] for room in (self.mine, self.theirs))
-        return mine.reshape(self.size, count), theirs.reshape(self.size, count)
+        return mine.view(self.size, count), theirs.view(self.size, count)
 
-    def _sum(self, theirs: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    def _sum(self, theirs: Any, mine: Any) -> Any:
         """What all ranks have for this one, added up in their order."""
         self._move(theirs, mine)
-        total: np.ndarray = theirs[0]
+        total = theirs[0]
         for other in theirs[1:]:
-            total += other
+            total.add_(other)
         return total
 
-    def _move(self, to: np.ndarray, given: np.ndarray | Sequence[np.ndarray]) -> None:
-        """given[i] is for rank i, and to[i] from it. All travel at once, each as a message: gloo's all_to_all
-        leaves a link idle in one direction while it is busy in the other, and its gathers make copies."""
-        others = [i for i in range(self.size) if i != self.rank]
-        moved = [self.dist.irecv(self.as_tensor(to[i]), i, group=self.group) for i in others]
-        moved += [self.dist.isend(self.as_tensor(given[i]), i, group=self.group) for i in others]
-        to[self.rank] = given[self.rank]
+    def _move(self, to: Any, given: Any) -> None:
+        """given[i] is for rank i, and to[i] from it."""
+        moved = self.by.move(to, given, self.rank)
+        to[self.rank].copy_(given[self.rank])
         for one in moved:
             self.ready(one)
-        self.nbytes += len(others) * to[0].nbytes
+        self.nbytes += (self.size - 1) * to[0].nbytes
 
 
 def gathering(dist: Any) -> Any:
     """The function that gathers equal parts into one array, under its name of before or after PyTorch 2.13."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def rooms_nbytes(ranks: int, device: str) -> int:
+    """Bytes of a device from which its process sends sums to others; those of the host are taken before planning."""
+    return 4 * ROOMS * BUCKET * (ranks > 1 and on_device(device))
 
 
 def part_of(count: int, rank: int, size: int) -> slice:
@@ -170,11 +178,10 @@ def part_of(count: int, rank: int, size: int) -> slice:
     return slice(min(part * rank, count), min(part * (rank + 1), count))
 
 
-def buckets(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """The numbers of the arrays in order, as lists of flat views of at most BUCKET together."""
-    flat = [array.reshape(-1) for array in arrays]
-    for runs in _runs([array.size for array in flat], BUCKET):
-        yield [flat[i][start:end] for i, start, end in runs]
+def buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
+    """The numbers of flat arrays in order, as lists of views of at most BUCKET together."""
+    for runs in _runs([len(array) for array in arrays], BUCKET):
+        yield [arrays[i][start:end] for i, start, end in runs]
 
 
 def _runs(sizes: Sequence[int], most: int) -> Iterator[list[Run]]:
@@ -194,11 +201,11 @@ def _runs(sizes: Sequence[int], most: int) -> Iterator[list[Run]]:
 
 
 def _places(
-    pieces: Sequence[np.ndarray], within: np.ndarray, runs: Sequence[Run] | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    pieces: Sequence[Any], within: Any, runs: Sequence[Run] | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Each piece with its place in a flat array; they lie side by side, or as far apart as the runs are long."""
-    lengths = [p.size for p in pieces] if runs is None else [end - start for _, start, end in runs]
+    lengths = [len(p) for p in pieces] if runs is None else [end - start for _, start, end in runs]
     at = 0
     for piece, length in zip(pieces, lengths, strict=True):
-        yield piece, within[at : at + piece.size]
+        yield piece, within[at : at + len(piece)]
         at += length

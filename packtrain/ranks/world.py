@@ -16,6 +16,7 @@ import numpy as np
 
 from packtrain.errors import InputError, RankLost, printable
 from packtrain.ranks.beats import RESUME, SILENT_SECONDS, Heart
+from packtrain.ranks.carrier import Carrier, check_device, take
 from packtrain.ranks.exchange import BUCKET, SLICE, Exchange, gathering, part_of
 
 JOIN = timedelta(minutes=10)  # for all ranks to come
@@ -54,8 +55,11 @@ class World:
     ) -> None:
         """This rank's numbers of the sum of a flat f32 array over all ranks become `part`, or are added to it, when
         `arrived` returns."""
-        own = array[part_of(array.size, *share)]
-        part[:] = own if fresh else part + own
+        own = array[part_of(len(array), *share)]
+        if fresh:
+            part[:] = own
+        else:
+            part += own
 
     def arrived(self) -> None:
         """Until all that was sent is there."""
@@ -76,7 +80,7 @@ class World:
 class Group(World):
     """The processes of PyTorch's environment variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.rank, self.size = rank(), int(os.environ["WORLD_SIZE"])
         self.heart = Heart(self.rank, self.size, _keeper())
         self.torch, self.dist = import_module("torch"), import_module("torch.distributed")
@@ -85,8 +89,7 @@ class Group(World):
         try:
             self.dist.init_process_group("gloo", timeout=JOIN)
             self.control = self.dist.new_group(backend="gloo", timeout=PATIENCE)
-            how = self._ready, self._check, PATIENCE
-            self.exchange = Exchange(self.dist, self.torch.from_numpy, *how)
+            self.exchange = Exchange(Carrier(device, PATIENCE), self._ready, self._check)
             self.store = _store(self.dist)
             self.heart.beat(lambda: _store(self.dist))
         except (RuntimeError, ValueError) as error:
@@ -236,8 +239,8 @@ def assumed(size: int) -> Iterator[World]:
 
 
 @contextmanager
-def joined(share: Callable[[int], None]) -> Iterator[World]:
-    """Take part in the run that the environment describes; if it describes none, alone.
+def joined(share: Callable[[int], None], device: str = "cpu") -> Iterator[World]:
+    """Take part in the run that the environment describes, on its device; if it describes none, alone.
 
     share  is called with the number of ranks on this machine. Raises InputError without PyTorch, RankLost.
     """
@@ -246,8 +249,10 @@ def joined(share: Callable[[int], None]) -> Iterator[World]:
         yield _here
         return
     check_torch()
+    check_device(device)
+    take(device)
     share(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
-    group = _here = Group()
+    group = _here = Group(device)
     try:
         yield group
     except BaseException as error:

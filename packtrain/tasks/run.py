@@ -85,7 +85,7 @@ def carry_out(
     before  called before step 1, when the weights have their values; takes a function that returns whether to stop
     after   called when the steps are done and their memory is free
     """
-    with joined(_share_cores):
+    with joined(_share_cores, settings.device):
         if here().rank:
             settings = replace(settings, watch=None)
         else:

@@ -20,7 +20,7 @@ from packtrain.models import transformer
 from packtrain.models.config import PRESETS, Config
 from packtrain.models.file import save_model
 from packtrain.optim import OPTIMIZERS, Optimizer, Share
-from packtrain.ranks import here
+from packtrain.ranks import check_device, here
 from packtrain.run import Session
 from packtrain.settings import unescaped
 from packtrain.tokenizer import Tokenizer
@@ -295,6 +295,8 @@ def shape_of(
 def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
     """The number of ranks, and the rows of a step for each. Raises InputError."""
     ranks, every = here().size, rows * settings.grad_accumulation_steps
+    if ranks > 1:
+        check_device(settings.device)
     if every % ranks:
         raise InputError(
             f"{ranks} processes cannot share out the {every} rows of a step (--batch-size times"
@@ -302,8 +304,6 @@ def _shared_out(settings: RunSettings, rows: int) -> tuple[int, int]:
         )
     if len(settings.target.every) > 1 and OPTIMIZERS[settings.optimizer].first_length is not None:
         raise InputError(f"--optimizer {settings.optimizer} works on one device")
-    if ranks > 1 and settings.device != "cpu":
-        raise InputError(f"--device {settings.device} works in one process; leave out --nproc")
     return ranks, every // ranks
 
 

@@ -87,10 +87,10 @@ class Whole(Mapping[str, np.ndarray]):
 
     def _room(self, count: int) -> np.ndarray:
         """Room for so many numbers: the arena, which nothing uses between two steps, if that is large enough."""
-        arena = self.session.buffer(HOST)
-        if isinstance(arena, np.ndarray) and arena.nbytes >= 4 * count:
-            return arena.reshape(-1).view(np.uint8)[: 4 * count].view(np.float32)
-        return np.empty(count, np.float32)
+        if self.plans.largest_in(HOST).arena(HOST).nbytes < 4 * count:
+            return np.empty(count, np.float32)
+        arena: np.ndarray = self.session.buffer(HOST)
+        return arena.reshape(-1).view(np.uint8)[: 4 * count].view(np.float32)
 
 
 def saved(session: Session, plans: Plans) -> Mapping[str, np.ndarray]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from packtrain.backends.host import later
 from packtrain.design.plans import Plans
 from packtrain.design.sharing import buckets_of
 from packtrain.ranks import World, here
@@ -27,10 +28,12 @@ class Exchanged:
 
     def leaving(self) -> Callable[[], bool]:
         """Called before each step of the last micro-batch: sends what is complete. It never stops a run."""
-        self.sent = 0
+        self.sent, micro = 0, self.micro
 
         def send() -> bool:
-            while self.sent < len(self.buckets) and self.buckets[self.sent][0] <= self.micro.at:
+            if micro.calls[micro.at] is later:
+                return False
+            while self.sent < len(self.buckets) and self.buckets[self.sent][0] <= micro.at:
                 here().send(self._arrays(self.buckets[self.sent][1]))
                 self.sent += 1
             return False

@@ -18,6 +18,7 @@ from packtrain import ops, ranks
 from packtrain.backends import CPU, Target
 from packtrain.backends.torch import Apart
 from packtrain.cli import main
+from packtrain.cost import Rates
 from packtrain.design import sharing
 from packtrain.design.plans import StepShape, make_plans
 from packtrain.design.table import rows
@@ -284,6 +285,25 @@ def test_rooms_for_sums_on_a_gpu_are_in_its_plan():
             assert there.nbytes_in("cuda") == far.nbytes_in("far") + more
             assert bool(more) == ("exchange" in "\n".join(rows(replace(there, baseline=1))))
             assert there.nbytes == far.nbytes
+
+
+def test_latency_grows_with_ranks_as_the_exchange_sends():
+    """Large parts travel to all at once, small ones around a ring; the bytes of a rank hardly grow."""
+    rates, link = Rates(1e12, 1e18), 1e18  # bytes take no time
+
+    def seconds(ranks: int, numbers: int = BUCKET) -> float:
+        return sharing.transfer_seconds(numbers, ranks, rates, link)
+
+    assert seconds(2) == pytest.approx(2 * sharing.LATENCY)
+    step = seconds(3) - seconds(2)
+    assert step == pytest.approx(2 * sharing.MESSAGE)
+    assert seconds(1024) - seconds(2) == pytest.approx(1022 * step)
+    assert seconds(1024) < 2 * 1023 * sharing.LATENCY / 4  # of a ring
+    assert seconds(8, 3 * BUCKET) == pytest.approx(3 * seconds(8))
+    rounds = [sharing.round_seconds(ranks) for ranks in (2, 3, 1024)]
+    assert rounds == pytest.approx([sharing.LATENCY * n for n in (1, 2, 1023)])
+    slow = [sharing.transfer_seconds(BUCKET, ranks, rates, 1e6) for ranks in (2, 1024)]
+    assert 1.9 < slow[1] / slow[0] < 2.1
 
 
 def test_transfers_go_one_after_the_other_once_they_are_ready():

@@ -9,9 +9,8 @@ from packtrain.placing import Placed
 from packtrain.ranks import BUCKET
 from packtrain.tensor import Tensor
 
-LATENCY = (
-    2e-4  # seconds of one exchange beside its bytes, between processes of two machines of a room
-)
+LATENCY = 2e-4  # seconds of a message beside its bytes, between processes of two machines of a room
+MESSAGE = 4e-5  # that a process is busy with one that leaves and one that comes, measured: of several they add up
 MESSAGES = 6  # small ones of a step: the learnt tokens, whether to stop, the loss
 PASSES = 6  # over the bytes of a bucket in memory: packed, added up, unpacked
 
@@ -61,7 +60,7 @@ def shared(plans: Plans, rates: cost.Rates, link: float) -> Shared:
     durations = [transfer_seconds(n, ranks, rates, link) for _, n in sent]
     late = last_arrival(_ready(micro, rates, [at for at, _ in sent]), durations) - one
     busy, stalled = _scattered(plans, rates, link)
-    messages = MESSAGES * LATENCY
+    messages = MESSAGES * round_seconds(ranks)
     spread = 0.0
     if plans.shape.share is not None:
         numbers = sum(plans.leaves[name].spec.size for name in plans.trained)
@@ -87,10 +86,18 @@ def _scattered(plans: Plans, rates: cost.Rates, link: float) -> tuple[float, flo
 
 
 def transfer_seconds(numbers: int, ranks: int, rates: cost.Rates, link: float) -> float:
-    """To add up f32 numbers over ranks: each sends 2 (k - 1) / k of them, in as many exchanges as they need."""
+    """To add up f32 numbers over ranks: each sends 2 (k - 1) / k of them, in as many exchanges as they need. In one,
+    k - 1 messages leave and come at once: they share the way, and are handled one by one."""
     exchanges = 2 * -(-numbers // BUCKET)
     share = 2 * (ranks - 1) / ranks
-    return exchanges * LATENCY + 4 * numbers * (share / link + PASSES / rates.nbytes)
+    return exchanges * (LATENCY + (ranks - 2) * MESSAGE) + 4 * numbers * (
+        share / link + PASSES / rates.nbytes
+    )
+
+
+def round_seconds(ranks: int) -> float:
+    """For all to know what each says, a few bytes: gloo passes them around a ring, k - 1 times one message."""
+    return (ranks - 1) * LATENCY
 
 
 def last_arrival(ready: Sequence[float], durations: Sequence[float]) -> float:

@@ -69,7 +69,7 @@ def _ran(arguments: Sequence[str] | None) -> int:
     given = _given(_parser(_asked(arguments)), arguments)
     if given is None:
         return INPUT
-    # not at the top: help and versions are there at once
+    # not at the top: a version is there at once
     runtime, ranks = import_module("packtrain.kernels.runtime"), import_module("packtrain.ranks")
     module, settings = _module(given.command), _settings(given.command)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C

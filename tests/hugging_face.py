@@ -280,14 +280,14 @@ def write_safetensors(path: Path, tensors: Tensors, kind: str = "F32") -> None:
 
 
 @cache
-def sentencepiece_model() -> bytes:
-    """A SentencePiece model of at most V - 10 tokens."""
+def sentencepiece_model(leads: bool = True) -> bytes:
+    """A SentencePiece model of at most V - 10 tokens, that puts a space in front of a text or does not."""
     words = [f"{a}{b}{c}" for a in "bcdfgh" for b in "aeiou" for c in "lmnrst"]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([" ".join(words[i::7]) for i in range(7)]), model_writer=model, model_type="bpe",
         vocab_size=V - 10, hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, num_threads=1, minloglevel=4,
+        remove_extra_whitespaces=False, add_dummy_prefix=leads, num_threads=1, minloglevel=4,
     )  # fmt: skip
     return model.getvalue()
 

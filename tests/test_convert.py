@@ -23,7 +23,7 @@ from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
 from packtrain.tokenizer import CONTROL, USER_DEFINED, Tokenizer, rules
 from tests import hugging_face
-from tests.hugging_face import write_checkpoint, write_safetensors
+from tests.hugging_face import sentencepiece_model, write_checkpoint, write_safetensors
 
 TOKENS = np.random.default_rng(5).integers(3, 300, 24)
 TOLERANCE = 1e-4  # of the largest logit
@@ -164,6 +164,17 @@ def test_an_internlm2_of_the_weights_of_a_llama_has_its_tensors(tmp_path: Path) 
     assert same.metadata["general.architecture"] == "internlm2"
     assert same.entries.keys() == whole.entries.keys()
     assert all(np.array_equal(same.array(name), whole.array(name)) for name in whole.entries)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_space_in_front_is_as_in_the_sentencepiece_model(leads: bool, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    made = sentencepiece_model(leads)
+    (tmp_path / "model/tokenizer.model").write_bytes(made)
+    convert(tmp_path / "model", tmp_path / "model.gguf")
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=made)
+    tokenizer = Tokenizer(GGUF(tmp_path / "model.gguf").metadata)
+    assert tokenizer.encode("bal cem", bos=False, eos=False) == theirs.encode("bal cem")
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_nothing_is_imported_late():
 @pytest.mark.parametrize(
     "code, without",
     [
-        ("import packtrain.cli", ["numpy"]),  # help and --version
+        ("import packtrain.cli", ["numpy"]),  # --version
         ("import packtrain.commands.quantize", ["packtrain.ops", "rich"]),
     ],
 )

@@ -12,6 +12,7 @@ from packtrain.serving.styles import (
     GRANITE,
     HERMES,
     ID,
+    KIMI,
     LFM2,
     LLAMA,
     MISTRAL,
@@ -107,8 +108,19 @@ def test_calls_with_a_text_between_and_none_around():
     """As functionary 3.2 writes them."""
     body = "{% if not loop.first %}>>>{% endif %}" + NAME + "\n" + OBJECT + "{% endfor %}"
     renderer = Renderer(ChatTemplate(HEAD + EACH + body + TAIL), ["<|end|>"])
-    found = style_of(renderer, "").parse(written(renderer, 2), NAMES)
-    assert found == ("", [(tool, ARGUMENTS) for tool in NAMES])
+    style = style_of(renderer, "")
+    calls = [(tool, ARGUMENTS) for tool in NAMES]
+    assert style.parse(written(renderer, 2), NAMES) == ("", calls)
+    assert style.parse(f"Let me see.>>>{written(renderer, 2)}", NAMES) == ("Let me see.", calls)
+
+
+def test_a_name_that_only_begins_like_a_tool_is_none():
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.way_v2:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    assert KIMI.parse(text, ["way"]) == (text, [])
+    assert KIMI.parse(text, ["way_v2"])[1] == [("way_v2", {})]
 
 
 def test_styles():

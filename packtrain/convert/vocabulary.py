@@ -47,9 +47,12 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[st
     about = _optional(folder / "tokenizer_config.json")
     fast = _optional(folder / "tokenizer.json")
     table = _Table(folder, count)
+    space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
     if (folder / "tokenizer.model").exists():
         _fill_from_sentencepiece(table, folder / "tokenizer.model", about)
         values = table.values("llama", "default", scores=True)
+        if space is None and not _leads(folder / "tokenizer.model"):
+            space = False
     elif fast:
         values = _from_json(table, folder / "tokenizer.json", fast, family.merged)
     else:
@@ -60,7 +63,6 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[st
     values |= _added(about, fast)
     if family.merged:  # as llama.cpp takes it to be, whatever the folder says
         values["add_bos_token"] = Value("bool", True)
-    space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
     if isinstance(space, bool):
         values["add_space_prefix"] = Value("bool", space)
     metadata = {KEYS + name: value for name, value in values.items()} | _templates(folder, about)
@@ -148,6 +150,12 @@ def _pieces(path: Path) -> list[tuple[str, int, float]]:
         ]
     except (OSError, RuntimeError, UnicodeDecodeError):
         raise InputError(f"{path}: this is not a SentencePiece model") from None
+
+
+def _leads(path: Path) -> bool:
+    """Whether the model puts a space in front of a text."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    return bool(model.normalize("a").startswith("\u2581"))
 
 
 def _kind(model: sentencepiece.SentencePieceProcessor, id: int) -> int:

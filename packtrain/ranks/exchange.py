@@ -169,7 +169,7 @@ def gathering(dist: Any) -> Any:
 
 def rooms_nbytes(ranks: int, device: str) -> int:
     """Bytes of a device from which its process sends sums to others; those of the host are taken before planning."""
-    return 4 * ROOMS * BUCKET * (ranks > 1 and on_device(device))
+    return 4 * ROOMS * -(-BUCKET // ranks) * ranks * (ranks > 1 and on_device(device))
 
 
 def part_of(count: int, rank: int, size: int) -> slice:

@@ -107,7 +107,8 @@ class Style:
             return re.compile(_spaced(self.opening).removeprefix(r"\s*"))
         if self.middle is None:
             return re.compile(rf'(?=\{{\s*"{re.escape(self.name)}"\s*:)')
-        return re.compile(rf"(?m)^(?=(?:{_any(names)}){_spaced(self.middle)})")
+        behind = f"^|{re.escape(self.again.strip())}" if self.again.strip() else "^"  # of words
+        return re.compile(rf"(?m)(?:{behind})(?=(?:{_any(names)}){_spaced(self.middle)})")
 
     def _calls(
         self, text: str, at: int, names: Collection[str]
@@ -128,7 +129,7 @@ class Style:
             begun = re.compile(rf"\s*({_any(names)}){_spaced(self.middle or '')}").match(text, at)
             return begun and read_keywords(text, begun[1], begun.end())
         if self.pair is None:  # what stands between varies
-            named = re.compile(rf"\s*({_any(names)})[^{{]{{0,{FAR}}}").match(text, at)
+            named = re.compile(rf"\s*({_any(names)})(?![\w-])[^{{]{{0,{FAR}}}").match(text, at)
             if named is None:
                 return None
             start, quote = named.end(), self.quote

@@ -41,7 +41,8 @@ def write(
     changed = {n: dtype for n, dtype in types.items() if dtype != entries[n].dtype}
     inside = {n: dtype for n, dtype in changed.items() if n.startswith("blk.") and dtype.quantized}
     if not any(dtype.chosen for dtype in inside.values()):
-        raise InputError(NOTHING if changed else f"--calibrate: {settings.model} {ALREADY}")
+        already = not changed and any(dtype.chosen for dtype in types.values())
+        raise InputError(f"--calibrate: {settings.model} {ALREADY}" if already else NOTHING)
     data = enough(settings.calibrate, calibration(settings.calibrate, model, events))
     # loads kernels and tables, which count then
     for dtype in set(changed.values()) & set(PACKED):

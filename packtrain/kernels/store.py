@@ -31,7 +31,7 @@ MADE_OF = {
     "bits": "simd",
     "call": "crew pool",
     "cast": "bits call simd",
-    "choosing": "call simd",
+    "choosing": "bits call simd",
     "code_panels": "dot_tile gemm octets simd",
     "codes": "bits call simd",
     "convolution": "call gemm panels simd",

@@ -157,7 +157,11 @@ def folder_name(name: str) -> str:
 def kept_name() -> str:
     """The name of the file with all fingerprints, a hash of all that they depend on: parsing it takes longer."""
     files = [*(FOLDER / f"{name}.py" for name in MADE_OF), LIST, *sorted(TYPES.glob("*.py"))]
-    parts = [*platform_parts(), *(f"{file.name}\0{file.read_text('utf-8')}" for file in files)]
+    parts = [
+        *platform_parts(),
+        repr(MADE_OF),
+        *(f"{file.name}\0{file.read_text('utf-8')}" for file in files),
+    ]
     return f"names-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
 
 

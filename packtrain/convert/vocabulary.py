@@ -49,9 +49,9 @@ def vocabulary_of(checkpoint: Checkpoint, count: int, family: Family) -> dict[st
     table = _Table(folder, count)
     space = about.get("add_prefix_space") if family.space_prefix is None else family.space_prefix
     if (folder / "tokenizer.model").exists():
-        _fill_from_sentencepiece(table, folder / "tokenizer.model", about)
+        leads = _fill_from_sentencepiece(table, folder / "tokenizer.model", about)
         values = table.values("llama", "default", scores=True)
-        if space is None and not _leads(folder / "tokenizer.model"):
+        if space is None and not leads:
             space = False
     elif fast:
         values = _from_json(table, folder / "tokenizer.json", fast, family.merged)
@@ -127,9 +127,13 @@ def _looks_special(text: str) -> bool:
 # ---- SentencePiece -------------------------------------------------------------------------------------------
 
 
-def _fill_from_sentencepiece(table: _Table, path: Path, about: Mapping[str, Any]) -> None:
-    """Add the pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped."""
-    for id, (text, kind, score) in enumerate(_pieces(path)[: len(table.tokens)]):
+def _fill_from_sentencepiece(table: _Table, path: Path, about: Mapping[str, Any]) -> bool:
+    """Add the pieces of the model, then added tokens. Ids beyond the model's vocabulary are dropped.
+
+    Returns whether the model puts a space in front of a text.
+    """
+    pieces, leads = _pieces(path)
+    for id, (text, kind, score) in enumerate(pieces[: len(table.tokens)]):
         table.put(path.name, id, text, kind, score)
     beside = _optional(path.parent / "added_tokens.json")
     for text, id in beside.items():
@@ -138,24 +142,20 @@ def _fill_from_sentencepiece(table: _Table, path: Path, about: Mapping[str, Any]
     for id, added in _added_tokens(about).items():
         if id < len(table.tokens):
             table.put_added("tokenizer_config.json", id, added)
+    return leads
 
 
-def _pieces(path: Path) -> list[tuple[str, int, float]]:
-    """Text, type and score of each piece of a model."""
+def _pieces(path: Path) -> tuple[list[tuple[str, int, float]], bool]:
+    """Text, type and score of each piece of a model, and whether it puts a space in front of a text."""
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-        return [
+        pieces = [
             (model.id_to_piece(id), _kind(model, id), model.get_score(id))
             for id in range(model.get_piece_size())
         ]
+        return pieces, model.normalize("a").startswith("\u2581")
     except (OSError, RuntimeError, UnicodeDecodeError):
         raise InputError(f"{path}: this is not a SentencePiece model") from None
-
-
-def _leads(path: Path) -> bool:
-    """Whether the model puts a space in front of a text."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-    return bool(model.normalize("a").startswith("\u2581"))
 
 
 def _kind(model: sentencepiece.SentencePieceProcessor, id: int) -> int:

@@ -260,6 +260,13 @@ def biased(config: Config) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
+INTERNLM = {
+    "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+}  # fmt: skip
+
+
 def write_safetensors(path: Path, tensors: Tensors, kind: str = "F32") -> None:
     """The format: a length, a JSON header, bytes."""
     header, parts, at = {}, [], 0
@@ -303,6 +310,21 @@ def write_checkpoint(
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     write_safetensors(folder / "model.safetensors", tensors)
     return config, tensors
+
+
+def internlm2(config: Config, tensors: Tensors) -> tuple[Config, dict[str, np.ndarray]]:
+    """A llama as InternLM 2 stores it: in one matrix groups of two queries, their key and their value."""
+    made = {}
+    for name, value in tensors.items():
+        for usual, its in INTERNLM.items():
+            name = name.replace(usual, its)
+        made[name] = value
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}.self_attn"
+        q, k, v = (made.pop(f"{at}.{part}_proj.weight").reshape(-1, 16, 64) for part in "qkv")
+        groups = [q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]
+        made[f"model.layers.{i}.attention.wqkv.weight"] = np.concatenate(groups)
+    return config | {"architectures": ["InternLM2ForCausalLM"], "bias": False}, made
 
 
 def byte_characters() -> list[str]:

@@ -23,7 +23,12 @@ from packtrain.gguf import GGUF
 from packtrain.models.file import open_model
 from packtrain.tokenizer import CONTROL, USER_DEFINED, Tokenizer, rules
 from tests import hugging_face
-from tests.hugging_face import sentencepiece_model, write_checkpoint, write_safetensors
+from tests.hugging_face import (
+    internlm2,
+    sentencepiece_model,
+    write_checkpoint,
+    write_safetensors,
+)
 
 TOKENS = np.random.default_rng(5).integers(3, 300, 24)
 TOLERANCE = 1e-4  # of the largest logit
@@ -103,6 +108,17 @@ def test_types_of_tensors(tmp_path: Path) -> None:
     assert (file.metadata["llama.expert_count"], file.metadata["llama.expert_used_count"]) == (4, 2)
 
 
+@pytest.mark.parametrize("kind", ["granitehybrid", "falcon-h1", "qwen3next"])
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
+def test_what_scans_read_stays_f32(kind: str, dtype: str, tmp_path: Path) -> None:
+    """llama.cpp stops at a convolution's filters, decays or skips of another type."""
+    entries = converted(tmp_path, kind, dtype).entries.values()
+    read = [e for e in entries if e.name.endswith(("ssm_conv1d.weight", "ssm_a", "ssm_d", ".bias"))]
+    assert len(read) > 3
+    assert {str(e.dtype) for e in read} == {"f32"}
+    assert dtype in {str(e.dtype) for e in entries}
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_halves_are_kept_bit_for_bit(kind: str, tmp_path: Path) -> None:
     _, tensors = write_checkpoint(tmp_path / "model", "qwen3")
@@ -134,28 +150,11 @@ def test_a_gpt2_of_before_has_no_prefix_and_masks(tmp_path: Path) -> None:
     assert (tmp_path / "same.gguf").read_bytes() == whole.path.read_bytes()
 
 
-INTERNLM = {
-    "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
-}  # fmt: skip
-
-
 def test_an_internlm2_of_the_weights_of_a_llama_has_its_tensors(tmp_path: Path) -> None:
     """Its checkpoints have queries, keys and values in one matrix, in groups: two queries, their key, their value."""
     whole = converted(tmp_path)
     config, tensors = write_checkpoint(tmp_path / "model")
-    made = {}
-    for name, value in tensors.items():
-        for usual, its in INTERNLM.items():
-            name = name.replace(usual, its)
-        made[name] = value
-    for i in range(2):
-        at = f"model.layers.{i}.self_attn"
-        q, k, v = (made.pop(f"{at}.{part}_proj.weight").reshape(-1, 16, 64) for part in "qkv")
-        groups = [q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]
-        made[f"model.layers.{i}.attention.wqkv.weight"] = np.concatenate(groups)
-    config |= {"architectures": ["InternLM2ForCausalLM"], "bias": False}
+    config, made = internlm2(config, tensors)
     config["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     write_safetensors(tmp_path / "model/model.safetensors", made)

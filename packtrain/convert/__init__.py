@@ -17,20 +17,20 @@ from packtrain.dtypes import DTYPES, Dtype, f16, f32
 from packtrain.errors import InputError
 from packtrain.files import check_writable
 from packtrain.gguf import QUANTIZATION_VERSION, Deferred, Value, write
-from packtrain.models.arch.architecture import FILTERS
+from packtrain.models.arch.architecture import FILTERS, SCAN_FILTERS
 
 __all__ = ["AUTO", "TYPES", "convert"]
 
 AUTO = "auto"
 TYPES = ("f32", "f16", "q8_0", "bf16")  # types that matrices can get
-# llama.cpp accepts no others
+# llama.cpp accepts no others, nor what is no weight: biases, and decays and skips of scans
 ALWAYS_F32 = (
     "_norm.weight",
     "ffn_gate_inp.weight",
     "ffn_gate_inp_shexp.weight",
-    ".bias",
     "position_embd.weight",
     FILTERS,
+    SCAN_FILTERS,
     "altup_correct_coef.weight",
     "altup_predict_coef.weight",
 )
@@ -66,7 +66,8 @@ def _stored_as(tensor: Tensor, dtype: Dtype) -> Dtype:
     """The stored type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
     if isinstance(tensor, Blocks):
         return MXFP4
-    if len(tensor.shape) == 1 or tensor.name.endswith(ALWAYS_F32):
+    matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
+    if not matrix or tensor.name.endswith(ALWAYS_F32):
         return f32
     return f16 if tensor.shape[-1] % dtype.block else dtype
 

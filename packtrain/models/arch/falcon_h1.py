@@ -52,11 +52,16 @@ def keys(given: Given, sizes: Sizes) -> Keys:
     return {**scan_keys(sizes), **wide, "vocab_size": sizes.vocab_size}
 
 
-def times(by: float | np.ndarray) -> Changed:
-    """Rows times a number, or each times its own."""
-    if isinstance(by, np.ndarray):
-        return lambda rows, first: rows * by[first : first + len(rows), None]
-    return lambda rows, first: rows * np.float32(by)
+def times(*factors: float | np.ndarray) -> Changed:
+    """Rows times numbers, one after another as llama.cpp's converter rounds, or each row times its own."""
+
+    def changed(rows: np.ndarray, first: int) -> np.ndarray:
+        for by in factors:
+            own = by[first : first + len(rows), None] if isinstance(by, np.ndarray) else None
+            rows = rows * (np.float32(by) if own is None else own)
+        return rows
+
+    return changed
 
 
 def changes(given: Given, sizes: Sizes) -> Mapping[str, Changed]:
@@ -76,13 +81,13 @@ def changes(given: Given, sizes: Sizes) -> Mapping[str, Changed]:
     )
     gate, down = several("mlp_multipliers", 2)
     inside, outside = by("attention_in_multiplier"), by("attention_out_multiplier")
-    factors: dict[str, float | np.ndarray] = {
-        "token_embd": by("embedding_multiplier"), "output": by("lm_head_multiplier"), "attn_q": inside,
-        "attn_k": inside * by("key_multiplier"), "attn_v": inside, "attn_output": outside, "ffn_gate": gate,
-        "ffn_down": down, "ssm_in": (rows * by("ssm_in_multiplier")).astype(np.float32),
-        "ssm_out": by("ssm_out_multiplier"),
+    return {
+        "token_embd": times(by("embedding_multiplier")), "output": times(by("lm_head_multiplier")),
+        "attn_q": times(inside), "attn_k": times(by("key_multiplier"), inside), "attn_v": times(inside),
+        "attn_output": times(outside), "ffn_gate": times(gate), "ffn_down": times(down),
+        "ssm_in": times(by("ssm_in_multiplier"), rows.astype(np.float32)), "ssm_out": times(by("ssm_out_multiplier")),
+        "ssm_a": decays,
     }  # fmt: skip
-    return {**{name: times(factor) for name, factor in factors.items()}, "ssm_a": decays}
 
 
 ARCHITECTURE = Architecture(

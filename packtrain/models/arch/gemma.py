@@ -10,8 +10,9 @@ def keys(given: Given, sizes: Sizes) -> Keys:
 
 
 FAMILY = Family(
-    ("GemmaForCausalLM",), keys=keys, tied=True, norm_shift=1.0, head_width=256, space_prefix=False
-)
+    ("GemmaForCausalLM",), keys=keys, tied=True, norm_shift=1.0, head_width=256, space_prefix=False,
+    left_out=("rope.freq_base",),
+)  # fmt: skip
 ARCHITECTURE = Architecture(
     "gemma", halves=True, gelu=True, scaled_embedding=True, always_tied=True, families=(FAMILY,)
 )

@@ -49,6 +49,7 @@ ARCHITECTURE = Architecture(
             gemma2.FAMILY,
             classes=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
             block={**gemma2.FAMILY.block, **HEAD_NORMS},
+            left_out=(),
             keys=keys,
             rope_freq_base=1_000_000.0,
         ),
